@@ -123,10 +123,7 @@ def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse
     try:
         if not HELP & set(argv):
             config = parse(argv)
-            return {
-                "strategy": config.parallel.strategy,
-                "records_timeline": config.profiling.timeline is not None,
-            }
+            return {"strategy": config.parallel.strategy, "records_timeline": config.profiling.timeline is not None}
     except UserError:
         pass
     return {"strategy": _strategy_flag(argv)}

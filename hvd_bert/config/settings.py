@@ -16,24 +16,10 @@ from hvd_bert.config.training import SCHEDULES, TrainArguments
 
 # Those that are defined elsewhere are the settings, too.
 __all__ = [
-    "DEFAULT_DATASET",
-    "DEFAULT_MODEL",
-    "FLAGS",
-    "FORMER_FLAGS",
-    "PACKAGE",
-    "SCHEDULES",
-    "SECTIONS",
-    "STRATEGIES",
-    "TASKS",
-    "CheckpointArguments",
-    "Config",
-    "DataArguments",
-    "ModelArguments",
-    "ParallelArguments",
-    "ProfilingArguments",
-    "TrainArguments",
-    "save",
-]
+    "DEFAULT_DATASET", "DEFAULT_MODEL", "FLAGS", "FORMER_FLAGS", "PACKAGE", "SCHEDULES", "SECTIONS", "STRATEGIES",
+    "TASKS", "CheckpointArguments", "Config", "DataArguments", "ModelArguments", "ParallelArguments",
+    "ProfilingArguments", "TrainArguments", "save",
+]  # fmt: skip
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Those of earlier versions, which the settings of their runs still name -> the value that changes no result.
@@ -47,6 +33,7 @@ FORMER_FLAGS: dict[str, str | None] = {
     "text_column_delimiter": None,
     "bad_examples": "error",
     "answer_normalization": "squad",
+    "gradient_predivide_factor": "1.0",
 }
 # Implementations: hvd_bert.strategies.base. none: a single process.
 STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
@@ -139,14 +126,6 @@ class ParallelArguments:
         False,
         "Horovod: send gradients as fp16, half the bytes; a step whose gradients overflow is skipped.",
         owner="horovod",
-    )
-    gradient_predivide_factor: float = flag(
-        "distributed",
-        1.0,
-        "Horovod: divide gradients by X before the allreduce and by world size / X after it.",
-        owner="horovod",
-        above=0,
-        maximum=LARGEST_FACTOR,
     )
     num_groups: int = flag(
         "distributed",
@@ -263,13 +242,8 @@ def save(settings: Mapping[str, Any], path: Path) -> None:
 
 
 SECTIONS: list[Any] = [
-    ModelArguments,
-    DataArguments,
-    TrainArguments,
-    CheckpointArguments,
-    ParallelArguments,
-    ProfilingArguments,
-]
+    ModelArguments, DataArguments, TrainArguments, CheckpointArguments, ParallelArguments, ProfilingArguments
+]  # fmt: skip
 FLAGS = all_flags(SECTIONS)
 
 
@@ -277,4 +251,4 @@ def of_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:
     """An earlier version's identity: with the defaults of newer flags, and without former ones that changed nothing."""
     defaults = {f"--{name}": flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
     former = {f"--{name}": value for name, value in FORMER_FLAGS.items()}
-    return defaults | {name: v for name, v in identity.items() if former.get(name, "in use") not in (ANY, v)}
+    return defaults | {name: v for name, v in identity.items() if former.get(name, "in use") not in (ANY, v, str(v))}

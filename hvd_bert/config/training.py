@@ -45,12 +45,7 @@ class TrainArguments:
         may_change_on_resume=True,
         chooses_start=True,
     )
-    do_train: bool = flag(
-        "training",
-        True,
-        "Train.",
-        negated_help="Do not train; only evaluate.",
-    )
+    do_train: bool = flag("training", True, "Train.", negated_help="Do not train; only evaluate.")
     do_eval: bool = flag(
         "evaluation",
         True,
@@ -117,11 +112,7 @@ class TrainArguments:
         "training", 1.0, "Clip the averaged gradient to this norm; 0: do not clip.", minimum=0, maximum=LARGEST_FACTOR
     )
     num_train_epochs: float = flag(
-        "training",
-        3.0,
-        "Number of passes over the training windows.",
-        above=0,
-        maximum=1_000_000,
+        "training", 3.0, "Number of passes over the training windows.", above=0, maximum=1_000_000
     )
     max_steps: int = flag(
         "training",

@@ -35,12 +35,7 @@ def default_cache_dir() -> Path:
     return cache_root() / "windows"
 
 
-def entry(
-    cache_dir: Path,
-    key: str,
-    build: Callable[[Path], None],
-    opened: Callable[[Path], Entry | None],
-) -> Entry:
+def entry(cache_dir: Path, key: str, build: Callable[[Path], None], opened: Callable[[Path], Entry | None]) -> Entry:
     """What `opened` gives for the folder of `key`: None if it is missing or damaged.
 
     Then `build(empty_folder)` fills it. Raises `UserError` if `cache_dir` cannot be written.

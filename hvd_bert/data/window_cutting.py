@@ -253,9 +253,7 @@ class _Tokens:
 
 def _reported() -> AbstractContextManager[None]:
     """A tokenizer may fail for some texts only, for example at a character that it does not know."""
-    return as_user_error(
-        lambda reason: f"The tokenizer fails ({reason}). Name another with --tokenizer_name.",
-    )
+    return as_user_error(lambda reason: f"The tokenizer fails ({reason}). Name another with --tokenizer_name.")
 
 
 def _place(sequence_ids: list[int | None], text: int) -> tuple[int, int]:

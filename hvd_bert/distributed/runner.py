@@ -20,13 +20,7 @@ import torch
 
 from hvd_bert.distributed import events, logs
 from hvd_bert.distributed.horovod_world import HorovodWorld, ready_for_timeline
-from hvd_bert.distributed.launch import (
-    LaunchError,
-    find_launcher,
-    is_elastic,
-    requested_tasks,
-    speaks_first,
-)
+from hvd_bert.distributed.launch import LaunchError, find_launcher, is_elastic, requested_tasks, speaks_first
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, abort_mpi, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError, reason_of
 from hvd_bert.streams import INTERRUPTED, interruptible, keep_running
@@ -35,11 +29,7 @@ from hvd_bert.streams import INTERRUPTED, interruptible, keep_running
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
-def run_as_rank(
-    entry: Callable[[World], None],
-    strategy: str = "horovod",
-    records_timeline: bool = False,
-) -> NoReturn:
+def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", records_timeline: bool = False) -> NoReturn:
     """Join the world, call `entry(world)` and exit with 0. After an error, report it once and end all ranks.
 
     It does not return, and may skip `finally` blocks around this call: `entry` must clean up itself.

@@ -74,13 +74,12 @@ def question_scores(question: Question, prediction: str, version_2_with_negative
 
 
 def _score_v1(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
-    exact = f1 = 0.0
-    for question in questions:
-        scores = _scores_v1(question, predictions[question.id])
-        exact += scores[0]
-        f1 += scores[1]
-    total = len(questions)
-    return {"exact_match": 100.0 * exact / total, "f1": 100.0 * f1 / total, "total": total}
+    return _means(*zip(*(_scores_v1(q, predictions[q.id]) for q in questions), strict=True))
+
+
+def _means(exact: Sequence[float], f1: Sequence[float]) -> dict[str, float]:
+    total = len(exact)
+    return {"exact_match": 100.0 * sum(exact) / total, "f1": 100.0 * sum(f1) / total, "total": total}
 
 
 def _scores_v1(question: Question, prediction: str) -> tuple[float, float]:
@@ -123,8 +122,7 @@ def _scores_v2(question: Question, prediction: str) -> tuple[float, float]:
 
 
 def _means_v2(exact: Sequence[float], f1: Sequence[float], has_answer: Sequence[bool]) -> dict[str, float]:
-    total = len(has_answer)
-    result = {"exact_match": 100.0 * sum(exact) / total, "f1": 100.0 * sum(f1) / total, "total": total}
+    result = _means(exact, f1)
     for prefix, answerable in (("HasAns", True), ("NoAns", False)):
         members = [i for i, has in enumerate(has_answer) if has is answerable]
         if members:

@@ -72,7 +72,7 @@ def load_model(
     token_types = takes_token_types(config, source, tokenizer)
     if args.model_name_or_path is None:
         with reported(source):
-            return _tried(new_model(config, args.dropout, seed, padded, token_types, args.attention_dropout))
+            return try_once(new_model(config, args.dropout, seed, padded, token_types, args.attention_dropout))
     config.num_labels = 2  # start and end, whatever head the checkpoint has
     configure(config, args.dropout, padded, args.attention_dropout)
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
@@ -83,13 +83,7 @@ def load_model(
             " it first, or name a model that is fine-tuned for question answering."
         )
     with reported(source):
-        return _tried(_prepared(model, token_types))
-
-
-def _tried(model: Any) -> Any:
-    """The same model after its first forward pass."""
-    try_once(model)
-    return model
+        return try_once(_prepared(model, token_types))
 
 
 def new_model(

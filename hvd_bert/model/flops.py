@@ -67,12 +67,12 @@ def forward_flops(model: Any) -> ForwardFlops:
     return _counted[model]
 
 
-def try_once(model: Any) -> None:
-    """Run the model's encoder over one short window, which fails if the configuration is wrong."""
+def try_once(model: Any) -> Any:
+    """The same model, after its encoder ran over one short window, which fails if the configuration is wrong."""
     training = model.training
     model.eval()
     _run(model.base_model, _unit(model))
-    model.train(training)
+    return model.train(training)
 
 
 def _unit(model: Any) -> int:

@@ -52,10 +52,7 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-FILES: dict[Any, tuple[str, ...]] = {
-    AutoConfig: ("config.json",),
-    AutoTokenizer: ("config.json", *TOKENIZER_FILES),
-}
+FILES: dict[Any, tuple[str, ...]] = {AutoConfig: ("config.json",), AutoTokenizer: ("config.json", *TOKENIZER_FILES)}
 
 # Settings that transformers' encoders or this trainer's attention would fail with or ignore -> the supported value.
 SUPPORTED = {

@@ -38,12 +38,7 @@ class Recording:
     """Called before and after each step; starts at the first step to record and stops after the last."""
 
     def __init__(
-        self,
-        config: ProfilingArguments,
-        args: TrainArguments,
-        total_steps: int,
-        meter: Laps,
-        world: World,
+        self, config: ProfilingArguments, args: TrainArguments, total_steps: int, meter: Laps, world: World
     ) -> None:
         """A collective. Raises CollectiveError if the file cannot be written or the run has no such steps."""
         self.config, self.meter, self.world = config, meter, world
@@ -53,7 +48,6 @@ class Recording:
         self.file = Path(config.timeline) if config.timeline else None  # Horovod's timeline
         self.running = False
         self.profiler: torch.profiler.profile | None = None
-        self.offset_ns = 0
         self.laps: list[tuple[str, int]] = []
         with world.raise_on_all_ranks():
             if wanted and not self.steps:
@@ -79,7 +73,6 @@ class Recording:
     def _start(self, step: int) -> None:
         self.running, self.steps = True, range(step, self.steps[-1] + 1)
         if self.config.profile:
-            self.offset_ns = clock_offset_ns(self.world)
             self.profiler = torch.profiler.profile()
             self.profiler.start()
         if self.file and self.world.rank == 0:
@@ -127,7 +120,7 @@ class Recording:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "trace.json"
                 self.profiler.export_chrome_trace(str(path))
-                return RankTrace(self.world.rank, self.world.host, self.offset_ns, self.laps, pack(path.read_bytes()))
+                return RankTrace(self.world.rank, self.world.host, self.laps, pack(path.read_bytes()))
         except (OSError, RuntimeError) as error:
             log.warning("The trace lacks this rank: %s", error)
             return None
@@ -147,10 +140,7 @@ class Recording:
         if not self.running:
             return
         self._stop()
-        log.info(
-            "The recording of steps %s is incomplete: training was interrupted.",
-            self.config.timeline_steps,
-        )
+        log.info("The recording of steps %s is incomplete: training was interrupted.", self.config.timeline_steps)
 
 
 def _name_in(folder: Path, file: Path) -> str:
@@ -174,28 +164,3 @@ def _check_file(path: Path, output_dir: str | None) -> None:
         elif output_dir is None or place != os.path.realpath(output_dir):  # which was checked, and may not exist yet
             with tempfile.TemporaryFile(dir=place):
                 pass
-
-
-ROUNDS = 10
-
-
-def clock_offset_ns(world: World) -> int:
-    """Nanoseconds by which this host's clock is ahead of rank 0's; 0 on rank 0's own host. A collective.
-
-    Uses the times at which each rank enters and leaves ROUNDS allgathers. The error is at most half the fastest one.
-    """
-    moments = []
-    for _ in range(ROUNDS):
-        entered = time.time_ns()
-        world.allgather(None)
-        moments.append((entered, time.time_ns()))
-    everyone = world.allgather((world.host, moments))
-    (first_host, first), (my_host, mine) = everyone[0], everyone[world.rank]
-    return 0 if my_host == first_host else _offset(first, mine)
-
-
-def _offset(first: Sequence[tuple[int, int]], mine: Sequence[tuple[int, int]]) -> int:
-    """No rank leaves an allgather before the last has entered it. This bounds the offset from both sides."""
-    minimum = max(entered - left for (_, left), (entered, _) in zip(first, mine, strict=True))
-    maximum = min(left - entered for (entered, _), (_, left) in zip(first, mine, strict=True))
-    return (minimum + maximum) // 2

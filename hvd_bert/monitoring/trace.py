@@ -1,4 +1,4 @@
-"""Write one trace of all ranks for Perfetto and chrome://tracing: a process row per rank, on rank 0's clock.
+"""Write one trace of all ranks for Perfetto and chrome://tracing: a process row per rank, by its host's clock.
 
 A rank's row has the phases of its steps, and its threads and GPU streams from torch's profiler. The format: Google,
 *Trace Event Format*, 2016.
@@ -23,12 +23,11 @@ _KEPT = "Xsfi"  # spans, the arrows between them, instants
 
 @dataclass
 class RankTrace:
-    """The recording of a rank. `offset_ns`: by which its clock is ahead of rank 0's. `laps`: the start, then the end of
-    each phase, in ns since 1970. `packed`: torch's trace, by `pack`."""
+    """The recording of a rank. `laps`: the start, then the end of each phase, in ns since 1970. `packed`: torch's
+    trace, by `pack`."""
 
     rank: int
     host: str
-    offset_ns: int
     laps: Sequence[tuple[str, int]]
     packed: bytes
 
@@ -40,7 +39,7 @@ def pack(text: bytes) -> bytes:
 
 def write_trace(path: Path, ranks: Sequence[RankTrace]) -> None:
     """Write the gzipped trace. Raises OSError."""
-    start_us = min(trace.laps[0][1] - trace.offset_ns for trace in ranks) / 1000
+    start_us = min(trace.laps[0][1] for trace in ranks) / 1000
     with replacing(path) as partial, gzip.open(partial, "wt", compresslevel=6, encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         separator = ""
@@ -53,7 +52,7 @@ def write_trace(path: Path, ranks: Sequence[RankTrace]) -> None:
 
 
 def _events(ranks: Sequence[RankTrace]) -> Iterator[Event]:
-    """All events, with `ts` in us since 1970 on rank 0's clock."""
+    """All events, with `ts` in us since 1970."""
     for trace in ranks:
         pid = _pid(trace.rank)
         yield _metadata("process_name", pid, name=f"rank {trace.rank} on {trace.host}")
@@ -79,7 +78,7 @@ def _row(pid: int, tid: int, name: str) -> Iterator[Event]:
 def _phases(trace: RankTrace) -> Iterator[Event]:
     since = trace.laps[0][1]
     for phase, now in trace.laps[1:]:
-        start, end = ((moment - trace.offset_ns) / 1000 for moment in (since, now))
+        start, end = (since / 1000, now / 1000)
         span = {"ph": "X", "name": phase, "cat": "phase", "ts": start, "dur": end - start, "args": {}}
         yield span | {"pid": _pid(trace.rank), "tid": PHASE_ROW}
         since = now
@@ -88,7 +87,7 @@ def _phases(trace: RankTrace) -> Iterator[Event]:
 def _torch(trace: RankTrace) -> Iterator[Event]:
     """torch's events. Its threads of several processes become rows of the rank's process."""
     whole = json.loads(gzip.decompress(trace.packed))
-    shift_us = (whole.get("baseTimeNanoseconds", 0) - trace.offset_ns) / 1000
+    shift_us = whole.get("baseTimeNanoseconds", 0) / 1000
     pid = _pid(trace.rank)
     rows: dict[tuple[Any, Any], int] = {}
     names: dict[tuple[Any, Any], str] = {}

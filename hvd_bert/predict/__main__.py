@@ -89,10 +89,7 @@ def parse_flags(argv: list[str] | None, launcher: Launcher) -> argparse.Namespac
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
-    parser = Parser(
-        prog="hvd-bert predict",
-        description="Answer questions about passages with a trained model.",
-    )
+    parser = Parser(prog="hvd-bert predict", description="Answer questions about passages with a trained model.")
     parser.add_argument(
         "model", metavar="MODEL", type=str, help="Output folder of a training, a checkpoint, or a hub name."
     )

@@ -69,14 +69,10 @@ class Candidate(_Span):
 class FoundAnswer(_Span):
     """The answer to a question. `text` is "" if the context does not answer it; then `start` and `end` are None.
 
-    `null_odds`: for SQuAD 2.0, the score of "no answer" minus that of the
-    best span. `nbest`: the best candidates, best first.
+    `null_odds`: for SQuAD 2.0, the score of "no answer" minus that of the best span. `nbest`: the best candidates, best
+    first.
     """
 
-    text: str
-    start: int | None
-    end: int | None
-    score: float
     null_odds: float | None
     nbest: tuple[Candidate, ...]
 

@@ -54,7 +54,7 @@ def run(flags: argparse.Namespace) -> int:
             _print_some(flags, qa)
         else:
             answer = qa(question=flags.question, context=flags.context)
-            _print(f"{_passage(flags.context)}\n  Q: {flags.question}\n{_line(answer)}")
+            _show(flags.context, flags.question, answer)
     except UserError as error:
         print(f"hvd_bert: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -83,24 +83,18 @@ def _print_some(flags: argparse.Namespace, qa: QuestionAnswerer) -> None:
     for number in picked.astype(int):
         question = questions[number]
         (answer,) = qa.answers([question])
-        _print(f"{_passage(question.context)}\n  Q: {question.question}\n{_line(FoundAnswer.of(answer))}")
+        _show(question.context, question.question, FoundAnswer.of(answer))
         if question.answer_texts:
-            _print(f"  expected: {question.answer_texts[0]}")
+            print(visible(f"  expected: {question.answer_texts[0]}"))
         print()
     print(f"{len(picked)} of {len(questions)} questions. To answer all of them, name a file with --output.")
 
 
-def _print(text: str) -> None:
-    """Print a text in which a passage is no command to the terminal."""
-    print(visible(text))
-
-
-def _passage(context: str) -> str:
-    return textwrap.fill(context, WIDTH, initial_indent="  ", subsequent_indent="  ")
-
-
-def _line(answer: FoundAnswer) -> str:
-    return f"  A: {answer.text or '(no answer)'}  (probability {answer.score:.2f})"
+def _show(context: str, question: str, answer: FoundAnswer) -> None:
+    """Print an answer, so that the passage is no command to the terminal."""
+    passage = textwrap.fill(context, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    said = f"{answer.text or '(no answer)'}  (probability {answer.score:.2f})"
+    print(visible(f"{passage}\n  Q: {question}\n  A: {said}"))
 
 
 def answer_file(flags: argparse.Namespace, world: World) -> None:

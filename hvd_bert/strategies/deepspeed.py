@@ -21,14 +21,6 @@ from hvd_bert.distributed.world import World
 from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
 
 
-def _bucket_size(model: nn.Module) -> int:
-    """Elements of a gradient bucket: as in DeepSpeed, but no more than there are.
-
-    It allocates a whole bucket, of 2 GB by default, in every backward pass: 0.5 s of each on a CPU.
-    """
-    return min(500_000_000, sum(parameter.numel() for parameter in model.parameters()))
-
-
 class DeepSpeedStrategy(Strategy):
     """ZeRO over the ranks. DeepSpeed clips and steps in one call, so `clip` does both."""
 
@@ -54,6 +46,8 @@ class DeepSpeedStrategy(Strategy):
         os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
         deepspeed.init_distributed(dist_backend="nccl" if world.device.type == "cuda" else "gloo")
         super().__init__(model, make_optimizer, options, world)
+        # DeepSpeed's, but no more than there are: it allocates a whole bucket, of 2 GB, in every backward pass.
+        bucket = min(500_000_000, sum(parameter.numel() for parameter in model.parameters()))
         self.module, *_ = deepspeed.initialize(
             model=self.module,
             optimizer=self.optimizer,
@@ -61,7 +55,7 @@ class DeepSpeedStrategy(Strategy):
                 "train_micro_batch_size_per_gpu": 1,  # it only counts passes: the loop makes the batches
                 "gradient_accumulation_steps": options.accumulation,
                 "gradient_clipping": options.max_grad_norm,
-                "zero_optimization": {"stage": options.zero_stage, "reduce_bucket_size": _bucket_size(model)},
+                "zero_optimization": {"stage": options.zero_stage, "reduce_bucket_size": bucket},
                 "zero_allow_untested_optimizer": True,  # torch's AdamW, as under the other strategies
                 # Without this it disables autocast. No module's gradients are sent as bf16.
                 "torch_autocast": {"enabled": options.bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []},

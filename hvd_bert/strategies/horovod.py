@@ -5,8 +5,6 @@ Comments name the pitfalls of Horovod 0.28 that the code avoids.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,26 +14,6 @@ from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
 
 # With more ranks, all their words' rows together may be more bytes than a ring-allreduce of all rows sends.
 MAX_GATHERING = 16
-
-
-class Predivided:
-    """Divides gradients before their compression, so that their sum fits, and multiplies the mean afterwards.
-
-    Horovod's own `gradient_predivide_factor` does not apply to groups.
-    """
-
-    def __init__(self, compression: Any, factor: float) -> None:
-        self._compression, self._factor = compression, factor
-
-    def compress(self, gradient: Tensor) -> tuple[Tensor, Any]:
-        """Called by Horovod before it sends a gradient."""
-        compressed: tuple[Tensor, Any] = self._compression.compress(gradient / self._factor)
-        return compressed
-
-    def decompress(self, mean: Tensor, context: Any) -> Tensor:
-        """Called by Horovod with the mean over the ranks."""
-        decompressed: Tensor = self._compression.decompress(mean, context)
-        return decompressed * self._factor
 
 
 class HorovodStrategy(Strategy):
@@ -48,16 +26,13 @@ class HorovodStrategy(Strategy):
         import horovod.torch as hvd
 
         super().__init__(model, make_optimizer, options, world)
-        compression: Any = hvd.Compression.fp16 if options.fp16_allreduce else hvd.Compression.none
-        if options.gradient_predivide_factor != 1:
-            compression = Predivided(compression, options.gradient_predivide_factor)
         # The optimizer must have its final parameter groups: groups added later would get the class defaults.
         self.optimizer = hvd.DistributedOptimizer(
             self.optimizer,
             named_parameters=model.named_parameters(),
             op=hvd.Average,
             backward_passes_per_step=options.accumulation,
-            compression=compression,
+            compression=hvd.Compression.fp16 if options.fp16_allreduce else hvd.Compression.none,
             # Gradients are put into buffers in the order in which they become ready. From 3 ranks on, a gradient's
             # place in its buffer decides the order of its sum, and so the rounding. A single group always has the
             # same buffer, but no overlap.
@@ -73,8 +48,7 @@ class HorovodStrategy(Strategy):
     def _gathered_words(self, options: StrategyOptions) -> WordRows | None:
         """On CPUs, where it was measured. No group, compressed gradient or compiled model can have a sparse one. LARS
         writes into the gradients, whose zeros are kept."""
-        compressed = options.fp16_allreduce or options.gradient_predivide_factor != 1
-        dense = options.deterministic or options.num_groups or compressed or options.compiled
+        dense = options.deterministic or options.num_groups or options.fp16_allreduce or options.compiled
         if not self._fused or dense or self._world.device.type != "cpu" or not 1 < self._world.size <= MAX_GATHERING:
             return None
         embedding = word_embedding(self.model)

@@ -89,11 +89,7 @@ def _begin_output(
 
 
 def _write_output(
-    config: Config,
-    task: Task,
-    evaluation: EvaluationResult | None,
-    results: dict[str, Any],
-    world: World,
+    config: Config, task: Task, evaluation: EvaluationResult | None, results: dict[str, Any], world: World
 ) -> None:
     """Write the scores and, after a training, its results. A collective."""
     folder, settings = config.train.folder, config.as_flat()

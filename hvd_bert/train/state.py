@@ -245,7 +245,6 @@ def strategy_options(train: TrainArguments, parallel: ParallelArguments, accumul
         deterministic=train.deterministic,
         compiled=train.torch_compile,
         fp16_allreduce=parallel.fp16_allreduce,
-        gradient_predivide_factor=parallel.gradient_predivide_factor,
         num_groups=parallel.num_groups,
         zero_stage=parallel.zero_stage,
     )

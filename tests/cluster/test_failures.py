@@ -31,10 +31,7 @@ def faults(fault: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("fault", "once", "first"),
-    [
-        ("kill", "srun: error: a100-02: task 1: Killed", "rank 1 on a100-02: Killed"),
-        ("stall", WAITED, WAITED),
-    ],
+    [("kill", "srun: error: a100-02: task 1: Killed", "rank 1 on a100-02: Killed"), ("stall", WAITED, WAITED)],
     ids=["kill", "stall"],
 )
 def test_failing_rank_ends_the_job(

@@ -63,13 +63,7 @@ LAUNCHERS = {"mpirun": 2, "gloo": None}
 
 
 # Each mistake under one of the launchers.
-@pytest.mark.parametrize(
-    ("name", "by"),
-    [
-        ("unknown flag", "gloo"),
-        ("damaged model", "mpirun"),
-    ],
-)
+@pytest.mark.parametrize(("name", "by"), [("unknown flag", "gloo"), ("damaged model", "mpirun")])
 def test_two_ranks_report_it_once(name: str, by: str, tmp_path: Path) -> None:
     flags, words = mistake(name, tmp_path)
     check([*launcher(2, by), *small_run(2, "out", *flags)], tmp_path, words, LAUNCHERS[by])

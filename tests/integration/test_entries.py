@@ -27,10 +27,7 @@ def two_ranks(folder: Path, by: str, *words: object, cold: bool = False) -> Outc
     return outcome
 
 
-@each(
-    ("by", "strategy", "taken_apart", "status"),
-    [("mpirun", "horovod", True, 0), ("mpirun", "fsdp", False, 75)],
-)
+@each(("by", "strategy", "taken_apart", "status"), [("mpirun", "horovod", True, 0), ("mpirun", "fsdp", False, 75)])
 def test_rank_finishes_what_it_began(tmp_path: Path, by: str, strategy: str, taken_apart: bool, status: int) -> None:
     """Python must not be finalized alongside threads of torch's Gloo: they abort the process (pytorch#190489)."""
     outcome = two_ranks(tmp_path, by, "ending", strategy, tmp_path, *([status] if status else []), cold=True)

@@ -1,4 +1,4 @@
-"""Recordings of real runs: Horovod's timeline of the given steps, and one trace of all ranks on one clock."""
+"""Recordings of real runs: Horovod's timeline of the given steps, and one trace of all ranks."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_no_line_is_logged_twice(finished: Run) -> None:
 
 
 def test_v2_with_every_option_of_horovod(tmp_path: Path) -> None:
-    options = ["--bf16", "--fp16_allreduce", "--gradient_predivide_factor", 2, "--gradient_accumulation_steps", 2]
+    options = ["--bf16", "--fp16_allreduce", "--gradient_accumulation_steps", 2]
     options += ["--per_device_train_batch_size", 4, "--eval_strategy", "epoch", "--lr_scaling", "sqrt"]
     options += ["--lr_base_batch_size", 8]
     outcome = run([*launcher(2, "mpi"), *small_run(2, "out", *options, preset="sample_v2")], tmp_path).expect(0)

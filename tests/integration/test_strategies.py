@@ -14,8 +14,7 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize(
-    ("by", "strategy"),
-    [("mpi", "fsdp"), ("gloo", "ddp"), ("torchrun", "horovod"), ("mpi", "deepspeed")],
+    ("by", "strategy"), [("mpi", "fsdp"), ("gloo", "ddp"), ("torchrun", "horovod"), ("mpi", "deepspeed")]
 )
 def test_two_ranks_of_any_strategy_leave_what_one_process_leaves(tmp_path, baseline, by, strategy):
     skip_without(strategy)

@@ -81,12 +81,7 @@ if __name__ == "__main__":
     from hvd_bert.distributed.runner import run_as_rank
     from hvd_bert.train.__main__ import main
 
-    where = (
-        int(sys.argv[1]),
-        {int(rank) for rank in sys.argv[2].split(",")},
-        sys.argv[3],
-        sys.argv[4],
-    )
+    where = (int(sys.argv[1]), {int(rank) for rank in sys.argv[2].split(",")}, sys.argv[3], sys.argv[4])
     sys.argv[1:] = sys.argv[5:]
     with signal_at(*where, records=Path.cwd()):
         run_as_rank(main, **command_line.before_joining(sys.argv[1:]))

@@ -232,21 +232,6 @@ def fp16_allreduce_overflow_skips_the_step_on_all(ranks: Ranks) -> None:
 
 
 @check
-def gradient_predivide_factor_keeps_the_mean_and_its_sums_in_range(ranks: Ranks) -> None:
-    for flags in ((), ("--num_groups", 2)):  # Horovod's own factor does not apply to groups
-        predivided = ("--gradient_predivide_factor", 4096, "--max_grad_norm", 0, "--fp16_allreduce")
-        training = Training(ranks.world, *predivided, *flags)
-        expected = training.plain_gradients(0)
-        training.wrap()
-        factor = 1e6 / max(float(gradient.abs().max()) for gradient in expected.values())  # fp16 ends at 65504
-        training.backward(0, factor)
-        training.strategy.synchronize()
-        whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm() * factor
-        for name, gradient in training.gradients().items():
-            assert (gradient - expected[name] * factor).norm() < 1e-2 * whole, name
-
-
-@check
 def only_a_single_plain_gradient_is_sparse(ranks: Ranks) -> None:
     for flags in ((), ("--num_groups", 2), ("--fp16_allreduce",), ("--torch_compile",)):
         training = Training(ranks.world, *flags)

@@ -207,10 +207,7 @@ def test_autocast_leaves_weights_gradients_and_logits_in_fp32(model, windows):
         assert torch.equal(window_losses(model, batch), full)
 
 
-@each(
-    ("version", "used"),
-    [("2.10.0", True), ("2.13.1+cu130", False), ("2.14.0", True)],
-)
+@each(("version", "used"), [("2.10.0", True), ("2.13.1+cu130", False), ("2.14.0", True)])
 def test_cudnns_attention_is_off_where_its_gradients_are_wrong(monkeypatch, version, used):
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:

@@ -175,13 +175,7 @@ def test_own_files(tmp_path: Path, name: str, what: str) -> None:
 
 
 def test_records_are_read_whatever_their_lines_hold(tmp_path: Path) -> None:
-    lines = [
-        b'{"step": 1}',
-        b'{"step": 2, "a": "\xff"}',
-        b"9" * 5000,
-        b'{"step": 1e999}',
-        b'{"step": 9}',
-    ]
+    lines = [b'{"step": 1}', b'{"step": 2, "a": "\xff"}', b"9" * 5000, b'{"step": 1e999}', b'{"step": 9}']
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines, b'{"step": 9}']))
     output_dir.forget_after(tmp_path, 5)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(lines[:2]) + b"\n"

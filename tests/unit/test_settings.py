@@ -21,7 +21,7 @@ FIXED_ON_RESUME = {
     *("warmup_ratio", "warmup_steps", "lr_scaling", "lr_scaling_limit", "seed", "bf16", "fp16", "deterministic"),
     *("question_column", "context_column", "answer_column"),
     *("task_name", "text_column_names", "label_column_name", "do_regression"),
-    *("task", "optim", "torch_compile", "tf32", "metric_for_best_model", "fp16_allreduce", "gradient_predivide_factor"),
+    *("task", "optim", "torch_compile", "tf32", "metric_for_best_model", "fp16_allreduce"),
 }
 
 
@@ -43,8 +43,7 @@ def test_flags_that_choose_where_a_run_starts_and_flags_of_one_strategy():
     starts = {name for name, flag in FLAGS.items() if flag.chooses_start}
     assert starts == {"overwrite_output_dir", "resume_from_checkpoint"}
     owned = {(flag.owner, name) for name, flag in FLAGS.items() if flag.owner}
-    of_horovod = ("fp16_allreduce", "gradient_predivide_factor", "num_groups")
-    assert owned == {("deepspeed", "zero_stage"), *(("horovod", name) for name in of_horovod)}
+    assert owned == {("deepspeed", "zero_stage"), ("horovod", "fp16_allreduce"), ("horovod", "num_groups")}
 
 
 @each(
@@ -104,7 +103,7 @@ def refusal(name: str) -> str:
         ("output_dir: yes", "output_dir", "yes"),
         ("output_dir: null", "output_dir", None),
         ("seed: 010", "seed", 10),
-        ("seed: 5\noverwrite_cache: false\nbad_examples: error", "seed", 5),  # of an earlier version
+        ("seed: 5\noverwrite_cache: false\ngradient_predivide_factor: 1.0", "seed", 5),  # of an earlier version
         ("bf16: on", "bf16", True),
         ("do_eval: Off", "do_eval", False),
         ("null_score_diff_threshold: -.inf", "null_score_diff_threshold", float("-inf")),

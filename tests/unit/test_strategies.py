@@ -78,11 +78,7 @@ def test_strategies_of_one_process(monkeypatch):
 
 def packed_windows(lengths: list[int]) -> dict[str, object]:
     tokens = torch.arange(sum(lengths))[None]
-    return {
-        "input_ids": tokens,
-        "position_ids": tokens + 1,
-        "windows": windows_of(lengths, torch.device("cpu")),
-    }
+    return {"input_ids": tokens, "position_ids": tokens + 1, "windows": windows_of(lengths, torch.device("cpu"))}
 
 
 @each(("parts", "expected"), [(2, [[5, 3], [4]]), (3, [[5], [3], [4]]), (8, [[5], [3], [4]])])

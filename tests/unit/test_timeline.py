@@ -97,11 +97,7 @@ def test_files_cut_anywhere(tmp_path):
 
 def test_sizes_follow_from_dtype_and_shape(tmp_path):
     made = Timeline()
-    cases = {
-        ("float32", "[30522, 384]"): 4 * 30522 * 384,
-        ("float16", "[7]"): 14,
-        ("odd", "[3]"): -1,
-    }
+    cases = {("float32", "[30522, 384]"): 4 * 30522 * 384, ("float16", "[7]"): 14, ("odd", "[3]"): -1}
     for dtype, shape in cases:
         made.event("B", 1, dtype, "ALLREDUCE")
         made.event("E", 2, dtype, args={"dtype": dtype, "shape": shape})

@@ -25,10 +25,7 @@ from hvd_bert.tools.bench.points import ONE_PROCESS, Point
 LAUNCHERS = ("auto", "horovodrun", "mpirun", "srun", "torchrun", "none")
 TRAIN = (sys.executable, "-m", "hvd_bert.train")
 # Strategy -> the package that it needs in addition to torch, and the command that installs it.
-NEEDED = {
-    "horovod": ("horovod", "bash env/setup.sh"),
-    "deepspeed": ("deepspeed", "bash env/setup.sh --deepspeed"),
-}
+NEEDED = {"horovod": ("horovod", "bash env/setup.sh"), "deepspeed": ("deepspeed", "bash env/setup.sh --deepspeed")}
 # Launchers that are separate programs -> what to do if one is missing.
 PROGRAMS = {
     "horovodrun": "run `bash env/setup.sh`",

@@ -260,8 +260,4 @@ def _row(event: Mapping[str, Any]) -> list[str]:
     first: Mapping[str, Any] = next(iter(objects_in(event.get("batch"))), {})
     windows = [str(name) for name in kept(first.get("windows"), list[Any], [])]
     more = f" and {len(windows) - MAX_NAMES} more" if len(windows) > MAX_NAMES else ""
-    return [
-        str(event.get("step", DASH)),
-        str(first.get("rank", DASH)),
-        ", ".join(windows[:MAX_NAMES]) + more or DASH,
-    ]
+    return [str(event.get("step", DASH)), str(first.get("rank", DASH)), ", ".join(windows[:MAX_NAMES]) + more or DASH]

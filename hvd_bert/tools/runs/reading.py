@@ -23,7 +23,7 @@ SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its
 # covers, and those of the strategy, which only change how the same gradients are sent.
 REPEATED = ("--seed",)
 IN_STEPS = ("--num_train_epochs", "--max_steps")
-OF_THE_STRATEGY = ("--fp16_allreduce", "--gradient_predivide_factor")
+OF_THE_STRATEGY = ("--fp16_allreduce",)
 MAX_DIGITS = 16  # of a number of weights
 MAX_METRICS = 2**32  # bytes: millions of lines
 

@@ -13,16 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvd_bert.tools.timeline.events import BEGIN, END, TICK, Events
-from hvd_bert.tools.timeline.rows import (
-    NONE,
-    Activities,
-    Array,
-    Batch,
-    Messages,
-    Negotiations,
-    Operations,
-    Table,
-)
+from hvd_bert.tools.timeline.rows import NONE, Activities, Array, Batch, Messages, Negotiations, Operations, Table
 
 NEGOTIATE = "NEGOTIATE_"
 OPERATIONS = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "ADASUM")
