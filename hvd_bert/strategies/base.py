@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
+from hvd_bert.strategies.word_rows import WordRows, word_embedding
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -74,6 +75,19 @@ class Strategy:
         self._host_checks = not (self._fused or options.fp16)
         self._finite = True
         self._average_next(options.accumulation == 1)
+        self._word_rows = self._make_word_rows()
+
+    def _make_word_rows(self) -> WordRows | None:
+        """On CPUs, where it was measured. A compiled model has dense gradients. LARS writes into the gradients, whose
+        zeros are kept."""
+        dense = self.options.deterministic or self.options.compiled or not self._fused
+        if dense or self._world.device.type != "cpu" or not self._has_word_rows():
+            return None
+        embedding = word_embedding(self.model)
+        return WordRows(embedding) if embedding else None
+
+    def _has_word_rows(self) -> bool:
+        return type(self) is Strategy
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         return model
@@ -119,6 +133,8 @@ class Strategy:
 
     def synchronize(self) -> None:
         """Wait for the averaged gradients, which `clip` needs."""
+        if self._word_rows:
+            self._word_rows.make_dense()
 
     def clip(self) -> Tensor:
         """Clip the averaged gradients. Returns their norm before clipping (0-dim, on the device).

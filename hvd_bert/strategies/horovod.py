@@ -5,9 +5,7 @@ Comments name the pitfalls of Horovod 0.28 that the code avoids.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 
 from hvd_bert.distributed.world import World
 from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
@@ -40,25 +38,19 @@ class HorovodStrategy(Strategy):
         )
         # Only the parameters: broadcasting a fresh AdamW's state takes a hidden step that decays every weight.
         world.broadcast_tensors(model.state_dict())  # one GPU needs no Horovod with NCCL for this
-        self._word_rows = self._gathered_words(options)
         # Sent as fp16, a gradient above 65504 becomes inf. All ranks have the same mean and skip such a step. The check
         # synchronizes with the device, so only then.
         self._host_checks |= options.fp16_allreduce and not options.fp16
 
-    def _gathered_words(self, options: StrategyOptions) -> WordRows | None:
-        """On CPUs, where it was measured. No group, compressed gradient or compiled model can have a sparse one. LARS
-        writes into the gradients, whose zeros are kept."""
-        dense = options.deterministic or options.num_groups or options.fp16_allreduce or options.compiled
-        if not self._fused or dense or self._world.device.type != "cpu" or not 1 < self._world.size <= MAX_GATHERING:
-            return None
-        embedding = word_embedding(self.model)
-        return WordRows(embedding) if embedding else None
+    def _has_word_rows(self) -> bool:
+        """Which Horovod gathers from all ranks. No group and no compressed gradient can have a sparse one."""
+        dense = self.options.num_groups or self.options.fp16_allreduce
+        return not dense and self._world.size <= MAX_GATHERING
 
     def synchronize(self) -> None:
         with self._world.waiting(self._not_averaged):
             self.optimizer.synchronize()
-        if self._word_rows:
-            self._word_rows.make_dense()
+        super().synchronize()
 
     def _not_averaged(self) -> list[str]:
         """Names of the parameters whose averaged gradients have not arrived yet."""
@@ -80,43 +72,3 @@ class HorovodStrategy(Strategy):
     def _apply(self) -> bool:
         with self.optimizer.skip_synchronize():
             return super()._apply()
-
-
-def word_embedding(model: nn.Module) -> nn.Embedding | None:
-    """The embedding of the words of a model of transformers, if it is trained and no other layer has its weight."""
-    try:
-        embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
-    except NotImplementedError:  # transformers does not know which it is
-        return None
-    if type(embedding) is not nn.Embedding or not embedding.weight.requires_grad:
-        return None
-    weights = (weight for module in model.modules() for weight in module.parameters(recurse=False))
-    return embedding if sum(weight is embedding.weight for weight in weights) == 1 else None
-
-
-class WordRows:
-    """Makes the gradient sparse, which Horovod gathers from all ranks, and dense again for the optimizer."""
-
-    def __init__(self, embedding: nn.Embedding) -> None:
-        """From now on, the backward pass leaves a sparse gradient with one row per word of the batch."""
-        embedding.sparse = True
-        self._weight = embedding.weight
-        self._weight.register_hook(_one_row_per_word)  # before they are sent
-        self._dense = torch.zeros_like(self._weight, requires_grad=False)
-        self._rows = torch.empty(0, dtype=torch.int64)
-
-    def make_dense(self) -> None:
-        """Replace the gathered gradient by a dense one. Rows of equal words are added in the order of the ranks."""
-        gradient = self._weight.grad
-        if gradient is None or not gradient.is_sparse:  # the model also uses the weight in another way
-            return
-        if self._dense.view(-1)[0].isnan():  # the last step clipped by a norm that was NaN, so all rows may be NaN
-            self._dense.zero_()
-        self._dense.index_fill_(0, self._rows, 0.0)  # those of the last step; the others are still zero
-        self._rows = gradient._indices()[0]
-        self._dense.index_add_(0, self._rows, gradient._values())
-        self._weight.grad = self._dense
-
-
-def _one_row_per_word(gradient: Tensor) -> Tensor:
-    return gradient.coalesce() if gradient.is_sparse else gradient

@@ -23,7 +23,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.model.bert import window_losses
 from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.base import Strategy, strategy_class
-from hvd_bert.strategies.horovod import word_embedding
+from hvd_bert.strategies.word_rows import word_embedding
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.train.optim import make_optimizer
 from hvd_bert.train.state import strategy_options

@@ -30,7 +30,7 @@ from hvd_bert.model.loading import load_config, num_weights
 from hvd_bert.model.lora import FILES, add_adapters, merge
 from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.fsdp import sharded_copy
-from hvd_bert.strategies.horovod import WordRows, word_embedding
+from hvd_bert.strategies.word_rows import WordRows, word_embedding
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")

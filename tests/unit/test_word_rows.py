@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
-from hvd_bert.strategies.horovod import WordRows, word_embedding
+from hvd_bert.strategies.word_rows import WordRows, word_embedding
 
 WORDS, SIZE = 11, 3
 

@@ -1,0 +1,47 @@
+"""The gradient of the word embeddings by the words of a batch: a few thousand rows in place of the vocabulary's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def word_embedding(model: nn.Module) -> nn.Embedding | None:
+    """The embedding of the words of a model of transformers, if it is trained and no other layer has its weight."""
+    try:
+        embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    except NotImplementedError:  # transformers does not know which it is
+        return None
+    if type(embedding) is not nn.Embedding or not embedding.weight.requires_grad:
+        return None
+    weights = (weight for module in model.modules() for weight in module.parameters(recurse=False))
+    return embedding if sum(weight is embedding.weight for weight in weights) == 1 else None
+
+
+class WordRows:
+    """Makes the gradient sparse in the backward pass, and dense again for the optimizer."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        """From now on, the backward pass leaves a sparse gradient with one row per word of the batch."""
+        embedding.sparse = True
+        self._weight = embedding.weight
+        self._weight.register_hook(_one_row_per_word)  # before they are sent
+        self._dense = torch.zeros_like(self._weight, requires_grad=False)
+        self._rows = torch.empty(0, dtype=torch.int64)
+
+    def make_dense(self) -> None:
+        """Replace the gathered gradient by a dense one. Rows of equal words are added in the order of the ranks."""
+        gradient = self._weight.grad
+        if gradient is None or not gradient.is_sparse:  # the model also uses the weight in another way
+            return
+        if self._dense.view(-1)[0].isnan():  # the last step clipped by a norm that was NaN, so all rows may be NaN
+            self._dense.zero_()
+        self._dense.index_fill_(0, self._rows, 0.0)  # those of the last step; the others are still zero
+        self._rows = gradient._indices()[0]
+        self._dense.index_add_(0, self._rows, gradient._values())
+        self._weight.grad = self._dense
+
+
+def _one_row_per_word(gradient: Tensor) -> Tensor:
+    return gradient.coalesce() if gradient.is_sparse else gradient
