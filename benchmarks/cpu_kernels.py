@@ -35,7 +35,7 @@ from hvd_bert.data.sources import squad
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.model.bert import load_model, load_tokenizer, window_losses
 from hvd_bert.model.cpu import dropout, kernels, linear
-from hvd_bert.model.cpu.kernels import ONEDNN, OPENBLAS, OWN, Kernels
+from hvd_bert.model.cpu.kernels import FUSED, ONEDNN, OPENBLAS, OWN, Kernels
 from hvd_bert.model.cpu.malloc import keep_memory
 from hvd_bert.model.precision import autocast
 
@@ -46,6 +46,9 @@ VARIANTS = {  # which layers are replaced
     "dropout": Kernels(dropout=OWN),
     "attention with dropout": Kernels(attention=OWN, attention_products=OPENBLAS),
     "all": Kernels(ONEDNN, OPENBLAS, OWN, OWN),
+    "attention, fused": Kernels(attention=FUSED),
+    "linear layers in bf16, fused": Kernels(linear=FUSED),
+    "all, fused": Kernels(linear=FUSED, attention=FUSED, dropout=OWN),
 }
 
 
@@ -131,7 +134,8 @@ def steps(model: nn.Module, batches: list[Batch], turns: int) -> None:
 
         return work
 
-    cases = [(variant, precision) for precision in ("fp32", "bf16") for variant in VARIANTS]
+    usable = [name for name, variant in VARIANTS.items() if kernels.usable(variant) == variant]
+    cases = [(variant, precision) for precision in ("fp32", "bf16") for variant in usable]
     seconds: dict[str, list[float]] = defaultdict(list)
     for batch in batches:
         works: dict[str, Callable[[], object]] = {

@@ -138,7 +138,7 @@ venv_python_identity() { "$venv/bin/python" -c 'import sys; print(sys.prefix, sy
 
 # Read once at the start: if a file changes during a run, the next run must notice.
 read_inputs() {
-  local files=("$root"/{requirements.txt,pyproject.toml,env/setup.sh,env/build_horovod.sh} "$root"/env/locked/{torch,base}.txt)
+  local files=("$root"/{requirements.txt,pyproject.toml,env/setup.sh,env/build_horovod.sh,hvd_bert/model/cpu/fused.cpp} "$root"/env/locked/{torch,base}.txt)
   declare -gA inputs
   inputs[base]=$(cat "${files[@]}" | sha256sum)
   local extra
@@ -335,6 +335,8 @@ install_requirements() {
   ! has_mpi || match_mpi4py
   pip install --no-deps --no-build-isolation --config-settings editable_mode=compat -e "$root"
   pip check || true # for the log
+  # Only some CPUs use it, and the others' kernels compute the same.
+  [ "$(uname -m)" != x86_64 ] || "$venv/bin/python" -m hvd_bert.model.cpu.fused || echo "fused.cpp was not compiled"
 }
 
 # mpi4py's wheel loads the first libmpi that it finds. Two different ones crash a process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def cpuinfo() -> dict[str, str]:
     except OSError:
         lines = []
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def cpu_flags(entries: Mapping[str, str] | None = None) -> set[str]:
+    """The instructions that a processor has, by its entries of CPUINFO; None: this machine's."""
+    entries = cpuinfo() if entries is None else entries
+    return set(entries.get("flags", entries.get("Features", "")).split())
 
 
 def version_of(package: str) -> str | None:

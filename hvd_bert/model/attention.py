@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from hvd_bert.model.cpu import fused as fused_kernels
 from hvd_bert.model.cpu import kernels
-from hvd_bert.model.cpu.dropout import keep_mask, kept_scale, masked
+from hvd_bert.model.cpu.dropout import dropped_of, keep_mask, kept_scale, masked
 from hvd_bert.model.cpu.linear import batched_product
 
 NAME = "packed_windows"
@@ -121,7 +122,10 @@ def choose(
             return by_window
         fits = aligned and dtype in (torch.float16, torch.float32)
         return by_efficient if by_efficient in fused and fits else by_jagged
-    if device == "cpu" and dropout and kernels.of(dtype).attention == kernels.OWN:
+    own = kernels.of(dtype).attention if device == "cpu" and dropout else kernels.TORCH
+    if own == kernels.FUSED and head_size % fused_kernels.MULTIPLE == 0:
+        return by_fused
+    if own != kernels.TORCH:
         return by_probabilities
     return by_window
 
@@ -217,6 +221,15 @@ def by_probabilities(
 ) -> torch.Tensor:
     """Attention with dropout on the CPU, fp32 or bf16. torch's own draws slowly and keeps the probabilities thrice."""
     output: torch.Tensor = _Attention.apply(query, key, value, windows.lengths, windows.reach, dropout, scaling)  # type: ignore[no-untyped-call]
+    return output
+
+
+def by_fused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
+) -> torch.Tensor:
+    """The same by compiled operations, which keep one bit per probability."""
+    inputs = (query, key, value, windows.lengths, windows.reach, dropped_of(dropout), scaling)
+    output: torch.Tensor = fused_kernels.Attention.apply(*inputs)  # type: ignore[no-untyped-call]
     return output
 
 

@@ -26,7 +26,7 @@ def keep_mask(shape: torch.Size, p: float) -> torch.Tensor:
     One element in 256 needs 8 more bits than the first 8. The result is as exact as with 16 bits for each.
     """
     count = shape.numel()
-    high, low = divmod(_dropped(p), 256)
+    high, low = divmod(dropped_of(p), 256)
     words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2 ** (WORD_BITS - 1)), None)
     draws = words.view(torch.uint8)[:count].numpy()
     keep = torch.empty(shape, dtype=torch.bool)
@@ -38,18 +38,19 @@ def keep_mask(shape: torch.Size, p: float) -> torch.Tensor:
 
 
 def masked(values: torch.Tensor, keep: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write `values`, 0 where `keep` is 0, to `out`, which may be `values`. Twice as fast as bfloat16 times int8."""
+    """Write `values`, 0 where `keep` is 0, to `out`, which may be `values`. torch would copy `keep` to a wider type."""
     bits = BITS_OF[values.dtype]
-    torch.bitwise_and(values.view(bits), keep, out=out.view(bits))
+    np.bitwise_and(values.detach().view(bits).numpy(), keep.numpy(), out=out.view(bits).numpy())
     return out
 
 
 def kept_scale(p: float) -> float:
     """The factor of the kept elements: 1 / (1 - p), p rounded."""
-    return LEVELS / (LEVELS - _dropped(p))
+    return LEVELS / (LEVELS - dropped_of(p))
 
 
-def _dropped(p: float) -> int:
+def dropped_of(p: float) -> int:
+    """Of LEVELS cases, those in which an element becomes 0."""
     return min(round(p * LEVELS), LEVELS - 1)
 
 

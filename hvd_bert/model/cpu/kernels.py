@@ -19,18 +19,19 @@ import torch
 
 from hvd_bert import machine
 from hvd_bert.distributed.logs import log
+from hvd_bert.model.cpu import fused
 from hvd_bert.model.cpu.malloc import keep_memory
 
-TORCH, OWN, ONEDNN, OPENBLAS = "torch", "own", "onednn", "openblas"
+TORCH, OWN, FUSED, ONEDNN, OPENBLAS = "torch", "own", "fused", "onednn", "openblas"
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes each operation: torch's own kernel, this package's, or a library's."""
+    """What computes each operation: torch's own kernel, this package's (fused: compiled), or a library's."""
 
-    linear: str = TORCH  # fp32: or "onednn" or "openblas"
+    linear: str = TORCH  # fp32: or "onednn" or "openblas"; bf16: or "fused"
     attention_products: str = TORCH  # inside this package's attention, fp32: or "openblas"
-    attention: str = TORCH  # with dropout: or "own"
+    attention: str = TORCH  # with dropout: or "own" or "fused"
     dropout: str = TORCH  # or "own"
     allocator: str = TORCH  # settings of malloc: or "own"
 
@@ -57,7 +58,11 @@ _ROWS = (
     # Sapphire Rapids, fp32: 13.8 windows/s with oneDNN and OpenBLAS, 16.7 with linear layers by MKL, 17.5 with
     # attention's products, too; 15.0 by the HF Trainer, with torch's dropout and attention and the same allocator.
     # bf16: 1.65 times the HF Trainer.
-    Choice("Intel, AMX", _PRODUCTS_BY_TORCH, _PRODUCTS_BY_TORCH),
+    Choice(
+        "Intel, AMX",
+        Kernels(attention=FUSED, dropout=OWN, allocator=OWN),
+        Kernels(FUSED, attention=FUSED, dropout=OWN, allocator=OWN),
+    ),
     *map(Choice, ("Intel, AVX-512", "Intel, AVX2", "aarch64", OTHER)),  # not measured
 )
 TABLE = {row.kind: row for row in _ROWS}
@@ -72,19 +77,15 @@ def kind_of(cpuinfo: Mapping[str, str], architecture: str, capability: str) -> s
     instruction set that torch uses, which ATEN_CPU_CAPABILITY may lower."""
     vendor = _VENDORS.get(cpuinfo.get("vendor_id", ""))
     level = "AVX-512" if capability.startswith("AVX512") else capability  # a torch may tell more: AVX512_VNNI
-    if vendor == "Intel" and level == "AVX-512" and "amx_tile" in _flags(cpuinfo):
+    if vendor == "Intel" and level == "AVX-512" and "amx_tile" in machine.cpu_flags(cpuinfo):
         level = "AMX"
     kind = "aarch64" if architecture in ("aarch64", "arm64") else f"{vendor}, {level}"
     return kind if kind in TABLE else OTHER
 
 
-def _flags(cpuinfo: Mapping[str, str]) -> set[str]:
-    return set(cpuinfo.get("flags", cpuinfo.get("Features", "")).split())
-
-
 def emulates_bf16() -> bool:
     """Whether this machine's CPU has no instructions for products in bf16; False if its flags are unknown."""
-    flags = _flags(machine.cpuinfo())
+    flags = machine.cpu_flags()
     return bool(flags) and flags.isdisjoint(_BF16)
 
 
@@ -142,10 +143,12 @@ def record(precision: str, device: torch.device) -> dict[str, str] | None:
 
 
 def usable(kernels: Kernels) -> Kernels:
-    """The same without libraries that this installation lacks."""
+    """The same without libraries and compiled operations that this installation lacks."""
     # Not public; torch.compile's CPU back end uses it.
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     kernels = kernels if has_onednn else _without(ONEDNN, kernels)
+    if FUSED in (kernels.linear, kernels.attention) and not fused.available():
+        kernels = replace(_without(FUSED, kernels), attention=OWN)
     return kernels if has_openblas() else _without(OPENBLAS, kernels)
 
 

@@ -16,7 +16,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hvd_bert.model.cpu import kernels
-from hvd_bert.model.cpu.kernels import ONEDNN, OPENBLAS, TORCH
+from hvd_bert.model.cpu.fused import MULTIPLE, LinearInBf16
+from hvd_bert.model.cpu.kernels import FUSED, ONEDNN, OPENBLAS, TORCH
 
 
 def keep_few_kernels() -> None:
@@ -70,6 +71,9 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., in] -> [..., out]."""
+        if self._is_fused(input):
+            out: torch.Tensor = LinearInBf16.apply(input.reshape(-1, self.in_features), self.weight, self.bias)  # type: ignore[no-untyped-call]
+            return out.view(*input.shape[:-1], self.out_features)
         supported = input.device.type == "cpu" and input.dtype == self.weight.dtype == torch.float32
         own = supported and kernels.of(torch.float32).linear != TORCH
         if not own or torch.is_autocast_enabled("cpu") or not input.numel():
@@ -77,6 +81,14 @@ class Linear(nn.Linear):
         rows = input.reshape(-1, self.in_features)
         result: torch.Tensor = _Linear.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return result.view(*input.shape[:-1], self.out_features)
+
+    def _is_fused(self, input: torch.Tensor) -> bool:
+        in_bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+        if not in_bf16 or input.device.type != "cpu" or kernels.of(torch.bfloat16).linear != FUSED:
+            return False
+        fits = not (self.in_features % MULTIPLE or self.out_features % MULTIPLE) and input.numel() > 0
+        trained = self.weight.requires_grad  # a frozen one needs fewer products
+        return fits and trained and self.weight.dtype == torch.float32
 
 
 def batched_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

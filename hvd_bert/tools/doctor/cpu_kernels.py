@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from hvd_bert.model.cpu import kernels
-from hvd_bert.model.cpu.kernels import ONEDNN, OPENBLAS, OWN, TORCH, Kernels
+from hvd_bert.model.cpu import fused, kernels
+from hvd_bert.model.cpu.kernels import FUSED, ONEDNN, OPENBLAS, OWN, TORCH, Kernels
+from hvd_bert.model.precision import autocast
 from hvd_bert.tools.doctor.report import OK, WARNING, Line
 
 BUDGET_S, ROUNDS = 2.0, 3  # for all operations; at least so many rounds of each
@@ -18,9 +19,11 @@ SLOWER, CLEARLY_SLOWER = 1.05, 1.15  # times as long
 ROWS, HIDDEN, INNER = 1430, 384, 1536  # MiniLM's; 8 windows of SQuAD
 WINDOWS, HEADS, DROPOUT = [179] * 8, 12, 0.1
 LINEAR = {name: Kernels(linear=name) for name in (TORCH, ONEDNN, OPENBLAS)}
+LINEAR_IN_BF16 = {name: Kernels(linear=name) for name in (TORCH, FUSED)}
 ATTENTION = {
     TORCH: Kernels(),
     OWN: Kernels(attention=OWN),
+    FUSED: Kernels(attention=FUSED),
     f"{OWN} with {OPENBLAS}": Kernels(attention=OWN, attention_products=OPENBLAS),
 }
 
@@ -30,14 +33,20 @@ def lines() -> list[Line]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        chosen = kernels.of_machine()
+        chosen, emulated = kernels.of_machine(), kernels.emulates_bf16()
         found = [
-            kernel_line("Linear", chosen.kind, in_turns(_linear(), LINEAR), chosen.fp32.linear),
+            kernel_line("Linear", chosen.kind, in_turns(_linear("fp32"), LINEAR), chosen.fp32.linear),
             kernel_line("Attention", chosen.kind, in_turns(_attention(), ATTENTION), attention_name(chosen.fp32)),
         ]
+        if chosen.bf16.linear == FUSED:
+            seconds = in_turns(_linear("bf16"), LINEAR_IN_BF16)
+            found.append(kernel_line("Linear in bf16", chosen.kind, seconds, FUSED))
     finally:
         torch.set_num_threads(threads)
-    return [*found, bf16_line(kernels.emulates_bf16())]
+    if kernels.TABLE[chosen.kind].bf16.linear == FUSED and not fused.available():
+        hint = "Run bash env/setup.sh, or python -m hvd_bert.model.cpu.fused, on a host with a C++ compiler."
+        found.append(Line("Fused kernels", WARNING, "not compiled: bf16 takes 1.3 to 2 times as long", hint))
+    return [*found, bf16_line(emulated)]
 
 
 def attention_name(chosen: Kernels) -> str:
@@ -59,12 +68,18 @@ def in_turns(work: Callable[[], object], variants: Mapping[str, Kernels]) -> dic
     return {name: statistics.median(times[1:]) for name, times in seconds.items()}  # the first one warms up
 
 
-def _linear() -> Callable[[], object]:
+def _linear(precision: str) -> Callable[[], object]:
     from hvd_bert.model.cpu.linear import Linear
 
-    layer, rows, upstream = Linear(HIDDEN, INNER), torch.randn(ROWS, HIDDEN), torch.randn(ROWS, INNER)
+    layer, rows = Linear(HIDDEN, INNER), torch.randn(ROWS, HIDDEN)
     inputs = [rows.requires_grad_(), *layer.parameters()]
-    return lambda: torch.autograd.grad(layer(rows), inputs, upstream)
+
+    def both_passes() -> object:
+        with autocast(rows.device, precision):
+            output = layer(rows)
+        return torch.autograd.grad(output, inputs, torch.ones_like(output))
+
+    return both_passes
 
 
 def _attention() -> Callable[[], object]:
@@ -85,7 +100,7 @@ def _attention() -> Callable[[], object]:
 def kernel_line(name: str, kind: str, seconds: Mapping[str, float], chosen: str) -> Line:
     """Whether the chosen kernel of an operation is the right one. `seconds`: by kernel."""
     speeds = ", ".join(f"{kernel} {1e3 * value:.1f} ms" for kernel, value in seconds.items())
-    found = f"{kind}: {chosen} is used in fp32; forward and backward pass: {speeds}"
+    found = f"{kind}: {chosen} is used; forward and backward pass: {speeds}"
     fastest = min(seconds, key=seconds.__getitem__)
     if chosen != TORCH and seconds[chosen] > SLOWER * seconds[TORCH]:
         hint = "If a second check on the idle machine agrees, train with --cpu_kernels torch, and report this line."

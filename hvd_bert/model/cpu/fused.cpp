@@ -1,0 +1,498 @@
+// Attention with dropout inside packed windows (fp32, bf16) and linear layers (bf16), for CPUs with AVX-512 and AMX.
+// fused.py is the interface.
+//
+// A window's scores stay in the CPU's cache. Of the probabilities, one bit per pair of tokens is kept for the backward
+// pass, which computes them again (as in Dao et al. 2022, arXiv:2205.14135). Products are torch's brgemm, which adds in
+// fp32. On operands at addresses that are no multiple of 64 bytes it takes four times as long.
+#include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <immintrin.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+namespace {
+
+using at::BFloat16;
+using at::Tensor;
+namespace blas = at::native::cpublas;
+using Lanes = __m512;
+
+constexpr int64_t LANES = 16;
+constexpr int64_t BLOCK = 32;  // rows and columns are padded to it in scratch memory, so that few kernels are needed
+
+constexpr int64_t GROUP_BYTES = 1 << 19;
+
+int64_t blocks(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
+
+// ---- 16 numbers at a time
+
+Lanes exponential(Lanes x) {  // about 1e-7 relative; 0 for -inf
+  const Lanes whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+  Lanes rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
+  rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), rest);
+  Lanes sum = _mm512_set1_ps(1.0f / 5040);
+  for (const float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(term));
+  return _mm512_scalef_ps(sum, whole);
+}
+
+Lanes load(const float* from) { return _mm512_loadu_ps(from); }
+Lanes load(const BFloat16* from) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+__m256i rounded(Lanes values) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)); }  // to bf16
+
+void store(float* to, Lanes values) { _mm512_storeu_ps(to, values); }
+void store(BFloat16* to, Lanes values) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded(values)); }
+
+// ---- matrices
+
+template <typename T>
+struct Matrix {  // uninitialized
+  int64_t rows, columns;
+  std::unique_ptr<T, void (*)(void*)> memory;
+  Matrix(int64_t rows, int64_t columns)
+      : rows(rows), columns(columns),
+        memory(static_cast<T*>(std::aligned_alloc(64, (rows * columns * sizeof(T) + 63) / 64 * 64)), std::free) {}
+  T* at(int64_t row, int64_t column = 0) const { return memory.get() + row * columns + column; }
+  void clear(int64_t from_row) const {
+    std::memset(static_cast<void*>(at(from_row)), 0, (rows - from_row) * columns * sizeof(T));
+  }
+};
+
+// brgemm takes the right matrix of a bf16 product with pairs of rows interleaved. Writes 16 numbers of row `row` there.
+// The first row of a pair must be written before the second.
+void store_right(const Matrix<float>& matrix, int64_t row, int64_t column, Lanes values) {
+  store(matrix.at(row, column), values);
+}
+void store_right(const Matrix<BFloat16>& matrix, int64_t row, int64_t column, Lanes values) {
+  auto* pair = reinterpret_cast<__m512i*>(matrix.at(row & ~1) + 2 * column);
+  const __m512i bits = _mm512_cvtepu16_epi32(rounded(values));
+  const bool second = row & 1;
+  _mm512_storeu_si512(pair, second ? _mm512_or_si512(_mm512_loadu_si512(pair), _mm512_slli_epi32(bits, 16)) : bits);
+}
+
+__m512i row_of_bf16(const BFloat16* from) { return _mm512_loadu_si512(from); }  // 32 numbers
+__m512i row_of_bf16(const float* from) {
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(load(from + LANES), load(from)));
+}
+
+// 32 columns of a pair of rows of a right matrix.
+void store_pair(__m512i first, __m512i second, BFloat16* to) {
+  const __m512i step = _mm512_set1_epi32(0x00010001);
+  __m512i places = _mm512_set_epi32(0x2f000f, 0x2e000e, 0x2d000d, 0x2c000c, 0x2b000b, 0x2a000a, 0x290009, 0x280008,
+                                    0x270007, 0x260006, 0x250005, 0x240004, 0x230003, 0x220002, 0x210001, 0x200000);
+  _mm512_storeu_si512(to, _mm512_permutex2var_epi16(first, places, second));
+  places = _mm512_add_epi16(places, _mm512_slli_epi16(step, 4));
+  _mm512_storeu_si512(to + BLOCK, _mm512_permutex2var_epi16(first, places, second));
+}
+
+Matrix<float> right(Matrix<float>&& matrix) { return std::move(matrix); }
+Matrix<BFloat16> right(const Matrix<BFloat16>& matrix) {
+  Matrix<BFloat16> result(matrix.rows, matrix.columns);
+  for (int64_t row = 0; row < matrix.rows; row += 2)
+    for (int64_t i = 0; i < matrix.columns; i += BLOCK)
+      store_pair(row_of_bf16(matrix.at(row, i)), row_of_bf16(matrix.at(row + 1, i)), result.at(row) + 2 * i);
+  return result;
+}
+
+// 16 x 16 words of 32 bits; widths: words per row.
+void transpose_words(const uint32_t* from, int64_t from_width, uint32_t* to, int64_t to_width) {
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(from + i * from_width);
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + 2 + j]);
+      a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + 2 + j]);
+    }
+  for (int i = 0; i < 4; ++i) {
+    const __m512i even = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88), odd = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+    const __m512i evens = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+    const __m512i odds = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+    _mm512_storeu_si512(to + i * to_width, _mm512_shuffle_i32x4(even, evens, 0x88));
+    _mm512_storeu_si512(to + (i + 4) * to_width, _mm512_shuffle_i32x4(odd, odds, 0x88));
+    _mm512_storeu_si512(to + (i + 8) * to_width, _mm512_shuffle_i32x4(even, evens, 0xdd));
+    _mm512_storeu_si512(to + (i + 12) * to_width, _mm512_shuffle_i32x4(odd, odds, 0xdd));
+  }
+}
+
+// The transposed matrix: of a left one as a right one, and of a right one as a left one.
+template <typename T>
+Matrix<T> transposed(const Matrix<T>& matrix, bool is_right) {
+  constexpr int64_t packed = sizeof(uint32_t) / sizeof(T);  // numbers per word, of a row, or of a column if is_right
+  const int64_t rows = is_right ? matrix.rows / packed : matrix.rows;
+  const int64_t columns = is_right ? matrix.columns : matrix.columns / packed;
+  Matrix<T> result(matrix.columns, matrix.rows);
+  const auto* from = reinterpret_cast<const uint32_t*>(matrix.at(0));
+  auto* to = reinterpret_cast<uint32_t*>(result.at(0));
+  for (int64_t row = 0; row < rows; row += 16)
+    for (int64_t column = 0; column < columns; column += 16)
+      transpose_words(from + row * columns + column, columns, to + column * rows + row, rows);
+  return result;
+}
+
+// left [m, k] times right [k, n] to out [m, n], whose rows are `width` apart.
+template <typename T>
+void multiply(int64_t m, int64_t n, int64_t k, const T* left, const T* right, float* out, int64_t width) {
+  blas::brgemm(m, n, k, k, n, width, false, left, right, out, std::is_same_v<T, BFloat16>);
+}
+
+// ---- random bits
+
+// Philox4x32-7 (Salmon et al. 2011) of 16 counters at a time: 4 x 16 words from counter, stream and key.
+void philox(uint64_t key, uint32_t stream, uint32_t counter, __m512i words[4]) {
+  const auto multiply = [](__m512i values, uint32_t by, __m512i& high, __m512i& low) {
+    const __m512i factor = _mm512_set1_epi32(static_cast<int>(by));
+    const __m512i even = _mm512_mul_epu32(values, factor);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(values, 32), factor);
+    low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+    high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+  };
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  __m512i a = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(counter)));
+  __m512i b = _mm512_set1_epi32(static_cast<int>(stream)), c = _mm512_setzero_si512(), d = c;
+  auto first = static_cast<uint32_t>(key), second = static_cast<uint32_t>(key >> 32);
+  for (int round = 0; round < 7; ++round) {
+    __m512i high_a, low_a, high_c, low_c;
+    multiply(a, 0xD2511F53, high_a, low_a);
+    multiply(c, 0xCD9E8D57, high_c, low_c);
+    a = _mm512_xor_si512(_mm512_xor_si512(high_c, b), _mm512_set1_epi32(static_cast<int>(first)));
+    c = _mm512_xor_si512(_mm512_xor_si512(high_a, d), _mm512_set1_epi32(static_cast<int>(second)));
+    b = low_c, d = low_a;
+    first += 0x9E3779B9, second += 0xBB67AE85;
+  }
+  words[0] = a, words[1] = b, words[2] = c, words[3] = d;
+}
+
+// Sets `count` bits, a multiple of 32, each to 0 in `dropped` of 65,536 cases.
+void draw(uint64_t seed, uint32_t stream, uint32_t dropped, int64_t count, uint32_t* bits) {
+  const __m512i least = _mm512_set1_epi16(static_cast<int16_t>(dropped));
+  __m512i words[4];
+  for (int64_t word = 0; word < count / 32; ++word) {
+    if (word % 4 == 0) philox(seed, stream, static_cast<uint32_t>(word * 4), words);
+    bits[word] = _mm512_cmpge_epu16_mask(words[word % 4], least);
+  }
+}
+
+// ---- attention: a window's part of one head
+
+struct Window {
+  int64_t head, start, length, padded;  // start: first token
+  int64_t bits;                         // first word of its bits
+  uint32_t stream;
+};
+
+// The parts to compute, and the number of words of bits that they keep.
+std::vector<Window> parts(at::IntArrayRef lengths, int64_t heads, int64_t& words) {
+  std::vector<Window> all;
+  int64_t start = 0;
+  words = 0;
+  for (const int64_t length : lengths) {
+    const int64_t padded = blocks(length) * BLOCK;
+    for (int64_t head = 0; head < heads; ++head, words += length * padded / 32)
+      all.push_back({head, start, length, padded, words, static_cast<uint32_t>(all.size())});
+    start += length;
+  }
+  return all;
+}
+
+template <typename T>
+struct Rows {  // [tokens, heads, size], with contiguous numbers of a head
+  T* data;
+  int64_t token, head, size;  // strides, and numbers of a head
+  explicit Rows(const Tensor& of) : data(of.data_ptr<T>()), token(of.stride(0)), head(of.stride(1)), size(of.size(2)) {}
+  T* at(const Window& window, int64_t row) const { return data + (window.start + row) * token + window.head * head; }
+  Matrix<T> copied(const Window& window) const {  // [padded, size]
+    Matrix<T> matrix(window.padded, size);
+    for (int64_t row = 0; row < window.length; ++row) std::copy_n(at(window, row), size, matrix.at(row));
+    matrix.clear(window.length);
+    return matrix;
+  }
+  void write(const float* from, const Window& window, int64_t first, int64_t end) const {
+    for (int64_t row = first; row < end; ++row, from += size)
+      for (int64_t i = 0; i < size; i += LANES) store(at(window, row) + i, load(from + i));
+  }
+};
+
+// The tokens that a row attends to.
+struct Attended {
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  __m512i first, end;
+  Attended(const Window& window, int64_t row, int64_t reach)
+      : first(_mm512_set1_epi32(static_cast<int>(std::max<int64_t>(row - reach, 0)))),
+        end(_mm512_set1_epi32(static_cast<int>(std::min(window.length, row + reach + 1)))) {}
+  __mmask16 from(int64_t column) const {
+    const __m512i columns = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(column)));
+    return _mm512_mask_cmplt_epi32_mask(_mm512_cmpge_epi32_mask(columns, first), columns, end);
+  }
+};
+
+struct Options {
+  int64_t reach;  // tokens that are farther apart do not attend to each other
+  uint32_t dropped;
+  float scaling, kept_scale;
+  Options(int64_t reach, int64_t dropped, double scaling)
+      : reach(reach), dropped(static_cast<uint32_t>(dropped)), scaling(static_cast<float>(scaling)),
+        kept_scale(65536.0f / static_cast<float>(65536 - dropped)) {}
+};
+
+template <typename T>
+void forward(const Window& window, const Rows<T>& query, const Rows<T>& key, const Rows<T>& value, const Rows<T>& out,
+             const Options& options, float* sums, const uint32_t* bits) {
+  const int64_t padded = window.padded, size = query.size;
+  const auto queries = query.copied(window), keys = transposed(key.copied(window), false);
+  const auto values = right(value.copied(window));
+  const Matrix<float> scores(BLOCK, padded), result(BLOCK, size);
+  const Matrix<T> probabilities(BLOCK, padded);
+  const Lanes scaling = _mm512_set1_ps(options.scaling);
+  for (int64_t first = 0; first < window.length; first += BLOCK) {
+    const int64_t end = std::min(first + BLOCK, window.length);
+    multiply(BLOCK, padded, size, queries.at(first), keys.at(0), scores.at(0), padded);
+    for (int64_t row = first; row < end; ++row) {
+      const Attended attended(window, row, options.reach);
+      float* numbers = scores.at(row - first);
+      Lanes largest = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+      for (int64_t i = 0; i < padded; i += LANES)
+        largest = _mm512_mask_max_ps(largest, attended.from(i), largest, load(numbers + i));
+      const float shift = _mm512_reduce_max_ps(largest) * options.scaling;
+      for (int64_t i = 0; i < padded; i += LANES) {
+        const Lanes exponent = _mm512_fmsub_ps(load(numbers + i), scaling, _mm512_set1_ps(shift));
+        const Lanes part = _mm512_maskz_mov_ps(attended.from(i), exponential(exponent));
+        sum = _mm512_add_ps(sum, part);
+        store(numbers + i, part);
+      }
+      const float total = _mm512_reduce_add_ps(sum);
+      sums[window.start + row] = shift + std::log(total);
+      const Lanes factor = _mm512_set1_ps(options.kept_scale / total);
+      const auto* kept = reinterpret_cast<const __mmask16*>(bits + row * padded / 32);
+      for (int64_t i = 0; i < padded; i += LANES)
+        store(probabilities.at(row - first, i), _mm512_maskz_mul_ps(kept[i / LANES], load(numbers + i), factor));
+    }
+    multiply(BLOCK, size, padded, probabilities.at(0), values.at(0), result.at(0), size);
+    out.write(result.at(0), window, first, end);
+  }
+}
+
+template <typename T>
+void backward(const Window& window, const Rows<T>& gradient, const Rows<T>& query, const Rows<T>& key,
+              const Rows<T>& value, const Rows<T>& out, const Rows<T>& of_query, const Rows<T>& of_key,
+              const Rows<T>& of_value, const Options& options, const float* sums, const uint32_t* bits) {
+  const int64_t padded = window.padded, size = query.size;
+  auto queries = query.copied(window), gradients = gradient.copied(window), key_rows = key.copied(window);
+  const auto keys = transposed(key_rows, false), values = transposed(value.copied(window), false);
+  const auto right_keys = right(std::move(key_rows));
+  const Matrix<float> scores(BLOCK, padded), of_scores(BLOCK, padded), result(padded, size);
+  const Matrix<T> rows(BLOCK, padded), dropped(padded, padded), differences(padded, padded);
+  dropped.clear(window.length / 2 * 2), differences.clear(window.length / 2 * 2);
+  const Lanes scaling = _mm512_set1_ps(options.scaling), kept_scale = _mm512_set1_ps(options.kept_scale);
+  for (int64_t first = 0; first < window.length; first += BLOCK) {
+    const int64_t end = std::min(first + BLOCK, window.length);
+    multiply(BLOCK, padded, size, queries.at(first), keys.at(0), scores.at(0), padded);
+    multiply(BLOCK, padded, size, gradients.at(first), values.at(0), of_scores.at(0), padded);
+    for (int64_t row = first; row < end; ++row) {
+      const Attended attended(window, row, options.reach);
+      Lanes products = _mm512_setzero_ps();
+      for (int64_t i = 0; i < size; i += LANES)
+        products = _mm512_fmadd_ps(load(out.at(window, row) + i), load(gradients.at(row, i)), products);
+      const Lanes mean = _mm512_set1_ps(_mm512_reduce_add_ps(products));
+      const Lanes shift = _mm512_set1_ps(sums[window.start + row]);
+      const auto* kept = reinterpret_cast<const __mmask16*>(bits + row * padded / 32);
+      for (int64_t i = 0; i < padded; i += LANES) {
+        const __mmask16 keeps = kept[i / LANES];
+        const Lanes exponent = _mm512_fmsub_ps(load(scores.at(row - first, i)), scaling, shift);
+        const Lanes part = _mm512_maskz_mov_ps(attended.from(i), exponential(exponent));
+        store_right(dropped, row, i, _mm512_maskz_mul_ps(keeps, part, kept_scale));
+        const Lanes of_part = _mm512_maskz_mul_ps(keeps, load(of_scores.at(row - first, i)), kept_scale);
+        const Lanes difference = _mm512_mul_ps(_mm512_mul_ps(part, scaling), _mm512_sub_ps(of_part, mean));
+        store_right(differences, row, i, difference);
+        store(rows.at(row - first, i), difference);
+      }
+    }
+    multiply(BLOCK, size, padded, rows.at(0), right_keys.at(0), result.at(0), size);
+    of_query.write(result.at(0), window, first, end);
+  }
+  multiply(padded, size, padded, transposed(dropped, true).at(0), right(std::move(gradients)).at(0), result.at(0), size);
+  of_value.write(result.at(0), window, 0, window.length);
+  multiply(padded, size, padded, transposed(differences, true).at(0), right(std::move(queries)).at(0), result.at(0), size);
+  of_key.write(result.at(0), window, 0, window.length);
+}
+
+template <typename Work>
+void each(int64_t count, const Work& work) {
+  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) work(i);
+    blas::brgemm_release();
+  });
+}
+
+#define FOR_TYPE(tensor, ...)                                                      \
+  if ((tensor).scalar_type() == at::kFloat) { using T = float; __VA_ARGS__ } \
+  else { using T = BFloat16; __VA_ARGS__ }
+
+// Tokens after the last window get an output of 0.
+std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                             at::IntArrayRef lengths, int64_t reach, int64_t dropped, double scaling,
+                                             int64_t seed) {
+  const int64_t tokens = query.size(0), heads = query.size(1);
+  int64_t words;
+  const auto all = parts(lengths, heads, words);
+  const Options options(reach, dropped, scaling);
+  auto out = at::zeros({tokens, heads, query.size(2)}, value.options());
+  auto sums = at::empty({heads, tokens}, value.options().dtype(at::kFloat));
+  auto bits = at::empty({words}, value.options().dtype(at::kInt));
+  FOR_TYPE(value, {
+    const Rows<T> q(query), k(key), v(value), o(out);
+    each(all.size(), [&](int64_t i) {
+      const auto& window = all[i];
+      auto* kept = reinterpret_cast<uint32_t*>(bits.data_ptr<int>()) + window.bits;
+      draw(static_cast<uint64_t>(seed), window.stream, options.dropped, window.length * window.padded, kept);
+      forward(window, q, k, v, o, options, sums.data_ptr<float>() + window.head * tokens, kept);
+    });
+  })
+  return {out, sums, bits};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& gradient, const Tensor& query, const Tensor& key,
+                                                      const Tensor& value, const Tensor& out, const Tensor& sums,
+                                                      const Tensor& bits, at::IntArrayRef lengths, int64_t reach,
+                                                      int64_t dropped, double scaling) {
+  int64_t words;
+  const auto all = parts(lengths, query.size(1), words);
+  const Options options(reach, dropped, scaling);
+  auto of_query = at::zeros(out.sizes(), out.options()), of_key = at::zeros(out.sizes(), out.options());
+  auto of_value = at::zeros(out.sizes(), out.options());
+  FOR_TYPE(value, {
+    const Rows<T> g(gradient), q(query), k(key), v(value), o(out), dq(of_query), dk(of_key), dv(of_value);
+    each(all.size(), [&](int64_t i) {
+      const auto& window = all[i];
+      const auto* kept = reinterpret_cast<const uint32_t*>(bits.data_ptr<int>()) + window.bits;
+      backward(window, g, q, k, v, o, dq, dk, dv, options, sums.data_ptr<float>() + window.head * query.size(0), kept);
+    });
+  })
+  return {of_query, of_key, of_value};
+}
+
+// ---- linear layers in bf16, with weights and their gradients in fp32; sizes are multiples of BLOCK
+
+// The number of parts of a right matrix, of `BLOCK` columns and k rows, that stay in the CPU's cache.
+int64_t group_of(int64_t k) { return std::max<int64_t>(GROUP_BYTES / (k * BLOCK * sizeof(BFloat16)), 1); }
+
+// rows [N, k] times the parts of a right matrix, `BLOCK` columns each, which `part(i)` gives. `write(row, column,
+// numbers)` takes the result, `BLOCK` numbers of a row at a time.
+template <typename Part, typename Write>
+void multiply_rows(const Tensor& rows, int64_t columns, const Part& part, const Write& write) {
+  const int64_t count = rows.size(0), k = rows.size(1);
+  const auto* left = rows.data_ptr<BFloat16>();
+  Matrix<BFloat16> last(BLOCK, k);  // the last block, padded
+  std::copy_n(left + count / BLOCK * BLOCK * k, count % BLOCK * k, last.at(0));
+  last.clear(count % BLOCK);
+  const int64_t all = columns / BLOCK, group = group_of(k);
+  each((all + group - 1) / group, [&](int64_t number) {
+    std::vector<Matrix<BFloat16>> rights;
+    for (int64_t i = number * group; i < std::min((number + 1) * group, all); ++i) rights.push_back(part(i));
+    const Matrix<float> result(BLOCK, BLOCK);
+    for (int64_t first = 0; first < count; first += BLOCK)
+      for (size_t i = 0; i < rights.size(); ++i) {
+        const auto* block = first + BLOCK <= count ? left + first * k : last.at(0);
+        multiply(BLOCK, BLOCK, k, block, rights[i].at(0), result.at(0), BLOCK);
+        for (int64_t row = first; row < std::min(first + BLOCK, count); ++row)
+          write(row, (number * group + i) * BLOCK, result.at(row - first));
+      }
+  });
+}
+
+// rows [N, in] bf16, weight [out, in] fp32, bias [out] fp32 -> [N, out] bf16.
+Tensor linear(const Tensor& rows, const Tensor& weight, const Tensor& bias) {
+  const int64_t size_in = weight.size(1), size_out = weight.size(0);
+  auto out = at::empty({rows.size(0), size_out}, rows.options());
+  const float *weights = weight.data_ptr<float>(), *biases = bias.data_ptr<float>();
+  auto* to = out.data_ptr<BFloat16>();
+  const auto part = [&](int64_t i) {
+    Matrix<BFloat16> rounded_rows(BLOCK, size_in);
+    for (int64_t at = 0; at < BLOCK * size_in; at += BLOCK)
+      _mm512_storeu_si512(rounded_rows.at(0) + at, row_of_bf16(weights + i * BLOCK * size_in + at));
+    return transposed(rounded_rows, false);
+  };
+  multiply_rows(rows, size_out, part, [&](int64_t row, int64_t column, const float* numbers) {
+    for (int64_t at = 0; at < BLOCK; at += LANES)
+      store(to + row * size_out + column + at, _mm512_add_ps(load(numbers + at), load(biases + column + at)));
+  });
+  return out;
+}
+
+// gradient [N, out] bf16 -> gradients of rows (bf16, or fp32), of weight and of bias (fp32).
+std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& gradient, const Tensor& rows, const Tensor& weight,
+                                                   at::ScalarType type) {
+  const int64_t count = rows.size(0), size_in = weight.size(1), size_out = weight.size(0);
+  const int64_t padded = blocks(count) * BLOCK;
+  auto of_rows = at::empty(rows.sizes(), rows.options().dtype(type));
+  auto of_weight = at::empty(weight.sizes(), weight.options()), of_bias = at::zeros({size_out}, weight.options());
+  const auto* weights = weight.data_ptr<float>();
+  FOR_TYPE(of_rows, {
+    auto* to = of_rows.data_ptr<T>();
+    const auto part = [&](int64_t i) {
+      Matrix<BFloat16> columns(size_out, BLOCK);
+      for (int64_t row = 0; row < size_out; row += 2) {
+        const float* from = weights + row * size_in + i * BLOCK;
+        store_pair(row_of_bf16(from), row_of_bf16(from + size_in), columns.at(row));
+      }
+      return columns;
+    };
+    multiply_rows(gradient, size_in, part, [&](int64_t row, int64_t column, const float* numbers) {
+      for (int64_t at = 0; at < BLOCK; at += LANES) store(to + row * size_in + column + at, load(numbers + at));
+    });
+  })
+  const auto columns_of = [&](const Tensor& tensor, int64_t first, float* sums) {  // BLOCK of them, as a right matrix
+    Matrix<BFloat16> columns(padded, BLOCK);
+    columns.clear(count / 2 * 2);
+    const auto* from = tensor.data_ptr<BFloat16>() + first;
+    const int64_t width = tensor.size(1);
+    Lanes low = _mm512_setzero_ps(), high = low;
+    for (int64_t row = 0; row < count; row += 2, from += 2 * width) {
+      const bool is_last = row + 1 == count;
+      store_pair(row_of_bf16(from), is_last ? _mm512_setzero_si512() : row_of_bf16(from + width), columns.at(row));
+      for (int64_t i = 0; sums && i <= !is_last; ++i) {
+        low = _mm512_add_ps(low, load(from + i * width));
+        high = _mm512_add_ps(high, load(from + i * width + LANES));
+      }
+    }
+    if (sums) store(sums + first, low), store(sums + first + LANES, high);
+    return columns;
+  };
+  std::vector<Matrix<BFloat16>> lefts;
+  for (int64_t i = 0; i < size_out; i += BLOCK)
+    lefts.push_back(transposed(columns_of(gradient, i, of_bias.data_ptr<float>()), true));
+  auto* to = of_weight.data_ptr<float>();
+  const int64_t group = group_of(padded) * BLOCK;
+  each((size_in + group - 1) / group, [&](int64_t number) {
+    std::vector<Matrix<BFloat16>> rights;
+    const int64_t begin = number * group, end = std::min(begin + group, size_in);
+    for (int64_t column = begin; column < end; column += BLOCK) rights.push_back(columns_of(rows, column, nullptr));
+    for (int64_t row = 0; row < size_out; row += BLOCK)
+      for (int64_t column = begin; column < end; column += BLOCK)
+        multiply(BLOCK, BLOCK, padded, lefts[row / BLOCK].at(0), rights[(column - begin) / BLOCK].at(0),
+                 to + row * size_in + column, size_in);
+  });
+  return {of_rows, of_weight, of_bias};
+}
+
+}  // namespace
+
+TORCH_LIBRARY(hvd_bert, library) {
+  library.def("attention", attention).def("attention_backward", attention_backward);
+  library.def("linear", linear).def("linear_backward", linear_backward);
+}
