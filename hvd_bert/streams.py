@@ -51,7 +51,8 @@ class _Dropping(io.FileIO):
                 left = left[written or 0 :]  # None: a non-blocking stream is full
         except OSError as error:
             if not self.lost and self.fileno() == 1:
-                _warn(error.strerror or error)
+                reason = f"standard output cannot be written ({error.strerror or error})"
+                _write_error(f"warning: {reason}: the command continues without it.\n")
             self.lost = True  # later writes are tried: the disk may have space again
         return size
 
@@ -62,10 +63,6 @@ class _Ending(io.FileIO):
             return super().write(data)
         except OSError as error:
             _end(error)
-
-
-def _warn(reason: object) -> None:
-    _write_error(f"warning: standard output cannot be written ({reason}): the command continues without it.\n")
 
 
 def _end(error: OSError) -> NoReturn:

@@ -113,16 +113,9 @@ def make_questions() -> Callable[..., list[Question]]:
             colour = colours[number % len(colours)]
             context = f"Box {number} is in the hall. The colour of box {number} is {colour}, as before."
             no_answer = unanswered_every and number % unanswered_every == 0
-            questions.append(
-                Question(
-                    id=f"q{number}",
-                    title=f"Boxes {number // 5}",
-                    context=context,
-                    question=f"What is the colour of box {number}?",
-                    answer_texts=() if no_answer else (colour,),
-                    answer_starts=() if no_answer else (context.index(colour),),
-                )
-            )
+            answers = ((), ()) if no_answer else ((colour,), (context.index(colour),))
+            asked = f"What is the colour of box {number}?"
+            questions.append(Question(f"q{number}", f"Boxes {number // 5}", context, asked, *answers))
         return questions
 
     return make
@@ -172,13 +165,8 @@ def to_rows() -> Callable[[Sequence[Question]], list[dict[str, Any]]]:
 
     def convert(questions: Sequence[Question]) -> list[dict[str, Any]]:
         return [
-            {
-                "id": q.id,
-                "title": q.title,
-                "context": q.context,
-                "question": q.question,
-                "answers": {"text": list(q.answer_texts), "answer_start": list(q.answer_starts)},
-            }
+            {"id": q.id, "title": q.title, "context": q.context, "question": q.question}
+            | {"answers": {"text": list(q.answer_texts), "answer_start": list(q.answer_starts)}}
             for q in questions
         ]
 
@@ -205,12 +193,9 @@ def write_hub_cache(to_rows: Callable[[Sequence[Question]], list[dict[str, Any]]
         if features is None:
             splits = {split: to_rows(questions) for split, questions in splits.items()}
             text, number = datasets.Value("string"), datasets.Value("int32")
-            features = datasets.Features(
-                {
-                    **{column: text for column in ("id", "title", "context", "question")},
-                    "answers": {"text": datasets.List(text), "answer_start": datasets.List(number)},
-                }
-            )
+            answers = {"text": datasets.List(text), "answer_start": datasets.List(number)}
+            columns = dict.fromkeys(("id", "title", "context", "question"), text)
+            features = datasets.Features({**columns, "answers": answers})
         short = name.split("/")[-1]
         target = folder / name.replace("/", "___") / config / "0.0.0" / "0123456789abcdef"
         target.mkdir(parents=True)

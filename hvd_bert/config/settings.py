@@ -25,16 +25,10 @@ PACKAGE = Path(__file__).resolve().parents[1]
 # Those of earlier versions, which the settings of their runs still name -> the value that changes no result.
 ANY = "any"
 FORMER_FLAGS: dict[str, str | None] = {
-    "preprocessing_num_workers": ANY,
-    "overwrite_cache": ANY,
-    "log_format": ANY,
-    "timeline_mark_cycles": ANY,
-    "check_weights_steps": ANY,
-    "text_column_delimiter": None,
-    "bad_examples": "error",
-    "answer_normalization": "squad",
-    "gradient_predivide_factor": "1.0",
-}
+    "preprocessing_num_workers": ANY, "overwrite_cache": ANY, "log_format": ANY, "timeline_mark_cycles": ANY,
+    "check_weights_steps": ANY, "text_column_delimiter": None, "bad_examples": "error",
+    "answer_normalization": "squad", "gradient_predivide_factor": "1.0",
+}  # fmt: skip
 # Implementations: hvd_bert.strategies.base. none: a single process.
 STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
 

@@ -11,14 +11,8 @@ from hvd_bert.config.values import AUTO, LARGEST
 
 # The schedules of transformers that need neither further arguments nor the loss at each step.
 SCHEDULES = [
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-]
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+]  # fmt: skip
 
 # --report_to: the name of a package -> the class that writes for it.
 REPORTERS = {
@@ -240,10 +234,6 @@ class TrainArguments:
             self.eval_strategy
         ]
         return step % every == 0 and step < total_steps
-
-    def logs_after_step(self, step: int, total_steps: int) -> bool:
-        """Whether to log metrics after optimizer step `step`; the first and the last step are always logged."""
-        return step % self.logging_steps == 0 or step in (1, total_steps)
 
     @property
     def folder(self) -> Path:

@@ -27,18 +27,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _WINDOWS_AT_ONCE = 4096  # bounds the memory even if windows advance by only one token
+_NUMBER, _NUMBERS = pa.int32(), pa.list_(pa.int32())
 SCHEMA = pa.schema(
-    [
-        ("question", pa.int32()),
-        ("input_ids", pa.list_(pa.int32())),
-        ("context_start", pa.int32()),
-        ("context_end", pa.int32()),
-        ("start_position", pa.int32()),
-        ("end_position", pa.int32()),
-        ("char_starts", pa.list_(pa.int32())),
-        ("char_ends", pa.list_(pa.int32())),
-    ]
-)
+    {
+        "question": _NUMBER, "input_ids": _NUMBERS, "context_start": _NUMBER, "context_end": _NUMBER,
+        "start_position": _NUMBER, "end_position": _NUMBER, "char_starts": _NUMBERS, "char_ends": _NUMBERS,
+    }
+)  # fmt: skip
 _Ints = npt.NDArray[np.int64]
 
 

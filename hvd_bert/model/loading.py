@@ -56,13 +56,9 @@ FILES: dict[Any, tuple[str, ...]] = {AutoConfig: ("config.json",), AutoTokenizer
 
 # Settings that transformers' encoders or this trainer's attention would fail with or ignore -> the supported value.
 SUPPORTED = {
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "return_dict": True,
-    "chunk_size_feed_forward": 0,
-    "position_embedding_type": "absolute",
-    "quantization_config": None,
-}
+    "is_decoder": False, "add_cross_attention": False, "return_dict": True, "chunk_size_feed_forward": 0,
+    "position_embedding_type": "absolute", "quantization_config": None,
+}  # fmt: skip
 # Values that the hub's configurations of a family have instead, and that are right for it.
 SUPPORTED_TOO = {("jina_embeddings_v3", "position_embedding_type", "rotary")}
 

@@ -10,9 +10,9 @@ import errno
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -26,21 +26,16 @@ from hvd_bert.storage.writing import writing_to
 TRACE = "trace.json.gz"
 
 
-class Laps(Protocol):
-    """What splits a step into phases (`Meter`)."""
-
-    on_lap: Callable[[str], None] | None
-
-    def lap(self, phase: str) -> None: ...
-
-
 class Recording:
     """Called before and after each step; starts at the first step to record and stops after the last."""
 
     def __init__(
-        self, config: ProfilingArguments, args: TrainArguments, total_steps: int, meter: Laps, world: World
+        self, config: ProfilingArguments, args: TrainArguments, total_steps: int, meter: Any, world: World
     ) -> None:
-        """A collective. Raises CollectiveError if the file cannot be written or the run has no such steps."""
+        """A collective. Raises CollectiveError if the file cannot be written or the run has no such steps.
+
+        `meter`: a `Meter`, which splits a step into phases.
+        """
         self.config, self.meter, self.world = config, meter, world
         self._train = args
         wanted = self.config.steps_to_record

@@ -171,11 +171,6 @@ class GpuUsage:
             self._file.close()
 
 
-def seconds_since_start() -> float:
-    """Seconds since this process started, including the interpreter's start and imports."""
-    return time.time() - float(psutil.Process(os.getpid()).create_time())
-
-
 def memory_peak(device: torch.device) -> int:
     """Peak memory of this process in bytes; on a GPU the peak of its tensors."""
     if device.type == "cuda":
@@ -207,7 +202,7 @@ def process_usage(device: torch.device) -> dict[str, float]:
     `memory_peak_bytes`."""
     times = os.times()
     return {
-        "real_s": round(seconds_since_start(), 3),
+        "real_s": round(time.time() - psutil.Process().create_time(), 3),  # with the interpreter's start and imports
         "user_s": times.user,
         "system_s": times.system,
         "memory_peak_bytes": memory_peak(device),

@@ -87,7 +87,9 @@ def text(folder: Path, settings: Record, results: Record, scores: Record) -> str
 
     hub = results["from_hub"]
     settings = public_settings(settings, hub)
-    model = _model_config(folder)
+    config_file = folder / "config.json"  # of a model of transformers
+    found = read_json(config_file) if config_file.is_file() else {}
+    model: Record = found if isinstance(found, dict) else {}
     tag, auto_class = _head(model)
     title = folder.resolve().name
     numbers = {name: float(scores[name]) for name in results["scores"] if _is_number(scores.get(name))}
@@ -131,13 +133,6 @@ def text(folder: Path, settings: Record, results: Record, scores: Record) -> str
         without_answers=settings["version_2_with_negative"],
     )
     return str(card)
-
-
-def _model_config(folder: Path) -> Record:
-    """The configuration of a model of transformers; empty for another model."""
-    path = folder / "config.json"
-    found = read_json(path) if path.is_file() else {}
-    return found if isinstance(found, dict) else {}
 
 
 def _head(model: Record) -> tuple[str | None, str | None]:

@@ -139,14 +139,9 @@ def facts(settings: Mapping[str, Any], precision: str, world: World) -> dict[str
         "from_hub": from_hub(settings),
         "versions": {"python": platform.python_version(), "hvd_bert": __version__}
         | {package: version_of(package) for package in PACKAGES}
-        | {"cuda": torch.version.cuda, "nccl": _nccl_version()},
+        | {"cuda": torch.version.cuda}
+        | {"nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None},
     }
-
-
-def _nccl_version() -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def describe(folder: Path) -> str:

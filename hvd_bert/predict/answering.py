@@ -180,15 +180,9 @@ def _inputs_of(qa: QuestionAnswerer, source: Source) -> dict[str, object]:
 
 def _row(flags: argparse.Namespace, question: Question, answer: FoundAnswer) -> Row:
     row = {
-        "id": question.id,
-        "question": question.question,
-        "context": question.context,
-        "answer": answer.text,
-        "start": answer.start,
-        "end": answer.end,
-        "probability": answer.score,
-        "null_odds": answer.null_odds,
-    }
+        "id": question.id, "question": question.question, "context": question.context, "answer": answer.text,
+        "start": answer.start, "end": answer.end, "probability": answer.score, "null_odds": answer.null_odds,
+    }  # fmt: skip
     if flags.n_best == 0:
         return row
     nbest = [asdict(candidate) for candidate in answer.nbest[: flags.n_best]]

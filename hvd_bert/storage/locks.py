@@ -65,7 +65,9 @@ def take(path: Path, *, wait: bool) -> Lock:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return Lock(_acquired(_on_this_host(path), wait, mode=0o600), error.strerror or str(error))
+        name = f"hvd_bert-{os.getuid()}-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]}.lock"
+        on_this_host = Path(tempfile.gettempdir()) / name
+        return Lock(_acquired(on_this_host, wait, mode=0o600), error.strerror or str(error))
 
 
 def is_held(path: Path) -> bool:
@@ -115,8 +117,3 @@ def _holder(path: Path) -> str:
         return read_text(path, errors="replace").strip()[:MAX_HOLDER] or "an unknown process"
     except (OSError, ValueError):
         return "an unknown process"
-
-
-def _on_this_host(path: Path) -> Path:
-    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]
-    return Path(tempfile.gettempdir()) / f"hvd_bert-{os.getuid()}-{name}.lock"

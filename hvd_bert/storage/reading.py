@@ -11,8 +11,6 @@ from typing import Annotated, Any, BinaryIO, TypeVar
 
 import msgspec
 
-from hvd_bert.errors import UserError, reason_of
-
 MIB, GIB = 2**20, 2**30
 MAX_BYTES = 256 * MIB  # of a file that is read as a whole; none that this program writes is nearly as large
 MAX_YAML_BYTES = MIB
@@ -67,23 +65,3 @@ def convert(value: Any, kind: type[Kind]) -> Kind:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
-
-
-def read_record(path: str | Path, kind: type[Kind], advice: str) -> Kind:
-    """The value in a JSON file as `kind`, see `convert`. Raises UserError, which ends with `advice`."""
-    try:
-        return convert(read_json(path), kind)
-    except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or reason_of(error)
-        raise UserError(f"{path} cannot be read ({reason}): {advice}") from None
-
-
-def read_yaml(path: str | Path) -> Any:
-    """The value in a YAML file. Raises OSError and ValueError."""
-    import yaml  # not every command needs it
-
-    text = read_text(path, MAX_YAML_BYTES)
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, OverflowError) as error:
-        raise ValueError(reason_of(error)) from None

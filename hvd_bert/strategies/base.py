@@ -177,7 +177,8 @@ class Strategy:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
         """State for a checkpoint, whole on rank 0: weights, the optimizer's tensors as "parameter/slot", and the rest
         for JSON. A collective."""
-        rest = {"groups": self._groups(), "scaler": self.scaler.state_dict()}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        rest = {"groups": groups, "scaler": self.scaler.state_dict()}
         return self._weights(), self._optimizer_tensors(), rest
 
     def load_state(self, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
@@ -185,9 +186,6 @@ class Strategy:
         self._load(weights, tensors, rest["groups"])
         if rest["scaler"]:
             self.scaler.load_state_dict(rest["scaler"])
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.trained.named_parameters()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 
@@ -26,7 +26,8 @@ class WordRows:
         """From now on, the backward pass leaves a sparse gradient with one row per word of the batch."""
         embedding.sparse = True
         self._weight = embedding.weight
-        self._weight.register_hook(_one_row_per_word)  # before they are sent
+        # One row per word, before they are sent.
+        self._weight.register_hook(lambda gradient: gradient.coalesce() if gradient.is_sparse else gradient)
         self._dense = torch.zeros_like(self._weight, requires_grad=False)
         self._rows = torch.empty(0, dtype=torch.int64)
 
@@ -41,7 +42,3 @@ class WordRows:
         self._rows = gradient._indices()[0]
         self._dense.index_add_(0, self._rows, gradient._values())
         self._weight.grad = self._dense
-
-
-def _one_row_per_word(gradient: Tensor) -> Tensor:
-    return gradient.coalesce() if gradient.is_sparse else gradient

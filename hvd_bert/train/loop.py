@@ -235,8 +235,10 @@ class Training:
                 loss = losses.sum() * (self.world.size / step_windows)
                 strategy.backward(loss)
             meter.add(loss, batch)
-        with meter.phase("other"):
-            self._overlap_with_allreduce()
+        with meter.phase("other"):  # what does not need the step's gradients, while the last of them are averaged
+            self.checkpoints.check_write()
+            self._start_vote()
+            self.breakdown.count(state.step)
         with meter.phase("exposed_comm"):
             strategy.synchronize()
         with meter.phase("optimizer"):
@@ -250,12 +252,6 @@ class Training:
             meter.end_step(grad_norm)
         return learning_rate, grad_norm
 
-    def _overlap_with_allreduce(self) -> None:
-        """Work that does not need the step's gradients, while the last of them are averaged."""
-        self.checkpoints.check_write()
-        self._start_vote()
-        self.breakdown.count(self.state.step)
-
     def _start_vote(self) -> None:
         if self.checkpoints.folder_is_lost:
             self.stop_requests.folder_is_lost()
@@ -268,7 +264,8 @@ class Training:
         evaluates = state.step == total_steps or self.config.train.evaluates_after(state.step, per_epoch, total_steps)
         state.eval_pending = self.evaluations is not None and evaluates
         self.metrics_logger.notify("on_step", state.step)
-        if state.eval_pending or self.config.train.logs_after_step(state.step, total_steps):
+        logs = state.step % self.config.train.logging_steps == 0 or state.step in (1, total_steps)
+        if state.eval_pending or logs:
             means = self.breakdown.read(state.step)
             self.health.check(state.step)
             now = {"epoch": state.step / per_epoch, "learning_rate": learning_rate, "grad_norm": float(grad_norm)}

@@ -258,12 +258,10 @@ class Meter:
         """Restore what `state` and `since_last_log` returned after `step`. Phases are counted from here on."""
         for name in _TOTALS:
             setattr(self, name, state[name])
-        self.skipped_steps = int(state.get("skipped_steps", 0))  # missing in older checkpoints, as the next one is
-        self._skipped_before = int(state.get("skipped_before", 0))
-        loss, windows, tokens, *positions = since_last_log
+        self.skipped_steps, self._skipped_before = int(state["skipped_steps"]), int(state["skipped_before"])
+        loss, *counts = since_last_log
         self._loss.fill_(loss)
-        self._windows, self._tokens = int(windows), int(tokens)
-        self._positions = int(positions[0]) if positions else int(tokens)  # missing in older checkpoints
+        self._windows, self._tokens, self._positions = map(int, counts)
         self._start(step)
         self._since -= state["seconds"]
 

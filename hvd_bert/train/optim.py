@@ -152,7 +152,4 @@ def effective_settings(args: TrainArguments, plan: BatchPlan, learning_rate: flo
 
 def make_schedule(optimizer: Any, args: TrainArguments, total_steps: int) -> Any:
     """Learning-rate schedule over `total_steps` steps, for the strategy's (wrapped) optimizer."""
-    try:
-        return get_scheduler(args.lr_scheduler_type, optimizer, warmup_steps(args, total_steps), total_steps)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"--lr_scheduler_type {args.lr_scheduler_type}: {error}") from None
+    return get_scheduler(args.lr_scheduler_type, optimizer, warmup_steps(args, total_steps), total_steps)

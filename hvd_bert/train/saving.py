@@ -100,19 +100,16 @@ class Checkpoints:
         shared["cpu_kernels"] = kernels.record(self._train.precision, self.state.world.device)
         return shared, model_files(self._task)
 
-    def _contents(self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool) -> Contents:
-        same, files = self._of_the_run
-        if model_only:
-            return Contents({"model": tensors["model"]}, {"step": rest["step"], "model_only": True}, files)
-        return Contents(tensors, rest | same, files)
-
     def _write(
         self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool, keep: set[str]
     ) -> tuple[Exception | None, float]:
         """In the background: write a checkpoint. Returns the error, such as a full disk, and the seconds."""
         start, failure = time.perf_counter(), None
         try:
-            checkpoint_files.write(self.folder, rest["step"], self._contents(tensors, rest, model_only))
+            same, files = self._of_the_run
+            if model_only:
+                tensors, rest, same = {"model": tensors["model"]}, {"step": rest["step"]}, {"model_only": True}
+            checkpoint_files.write(self.folder, rest["step"], Contents(tensors, rest | same, files))
             try:
                 checkpoint_files.prune(self.folder, self.args.save_total_limit, keep)
             except OSError as error:

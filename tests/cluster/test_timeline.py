@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
 import pytest
-from harness import RANK_INFOS, SMALL, Cluster
+from harness import SMALL, Cluster
 from launch import SAMPLE
-from recorded import FOUR_RANKS, ONE_HOST, horovodrun, recorded, six_layers
+from recorded import FOUR_RANKS, ONE_HOST, recorded, six_layers
 from shaping import shaped
 
 pytestmark = [
@@ -54,18 +53,3 @@ def test_a_straggler_is_named(cluster: Cluster, tmp_path: Path) -> None:
     assert row["of_steps"] >= 10 and row["steps"] >= 0.9 * row["of_steps"]
     assert row["median_s"] == pytest.approx(SLOWED_S, rel=0.15)
     assert any(line.startswith(f"Rank {rank} is a straggler") for line in seen["advice"]), seen["advice"]
-
-
-def test_one_trace_has_the_ranks_of_both_hosts(cluster: Cluster, tmp_path: Path) -> None:
-    flags = f"{SMALL} 4 --per_device_train_batch_size 4 --no_do_eval --output_dir out --profile --timeline_steps 2:3"
-    command = horovodrun(FOUR_RANKS, "mpi", f"-m hvd_bert.train {flags}")
-    cluster.on("a100-01", command, tmp_path).expect(0)
-    with gzip.open(tmp_path / "out" / "trace.json.gz", "rt") as file:
-        events = json.load(file)["traceEvents"]
-    rows = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert rows == {rank + 1: f"rank {rank} on {host}" for rank, host, *_ in RANK_INFOS}
-    phases = {pid: [row for row in events if row.get("cat") == "phase" and row["pid"] == pid] for pid in rows}
-    # Both hosts have one clock, so the steps end together.
-    ends = [max(row["ts"] + row["dur"] for row in phases[pid] if row["name"] == "exposed_comm") for pid in rows]
-    assert max(ends) - min(ends) < 1e6
-    assert all(sum(row["name"] == "compute" for row in own) == 2 for own in phases.values())

@@ -13,12 +13,8 @@ from launch import launcher, run
 
 pytestmark = pytest.mark.integration
 TINY = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "vocab_size": 1100,
-}
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 1100,
+}  # fmt: skip
 
 
 @pytest.mark.alone  # steps of 2 ms whose phases must add up: ten of them, as ranks are some 0.1 ms apart

@@ -18,20 +18,9 @@ DOCTOR = [sys.executable, "-m", "hvd_bert.tools.doctor"]
 def test_alone(tmp_path: Path) -> None:
     outcome = run(DOCTOR, tmp_path).expect(0)
     names = (
-        "Python",
-        "torch",
-        "Packages",
-        "Horovod",
-        "MPI",
-        "Slurm",
-        "Windows",
-        "Linear",
-        "Attention",
-        "bf16",
-        "Memory",
-        "Output",
-        "World",
-    )
+        "Python", "torch", "Packages", "Horovod", "MPI", "Slurm", "Windows", "Linear", "Attention", "bf16", "Memory",
+        "Output", "World",
+    )  # fmt: skip
     for line in names:
         assert f" {line} " in outcome.output, outcome
     assert "failure" not in outcome.output, outcome

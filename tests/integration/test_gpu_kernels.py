@@ -69,13 +69,3 @@ def test_other_commands(tmp_path: Path, baseline: Path) -> None:
     assert on_gpu_kernels([*predict, "gpu.jsonl"], tmp_path) == FP32
     cpu, gpu = (read_lines(tmp_path / f"{name}.jsonl") for name in ("cpu", "gpu"))
     assert [row["answer"] for row in gpu] == [row["answer"] for row in cpu]
-
-
-def test_the_acceptance_compares_the_stand_ins_with_padded_attention(tmp_path: Path) -> None:
-    program = REPOSITORY / "benchmarks" / "acceptance_attention.py"
-    for precision in ("fp32", "bf16", "fp16"):
-        on_gpu_kernels([program, "cpu", precision, "found.json"], tmp_path)
-        found = json.loads((tmp_path / "found.json").read_text())
-        assert found["passed"], found
-        half = precision != "fp32"
-        assert ("by_flash, local" in found["figures"]["share_of_tolerance"]) == half

@@ -17,7 +17,7 @@ import pytest
 import resuming
 import stopping_at
 from commands import said, small_run
-from launch import SAMPLE_DEV, Outcome, launcher, run
+from launch import Outcome, launcher, run
 
 from hvd_bert.config.command_line import overriding
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED
@@ -172,31 +172,6 @@ def test_corrupt_checkpoint_is_named_and_the_one_before_taken(stopped: Path, who
     assert "Skipping a damaged checkpoint: out/checkpoint-4/optimizer.safetensors has changed" in again.output
     assert "Resuming from step 2" in again.output
     assert resuming.differences(whole[1], stopped / "out") == []
-
-
-def listing(folder: Path) -> dict[str, int]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
-    return {str(path): path.stat().st_mtime_ns for path in files}
-
-
-def test_nothing_is_touched_when_no_checkpoint_is_left(stopped: Path) -> None:
-    flip(stopped / "out" / "checkpoint-4" / "model.safetensors")
-    (stopped / "out" / "checkpoint-2" / "state.json").unlink()
-    before = listing(stopped / "out")
-    refused = train(stopped, 1, "none").expect(EXIT_BAD_INPUT)
-    for damage in ("checkpoint-4/model.safetensors has changed since", "checkpoint-2/state.json: No such file"):
-        assert damage in refused.output, refused
-    assert listing(stopped / "out") == before
-
-
-def test_checkpoint_of_another_run_is_refused(stopped: Path) -> None:
-    """Each difference is named at once; tests/unit/test_resume.py has the kinds of settings and models."""
-    before = listing(stopped / "out")
-    changes = ["--learning_rate", 1e-4, "--max_train_samples", 20, "--train_file", SAMPLE_DEV]
-    refused = train(stopped, 1, "none", *changes, "--per_device_train_batch_size", 8).expect(EXIT_BAD_INPUT)
-    for said_of in ("--learning_rate was 0.002 and is 0.0001", "the training data was ", "batch was 16 and is 8"):
-        assert said_of in refused.output, refused
-    assert listing(stopped / "out") == before
 
 
 def test_model_only_is_not_enough_but_a_stop_saves_all(tmp_path: Path, whole: dict[int, Path]) -> None:

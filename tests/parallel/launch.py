@@ -29,20 +29,9 @@ TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "190"))
 # Variables of a surrounding job would be taken for this launch's. hvd_bert.model.cpu.linear sets the first two, also in
 # this process when a test calls it; the fork server's commands would then no longer have its environment.
 _FOREIGN = (
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
-    "LRU_CACHE_CAPACITY",
-    "OMPI_",
-    "PMIX_",
-    "PMI_",
-    "SLURM_",
-    "HOROVOD_",
-    "MV2_",
-    "TORCHELASTIC_",
-    "PET_",
-    "MASTER_",
-    "HF_HUB_CACHE",
-    "HF_DATASETS_CACHE",
-)
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY", "OMPI_", "PMIX_", "PMI_", "SLURM_", "HOROVOD_", "MV2_",
+    "TORCHELASTIC_", "PET_", "MASTER_", "HF_HUB_CACHE", "HF_DATASETS_CACHE",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)

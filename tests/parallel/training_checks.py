@@ -158,8 +158,6 @@ def averaged_gradient_is_that_of_one_process(ranks: Ranks) -> None:
     found = training.averaged_gradients(0)
     assert_close(found, training.plain_gradients(0))
     assert_same_on_all_ranks(ranks.world, found)
-    if ranks.world.rank == 0:  # test_worlds.py compares the launches with each other
-        np.savez(ranks.folder / "gradients.npz", **{name: tensor.numpy() for name, tensor in found.items()})
 
 
 @check

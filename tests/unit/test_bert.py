@@ -21,11 +21,9 @@ from transformers import (
 
 from hvd_bert.config.settings import ModelArguments, TrainArguments
 from hvd_bert.data.collate import Collator
-from hvd_bert.data.sources import squad
-from hvd_bert.data.window_cutting import WindowOptions
-from hvd_bert.data.window_table import WindowTable, prepare
+from hvd_bert.data.window_table import WindowTable
 from hvd_bert.model import attention
-from hvd_bert.model.bert import compile_layers, load_model, load_tokenizer, window_losses
+from hvd_bert.model.bert import compile_layers, load_model, window_losses
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import autocast, set_precision
@@ -129,24 +127,6 @@ def model(folders, tokenizer) -> BertForQuestionAnswering:
     config.vocab_size += 63  # padded
     config.save_pretrained(folders / "large")
     return load(tokenizer, config_name=folders / "large").eval()
-
-
-@pytest.mark.realdata
-def test_real_windows_padded_and_packed_give_the_same(real_encoder, squad_dir, tmp_path):
-    args = ModelArguments(model_name_or_path=str(real_encoder))
-    tokenizer = load_tokenizer(args)
-    source = squad.open_file(squad_dir / "train-v1.1.json", False)
-    table = prepare(source, tokenizer, WindowOptions(max_samples=40), cache_dir=tmp_path)
-    found = []
-    for padded, pad_to in ((False, None), (True, 0), (True, 384)):
-        model = load_model(args, tokenizer, 384, 1, padded).eval()
-        losses = window_losses(model, Collator(table, CPU, pad_to)([0, 7, 20, 39]))
-        losses.mean().backward()
-        found.append((losses.detach(), [weights.grad for weights in model.parameters()]))
-    (packed, gradients), *others = found
-    for losses, own in others:
-        torch.testing.assert_close(losses, packed, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(own, gradients, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -75,13 +75,6 @@ def request_at_once_without_flock(cache_dir: Path, barrier) -> None:
     request_at_once(cache_dir, barrier)
 
 
-def test_a_damaged_entry_is_built_again(tmp_path):
-    entry = cache.entry(tmp_path, "key", build, opened)
-    (entry / "data").write_text("damaged")
-    cache.entry(tmp_path, "key", build, opened)
-    assert (entry / "data").read_text() == "whole"
-
-
 def test_killed_builder_frees_the_lock(tmp_path):
     started = SPAWN.Event()
     child = SPAWN.Process(target=build_half_and_wait, args=(tmp_path, started))

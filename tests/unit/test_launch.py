@@ -74,20 +74,11 @@ def test_horovods_size_is_the_launchers(launcher, size, hint):
             check_size(launcher, size)
 
 
-@each(
-    ("launcher", "environ", "mpi"),
-    [
-        (Launcher("srun", 4, 0), {"PMIX_RANK": "1"}, "Open MPI v4.1.4"),
-        (Launcher("srun", 1, 0), SRUN, "Open MPI v4.1.4"),
-        (Launcher("mpirun", 4, 0), SRUN, "Open MPI v4.1.4"),
-        (Launcher("srun", 4, 0), SRUN, "MPICH Version: 4.1"),
-    ],
-)
-def test_pmi_is_there_or_not_needed(launcher, environ, mpi):
-    check_pmi(launcher, environ, mpi)
-
-
-def test_srun_without_pmi():
+def test_srun_without_pmi_where_it_is_needed():
+    check_pmi(Launcher("srun", 4, 0), {"PMIX_RANK": "1"}, "Open MPI v4.1.4")
+    check_pmi(Launcher("srun", 1, 0), SRUN, "Open MPI v4.1.4")
+    check_pmi(Launcher("mpirun", 4, 0), SRUN, "Open MPI v4.1.4")
+    check_pmi(Launcher("srun", 4, 0), SRUN, "MPICH Version: 4.1")
     with refused("`srun --mpi=pmix`"):
         check_pmi(Launcher("srun", 4, 0), SRUN, "Open MPI v4.1.4, package: Debian OpenMPI")
 

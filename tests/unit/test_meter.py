@@ -185,17 +185,6 @@ def test_laps_on_a_gpu_are_by_its_own_clock(monkeypatch):
     assert stopwatch.take() == pytest.approx(none | {"optimizer": 0.05})
 
 
-def test_a_resume_counts_phases_since_and_padding_if_the_checkpoint_has_it(clock):
-    meter = Meter(world_of(1))
-    state = {"last_step": 4, "train_s": 8.0, "loss_sum": 4.0, "windows": 4, "tokens": 4, "seconds": 4.0}
-    meter.restore(state, [2.0, 2, 70], 6)  # of an older version, which did not count positions
-    for _ in range(2):
-        clock.now += 2.0
-        meter.lap("compute")
-    row = meter.read(8)
-    assert (row["step_s"], row["compute_s"], row["padding_share"]) == (2.0, 2.0, 0.0)
-
-
 def test_communication_that_cannot_be_told_is_part_of_computing(clock):
     meter = Meter(world_of(1), tells_exposed_comm=False)
     meter.add(torch.tensor(1.0), batch(1, 1))

@@ -170,9 +170,3 @@ def test_schedule_on_offer(name):
     seen = rates(TrainArguments(learning_rate=1.0, warmup_steps=4, lr_scheduler_type=name), 12)
     assert seen[: len(warm)] == pytest.approx(warm)
     assert seen[4] == 1.0 == max(seen)
-
-
-def test_schedule_not_on_offer():
-    args = TrainArguments(lr_scheduler_type="cosine_with_min_lr")
-    with refused("--lr_scheduler_type", "cosine_with_min_lr"):
-        make_schedule(make_optimizer(nn.Linear(2, 2), args, 1), args, 10)

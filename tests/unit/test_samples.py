@@ -19,31 +19,23 @@ def answer(number: int, text: str, probability: float = 0.75) -> Answer:
     return Answer(f"q{number}", text, entries, None, [None, None])  # type: ignore[arg-type]
 
 
-def samples(questions: list[Question], answers: list[Answer], v2: bool = False) -> list[dict[str, object]]:
-    return sample_answers(questions, answers, v2)
-
-
 def test_sample_has_all_that_a_reader_needs():
-    right, wrong = samples([question(0), question(1)], [answer(0, "a red thing", 0.123456), answer(1, "The box!")])
+    right, wrong = sample_answers(
+        [question(0), question(1)], [answer(0, "a red thing", 0.123456), answer(1, "The box!")], False
+    )
     assert (right["id"], right["exact_match"]) == ("q1", 100.0)
     assert wrong == {
-        "id": "q0",
-        "question": "what 0?",
-        "context": "red box",
-        "answers": ["red box", "box"],
-        "answer_start": 0,
-        "prediction": "a red thing",
-        "probability": 0.1235,
-        "exact_match": 0.0,
-        "f1": 50.0,
-    }
+        "id": "q0", "question": "what 0?", "context": "red box", "answers": ["red box", "box"], "answer_start": 0,
+        "prediction": "a red thing", "probability": 0.1235, "exact_match": 0.0, "f1": 50.0,
+    }  # fmt: skip
 
 
 @each("wrong", [lambda n: n % 4 == 0, lambda n: n < 400])
 def test_samples_are_spread_over_the_questions(wrong):
     count = 1600
     questions = [question(number) for number in range(count)]
-    found = samples(questions, [answer(number, "no" if wrong(number) else "box") for number in range(count)])
+    answers = [answer(number, "no" if wrong(number) else "box") for number in range(count)]
+    found = sample_answers(questions, answers, False)
     for exact in (100.0, 0.0):
         numbers = [int(str(sample["id"])[1:]) for sample in found if sample["exact_match"] == exact]
         assert numbers == sorted(numbers) and len(numbers) == PER_KIND
@@ -56,7 +48,7 @@ def test_samples_are_spread_over_the_questions(wrong):
 
 def test_question_without_an_answer():
     questions = [question(0, answers=()), question(1, answers=(), before=1000)]
-    found = samples(questions, [answer(0, ""), answer(1, "red box")], v2=True)
+    found = sample_answers(questions, [answer(0, ""), answer(1, "red box")], True)
     assert [(sample["prediction"], sample["exact_match"], sample["answers"]) for sample in found] == [
         ("", 100.0, []),
         ("red box", 0.0, []),
@@ -66,7 +58,7 @@ def test_question_without_an_answer():
 
 @each(("before", "marks"), [(10, 0), (EXCERPT, 2)])
 def test_context_is_cut_around_the_answer(before, marks):
-    (sample,) = samples([question(0, before=before)], [answer(0, "box")])
+    (sample,) = sample_answers([question(0, before=before)], [answer(0, "box")], False)
     text, start = str(sample["context"]), sample["answer_start"]
     assert isinstance(start, int) and text[start:].startswith("red box")
     assert "red box" in text and text.count("…") == marks

@@ -21,8 +21,9 @@ import pytest
 from tables import each, refused
 
 from hvd_bert.storage import locks
-from hvd_bert.storage.reading import Count, read_record
+from hvd_bert.storage.reading import Count
 from hvd_bert.storage.writing import replacing, write_json
+from hvd_bert.tools.bench.record import read_record
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -132,7 +133,7 @@ class Rows:
 
 def test_record_has_the_declared_types(tmp_path):
     write_json(tmp_path / "r.json", {"rows": [{"seconds": 1, "later": None}], "by_name": {"a": 3}})
-    record = read_record(tmp_path / "r.json", Rows, "Remove it.")
+    record = read_record(tmp_path / "r.json", Rows)
     assert record == Rows([Row(1.0)], {"a": 3}) and isinstance(record.rows[0].seconds, float)
 
 
@@ -151,7 +152,7 @@ def test_wrong_value_in_a_record_is_named_with_its_place(tmp_path, content, plac
     path = tmp_path / "r.json"
     path.write_text(json.dumps(content))
     with refused(path, place):
-        read_record(path, Rows, "Remove it.")
+        read_record(path, Rows)
 
 
 @each("content", [None, "{", '{"rows": [{"seconds": 1' + "0" * 400 + "}]}"])
@@ -159,4 +160,4 @@ def test_file_without_a_record_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "r.json").write_text(content)
     with refused(tmp_path / "r.json"):
-        read_record(tmp_path / "r.json", Rows, "Remove it.")
+        read_record(tmp_path / "r.json", Rows)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import logging
 import os
-from dataclasses import asdict
 
 import numpy as np
 import pyarrow as pa
@@ -147,33 +145,6 @@ def test_using_the_tokenizer_does_not_change_the_key(source, tokenizer, tmp_path
     first = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     tokenizer("what is", "red box in the hall", truncation="only_second", max_length=9, padding="max_length")
     assert inode(prepare(source, tokenizer, SMALL, cache_dir=tmp_path)) == inode(first)
-
-
-@each("harm", ["cut data", "other columns", "no meta", "broken meta"])
-def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog, harm):
-    before = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    expected, counts = before.arrow.to_pydict(), before.counts
-    (data,) = tmp_path.glob("*/windows.arrow")
-    meta = data.with_name("windows.json")
-    if harm == "cut data":
-        os.truncate(data, data.stat().st_size // 2)
-    elif harm == "other columns":
-        with (
-            pa.OSFile(str(data), "wb") as file,
-            pa.ipc.new_stream(file, pa.schema([("question", pa.int32())])) as stream,
-        ):
-            stream.write_batch(pa.record_batch({"question": pa.array([0], pa.int32())}))
-        meta.write_text(json.dumps({"num_bytes": data.stat().st_size, "counts": asdict(counts)}))
-    elif harm == "no meta":
-        meta.unlink()
-    else:
-        meta.write_text(meta.read_text()[:-5])
-    again = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    assert (again.arrow.to_pydict(), again.counts) == (expected, counts)
-    damaged = f"{data.parent} is damaged: tokenizing again."
-    assert [record.getMessage() for record in caplog.records] == [damaged]
-    prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    assert len(caplog.records) == 1
 
 
 # --- wrong values ----------------------------------------------------------------------------------

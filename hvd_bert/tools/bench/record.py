@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, reason_of
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
-from hvd_bert.storage.reading import read_record
+from hvd_bert.storage.reading import Kind, convert, read_json
 from hvd_bert.storage.writing import make_folder, write_json, writing_to
 from hvd_bert.tools.bench.points import Point
 from hvd_bert.tools.runs.reading import SWEEP
@@ -83,8 +83,8 @@ def read_previous(path: Path, kind: type[Any], same: Mapping[str, Any], what: st
     """
     if not path.exists():
         return {}
-    previous = read_record(path, dict[str, Any], OTHER_OUT)
-    read_record(path, kind, OTHER_OUT)
+    previous = read_record(path, dict[str, Any])
+    read_record(path, kind)
     before = previous["same"]
     differing = [
         f"{name} was {_shown(before[name])} and is {_shown(value)}"
@@ -97,6 +97,15 @@ def read_previous(path: Path, kind: type[Any], same: Mapping[str, Any], what: st
             " choose another --out."
         )
     return previous
+
+
+def read_record(path: Path, kind: type[Kind]) -> Kind:
+    """The value in a JSON file as `kind`, see `convert`. Raises UserError."""
+    try:
+        return convert(read_json(path), kind)
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or reason_of(error)
+        raise UserError(f"{path} cannot be read ({reason}): {OTHER_OUT}") from None
 
 
 @contextmanager

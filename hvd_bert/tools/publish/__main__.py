@@ -23,8 +23,9 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError, as
 from hvd_bert.output import card
 from hvd_bert.output.public import public_settings
 from hvd_bert.storage.places import TOKENIZER_FILES
-from hvd_bert.storage.reading import read_json, read_yaml
+from hvd_bert.storage.reading import read_json
 from hvd_bert.streams import keep_running
+from hvd_bert.tools.runs.reading import read_yaml
 
 
 def main(argv: list[str] | None = None) -> int:

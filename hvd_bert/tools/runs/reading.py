@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from msgspec.structs import asdict
 
 from hvd_bert.config.settings import of_this_version
-from hvd_bert.errors import UserError, visible
-from hvd_bert.storage.reading import Kind, convert, parse_json, read_json, read_text, read_yaml
+from hvd_bert.errors import UserError, reason_of, visible
+from hvd_bert.storage.reading import MAX_YAML_BYTES, Kind, convert, parse_json, read_json, read_text
 from hvd_bert.tools.runs.run import LeftOut, Number, Results, Row, Run, SweepFile
 
 RESULTS, METRICS, SETTINGS, SCORES = "train_results.json", "metrics.jsonl", "train_config.yaml", "eval_results.json"
@@ -177,6 +178,15 @@ def _rows(path: Path) -> tuple[Row, ...]:
     if len(rows) < 2:
         raise Unusable(f"{path.name} has {len(rows)} line(s) of steps, but the first is warm-up: lower --logging_steps")
     return tuple(rows)
+
+
+def read_yaml(path: Path) -> Any:
+    """The value in a YAML file. Raises OSError and ValueError."""
+    text = read_text(path, MAX_YAML_BYTES)
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, OverflowError) as error:
+        raise ValueError(reason_of(error)) from None
 
 
 def settings_of(path: Path) -> dict[str, Any]:
