@@ -93,12 +93,9 @@ def _replace(stdout: type[io.FileIO]) -> None:
             through = stream.write_through  # of python -u: without a buffer
             raw = kind(number, "w", closefd=False)
             text = io.TextIOWrapper(
-                raw if through else io.BufferedWriter(raw),
-                stream.encoding,
-                "backslashreplace",
-                line_buffering=stream.line_buffering,
-                write_through=through,
-            )
+                raw if through else io.BufferedWriter(raw), stream.encoding, "backslashreplace",
+                line_buffering=stream.line_buffering, write_through=through,
+            )  # fmt: skip
             setattr(sys, name, text)
 
 

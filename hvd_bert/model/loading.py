@@ -47,11 +47,8 @@ _UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # not in special tokens, suc
 
 # The first that exists is loaded.
 WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
 FILES: dict[Any, tuple[str, ...]] = {AutoConfig: ("config.json",), AutoTokenizer: ("config.json", *TOKENIZER_FILES)}
 
 # Settings that transformers' encoders or this trainer's attention would fail with or ignore -> the supported value.

@@ -28,12 +28,8 @@ from hvd_bert.startup import collector_paused, print_on_one_rank
 from hvd_bert.streams import end_when_lost
 
 # Flags of the trainer -> their types. The defaults are the settings of the model's training.
-SETTINGS = {
-    "max_seq_length": int,
-    "doc_stride": int,
-    "n_best_size": int,
-    "max_answer_length": int,
-    "null_score_diff_threshold": float,
+SETTINGS = dict.fromkeys(("max_seq_length", "doc_stride", "n_best_size", "max_answer_length"), int) | {
+    "null_score_diff_threshold": float
 }
 SWITCH = "version_2_with_negative"
 OUTPUTS = (".jsonl", ".csv", ".parquet")

@@ -118,7 +118,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_named(path: Path, text: str) -> None:
-    """Write a file that a user names (`written.check_file`) atomically."""
+    """Write a file that a user names atomically."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 

@@ -14,13 +14,9 @@ from hvd_bert.data.batch_plan import BatchPlan, Lengths
 from hvd_bert.train.meter import Meter
 
 NAMES = {
-    "data": "waiting for data",
-    "compute": "forward and backward",
-    "exposed_comm": "exposed communication",
-    "optimizer": "clipping and optimizer",
-    "checkpoint": "checkpoint pause",
-    "other": "other",
-}
+    "data": "waiting for data", "compute": "forward and backward", "exposed_comm": "exposed communication",
+    "optimizer": "clipping and optimizer", "checkpoint": "checkpoint pause", "other": "other",
+}  # fmt: skip
 
 
 class Breakdown:

@@ -98,7 +98,9 @@ class Checkpoints:
         """Content that all checkpoints of the run share: a part of state.json, and the model's small files."""
         shared = {"identity": identity(self._settings, self._task), "rank_batch": rank_batch(self._train)}
         shared["cpu_kernels"] = kernels.record(self._train.precision, self.state.world.device)
-        return shared, model_files(self._task)
+        with tempfile.TemporaryDirectory() as folder:
+            self._task.save_description(Path(folder))
+            return shared, {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
     def _write(
         self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool, keep: set[str]
@@ -223,13 +225,6 @@ class Checkpoints:
         world.broadcast_tensors(model.state_dict())
         log.info("The model is the best one, of step %d (%s %.4g).", best.step, best.metric, best.value)
         return best.step
-
-
-def model_files(task: Task) -> dict[str, bytes]:
-    """Files besides the weights that make a folder load as a model and its tokenizer."""
-    with tempfile.TemporaryDirectory() as folder:
-        task.save_description(Path(folder))
-        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
 def restore(state: TrainState, resume_point: ResumePoint | None, seed: int) -> None:

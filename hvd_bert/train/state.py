@@ -180,18 +180,11 @@ class TrainState:
         """All but the tensors. `since_last_look`: `Meter.since_last_log` of each rank."""
         schedule = {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"}
         return {
-            "step": self.step,
-            "epoch": self.step / self.plan.steps_per_epoch,
-            "world_size": len(since_last_look),
-            "global_batch": self.plan.global_batch,
-            "accumulation": self.plan.accumulation,
-            "strategy": strategy,
-            "schedule": schedule,
-            "meter": self.meter.state(),
-            "since_last_look": since_last_look,
-            "best": self.best.state(),
-            "eval_pending": self.eval_pending,
-        }
+            "step": self.step, "epoch": self.step / self.plan.steps_per_epoch, "world_size": len(since_last_look),
+            "global_batch": self.plan.global_batch, "accumulation": self.plan.accumulation, "strategy": strategy,
+            "schedule": schedule, "meter": self.meter.state(), "since_last_look": since_last_look,
+            "best": self.best.state(), "eval_pending": self.eval_pending,
+        }  # fmt: skip
 
     def restore(
         self, tensors: Mapping[str, Mapping[str, Tensor]], rest: dict[str, Any], seed: int, root: int = 0

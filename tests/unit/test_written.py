@@ -23,6 +23,7 @@ from hvd_bert.tools.bench import one_run, speed, sweep
 from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.evaluate import __main__ as evaluation_flags
 from hvd_bert.tools.evaluate import running as evaluation
+from hvd_bert.tools.rendering.named import check_file
 from hvd_bert.tools.report import plots
 from hvd_bert.tools.report.__main__ import main as report
 from hvd_bert.tools.timeline.__main__ import main as timeline
@@ -100,7 +101,7 @@ def test_named_outputs(tmp_path):
     (tmp_path / "link.json").symlink_to("target.json")
     for name in ("out.json", "link.json"):
         for _ in range(2):
-            write_named(written.check_file(tmp_path / name, "mine"), "mine")
+            write_named(check_file(tmp_path / name, "mine"), "mine")
     assert (tmp_path / "link.json").is_symlink() and (tmp_path / "target.json").read_text() == "mine"
 
 

@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 
 # The hub moved these to their authors' namespaces; a local cache may have either name.
 _ALIASES = {
-    "squad": "rajpurkar/squad",
-    "squad_v2": "rajpurkar/squad_v2",
-    "mnist": "ylecun/mnist",
-    "glue": "nyu-mll/glue",
-}
+    "squad": "rajpurkar/squad", "squad_v2": "rajpurkar/squad_v2", "mnist": "ylecun/mnist", "glue": "nyu-mll/glue",
+}  # fmt: skip
 _REACH_TIMEOUT_S = 10.0
 _WAYS_OUT = (
     "Give local files with --train_file and --validation_file, or train on the bundled sample with --config sample."

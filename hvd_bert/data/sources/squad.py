@@ -192,16 +192,13 @@ def _from_articles(articles: list[Any], reading: Reading) -> Iterator[Found]:
         try:
             title = get(where, article, "title", str, "")
             for n, paragraph in enumerate(get(where, article, "paragraphs", list)):
-                yield from _from_paragraph(f"{where}.paragraphs[{n}]", title, paragraph, reading)
+                inside = f"{where}.paragraphs[{n}]"
+                context = get(inside, paragraph, "context", str)
+                for m, entry in enumerate(get(inside, paragraph, "qas", list)):
+                    at_entry = f"{inside}.qas[{m}]"
+                    yield at_entry, attempt(squad_question, at_entry, title, context, entry, reading)
         except Mistake as mistake:  # in the structure around the questions
             yield where, mistake
-
-
-def _from_paragraph(where: str, title: str, paragraph: Any, reading: Reading) -> Iterator[Found]:
-    context = get(where, paragraph, "context", str)
-    for number, entry in enumerate(get(where, paragraph, "qas", list)):
-        at_entry = f"{where}.qas[{number}]"
-        yield at_entry, attempt(squad_question, at_entry, title, context, entry, reading)
 
 
 def _csv_delimiter(text: str, reading: Reading) -> str:

@@ -33,10 +33,10 @@ from hvd_bert.monitoring.usage import memory_now, memory_peak
 from hvd_bert.output import run_folder
 from hvd_bert.storage.reading import GIB
 from hvd_bert.storage.writing import write_named, writing_to
-from hvd_bert.storage.written import check_file
 from hvd_bert.tasks.base import Task, load_task, weight_copies
 from hvd_bert.tasks.question_answering import Inputs, QuestionAnswering, QuestionSet
 from hvd_bert.tools.bench import measure
+from hvd_bert.tools.rendering.named import check_file
 from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.train.loop import Training
 from hvd_bert.train.start import set_up
@@ -117,17 +117,14 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
         lengths = (plan.lengths[plan.step_windows(step)] for step in steps)
         sections.append(measure.section_figures(row, lengths, flops, whole_peak))
     return {
-        "figures": measure.spread(sections),
-        "sections": sections,
-        "loss": rows[-1]["loss"],
+        "figures": measure.spread(sections), "sections": sections, "loss": rows[-1]["loss"],
         "matmul_peak_gflops": whole_peak / 1e9,
         "padding_share": measure.padding_share(rows),
         "imbalance": fmean(plan.imbalance(step) for step in timed),
         "memory_bytes": [rank["memory"] for rank in ranks],
         "memory_over_needed": max(rank["memory"] / rank["needed"] for rank in ranks),
-        "windows": plan.num_windows,
-        "global_batch": plan.global_batch,
-    }
+        "windows": plan.num_windows, "global_batch": plan.global_batch,
+    }  # fmt: skip
 
 
 def _matmul_peak(task: Task, tokens: int, device: torch.device, precision: str) -> float:

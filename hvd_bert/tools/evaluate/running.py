@@ -28,6 +28,7 @@ from hvd_bert.tasks.base import EvaluationResult, Task, load_task
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.evaluate import slices
 from hvd_bert.tools.evaluate.slices import CONFIDENCE, paired_difference
+from hvd_bert.tools.rendering.named import check_file
 from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
 from hvd_bert.tools.report.content import SHORT
 from hvd_bert.train.start import set_up
@@ -100,7 +101,7 @@ def _check_outputs(flags: argparse.Namespace, config: Config) -> None:
     out = Path(os.path.realpath(config.train.output_dir or ""))
     if flags.json and (out.exists() or Path(os.path.realpath(flags.json.parent)) != out):  # else it will be created
         with writing_to("--json", flags.json):
-            flags.json = written.check_file(flags.json, MARK)
+            flags.json = check_file(flags.json, MARK)
 
 
 GENERATOR = "hvd_bert.evaluate"

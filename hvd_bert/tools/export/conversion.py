@@ -23,7 +23,7 @@ from hvd_bert.model.bert import load_tokenizer, takes_token_types
 from hvd_bert.model.families import max_tokens
 from hvd_bert.model.loading import load
 from hvd_bert.storage.writing import replacing, writing_to
-from hvd_bert.storage.written import check_file
+from hvd_bert.tools.rendering.named import check_file
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-4  # of logits, which are about 1 to 10: fp32 operations in another order

@@ -185,21 +185,14 @@ def projection_rows(projections: Iterable[Projection]) -> list[dict[str, Any]]:
     """CSV rows, one per projection, number of devices, network and precision on the wire."""
     return [
         {
-            "scaling": projection.kind,
-            "size": f"{projection.size:g}",
-            "baseline": projection.baseline.name,
-            "network": name,
-            "wire": "fp16" if fp16 else "fp32",
-            "devices": point.devices,
-            "step_s": point.step_s,
-            "exposed_comm_s": point.exposed_s,
-            "speedup": point.speedup,
-            "efficiency": point.efficiency,
+            "scaling": projection.kind, "size": f"{projection.size:g}", "baseline": projection.baseline.name,
+            "network": name, "wire": "fp16" if fp16 else "fp32", "devices": point.devices, "step_s": point.step_s,
+            "exposed_comm_s": point.exposed_s, "speedup": point.speedup, "efficiency": point.efficiency,
         }
         for projection in projections
         for (name, fp16), points in projection.series.items()
         for point in points
-    ]
+    ]  # fmt: skip
 
 
 def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:
@@ -210,25 +203,18 @@ def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:
             "size": f"{table.size:g}",
             "baseline": table.baseline.name,
             "strategy": line.group.label,
-            "nodes": line.group.one.nodes,
-            "ranks": line.group.one.ranks,
-            "devices": line.group.one.devices,
-            "global_batch": line.group.one.global_batch,
-            "steps": line.group.one.steps,
-            "runs": len(line.group.runs),
+            "nodes": line.group.one.nodes, "ranks": line.group.one.ranks, "devices": line.group.one.devices,
+            "global_batch": line.group.one.global_batch, "steps": line.group.one.steps, "runs": len(line.group.runs),
             "train_runtime_s": line.group.median(lambda run: run.runtime_s),
             "windows_per_s": line.group.windows_per_s,
             "windows_per_s_least": line.group.spread()[0],
             "windows_per_s_most": line.group.spread()[1],
-            "speedup": line.speedup,
-            "speedup_least": line.speedup_min,
-            "speedup_most": line.speedup_max,
-            "efficiency": line.efficiency,
-            "reason": line.reason,
+            "speedup": line.speedup, "speedup_least": line.speedup_min, "speedup_most": line.speedup_max,
+            "efficiency": line.efficiency, "reason": line.reason,
         }
         for table in tables
         for line in table.lines
-    ]
+    ]  # fmt: skip
 
 
 def run_rows(runs: Iterable[Run], left_out: Iterable[LeftOut]) -> list[dict[str, Any]]:

@@ -19,8 +19,8 @@ from hvd_bert.config.values import Limits
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError, visible
 from hvd_bert.model.cpu import malloc
 from hvd_bert.storage.writing import write_named, writing_to
-from hvd_bert.storage.written import check_file
 from hvd_bert.streams import end_when_lost
+from hvd_bert.tools.rendering.named import check_file
 from hvd_bert.tools.rendering.page import GENERATOR
 from hvd_bert.tools.timeline import analysis, content
 from hvd_bert.tools.timeline.analysis import Findings
