@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -30,11 +31,9 @@ constexpr int64_t BLOCK = 32;  // rows and columns are padded to it in scratch m
 
 constexpr int64_t GROUP_BYTES = 1 << 19;
 
-int64_t blocks(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
-
 // ---- 16 numbers at a time
-
-Lanes exponential(Lanes x) {  // about 1e-7 relative; 0 for -inf
+Lanes exponential(Lanes x) {  // about 1e-7 relative
+  x = _mm512_max_ps(_mm512_set1_ps(-200), x);  // 0
   const Lanes whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
   Lanes rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
   rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), rest);
@@ -56,7 +55,6 @@ void store(float* to, Lanes values) { _mm512_storeu_ps(to, values); }
 void store(BFloat16* to, Lanes values) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded(values)); }
 
 // ---- matrices
-
 template <typename T>
 struct Matrix {  // uninitialized
   int64_t rows, columns;
@@ -202,7 +200,7 @@ std::vector<Window> parts(at::IntArrayRef lengths, int64_t heads, int64_t& words
   int64_t start = 0;
   words = 0;
   for (const int64_t length : lengths) {
-    const int64_t padded = blocks(length) * BLOCK;
+    const int64_t padded = (length + BLOCK - 1) / BLOCK * BLOCK;
     for (int64_t head = 0; head < heads; ++head, words += length * padded / 32)
       all.push_back({head, start, length, padded, words, static_cast<uint32_t>(all.size())});
     start += length;
@@ -350,6 +348,8 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   const int64_t tokens = query.size(0), heads = query.size(1);
   int64_t words;
   const auto all = parts(lengths, heads, words);
+  TORCH_CHECK(query.sizes() == key.sizes() && query.sizes() == value.sizes() && all.size() % heads == 0);
+  TORCH_CHECK(all.empty() || all.back().start + all.back().length <= tokens, "more tokens in windows than in all");
   const Options options(reach, dropped, scaling);
   auto out = at::zeros({tokens, heads, query.size(2)}, value.options());
   auto sums = at::empty({heads, tokens}, value.options().dtype(at::kFloat));
@@ -438,7 +438,8 @@ Tensor linear(const Tensor& rows, const Tensor& weight, const Tensor& bias) {
 std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& gradient, const Tensor& rows, const Tensor& weight,
                                                    at::ScalarType type) {
   const int64_t count = rows.size(0), size_in = weight.size(1), size_out = weight.size(0);
-  const int64_t padded = blocks(count) * BLOCK;
+  const int64_t step = std::max<int64_t>(BLOCK, std::bit_floor(static_cast<uint64_t>(count)) / 8);
+  const int64_t padded = (count + step - 1) / step * step;  // few sizes: torch keeps a kernel of each
   auto of_rows = at::empty(rows.sizes(), rows.options().dtype(type));
   auto of_weight = at::empty(weight.sizes(), weight.options()), of_bias = at::zeros({size_out}, weight.options());
   const auto* weights = weight.data_ptr<float>();

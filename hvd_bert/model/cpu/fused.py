@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import sysconfig
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hvd_bert import machine
+from hvd_bert.distributed.logs import log
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 MULTIPLE = 32  # of sizes of heads and layers
@@ -26,15 +28,16 @@ FLAGS = [
     "-std=c++20",
     "-fPIC",
     "-fopenmp",
+    "-fno-strict-aliasing",
     "-mfma",
     *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")),
 ]
 
 
 def library() -> Path:
-    """Where the compiled operations are: in the environment, by source and torch."""
-    digest = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:12]
-    return Path(torch.__file__).parents[1] / f"hvd_bert_fused-{digest}.so"
+    """Where the compiled operations are: in the environment, by source, flags and torch."""
+    digest = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {FLAGS}".encode()).hexdigest()[:12]
+    return Path(sysconfig.get_path("platlib")) / f"hvd_bert_fused-{digest}.so"
 
 
 def build() -> None:
@@ -59,7 +62,12 @@ def available() -> bool:
     capability = torch.backends.cpu.get_cpu_capability()  # which the user may lower
     if not (has_instructions and capability.startswith("AVX512") and library().exists()):
         return False
-    torch.ops.load_library(str(library()))
+    try:
+        torch.ops.load_library(str(library()))
+        torch.ops.hvd_bert.linear(torch.zeros(1, 32, dtype=torch.bfloat16), torch.zeros(32, 32), torch.zeros(32))
+    except (OSError, RuntimeError) as error:  # compiled for another system, or oneDNN may not use all instructions
+        log.warning("The compiled kernels cannot be used: %s. Others compute the same.", str(error).splitlines()[0])
+        return False
     return True
 
 

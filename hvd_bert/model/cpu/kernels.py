@@ -134,7 +134,10 @@ def of(precision: str | torch.dtype) -> Kernels:
     if precision in ("fp32", torch.float32):
         # OpenBLAS computes one small matrix after the other, so threads do not help.
         return choice.fp32 if torch.get_num_threads() == 1 else _without(OPENBLAS, choice.fp32)
-    return choice.bf16 if precision in ("bf16", torch.bfloat16) else TORCHS
+    if precision not in ("bf16", torch.bfloat16):
+        return TORCHS
+    # Compiled linear layers are split into few parts.
+    return choice.bf16 if torch.get_num_threads() == 1 else _with_torchs_linear(choice.bf16)
 
 
 def record(precision: str, device: torch.device) -> dict[str, str] | None:
@@ -150,6 +153,11 @@ def usable(kernels: Kernels) -> Kernels:
     if FUSED in (kernels.linear, kernels.attention) and not fused.available():
         kernels = replace(_without(FUSED, kernels), attention=OWN)
     return kernels if has_openblas() else _without(OPENBLAS, kernels)
+
+
+@cache
+def _with_torchs_linear(kernels: Kernels) -> Kernels:
+    return replace(kernels, linear=TORCH)
 
 
 @cache

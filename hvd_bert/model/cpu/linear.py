@@ -88,7 +88,7 @@ class Linear(nn.Linear):
             return False
         fits = not (self.in_features % MULTIPLE or self.out_features % MULTIPLE) and input.numel() > 0
         trained = self.weight.requires_grad  # a frozen one needs fewer products
-        return fits and trained and self.weight.dtype == torch.float32
+        return fits and trained and self.weight.is_contiguous() and self.weight.dtype == torch.float32
 
 
 def batched_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
