@@ -55,8 +55,8 @@ _ROWS = (
     # Zen 4 without AVX-512, fp32: 1.08 times with linear layers by OpenBLAS, 1.04 with dropout, 1.18 with attention,
     # 1.30 with all. Zen 3, fp32: with all 1.24 times the windows/s of the HF Trainer, which has the same allocator.
     Choice("AMD, AVX2", Kernels(OPENBLAS, OPENBLAS, OWN, OWN, OWN), _PRODUCTS_BY_TORCH),
-    # Sapphire Rapids, fp32: 13.8 windows/s with oneDNN and OpenBLAS, 17.5 with torch's products. Model 167, both passes:
-    # attention in fp32 1.4 times, in bf16 2.1 times, linear layers in bf16 1.2 times as fast compiled; bf16 steps 1.4.
+    # Sapphire Rapids, fp32: 13.8 windows/s with oneDNN and OpenBLAS, 17.5 with torch's products. Model 167, compiled:
+    # attention 1.4 times as fast in fp32 and 2.1 times in bf16, linear layers in bf16 1.2 times; steps in bf16 1.4.
     Choice(
         "Intel, AMX",
         Kernels(attention=FUSED, dropout=OWN, allocator=OWN),
