@@ -23,7 +23,7 @@ _FUSED = {"Wqkv", "in_proj"}
 
 
 def add_adapters(model: nn.Module, args: ModelArguments, seed: int) -> Any:
-    """Freeze the encoder but for its pooler, and give its query and value layers adapters, a function of `seed`.
+    """Freeze the encoder except its pooler, and give its query and value layers adapters, a function of `seed`.
 
     The model changes in place; the head is trained in full. Returns peft's wrapper of it, for `merge`. Raises UserError
     if peft is not installed, or if the model has no such layers.

@@ -20,7 +20,6 @@
 #include <vector>
 
 namespace {
-
 using at::BFloat16;
 using at::Tensor;
 namespace blas = at::native::cpublas;
@@ -150,7 +149,6 @@ void multiply(int64_t m, int64_t n, int64_t k, const T* left, const T* right, fl
 }
 
 // ---- random bits
-
 // Philox4x32-7 (Salmon et al. 2011) of 16 counters at a time: 4 x 16 words from counter, stream and key.
 void philox(uint64_t key, uint32_t stream, uint32_t counter, __m512i words[4]) {
   const auto multiply = [](__m512i values, uint32_t by, __m512i& high, __m512i& low) {
@@ -187,7 +185,6 @@ void draw(uint64_t seed, uint32_t stream, uint32_t dropped, int64_t count, uint3
 }
 
 // ---- attention: a window's part of one head
-
 struct Window {
   int64_t head, start, length, padded;  // start: first token
   int64_t bits;                         // first word of its bits
@@ -341,17 +338,23 @@ void each(int64_t count, const Work& work) {
   if ((tensor).scalar_type() == at::kFloat) { using T = float; __VA_ARGS__ } \
   else { using T = BFloat16; __VA_ARGS__ }
 
-// Tokens after the last window get an output of 0.
+// An uninitialized output; its tokens after the last window are 0.
+Tensor output_of(const Tensor& query, const std::vector<Window>& all) {
+  auto out = at::empty(query.sizes(), query.options());
+  const int64_t used = all.empty() ? 0 : all.back().start + all.back().length;
+  out.narrow(0, used, query.size(0) - used).zero_();
+  return out;
+}
+
 std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                              at::IntArrayRef lengths, int64_t reach, int64_t dropped, double scaling,
                                              int64_t seed) {
   const int64_t tokens = query.size(0), heads = query.size(1);
   int64_t words;
   const auto all = parts(lengths, heads, words);
-  TORCH_CHECK(query.sizes() == key.sizes() && query.sizes() == value.sizes() && all.size() % heads == 0);
-  TORCH_CHECK(all.empty() || all.back().start + all.back().length <= tokens, "more tokens in windows than in all");
+  TORCH_CHECK(query.sizes() == key.sizes() && query.sizes() == value.sizes());
   const Options options(reach, dropped, scaling);
-  auto out = at::zeros({tokens, heads, query.size(2)}, value.options());
+  auto out = output_of(query, all);
   auto sums = at::empty({heads, tokens}, value.options().dtype(at::kFloat));
   auto bits = at::empty({words}, value.options().dtype(at::kInt));
   FOR_TYPE(value, {
@@ -373,8 +376,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& gradient, co
   int64_t words;
   const auto all = parts(lengths, query.size(1), words);
   const Options options(reach, dropped, scaling);
-  auto of_query = at::zeros(out.sizes(), out.options()), of_key = at::zeros(out.sizes(), out.options());
-  auto of_value = at::zeros(out.sizes(), out.options());
+  auto of_query = output_of(query, all), of_key = output_of(query, all), of_value = output_of(query, all);
   FOR_TYPE(value, {
     const Rows<T> g(gradient), q(query), k(key), v(value), o(out), dq(of_query), dk(of_key), dv(of_value);
     each(all.size(), [&](int64_t i) {
@@ -387,7 +389,6 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& gradient, co
 }
 
 // ---- linear layers in bf16, with weights and their gradients in fp32; sizes are multiples of BLOCK
-
 // The number of parts of a right matrix, of `BLOCK` columns and k rows, that stay in the CPU's cache.
 int64_t group_of(int64_t k) { return std::max<int64_t>(GROUP_BYTES / (k * BLOCK * sizeof(BFloat16)), 1); }
 

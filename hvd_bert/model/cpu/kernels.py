@@ -106,13 +106,18 @@ def start(cpu_kernels: str, precision: str, device: torch.device) -> None:
 def use(cpu_kernels: str) -> Choice:
     """Choose only the kernels."""
     global _choice
-    _choice = of_machine() if cpu_kernels == "auto" else Choice(of_machine().kind)
+    _choice = of_machine() if cpu_kernels == "auto" else Choice(kind_of_machine())
     return _choice
+
+
+def kind_of_machine() -> str:
+    """`kind_of` this machine."""
+    return kind_of(machine.cpuinfo(), platform.machine(), torch.backends.cpu.get_cpu_capability())
 
 
 def of_machine() -> Choice:
     """The choice of "auto" for this machine."""
-    kind = kind_of(machine.cpuinfo(), platform.machine(), torch.backends.cpu.get_cpu_capability())
+    kind = kind_of_machine()
     return Choice(kind, *map(usable, TABLE[kind][1:]))
 
 
@@ -141,7 +146,7 @@ def of(precision: str | torch.dtype) -> Kernels:
 
 def record(precision: str, device: torch.device) -> dict[str, str] | None:
     """The kind of CPU and its kernels, for the run's record and its checkpoints; None for a run on GPUs."""
-    return {"cpu": of_machine().kind, **asdict(of(precision))} if device.type == "cpu" else None
+    return {"cpu": kind_of_machine(), **asdict(of(precision))} if device.type == "cpu" else None
 
 
 def usable(kernels: Kernels) -> Kernels:
