@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from importlib import resources
@@ -72,13 +71,6 @@ def is_ours(path: Path) -> bool:
         return False
     found = read_text(path, errors="replace")
     return found == _signed(found.rpartition("\n\n<!-- ")[0])
-
-
-def with_name(path: Path, name: str) -> str:
-    """A card of ours with another name of the model in its code."""
-    content = path.read_text(encoding="utf-8").rpartition("\n\n<!-- ")[0]
-    model = re.compile(r'^(name = |qa = QuestionAnswerer\()".*"', re.MULTILINE)
-    return _signed(model.sub(lambda match: match[1] + json.dumps(name), content))
 
 
 def text(folder: Path, settings: Record, results: Record, scores: Record) -> str:

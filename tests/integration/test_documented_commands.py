@@ -28,7 +28,7 @@ NEEDS = {
     "containers": r"(docker|apptainer|srun (--[-=\w]+ )+apptainer) ",
     "cores": r"mpirun -np 4",
     "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/|run_qa\.py)",  # that the reader replaces
-    "server": r"tensorboard|hvd-bert publish\b",
+    "server": r"tensorboard|hf upload\b",
     "time": r".*(hvd-bert (bench|export|tune)\b|scripts/(demo|test)\.sh|--config sample\b)",
 }
 PREPARES = ("source ", "export ")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
 from test_classification import make_task  # noqa: F401  # a fixture
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
 
@@ -57,7 +58,14 @@ def test_card_of_a_training(base, tmp_path, monkeypatch):  # noqa: F811
         name: scores[name] for name in ("exact_match", "f1")
     }
     assert {result.dataset_name for result in found.eval_results} == {"squad.json"}
-    assert str(tmp_path) not in content and socket.gethostname() not in content
+    guide = (Path(__file__).parents[2] / "docs/guides/sharing.md").read_text()
+    patterns = [shlex.split(word)[0] for word in re.findall(r"--include (\S+)", guide)]
+    shared = list(filter_repo_objects((path.name for path in (tmp_path / "out").iterdir()), allow_patterns=patterns))
+    files = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert set(shared) == files
+    for name in shared:
+        shown = (tmp_path / "out" / name).read_bytes()
+        assert str(tmp_path).encode() not in shown and socket.gethostname().encode() not in shown, name
 
     # The command is that of the same training, from the folder of the files; the code runs.
     monkeypatch.chdir(tmp_path)

@@ -49,6 +49,7 @@ FOREIGN_FLAGS = {
         *("--test_file", "--token", "--trust_remote_code"),
     },
     "Slurm": {"--mem", "--no-requeue", "--partition"},
+    "hf": {"--include", "--private"},
     "jupytext": {"--to"},
     "apptainer": {"--nv"},
     "coverage": {"--sort"},

@@ -25,8 +25,8 @@ COMMANDS = ("python -m hvd_bert.", "hvd-bert ", "horovodrun ", "bash ")
 SCRIPTS = [
     str(path.relative_to(REPOSITORY)) for folder in ("scripts", "env") for path in REPOSITORY.glob(f"{folder}/*.sh")
 ]
-PROGRAMS = {"apptainer", "bash", "coverage", "docker", "git", "horovodrun", "hvd-bert", "mkdocs", "module", "mpirun"}
-PROGRAMS |= {"mutmut", "pip", "python", "salloc", "sbatch", "sinfo", "srun", "tensorboard", "torchrun"}
+PROGRAMS = {"apptainer", "bash", "coverage", "docker", "git", "horovodrun", "hf", "hvd-bert", "mkdocs", "module"}
+PROGRAMS |= {"mpirun", "mutmut", "pip", "python", "salloc", "sbatch", "sinfo", "srun", "tensorboard", "torchrun"}
 # Writes a line per call: the program and its arguments, between marks that no documented command has.
 RECORDER = """#!/bin/sh
 { printf '%s\\037' "$0" "$@"; printf '\\036'; } >> "$RECORD"

@@ -12,7 +12,7 @@ import yaml
 from msgspec.structs import asdict
 
 from hvd_bert.config.settings import of_this_version
-from hvd_bert.errors import UserError, reason_of, visible
+from hvd_bert.errors import UserError, visible
 from hvd_bert.storage.reading import MAX_YAML_BYTES, Kind, convert, parse_json, read_json, read_text
 from hvd_bert.tools.runs.run import LeftOut, Number, Results, Row, Run, SweepFile
 
@@ -180,20 +180,11 @@ def _rows(path: Path) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def read_yaml(path: Path) -> Any:
-    """The value in a YAML file. Raises OSError and ValueError."""
-    text = read_text(path, MAX_YAML_BYTES)
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, OverflowError) as error:
-        raise ValueError(reason_of(error)) from None
-
-
 def settings_of(path: Path) -> dict[str, Any]:
     """A run's flags; empty if their file is missing or damaged, since no comparison depends on them."""
     try:
-        settings = read_yaml(path)
-    except (OSError, ValueError):
+        settings = yaml.safe_load(read_text(path, MAX_YAML_BYTES))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError, OverflowError):
         return {}
     return {str(name): value for name, value in settings.items()} if isinstance(settings, dict) else {}
 
