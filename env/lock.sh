@@ -17,9 +17,8 @@ requires-python = ">=3.10"
 [tool.uv]
 environments = ["sys_platform == 'linux' and python_version < '3.14'"]
 END
-# torch comes first and by itself (env/setup.sh --torch), so no other file may bring one. hf-xet is in base; its markers
-# would also resolve for processors for which onnxruntime has no wheels.
-printf "%s; sys_platform == 'never'\n" torch hf-xet >"$work/without.txt"
+# torch comes first and by itself (env/setup.sh --torch), so no other file may bring one.
+printf "%s; sys_platform == 'never'\n" torch >"$work/without.txt"
 
 # $1: name of the file in locked/; then requirements files and options
 lock() {

@@ -22,7 +22,6 @@ from hvd_bert.tools.bench import __main__ as bench
 from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.doctor import __main__ as doctor
 from hvd_bert.tools.evaluate import __main__ as evaluate
-from hvd_bert.tools.export import __main__ as export
 from hvd_bert.tools.report import __main__ as report
 from hvd_bert.tools.timeline import __main__ as timeline
 from hvd_bert.tools.tune import __main__ as tune
@@ -56,7 +55,6 @@ OTHERS = {
     "Preflight check": doctor,
     "Prediction": predict,
     "Evaluation": evaluate,
-    "ONNX": export,
 }
 HELP_TEXT = re.compile(r"(?P<description>.*?)(?: \((?:default: (?P<default>.*)|(?P<required>required))\))?", re.DOTALL)
 

@@ -29,7 +29,7 @@ NEEDS = {
     "cores": r"mpirun -np 4",
     "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/|run_qa\.py)",  # that the reader replaces
     "server": r"tensorboard|hf upload\b",
-    "time": r".*(hvd-bert (bench|export|tune)\b|scripts/(demo|test)\.sh|--config sample\b)",
+    "time": r".*(hvd-bert (bench|tune)\b|scripts/(demo|test)\.sh|--config sample\b)",
 }
 PREPARES = ("source ", "export ")
 

@@ -1,1 +1,0 @@
-"""The command that converts a trained model to ONNX."""
