@@ -98,13 +98,13 @@ def check_module(words: list[str]) -> None:
 
 def check_command(words: list[str]) -> None:
     name, *flags = words
-    if flags[:1] == ["sweep"]:
-        name, flags = f"{name} sweep", flags[1:]
+    if flags[:1] in (["sweep"], ["goodput"]):
+        name, flags = f"{name} {flags[0]}", flags[1:]
     if "--help" in words:
         assert name in PARSERS or name in ("train", "--help")
     elif name == "train":
         command_line.parse(flags)
-    elif name in ("bench", "bench sweep", "evaluate", "tune"):
+    elif name in ("bench", "bench sweep", "bench goodput", "evaluate", "tune"):
         _, rest = PARSERS[name].parse_known_args(flags)
         command_line.make_parser().parse_args(rest)  # no more: in a sweep a flag may be one strategy's alone
     else:

@@ -41,7 +41,7 @@ def imported_by(*argv: str, launcher: Mapping[str, str]) -> tuple[str, set[str]]
 
 
 OF_RANKS = ["train", "tools.bench", "tools.doctor"]
-OF_ONE_PROCESS = ["tools.bench sweep", "tools.tune", "predict", "tools.evaluate"]
+OF_ONE_PROCESS = ["tools.bench sweep", "tools.bench goodput", "tools.tune", "predict", "tools.evaluate"]
 ALLOWED = {"tools.report": {"numpy", "matplotlib"}, "tools.timeline": {"numpy"}}
 HELPS: list[tuple[str, str | None]] = [(words, None) for words in [*OF_ONE_PROCESS, *ALLOWED]]
 HELPS += [(words, rank) for words in OF_RANKS for rank in "01"]

@@ -1,11 +1,13 @@
-"""Measure the trainer's throughput, or run a sweep.
+"""Measure the trainer's throughput, run a sweep, or measure the cost of lost ranks.
 
     hvd-bert bench                                                      BERT-base, windows as long as SQuAD's
     horovodrun -np 4 -H a100-01:2,a100-02:2 hvd-bert bench --bf16
     srun --mpi=pmix hvd-bert bench --model FOLDER --json bench.json
     hvd-bert bench sweep --strategies none,horovod,ddp --ranks 1,2,4    a training per strategy and world size
+    hvd-bert bench goodput --every 60                                   trainings whose ranks are killed
 
-Without `sweep` it trains on the ranks that the launcher starts (speed.py). `sweep` starts the ranks itself (sweep.py).
+Without a second word it trains on the ranks that the launcher starts (speed.py). `sweep` (sweep.py) and `goodput`
+(goodput.py) start the ranks themselves.
 """
 
 from __future__ import annotations
@@ -91,9 +93,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["sweep"]:
-        from hvd_bert.tools.bench import sweep
+    if sys.argv[1:2] in (["sweep"], ["goodput"]):
+        from hvd_bert.tools.bench import goodput, sweep
 
         end_when_lost()
-        sys.exit(sweep.main(sys.argv[2:]))
+        sys.exit({"sweep": sweep, "goodput": goodput}[sys.argv[1]].main(sys.argv[2:]))
     start_rank(main, lambda argv: parse(argv)[1])

@@ -1,0 +1,42 @@
+"""Where the time of a training with kills went."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hvd_bert.tools.bench.goodput import kill_times
+from hvd_bert.tools.bench.noted import LOST, Account
+
+
+def notes(*rows: str) -> list[dict[str, Any]]:
+    """From rows of time, word and, for a step, its number."""
+    split = [row.split() for row in rows]
+    return [{"time": float(time), "what": what, "step": int(*number), "windows": 5} for time, what, *number in split]
+
+
+def test_time_is_sorted_into_parts() -> None:
+    first = ("100 started", "110 begin", "112 step 1", "114 step 2", "115 kill")
+    cases = {
+        # A restart from step 1, which is killed again before it trains, and then repeats step 2.
+        ("116 ended", "118 kill", "119 ended", "125 begin", "127 step 2", "129 step 3"): [(1, 2, 1), (1, 6, 2)],
+        # From memory, after a step that a rank finished after the kill; then with a new rank.
+        ("116 step 3", "117 noticed", "118 begin", "120 step 4", "121 noticed", "123 begin"): [(1, 4, 0)],
+        # No rank notices, and the launcher starts others.
+        ("118 started", "119 begin", "120 step 3"): [(3, 1, 1)],
+    }
+    for rows, expected in cases.items():
+        account = Account(notes(*first, *rows), global_batch=2, duration_s=20)
+        lost = [tuple(kill[part] for part in LOST) for kill in account.kills]
+        assert lost == expected, rows
+        assert sum(account.spent.values()) == pytest.approx(20)
+    assert (account.step, account.windows) == (3, 5)  # of 2, 2 and 1 windows
+    assert account.kills[0]["next_step_s"] == 5
+
+
+def test_kills_depend_on_the_seed_only() -> None:
+    kills = kill_times(10, 35, seed=3)
+    assert kills == kill_times(10, 35, seed=3) != kill_times(10, 35, seed=4)
+    assert [int(time / 10) for time, _ in kills][:3] == [0, 1, 2]
+    assert all(2.5 <= time % 10 <= 7.5 and time < 35 for time, _ in kills)
