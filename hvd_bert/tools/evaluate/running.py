@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from hvd_bert.strategies.base import strategy_class
 from hvd_bert.tasks.base import EvaluationResult, Task, load_task
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.evaluate import slices
-from hvd_bert.tools.evaluate.slices import CONFIDENCE, paired_difference
 from hvd_bert.tools.rendering.named import check_file
 from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
 from hvd_bert.tools.report.content import SHORT
@@ -177,7 +176,6 @@ def _row(models: Sequence[Scored], members: NDArray[np.int64]) -> dict[str, Any]
     first, second = (scores["exact_match"] == 100 for scores in found)
     return row | {
         "compared": {name: float(found[1][name].mean()) for name in SCORES},
-        "difference": {name: asdict(paired_difference(found[0][name], found[1][name])) for name in SCORES},
         "only_right": int((first & ~second).sum()),
         "only_compared_right": int((second & ~first).sum()),
     }
@@ -193,11 +191,7 @@ def mistakes(model: Scored, count: int) -> list[dict[str, Any]]:
     return sorted(found, key=lambda mistake: (mistake["f1"], -mistake["probability"]))[:count]
 
 
-COMPARISON = (
-    f"A - B has an interval of {CONFIDENCE:.0%} confidence, by a paired bootstrap over the questions: it shows what"
-    " other questions of this kind could give. It does not cover other seeds of a training. Of many intervals, some"
-    " exclude 0 by chance. Only A, only B: questions that only this model answers exactly."
-)
+COMPARISON = "Only A, only B: questions that only this model answers exactly."
 THRESHOLDS = (
     "The best scores that another --null_score_diff_threshold would give on these questions. Choose it on other"
     " questions than those whose scores you report."
@@ -234,24 +228,23 @@ def _metrics(results: dict[str, Any]) -> Grid:
 def _grid(title: str, rows: Sequence[dict[str, Any]]) -> Grid:
     """One slicing: EM and F1 of one model, or the F1 of two."""
     first = title[0].upper() + title[1:]
-    if "difference" not in rows[0]:
+    if "compared" not in rows[0]:
         cells = [[row["slice"], str(row["questions"]), *(f"{row[name]:.2f}" for name in SHORT)] for row in rows]
         return Grid([first, "count", *SHORT.values()], cells)
-    head = [first, "count", "F1 of A", "F1 of B", "A - B", "interval", "only A", "only B"]
+    head = [first, "count", "F1 of A", "F1 of B", "A - B", "only A", "only B"]
     return Grid(head, [[row["slice"], *_compared(row, "f1")] for row in rows])
 
 
 def _all_scores(rows: Sequence[dict[str, Any]]) -> Grid:
     """EM and F1 of two models on all questions."""
-    head = ["Questions", "score", "count", "A", "B", "A - B", "interval", "only A", "only B"]
+    head = ["Questions", "score", "count", "A", "B", "A - B", "only A", "only B"]
     cells = [[row["slice"], short, *_compared(row, name)] for row in rows for name, short in SHORT.items()]
     return Grid(head, cells, words=2)
 
 
 def _compared(row: dict[str, Any], name: str) -> list[str]:
-    difference = row["difference"][name]
-    interval = f"{difference['low']:+.2f} to {difference['high']:+.2f}"
-    scores = [f"{row[name]:.2f}", f"{row['compared'][name]:.2f}", f"{difference['mean']:+.2f}", interval]
+    score, other = row[name], row["compared"][name]
+    scores = [f"{score:.2f}", f"{other:.2f}", f"{score - other:+.2f}"]
     return [str(row["questions"]), *scores, str(row["only_right"]), str(row["only_compared_right"])]
 
 
