@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from hvd_bert.tools.bench.goodput import kill_times
 from hvd_bert.tools.bench.noted import LOST, Account
 
 
@@ -33,10 +32,3 @@ def test_time_is_sorted_into_parts() -> None:
         assert sum(account.spent.values()) == pytest.approx(20)
     assert (account.step, account.windows) == (3, 5)  # of 2, 2 and 1 windows
     assert account.kills[0]["next_step_s"] == 5
-
-
-def test_kills_depend_on_the_seed_only() -> None:
-    kills = kill_times(10, 35, seed=3)
-    assert kills == kill_times(10, 35, seed=3) != kill_times(10, 35, seed=4)
-    assert [int(time / 10) for time, _ in kills][:3] == [0, 1, 2]
-    assert all(2.5 <= time % 10 <= 7.5 and time < 35 for time, _ in kills)
