@@ -176,9 +176,7 @@ def check_files(folder: Path, names: tuple[str, ...]) -> None:
         if not path.is_file():
             raise ValueError(f"{name} is not a regular file")
         if path.suffix == ".json":
-            content = _json_object(path)
-            if name in WEIGHT_FILES:
-                _check_index(path, content)
+            _json_object(path)
         if name in WEIGHT_FILES:
             break
 
@@ -235,16 +233,6 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} must contain a JSON object")
     return content
-
-
-def _check_index(path: Path, content: dict[str, Any]) -> None:
-    """Raise ValueError unless an index of weights names regular files next to it."""
-    files = content.get("weight_map")
-    if not isinstance(files, dict) or not files:
-        raise ValueError(f'{path.name} has no object "weight_map"')
-    for file in files.values():
-        if not isinstance(file, str) or Path(file).name != file or not (path.parent / file).is_file():
-            raise ValueError(f"{path.name} names {file!r}, which is not a file in this folder")
 
 
 def load_config(name: str, args: ModelArguments, copies: int = 1) -> Any:
