@@ -120,15 +120,6 @@ def path(text: str) -> Path:
     return Path(name_or_path(text))
 
 
-def passage(text: str) -> str:
-    """Text of any length."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(f"{shortened(ascii(text))} is not UTF-8 text") from None
-    return text
-
-
 def shortened(text: str, maximum: int = 200) -> str:
     """The start of a text, as much as fits into a message."""
     return text if len(text) <= maximum else f"{text[:maximum]}... ({len(text)} characters)"

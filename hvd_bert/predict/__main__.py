@@ -20,7 +20,6 @@ from typing import NoReturn
 
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS
-from hvd_bert.config.values import passage
 from hvd_bert.distributed.launch import Launcher, find_launcher, speaks_first
 from hvd_bert.distributed.signals import watch_launcher
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
@@ -89,10 +88,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", metavar="MODEL", type=str, help="Output folder of a training, a checkpoint, or a hub name."
     )
-    parser.add_argument(
-        "--context", metavar="TEXT", type=passage, help="Passage that contains the answer. (default: none)"
-    )
-    parser.add_argument("--question", metavar="TEXT", type=passage, help="Question about the passage. (default: none)")
+    parser.add_argument("--context", metavar="TEXT", type=str, help="Passage that contains the answer. (default: none)")
+    parser.add_argument("--question", metavar="TEXT", type=str, help="Question about the passage. (default: none)")
     parser.add_argument(
         "--input",
         metavar="FILE",
