@@ -123,7 +123,7 @@ def choose(
         fits = aligned and dtype in (torch.float16, torch.float32)
         return by_efficient if by_efficient in fused and fits else by_jagged
     own = kernels.of(dtype).attention if device == "cpu" and dropout else kernels.TORCH
-    if own == kernels.FUSED and head_size % fused_kernels.MULTIPLE == 0:
+    if own == kernels.FUSED and not local and head_size % fused_kernels.MULTIPLE == 0:
         return by_fused
     if own != kernels.TORCH:
         return by_probabilities
@@ -228,7 +228,8 @@ def by_fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
     """The same by compiled operations, which keep one bit per probability."""
-    inputs = (query, key, value, windows.lengths, windows.reach, dropped_of(dropout), scaling)
+    assert windows.reach is None
+    inputs = (query, key, value, windows.lengths, dropped_of(dropout), scaling)
     output: torch.Tensor = fused_kernels.Attention.apply(*inputs)  # type: ignore[no-untyped-call]
     return output
 

@@ -21,6 +21,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.model import attention, families
 from hvd_bert.model.cpu import linear
 from hvd_bert.model.cpu.dropout import Dropout
+from hvd_bert.model.cpu.layers import AddAndNorm, with_fused_norm
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.flops import try_once
 from hvd_bert.model.loading import lacks_model_type, load_config, load_encoder, load_tokenizer_files, reported
@@ -157,7 +158,8 @@ def with_own_layers(model: Any) -> Any:
     """The same model with torch's layers replaced by their subclasses that are faster on the CPU."""
     own: dict[type, type] = {nn.Dropout: Dropout, nn.Linear: Linear}
     for module in model.modules():
-        module.__class__ = own.get(type(module), type(module))
+        kind = type(module)
+        module.__class__ = own.get(kind) or with_fused_norm(kind)  # type: ignore[arg-type]
     return model
 
 
@@ -174,8 +176,9 @@ def compile_layers(model: nn.Module) -> None:
         raise UserError(
             f"--torch_compile does not support {network.config.model_type} models. Remove the flag."
         ) from None
-    for module in model.modules():  # back to torch's own layers, which the compiler supports
-        module.__class__ = {Dropout: nn.Dropout, Linear: nn.Linear}.get(type(module), type(module))
+    for module in model.modules():  # back to the layers that the compiler supports
+        if type(module) in (Dropout, Linear) or isinstance(module, AddAndNorm):
+            module.__class__ = type(module).__bases__[-1]
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # all layers share their code
     torch._dynamo.config.specialize_float = True  # dropout's probability, by which the attention is chosen
     for layer in layers:

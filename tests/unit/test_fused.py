@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from tables import each
+from transformers import ElectraConfig
 
 from hvd_bert.model import attention
 from hvd_bert.model.cpu import fused, kernels
 from hvd_bert.model.cpu.kernels import FUSED, OWN, Kernels
+from hvd_bert.model.cpu.layers import with_fused_norm
 from hvd_bert.model.cpu.linear import Linear
+from hvd_bert.model.precision import autocast
 
 HEADS, DROPPED = 3, 6554
 needs_fused = pytest.mark.skipif(not fused.available(), reason="not compiled, or a CPU without AMX")
@@ -26,14 +29,12 @@ def kept(bits: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
     return masks
 
 
-def by_hand(q, k, v, masks, reach, scaling):
+def by_hand(q, k, v, masks, scaling):
     outputs, start = [], 0
     for mask in masks:
         length = mask.shape[1]
         query, key, value = (tensor[start : start + length].transpose(0, 1) for tensor in (q, k, v))
-        places = torch.arange(length)
-        far = (places[:, None] - places).abs() > reach
-        scores = (query @ key.transpose(1, 2) * scaling).masked_fill(far, float("-inf"))
+        scores = query @ key.transpose(1, 2) * scaling
         outputs.append((scores.softmax(-1) * mask @ value).transpose(0, 1))
         start += length
     return torch.cat(outputs)
@@ -41,26 +42,26 @@ def by_hand(q, k, v, masks, reach, scaling):
 
 @needs_fused
 @each(
-    ("dtype", "size", "lengths", "reach", "tolerance"),
+    ("dtype", "size", "lengths", "tolerance"),
     [
-        (torch.float32, 32, [179, 33, 1, 384, 64], 400, 1e-6),
-        (torch.float32, 64, [101, 17], 20, 1e-6),
-        (torch.bfloat16, 32, [179, 33, 1, 384, 64], 400, 1e-2),
-        (torch.bfloat16, 64, [101, 17], 20, 1e-2),
+        (torch.float32, 32, [179, 33, 1, 384, 64], 1e-6),
+        (torch.float32, 64, [101, 17], 1e-6),
+        (torch.bfloat16, 32, [179, 33, 1, 384, 64], 1e-2),
+        (torch.bfloat16, 64, [101, 17], 1e-2),
     ],
 )
-def test_attention_equals_its_formula_for_the_kept_probabilities(dtype, size, lengths, reach, tolerance):
+def test_attention_equals_its_formula_for_the_kept_probabilities(dtype, size, lengths, tolerance):
     torch.manual_seed(0)
     tokens, after = sum(lengths), 7
     q, k, v, gradient = (torch.randn(tokens + after, HEADS, size).to(dtype) for _ in range(4))
-    options = (lengths, reach, DROPPED, size**-0.5)
+    options = (lengths, DROPPED, size**-0.5)
     output, sums, bits = torch.ops.hvd_bert.attention(q, k, v, *options, 2**40 + 1)
     found = torch.ops.hvd_bert.attention_backward(gradient, q, k, v, output, sums, bits, *options)
     masks = kept(bits, lengths)
     share = sum(mask.count_nonzero() for mask in masks) / sum(mask.numel() for mask in masks)
     assert share == pytest.approx(0.9, abs=0.01)
     exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    expected = by_hand(*exact, masks, reach, size**-0.5)
+    expected = by_hand(*exact, masks, size**-0.5)
     gradients = torch.autograd.grad(expected, exact, gradient[:tokens].double())
     assert not output[tokens:].any()
     pairs = [
@@ -100,8 +101,50 @@ def test_linear_layer_in_bf16(tokens, size_in, size_out, bias):
         assert (one - other).abs().max() <= 1e-2 * other.abs().max()
 
 
+@needs_fused
+@each(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_dropout_residual_and_layer_norm_equal_their_formula(dtype, tolerance):
+    torch.manual_seed(0)
+    rows, residual, gradient = torch.randn(137, 64).to(dtype), torch.randn(137, 64) * 2 + 1, torch.randn(137, 64)
+    weight, bias = torch.randn(64) + 1, torch.randn(64)
+    output, normalized, factors, bits = torch.ops.hvd_bert.add_norm(rows, residual, weight, bias, 1e-12, DROPPED, 5)
+    mask = (bits[..., None] >> torch.arange(32) & 1).flatten(1).double() * 65536 / (65536 - DROPPED)
+    assert mask.count_nonzero() / mask.numel() == pytest.approx(0.9, abs=0.01)
+    exact = [tensor.double().requires_grad_() for tensor in (rows, residual, weight, bias)]
+    expected = torch.nn.functional.layer_norm(exact[0] * mask + exact[1], (64,), *exact[2:], 1e-12)
+    gradients = torch.autograd.grad(expected, exact, gradient.double())
+    found = torch.ops.hvd_bert.add_norm_backward(gradient, normalized, factors, bits, weight, DROPPED, dtype)
+    assert found[0].dtype == dtype
+    for one, other in zip((output, *found), (expected, *gradients), strict=True):
+        assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+@needs_fused
+@each("precision", ["fp32", "bf16"])
+def test_layer_with_the_fused_norm(precision):
+    # The classes of other families are copies of BERT's; one that computes something else stays as it is.
+    from transformers.models.electra.modeling_electra import ElectraSelfOutput
+    from transformers.models.mpnet.modeling_mpnet import MPNetIntermediate
+
+    assert with_fused_norm(MPNetIntermediate) is MPNetIntermediate
+    config = ElectraConfig(hidden_size=64, hidden_dropout_prob=0.0)
+    layer = ElectraSelfOutput(config)
+    layer.__class__ = with_fused_norm(ElectraSelfOutput)
+    inputs, results = (torch.randn(1, 9, 64, requires_grad=True), torch.randn(1, 9, 64, requires_grad=True)), []
+    for chosen in (Kernels(norm=FUSED), kernels.TORCHS):
+        with kernels.using(chosen), autocast(torch.device("cpu"), precision):
+            output = layer(*inputs)
+        results.append([output, *torch.autograd.grad(output.square().sum(), [*inputs, *layer.parameters()])])
+    assert "AddNorm" in results[0][0].grad_fn.next_functions[0][0].name()
+    for one, other in zip(*results, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(
+            one, other, rtol=1e-4 if precision == "fp32" else 2e-2, atol=1e-4 if precision == "fp32" else 2e-2
+        )
+
+
 def test_kernels_without_the_compiled_operations(monkeypatch):
-    wanted = Kernels(FUSED, attention=FUSED, dropout=OWN)
+    wanted = Kernels(FUSED, attention=FUSED, dropout=OWN, norm=FUSED)
     monkeypatch.setattr(fused, "available", lambda: False)
     assert kernels.usable(wanted) == Kernels(attention=OWN, dropout=OWN)
     heads = torch.device("cpu").type, torch.float32, 0.1
@@ -111,3 +154,4 @@ def test_kernels_without_the_compiled_operations(monkeypatch):
     with kernels.using(wanted):
         assert attention.choose(*heads, 32, frozenset()) is attention.by_fused
         assert attention.choose(*heads, 40, frozenset()) is attention.by_probabilities
+        assert attention.choose(*heads, 32, frozenset(), local=True) is attention.by_probabilities

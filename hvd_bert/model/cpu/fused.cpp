@@ -1,4 +1,5 @@
-// Attention with dropout inside packed windows (fp32, bf16) and linear layers (bf16), for CPUs with AVX-512 and AMX.
+// Attention with dropout inside packed windows, dropout + residual + layer norm (fp32, bf16), and linear layers (bf16),
+// for CPUs with AVX-512 and AMX.
 // fused.py is the interface.
 //
 // A window's scores stay in the CPU's cache. Of the probabilities, one bit per pair of tokens is kept for the backward
@@ -7,6 +8,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <immintrin.h>
 #include <torch/library.h>
@@ -103,28 +105,27 @@ Matrix<BFloat16> right(const Matrix<BFloat16>& matrix) {
   return result;
 }
 
-// 16 x 16 words of 32 bits; widths: words per row.
+__m512i all(int value) { return _mm512_set1_epi32(value); }
+__m512i lanes() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+
+// 16 x 16 words of 32 bits; widths: words per row. Exchanges the off-diagonal quarters, then those of each quarter, ...
 void transpose_words(const uint32_t* from, int64_t from_width, uint32_t* to, int64_t to_width) {
-  __m512i a[16], b[16];
+  __m512i a[16];
   for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(from + i * from_width);
-  for (int i = 0; i < 16; i += 2) {
-    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int j = 0; j < 2; ++j) {
-      a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + 2 + j]);
-      a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + 2 + j]);
+#pragma GCC unroll 4
+  for (int step = 8; step > 0; step /= 2) {
+    const __mmask16 right = _mm512_test_epi32_mask(lanes(), all(step));
+    const __m512i upper = _mm512_mask_add_epi32(lanes(), right, lanes(), all(16 - step));
+    const __m512i lower = _mm512_add_epi32(lanes(), _mm512_mask_blend_epi32(right, all(step), all(16)));
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      if (i & step) continue;
+      const __m512i first = a[i];
+      a[i] = _mm512_permutex2var_epi32(first, upper, a[i + step]);
+      a[i + step] = _mm512_permutex2var_epi32(first, lower, a[i + step]);
     }
-  for (int i = 0; i < 4; ++i) {
-    const __m512i even = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88), odd = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
-    const __m512i evens = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
-    const __m512i odds = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
-    _mm512_storeu_si512(to + i * to_width, _mm512_shuffle_i32x4(even, evens, 0x88));
-    _mm512_storeu_si512(to + (i + 4) * to_width, _mm512_shuffle_i32x4(odd, odds, 0x88));
-    _mm512_storeu_si512(to + (i + 8) * to_width, _mm512_shuffle_i32x4(even, evens, 0xdd));
-    _mm512_storeu_si512(to + (i + 12) * to_width, _mm512_shuffle_i32x4(odd, odds, 0xdd));
   }
+  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + i * to_width, a[i]);
 }
 
 // The transposed matrix: of a left one as a right one, and of a right one as a left one.
@@ -149,38 +150,18 @@ void multiply(int64_t m, int64_t n, int64_t k, const T* left, const T* right, fl
 }
 
 // ---- random bits
-// Philox4x32-7 (Salmon et al. 2011) of 16 counters at a time: 4 x 16 words from counter, stream and key.
-void philox(uint64_t key, uint32_t stream, uint32_t counter, __m512i words[4]) {
-  const auto multiply = [](__m512i values, uint32_t by, __m512i& high, __m512i& low) {
-    const __m512i factor = _mm512_set1_epi32(static_cast<int>(by));
-    const __m512i even = _mm512_mul_epu32(values, factor);
-    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(values, 32), factor);
-    low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
-    high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
-  };
-  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  __m512i a = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(counter)));
-  __m512i b = _mm512_set1_epi32(static_cast<int>(stream)), c = _mm512_setzero_si512(), d = c;
-  auto first = static_cast<uint32_t>(key), second = static_cast<uint32_t>(key >> 32);
-  for (int round = 0; round < 7; ++round) {
-    __m512i high_a, low_a, high_c, low_c;
-    multiply(a, 0xD2511F53, high_a, low_a);
-    multiply(c, 0xCD9E8D57, high_c, low_c);
-    a = _mm512_xor_si512(_mm512_xor_si512(high_c, b), _mm512_set1_epi32(static_cast<int>(first)));
-    c = _mm512_xor_si512(_mm512_xor_si512(high_a, d), _mm512_set1_epi32(static_cast<int>(second)));
-    b = low_c, d = low_a;
-    first += 0x9E3779B9, second += 0xBB67AE85;
-  }
-  words[0] = a, words[1] = b, words[2] = c, words[3] = d;
-}
-
-// Sets `count` bits, a multiple of 32, each to 0 in `dropped` of 65,536 cases.
-void draw(uint64_t seed, uint32_t stream, uint32_t dropped, int64_t count, uint32_t* bits) {
+// Sets `count` bits, a multiple of 32, each to 0 in `dropped` of 65,536 cases. A counter is encrypted by five rounds of
+// AES (ARS-5 of Salmon et al. 2011); 16 random bits decide on each.
+void draw(int64_t seed, int64_t stream, uint32_t dropped, int64_t count, uint32_t* bits) {
   const __m512i least = _mm512_set1_epi16(static_cast<int16_t>(dropped));
-  __m512i words[4];
+  const __m512i weyl = _mm512_broadcast_i32x4(_mm_set_epi64x(0xBB67AE8584CAA73B, 0x9E3779B97F4A7C15));
   for (int64_t word = 0; word < count / 32; ++word) {
-    if (word % 4 == 0) philox(seed, stream, static_cast<uint32_t>(word * 4), words);
-    bits[word] = _mm512_cmpge_epu16_mask(words[word % 4], least);
+    __m512i key = _mm512_set1_epi64(seed);
+    const __m512i counters = _mm512_set_epi64(stream, 3, stream, 2, stream, 1, stream, 0);
+    __m512i block = _mm512_xor_si512(_mm512_mask_add_epi64(counters, 0x55, counters, _mm512_set1_epi64(4 * word)), key);
+    for (int round = 0; round < 4; ++round) block = _mm512_aesenc_epi128(block, key = _mm512_add_epi64(key, weyl));
+    block = _mm512_aesenclast_epi128(block, _mm512_add_epi64(key, weyl));
+    bits[word] = _mm512_cmpge_epu16_mask(block, least);
   }
 }
 
@@ -188,7 +169,9 @@ void draw(uint64_t seed, uint32_t stream, uint32_t dropped, int64_t count, uint3
 struct Window {
   int64_t head, start, length, padded;  // start: first token
   int64_t bits;                         // first word of its bits
-  uint32_t stream;
+  __mmask16 has(int64_t column) const {  // which of 16 columns are tokens, not padding
+    return _mm512_cmplt_epi32_mask(lanes(), all(static_cast<int>(length - column)));
+  }
 };
 
 // The parts to compute, and the number of words of bits that they keep.
@@ -199,7 +182,7 @@ std::vector<Window> parts(at::IntArrayRef lengths, int64_t heads, int64_t& words
   for (const int64_t length : lengths) {
     const int64_t padded = (length + BLOCK - 1) / BLOCK * BLOCK;
     for (int64_t head = 0; head < heads; ++head, words += length * padded / 32)
-      all.push_back({head, start, length, padded, words, static_cast<uint32_t>(all.size())});
+      all.push_back({head, start, length, padded, words});
     start += length;
   }
   return all;
@@ -223,25 +206,11 @@ struct Rows {  // [tokens, heads, size], with contiguous numbers of a head
   }
 };
 
-// The tokens that a row attends to.
-struct Attended {
-  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  __m512i first, end;
-  Attended(const Window& window, int64_t row, int64_t reach)
-      : first(_mm512_set1_epi32(static_cast<int>(std::max<int64_t>(row - reach, 0)))),
-        end(_mm512_set1_epi32(static_cast<int>(std::min(window.length, row + reach + 1)))) {}
-  __mmask16 from(int64_t column) const {
-    const __m512i columns = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(column)));
-    return _mm512_mask_cmplt_epi32_mask(_mm512_cmpge_epi32_mask(columns, first), columns, end);
-  }
-};
-
 struct Options {
-  int64_t reach;  // tokens that are farther apart do not attend to each other
   uint32_t dropped;
   float scaling, kept_scale;
-  Options(int64_t reach, int64_t dropped, double scaling)
-      : reach(reach), dropped(static_cast<uint32_t>(dropped)), scaling(static_cast<float>(scaling)),
+  explicit Options(int64_t dropped, double scaling = 1)
+      : dropped(static_cast<uint32_t>(dropped)), scaling(static_cast<float>(scaling)),
         kept_scale(65536.0f / static_cast<float>(65536 - dropped)) {}
 };
 
@@ -258,15 +227,14 @@ void forward(const Window& window, const Rows<T>& query, const Rows<T>& key, con
     const int64_t end = std::min(first + BLOCK, window.length);
     multiply(BLOCK, padded, size, queries.at(first), keys.at(0), scores.at(0), padded);
     for (int64_t row = first; row < end; ++row) {
-      const Attended attended(window, row, options.reach);
       float* numbers = scores.at(row - first);
       Lanes largest = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
       for (int64_t i = 0; i < padded; i += LANES)
-        largest = _mm512_mask_max_ps(largest, attended.from(i), largest, load(numbers + i));
+        largest = _mm512_mask_max_ps(largest, window.has(i), largest, load(numbers + i));
       const float shift = _mm512_reduce_max_ps(largest) * options.scaling;
       for (int64_t i = 0; i < padded; i += LANES) {
         const Lanes exponent = _mm512_fmsub_ps(load(numbers + i), scaling, _mm512_set1_ps(shift));
-        const Lanes part = _mm512_maskz_mov_ps(attended.from(i), exponential(exponent));
+        const Lanes part = _mm512_maskz_mov_ps(window.has(i), exponential(exponent));
         sum = _mm512_add_ps(sum, part);
         store(numbers + i, part);
       }
@@ -299,7 +267,6 @@ void backward(const Window& window, const Rows<T>& gradient, const Rows<T>& quer
     multiply(BLOCK, padded, size, queries.at(first), keys.at(0), scores.at(0), padded);
     multiply(BLOCK, padded, size, gradients.at(first), values.at(0), of_scores.at(0), padded);
     for (int64_t row = first; row < end; ++row) {
-      const Attended attended(window, row, options.reach);
       Lanes products = _mm512_setzero_ps();
       for (int64_t i = 0; i < size; i += LANES)
         products = _mm512_fmadd_ps(load(out.at(window, row) + i), load(gradients.at(row, i)), products);
@@ -309,7 +276,7 @@ void backward(const Window& window, const Rows<T>& gradient, const Rows<T>& quer
       for (int64_t i = 0; i < padded; i += LANES) {
         const __mmask16 keeps = kept[i / LANES];
         const Lanes exponent = _mm512_fmsub_ps(load(scores.at(row - first, i)), scaling, shift);
-        const Lanes part = _mm512_maskz_mov_ps(attended.from(i), exponential(exponent));
+        const Lanes part = _mm512_maskz_mov_ps(window.has(i), exponential(exponent));
         store_right(dropped, row, i, _mm512_maskz_mul_ps(keeps, part, kept_scale));
         const Lanes of_part = _mm512_maskz_mul_ps(keeps, load(of_scores.at(row - first, i)), kept_scale);
         const Lanes difference = _mm512_mul_ps(_mm512_mul_ps(part, scaling), _mm512_sub_ps(of_part, mean));
@@ -347,13 +314,13 @@ Tensor output_of(const Tensor& query, const std::vector<Window>& all) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                             at::IntArrayRef lengths, int64_t reach, int64_t dropped, double scaling,
+                                             at::IntArrayRef lengths, int64_t dropped, double scaling,
                                              int64_t seed) {
   const int64_t tokens = query.size(0), heads = query.size(1);
   int64_t words;
   const auto all = parts(lengths, heads, words);
   TORCH_CHECK(query.sizes() == key.sizes() && query.sizes() == value.sizes());
-  const Options options(reach, dropped, scaling);
+  const Options options(dropped, scaling);
   auto out = output_of(query, all);
   auto sums = at::empty({heads, tokens}, value.options().dtype(at::kFloat));
   auto bits = at::empty({words}, value.options().dtype(at::kInt));
@@ -362,7 +329,7 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
     each(all.size(), [&](int64_t i) {
       const auto& window = all[i];
       auto* kept = reinterpret_cast<uint32_t*>(bits.data_ptr<int>()) + window.bits;
-      draw(static_cast<uint64_t>(seed), window.stream, options.dropped, window.length * window.padded, kept);
+      draw(seed, i, options.dropped, window.length * window.padded, kept);
       forward(window, q, k, v, o, options, sums.data_ptr<float>() + window.head * tokens, kept);
     });
   })
@@ -371,11 +338,11 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
 
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& gradient, const Tensor& query, const Tensor& key,
                                                       const Tensor& value, const Tensor& out, const Tensor& sums,
-                                                      const Tensor& bits, at::IntArrayRef lengths, int64_t reach,
+                                                      const Tensor& bits, at::IntArrayRef lengths,
                                                       int64_t dropped, double scaling) {
   int64_t words;
   const auto all = parts(lengths, query.size(1), words);
-  const Options options(reach, dropped, scaling);
+  const Options options(dropped, scaling);
   auto of_query = output_of(query, all), of_key = output_of(query, all), of_value = output_of(query, all);
   FOR_TYPE(value, {
     const Rows<T> g(gradient), q(query), k(key), v(value), o(out), dq(of_query), dk(of_key), dv(of_value);
@@ -386,6 +353,94 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& gradient, co
     });
   })
   return {of_query, of_key, of_value};
+}
+
+// ---- dropout, residual and layer norm in one pass, of rows whose size is a multiple of BLOCK
+constexpr int64_t ROWS = 128;  // whose gradients are added first, so that the number of threads does not matter
+
+float* row_of(const Tensor& tensor, int64_t row) { return tensor.data_ptr<float>() + row * tensor.size(1); }
+
+// 1 bit per element of rows [N, size]: what dropout keeps.
+uint32_t* bits_of(const Tensor& bits, int64_t row) {
+  return reinterpret_cast<uint32_t*>(bits.data_ptr<int>()) + row * bits.size(1);
+}
+
+// -> layer_norm(dropout(rows) + residual), the same before weight and bias, its factor per row, bits of what is kept.
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm(const Tensor& rows, const Tensor& residual, const Tensor& weight,
+                                                    const Tensor& bias, double epsilon, int64_t dropped, int64_t seed) {
+  const int64_t count = rows.size(0), size = rows.size(1);
+  auto out = at::empty_like(residual), normalized = at::empty_like(residual);
+  auto factors = at::empty({count}, weight.options());
+  auto bits = at::empty({count, size / 32}, weight.options().dtype(at::kInt));
+  const float *weights = weight.data_ptr<float>(), *biases = bias.data_ptr<float>();
+  const Options options(dropped);
+  FOR_TYPE(rows, {
+    each(count, [&](int64_t row) {
+      draw(seed, row, options.dropped, size, bits_of(bits, row));
+      const auto* kept = reinterpret_cast<const __mmask16*>(bits_of(bits, row));
+      const auto* from = rows.data_ptr<T>() + row * size;
+      float* normal = row_of(normalized, row);
+      Lanes sum = _mm512_setzero_ps(), squares = sum;
+      for (int64_t i = 0; i < size; i += LANES) {
+        const Lanes value = _mm512_maskz_mul_ps(kept[i / LANES], load(from + i), _mm512_set1_ps(options.kept_scale));
+        store(normal + i, _mm512_add_ps(value, load(row_of(residual, row) + i)));
+        sum = _mm512_add_ps(sum, load(normal + i));
+      }
+      const Lanes mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / size);
+      for (int64_t i = 0; i < size; i += LANES) {
+        const Lanes difference = _mm512_sub_ps(load(normal + i), mean);
+        squares = _mm512_fmadd_ps(difference, difference, squares);
+      }
+      const float factor = 1 / std::sqrt(_mm512_reduce_add_ps(squares) / size + static_cast<float>(epsilon));
+      factors.data_ptr<float>()[row] = factor;
+      for (int64_t i = 0; i < size; i += LANES) {
+        const Lanes value = _mm512_mul_ps(_mm512_sub_ps(load(normal + i), mean), _mm512_set1_ps(factor));
+        store(normal + i, value);
+        store(row_of(out, row) + i, _mm512_fmadd_ps(value, load(weights + i), load(biases + i)));
+      }
+    });
+  })
+  return {out, normalized, factors, bits};
+}
+
+// -> gradients of rows, residual, weight and bias.
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm_backward(const Tensor& gradient, const Tensor& normalized,
+                                                             const Tensor& factors, const Tensor& bits,
+                                                             const Tensor& weight, int64_t dropped,
+                                                             at::ScalarType type) {
+  const int64_t count = gradient.size(0), size = gradient.size(1), parts = (count + ROWS - 1) / ROWS;
+  auto of_rows = at::empty(gradient.sizes(), gradient.options().dtype(type)), of_residual = at::empty_like(gradient);
+  auto of_weight = at::zeros({parts, size}, weight.options()), of_bias = at::zeros({parts, size}, weight.options());
+  const float* weights = weight.data_ptr<float>();
+  const Lanes kept_scale = _mm512_set1_ps(Options(dropped).kept_scale);
+  FOR_TYPE(of_rows, {
+    each(parts, [&](int64_t part) {
+      float *weight_sums = row_of(of_weight, part), *bias_sums = row_of(of_bias, part);
+      for (int64_t row = part * ROWS; row < std::min((part + 1) * ROWS, count); ++row) {
+        const float *given = row_of(gradient, row), *normal = row_of(normalized, row);
+        Lanes sum = _mm512_setzero_ps(), products = sum;
+        for (int64_t i = 0; i < size; i += LANES) {
+          const Lanes value = load(given + i), product = _mm512_mul_ps(value, load(normal + i));
+          sum = _mm512_fmadd_ps(value, load(weights + i), sum);
+          products = _mm512_fmadd_ps(product, load(weights + i), products);
+          store(weight_sums + i, _mm512_add_ps(load(weight_sums + i), product));
+          store(bias_sums + i, _mm512_add_ps(load(bias_sums + i), value));
+        }
+        const Lanes mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / size);
+        const Lanes slope = _mm512_set1_ps(_mm512_reduce_add_ps(products) / size);
+        const Lanes factor = _mm512_set1_ps(factors.data_ptr<float>()[row]);
+        const auto* kept = reinterpret_cast<const __mmask16*>(bits_of(bits, row));
+        auto* to = of_rows.data_ptr<T>() + row * size;
+        for (int64_t i = 0; i < size; i += LANES) {
+          Lanes value = _mm512_fmsub_ps(load(given + i), load(weights + i), mean);
+          value = _mm512_mul_ps(_mm512_fnmadd_ps(load(normal + i), slope, value), factor);
+          store(row_of(of_residual, row) + i, value);
+          store(to + i, _mm512_maskz_mul_ps(kept[i / LANES], value, kept_scale));
+        }
+      }
+    });
+  })
+  return {of_rows, of_residual, of_weight.sum(0), of_bias.sum(0)};
 }
 
 // ---- linear layers in bf16, with weights and their gradients in fp32; sizes are multiples of BLOCK
@@ -475,19 +530,15 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& gradient, const
     if (sums) store(sums + first, low), store(sums + first + LANES, high);
     return columns;
   };
-  std::vector<Matrix<BFloat16>> lefts;
-  for (int64_t i = 0; i < size_out; i += BLOCK)
-    lefts.push_back(transposed(columns_of(gradient, i, of_bias.data_ptr<float>()), true));
-  auto* to = of_weight.data_ptr<float>();
-  const int64_t group = group_of(padded) * BLOCK;
-  each((size_in + group - 1) / group, [&](int64_t number) {
-    std::vector<Matrix<BFloat16>> rights;
-    const int64_t begin = number * group, end = std::min(begin + group, size_in);
-    for (int64_t column = begin; column < end; column += BLOCK) rights.push_back(columns_of(rows, column, nullptr));
-    for (int64_t row = 0; row < size_out; row += BLOCK)
-      for (int64_t column = begin; column < end; column += BLOCK)
-        multiply(BLOCK, BLOCK, padded, lefts[row / BLOCK].at(0), rights[(column - begin) / BLOCK].at(0),
-                 to + row * size_in + column, size_in);
+  auto left = at::empty({size_out, padded}, rows.options());
+  for (int64_t i = 0; i < size_out; i += BLOCK) {
+    const auto block = transposed(columns_of(gradient, i, of_bias.data_ptr<float>()), true);
+    std::copy_n(block.at(0), BLOCK * padded, left.data_ptr<BFloat16>() + i * padded);
+  }
+  const auto part = [&](int64_t i) { return columns_of(rows, i * BLOCK, nullptr); };
+  multiply_rows(left, size_in, part, [&](int64_t row, int64_t column, const float* numbers) {
+    for (int64_t at = 0; at < BLOCK; at += LANES)
+      store(of_weight.data_ptr<float>() + row * size_in + column + at, load(numbers + at));
   });
   return {of_rows, of_weight, of_bias};
 }
@@ -496,5 +547,6 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& gradient, const
 
 TORCH_LIBRARY(hvd_bert, library) {
   library.def("attention", attention).def("attention_backward", attention_backward);
+  library.def("add_norm", add_norm).def("add_norm_backward", add_norm_backward);
   library.def("linear", linear).def("linear_backward", linear_backward);
 }

@@ -1,4 +1,5 @@
-"""The operations of fused.cpp: attention with dropout, and linear layers in bf16, for CPUs with AVX-512 and AMX.
+"""The operations of fused.cpp, for CPUs with AVX-512 and AMX: attention with dropout, dropout + residual + layer norm,
+and linear layers in bf16.
 
 `python -m hvd_bert.model.cpu.fused` compiles them, as env/setup.sh does. Without them, this package's other kernels and
 torch's compute the same (`kernels.py`).
@@ -30,6 +31,7 @@ FLAGS = [
     "-fopenmp",
     "-fno-strict-aliasing",
     "-mfma",
+    "-mvaes",
     *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")),
 ]
 
@@ -58,7 +60,7 @@ def build() -> None:
 @cache
 def available() -> bool:
     """Whether the operations are compiled for this torch, and this CPU has their instructions."""
-    has_instructions = {"avx512_bf16", "amx_bf16"} <= machine.cpu_flags()
+    has_instructions = {"avx512_bf16", "amx_bf16", "vaes"} <= machine.cpu_flags()
     capability = torch.backends.cpu.get_cpu_capability()  # which the user may lower
     if not (has_instructions and capability.startswith("AVX512") and library().exists()):
         return False
@@ -79,11 +81,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        query, key, value, lengths, reach, dropped, scaling = inputs
+        query, key, value, lengths, dropped, scaling = inputs
         query, key, value = (_with_whole_heads(tensor.detach()) for tensor in (query, key, value))
-        options = (lengths, len(value) if reach is None else reach, dropped, scaling)
-        seed = int(torch.empty((), dtype=torch.int64).random_())  # a checkpoint's random state covers it
-        output, sums, bits = torch.ops.hvd_bert.attention(query, key, value, *options, seed)
+        options = (lengths, dropped, scaling)
+        output, sums, bits = torch.ops.hvd_bert.attention(query, key, value, *options, _seed())
         ctx.save_for_backward(query, key, value, output, sums, bits)
         ctx.options = options
         return output  # type: ignore[no-any-return]
@@ -93,7 +94,11 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient = _with_whole_heads(gradient)
         gradients = torch.ops.hvd_bert.attention_backward(gradient, *ctx.saved_tensors, *ctx.options)
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None
+
+
+def _seed() -> int:
+    return int(torch.empty((), dtype=torch.int64).random_())  # a checkpoint's random state covers it
 
 
 def _with_whole_heads(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,6 +121,25 @@ class LinearInBf16(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = torch.ops.hvd_bert.linear_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.dtype)
         return gradients if ctx.has_bias else (*gradients[:2], None)
+
+
+class AddNorm(torch.autograd.Function):
+    """layer_norm(dropout(rows) + residual): rows [N, size], fp32 or bf16; residual, weight, bias and result in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        rows, residual, weight, bias, epsilon, dropped = inputs
+        tensors = (rows.detach().contiguous(), residual.detach().contiguous(), weight.detach(), bias.detach())
+        output, *kept = torch.ops.hvd_bert.add_norm(*tensors, epsilon, dropped, _seed())
+        ctx.save_for_backward(*kept, weight)
+        ctx.options = (dropped, rows.dtype)
+        return output  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        options = (*ctx.saved_tensors, *ctx.options)
+        return *torch.ops.hvd_bert.add_norm_backward(gradient.contiguous(), *options), None, None
 
 
 if __name__ == "__main__":
