@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvd_bert.tools.bench.goodput import Training
 from hvd_bert.tools.bench.noted import LOST, Account
 
 
@@ -32,3 +34,9 @@ def test_time_is_sorted_into_parts() -> None:
         assert sum(account.spent.values()) == pytest.approx(20)
     assert (account.step, account.windows) == (3, 5)  # of 2, 2 and 1 windows
     assert account.kills[0]["next_step_s"] == 5
+
+
+def test_a_training_without_a_sign_of_life_ends(tmp_path: Path) -> None:
+    command = ["sh", "-c", "echo waiting; sleep 600"]
+    training = Training(command, tmp_path / "log", tmp_path / "notes", kills=[], duration=600, timeout=0.5)
+    assert training.run() == "waiting"
