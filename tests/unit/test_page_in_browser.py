@@ -55,7 +55,8 @@ def drawn(browser: Any, page: Path, width: int) -> dict[str, list[dict[str, Any]
             figure.scrollIntoView();
             const plot = figure.querySelector(".plot");
             while (!plot.data || !plot.querySelector(".main-svg")) await new Promise(requestAnimationFrame);
-            const traces = plot.data.map(({ name, x, y }) => ({ name, x: [...x], y: [...y] }));
+            const logged = plot.data.filter(({ hoverinfo }) => hoverinfo !== "skip");  // not the smoothed ones
+            const traces = logged.map(({ name, x, y }) => ({ name, x: [...x], y: [...y] }));
             found[figure.querySelector("figcaption").textContent] = traces;
           }
           done(found);
@@ -117,4 +118,13 @@ def test_a_page(browser: Any, tmp_path: Path, several: bool) -> None:
         assert (validation["name"], validation["x"], validation["y"]) == ("validation", [40], [1.5])
         assert [(trace["x"], trace["y"]) for trace in charts["Scores"]] == [([20, 40], [30, 50])]
         phases = charts["Where the step time went"]
-        assert sum(np.array(trace["y"]) for trace in phases) == pytest.approx([1600] * 39, rel=1e-4)
+        assert sum(np.array(trace["y"]) for trace in phases) == pytest.approx([1.6] * 39, rel=1e-4)
+        smoothed = "return document.querySelector('.plot').data.filter(({ hoverinfo }) => hoverinfo === 'skip')"
+        assert browser.execute_script(f"{smoothed}[0].y") == pytest.approx(np.linspace(5, 1, 40), abs=0.1)
+        browser.execute_script(
+            "const slider = document.querySelector('#smoothing'); slider.value = 0;"
+            " slider.dispatchEvent(new Event('input')); document.querySelector('.keys button').click()"
+        )
+        shown = "document.querySelector('.plot').data.map(({ visible }) => visible)"
+        assert browser.execute_script(f"return {shown}") == [False, True], "one curve is hidden, none is smoothed"
+        assert browser.execute_script(f"{smoothed}.length") == 0

@@ -3,55 +3,96 @@
 (() => {
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const narrow = matchMedia("(max-width: 40rem)");
-  // Palette of Okabe and Ito (2008), distinguishable with any color vision, and legible on both backgrounds.
-  const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8c8c8c"];
-  const DASHES = ["solid", "dash", "dot", "dashdot"];
-  const MANY = 8; // curves: their legend is a column of its own
+  const slider = document.querySelector("#smoothing");
+  const COLOURS = 7; // --curve-0 and so on of page.css
+  const DASHES = ["", "6px,3px", "2px,3px", "9px,3px,2px,3px"];
+  const MANY = 8; // curves: thin ones, in a high chart
+  const SHORT = 20; // points: nothing to smooth
 
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const asText = (name) => name.replace(/&/g, "&amp;").replace(/</g, "&lt;"); // plotly reads markup in names
+  const colourOf = (curve) => style(`--curve-${curve.colour % COLOURS}`);
+  const dashOf = (curve) => DASHES[Math.floor(curve.colour / COLOURS) % DASHES.length];
 
-  function trace(curve, chart) {
-    const colour = COLOURS[curve.colour % COLOURS.length];
-    const dash = DASHES[Math.floor(curve.colour / COLOURS.length) % DASHES.length];
-    return {
+  // The mean of each value and its neighbours; one that is 1 % of the curve away counts `weight`. It does not lag
+  // behind the values, as the mean of the earlier ones alone would.
+  function smoothed(values, weight) {
+    const decay = weight ** (100 / values.length);
+    const trailing = (list) => {
+      let [sum, count] = [0, 0];
+      return list.map((value) => [(sum = value + decay * sum), (count = 1 + decay * count)]);
+    };
+    const after = trailing([...values].reverse()).reverse();
+    return trailing(values).map(([sum, count], at) => (sum + after[at][0] - values[at]) / (count + after[at][1] - 1));
+  }
+
+  function traces(curve, chart, hidden) {
+    const colour = colourOf(curve);
+    const means = chart.noisy && !curve.points && curve.x.length > SHORT && +slider?.value;
+    const shown = {
       type: "scatter",
       mode: chart.stacked ? "none" : curve.points || curve.x.length < 3 ? "lines+markers" : "lines",
       name: asText(curve.name),
+      visible: !hidden,
       x: curve.x,
       y: curve.y,
-      line: { color: colour, dash, width: chart.curves.length > MANY ? 1 : 1.6 },
+      line: { color: colour, dash: dashOf(curve) || "solid", width: chart.curves.length > MANY ? 1 : 2 },
       marker: { color: colour, size: 7 },
       ...(chart.stacked ? { stackgroup: "all", fillcolor: colour } : {}),
-      hovertemplate: "%{y:.5~g}",
+      hovertemplate: "%{y:.4~g}",
     };
+    if (!means) return [shown];
+    const mean = { ...shown, y: smoothed(curve.y, means), hoverinfo: "skip", hovertemplate: null };
+    const template = "%{y:.4~g}, smoothed %{customdata:.4~g}";
+    return [{ ...shown, customdata: mean.y, opacity: 0.3, hovertemplate: template }, mean];
   }
 
   function layout(chart) {
     const many = chart.curves.length > MANY;
-    const axis = { gridcolor: style("--line"), zerolinecolor: style("--line"), automargin: true, exponentformat: "e" };
+    const axis = { gridcolor: style("--line"), zeroline: false, automargin: true, exponentformat: "e", nticks: 6 };
+    const muted = { size: 12, color: style("--muted") };
     return {
-      height: many && !narrow.matches ? 460 : 320,
-      margin: { t: 30, r: 10, b: 45, l: 60 },
+      height: many && !narrow.matches ? 460 : 260,
+      margin: { t: 10, r: 8, b: 40, l: 36 },
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: "system-ui, sans-serif", size: 12, color: style("--text") },
-      hoverlabel: { bgcolor: style("--surface"), font: { color: style("--text") } },
+      font: { ...muted, family: "system-ui, sans-serif" },
+      hoverlabel: { bgcolor: style("--surface"), bordercolor: style("--line"), font: { color: style("--text") } },
       hovermode: many ? "closest" : "x unified",
-      showlegend: chart.curves.length > 1 && !(many && narrow.matches),
-      // Below a narrow chart the legend's lines would cover the axis' title.
-      legend: many
-        ? { font: { size: 10 } }
-        : { orientation: "h", x: 0, ...(narrow.matches ? { y: 1, yanchor: "bottom" } : { y: -0.25, yanchor: "top" }) },
+      dragmode: narrow.matches ? false : "zoom", // a finger scrolls the page
+      showlegend: false,
       modebar: { bgcolor: "rgba(0,0,0,0)", color: style("--muted"), activecolor: style("--link") },
-      xaxis: { ...axis, title: { text: chart.x } },
-      yaxis: { ...axis, title: { text: chart.y, standoff: 12 }, ...(chart.stacked ? { rangemode: "tozero" } : {}) },
+      xaxis: { ...axis, title: { text: chart.x, font: muted, standoff: 6 }, unifiedhovertitle: { text: `${chart.x} %{x}` } },
+      yaxis: { ...axis, rangemode: chart.curves.some((curve) => curve.points) ? "normal" : "tozero" },
     };
   }
 
+  // Each curve's name and last value; a click hides the curve.
+  function legend(figure, chart) {
+    const short = (value) => (value && Math.abs(value) < 1e-3 ? value.toExponential(2) : Number(value.toPrecision(4)));
+    const keys = chart.curves.map((curve, place) => {
+      const key = document.createElement("button");
+      const line = `stroke="${colourOf(curve)}" stroke-width="3" stroke-dasharray="${dashOf(curve)}"`;
+      key.innerHTML = `<svg width="18" height="8" aria-hidden="true"><path d="M0 4h18" ${line}/></svg>`;
+      const value = document.createElement("strong");
+      value.textContent = curve.y.length && !chart.stacked ? short(curve.y.at(-1)) : "";
+      key.append(chart.curves.length > 1 ? curve.name : "last", value);
+      key.title = `${chart.stacked ? "" : "The last value. "}Click to hide or show the curve.`;
+      key.setAttribute("aria-pressed", !figure.hiddenCurves.has(curve));
+      key.onclick = () => {
+        figure.hiddenCurves.delete(curve) || figure.hiddenCurves.add(curve);
+        draw(figure);
+        figure.querySelector(".keys").children[place].focus();
+      };
+      return key;
+    });
+    figure.querySelector(".keys").replaceChildren(...keys);
+  }
+
   function draw(figure) {
-    const chart = JSON.parse(figure.querySelector("script").textContent);
-    const place = figure.querySelector(".plot");
+    figure.chart ??= JSON.parse(figure.querySelector("script").textContent);
+    figure.hiddenCurves ??= new Set();
+    const { chart } = figure;
     const config = {
       responsive: true,
       displaylogo: false,
@@ -59,8 +100,9 @@
       displayModeBar: !narrow.matches,
       modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
     };
-    figure.dataset.drawn = "yes";
-    Plotly.react(place, chart.curves.map((curve) => trace(curve, chart)), layout(chart), config);
+    legend(figure, chart);
+    const drawn = chart.curves.flatMap((curve) => traces(curve, chart, figure.hiddenCurves.has(curve)));
+    Plotly.react(figure.querySelector(".plot"), drawn, layout(chart), config);
   }
 
   const figures = [...document.querySelectorAll("figure.chart")];
@@ -75,8 +117,8 @@
     { rootMargin: "400px" },
   );
   for (const figure of figures) watcher.observe(figure);
-  const redraw = () => figures.filter((figure) => figure.dataset.drawn).forEach(draw);
-  dark.addEventListener("change", redraw);
-  narrow.addEventListener("change", redraw);
+  const redraw = () => figures.filter((figure) => figure.chart).forEach(draw);
+  for (const changed of [dark, narrow, slider]) changed?.addEventListener("change", redraw);
+  slider?.addEventListener("input", redraw);
   addEventListener("beforeprint", () => figures.forEach(draw));
 })();

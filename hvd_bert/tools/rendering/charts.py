@@ -34,19 +34,21 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over `x_title`. `stacked`: areas on top of each other, which add up to a whole."""
+    """Curves over `x_title`. `stacked`: areas on top of each other, which add up to a whole. `noisy`: measured, so that
+    the page draws a smoothed curve over each."""
 
     title: str
     x_title: str
     y_title: str
     series: Sequence[Series]
     stacked: bool = False
+    noisy: bool = False
 
     def data(self) -> Markup:
         """JSON for charts.js, which can stand inside a script element."""
         limit = max(MIN_POINTS, min(MAX_POINTS, MAX_POINTS_OF_ALL // max(1, len(self.series))))
         curves = [_curve(series, limit) for series in self.series]
-        content = {"title": self.title, "x": self.x_title, "y": self.y_title, "stacked": self.stacked, "curves": curves}
+        content = {"x": self.x_title, "stacked": self.stacked, "noisy": self.noisy, "curves": curves}
         # "</script>" in a name must not end the element.
         return Markup(json.dumps(content, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026"))
 

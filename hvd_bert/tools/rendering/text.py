@@ -11,8 +11,13 @@ def seconds(value: float) -> str:
     """A time as 15 s, 1.23 ms or 40 us; a dash if it is NaN."""
     if math.isnan(value):
         return DASH
-    unit, scale = ("s", 1) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("us", 1e6)
+    unit, scale = unit_of(value)
     return f"{_digits(value * scale)} {unit}"
+
+
+def unit_of(value: float) -> tuple[str, float]:
+    """The unit in which a time in seconds is 1 or more, and how many of it are a second."""
+    return ("s", 1) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("us", 1e6)
 
 
 def duration(value: float) -> str:

@@ -12,6 +12,7 @@ from hvd_bert.config.settings import FLAGS
 from hvd_bert.monitoring import PHASES
 from hvd_bert.tools.rendering.charts import Chart, Series
 from hvd_bert.tools.rendering.page import DASH, Grid
+from hvd_bert.tools.rendering.text import unit_of
 from hvd_bert.tools.report.content import SHORT
 from hvd_bert.tools.runs.record import Record, kept
 
@@ -47,7 +48,7 @@ def _of_training(records: Sequence[Record]) -> list[Chart]:
 
 
 def _chart(title: str, unit: str, series: Iterable[Series | None]) -> Chart:
-    return Chart(title, "step", unit, [found for found in series if found])
+    return Chart(title, "step", unit, [found for found in series if found], noisy=title != "Learning rate")
 
 
 def score_name(name: str) -> str:
@@ -71,13 +72,15 @@ def _series(record: Record, key: str, name: str, colour: int) -> Series | None:
 
 
 def step_time(record: Record) -> Chart | None:
-    """The parts of a step over the steps, in milliseconds, without the first line, which is warm-up."""
+    """The parts of a step over the steps, without the first line, which is warm-up."""
+    steps = record.steps
+    unit, scale = unit_of(float(np.nanmax(steps["step_s"][1:])))
     series = [
-        Series(phase_name(phase), record.steps["step"][1:], 1000 * record.steps[f"{phase}_s"][1:], number)
+        Series(phase_name(phase), steps["step"][1:], scale * steps[f"{phase}_s"][1:], number)
         for number, phase in enumerate(PHASES)
-        if f"{phase}_s" in record.steps
+        if f"{phase}_s" in steps
     ]
-    return Chart("Where the step time went", "step", "ms per step", series, stacked=True) if series else None
+    return Chart("Where the step time went", "step", f"{unit} per step", series, stacked=True) if series else None
 
 
 def phase_name(phase: str) -> str:
@@ -102,7 +105,7 @@ def gpu_usage(record: Record) -> list[Chart]:
             for number, (rank, lines) in enumerate(by_rank.items())
             if key in lines
         ]
-        charts.append(Chart(title, "step", unit, series))
+        charts.append(Chart(title, "step", unit, series, noisy=True))
     return [chart for chart in charts if chart.series]
 
 

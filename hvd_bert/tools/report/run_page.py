@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ NO_REASON = (
 
 def page_of(record: Record) -> Page:
     """The page of a run."""
-    page = Page(f"Run {record.name}", [status(record), Figures(figures(record))])
+    page = Page(f"Run {record.name}", [*_about(record), status(record), Figures(figures(record))])
     sections: list[tuple[str, Sequence[Block]]] = [
         ("Training", parts.of_run(record)),
         ("Skipped steps", health_of(record)),
@@ -44,6 +45,16 @@ def page_of(record: Record) -> Page:
         if blocks:
             page.add(Text(title, 2), *blocks)
     return page
+
+
+def _about(record: Record) -> list[Block]:
+    """What was trained, on which data, and when."""
+    settings, start = record.settings, number_of(record.facts.get("time"))
+    used = (settings.get("model_name_or_path"), settings.get("dataset_name") or settings.get("train_file"))
+    text = " on ".join(Path(str(name)).name for name in used if name)
+    if text and start:
+        text += f", started {datetime.datetime.fromtimestamp(start).astimezone():%Y-%m-%d %H:%M %Z}"
+    return [Text(text)] if text else []
 
 
 def status(record: Record) -> Status:
