@@ -98,7 +98,7 @@ class Attention(torch.autograd.Function):
 
 
 def _seed() -> int:
-    return int(torch.empty((), dtype=torch.int64).random_())  # a checkpoint's random state covers it
+    return int(torch.empty((), dtype=torch.int64).random_().numpy())  # a checkpoint's random state covers it
 
 
 def _with_whole_heads(tensor: torch.Tensor) -> torch.Tensor:
