@@ -13,6 +13,7 @@ Without a second word it trains on the ranks that the launcher starts (speed.py)
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,8 +95,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] in (["sweep"], ["goodput"]):
-        from hvd_bert.tools.bench import goodput, sweep
-
+        tool = importlib.import_module(f"hvd_bert.tools.bench.{sys.argv[1]}")  # goodput brings the trainer
         end_when_lost()
-        sys.exit({"sweep": sweep, "goodput": goodput}[sys.argv[1]].main(sys.argv[2:]))
+        sys.exit(tool.main(sys.argv[2:]))
     start_rank(main, lambda argv: parse(argv)[1])

@@ -84,12 +84,13 @@ class Training:
 
     @property
     def _start(self) -> float | None:
-        return next((note["time"] for note in noted.read(self.path) if note["what"] == "begin"), None)
+        return first_begin(noted.read(self.path))
 
     def _watch(self, notes: Notes) -> None:
         """Every second: kill a rank if that is due within the next. Raises Over."""
-        start, now = self._start, time.time()
-        heard = max([self.launched, *(note["time"] for note in noted.read(self.path) if note["what"] != "kill")])
+        found, now = noted.read(self.path), time.time()  # once: an hour's steps take a while
+        start = first_begin(found)
+        heard = max([self.launched, *(note["time"] for note in found if note["what"] != "kill")])
         if now > heard + self.timeout or (start and now > start + self.duration):
             raise Over
         if start and self.kills and start + self.kills[0][0] < now + 1:
@@ -98,6 +99,11 @@ class Training:
             if ranks:  # else in a second
                 ranks[int(self.kills.pop(0)[1] * len(ranks))].kill()
                 notes.add("kill", time=now)
+
+
+def first_begin(found: Sequence[Mapping[str, Any]]) -> float | None:
+    """When the first step began; None if no step has."""
+    return next((note["time"] for note in found if note["what"] == "begin"), None)
 
 
 def running_ranks() -> list[psutil.Process]:
