@@ -1,11 +1,11 @@
 // Attention with dropout inside packed windows, dropout + residual + layer norm (fp32, bf16), and linear layers (bf16),
-// for CPUs with AVX-512 and AMX.
-// fused.py is the interface.
+// for CPUs with AVX-512 and AMX. fused.py is the interface.
 //
 // A window's scores stay in the CPU's cache. Of the probabilities, one bit per pair of tokens is kept for the backward
 // pass, which computes them again (as in Dao et al. 2022, arXiv:2205.14135). Products are torch's brgemm, which adds in
 // fp32. On operands at addresses that are no multiple of 64 bytes it takes four times as long.
 #include <ATen/Parallel.h>
+#include <ATen/cpu/vec/vec.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -25,22 +25,18 @@ namespace {
 using at::BFloat16;
 using at::Tensor;
 namespace blas = at::native::cpublas;
-using Lanes = __m512;
+using Lanes = __m512;  // 16 numbers, with the compiler's operators
 
 constexpr int64_t LANES = 16;
 constexpr int64_t BLOCK = 32;  // rows and columns are padded to it in scratch memory, so that few kernels are needed
+constexpr int64_t GROUP_BYTES = 1 << 19;  // of right matrices that stay in the CPU's cache
 
-constexpr int64_t GROUP_BYTES = 1 << 19;
-
-// ---- 16 numbers at a time
 Lanes exponential(Lanes x) {  // about 1e-7 relative
   x = _mm512_max_ps(_mm512_set1_ps(-200), x);  // 0
-  const Lanes whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-  Lanes rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
-  rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), rest);
+  const Lanes whole = _mm512_roundscale_ps(x * 1.44269504f, _MM_FROUND_TO_NEAREST_INT);
+  const Lanes rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
   Lanes sum = _mm512_set1_ps(1.0f / 5040);
-  for (const float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(term));
+  for (const float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = sum * rest + term;
   return _mm512_scalef_ps(sum, whole);
 }
 
@@ -51,6 +47,8 @@ Lanes load(const BFloat16* from) {
 }
 
 __m256i rounded(Lanes values) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)); }  // to bf16
+
+Lanes where(__mmask16 mask, Lanes values) { return _mm512_maskz_mov_ps(mask, values); }  // else 0
 
 void store(float* to, Lanes values) { _mm512_storeu_ps(to, values); }
 void store(BFloat16* to, Lanes values) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded(values)); }
@@ -69,24 +67,12 @@ struct Matrix {  // uninitialized
   }
 };
 
-// brgemm takes the right matrix of a bf16 product with pairs of rows interleaved. Writes 16 numbers of row `row` there.
-// The first row of a pair must be written before the second.
-void store_right(const Matrix<float>& matrix, int64_t row, int64_t column, Lanes values) {
-  store(matrix.at(row, column), values);
-}
-void store_right(const Matrix<BFloat16>& matrix, int64_t row, int64_t column, Lanes values) {
-  auto* pair = reinterpret_cast<__m512i*>(matrix.at(row & ~1) + 2 * column);
-  const __m512i bits = _mm512_cvtepu16_epi32(rounded(values));
-  const bool second = row & 1;
-  _mm512_storeu_si512(pair, second ? _mm512_or_si512(_mm512_loadu_si512(pair), _mm512_slli_epi32(bits, 16)) : bits);
-}
-
 __m512i row_of_bf16(const BFloat16* from) { return _mm512_loadu_si512(from); }  // 32 numbers
 __m512i row_of_bf16(const float* from) {
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(load(from + LANES), load(from)));
 }
 
-// 32 columns of a pair of rows of a right matrix.
+// 32 columns of a pair of rows of a right matrix: in bf16, brgemm takes it with the rows of a pair interleaved.
 void store_pair(__m512i first, __m512i second, BFloat16* to) {
   const __m512i step = _mm512_set1_epi32(0x00010001);
   __m512i places = _mm512_set_epi32(0x2f000f, 0x2e000e, 0x2d000d, 0x2c000c, 0x2b000b, 0x2a000a, 0x290009, 0x280008,
@@ -105,41 +91,20 @@ Matrix<BFloat16> right(const Matrix<BFloat16>& matrix) {
   return result;
 }
 
-__m512i all(int value) { return _mm512_set1_epi32(value); }
-__m512i lanes() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
-
-// 16 x 16 words of 32 bits; widths: words per row. Exchanges the off-diagonal quarters, then those of each quarter, ...
-void transpose_words(const uint32_t* from, int64_t from_width, uint32_t* to, int64_t to_width) {
-  __m512i a[16];
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(from + i * from_width);
-#pragma GCC unroll 4
-  for (int step = 8; step > 0; step /= 2) {
-    const __mmask16 right = _mm512_test_epi32_mask(lanes(), all(step));
-    const __m512i upper = _mm512_mask_add_epi32(lanes(), right, lanes(), all(16 - step));
-    const __m512i lower = _mm512_add_epi32(lanes(), _mm512_mask_blend_epi32(right, all(step), all(16)));
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      if (i & step) continue;
-      const __m512i first = a[i];
-      a[i] = _mm512_permutex2var_epi32(first, upper, a[i + step]);
-      a[i + step] = _mm512_permutex2var_epi32(first, lower, a[i + step]);
-    }
-  }
-  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + i * to_width, a[i]);
-}
-
-// The transposed matrix: of a left one as a right one, and of a right one as a left one.
+// Writes the transposed matrix: of a left one as a right one, and of a right one as a left one.
 template <typename T>
-Matrix<T> transposed(const Matrix<T>& matrix, bool is_right) {
-  constexpr int64_t packed = sizeof(uint32_t) / sizeof(T);  // numbers per word, of a row, or of a column if is_right
+void transpose(const Matrix<T>& matrix, bool is_right, T* to) {
+  constexpr int64_t packed = sizeof(float) / sizeof(T);  // numbers per 4 bytes, of a row, or of a column if is_right
   const int64_t rows = is_right ? matrix.rows / packed : matrix.rows;
   const int64_t columns = is_right ? matrix.columns : matrix.columns / packed;
+  const auto* from = reinterpret_cast<const float*>(matrix.at(0));
+  at::vec::transpose_mxn<float>(from, columns, reinterpret_cast<float*>(to), rows, rows, columns);
+}
+
+template <typename T>
+Matrix<T> transposed(const Matrix<T>& matrix, bool is_right) {
   Matrix<T> result(matrix.columns, matrix.rows);
-  const auto* from = reinterpret_cast<const uint32_t*>(matrix.at(0));
-  auto* to = reinterpret_cast<uint32_t*>(result.at(0));
-  for (int64_t row = 0; row < rows; row += 16)
-    for (int64_t column = 0; column < columns; column += 16)
-      transpose_words(from + row * columns + column, columns, to + column * rows + row, rows);
+  transpose(matrix, is_right, result.at(0));
   return result;
 }
 
@@ -152,7 +117,7 @@ void multiply(int64_t m, int64_t n, int64_t k, const T* left, const T* right, fl
 // ---- random bits
 // Sets `count` bits, a multiple of 32, each to 0 in `dropped` of 65,536 cases. A counter is encrypted by five rounds of
 // AES (ARS-5 of Salmon et al. 2011); 16 random bits decide on each.
-void draw(int64_t seed, int64_t stream, uint32_t dropped, int64_t count, uint32_t* bits) {
+void draw(int64_t seed, int64_t stream, uint32_t dropped, int64_t count, __mmask16* bits) {
   const __m512i least = _mm512_set1_epi16(static_cast<int16_t>(dropped));
   const __m512i weyl = _mm512_broadcast_i32x4(_mm_set_epi64x(0xBB67AE8584CAA73B, 0x9E3779B97F4A7C15));
   for (int64_t word = 0; word < count / 32; ++word) {
@@ -161,8 +126,13 @@ void draw(int64_t seed, int64_t stream, uint32_t dropped, int64_t count, uint32_
     __m512i block = _mm512_xor_si512(_mm512_mask_add_epi64(counters, 0x55, counters, _mm512_set1_epi64(4 * word)), key);
     for (int round = 0; round < 4; ++round) block = _mm512_aesenc_epi128(block, key = _mm512_add_epi64(key, weyl));
     block = _mm512_aesenclast_epi128(block, _mm512_add_epi64(key, weyl));
-    bits[word] = _mm512_cmpge_epu16_mask(block, least);
+    reinterpret_cast<__mmask32*>(bits)[word] = _mm512_cmpge_epu16_mask(block, least);
   }
+}
+
+// The bits from a word of 32 on, 16 at a time.
+__mmask16* masks(const Tensor& bits, int64_t word) {
+  return reinterpret_cast<__mmask16*>(bits.data_ptr<int>() + word);
 }
 
 // ---- attention: a window's part of one head
@@ -170,7 +140,8 @@ struct Window {
   int64_t head, start, length, padded;  // start: first token
   int64_t bits;                         // first word of its bits
   __mmask16 has(int64_t column) const {  // which of 16 columns are tokens, not padding
-    return _mm512_cmplt_epi32_mask(lanes(), all(static_cast<int>(length - column)));
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return _mm512_cmplt_epi32_mask(lanes, _mm512_set1_epi32(static_cast<int>(length - column)));
   }
 };
 
@@ -216,34 +187,31 @@ struct Options {
 
 template <typename T>
 void forward(const Window& window, const Rows<T>& query, const Rows<T>& key, const Rows<T>& value, const Rows<T>& out,
-             const Options& options, float* sums, const uint32_t* bits) {
+             const Options& options, float* sums, const __mmask16* bits) {
   const int64_t padded = window.padded, size = query.size;
   const auto queries = query.copied(window), keys = transposed(key.copied(window), false);
   const auto values = right(value.copied(window));
   const Matrix<float> scores(BLOCK, padded), result(BLOCK, size);
   const Matrix<T> probabilities(BLOCK, padded);
-  const Lanes scaling = _mm512_set1_ps(options.scaling);
   for (int64_t first = 0; first < window.length; first += BLOCK) {
     const int64_t end = std::min(first + BLOCK, window.length);
     multiply(BLOCK, padded, size, queries.at(first), keys.at(0), scores.at(0), padded);
     for (int64_t row = first; row < end; ++row) {
       float* numbers = scores.at(row - first);
-      Lanes largest = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+      Lanes largest = _mm512_set1_ps(-INFINITY), sum{};
       for (int64_t i = 0; i < padded; i += LANES)
         largest = _mm512_mask_max_ps(largest, window.has(i), largest, load(numbers + i));
       const float shift = _mm512_reduce_max_ps(largest) * options.scaling;
       for (int64_t i = 0; i < padded; i += LANES) {
-        const Lanes exponent = _mm512_fmsub_ps(load(numbers + i), scaling, _mm512_set1_ps(shift));
-        const Lanes part = _mm512_maskz_mov_ps(window.has(i), exponential(exponent));
-        sum = _mm512_add_ps(sum, part);
+        const Lanes part = where(window.has(i), exponential(load(numbers + i) * options.scaling - shift));
+        sum += part;
         store(numbers + i, part);
       }
-      const float total = _mm512_reduce_add_ps(sum);
+      const float total = _mm512_reduce_add_ps(sum), factor = options.kept_scale / total;
       sums[window.start + row] = shift + std::log(total);
-      const Lanes factor = _mm512_set1_ps(options.kept_scale / total);
-      const auto* kept = reinterpret_cast<const __mmask16*>(bits + row * padded / 32);
+      const auto* kept = bits + row * padded / LANES;
       for (int64_t i = 0; i < padded; i += LANES)
-        store(probabilities.at(row - first, i), _mm512_maskz_mul_ps(kept[i / LANES], load(numbers + i), factor));
+        store(probabilities.at(row - first, i), where(kept[i / LANES], load(numbers + i) * factor));
     }
     multiply(BLOCK, size, padded, probabilities.at(0), values.at(0), result.at(0), size);
     out.write(result.at(0), window, first, end);
@@ -253,43 +221,39 @@ void forward(const Window& window, const Rows<T>& query, const Rows<T>& key, con
 template <typename T>
 void backward(const Window& window, const Rows<T>& gradient, const Rows<T>& query, const Rows<T>& key,
               const Rows<T>& value, const Rows<T>& out, const Rows<T>& of_query, const Rows<T>& of_key,
-              const Rows<T>& of_value, const Options& options, const float* sums, const uint32_t* bits) {
+              const Rows<T>& of_value, const Options& options, const float* sums, const __mmask16* bits) {
   const int64_t padded = window.padded, size = query.size;
   auto queries = query.copied(window), gradients = gradient.copied(window), key_rows = key.copied(window);
   const auto keys = transposed(key_rows, false), values = transposed(value.copied(window), false);
   const auto right_keys = right(std::move(key_rows));
   const Matrix<float> scores(BLOCK, padded), of_scores(BLOCK, padded), result(padded, size);
-  const Matrix<T> rows(BLOCK, padded), dropped(padded, padded), differences(padded, padded);
-  dropped.clear(window.length / 2 * 2), differences.clear(window.length / 2 * 2);
-  const Lanes scaling = _mm512_set1_ps(options.scaling), kept_scale = _mm512_set1_ps(options.kept_scale);
+  Matrix<T> dropped(padded, padded), differences(padded, padded);
+  dropped.clear(window.length), differences.clear(window.length);
   for (int64_t first = 0; first < window.length; first += BLOCK) {
     const int64_t end = std::min(first + BLOCK, window.length);
     multiply(BLOCK, padded, size, queries.at(first), keys.at(0), scores.at(0), padded);
     multiply(BLOCK, padded, size, gradients.at(first), values.at(0), of_scores.at(0), padded);
     for (int64_t row = first; row < end; ++row) {
-      Lanes products = _mm512_setzero_ps();
-      for (int64_t i = 0; i < size; i += LANES)
-        products = _mm512_fmadd_ps(load(out.at(window, row) + i), load(gradients.at(row, i)), products);
-      const Lanes mean = _mm512_set1_ps(_mm512_reduce_add_ps(products));
-      const Lanes shift = _mm512_set1_ps(sums[window.start + row]);
-      const auto* kept = reinterpret_cast<const __mmask16*>(bits + row * padded / 32);
+      Lanes products{};
+      for (int64_t i = 0; i < size; i += LANES) products += load(out.at(window, row) + i) * load(gradients.at(row, i));
+      const float mean = _mm512_reduce_add_ps(products), shift = sums[window.start + row];
+      const auto* kept = bits + row * padded / LANES;
       for (int64_t i = 0; i < padded; i += LANES) {
-        const __mmask16 keeps = kept[i / LANES];
-        const Lanes exponent = _mm512_fmsub_ps(load(scores.at(row - first, i)), scaling, shift);
-        const Lanes part = _mm512_maskz_mov_ps(window.has(i), exponential(exponent));
-        store_right(dropped, row, i, _mm512_maskz_mul_ps(keeps, part, kept_scale));
-        const Lanes of_part = _mm512_maskz_mul_ps(keeps, load(of_scores.at(row - first, i)), kept_scale);
-        const Lanes difference = _mm512_mul_ps(_mm512_mul_ps(part, scaling), _mm512_sub_ps(of_part, mean));
-        store_right(differences, row, i, difference);
-        store(rows.at(row - first, i), difference);
+        const Lanes exponent = load(scores.at(row - first, i)) * options.scaling - shift;
+        const Lanes part = where(window.has(i), exponential(exponent));
+        const Lanes of_part = where(kept[i / LANES], load(of_scores.at(row - first, i)) * options.kept_scale);
+        store(dropped.at(row, i), where(kept[i / LANES], part * options.kept_scale));
+        store(differences.at(row, i), part * options.scaling * (of_part - mean));
       }
     }
-    multiply(BLOCK, size, padded, rows.at(0), right_keys.at(0), result.at(0), size);
+    multiply(BLOCK, size, padded, differences.at(first), right_keys.at(0), result.at(0), size);
     of_query.write(result.at(0), window, first, end);
   }
-  multiply(padded, size, padded, transposed(dropped, true).at(0), right(std::move(gradients)).at(0), result.at(0), size);
+  const auto by_column = [](Matrix<T>&& pairs) { return transposed(right(std::move(pairs)), true); };
+  const auto right_gradients = right(std::move(gradients)), right_queries = right(std::move(queries));
+  multiply(padded, size, padded, by_column(std::move(dropped)).at(0), right_gradients.at(0), result.at(0), size);
   of_value.write(result.at(0), window, 0, window.length);
-  multiply(padded, size, padded, transposed(differences, true).at(0), right(std::move(queries)).at(0), result.at(0), size);
+  multiply(padded, size, padded, by_column(std::move(differences)).at(0), right_queries.at(0), result.at(0), size);
   of_key.write(result.at(0), window, 0, window.length);
 }
 
@@ -305,14 +269,6 @@ void each(int64_t count, const Work& work) {
   if ((tensor).scalar_type() == at::kFloat) { using T = float; __VA_ARGS__ } \
   else { using T = BFloat16; __VA_ARGS__ }
 
-// An uninitialized output; its tokens after the last window are 0.
-Tensor output_of(const Tensor& query, const std::vector<Window>& all) {
-  auto out = at::empty(query.sizes(), query.options());
-  const int64_t used = all.empty() ? 0 : all.back().start + all.back().length;
-  out.narrow(0, used, query.size(0) - used).zero_();
-  return out;
-}
-
 std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                              at::IntArrayRef lengths, int64_t dropped, double scaling,
                                              int64_t seed) {
@@ -320,15 +276,16 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   int64_t words;
   const auto all = parts(lengths, heads, words);
   TORCH_CHECK(query.sizes() == key.sizes() && query.sizes() == value.sizes());
+  TORCH_CHECK(words ? all.back().start + all.back().length == tokens : !tokens, "The windows do not have all tokens.");
   const Options options(dropped, scaling);
-  auto out = output_of(query, all);
+  auto out = at::empty(query.sizes(), query.options());
   auto sums = at::empty({heads, tokens}, value.options().dtype(at::kFloat));
   auto bits = at::empty({words}, value.options().dtype(at::kInt));
   FOR_TYPE(value, {
     const Rows<T> q(query), k(key), v(value), o(out);
     each(all.size(), [&](int64_t i) {
       const auto& window = all[i];
-      auto* kept = reinterpret_cast<uint32_t*>(bits.data_ptr<int>()) + window.bits;
+      auto* kept = masks(bits, window.bits);
       draw(seed, i, options.dropped, window.length * window.padded, kept);
       forward(window, q, k, v, o, options, sums.data_ptr<float>() + window.head * tokens, kept);
     });
@@ -343,13 +300,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& gradient, co
   int64_t words;
   const auto all = parts(lengths, query.size(1), words);
   const Options options(dropped, scaling);
-  auto of_query = output_of(query, all), of_key = output_of(query, all), of_value = output_of(query, all);
+  const auto output = [&] { return at::empty(query.sizes(), query.options()); };
+  auto of_query = output(), of_key = output(), of_value = output();
   FOR_TYPE(value, {
     const Rows<T> g(gradient), q(query), k(key), v(value), o(out), dq(of_query), dk(of_key), dv(of_value);
     each(all.size(), [&](int64_t i) {
       const auto& window = all[i];
-      const auto* kept = reinterpret_cast<const uint32_t*>(bits.data_ptr<int>()) + window.bits;
-      backward(window, g, q, k, v, o, dq, dk, dv, options, sums.data_ptr<float>() + window.head * query.size(0), kept);
+      const float* own_sums = sums.data_ptr<float>() + window.head * query.size(0);
+      backward(window, g, q, k, v, o, dq, dk, dv, options, own_sums, masks(bits, window.bits));
     });
   })
   return {of_query, of_key, of_value};
@@ -358,12 +316,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& gradient, co
 // ---- dropout, residual and layer norm in one pass, of rows whose size is a multiple of BLOCK
 constexpr int64_t ROWS = 128;  // whose gradients are added first, so that the number of threads does not matter
 
-float* row_of(const Tensor& tensor, int64_t row) { return tensor.data_ptr<float>() + row * tensor.size(1); }
-
-// 1 bit per element of rows [N, size]: what dropout keeps.
-uint32_t* bits_of(const Tensor& bits, int64_t row) {
-  return reinterpret_cast<uint32_t*>(bits.data_ptr<int>()) + row * bits.size(1);
-}
+template <typename T = float>
+T* row_of(const Tensor& tensor, int64_t row) { return tensor.data_ptr<T>() + row * tensor.size(1); }
 
 // -> layer_norm(dropout(rows) + residual), the same before weight and bias, its factor per row, bits of what is kept.
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm(const Tensor& rows, const Tensor& residual, const Tensor& weight,
@@ -376,27 +330,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm(const Tensor& rows, const Te
   const Options options(dropped);
   FOR_TYPE(rows, {
     each(count, [&](int64_t row) {
-      draw(seed, row, options.dropped, size, bits_of(bits, row));
-      const auto* kept = reinterpret_cast<const __mmask16*>(bits_of(bits, row));
-      const auto* from = rows.data_ptr<T>() + row * size;
-      float* normal = row_of(normalized, row);
-      Lanes sum = _mm512_setzero_ps(), squares = sum;
+      auto* kept = masks(bits, row * size / 32);
+      draw(seed, row, options.dropped, size, kept);
+      const T* from = row_of<T>(rows, row);
+      float *normal = row_of(normalized, row), *to = row_of(out, row), *before = row_of(residual, row);
+      Lanes sum{}, squares{};
       for (int64_t i = 0; i < size; i += LANES) {
-        const Lanes value = _mm512_maskz_mul_ps(kept[i / LANES], load(from + i), _mm512_set1_ps(options.kept_scale));
-        store(normal + i, _mm512_add_ps(value, load(row_of(residual, row) + i)));
-        sum = _mm512_add_ps(sum, load(normal + i));
+        const Lanes value = where(kept[i / LANES], load(from + i) * options.kept_scale) + load(before + i);
+        store(normal + i, value);
+        sum += value;
       }
-      const Lanes mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / size);
+      const float mean = _mm512_reduce_add_ps(sum) / size;
       for (int64_t i = 0; i < size; i += LANES) {
-        const Lanes difference = _mm512_sub_ps(load(normal + i), mean);
-        squares = _mm512_fmadd_ps(difference, difference, squares);
+        const Lanes difference = load(normal + i) - mean;
+        squares += difference * difference;
       }
       const float factor = 1 / std::sqrt(_mm512_reduce_add_ps(squares) / size + static_cast<float>(epsilon));
       factors.data_ptr<float>()[row] = factor;
       for (int64_t i = 0; i < size; i += LANES) {
-        const Lanes value = _mm512_mul_ps(_mm512_sub_ps(load(normal + i), mean), _mm512_set1_ps(factor));
+        const Lanes value = (load(normal + i) - mean) * factor;
         store(normal + i, value);
-        store(row_of(out, row) + i, _mm512_fmadd_ps(value, load(weights + i), load(biases + i)));
+        store(to + i, value * load(weights + i) + load(biases + i));
       }
     });
   })
@@ -412,30 +366,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm_backward(const Tensor& gradi
   auto of_rows = at::empty(gradient.sizes(), gradient.options().dtype(type)), of_residual = at::empty_like(gradient);
   auto of_weight = at::zeros({parts, size}, weight.options()), of_bias = at::zeros({parts, size}, weight.options());
   const float* weights = weight.data_ptr<float>();
-  const Lanes kept_scale = _mm512_set1_ps(Options(dropped).kept_scale);
+  const float kept_scale = Options(dropped).kept_scale;
   FOR_TYPE(of_rows, {
     each(parts, [&](int64_t part) {
       float *weight_sums = row_of(of_weight, part), *bias_sums = row_of(of_bias, part);
       for (int64_t row = part * ROWS; row < std::min((part + 1) * ROWS, count); ++row) {
         const float *given = row_of(gradient, row), *normal = row_of(normalized, row);
-        Lanes sum = _mm512_setzero_ps(), products = sum;
+        Lanes sum{}, products{};
         for (int64_t i = 0; i < size; i += LANES) {
-          const Lanes value = load(given + i), product = _mm512_mul_ps(value, load(normal + i));
-          sum = _mm512_fmadd_ps(value, load(weights + i), sum);
-          products = _mm512_fmadd_ps(product, load(weights + i), products);
-          store(weight_sums + i, _mm512_add_ps(load(weight_sums + i), product));
-          store(bias_sums + i, _mm512_add_ps(load(bias_sums + i), value));
+          const Lanes value = load(given + i), product = value * load(normal + i);
+          sum += value * load(weights + i);
+          products += product * load(weights + i);
+          store(weight_sums + i, load(weight_sums + i) + product);
+          store(bias_sums + i, load(bias_sums + i) + value);
         }
-        const Lanes mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / size);
-        const Lanes slope = _mm512_set1_ps(_mm512_reduce_add_ps(products) / size);
-        const Lanes factor = _mm512_set1_ps(factors.data_ptr<float>()[row]);
-        const auto* kept = reinterpret_cast<const __mmask16*>(bits_of(bits, row));
-        auto* to = of_rows.data_ptr<T>() + row * size;
+        const float mean = _mm512_reduce_add_ps(sum) / size, slope = _mm512_reduce_add_ps(products) / size;
+        const float factor = factors.data_ptr<float>()[row];
+        const auto* kept = masks(bits, row * size / 32);
+        auto* before = row_of(of_residual, row);
+        auto* to = row_of<T>(of_rows, row);
         for (int64_t i = 0; i < size; i += LANES) {
-          Lanes value = _mm512_fmsub_ps(load(given + i), load(weights + i), mean);
-          value = _mm512_mul_ps(_mm512_fnmadd_ps(load(normal + i), slope, value), factor);
-          store(row_of(of_residual, row) + i, value);
-          store(to + i, _mm512_maskz_mul_ps(kept[i / LANES], value, kept_scale));
+          const Lanes value = (load(given + i) * load(weights + i) - mean - load(normal + i) * slope) * factor;
+          store(before + i, value);
+          store(to + i, where(kept[i / LANES], value * kept_scale));
         }
       }
     });
@@ -471,21 +424,41 @@ void multiply_rows(const Tensor& rows, int64_t columns, const Part& part, const 
   });
 }
 
+// `BLOCK` columns of rows [N, width] as a right matrix of `padded` rows, and their sums.
+template <typename T>
+Matrix<BFloat16> columns_of(const Tensor& rows, int64_t first, int64_t padded, float* sums = nullptr) {
+  const int64_t count = rows.size(0), width = rows.size(1);
+  Matrix<BFloat16> columns(padded, BLOCK);
+  columns.clear(count / 2 * 2);
+  const auto* from = rows.data_ptr<T>() + first;
+  Lanes low{}, high{};
+  for (int64_t row = 0; row < count; row += 2, from += 2 * width) {
+    const bool is_last = row + 1 == count;
+    store_pair(row_of_bf16(from), is_last ? __m512i{} : row_of_bf16(from + width), columns.at(row));
+    for (int64_t i = 0; sums && i <= !is_last; ++i) {
+      low += load(from + i * width);
+      high += load(from + i * width + LANES);
+    }
+  }
+  if (sums) store(sums, low), store(sums + LANES, high);
+  return columns;
+}
+
 // rows [N, in] bf16, weight [out, in] fp32, bias [out] fp32 -> [N, out] bf16.
 Tensor linear(const Tensor& rows, const Tensor& weight, const Tensor& bias) {
   const int64_t size_in = weight.size(1), size_out = weight.size(0);
   auto out = at::empty({rows.size(0), size_out}, rows.options());
-  const float *weights = weight.data_ptr<float>(), *biases = bias.data_ptr<float>();
+  const float* biases = bias.data_ptr<float>();
   auto* to = out.data_ptr<BFloat16>();
   const auto part = [&](int64_t i) {
     Matrix<BFloat16> rounded_rows(BLOCK, size_in);
     for (int64_t at = 0; at < BLOCK * size_in; at += BLOCK)
-      _mm512_storeu_si512(rounded_rows.at(0) + at, row_of_bf16(weights + i * BLOCK * size_in + at));
+      _mm512_storeu_si512(rounded_rows.at(0) + at, row_of_bf16(row_of(weight, i * BLOCK) + at));
     return transposed(rounded_rows, false);
   };
   multiply_rows(rows, size_out, part, [&](int64_t row, int64_t column, const float* numbers) {
     for (int64_t at = 0; at < BLOCK; at += LANES)
-      store(to + row * size_out + column + at, _mm512_add_ps(load(numbers + at), load(biases + column + at)));
+      store(to + row * size_out + column + at, load(numbers + at) + load(biases + column + at));
   });
   return out;
 }
@@ -497,48 +470,23 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& gradient, const
   const int64_t step = std::max<int64_t>(BLOCK, std::bit_floor(static_cast<uint64_t>(count)) / 8);
   const int64_t padded = (count + step - 1) / step * step;  // few sizes: torch keeps a kernel of each
   auto of_rows = at::empty(rows.sizes(), rows.options().dtype(type));
-  auto of_weight = at::empty(weight.sizes(), weight.options()), of_bias = at::zeros({size_out}, weight.options());
-  const auto* weights = weight.data_ptr<float>();
+  auto of_weight = at::empty(weight.sizes(), weight.options()), of_bias = at::empty({size_out}, weight.options());
   FOR_TYPE(of_rows, {
     auto* to = of_rows.data_ptr<T>();
-    const auto part = [&](int64_t i) {
-      Matrix<BFloat16> columns(size_out, BLOCK);
-      for (int64_t row = 0; row < size_out; row += 2) {
-        const float* from = weights + row * size_in + i * BLOCK;
-        store_pair(row_of_bf16(from), row_of_bf16(from + size_in), columns.at(row));
-      }
-      return columns;
-    };
+    const auto part = [&](int64_t i) { return columns_of<float>(weight, i * BLOCK, size_out); };
     multiply_rows(gradient, size_in, part, [&](int64_t row, int64_t column, const float* numbers) {
       for (int64_t at = 0; at < BLOCK; at += LANES) store(to + row * size_in + column + at, load(numbers + at));
     });
   })
-  const auto columns_of = [&](const Tensor& tensor, int64_t first, float* sums) {  // BLOCK of them, as a right matrix
-    Matrix<BFloat16> columns(padded, BLOCK);
-    columns.clear(count / 2 * 2);
-    const auto* from = tensor.data_ptr<BFloat16>() + first;
-    const int64_t width = tensor.size(1);
-    Lanes low = _mm512_setzero_ps(), high = low;
-    for (int64_t row = 0; row < count; row += 2, from += 2 * width) {
-      const bool is_last = row + 1 == count;
-      store_pair(row_of_bf16(from), is_last ? _mm512_setzero_si512() : row_of_bf16(from + width), columns.at(row));
-      for (int64_t i = 0; sums && i <= !is_last; ++i) {
-        low = _mm512_add_ps(low, load(from + i * width));
-        high = _mm512_add_ps(high, load(from + i * width + LANES));
-      }
-    }
-    if (sums) store(sums + first, low), store(sums + first + LANES, high);
-    return columns;
-  };
   auto left = at::empty({size_out, padded}, rows.options());
   for (int64_t i = 0; i < size_out; i += BLOCK) {
-    const auto block = transposed(columns_of(gradient, i, of_bias.data_ptr<float>()), true);
-    std::copy_n(block.at(0), BLOCK * padded, left.data_ptr<BFloat16>() + i * padded);
+    const auto block = columns_of<BFloat16>(gradient, i, padded, of_bias.data_ptr<float>() + i);
+    transpose(block, true, row_of<BFloat16>(left, i));
   }
-  const auto part = [&](int64_t i) { return columns_of(rows, i * BLOCK, nullptr); };
+  const auto part = [&](int64_t i) { return columns_of<BFloat16>(rows, i * BLOCK, padded); };
+  auto* to = of_weight.data_ptr<float>();
   multiply_rows(left, size_in, part, [&](int64_t row, int64_t column, const float* numbers) {
-    for (int64_t at = 0; at < BLOCK; at += LANES)
-      store(of_weight.data_ptr<float>() + row * size_in + column + at, load(numbers + at));
+    for (int64_t at = 0; at < BLOCK; at += LANES) store(to + row * size_in + column + at, load(numbers + at));
   });
   return {of_rows, of_weight, of_bias};
 }

@@ -32,6 +32,9 @@ FLAGS = [
     "-fno-strict-aliasing",
     "-mfma",
     "-mvaes",
+    "-mf16c",
+    "-DCPU_CAPABILITY_AVX512",
+    "-DCPU_CAPABILITY=AVX512",
     *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")),
 ]
 
