@@ -1,4 +1,4 @@
-"""Horovod elastic on this machine under two host names: a worker is killed. tests/cluster adds a host."""
+"""Horovod elastic on this machine under two or three host names, as in deadlocks that Horovod's users reported."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -22,21 +23,26 @@ from tables import each
 
 pytestmark = pytest.mark.integration
 
-WINDOWS, STEPS_PER_EPOCH, HOSTS = 33, 3, ("localhost", "127.0.0.1")  # the first two of small_run
+WINDOWS, STEPS_PER_EPOCH = 33, 3  # of small_run
+HOSTS = ("localhost", "127.0.0.1", "127.1")  # names of this machine
 
 
-def elastic(folder: Path, stop: str, *flags: object, slots: int = 1) -> Outcome:
-    """small_run on `slots` ranks per host, each of which has a folder of its own."""
+def elastic(folder: Path, stop: str, *flags: object, slots: int = 1, least: int = 1, discover: str = "") -> Outcome:
+    """small_run on `slots` ranks for each of two hosts. Each host name has a folder of its own.
+
+    `discover`: the shell commands that print the hosts. `least`: --min-np, and the ranks at the start.
+    """
     if "gloo" not in built():
         pytest.skip("this Horovod was built without gloo")
     for host in HOSTS:
         (folder / host).mkdir(parents=True)
-    (folder / "discover").write_text("#!/bin/sh\n" + "".join(f"echo {host}:{slots}\n" for host in HOSTS))
+    (folder / "discover").write_text("#!/bin/sh\n" + (discover or f"echo {HOSTS[0]}:{slots}\necho {HOSTS[1]}:{slots}"))
     (folder / "discover").chmod(0o755)
-    words = [Path(sys.executable).with_name("horovodrun"), "-np", 2 * slots, "--min-np", 1, "--max-np", 2 * slots]
+    size = least if discover else 2 * slots
+    words = [Path(sys.executable).with_name("horovodrun"), "-np", size, "--min-np", least, "--max-np", 2 * slots]
     words += ["--host-discovery-script", folder / "discover", "--network-interfaces", "lo"]
     words += ["env", "sh", "-c", 'cd $HOROVOD_HOSTNAME && exec "$@"', "sh"]
-    train = small_run(2 * slots, "out", "--elastic", *flags)
+    train = small_run(size, "out", "--elastic", *flags)
     words += [sys.executable, stopping_at.__file__, *stop.split(), *train[3:]]
     return run([str(word) for word in words], folder, env={"HVD_BERT_CACHE": str(folder / "cache")})
 
@@ -59,6 +65,36 @@ def test_training_continues_without_a_killed_worker(tmp_path: Path, rank: int) -
         steps = range(epoch * STEPS_PER_EPOCH + 1, (epoch + 1) * STEPS_PER_EPOCH + 1)
         seen = Counter(window for row in taken if row["step"] in steps for window in row["windows"])
         assert seen == Counter(range(WINDOWS))
+
+
+# Rank 0's host goes in step 3. The third host comes six looks of 1 s later, when the other one has waited for it.
+ANOTHER_COMES = """
+for host in localhost 127.0.0.1; do [ -e $host/signalled ] && echo >>looks || echo $host:1; done
+[ $(cat looks 2>/dev/null | wc -l) -lt 6 ] || echo 127.1:1
+"""
+REPORTED = {
+    "horovod#2652: the optimizer of an added worker has no state yet": (
+        "3 0 hosts start", {"discover": "echo localhost:1\n[ ! -e localhost/signalled ] || echo 127.0.0.1:1"}, 2
+    ),
+    "horovod#3264: all workers of a host are killed at once": ("5 2,3 SIGKILL start", {"slots": 2, "least": 2}, 2),
+    "horovod#3494: a host is removed, fewer than --min-np remain, another comes": (
+        "3 0 hosts start", {"least": 2, "discover": ANOTHER_COMES}, 2
+    ),
+    "horovod#3494, with a host that dies": ("3 0 SIGKILL start", {"least": 2, "discover": ANOTHER_COMES}, 2),
+}  # fmt: skip
+
+
+@each("stop, hosts, size", REPORTED.values(), ids=list(REPORTED))
+def test_reported_deadlocks(tmp_path: Path, stop: str, hosts: dict[str, Any], size: int) -> None:
+    run(small_run(1, "whole", "--deterministic"), tmp_path).expect(0)
+    outcome = elastic(tmp_path / "run", stop, "--deterministic", **hosts).expect(0)
+    assert "kept by rank" in said(outcome), outcome
+    out = finished(tmp_path / "run")
+    result = json.loads((out / "train_results.json").read_text())
+    assert (result["world_size"], result["train_samples"]) == (size, 2 * WINDOWS), outcome
+    for name, weight in weights(out).items():
+        whole = weights(tmp_path / "whole")[name]
+        assert float((weight - whole).norm()) <= 1e-5 * float(whole.norm()), (name, outcome)
 
 
 def test_elastic_needs_its_launcher(tmp_path: Path) -> None:
