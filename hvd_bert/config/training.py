@@ -18,7 +18,6 @@ SCHEDULES = [
 REPORTERS = {
     "tensorboard": "hvd_bert.output.reporters.tensorboard:TensorBoard",
     "wandb": "hvd_bert.output.reporters.wandb:Wandb",
-    "mlflow": "hvd_bert.output.reporters.mlflow:Mlflow",
 }
 
 
@@ -160,7 +159,7 @@ class TrainArguments:
     report_to: str = flag(
         "output",
         "tensorboard",
-        "Trackers of metrics, settings and sample answers: tensorboard, wandb and mlflow, or none.",
+        "Trackers of metrics, settings and sample answers: tensorboard and wandb, or none.",
         metavar="NAME,...",
         may_change_on_resume=True,
     )

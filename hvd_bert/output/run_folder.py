@@ -41,7 +41,7 @@ RUN_FILES = {
     "trace.json.gz": "trace of all ranks in some steps, for ui.perfetto.dev",
     "tb": "metrics for TensorBoard (tensorboard --logdir)",
     "wandb": "metrics of --report_to wandb",
-    "tracking.json": "the run's ids at wandb and MLflow, where a resumed run continues",
+    "tracking.json": "the run's id at wandb, where a resumed run continues",
     "checkpoint-*": "the model at a step, and all state needed to resume",
     "latest": "the name of the newest checkpoint",
     "train_config.yaml": "all settings of this run; --config reads it",

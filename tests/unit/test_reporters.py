@@ -1,4 +1,4 @@
-"""--report_to: metrics, settings and sample answers as TensorBoard, wandb and MLflow have them, offline."""
+"""--report_to: metrics, settings and sample answers as TensorBoard and wandb have them, offline."""
 
 from __future__ import annotations
 
@@ -105,33 +105,9 @@ def test_wandb(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert text.encode() in content, text
 
 
-@pytest.mark.slow
-def test_mlflow(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlruns'}")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "squad")
-    out = tmp_path / "out"
-    train_and_resume(base, out, "mlflow")
-    client = mlflow.MlflowClient()
-    (experiment,) = client.search_experiments(filter_string="name = 'squad'")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_id == json.loads((out / "tracking.json").read_text())["mlflow"]
-    assert (run.info.run_name, run.info.status) == ("out", "FINISHED")
-    losses = client.get_metric_history(run.info.run_id, "train/loss")
-    assert [(metric.step, metric.value) for metric in losses] == [
-        (step, pytest.approx(logged(out)[step, "loss"])) for step in (1, 2, 3, 3)
-    ]
-    assert run.data.metrics["eval/f1"] == logged(out)[3, "eval_f1"]
-    assert run.data.params.items() >= {"max_steps": "3", "strategy": "none", "global_batch": "6"}.items()
-    assert run.data.params["per_device_eval_batch_size"] == "8", "of the first start: MLflow refuses another value"
-    saved = json.loads((tmp_path / client.download_artifacts(run.info.run_id, "eval_samples/step-3.json")).read_text())
-    assert saved == json.loads((out / "eval_samples.json").read_text())
-
-
 @each("value", ["all", "none,wandb"])
 def test_unknown_reporters_are_refused(value: str) -> None:
-    with refused(f"--report_to {value}", "tensorboard, wandb, mlflow"):
+    with refused(f"--report_to {value}", "tensorboard, wandb"):
         parse(["--report_to", value])
 
 
@@ -145,13 +121,6 @@ def test_missing_package(base: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     with refused("--report_to no_such_package", "pip install", error=CollectiveError) as failed:
         train(base, "--output_dir", str(tmp_path / "out"), "--report_to", "no_such_package")
     assert failed.value.status == 2 and not (tmp_path / "out").exists()
-
-
-def test_mlflow_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://server")
-    with refused("--report_to mlflow", "nowhere"):
-        base_module.check(["mlflow"])
 
 
 def test_wandb_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

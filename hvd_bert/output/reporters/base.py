@@ -1,4 +1,4 @@
-"""The reporters of `--report_to`: their interface, the thread in which each works, and the run's ids at libraries."""
+"""The reporters of `--report_to`: their interface, the thread in which each works, and the run's id at a library."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hvd_bert.config.training import REPORTERS
 from hvd_bert.distributed.logs import log
 from hvd_bert.errors import UserError, reason_of
 from hvd_bert.storage import written
-from hvd_bert.storage.reading import read_json
+from hvd_bert.storage.reading import convert, read_json
 from hvd_bert.storage.writing import write_json
 
 Settings = Mapping[str, str | int | float | bool]
-RUN_IDS = "tracking.json"  # the ids at wandb and MLflow: a resumed run is the same run there
+RUN_IDS = "tracking.json"  # the id at wandb: a resumed run is the same run there
 Samples = Sequence[Mapping[str, Any]]  # of eval_samples.json
 
 
@@ -137,21 +137,14 @@ def _class(name: str) -> Any:
 
 
 def read_run_id(folder: Path, library: str) -> str | None:
-    """The run's id at a library; None if it has none yet."""
-    return _run_ids(folder).get(library)
+    """The run's id at a library; None if it has none yet. Raises OSError."""
+    try:
+        return convert(read_json(folder / RUN_IDS), dict[str, str]).get(library)
+    except (FileNotFoundError, ValueError):  # damaged: the run gets a new id
+        return None
 
 
 def keep_run_id(folder: Path, library: str, run_id: str) -> None:
     """Keep the run's id at a library. Raises OSError."""
-    ids = _run_ids(folder)
-    if ids.get(library) != run_id:
-        written.add(folder, RUN_IDS)
-        write_json(folder / RUN_IDS, ids | {library: run_id})
-
-
-def _run_ids(folder: Path) -> dict[str, str]:
-    try:
-        ids = read_json(folder / RUN_IDS)
-    except (FileNotFoundError, ValueError):  # damaged: the run gets a new id
-        return {}
-    return {name: value for name, value in ids.items() if isinstance(value, str)} if isinstance(ids, dict) else {}
+    written.add(folder, RUN_IDS)
+    write_json(folder / RUN_IDS, {library: run_id})
