@@ -3,8 +3,7 @@
 
     python scripts/families_page.py
 
-Run it after a change to `hvd_bert/model/families.py` or an update of transformers. `tests/unit/test_families.py` checks
-that the page is current.
+Run it after a change to `hvd_bert/model/families.py`. `tests/unit/test_families.py` checks that the page is current.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
 
-from hvd_bert.model.families import family_of, model_class
+from hvd_bert.model.families import FAMILIES, model_class
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "families.md"
 INTRODUCTION = """\
@@ -23,14 +21,15 @@ INTRODUCTION = """\
 
 # Model families
 
-`--model_name_or_path` takes encoders with a question-answering head in transformers. The family is the `model_type` in
-the model's `config.json`. `--task text-classification` takes the same families if transformers has a classification
-head for them.
+`--model_name_or_path` takes encoders of the families below. The family is the `model_type` in the model's
+`config.json`. `--task text-classification` takes the same families if transformers has a classification head for them.
 
 - **Packed** families run without padding: each token attends to its own window only.
 - **Padded** families have an attention that takes no packed windows. Their windows are padded to the longest of the
   batch, which takes computing time.
-- **Refused** families end the run at its start. So does a tokenizer that pads on the left.
+
+The run refuses other families. Most of them are decoders, need more than text, or give results that depend on padding
+(FNet, Funnel, MobileBERT). It also refuses a tokenizer that pads on the left.
 
 Windows equal run_qa's. Special tokens and token types follow the model's own tokenizer; a model with two token types
 always gets them, also where the tokenizer returns none by default (ALBERT, RemBERT, Splinter). `--torch_compile` needs
@@ -43,13 +42,8 @@ Tests compare each family with transformers: logits to 1e-5, gradients to 1e-4 o
 def page() -> str:
     """The whole page as Markdown."""
     rows = {"Packed": [], "Padded": []}  # type: dict[str, list[str]]
-    refused: dict[str, list[str]] = {}
-    for name in sorted(MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES):
+    for name, family in FAMILIES.items():
         config = CONFIG_MAPPING[name]()
-        family = family_of(config)
-        if family.refused:
-            refused.setdefault(family.refused, []).append(f"`{name}`")
-            continue
         checkpointing = model_class(config).supports_gradient_checkpointing
         without = [*family.unsupported, *([] if checkpointing else ["--gradient_checkpointing"])]
         without += [] if type(config) in CLASSES else ["--task text-classification"]
@@ -59,8 +53,6 @@ def page() -> str:
     for kind, lines in rows.items():
         head = ["| Family | Refused flags |", "| --- | --- |"]
         blocks += [f"## {kind} families", "\n".join([*head, *lines])]
-    reasons = [f"| {reason} | {', '.join(names)} |" for reason, names in refused.items()]
-    blocks += ["## Refused families", "\n".join(["| Reason | Families |", "| --- | --- |", *reasons])]
     return "\n\n".join(blocks) + "\n"
 
 

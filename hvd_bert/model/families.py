@@ -1,24 +1,19 @@
 """What families of encoders need, and the adapter that gives a model its family's inputs.
 
-`FAMILIES` has a row for each family that is not run as transformers' default: padded, with positions from 0. To add a
-family, add a row, and a size to tests/unit/test_families.py, whose tests then compare it with transformers.
+`FAMILIES` has a row for each family that can be trained. To add one, add a row, and a size to
+tests/unit/test_families.py, whose tests then compare it with transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING
 
 from hvd_bert.config.settings import DataArguments
 from hvd_bert.distributed.logs import log
@@ -34,91 +29,53 @@ class Family:
         packed: Its attention goes through transformers' AttentionInterface, it takes position_ids, and no other part
             mixes the tokens of a row. So windows can be packed; otherwise they are padded to the longest of the batch.
         positions_after_padding: Its positions start at pad_token_id + 1, as RoBERTa's.
-        prepare: What else a model needs for packed windows.
         question_attends_globally: The question's tokens attend to all others, as Longformer's.
         unsupported: Flags that it fails with -> the reason.
-        refused: Why it cannot be trained; empty if it can.
     """
 
     packed: bool = False
     positions_after_padding: bool = False
-    prepare: Callable[[nn.Module], None] | None = None
     question_attends_globally: bool = False
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    refused: str = ""
 
 
-def _separate_trigrams(model: nn.Module) -> None:
-    from hvd_bert.model.mobilebert import separate_windows  # imports the family's code
-
-    separate_windows(model)
-
-
-_PACKED = Family(packed=True)
+_PACKED, _PADDED = Family(packed=True), Family()
 _LIKE_ROBERTA = Family(packed=True, positions_after_padding=True)
 _PADDED_LIKE_ROBERTA = Family(positions_after_padding=True)
-_BOXES = Family(refused="it needs the place of each word on a page")
-_MIXES_PADDING = Family(refused="padding changes its results, so they would depend on the other windows of a batch")
 _OVERFLOWS = "the mask of its attention overflows in half precision"
 _PAST_FSDP = "it calls its layers in a way that FSDP does not see, so their shards are not gathered"
-_UNKNOWN = "only families that have a question-answering head in transformers are supported, for any task"
-_SLOW_TOKENIZER = Family(refused="it has no fast tokenizer, which reports the positions of tokens in the text")
 
 FAMILIES: dict[str, Family] = {
     "albert": _PACKED,
     "bert": _PACKED,
-    "big_bird": Family(refused="its attention draws random blocks, which differ between runs and ranks"),
     "camembert": _LIKE_ROBERTA,
-    "canine": _SLOW_TOKENIZER,
-    "convbert": _MIXES_PADDING,
     "data2vec-text": _LIKE_ROBERTA,
     "deberta": Family(unsupported={"--bf16": _OVERFLOWS, "--fp16": _OVERFLOWS}),
+    "deberta-v2": _PADDED,
     "distilbert": _PACKED,
     "electra": _PACKED,
     "ernie": _PACKED,
-    "flaubert": _SLOW_TOKENIZER,
-    "fnet": _MIXES_PADDING,
-    "funnel": _MIXES_PADDING,
     "ibert": _PADDED_LIKE_ROBERTA,
     "jina_embeddings_v3": _PACKED,
-    "layoutlmv2": _BOXES,
-    "layoutlmv3": _BOXES,
-    "lilt": _BOXES,
     "longformer": Family(positions_after_padding=True, question_attends_globally=True),
-    "luke": Family(refused="without entities, a part of its weights is not trained"),
-    "lxmert": Family(refused="it needs images"),
-    "markuplm": Family(refused="it needs the place of each word in a web page"),
-    "mobilebert": Family(packed=True, prepare=_separate_trigrams),
+    "megatron-bert": _PADDED,
     "modernbert": _PACKED,
     "mpnet": _PADDED_LIKE_ROBERTA,
-    "mra": Family(refused="it needs a CUDA kernel of its own"),
-    "nystromformer": _MIXES_PADDING,
-    "reformer": Family(refused="it has a causal attention with random hashes"),
+    "rembert": _PADDED,
     "roberta": _LIKE_ROBERTA,
     "roberta-prelayernorm": _LIKE_ROBERTA,
-    "roc_bert": Family(refused="it needs the shape and the pronunciation of each token"),
+    "roformer": _PADDED,
+    "splinter": _PADDED,
     "squeezebert": Family(unsupported={"--strategy fsdp": _PAST_FSDP}),
     "ultrabert": _PACKED,
-    "xlm": _SLOW_TOKENIZER,
     "xlm-roberta": _LIKE_ROBERTA,
     "xlm-roberta-xl": _LIKE_ROBERTA,
-    "xlnet": Family(refused="its tokenizer pads on the left and puts the context before the question"),
-    "xmod": Family(refused="it needs the language of each window"),
-    "yoso": _MIXES_PADDING,
 }
-_DEFAULT = Family()
 
 
 def family_of(config: Any) -> Family:
-    """The family of a model's configuration; `refused` is set if it cannot be trained."""
-    name = config.model_type
-    if name not in MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES:
-        return Family(refused=_UNKNOWN)
-    if config.is_encoder_decoder:
-        return Family(refused="it has a decoder, and this trainer fine-tunes encoders")
-    if name not in FAMILIES and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        return Family(refused="it is a decoder, and this trainer fine-tunes encoders")
-    return FAMILIES.get(name, _DEFAULT)
+    """The family of a model's configuration, which `loading.load_config` has found in FAMILIES."""
+    return FAMILIES[config.model_type]
 
 
 def model_class(config: Any) -> Any:
@@ -154,8 +111,6 @@ def adapt(model: nn.Module, token_types: bool, family: Family) -> None:
     model.takes_token_types = token_types  # type: ignore[assignment]
     if family == _PACKED and token_types:
         return
-    if family.prepare:
-        family.prepare(model)
     model.family = family  # type: ignore[assignment]
     kind = type(model)
     # A subclass, so that copies and wrappers of the model keep it. transformers saves the class's name.

@@ -93,7 +93,7 @@ def _count_passes(model: Any) -> ForwardFlops:
         per_pass=one - unit * per_token - unit**2 * per_pair,
         per_token=per_token + sum(2 * head.weight.numel() for head in heads),
         per_pair=per_pair,
-        crossover=per_token // max(per_pair, 1),  # FNet has no attention
+        crossover=per_token // max(per_pair, 1),  # Longformer may attend in its windows only
     )
 
 

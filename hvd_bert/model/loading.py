@@ -29,7 +29,7 @@ from hvd_bert.data.sources import hub
 from hvd_bert.distributed.logs import log
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.machine import free_memory
-from hvd_bert.model.families import family_of, model_class
+from hvd_bert.model.families import FAMILIES, family_of, model_class
 from hvd_bert.storage.places import TOKENIZER_FILES
 from hvd_bert.storage.reading import GIB
 
@@ -238,14 +238,13 @@ def _json_object(path: Path) -> dict[str, Any]:
 def load_config(name: str, args: ModelArguments, copies: int = 1) -> Any:
     """An encoder's configuration, checked. `copies` of its weights must fit into this host's memory. Raises UserError.
 
-    A family that cannot be trained is refused with the reason.
+    Only families in FAMILIES can be trained.
     """
     config = load(AutoConfig, name, args)
-    refused = family_of(config).refused
-    if refused:
+    if config.model_type not in FAMILIES:
         raise UserError(
-            f"{name} is a {config.model_type} model: {refused}. Name another encoder; docs/reference/families.md lists"
-            " the families."
+            f"{name} is a {config.model_type} model, which cannot be trained. Name an encoder of one of the families"
+            f" {', '.join(FAMILIES)}."
         )
     with reported(name, args.cache_dir):
         _check_config(config)

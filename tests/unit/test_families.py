@@ -1,4 +1,4 @@
-"""Every family of encoders: windows and texts, packed or padded, give transformers' results; others are refused."""
+"""Every family of encoders: windows and texts, packed or padded, give transformers' results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 
 from hvd_bert.config.command_line import parse
@@ -25,7 +24,7 @@ from hvd_bert.data.window_table import WindowTable
 from hvd_bert.model import attention
 from hvd_bert.model.bert import compile_layers, load_model, new_model, span_logits, span_losses, window_losses
 from hvd_bert.model.classifier import class_logits, new_classifier
-from hvd_bert.model.families import family_of, fit_flags, max_tokens, model_class
+from hvd_bert.model.families import FAMILIES, fit_flags, max_tokens, model_class
 from hvd_bert.model.loading import load_config, num_weights
 from hvd_bert.model.lora import FILES, add_adapters, merge
 from hvd_bert.model.precision import autocast
@@ -42,13 +41,12 @@ SMALL = {
     "intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.4, "embedding_size": 16,
     "pad_token_id": PAD, "sep_token_id": SEP, "question_token_id": QUESTION, "type_vocab_size": 2,
     "num_key_value_heads": 2, "attention_window": 4, "sliding_window": 3, "input_embedding_size": 16,
-    "intra_bottleneck_size": 16, "local_attention": 6, "num_hidden_groups": 2,
-    "normalization_type": "layer_norm",
+    "local_attention": 6, "num_hidden_groups": 2,
 }  # fmt: skip
 
-CONFIGS = {name: CONFIG_MAPPING[name] for name in MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES}
-TRAINED = [name for name, kind in CONFIGS.items() if not family_of(kind()).refused]
-PACKED = [name for name in TRAINED if family_of(CONFIGS[name]()).packed]
+CONFIGS = {name: CONFIG_MAPPING[name] for name in FAMILIES}
+TRAINED = list(FAMILIES)
+PACKED = [name for name, family in FAMILIES.items() if family.packed]
 PADDED = [name for name in TRAINED if name not in PACKED]
 POOLING = {"modernbert": ["cls", "mean"], "ultrabert": ["cls", "mean"]}
 CLASSIFIED = [(name, how) for name in TRAINED if CONFIGS[name] in CLASSIFIERS for how in POOLING.get(name, [None])]
@@ -144,16 +142,10 @@ def compare(models, windows: WindowTable, pad_to: int | None = None, classes: bo
         assert reference.grad is not None or weights.grad is None, name
 
 
-KERNELS = [attention.by_window, attention.by_probabilities, attention.by_jagged]
-
-
-@each("kernel", KERNELS)
+@each("kernel", [attention.by_window, attention.by_probabilities])
 @each("name", PACKED)
 def test_packed_windows_give_the_logits_and_gradients_of_transformers(name, kernel, windows, monkeypatch):
-    def chosen(device, dtype, dropout, head_size, fused, local):
-        return attention.by_window if local and kernel is attention.by_jagged else kernel
-
-    monkeypatch.setattr(attention, "choose", chosen)
+    monkeypatch.setattr(attention, "choose", lambda *_: kernel)
     both = models(name)
     assert both[0].config._attn_implementation == attention.NAME
     compare(both, windows)
@@ -196,7 +188,7 @@ def test_encoder_without_a_head_is_loaded(name, tokenizer, tmp_path):
         load_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer, 32, seed=1, needs_head=True)
 
 
-@each("name", [name for name in TRAINED if "--bf16" not in family_of(CONFIGS[name]()).unsupported])
+@each("name", [name for name in TRAINED if "--bf16" not in FAMILIES[name].unsupported])
 def test_half_precision(name, windows):
     model = new_model(small(name), 0.1, seed=1).train()
     with autocast(CPU, "bf16"):
@@ -297,10 +289,10 @@ def mesh() -> Iterator[DeviceMesh]:
     distributed.destroy_process_group()
 
 
-# SqueezeBERT calls its layers past FSDP's hooks. ALBERT has layers inside of layers, DeBERTa is padded. ALBERT's and
-# MobileBERT's classifiers have a pooler after their layers, ModernBERT's takes the mean of a text.
+# SqueezeBERT calls its layers past FSDP's hooks. ALBERT has layers inside of layers, DeBERTa is padded. ALBERT's
+# classifier has a pooler after its layers, ModernBERT's takes the mean of a text.
 @each("classes", [False, True])
-@each("name", ["albert", "mobilebert", "modernbert", "roberta", "deberta-v2"])
+@each("name", ["albert", "modernbert", "roberta", "deberta-v2"])
 def test_sharded_copies_compute_the_same(name, classes, windows, mesh):
     padded = classes and name in PADDED
     ours, _ = models(name, padded, "mean" if name == "modernbert" and classes else None, classes)
