@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
 from hvd_bert.config.settings import FLAGS, TrainArguments, of_this_version
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World, log
-from hvd_bert.errors import UserError, as_user_error
+from hvd_bert.errors import UserError
 from hvd_bert.storage import written
-from hvd_bert.storage.reading import read_json
 from hvd_bert.tasks.base import Task
 
 LATEST = "latest"
-# Entries of a configuration that change no step: how it was saved, names, defaults of outputs that are given
-# explicitly, and what new weights, which a checkpoint replaces, are drawn from.
-_WITHOUT_EFFECT = {
-    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "id2label", "label2id"),
-    *("problem_type", "output_attentions", "output_hidden_states", "return_dict", "use_cache", "initializer_range"),
-}
 
 
 @dataclass(frozen=True)
@@ -144,30 +135,6 @@ def shape_of(model: nn.Module) -> str:
     return f"{len(shapes)} tensors, {size:,} parameters, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
 
 
-def configuration_changes(folder: Path, model: nn.Module) -> list[str]:
-    """Each entry of a model's configuration that changes what a step computes and differs from a checkpoint's.
-
-    Entries that the model does not know, such as another version's, and models that are not transformers' have none.
-    """
-    if not isinstance(model, PreTrainedModel):
-        return []
-    kind, path = type(model.config), folder / "config.json"
-    with as_user_error(lambda reason: f"{path} cannot be compared with the model ({reason}). Use another checkpoint."):
-        saved, now = _entries(kind.from_dict(read_json(path))), _entries(model.config)
-        known = kind().to_dict().keys() - _WITHOUT_EFFECT
-    return [
-        f"{name} in the model's config.json was {saved.get(name)} and is {now.get(name)}"
-        for name in sorted(known)
-        if saved.get(name) != now.get(name)
-    ]
-
-
-def _entries(config: Any) -> dict[str, Any]:
-    """A configuration's entries, with the defaults, as JSON has them."""
-    entries: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return entries
-
-
 def rank_batch(args: TrainArguments) -> int:
     """Windows per rank and step, by the flags."""
     return args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -185,8 +152,6 @@ def check(resume_point: ResumePoint, now: Mapping[str, Any], args: TrainArgument
         for name in dict.fromkeys((*saved, *now))
         if saved.get(name) != now.get(name)
     ]
-    if saved.get("the model") == now.get("the model"):
-        differing += configuration_changes(resume_point.folder, task.model)
     global_batch = resume_point.state["global_batch"]
     same_flags = args.global_batch == -1 and resume_point.state["rank_batch"] == rank_batch(args)
     if global_batch != task.plan.global_batch and not same_flags:

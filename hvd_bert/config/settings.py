@@ -16,19 +16,12 @@ from hvd_bert.config.training import SCHEDULES, TrainArguments
 
 # Those that are defined elsewhere are the settings, too.
 __all__ = [
-    "DEFAULT_DATASET", "DEFAULT_MODEL", "FLAGS", "FORMER_FLAGS", "PACKAGE", "SCHEDULES", "SECTIONS", "STRATEGIES",
+    "DEFAULT_DATASET", "DEFAULT_MODEL", "FLAGS", "PACKAGE", "SCHEDULES", "SECTIONS", "STRATEGIES",
     "TASKS", "CheckpointArguments", "Config", "DataArguments", "ModelArguments", "ParallelArguments",
     "ProfilingArguments", "TrainArguments", "save",
 ]  # fmt: skip
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# Those of earlier versions, which the settings of their runs still name -> the value that changes no result.
-ANY = "any"
-FORMER_FLAGS: dict[str, str | None] = {
-    "preprocessing_num_workers": ANY, "overwrite_cache": ANY, "log_format": ANY, "timeline_mark_cycles": ANY,
-    "check_weights_steps": ANY, "text_column_delimiter": None, "bad_examples": "error",
-    "answer_normalization": "squad", "gradient_predivide_factor": "1.0",
-}  # fmt: skip
 # Implementations: hvd_bert.strategies.base. none: a single process.
 STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
 
@@ -242,7 +235,6 @@ FLAGS = all_flags(SECTIONS)
 
 
 def of_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """An earlier version's identity: with the defaults of newer flags, and without former ones that changed nothing."""
+    """An earlier version's identity, with the defaults of newer flags."""
     defaults = {f"--{name}": flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
-    former = {f"--{name}": value for name, value in FORMER_FLAGS.items()}
-    return defaults | {name: v for name, v in identity.items() if former.get(name, "in use") not in (ANY, v, str(v))}
+    return defaults | dict(identity)

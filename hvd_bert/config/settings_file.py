@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from hvd_bert.config.settings import ANY, FLAGS, FORMER_FLAGS
+from hvd_bert.config.settings import FLAGS
 from hvd_bert.config.values import shortened
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import MAX_YAML_BYTES, read_text
@@ -37,9 +37,6 @@ def read(name: str, path: Path) -> dict[str, str]:
     lines: dict[str, int] = {}
     for key, value in pairs:
         flag, line = key.value, key.start_mark.line + 1
-        given = None if value.tag == _TAG + "null" else value.value
-        if flag in FORMER_FLAGS and FORMER_FLAGS[flag] in (ANY, given):
-            continue
         if flag not in FLAGS:
             raise UserError(f"--config {name}: unknown key '{shortened(flag)}'{hint(flag, '')}")
         if flag in lines:

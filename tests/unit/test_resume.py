@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 import test_hostile_checkpoints as checkpoints
 from tables import each, refused
 from test_world import heard, make_world
-from transformers import BertConfig
 
 from hvd_bert.checkpoint import resume
 from hvd_bert.checkpoint.resume import ResumePoint, shape_of
@@ -23,7 +21,6 @@ from hvd_bert.config.settings import FLAGS
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
-from hvd_bert.model.bert import new_model
 from hvd_bert.storage import written
 from hvd_bert.train import saving, start
 
@@ -267,24 +264,6 @@ def test_another_kind_of_cpu_is_warned_of(caplog):
     assert "cpu was AMD and is Intel" in caplog.text
 
 
-TINY = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-
-
-@each(
-    ("changed", "named"),
-    [
-        ({"num_attention_heads": 1}, ["num_attention_heads in the model's config.json was 2 and is 1"]),
-        ({"hidden_act": "relu"}, ["hidden_act in the model's config.json was gelu and is relu"]),
-        ({"architectures": ["Other"], "initializer_range": 0.3, "use_cache": False, "note": "mine"}, []),
-    ],
-)
-def test_a_model_that_computes_something_else_is_named(tmp_path, changed, named):
-    new_model(BertConfig(**TINY), None, 0).config.save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(saved | {"transformers_version": "9.0", "of_9.0": True}))
-    assert resume.configuration_changes(tmp_path, new_model(BertConfig(**TINY | changed), None, 0)) == named
-
-
 def test_a_lost_checkpoint_is_no_start_from_the_first_step(tmp_path, caplog):
     run = unfinished_run(tmp_path / "run", 10)
     (run / "latest").write_text("checkpoint-20\n")
@@ -294,10 +273,3 @@ def test_a_lost_checkpoint_is_no_start_from_the_first_step(tmp_path, caplog):
     (run / "checkpoint-10").rename(run / "elsewhere")
     with refused(lost, "Nothing was changed", "--overwrite_output_dir"):
         found("--output_dir", run)
-
-
-def test_former_flags_are_compared_unless_they_changed_nothing():
-    saved = identity() | {"--bad_examples": "error", "--text_column_delimiter": None, "--log_format": "json"}
-    check(saved)
-    with refused("--bad_examples was skip"):
-        check(saved | {"--bad_examples": "skip"})

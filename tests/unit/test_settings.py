@@ -103,7 +103,6 @@ def refusal(name: str) -> str:
         ("output_dir: yes", "output_dir", "yes"),
         ("output_dir: null", "output_dir", None),
         ("seed: 010", "seed", 10),
-        ("seed: 5\noverwrite_cache: false\ngradient_predivide_factor: 1.0", "seed", 5),  # of an earlier version
         ("bf16: on", "bf16", True),
         ("do_eval: Off", "do_eval", False),
         ("null_score_diff_threshold: -.inf", "null_score_diff_threshold", float("-inf")),
@@ -119,7 +118,6 @@ def test_values_are_those_of_the_command_line(tmp_path: Path, text: str, name: s
     [
         ("learning_rat: 1", ["'learning_rat'", "did you mean learning_rate?"]),
         ("config: sample", ["'config'"]),
-        ("answer_normalization: cmrc", ["'answer_normalization'"]),
         ("seed: [1, 2]", ["'seed'", "list"]),
         ("seed: red", ["--seed", "'red'"]),
         ("seed: 1\nbf16: true\nseed: 2\n", ["'seed'", "lines 1 and 3"]),
