@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import pickle
 import re
 from contextlib import AbstractContextManager
@@ -30,7 +29,6 @@ from hvd_bert.distributed.logs import log
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.machine import free_memory
 from hvd_bert.model.families import FAMILIES, family_of, model_class
-from hvd_bert.storage.places import TOKENIZER_FILES
 from hvd_bert.storage.reading import GIB
 
 # Old names on the hub -> current names; a cache may have the files under either.
@@ -45,12 +43,6 @@ HUB_NAMES = {name: f"{owner}/{name}" for owner, names in OWNERS.items() for name
 
 _UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # not in special tokens, such as [CLS] and <S>
 
-# The first that exists is loaded.
-WEIGHT_FILES = (
-    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-)  # fmt: skip
-FILES: dict[Any, tuple[str, ...]] = {AutoConfig: ("config.json",), AutoTokenizer: ("config.json", *TOKENIZER_FILES)}
-
 # Settings that transformers' encoders or this trainer's attention would fail with or ignore -> the supported value.
 SUPPORTED = {
     "is_decoder": False, "add_cross_attention": False, "return_dict": True, "chunk_size_feed_forward": 0,
@@ -60,27 +52,13 @@ SUPPORTED = {
 SUPPORTED_TOO = {("jina_embeddings_v3", "position_embedding_type", "rotary")}
 
 
-def reported(name: str, cache_dir: str | None = None) -> AbstractContextManager[None]:
+def reported(name: str) -> AbstractContextManager[None]:
     """Turn any error inside into a UserError that says that `name` cannot be loaded, why, and what to do."""
     return as_user_error(
         lambda reason: (
-            f"'{name}' cannot be loaded ({reason}). {_remedy(name, cache_dir)}, or try"
-            " `python -m hvd_bert.train --config sample`, which has a model of its own."
+            f"'{name}' cannot be loaded ({reason}). Check the name and the files, name another model or a local folder,"
+            " or try `python -m hvd_bert.train --config sample`, which has a model of its own."
         )
-    )
-
-
-def _remedy(name: str, cache_dir: str | None) -> str:
-    if os.path.lexists(name):
-        return "Fix or replace it, name another model"
-    if _is_path(name):
-        return "Check the path"
-    cached = try_to_load_from_cache(name, "config.json", cache_dir)
-    if isinstance(cached, str):
-        return f"Delete the model's folder in the hub's cache ({Path(cached).parents[2]}) and download it again"
-    return (
-        "Check the name, name a local folder, or download the model into the hub's cache on a machine with network"
-        " access"
     )
 
 
@@ -88,7 +66,7 @@ def load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
     """`kind.from_pretrained(name)`: from a folder, else the hub's cache, else the hub. Raises UserError."""
     transformers_logging.set_verbosity_error()  # our checks replace its warnings, which every rank would print
     transformers_logging.disable_progress_bar()
-    with reported(name, args.cache_dir):
+    with reported(name):
         try:
             return _load(kind, name, args, **extra)
         except pickle.UnpicklingError:
@@ -135,15 +113,7 @@ def load_encoder(kind: Any, args: ModelArguments, config: Any, other_head: bool 
 def _load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
     path = Path(name)
     if path.exists():
-        if path.is_dir():  # else it is a configuration's file
-            check_files(path, FILES.get(kind, WEIGHT_FILES))
-        try:
-            return kind.from_pretrained(name, trust_remote_code=False, **extra)
-        except Exception:  # of the kinds of tokenizers that transformers then tried
-            enough = {"config.json", "tokenizer.json"}.intersection(FILES.get(kind, ()))
-            if enough and path.is_dir() and not any((path / file).exists() for file in enough):
-                raise FileNotFoundError("it has no config.json") from None
-            raise
+        return kind.from_pretrained(name, trust_remote_code=False, **extra)
     if _is_path(name):
         raise FileNotFoundError(f"no such folder{'' if path.is_absolute() else f' in {Path.cwd()}'}")
     extra |= {"cache_dir": args.cache_dir, "revision": args.model_revision}
@@ -167,20 +137,6 @@ def _is_path(name: str) -> bool:
     return False
 
 
-def check_files(folder: Path, names: tuple[str, ...]) -> None:
-    """Raise ValueError if a file is not what transformers expects: it would wait for a fifo or not name the file."""
-    for name in names:
-        path = folder / name
-        if not os.path.lexists(path):
-            continue
-        if not path.is_file():
-            raise ValueError(f"{name} is not a regular file")
-        if path.suffix == ".json":
-            _json_object(path)
-        if name in WEIGHT_FILES:
-            break
-
-
 def load_tokenizer_files(args: ModelArguments, **extra: Any) -> Any:
     """The tokenizer in --tokenizer_name, which keeps upper-case letters if its files say so. Raises UserError.
 
@@ -190,7 +146,7 @@ def load_tokenizer_files(args: ModelArguments, **extra: Any) -> Any:
     tokenizer = load(AutoTokenizer, args.tokenizer, args, **extra)
     if not tokenizer.init_kwargs.get("do_lower_case"):
         return tokenizer
-    with reported(args.tokenizer, args.cache_dir):
+    with reported(args.tokenizer):
         if "do_lower_case" in _content(args, "tokenizer_config.json"):
             return tokenizer
         normalizer = json.dumps(_content(args, "tokenizer.json").get("normalizer"))
@@ -246,7 +202,7 @@ def load_config(name: str, args: ModelArguments, copies: int = 1) -> Any:
             f"{name} is a {config.model_type} model, which cannot be trained. Name an encoder of one of the families"
             f" {', '.join(FAMILIES)}."
         )
-    with reported(name, args.cache_dir):
+    with reported(name):
         _check_config(config)
         needed, free = copies * 4 * num_weights(config), free_memory()
         if needed > free:

@@ -19,9 +19,3 @@ def path_problem(path: str) -> str:
     if path.encode(errors="replace").decode() != path:
         return "is not valid UTF-8: rename the file or folder"
     return ""
-
-
-TOKENIZER_FILES = (
-    "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt",
-    "vocab.json", "merges.txt", "sentencepiece.bpe.model", "spiece.model", "spm.model",
-)  # fmt: skip
