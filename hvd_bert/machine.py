@@ -20,11 +20,8 @@ def cpu_name() -> str:
 
 
 def cpuinfo() -> dict[str, str]:
-    """The first processor's entries of CPUINFO; none on other systems than Linux."""
-    try:
-        lines = CPUINFO.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
-    except OSError:
-        lines = []
+    """The first processor's entries of CPUINFO."""
+    lines = CPUINFO.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
@@ -45,11 +42,7 @@ def version_of(package: str) -> str | None:
 def free_memory() -> int:
     """Bytes of free memory on the host or, if less, in the job's cgroup."""
     free = int(psutil.virtual_memory().available)
-    try:
-        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        groups = []  # not Linux
-    for line in groups:
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         if line.startswith("0::"):  # version 2
             free = min([free, *_cgroup_free(Path("/sys/fs/cgroup") / line[3:].lstrip("/"))])
     return free
