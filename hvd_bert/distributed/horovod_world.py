@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from hvd_bert.distributed import rendezvous, watchdog
-from hvd_bert.distributed.interfaces import address_of, apply_setting, avoid_inner_networks
+from hvd_bert.distributed.interfaces import address_of, address_towards, apply_setting, avoid_inner_networks
 from hvd_bert.distributed.launch import (
     WITHOUT_HOROVOD,
     Launcher,
@@ -109,17 +109,20 @@ class HorovodWorld(World):
             self.node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
             self.host_ranks = tuple(self.node.allgather(self.rank))
         if self.size > 1 and not self.elastic:
-            arrivals = watchdog.MpiArrivals(self._comm.Dup()) if self._comm is not None else self._store_arrivals()
-            self.watch(self._stalled_after_s, arrivals)
+            self.watch(self._stalled_after_s, self._store())
 
-    def _store_arrivals(self) -> watchdog.Arrivals:
-        address = address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or self.host
+    def _store(self) -> Any:
+        """A key-value store for the watchdog; None if a rank cannot reach it."""
+        chosen = address_of(os.environ.get("HOROVOD_GLOO_IFACE"))
+        # A host may resolve its own name to the loopback, where other hosts do not reach it.
+        others = [host for host in self.hosts if host != self.host]
+        address = chosen or (address_towards(others[0]) if others else None) or self.host
         try:
-            return watchdog.StoreArrivals(rendezvous.store_of(self, address), self.rank, self.size)
+            return rendezvous.store_of(self, address)
         except CollectiveError as error:  # on all ranks; training works without it
             if self.rank == 0:
                 log.warning("If a rank stalls, it cannot be named: %s", error)
-            return watchdog.Arrivals(self.rank, self.size)
+            return None
 
     def _take_device(self) -> tuple[str, str | None]:
         device, device_id = super()._take_device()

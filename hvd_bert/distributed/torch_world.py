@@ -75,8 +75,7 @@ class DistributedWorld(World):
         if self.size > 1:
             # A connection of its own, since another thread may wait in the first one.
             store = distributed.PrefixStore("hvd_bert.waits", self._store.clone())  # type: ignore[attr-defined]
-            limit_s = watchdog.inspect(os.environ, elastic=False)
-            self.watch(limit_s, watchdog.StoreArrivals(store, self.rank, self.size))
+            self.watch(watchdog.inspect(os.environ, elastic=False), store)
 
     def allgather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

@@ -28,7 +28,6 @@ LONGEST_S = 2 * 3600.0  # while one rank downloads, tokenizes, evaluates or writ
 TURN_S = 6.0  # between two ranks' reports: a launcher ends the second rank within 5 s of the first one's end
 ANSWER_S = 10.0  # a store behind a dead link does not answer
 LISTED = "the tensors that Horovod lists above"
-_TAG = 7  # of this module's MPI messages
 
 
 def inspect(environ: MutableMapping[str, str], elastic: bool) -> float:
@@ -54,50 +53,22 @@ def _seconds(text: str) -> int:
 
 
 class Arrivals:
-    """Which ranks wait. All ranks number their waits alike. Without a channel any other rank may be missing."""
+    """Which ranks wait, through a key-value store that rank 0 serves. All ranks number their waits alike."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        """`store`: torch's; None: any other rank may be missing."""
+        self._store, self._rank, self._size = store, rank, size
 
     def announce(self, wait: int) -> None:
         """Announce that this rank is in wait number `wait`."""
+        if self._store:
+            self._store.set(f"wait {wait} {self._rank}", "")
 
     def missing(self, wait: int) -> Sequence[int]:
         """The ranks that have not announced it."""
-        return [other for other in range(self._size) if other != self._rank]
-
-
-class StoreArrivals(Arrivals):
-    """Through torch's key-value store, which rank 0 serves."""
-
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self._store = store
-
-    def announce(self, wait: int) -> None:
-        self._store.set(f"wait {wait} {self._rank}", "")
-
-    def missing(self, wait: int) -> Sequence[int]:
+        if not self._store:
+            return [other for other in range(self._size) if other != self._rank]
         return [rank for rank in range(self._size) if not self._store.check([f"wait {wait} {rank}"])]
-
-
-class MpiArrivals(Arrivals):
-    """Through messages to rank 0. The ranks ask in order, so if another rank asks, those before it are missing."""
-
-    def __init__(self, comm: Any) -> None:
-        super().__init__(comm.rank, comm.size)
-        self._comm = comm
-        self._waiting: set[tuple[int, int]] = set()
-
-    def announce(self, wait: int) -> None:
-        self._comm.isend((wait, self._rank), dest=0, tag=_TAG)  # small enough to be sent at once
-
-    def missing(self, wait: int) -> Sequence[int]:
-        if self._rank > 0:
-            return range(self._rank)
-        while self._comm.iprobe(tag=_TAG):
-            self._waiting.add(self._comm.recv(tag=_TAG))
-        return [rank for rank in range(self._size) if (wait, rank) not in self._waiting]
 
 
 class Watchdog:

@@ -240,9 +240,9 @@ class World:
         """On rank 0 only: close the timeline. Returns when it is written."""
         raise NotImplementedError("only Horovod has a timeline")
 
-    def watch(self, stalled_after_s: float, arrivals: watchdog.Arrivals) -> None:
-        """From now on, a rank that does not reach a step's collective ends the job."""
-        hosts = [info.host for info in self.rank_infos]
+    def watch(self, stalled_after_s: float, store: Any) -> None:
+        """From now on, a rank that does not reach a step's collective ends the job. `store`: see `Arrivals`."""
+        hosts, arrivals = [info.host for info in self.rank_infos], watchdog.Arrivals(store, self.rank, self.size)
         self._watchdog = watchdog.Watchdog(self.rank, hosts, stalled_after_s, arrivals, self.abort)
 
     def waiting(self, names: Callable[[], Sequence[str]], at_least_s: float = 0.0) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from tables import each
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # missing in its type stubs
 
 from hvd_bert.distributed import watchdog
-from hvd_bert.distributed.watchdog import DISABLED, ENDS_AFTER, WARNS_AFTER, StoreArrivals, Watchdog
+from hvd_bert.distributed.watchdog import DISABLED, ENDS_AFTER, WARNS_AFTER, Arrivals, Watchdog
 from hvd_bert.errors import EXIT_FAILURE
 
 SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one of the ranks"
@@ -54,13 +54,13 @@ def end(monkeypatch, capsys) -> Callable[..., str]:
     def wait_for_end(rank: int, *present: int, store: Any = None, names: list[str]) -> str:
         store, ended = store or HashStore(), threading.Event()
         for other in present:
-            StoreArrivals(store, other, 4).announce(2)
+            Arrivals(store, other, 4).announce(2)
         statuses: list[int] = []
         stall_watchdog = Watchdog(
             rank,
             ["a100-01", "a100-01", "a100-02", "a100-02"],
             0.1,
-            StoreArrivals(store, rank, 4),
+            Arrivals(store, rank, 4),
             lambda status: (statuses.append(status), ended.set(), threading.Event().wait()),
         )
         with stall_watchdog.over(0.1, lambda: pytest.fail("it is over")):
@@ -95,14 +95,14 @@ def test_rank_one_reports_if_rank_zero_does_not(end, monkeypatch):
 def test_store_that_does_not_answer_is_rank_zeros(end, monkeypatch):
     monkeypatch.setattr(watchdog, "TURN_S", 0.0)
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.1)
-    monkeypatch.setattr(StoreArrivals, "missing", lambda self, wait: threading.Event().wait())
+    monkeypatch.setattr(Arrivals, "missing", lambda self, wait: threading.Event().wait())
     assert "for rank 0 on a100-01 to reach a.weight" in end(1, names=["a.weight"])
 
 
 @each(("waited", "message", "ends"), [(301, SHUT_DOWN, True), (299, SHUT_DOWN, False), (301, "other", False)])
 def test_inspector_that_comes_first_is_a_stall(monkeypatch, capsys, waited, message, ends):
     statuses: list[int] = []
-    stall_watchdog = Watchdog(0, ["one", "two"], 600, StoreArrivals(HashStore(), 0, 2), statuses.append)
+    stall_watchdog = Watchdog(0, ["one", "two"], 600, Arrivals(HashStore(), 0, 2), statuses.append)
     now = [0.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     with pytest.raises(RuntimeError), stall_watchdog.over(600, list):
@@ -114,7 +114,7 @@ def test_inspector_that_comes_first_is_a_stall(monkeypatch, capsys, waited, mess
 
 def test_inspector_that_comes_first_does_not_lose_the_names(monkeypatch, capsys):
     store, arrived = HashStore(), threading.Event()
-    stall_watchdog = Watchdog(0, ["one", "two"], 0.1, StoreArrivals(store, 0, 2), lambda _: None)
+    stall_watchdog = Watchdog(0, ["one", "two"], 0.1, Arrivals(store, 0, 2), lambda _: None)
     with pytest.raises(RuntimeError), stall_watchdog.over(10, lambda: [] if arrived.is_set() else ["a weight"]):
         store.wait(["wait 1 0"])  # announced, after a tenth of the limit
         arrived.set()  # Horovod forgets what it waits for
