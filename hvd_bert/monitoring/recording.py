@@ -6,8 +6,6 @@ Horovod can start a timeline during training only if HOROVOD_TIMELINE=DYNAMIC wa
 
 from __future__ import annotations
 
-import errno
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,9 +19,10 @@ from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.trace import RankTrace, pack, write_trace
 from hvd_bert.storage import written
-from hvd_bert.storage.writing import writing_to
+from hvd_bert.storage.writing import check_folder, make_folder, writing_to
 
 TRACE = "trace.json.gz"
+COMMAND = "recording"  # in the record of a folder
 
 
 class Recording:
@@ -53,7 +52,7 @@ class Recording:
                     "--timeline_file: a single rank sends no gradients. Start more ranks, or use --profile instead."
                 )
             if self.file and world.rank == 0:
-                _check_file(self.file, self._train.output_dir)
+                _check_file(self.file)
 
     def before(self, step: int) -> None:
         """Call before step `step` (1, 2, ...). A collective before the first step to record."""
@@ -80,7 +79,8 @@ class Recording:
 
     def _start_timeline(self, file: Path) -> None:
         try:
-            written.add(self._train.folder, _name_in(self._train.folder, file))
+            make_folder(file.parent)
+            written.add(file.parent, file.name, command=COMMAND)
         except OSError as error:
             reason = error.strerror or error
             log.warning("%s: the timeline cannot be recorded: %s. Training continues.", file, reason)
@@ -138,24 +138,8 @@ class Recording:
         log.info("The recording of steps %s is incomplete: training was interrupted.", self.config.timeline_steps)
 
 
-def _name_in(folder: Path, file: Path) -> str:
-    """A file's name in the record of `folder`."""
-    return os.path.relpath(os.path.realpath(file), os.path.realpath(folder))
-
-
-def _check_file(path: Path, output_dir: str | None) -> None:
-    """Raise UserError if the timeline cannot be written, or would replace a file that no run in the output folder
-    recorded. Creates nothing."""
-    place = os.path.realpath(path.parent)
+def _check_file(path: Path) -> None:
+    """Raise UserError if the timeline cannot be written, or would replace a file that no recording wrote."""
     with writing_to("--timeline_file", path):
-        recorded = output_dir is not None and _name_in(Path(output_dir), path) in written.names(Path(output_dir))
-        if path.is_file() and path.stat().st_size and not recorded:
-            reason = "it exists, and no run in --output_dir recorded it: name another file, or delete an old timeline"
-            raise FileExistsError(errno.EEXIST, reason)
-        if path.exists():
-            if not path.is_file():  # opening a pipe would wait for its reader
-                raise OSError(errno.EINVAL, "it is not a regular file")
-            path.open("ab").close()
-        elif output_dir is None or place != os.path.realpath(output_dir):  # which was checked, and may not exist yet
-            with tempfile.TemporaryFile(dir=place):
-                pass
+        check_folder(path.parent)
+        written.check(path.parent, [path.name], command=COMMAND)

@@ -1,6 +1,6 @@
-"""Write one trace of all ranks for Perfetto and chrome://tracing: a process row per rank, by its host's clock.
+"""Write one trace of all ranks for Perfetto and chrome://tracing: a process per rank, by its host's clock.
 
-A rank's row has the phases of its steps, and its threads and GPU streams from torch's profiler. The format: Google,
+A rank has a row with the phases of its steps, and torch's rows of its threads and GPU streams. The format: Google,
 *Trace Event Format*, 2016.
 """
 
@@ -10,15 +10,13 @@ import gzip
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 from hvd_bert.storage.writing import replacing
 
-Event = dict[str, Any]
-
-PHASE_ROW, THREADS = 1, 2  # rows of a rank; its threads and streams follow
-_KEPT = "Xsfi"  # spans, the arrows between them, instants
+_PHASE_ROW = 0  # no thread has this number
 
 
 @dataclass
@@ -39,68 +37,28 @@ def pack(text: bytes) -> bytes:
 
 def write_trace(path: Path, ranks: Sequence[RankTrace]) -> None:
     """Write the gzipped trace. Raises OSError."""
-    start_us = min(trace.laps[0][1] for trace in ranks) / 1000
+    start_ns = min(trace.laps[0][1] for trace in ranks)
+    events = chain.from_iterable(_events(trace, start_ns) for trace in ranks)
     with replacing(path) as partial, gzip.open(partial, "wt", compresslevel=6, encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        separator = ""
-        for event in _events(ranks):
-            if "ts" in event:
-                event["ts"] = round(event["ts"] - start_us, 3)
-            file.write(separator + json.dumps(event))
-            separator = ",\n"
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n' + json.dumps(next(events)))
+        file.writelines(",\n" + json.dumps(event) for event in events)
         file.write("\n]}\n")
 
 
-def _events(ranks: Sequence[RankTrace]) -> Iterator[Event]:
-    """All events, with `ts` in us since 1970."""
-    for trace in ranks:
-        pid = _pid(trace.rank)
-        yield _metadata("process_name", pid, name=f"rank {trace.rank} on {trace.host}")
-        yield _metadata("process_sort_index", pid, sort_index=trace.rank)
-        yield from _row(pid, PHASE_ROW, "phases of the step")
-        yield from _phases(trace)
-        yield from _torch(trace)
-
-
-def _pid(rank: int) -> int:
-    return rank + 1  # Perfetto treats 0 as the idle process
-
-
-def _metadata(kind: str, pid: int, tid: int = 0, **args: Any) -> Event:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
-
-
-def _row(pid: int, tid: int, name: str) -> Iterator[Event]:
-    yield _metadata("thread_name", pid, tid, name=name)
-    yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
-
-
-def _phases(trace: RankTrace) -> Iterator[Event]:
-    since = trace.laps[0][1]
-    for phase, now in trace.laps[1:]:
-        start, end = (since / 1000, now / 1000)
-        span = {"ph": "X", "name": phase, "cat": "phase", "ts": start, "dur": end - start, "args": {}}
-        yield span | {"pid": _pid(trace.rank), "tid": PHASE_ROW}
-        since = now
-
-
-def _torch(trace: RankTrace) -> Iterator[Event]:
-    """torch's events. Its threads of several processes become rows of the rank's process."""
+def _events(trace: RankTrace, start_ns: int) -> Iterator[dict[str, Any]]:
+    """All events of a rank, with `ts` in us since `start_ns`."""
+    own = {"pid": trace.rank + 1, "tid": _PHASE_ROW}  # Perfetto treats process 0 as the idle one
+    for kind, name in (("process", f"rank {trace.rank} on {trace.host}"), ("thread", "phases of the step")):
+        yield own | {"ph": "M", "name": f"{kind}_name", "args": {"name": name}}
+    for (_, since), (phase, now) in pairwise(trace.laps):
+        span = {"ph": "X", "name": phase, "cat": "phase", "ts": (since - start_ns) / 1000, "dur": (now - since) / 1000}
+        yield own | span
     whole = json.loads(gzip.decompress(trace.packed))
-    shift_us = whole.get("baseTimeNanoseconds", 0) / 1000
-    pid = _pid(trace.rank)
-    rows: dict[tuple[Any, Any], int] = {}
-    names: dict[tuple[Any, Any], str] = {}
+    shift_us = (whole.get("baseTimeNanoseconds", 0) - start_ns) / 1000
     for event in whole["traceEvents"]:
-        if event["ph"] == "M" and event["name"] == "thread_name":
-            names[event["pid"], event["tid"]] = event["args"]["name"]
-    for event in whole["traceEvents"]:
-        if event["ph"] not in _KEPT or not isinstance(event["pid"], int):  # the profiler's own marks have a name as pid
+        kept = event["ph"] != "M" or event["name"] == "thread_name"
+        if not kept or not isinstance(event["pid"], int):  # the profiler's own marks have a name as pid
             continue
-        key = event["pid"], event["tid"]
-        if key not in rows:
-            rows[key] = THREADS + len(rows)
-            yield from _row(pid, rows[key], names.get(key, f"thread {event['tid']}"))
         if "id" in event:  # of an arrow: ids are unique only within a rank
             event["id"] = f"{trace.rank}.{event['id']}"
-        yield event | {"pid": pid, "tid": rows[key], "ts": event["ts"] + shift_us}
+        yield event | {"pid": own["pid"], "ts": round(event["ts"] + shift_us, 3)}

@@ -21,7 +21,7 @@ _AFTER_COMMAND = "//"  # in no name
 
 
 def names(folder: Path, command: str = "") -> set[str]:
-    """The recorded names. A file in another folder has its path relative to this one. Raises OSError."""
+    """The recorded names. Raises OSError."""
     return {name for name, writer in _writers(folder).items() if writer == command}
 
 

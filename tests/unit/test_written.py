@@ -155,37 +155,28 @@ def test_page_of_a_timeline_replaces_only_such_a_page(tmp_path, capsys):
     assert timeline([str(path), "--html", str(page)]) == timeline([str(path), "--html", str(page)]) == 0
 
 
-def recording(file: Path, out: Path | None = None) -> Recording:
-    flags = ["--timeline_file", str(file), "--timeline_steps", "1:2", *(["--output_dir", str(out)] if out else [])]
+def test_timeline_replaces_only_a_timeline(tmp_path, monkeypatch):
     world = make_world(size=2)
     world.allgather = lambda value: [value, value]  # type: ignore[method-assign]
-    config = parse(flags)
-    return Recording(config.profiling, config.train, 3, Meter(make_world()), world)
+    monkeypatch.setattr(world, "start_timeline", lambda path: path.write_text("[events"), raising=False)
 
+    def recording(file: Path) -> Recording:
+        config = parse(["--timeline_file", str(file), "--timeline_steps", "1:2", "--output_dir", str(tmp_path / "out")])
+        return Recording(config.profiling, config.train, 3, Meter(make_world()), world)
 
-def test_timeline_replaces_only_a_runs_timeline(tmp_path):
-    mine, out, pipe = tmp_path / "train.json", tmp_path / "out", tmp_path / "pipe"
+    mine, pipe = tmp_path / "train.json", tmp_path / "pipe"
     mine.write_text("mine")
     os.mkfifo(pipe)
-    for file, folder in ((mine, None), (mine, out), (tmp_path / "nowhere" / "t.json", None), (pipe, None)):
+    for file in (mine, pipe, mine / "t.json"):
         with pytest.raises(CollectiveError, match=f"{file} cannot be written: "):
-            recording(file, folder)
-    for file in (out / "timeline.json", tmp_path / "new.json"):
-        recording(file, out)
+            recording(file)
+    new = tmp_path / "new" / "t.json"
+    first = recording(new)
     assert sorted(os.listdir(tmp_path)) == ["pipe", "train.json"]  # a check creates nothing
-    assert mine.read_text() == "mine"
-
-
-def test_timeline_of_an_earlier_attempt_is_replaced(tmp_path, monkeypatch):
-    out, file = tmp_path / "out", tmp_path / "t.json"
-    out.mkdir()
-    first = recording(file, out)
-    monkeypatch.setattr(first.world, "start_timeline", lambda path: path.write_text("[events"), raising=False)
     first.before(1)
-    assert written.names(out) == {"../t.json"} and file.exists()
-    recording(file, out)
-    with pytest.raises(CollectiveError, match="it exists, and no run"):
-        recording(file, tmp_path / "another")
+    assert new.exists()
+    recording(new)
+    assert mine.read_text() == "mine"
 
 
 def test_benchmark_replaces_only_a_benchmarks_figures(tmp_path, monkeypatch):
