@@ -114,8 +114,10 @@ def _load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
     path = Path(name)
     if path.exists():
         return kind.from_pretrained(name, trust_remote_code=False, **extra)
-    if _is_path(name):
-        raise FileNotFoundError(f"no such folder{'' if path.is_absolute() else f' in {Path.cwd()}'}")
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise FileNotFoundError(f"no such folder{'' if path.is_absolute() else f' in {Path.cwd()}'}") from None
     extra |= {"cache_dir": args.cache_dir, "revision": args.model_revision}
     # The cache first: it needs no network, and N ranks do not all contact the hub.
     for cached_name in (name, HUB_NAMES.get(name, name)):
@@ -126,15 +128,6 @@ def _load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
             f"no such folder in {Path.cwd()}, the model is not in the hub's cache, and the hub does not answer"
         )
     return kind.from_pretrained(name, trust_remote_code=False, **extra)
-
-
-def _is_path(name: str) -> bool:
-    """Whether a name can only be that of a folder, not of a model on the hub."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return True
-    return False
 
 
 def load_tokenizer_files(args: ModelArguments, **extra: Any) -> Any:

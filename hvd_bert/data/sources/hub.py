@@ -53,18 +53,19 @@ def load(
     others = [new if dataset_name == old else old for old, new in _ALIASES.items() if dataset_name in (old, new)]
     names = [dataset_name, *(name for name in others if not os.path.isdir(name))]
     reason: Exception | None = None
-    with _quiet():
-        for name, offline in [*((name, True) for name in names), (dataset_name, False)]:
-            try:
-                with _offline() if offline else contextlib.nullcontext():
-                    if not offline:
-                        _reach_hub()
-                    return datasets.load_dataset(
-                        name, dataset_config_name, split=split, cache_dir=cache_dir, trust_remote_code=False
-                    )
-            # The exceptions for an unreachable hub differ between releases and HTTP libraries.
-            except Exception as error:
-                reason = error
+    datasets.disable_progress_bars()  # which every rank would show
+    datasets.logging.set_verbosity_error()
+    for name, offline in [*((name, True) for name in names), (dataset_name, False)]:
+        try:
+            with _offline() if offline else contextlib.nullcontext():
+                if not offline:
+                    _reach_hub()
+                return datasets.load_dataset(
+                    name, dataset_config_name, split=split, cache_dir=cache_dir, trust_remote_code=False
+                )
+        # The exceptions for an unreachable hub differ between releases and HTTP libraries.
+        except Exception as error:
+            reason = error
     assert reason is not None
     raise UserError(
         f"{flag}: split {split!r} is not in the Hugging Face cache on this machine and could "
@@ -101,22 +102,6 @@ def _offline() -> Iterator[None]:
         yield
     finally:
         datasets.config.HF_HUB_OFFLINE = before
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Turn off progress bars and warnings of `datasets`, which every rank would print."""
-    import datasets
-
-    had_bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if had_bars:
-            datasets.enable_progress_bars()
 
 
 def digest(rows: Dataset) -> str:
