@@ -119,6 +119,9 @@ class ModelArguments:
         if self.model_name_or_path is None and self.config_name is None:
             self.model_name_or_path = DEFAULT_MODEL
         check_ranges(self)
+        require(
+            self.lora_alpha is None or self.lora_rank > 0, "--lora_alpha needs --lora_rank: give both, or remove it."
+        )
 
     @property
     def configuration(self) -> str:

@@ -6,7 +6,7 @@ Also GPUs' peak FLOP/s, the reference of the MFU, and the weights whose gradient
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,6 +33,7 @@ class ForwardFlops:
         per_pass: Work that does not depend on the windows, for example on DeBERTa's relative positions.
         per_token: Linear layers: 2 FLOP for each weight, as often as a pass uses it.
         per_pair: Scores and weighted sums of attention. Local attention counts as if it were global.
+        frozen: Of `per_token`, that of weights without a gradient, whose backward pass is as expensive as the forward.
         crossover: The window length in tokens at which attention costs as much as the rest of the encoder: 2304 tokens
             for MiniLM, 4608 for BERT-base.
     """
@@ -41,6 +42,7 @@ class ForwardFlops:
     per_token: int
     per_pair: int
     crossover: int
+    frozen: int = 0
 
     def training(self, lengths: ArrayLike, passes: int = 1) -> float:
         """FLOP of `passes` forward and backward passes over windows of `lengths` tokens in all.
@@ -50,7 +52,7 @@ class ForwardFlops:
         """
         tokens = np.asarray(lengths, dtype=np.float64)
         forward = passes * self.per_pass + self.per_token * tokens.sum() + self.per_pair * (tokens**2).sum()
-        return float((1 + BACKWARD) * forward)
+        return float((1 + BACKWARD) * forward - self.frozen * tokens.sum())
 
 
 _counted: WeakKeyDictionary[nn.Module, ForwardFlops] = WeakKeyDictionary()
@@ -65,6 +67,14 @@ def forward_flops(model: Any) -> ForwardFlops:
     if model not in _counted:
         _counted[model] = _count_passes(model)
     return _counted[model]
+
+
+def with_adapters(flops: ForwardFlops, model: nn.Module) -> ForwardFlops:
+    """The FLOP of a model after adapters (LoRA) were added and the other weights of its encoder frozen."""
+    trained = {name: 2 * p.numel() for name, p in model.named_parameters() if p.requires_grad and p.ndim > 1}
+    adapters = sum(count for name, count in trained.items() if "lora_" in name)
+    frozen = flops.per_token + adapters - sum(trained.values())
+    return replace(flops, per_token=flops.per_token + adapters, frozen=frozen)
 
 
 def try_once(model: Any) -> Any:

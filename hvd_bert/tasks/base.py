@@ -23,7 +23,7 @@ from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.families import fit_flags
-from hvd_bert.model.flops import ForwardFlops
+from hvd_bert.model.flops import ForwardFlops, with_adapters
 from hvd_bert.model.loading import load_config
 from hvd_bert.model.lora import add_adapters, merge
 
@@ -140,6 +140,12 @@ class Task(ABC):
             safetensors.torch.save_file(weights, folder / "model.safetensors")
         self._save_tokenizer(folder)
 
+    def add_adapters(self, config: Config) -> None:
+        """Have a training with --lora_rank train adapters in place of the encoder. Raises UserError."""
+        if self.plan and config.model.lora_rank:
+            self.lora = add_adapters(self.model, config.model, config.train.seed)
+            self.forward_flops = self.forward_flops and with_adapters(self.forward_flops, self.model)
+
     def merge_adapters(self) -> None:
         """Add what --lora_rank has trained to the model's weights."""
         if self.lora:
@@ -199,8 +205,7 @@ def load_task(config: Config, world: World) -> Task:
     """
     name, args = config.data.task, config.checkpoint
     task = task_class(name)(config, world)
-    if task.plan and config.model.lora_rank:
-        task.lora = add_adapters(task.model, config.model, config.train.seed)
+    task.add_adapters(config)
     if task.plan and not any(parameter.requires_grad for parameter in task.model.parameters()):
         raise UserError(f"--task {name}: all parameters of its model are frozen. Set requires_grad on those to train.")
     args.metric_for_best_model = args.metric_for_best_model or next(iter(task.metrics))
@@ -252,7 +257,7 @@ def encoder_config(
     config = load_config(
         model.configuration, model, weight_copies(train.do_train and not model.lora_rank, strategy, world)
     )
-    fit_flags(config, train.precision, strategy, data, unit)
+    fit_flags(config, train.precision, data, unit)
     return config
 
 

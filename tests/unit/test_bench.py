@@ -83,3 +83,7 @@ def test_flags_of_the_trainer_are_used():
     flags, config = parse(["--steps", "4", "--repeats", "2", "--bf16", "--learning_rate", "1e-3"])
     assert (config.train.max_steps, config.train.logging_steps, config.train.bf16) == (12, 4, True)
     assert flags.random and not parse(["--config", "sample"])[0].random
+
+
+def test_adapters_are_measured(tiny):
+    assert task_of(tiny, "--lora_rank", "2").forward_flops.frozen > 0 and task_of(tiny, "--lora_rank", "2").lora

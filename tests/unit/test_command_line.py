@@ -89,6 +89,7 @@ def test_help_lists_every_flag(capsys):
         ("--zero_stage 4 --strategy deepspeed", ["--zero_stage", "4", "1, 2, 3"]),
         ("--lr_scheduler_type reduce_lr_on_plateau", ["--lr_scheduler_type", "'reduce_lr_on_plateau'", "cosine"]),
         ("--bf16 --fp16", ["--bf16", "--fp16"]),
+        ("--lora_alpha 4", ["--lora_alpha", "--lora_rank"]),
         ("--dataset_name squad --train_file a", ["--dataset_name", "--train_file"]),
         ("--padding longest --pad_to_max_length", ["--padding longest", "--pad_to_max_length"]),
     ],
@@ -109,7 +110,7 @@ def test_limits_of_a_flag(name):
             parse([f"--{name}={value}"])
     for value in (lower, upper):
         if value is not None:
-            assert parse([f"--{name}={value}"]).as_flat()[name] == value
+            assert parse(["--lora_rank=1", f"--{name}={value}"]).as_flat()[name] == value
 
 
 def test_a_threshold_may_be_infinite_but_not_nan():

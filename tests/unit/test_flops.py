@@ -10,10 +10,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig
 
+from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.batch_plan import window_costs
 from hvd_bert.model.bert import new_model
+from hvd_bert.model.cpu import kernels
 from hvd_bert.model.families import model_class
-from hvd_bert.model.flops import forward_flops, late_weights
+from hvd_bert.model.flops import forward_flops, late_weights, with_adapters
+from hvd_bert.model.lora import add_adapters
 
 TINY = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 NAMES = {"intermediate_size": "hidden_dim"}  # DistilBERT's, which has aliases for the others
@@ -30,9 +33,9 @@ FAMILIES = {
 }
 
 
-def tiny(family):
+def tiny(family, **changed):
     sizes = {NAMES.get(k, k) if family == "distilbert" else k: v for k, v in TINY.items()}
-    config = AutoConfig.for_model(family, **sizes | FAMILIES[family], attn_implementation="eager")
+    config = AutoConfig.for_model(family, **sizes | FAMILIES[family] | changed, attn_implementation="eager")
     return AutoModelForQuestionAnswering.from_config(config)
 
 
@@ -48,6 +51,18 @@ def test_flops_match_torchs_counter(family):
     counted = forward_flops(model).training([length] * windows)
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
     assert model.training
+
+
+def test_frozen_weights_have_no_gradients():
+    model, length = tiny("bert", num_hidden_layers=12), 16
+    flops = forward_flops(model)
+    add_adapters(model, ModelArguments(lora_rank=2), seed=1)
+    tokens = torch.full((3, length), 5)
+    with FlopCounterMode(display=False) as counter, kernels.using(kernels.TORCHS):
+        output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        (output.start_logits + output.end_logits).sum().backward()
+    # The first layer's input needs no gradient.
+    assert with_adapters(flops, model).training([length] * 3) == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 
 @pytest.mark.parametrize(("hidden", "inner", "layers"), [(384, 1536, 1), (32, 48, 2)])

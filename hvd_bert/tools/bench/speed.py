@@ -196,11 +196,13 @@ def random_task(model: str | None, num_windows: int, config: Config, world: Worl
     if model is not None and not Path(model).exists():
         raise UserError(f"--model {model}: no such folder or file. Name an encoder's folder or its config.json.")
     shape = load_config(model, ModelArguments(model_name_or_path=model), copies) if model else BertConfig()
-    fit_flags(shape, args.precision, config.parallel.strategy, data)
+    fit_flags(shape, args.precision, data)
     lengths = lengths_like_squad(num_windows, min(data.max_seq_length, max_tokens(shape)), args.seed)
     table = random_windows(lengths, shape.vocab_size, args.seed)
     source = squad.from_questions("random windows", [])
     with reported(model or "BERT-base"):
         padded, flags = data.pad_to is not None, config.model
         network = new_model(shape, flags.dropout, args.seed, padded, attention_dropout=flags.attention_dropout)
-    return QuestionAnswering(config, world, Inputs(None, network, QuestionSet(source, table), None))
+    task = QuestionAnswering(config, world, Inputs(None, network, QuestionSet(source, table), None))
+    task.add_adapters(config)
+    return task
