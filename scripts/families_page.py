@@ -45,7 +45,8 @@ def page() -> str:
     for name, family in FAMILIES.items():
         config = CONFIG_MAPPING[name]()
         checkpointing = model_class(config).supports_gradient_checkpointing
-        without = [*family.unsupported, *([] if checkpointing else ["--gradient_checkpointing"])]
+        without = ["--bf16", "--fp16"] if family.only_fp32 else []
+        without += [] if checkpointing else ["--gradient_checkpointing"]
         without += [] if type(config) in CLASSES else ["--task text-classification"]
         flags = ", ".join(f"`{flag}`" for flag in without) or "none"
         rows["Packed" if family.packed else "Padded"].append(f"| `{name}` | {flags} |")

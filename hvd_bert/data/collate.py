@@ -52,11 +52,6 @@ class Batch:
         """The same, padding included."""
         return self.input_ids.numel() if self.num_windows else 0
 
-    @property
-    def padded(self) -> bool:
-        """Whether the windows are padded instead of packed."""
-        return self.attention_mask is not None
-
 
 class Collator:
     """Makes batches on a device from a table of windows (columns: see `hvd_bert.data.window_table`).

@@ -146,10 +146,7 @@ def takes_token_types(config: Any, model_name: str, tokenizer: Any) -> bool:
 
 
 def _prepared(model: Any, token_types: bool) -> Any:
-    """The same model with its family's inputs and this package's layers, and without weights that nothing uses."""
-    pooler = getattr(model.base_model, "pooler", None)
-    if pooler is not None:  # SqueezeBERT's: it gets no gradient
-        pooler.requires_grad_(False)
+    """The same model with its family's inputs and this package's layers."""
     families.adapt(model, token_types, families.family_of(model.config))
     return with_own_layers(model)
 

@@ -6,8 +6,7 @@ tests/unit/test_families.py, whose tests then compare it with transformers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,43 +29,38 @@ class Family:
             mixes the tokens of a row. So windows can be packed; otherwise they are padded to the longest of the batch.
         positions_after_padding: Its positions start at pad_token_id + 1, as RoBERTa's.
         question_attends_globally: The question's tokens attend to all others, as Longformer's.
-        unsupported: Flags that it fails with -> the reason.
+        only_fp32: The mask of its attention overflows in half precision.
     """
 
     packed: bool = False
     positions_after_padding: bool = False
     question_attends_globally: bool = False
-    unsupported: Mapping[str, str] = field(default_factory=dict)
+    only_fp32: bool = False
 
 
 _PACKED, _PADDED = Family(packed=True), Family()
 _LIKE_ROBERTA = Family(packed=True, positions_after_padding=True)
-_PADDED_LIKE_ROBERTA = Family(positions_after_padding=True)
-_OVERFLOWS = "the mask of its attention overflows in half precision"
-_PAST_FSDP = "it calls its layers in a way that FSDP does not see, so their shards are not gathered"
 
 FAMILIES: dict[str, Family] = {
     "albert": _PACKED,
     "bert": _PACKED,
     "camembert": _LIKE_ROBERTA,
     "data2vec-text": _LIKE_ROBERTA,
-    "deberta": Family(unsupported={"--bf16": _OVERFLOWS, "--fp16": _OVERFLOWS}),
+    "deberta": Family(only_fp32=True),
     "deberta-v2": _PADDED,
     "distilbert": _PACKED,
     "electra": _PACKED,
     "ernie": _PACKED,
-    "ibert": _PADDED_LIKE_ROBERTA,
     "jina_embeddings_v3": _PACKED,
     "longformer": Family(positions_after_padding=True, question_attends_globally=True),
     "megatron-bert": _PADDED,
     "modernbert": _PACKED,
-    "mpnet": _PADDED_LIKE_ROBERTA,
+    "mpnet": Family(positions_after_padding=True),
     "rembert": _PADDED,
     "roberta": _LIKE_ROBERTA,
     "roberta-prelayernorm": _LIKE_ROBERTA,
     "roformer": _PADDED,
     "splinter": _PADDED,
-    "squeezebert": Family(unsupported={"--strategy fsdp": _PAST_FSDP}),
     "ultrabert": _PACKED,
     "xlm-roberta": _LIKE_ROBERTA,
     "xlm-roberta-xl": _LIKE_ROBERTA,
@@ -89,18 +83,23 @@ def max_tokens(config: Any) -> int:
     return int(config.max_position_embeddings) - offset
 
 
-def fit_flags(config: Any, precision: str, strategy: str, data: DataArguments, unit: str = "windows") -> None:
-    """Raise UserError if the model's family fails with the precision or the strategy. Set --padding longest, and print
-    so, unless its windows can be packed."""
+def fit_flags(config: Any, precision: str, data: DataArguments, unit: str = "windows") -> None:
+    """Raise UserError if the model's family fails with the precision. Set --padding longest, and print so, unless its
+    windows can be packed."""
     family = family_of(config)
-    for flag, reason in family.unsupported.items():
-        if flag in (f"--{precision}", f"--strategy {strategy}"):
-            raise UserError(
-                f"{flag} does not work with {config.model_type} models: {reason}. Omit the flag, or name another model."
-            )
+    check_precision(config, precision)
     if data.pad_to is None and not family.packed:
         data.padding = "longest"
         log.info("%s models take no packed %s: they are padded to the longest of the batch.", config.model_type, unit)
+
+
+def check_precision(config: Any, precision: str) -> None:
+    """Raise UserError if the model's family fails with the precision."""
+    if precision != "fp32" and family_of(config).only_fp32:
+        raise UserError(
+            f"--{precision} does not work with {config.model_type} models, whose attention overflows in it. Omit the"
+            " flag, or name another model."
+        )
 
 
 def adapt(model: nn.Module, token_types: bool, family: Family) -> None:

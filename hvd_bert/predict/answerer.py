@@ -28,7 +28,7 @@ from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.evaluation.evaluator import span_options, window_logits
 from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.model.bert import load_model, load_tokenizer
-from hvd_bert.model.families import family_of, max_tokens
+from hvd_bert.model.families import check_precision, max_tokens
 from hvd_bert.model.precision import AUTOCAST
 from hvd_bert.storage.places import path_problem
 
@@ -142,8 +142,7 @@ class QuestionAnswerer:
         tokenizer = load_tokenizer(args)
         with torch.random.fork_rng(devices=[]):  # loading seeds the caller's random numbers
             self.model = load_model(args, tokenizer, settings.get("max_seq_length", 1), seed=0, needs_head=True).eval()
-        reason = family_of(self.model.config).unsupported.get(f"--{precision}")
-        require(not reason, f"{precision} does not work with {self.model.config.model_type} models: {reason}.")
+        check_precision(self.model.config, precision)
         longest = int(min(384, max_tokens(self.model.config), tokenizer.model_max_length))
         length = settings.setdefault("max_seq_length", longest)
         settings.setdefault("doc_stride", min(128, length // 3))

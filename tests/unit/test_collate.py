@@ -63,7 +63,7 @@ def test_batch(rows, windows, ids):
     assert batch.lengths == lengths
     assert batch.num_windows == len(ids)
     assert batch.num_tokens == len(tokens)
-    assert not batch.padded and batch.attention_mask is None
+    assert batch.attention_mask is None
     assert batch.cu_seqlens.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     assert batch.cu_seqlens.dtype == torch.int32  # as attention kernels require
     others = [value for name, value in vars(batch).items() if torch.is_tensor(value) and name != "cu_seqlens"]
@@ -77,7 +77,7 @@ def test_padded_batch(rows, windows, ids, pad_to):
     longest = max(len(row["input_ids"]) for row in chosen)
     width = max(longest, pad_to)
     padded, packed = Collator(windows, CPU, pad_to)(ids), Collator(windows, CPU)(ids)
-    assert padded.padded and padded.cu_seqlens is None
+    assert padded.cu_seqlens is None
     for i, row in enumerate(chosen):
         length = len(row["input_ids"])
         assert padded.input_ids[i].tolist() == row["input_ids"] + [0] * (width - length)

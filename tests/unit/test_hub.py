@@ -79,4 +79,4 @@ def test_the_hub_is_asked_again_after_the_cache():
     before = datasets.config.HF_HUB_OFFLINE
     with refused("squad"):
         hub.load("squad", "train")
-    assert datasets.config.HF_HUB_OFFLINE == before
+    assert before == datasets.config.HF_HUB_OFFLINE
