@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,30 +15,13 @@ def text(content: str | bytes) -> Make:
     return lambda path: path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def bound_socket(path: Path) -> None:
-    """A socket's file. Its path may be too long to bind to, so from its folder."""
-    before = os.getcwd()
-    os.chdir(path.parent)
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-    finally:
-        os.chdir(before)
-
-
 CONTENTS: dict[str, Make] = {
     "empty": text(""), "NUL bytes": text(bytes(100)), "not UTF-8": text(b'{"a": "\xff\xfe"}\n'),
     "UTF-16": text('{"a": 1}'.encode("utf-16")), "cut off": text('{"step": 1, "lo'),
     "5,000 digits": text('{"step": ' + "9" * 5000 + "}\n"), "only digits": text("7" * 5000 + "\n"),
     "a list": text("[1]\n"), "null": text("null\n"), "a text": text('"a\\ud800\\u001b[31m"\n'),
 }  # fmt: skip
-NO_FILES: dict[str, Make] = {
-    "fifo": lambda path: os.mkfifo(path),
-    "socket": bound_socket,
-    "/dev/zero": lambda path: path.symlink_to("/dev/zero"),
-    "folder": lambda path: path.mkdir(),
-    "link to itself": lambda path: path.symlink_to(path.name),
-}
+NO_FILES: dict[str, Make] = {"fifo": lambda path: os.mkfifo(path), "folder": lambda path: path.mkdir()}
 ALL = CONTENTS | NO_FILES
 
 
@@ -52,7 +34,7 @@ def in_place_of(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir():
             path.rmdir()
         else:
             path.unlink()

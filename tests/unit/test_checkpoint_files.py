@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hostile
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -122,12 +123,34 @@ def test_a_kill_at_any_point_leaves_a_checkpoint(tmp_path):
 @each("name", FILES)
 def test_damage_is_named(tmp_path, name):
     path = files.write(tmp_path, 7, contents(7)) / name
-    os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(CorruptCheckpoint, match=str(path)):
-        files.read(path.parent)
-    path.unlink()
-    with pytest.raises(CorruptCheckpoint, match=str(path)):
-        files.read(path.parent)
+    cut, missing = lambda path: path.write_bytes(path.read_bytes()[:-1]), lambda path: None
+    damage = [cut, missing, *hostile.ALL.values()]
+    for change in damage:
+        change(path)
+        with pytest.raises(CorruptCheckpoint) as raised:
+            files.read(path.parent)
+        hostile.check_message(str(raised.value), str(path))
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+
+
+OF_STATE = {"bytes": 2, "sha256": "0" * 64}
+
+
+@each(
+    "manifest",
+    [
+        *([], {"format": 1}, {"files": {"state.json": OF_STATE}}, {"format": 2, "files": {}}),
+        *({"format": 1, "files": {"state.json": wrong}} for wrong in ({"bytes": 1}, OF_STATE | {"bytes": -1})),
+        {"format": 1, "files": {"model.safetensors": OF_STATE}},
+        *({"format": 1, "files": {"state.json": OF_STATE, name: OF_STATE}} for name in ("", "../x", "\0", "\x1b[31m")),
+    ],
+)
+def test_wrong_manifest_is_named(tmp_path, manifest):
+    folder = files.write(tmp_path, 7, contents(7))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CorruptCheckpoint) as raised:
+        files.verify(folder)
+    hostile.check_message(str(raised.value), str(folder))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import hostile
 import pytest
 from made_runs import make_run, make_samples
 from made_timelines import training
-from tables import each, refused
+from tables import each
 
 from hvd_bert.config import settings_file
 from hvd_bert.config.command_line import trained_settings
@@ -20,8 +19,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.output import card, output_dir
 from hvd_bert.output.reporters.base import read_run_id
 from hvd_bert.storage import locks, written
-from hvd_bert.tools.bench.points import Point
-from hvd_bert.tools.bench.record import SweepRecord, read_previous
+from hvd_bert.tools.bench.record import read_previous
 from hvd_bert.tools.report import run_page
 from hvd_bert.tools.runs import reading, record
 from hvd_bert.tools.timeline import __main__ as timeline
@@ -63,7 +61,6 @@ NEEDED = {
         "sweep.json",
         '{"same": {}}',
         lambda path: read_previous(path, reading.SweepFile, {}, "sweep"),
-        ("link to itself",),
     ),
 }
 
@@ -83,30 +80,6 @@ def test_refused(tmp_path: Path, name: str, what: str) -> None:
     with pytest.raises((UserError, OSError)) as raised:
         needed.read(path)
     hostile.check_message(str(raised.value), needed.name if isinstance(raised.value, UserError) else "")
-
-
-WRONG_RECORDS: list[tuple[str, object]] = [
-    *(("sweep.json", {"points": value}) for value in (3, {}, [3], [{}], [{"name": []}])),
-    *(("sweep.json", {"points": [{"name": "a", key: value}]}) for key, value in (("seconds", "1"), ("command", [3]))),
-]
-
-
-@each(("name", "content"), WRONG_RECORDS)
-def test_records_with_a_wrong_schema_are_refused(tmp_path: Path, name: str, content: dict[str, object]) -> None:
-    (tmp_path / name).write_text(json.dumps({"same": {}} | content))
-    before = (tmp_path / name).read_bytes()
-    with refused(name):
-        SweepRecord(tmp_path, {}, {}).begin([Point("a", 1, "strong", 1, 8)])
-    assert (tmp_path / name).read_bytes() == before
-
-
-def test_good_records_are_resumed(tmp_path: Path) -> None:
-    point = Point("a", 1, "strong", 1, 8)
-    row = {"name": point.name, "seconds": 2.0, "command": ["python"]}
-    (tmp_path / "sweep.json").write_text(json.dumps({"same": {}, "points": [row, {"name": "other", "seconds": None}]}))
-    record = SweepRecord(tmp_path, {}, {})
-    record.begin([point])
-    assert (record.results[point].seconds, list(record.kept)) == (2.0, ["other"])
 
 
 # --- a run's files: the rest of the run is shown, and the run is left out of comparisons --------------

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_hostile_checkpoints as checkpoints
+import torch
 from tables import each, refused
 from test_world import heard, make_world
 
-from hvd_bert.checkpoint import resume
+from hvd_bert.checkpoint import files, resume
+from hvd_bert.checkpoint.files import Contents
 from hvd_bert.checkpoint.resume import ResumePoint, shape_of
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
@@ -24,6 +25,13 @@ from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.storage import written
 from hvd_bert.train import saving, start
 
+MODEL = torch.nn.Linear(3, 2)
+
+
+def write(folder: Path, step: int, state: dict[str, Any] | None = None) -> Path:
+    state = state or {"step": step, "identity": {}, "global_batch": 8, "rank_batch": 8}
+    return files.write(folder, step, Contents({"model": dict(MODEL.state_dict())}, state))
+
 
 def unfinished_run(folder: Path, *steps: int) -> Path:
     """A run with checkpoints of these steps."""
@@ -31,7 +39,7 @@ def unfinished_run(folder: Path, *steps: int) -> Path:
     written.add(folder, "train_config.yaml")
     (folder / "train_config.yaml").touch()
     for step in steps:
-        checkpoints.write(folder, step)
+        write(folder, step)
     return folder
 
 
@@ -72,10 +80,10 @@ def test_a_named_checkpoint_starts_a_run_that_then_resumes_from_its_own(tmp_path
     run = unfinished_run(tmp_path / "run")
     again = ("--resume_from_checkpoint", named, "--output_dir", run)
     assert found(*again) == named  # stopped before its first checkpoint
-    checkpoints.write(run, 10)
+    write(run, 10)
     assert found(*again) == run / "checkpoint-10"
-    checkpoints.write(run, 15)
-    damaged(checkpoints.write(run, 20))
+    write(run, 15)
+    damaged(write(run, 20))
     assert found(*again) == run / "checkpoint-15"
     assert found(*again, "--overwrite_output_dir") == named
     (tmp_path / "link").symlink_to(run)
@@ -85,7 +93,7 @@ def test_a_named_checkpoint_starts_a_run_that_then_resumes_from_its_own(tmp_path
 
 def test_a_run_that_is_not_ahead_of_the_named_checkpoint_is_kept(tmp_path):
     named = unfinished_run(tmp_path / "other", 20) / "checkpoint-20"
-    own = checkpoints.write(unfinished_run(tmp_path / "run"), 19)
+    own = write(unfinished_run(tmp_path / "run"), 19)
     for harm in (lambda folder: folder, damaged):
         harm(own)
         with refused(f"--output_dir {tmp_path / 'run'}", named, "--overwrite_output_dir"):
@@ -94,8 +102,8 @@ def test_a_run_that_is_not_ahead_of_the_named_checkpoint_is_kept(tmp_path):
 
 def test_checkpoints_that_cannot_be_used_are_named(tmp_path, caplog):
     run = unfinished_run(tmp_path / "run", 10)
-    only_model = checkpoints.write(run, 20, {"step": 20, "model_only": True})
-    broken = damaged(checkpoints.write(run, 30))
+    only_model = write(run, 20, {"step": 20, "model_only": True})
+    broken = damaged(write(run, 30))
     assert found("--output_dir", run) == run / "checkpoint-10"
     for problem in (f"{broken / 'state.json'} ", f"{only_model} ", "--save_only_model"):
         assert problem in warnings(caplog)
@@ -123,22 +131,26 @@ def task_of(model: Any, global_batch: int = 8) -> Any:
 
 
 def identity(*flags: str) -> dict[str, Any]:
-    return resume.identity(parse(list(flags)).as_flat(), task_of(checkpoints.MODEL))
+    return resume.identity(parse(list(flags)).as_flat(), task_of(MODEL))
 
 
 def check(saved: dict, *flags: str, batch: int = 8) -> None:
     """Resume a checkpoint of this identity and global batch with these flags."""
     state = {"identity": saved, "global_batch": batch, "rank_batch": 8, "step": 10}
     point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(state=state))  # type: ignore[arg-type]
-    resume.check(point, identity(*flags), parse(list(flags)).train, task_of(checkpoints.MODEL))
+    resume.check(point, identity(*flags), parse(list(flags)).train, task_of(MODEL))
 
 
 def test_identity_has_the_model_the_data_and_what_is_learned_by():
     found = identity("--learning_rate", "3e-5")
     learned_by = {f"--{name}" for name, flag in FLAGS.items() if not flag.may_change_on_resume}
-    data = {"the model": shape_of(checkpoints.MODEL), "the data": "SQuAD", "the number of training windows": 7}
+    data = {"the model": shape_of(MODEL), "the data": "SQuAD", "the number of training windows": 7}
     assert {name: found[name] for name in found.keys() - learned_by} == data
     assert learned_by < found.keys() and found["--learning_rate"] == 3e-5
+
+
+def test_shape_of_a_model_is_part_of_the_checkpoint_format():
+    assert shape_of(MODEL) == "2 tensors, 8 parameters, aa902f8e6f66"
 
 
 def test_the_same_settings_resume():

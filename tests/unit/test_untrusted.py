@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import hostile
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -81,17 +80,6 @@ def test_a_script_in_a_data_set_never_runs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="mine"):
         squad.open_hub(str(folder), "train", False).questions()
     assert not (tmp_path / "ran").exists()
-
-
-@each("name", ["train.json", "train.jsonl", "train.csv", "train.parquet", "train.json.gz", "a.npy"])
-def test_pickles_are_no_data(tmp_path: Path, name: str) -> None:
-    canary = hostile.Canary(tmp_path / "ran")
-    canary.pickled(tmp_path / name)
-    if name == "a.npy":
-        np.save(tmp_path / name, np.array([canary], dtype=object), allow_pickle=True)
-    with pytest.raises(UserError, match=name):
-        squad.open_file(tmp_path / name, False).questions()
-    assert not canary.ran
 
 
 @each("name", ["windows.json", "windows.arrow"])
