@@ -129,7 +129,7 @@ class TrainState:
 
         A collective. The next snapshot overwrites the copies.
         """
-        parts = self.world.gather((_random_numbers(self.world.gpus), self.meter.since_last_log()))
+        parts = self.world.gather((random_numbers(self.world.gpus), self.meter.since_last_log()))
         weights, optimizer, rest = self.strategy.state()
         if self.world.rank != 0:
             return {}, {}
@@ -210,7 +210,7 @@ class TrainState:
             mine = f"rank{world.rank}."
             own = {name.removeprefix(mine): v for name, v in tensors["rng"].items() if name.startswith(mine)}
             with world.raise_on_all_ranks():
-                _set_random_numbers(own, world.gpus)
+                set_random_numbers(own, world.gpus)
             since = rest["since_last_look"][world.rank]
         else:
             # Sums over the old ranks. `Meter.read` divides the loss by the new world size.
@@ -251,7 +251,7 @@ def seed_ranks(seed: int, step: int, world: World) -> None:
             torch.cuda.manual_seed(other)
 
 
-def _random_numbers(gpus: Sequence[torch.device]) -> dict[str, Tensor]:
+def random_numbers(gpus: Sequence[torch.device]) -> dict[str, Tensor]:
     """The states of this process's generators: torch, CUDA, numpy, Python."""
     _, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, next_gauss = random.getstate()
@@ -269,8 +269,8 @@ def _names_of(gpus: Sequence[torch.device]) -> Iterator[tuple[str, torch.device]
     return ((f"cuda{number or ''}", gpu) for number, gpu in enumerate(gpus))
 
 
-def _set_random_numbers(state: dict[str, Tensor], gpus: Sequence[torch.device]) -> None:
-    """Raises UserError if these are no states of generators."""
+def set_random_numbers(state: dict[str, Tensor], gpus: Sequence[torch.device]) -> None:
+    """Restore what `random_numbers` returned. Raises UserError if these are no states of generators."""
     *key, position, has_gauss = state["numpy"].tolist()
     gauss, next_gauss = state["gauss"].tolist()
     version, *words = state["python"].tolist()

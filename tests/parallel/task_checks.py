@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import resuming
 import torch
-from ranks import Ranks, check, check_every_strategy
+from ranks import Ranks, call, check, check_every_strategy
 from resume_checks import run
 from stopping_at import signal_at
-from training_checks import GLOBAL_BATCH
+from training_checks import GLOBAL_BATCH, sample
 
 from hvd_bert.config.command_line import overriding, parse
 from hvd_bert.errors import EXIT_STOPPED
 from hvd_bert.tasks.base import load_task
 from hvd_bert.tasks.text_classification import TextClassification
+from hvd_bert.tools.doctor import __main__ as doctor
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TEXTS = 17  # so that the second step of an epoch has one, and all ranks but one have none
@@ -54,6 +55,16 @@ def flags(ranks: Ranks, out: str) -> list[str]:
 @check_every_strategy
 def classification_ends_well(ranks: Ranks) -> None:
     assert run(ranks.world, flags(ranks, "classified")) == 0
+
+
+@check_every_strategy
+def work_is_that_of_one_process(ranks: Ranks) -> None:
+    """In fp32 in several passes, with uneven shares of a step; in bf16; of another task."""
+    passes = ["--gradient_accumulation_steps", 2, "--per_device_train_batch_size", 2, "--dropout", 0.1]
+    uneven = ["--per_device_train_batch_size", 2, "--global_batch", 2 * ranks.world.size - 1, "--max_grad_norm", 0.01]
+    call(doctor.prove, ranks.world, ["--prove", *sample(*passes)])
+    call(doctor.prove, ranks.world, ["--prove", *sample(*uneven, "--bf16", "--dropout", 0.1)])
+    call(doctor.prove, ranks.world, ["--prove", *overriding(flags(ranks, "unused"), ["--dropout=0.1"])])
 
 
 @check

@@ -104,7 +104,7 @@ def check_command(words: list[str]) -> None:
         assert name in PARSERS or name in ("train", "--help")
     elif name == "train":
         command_line.parse(flags)
-    elif name in ("bench", "bench sweep", "bench goodput", "evaluate", "tune"):
+    elif name in ("bench", "bench sweep", "bench goodput", "evaluate", "tune") or "--prove" in flags:
         _, rest = PARSERS[name].parse_known_args(flags)
         command_line.make_parser().parse_args(rest)  # no more: in a sweep a flag may be one strategy's alone
     else:

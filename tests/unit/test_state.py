@@ -28,10 +28,10 @@ def test_random_numbers_continue(drawn_before):
     seed_ranks(5, 0, make_world())
     for _ in range(drawn_before):
         draw()
-    kept = load(save(state._random_numbers([])))  # as in a checkpoint
+    kept = load(save(state.random_numbers([])))  # as in a checkpoint
     expected = [draw() for _ in range(3)]
     seed_ranks(6, 0, make_world())
-    state._set_random_numbers(kept, [])
+    state.set_random_numbers(kept, [])
     assert [draw() for _ in range(3)] == expected
 
 
@@ -62,11 +62,11 @@ def test_random_numbers_of_all_gpus_of_a_rank_are_restored(monkeypatch):
     restored: dict[torch.device, torch.Tensor] = {}
     monkeypatch.setattr(torch.cuda, "get_rng_state", states.get)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda kept, gpu: restored.update({gpu: kept}))
-    kept = state._random_numbers(list(states))
-    state._set_random_numbers(kept, list(states))
+    kept = state.random_numbers(list(states))
+    state.set_random_numbers(kept, list(states))
     assert restored == states
     del kept["cuda1"], restored[second]  # an older checkpoint
-    state._set_random_numbers(kept, list(states))
+    state.set_random_numbers(kept, list(states))
     assert restored.keys() == {first}
 
 

@@ -3,24 +3,31 @@
     hvd-bert doctor                                                this host
     horovodrun -np 4 -H a100-01:2,a100-02:2 hvd-bert doctor        a run's hosts, ranks and network
     srun --mpi=pmix hvd-bert doctor                                the same in a Slurm job
+    horovodrun -np 4 hvd-bert doctor --prove                       whether 4 ranks do the work of one process (prove.py)
 
-Exit status: 0 if a training would start, else 2 (docs/guides/preflight-check.md).
+Exit status: 0 if a training would start, else 2 (docs/guides/preflight-check.md). With --prove 0 or, if it fails, 1.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hvd_bert.config.parser import Parser
+from hvd_bert.config.parser import HELP, Parser
 from hvd_bert.config.values import MAX_SECONDS, Limits
 from hvd_bert.distributed.launch import find_launcher, speaks_first
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.startup import collector_paused, print_on_one_rank
+from hvd_bert.startup import collector_paused, print_on_one_rank, start_rank
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.doctor.report import FAILURE, Line, Report
+
+if TYPE_CHECKING:
+    from hvd_bert.config.settings import Config
+    from hvd_bert.distributed.world import World
 
 BERT_BASE_MB = 435.6
 
@@ -44,7 +51,37 @@ def make_parser() -> Parser:
         "--timeout", type=float, default=180.0, metavar="S", limits=Limits(above=0, maximum=MAX_SECONDS),
         help="Maximum seconds per step of the check. (default: %(default)g)",
     )  # fmt: skip
+    parser.add_argument(
+        "--prove", action="store_true",
+        help="In place of the checks, train a few steps and compare each with the same step in one process. Takes all"
+        " flags of python -m hvd_bert.train. (default: False)",
+    )  # fmt: skip
     return parser
+
+
+def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """The flags of --prove and the trainer's. Raises UserError."""
+    from hvd_bert.config import command_line  # yaml, which the check may find missing
+
+    flags, rest = make_parser().parse_known_args(argv)
+    named = command_line.names_of(rest) & {"config", "train_file", "dataset_name", "task"}
+    words = rest if named else ["--config=sample", "--dropout=0.1", *rest]
+    fixed = ["--do_train", "--no_do_eval", "--eval_strategy=no", "--save_steps=0", "--report_to=none"]
+    config = command_line.parse(command_line.overriding(words, [*fixed, "--max_steps=5", "--logging_steps=1"]))
+    args = config.train
+    args.refuse_auto("hvd-bert doctor --prove")
+    if config.parallel.strategy == "dp" or args.fp16 or args.torch_compile or args.optim != "adamw_torch_fused":
+        raise UserError("--prove cannot compare --strategy dp, --fp16, --torch_compile and --optim. Omit these flags.")
+    return flags, config
+
+
+def prove(world: World) -> None:
+    """Prove on one rank that all do the work of one process. Called by all ranks."""
+    with world.raise_on_all_ranks():
+        flags, config = parse_proof(sys.argv[1:])
+    with collector_paused():
+        from hvd_bert.tools.doctor import prove
+    prove.run(flags, config, world)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,5 +110,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if "--prove" in sys.argv and not HELP & set(sys.argv):
+        start_rank(prove, lambda argv: parse_proof(argv)[1])
     end_when_lost()
     sys.exit(main())

@@ -89,18 +89,18 @@ class Report:
 
     @property
     def ready(self) -> bool:
-        """Whether a training would start."""
+        """Whether no check failed."""
         return all(line.status != FAILURE for line in self.lines)
 
-    def close(self) -> int:
-        """Print the verdict. Returns the exit status."""
+    def close(self, ready: str = "Ready: a training would start here", status: int = EXIT_BAD_INPUT) -> int:
+        """Print the verdict: `ready`, or "Not ready". Returns the exit status, which is `status` if a check failed."""
         warnings = sum(line.status == WARNING for line in self.lines)
         failed = list(dict.fromkeys(line.name for line in self.lines if line.status == FAILURE))
         also = f" ({warnings} warning{'s' * (warnings > 1)} above)" if warnings else ""
-        verdict = f"Ready: a training would start here{also}." if self.ready else f"Not ready: {', '.join(failed)}."
-        self.print_text(f"\n{verdict}")
+        word = ready.partition(":")[0].lower()
+        self.print_text(f"\n{ready}{also}." if self.ready else f"\nNot {word}: {', '.join(failed)}.")
         if self.shown and self.as_json:
             checks = [asdict(line) for line in self.lines]
             sys.stdout.write(json.dumps({"ready": self.ready, "checks": checks, **self.data}) + "\n")
             sys.stdout.flush()
-        return EXIT_OK if self.ready else EXIT_BAD_INPUT
+        return EXIT_OK if self.ready else status

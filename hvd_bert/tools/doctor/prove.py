@@ -1,0 +1,242 @@
+"""Prove that the ranks train as one process does: `hvd-bert doctor --prove`.
+
+The trainer's own loop takes a few steps on all ranks. After each one, rank 0 repeats it in one process with plain torch
+(`OneProcess`), from the state that the ranks had before it, and compares (`Proof`). So errors do not add up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_bert.config.settings import Config
+from hvd_bert.data.batch_plan import BatchPlan, Ids
+from hvd_bert.data.collate import Prefetcher
+from hvd_bert.distributed.launch import find_launcher
+from hvd_bert.distributed.world import CollectiveError, World
+from hvd_bert.errors import EXIT_FAILURE
+from hvd_bert.model.precision import autocast
+from hvd_bert.output import run_folder
+from hvd_bert.output.metrics_log import MetricsLogger
+from hvd_bert.strategies.base import slots_of
+from hvd_bert.tasks.base import Task
+from hvd_bert.tools.doctor.report import FAILURE, OK, Line, Report
+from hvd_bert.train.loop import Training
+from hvd_bert.train.optim import make_optimizer, make_schedule
+from hvd_bert.train.start import load
+from hvd_bert.train.state import random_numbers, seed_ranks, set_random_numbers
+
+# The largest error of a tensor as a share of its norm. fp32 rounds to 6e-8, and ranks sum in another order.
+BOUNDS = {"Steps, Gradients": 1e-5, "Steps, Gradients with --fp16_allreduce": 2e-3, "Updates": 1e-4}
+ROUNDING = 3e-7  # of the norm of what a small gradient or update is added to
+FLOOR = 1e-3  # of the whole gradient's norm, added to a tensor's: a key bias has rounding errors for a gradient
+CHECKS = {
+    "Plan": "each window of a step is taken once, by the rank to which the batch plan assigns it",
+    "Inputs": "every micro-batch has the content of its windows",
+    "Seeds": "each rank's random numbers follow from the seed, and differ from the other ranks'",
+    "Steps": "learning rate, loss and gradient norm are those of one process",
+    "Gradients": "each tensor's averaged and clipped gradient is that of one process",
+    "Updates": "each tensor's new weights and optimizer state are those of one process",
+    "Copies": "weights and optimizer state have the same bits on all ranks",
+}
+Tensors = dict[str, Tensor]
+Row = dict[str, Any]  # what a rank has done in a step, by check
+
+
+def digest(value: Any) -> str:
+    """A hash of an object that may hold tensors, on any device."""
+
+    def plain(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return vars(part)
+        content = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return [str(part.dtype), part.shape, hashlib.blake2b(content, digest_size=16).hexdigest()]
+
+    return hashlib.blake2b(json.dumps(value, default=plain).encode(), digest_size=8).hexdigest()
+
+
+def note(row: Row, ids: Ids, batch: Any, gpus: list[torch.device]) -> None:
+    """Add a micro-batch to a rank's row, before its forward pass."""
+    found = {"Plan": ids.tolist(), "Inputs": digest(batch), "Seeds": digest(random_numbers(gpus))}
+    for check, value in found.items():
+        row.setdefault(check, []).append(value)
+
+
+class Recorded(Prefetcher):
+    """The batches of a training, which notes them for the rank's `row` of the last step."""
+
+    def __init__(self, training: Training) -> None:
+        task, self.gpus = training.task, training.world.gpus
+        super().__init__(training.plan, lambda ids: (ids, task.batch(ids)), training.world.rank, 0)
+
+    def of_step(self, step: int) -> Iterator[Any]:
+        self.row: Row = {}
+        for ids, batch in super().of_step(step):
+            note(self.row, ids, batch, self.gpus)
+            yield batch
+
+
+class OneProcess:
+    """Repeats the steps of all ranks, without the strategies and without collectives."""
+
+    def __init__(self, task: Task, plan: BatchPlan, config: Config, world: World) -> None:
+        self.task, self.args, self.device, self.gpus = task, config.train, world.device, world.gpus
+        self.plan = BatchPlan(**vars(plan))
+        self.model = copy.deepcopy(task.model).train()
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = make_optimizer(self.model, self.args, world.size * world.devices)
+        self.schedule = make_schedule(self.optimizer, self.args, self.args.max_steps)
+        self.random = list[Tensors]()  # each rank's
+        other = copy.copy(world)
+        for other.rank in range(world.size):
+            seed_ranks(self.args.seed, 0, other)
+            self.random.append(random_numbers(self.gpus))
+
+    def gradients(self, step: int) -> tuple[list[Row], dict[str, float]]:
+        """Compute the clipped gradients of step `step` (0, 1, ...): the mean over its windows. Returns each rank's row,
+        and the step's figures."""
+        own, rows, loss = random_numbers(self.gpus), [Row() for _ in self.random], 0.0
+        for rank, row in enumerate(rows):
+            set_random_numbers(self.random[rank], self.gpus)
+            for ids in self.plan.rank_windows(step, rank):
+                batch: Any = self.task.batch(ids)
+                note(row, ids, batch, self.gpus)
+                with autocast(self.device, self.args.precision):
+                    losses = self.task.losses(self.model, batch)[: batch.num_windows]
+                share = losses.sum() / len(self.plan.step_windows(step))
+                share.backward()
+                loss += float(share.detach())
+            self.random[rank] = random_numbers(self.gpus)
+        set_random_numbers(own, self.gpus)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or float("inf"))
+        return rows, {"learning_rate": self.schedule.get_last_lr()[0], "loss": loss, "grad_norm": float(norm)}
+
+    def update(self, gradients: Tensors) -> None:
+        """Update the weights with these gradients."""
+        for name, gradient in gradients.items():
+            self.trained[name].grad = gradient.to(self.device)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> Tensors:
+        """Copies of the weights and the optimizer's tensors, as "parameter" and "parameter/slot"."""
+        slots = {f"{name}/{slot}": t for name, p in self.trained.items() for slot, t in self.optimizer.state[p].items()}
+        return {name: t.detach().to("cpu", copy=True) for name, t in (self.trained | slots).items()}
+
+    def load(self, weights: Tensors, slots: Tensors) -> None:
+        """Continue from the ranks' state."""
+        self.model.load_state_dict(weights)
+        for name, of_parameter in slots_of(slots).items():
+            parameter = self.trained[name]
+            self.optimizer.state[parameter] = {s: t.to(parameter.device, copy=True) for s, t in of_parameter.items()}
+
+
+class Proof(MetricsLogger):
+    """Compares each step on rank 0. `failures`: the first per check. `steps`: see docs/reference/output-files.md."""
+
+    def __init__(self, training: Training, one: OneProcess | None, config: Config) -> None:
+        super().__init__(Path(), enabled=False)
+        self.training, self.one, self.world = training, one, training.world
+        self.failures: dict[str, str] = {}
+        self.steps: list[dict[str, Any]] = []
+        self._share = 1 - config.train.adam_beta1  # of a gradient in AdamW's first moment
+        self._bound = BOUNDS["Steps, Gradients" + " with --fp16_allreduce" * config.parallel.fp16_allreduce]
+        training.batches.close()
+        training.batches = self._batches = Recorded(training)
+
+    def logged(self, step: int, metrics: dict[str, float]) -> None:
+        """Compare step `step` (1, 2, ...), which is done. A collective."""
+        strategy = self.training.state.strategy
+        weights, slots, _ = strategy.state()
+        hashes = {name: digest(t) for name, t in {**strategy.whole_model().state_dict(), **slots}.items()}
+        rows = self.world.gather(self._batches.row | {"Copies": hashes})
+        if self.one:
+            expected, figures = self.one.gradients(step - 1)
+            short = [row | {"Copies": digest(row["Copies"])} for row in rows]
+            self.steps.append({"figures": figures, "hashes": hashes, "ranks": short, "errors": {}})
+            for name, value in figures.items():
+                self._bounded("Steps", name, abs(metrics[name] - value), self._bound * abs(value))
+            self._compare_rows(self.one.plan.step_windows(step - 1), expected, rows)
+            self._compare_tensors(self.one, {n: t.detach().cpu() for n, t in {**weights, **slots}.items()})
+            self.one.load(weights, slots)
+        self.world.allgather(None)  # the others wait here, and not in a step, where the watchdog limits it
+
+    def _compare_rows(self, windows: Ids, expected: list[Row], rows: list[Row]) -> None:
+        taken = sorted(window for row in rows for ids in row["Plan"] for window in ids)
+        self._expect("Plan", taken == sorted(windows.tolist()), "not every window of the step is taken once")
+        for rank, row in enumerate(rows):
+            for check, value in expected[rank].items():
+                self._expect(check, row[check] == value, f"rank {rank} differs")
+            # A strategy that shards gathers the optimizer's state on rank 0 only.
+            others = [name for name, hashed in row["Copies"].items() if hashed != rows[0]["Copies"].get(name)]
+            self._expect("Copies", not others, f"rank {rank} differs in {len(others)} tensors: {others[:1]}")
+        self._expect("Seeds", len({tuple(row["Seeds"]) for row in rows}) == len(rows), "two ranks have the same")
+
+    def _compare_tensors(self, one: OneProcess, ranks: Tensors) -> None:
+        """Compare gradients, then the update that one process makes with the ranks' own."""
+        before, found = one.state(), Tensors()
+        expected = {name: p.grad.cpu() for name, p in one.trained.items() if p.grad is not None}
+        whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+        for name, gradient in expected.items():
+            past, now = (of.get(f"{name}/exp_avg", torch.zeros_like(gradient)) for of in (before, ranks))
+            found[name] = (now - (1 - self._share) * past) / self._share
+            bound = self._bound * (gradient.norm() + FLOOR * whole) + ROUNDING * past.norm() / self._share
+            self._bounded("Gradients", name, (found[name] - gradient).norm(), bound)
+        one.update(found)
+        for name, value in one.state().items():
+            past, now = (of.get(name, torch.zeros_like(value)) for of in (before, ranks))
+            bound = BOUNDS["Updates"] * (value - past).norm() + ROUNDING * value.norm()
+            self._bounded("Updates", name, (now - value).norm(), bound)
+
+    def _bounded(self, check: str, name: str, error: float | Tensor, bound: float | Tensor) -> None:
+        times = float(error / bound) if error else 0.0
+        self.steps[-1]["errors"].setdefault(check, {})[name] = times
+        self._expect(check, times <= 1, f"the error of {name} is {times:.3g} times its bound")
+
+    def _expect(self, check: str, holds: bool, found: str) -> None:
+        if not holds:
+            self.failures.setdefault(check, f"step {len(self.steps)}: {found}")
+
+    def lines(self) -> Iterator[Line]:
+        """A line per check."""
+        for check, text in CHECKS.items():
+            errors = [(e, name) for step in self.steps for name, e in step["errors"].get(check, {}).items()]
+            found = text + " (error / bound at most {:.2g}, of {})".format(*max(errors)) if errors else text
+            yield Line(check, FAILURE if check in self.failures else OK, self.failures.get(check, found))
+
+
+def prove(task: Task, config: Config, world: World) -> Proof:
+    """Train, and compare each step. A collective; only rank 0's proof has findings."""
+    assert task.plan is not None
+    # The third step ends an epoch with one window more than ranks, which they cannot share evenly.
+    plan = task.plan = replace(task.plan, lengths=task.plan.lengths[: 2 * task.plan.global_batch + world.size + 1])
+    one = OneProcess(task, plan, config, world) if world.rank == 0 else None
+    with tempfile.TemporaryDirectory() as config.train.output_dir:
+        proof = Proof(Training(task, None, None, config, world), one, config)
+        proof.training.run(proof)
+    return proof
+
+
+def run(flags: argparse.Namespace, config: Config, world: World) -> None:
+    """The command. A collective. Raises CollectiveError on all ranks if the work is not equal."""
+    settings, launcher = config.as_flat(), find_launcher(os.environ).name
+    proof, report = prove(load(config, world)[0], config, world), Report(flags.json, shown=world.rank == 0)
+    report.print_text(f"{world.size} rank(s), --strategy {settings['strategy']}, launcher {launcher}\n")
+    report.add(list(proof.lines()))
+    report.data = {"command": sys.argv[1:], "settings": settings, "launcher": launcher, "bounds": BOUNDS}
+    report.data |= {"steps": proof.steps} | run_folder.facts(settings, config.train.precision, world)
+    if world.broadcast(report.close("Proved: the ranks do the work of one process", EXIT_FAILURE)):
+        raise CollectiveError("The ranks do not do the work of one process.", status=EXIT_FAILURE)

@@ -1,0 +1,202 @@
+"""100 wrong trainings, which `hvd-bert doctor --prove` must find: `horovodrun -np 2 python mutations.py FOLDER STRIDE`.
+
+Makes every STRIDEth one. Rank 0 writes FOLDER/found.json: for each mutation whether it changed the weights, and the
+checks that failed; "none" is the training as it is. Then the command itself proves a wrong training, and fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvd_bert.config.data import TASKS
+from hvd_bert.data.batch_plan import BatchPlan, Ids
+from hvd_bert.data.collate import Batch
+from hvd_bert.distributed.runner import run_as_rank
+from hvd_bert.distributed.world import World
+from hvd_bert.strategies import base
+from hvd_bert.strategies.horovod import HorovodStrategy
+from hvd_bert.tasks.base import load_task
+from hvd_bert.tasks.question_answering import QuestionAnswering
+from hvd_bert.tools.doctor import __main__ as doctor
+from hvd_bert.tools.doctor import prove
+
+ALL = ", on all ranks"
+Change = Callable[..., Any]
+
+
+def flip(tensor: Tensor, bit: int) -> Tensor:
+    """Flip a bit of the element with the largest magnitude."""
+    flat = tensor.detach().view(-1)
+    flat.view(torch.int32)[int(flat.abs().argmax())] ^= 1 << bit
+    return tensor
+
+
+def for_groups(key: str, value: float) -> Change:
+    """Add to a setting of the optimizer's groups, for one step."""
+
+    def change(mutant: Mutant, _: Tensor) -> None:
+        for group in mutant.optimizer.param_groups:
+            group[key] += value
+
+    return change
+
+
+def unclipped(mutant: Mutant, _: Tensor) -> None:
+    mutant.options = replace(mutant.options, max_grad_norm=0.0)
+
+
+# Kind -> where, and the change of the last argument.
+KINDS: dict[str, tuple[str, Change]] = {
+    "gradient scaled": ("gradient", lambda mutant, gradient: gradient.mul_(1.01)),
+    "bit of a gradient": ("gradient", lambda mutant, gradient: flip(gradient, 24)),
+    "gradient of the step before": ("gradient", lambda mutant, gradient: gradient.copy_(mutant.last)),
+    "loss scaled": ("losses", lambda total, losses: losses * 1.01),
+    f"mean per rank{ALL}": ("losses", lambda total, losses: losses * (total / (2 * len(losses)))),
+    f"sum in place of mean{ALL}": ("average", lambda mutant, average: average.mul_(2)),
+    f"not averaged{ALL}": ("average", lambda mutant, average: average.copy_(mutant.last)),
+    "averaged gradient scaled": ("average", lambda mutant, average: average.mul_(1.01)),
+    "bit of an averaged gradient": ("average", lambda mutant, average: flip(average, 24)),
+    f"not clipped{ALL}": ("average", unclipped),
+    "no update": ("update", lambda mutant, _: mutant.optimizer.zero_grad()),
+    f"no update{ALL}": ("update", lambda mutant, _: mutant.optimizer.zero_grad()),
+    f"learning rate{ALL}": ("update", for_groups("lr", 1e-5)),
+    f"weight decay{ALL}": ("update", for_groups("weight_decay", 0.09)),
+    f"second moment lost{ALL}": ("after", lambda mutant, weight: mutant.optimizer.state[weight]["exp_avg_sq"].zero_()),
+    "lowest bit of a weight": ("after", lambda mutant, weight: flip(weight, 0)),
+    "seed": ("after", lambda mutant, _: torch.manual_seed(Now.step)),
+    "window dropped": ("plan", lambda ids: ids[:-1]),
+    "window twice": ("plan", lambda ids: np.append(ids[:-1], ids[0])),
+    "bit of a token": ("batch", lambda row: row.__ixor__(1)),
+}  # fmt: skip
+LAYER = "bert.encoder.layer.1."
+PLACES = (  # rank, step from 1 on, tensor
+    (0, 1, "bert.embeddings.position_embeddings.weight"),
+    (1, 2, LAYER + "attention.self.value.weight"),
+    (0, 3, LAYER + "output.dense.bias"),
+    (1, 4, LAYER + "intermediate.dense.weight"),
+    (1, 5, "qa_outputs.weight"),
+)
+MUTATIONS = [(kind, place) for kind in KINDS for place in PLACES]
+# 4 and 3 windows per rank, so that the mean per rank differs.
+CLIP = 0.1
+FLAGS = [
+    "--prove",
+    "--warmup_ratio=0",
+    f"--max_grad_norm={CLIP}",
+    "--per_device_train_batch_size=4",
+    "--global_batch=7",
+]
+
+
+class Now:
+    """The mutation to make, and the number of the ranks' current step."""
+
+    kind = "none"
+    rank, step, tensor = PLACES[0]
+    number = 1
+
+    @classmethod
+    def mutated(cls, where: str, rank: int, number: int, *values: Any) -> Any:
+        """The last value, changed if the mutation is due here."""
+        place, change = KINDS.get(cls.kind, ("nowhere", None))
+        last_step = 4 if cls.kind == "seed" else 5  # a new seed changes the next step
+        due = (place, min(cls.step, last_step)) == (where, number) and (cls.kind.endswith(ALL) or rank == cls.rank)
+        return change(*values) if change and due else values[-1]
+
+
+class Mutant(HorovodStrategy):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        Now.number = 1
+        self.weight = dict(self.model.named_parameters())[Now.tensor]
+        self.last = torch.zeros_like(self.weight)  # this rank's last gradient
+        self.weight.register_hook(self.before_average)
+
+    def mutate(self, where: str, value: Tensor) -> Any:
+        return Now.mutated(where, self._world.rank, Now.number, self, value)
+
+    def before_average(self, gradient: Tensor) -> Tensor:
+        sent: Tensor = self.mutate("gradient", gradient.clone())
+        self.last = gradient.clone()
+        return sent
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        assert self.weight.grad is not None
+        self.mutate("average", self.weight.grad)
+
+    def clip(self) -> Tensor:
+        norm, self.options = super().clip(), replace(self.options, max_grad_norm=CLIP)
+        return norm
+
+    def step(self) -> bool:
+        groups = [dict(group) for group in self.optimizer.param_groups]
+        self.mutate("update", self.weight)
+        super().step()
+        self.mutate("after", self.weight)
+        for group, before in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(before)
+        Now.number += 1
+        return True
+
+
+class MutantPlan(BatchPlan):
+    def rank_windows(self, step: int, rank: int) -> list[Ids]:
+        return [Now.mutated("plan", rank, step + 1, ids) for ids in super().rank_windows(step, rank)]
+
+
+class MutantTask(QuestionAnswering):
+    def batch(self, ids: Ids) -> Batch:
+        batch = super().batch(ids)
+        assert self.plan
+        (expected,) = self.plan.rank_windows(Now.step - 1, self._world.rank)
+        # One process makes its batches in the main thread.
+        if np.array_equal(ids, expected) and threading.current_thread() is not threading.main_thread():
+            Now.mutated("batch", self._world.rank, Now.step, batch.input_ids[0, 1])
+        return batch
+
+    def losses(self, model: Any, batch: Batch) -> Tensor:
+        losses: Tensor = super().losses(model, batch)
+        if model is not self.model:  # in one process
+            return losses
+        assert self.plan
+        total = len(self.plan.step_windows(Now.number - 1))
+        changed: Tensor = Now.mutated("losses", self._world.rank, Now.number, total, losses)
+        return changed
+
+
+def main(world: World) -> None:
+    folder, stride = Path(sys.argv[1]), int(sys.argv[2])
+    sys.argv[1:] = FLAGS
+    base.STRATEGY_CLASSES["horovod"] = "mutations:Mutant"
+    TASKS["question-answering"] = "mutations:MutantTask"
+    _, config = doctor.parse_proof(sys.argv[1:])
+    loaded, found, right = load_task(config, world), {}, None
+    for kind, (Now.rank, Now.step, Now.tensor) in [("none", PLACES[0]), *MUTATIONS[::stride]]:
+        Now.kind = kind
+        task = copy.copy(loaded)
+        task.model, task.plan = copy.deepcopy(loaded.model), MutantPlan(**vars(loaded.plan))
+        proof = prove.prove(task, config, world)
+        after = [[row["Copies"] for row in step["ranks"]] for step in proof.steps[-1:]]
+        right = right or after
+        found[f"{kind}: rank {Now.rank}, step {Now.step}"] = {"changed": after != right, "failures": proof.failures}
+    if world.rank == 0:
+        (folder / "found.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    Now.kind = f"sum in place of mean{ALL}"
+    doctor.prove(world)
+
+
+if __name__ == "__main__":
+    sys.modules["mutations"] = sys.modules["__main__"]  # by which the trainer imports the classes
+    run_as_rank(main)
