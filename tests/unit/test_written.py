@@ -155,15 +155,14 @@ def test_page_of_a_timeline_replaces_only_such_a_page(tmp_path, capsys):
     assert timeline([str(path), "--html", str(page)]) == timeline([str(path), "--html", str(page)]) == 0
 
 
-def test_timeline_replaces_only_a_timeline(tmp_path, monkeypatch):
-    world = make_world(size=2)
+def recording(file: Path) -> Recording:
+    world, config = make_world(size=2), parse(["--timeline_file", str(file), "--timeline_steps", "1:2"])
     world.allgather = lambda value: [value, value]  # type: ignore[method-assign]
-    monkeypatch.setattr(world, "start_timeline", lambda path: path.write_text("[events"), raising=False)
+    world.start_timeline = lambda path: path.write_text("[events")  # type: ignore[method-assign]
+    return Recording(config.profiling, config.train, 3, Meter(make_world()), world)
 
-    def recording(file: Path) -> Recording:
-        config = parse(["--timeline_file", str(file), "--timeline_steps", "1:2", "--output_dir", str(tmp_path / "out")])
-        return Recording(config.profiling, config.train, 3, Meter(make_world()), world)
 
+def test_timeline_replaces_only_a_timeline(tmp_path):
     mine, pipe = tmp_path / "train.json", tmp_path / "pipe"
     mine.write_text("mine")
     os.mkfifo(pipe)
