@@ -27,6 +27,12 @@ def test_under_srun(cluster: Cluster, tmp_path: Path) -> None:
         assert outcome.output.count(words) == times, (words, outcome)
 
 
+def test_proof_under_srun(cluster: Cluster, tmp_path: Path) -> None:
+    command = "srun --nodes=2 --ntasks-per-node=2 --mpi=pmix hvd-bert doctor --prove --json"
+    report = report_of(cluster.on("login", command, tmp_path).expect(0))
+    assert (report["ready"], report["launcher"], len(report["ranks"])) == (True, "srun", 4)
+
+
 def test_worlds_of_size_1_are_a_failure(cluster: Cluster, tmp_path: Path) -> None:
     command = f"srun --nodes=2 --ntasks-per-node=1 --mpi=none {DOCTOR} --json"
     outcome = cluster.on("login", command, tmp_path).expect(2)

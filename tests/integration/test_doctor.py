@@ -55,6 +55,15 @@ def test_two_ranks(by: str, tmp_path: Path) -> None:
         assert timing["gb_per_s"] > 0
 
 
+def test_proof(tmp_path: Path) -> None:
+    report = report_of(run([*DOCTOR, "--prove", "--json", "--strategy", "none"], tmp_path).expect(0))
+    assert report["ready"] and [len(step["ranks"]) for step in report["steps"]] == [1] * 5
+    data = ("settings", "checks", "hashes", "errors", "figures", "bounds")
+    assert undocumented(report, "Proof JSON", "train_results.json", without=data) == []
+    refused = run([*DOCTOR, "--prove", "--optim", "lamb"], tmp_path).expect(2)
+    assert "--prove cannot compare --strategy dp" in refused.output
+
+
 @pytest.mark.skipif("mpi" not in built(), reason="Horovod was built without MPI")
 def test_worlds_of_size_1_are_refused(tmp_path: Path) -> None:
     """Two processes started by a launcher of another MPI do not find each other."""

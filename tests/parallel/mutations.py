@@ -32,7 +32,6 @@ from hvd_bert.tools.doctor import __main__ as doctor
 from hvd_bert.tools.doctor import prove
 
 ALL = ", on all ranks"
-Change = Callable[..., Any]
 
 
 def flip(tensor: Tensor, bit: int) -> Tensor:
@@ -42,22 +41,8 @@ def flip(tensor: Tensor, bit: int) -> Tensor:
     return tensor
 
 
-def for_groups(key: str, value: float) -> Change:
-    """Add to a setting of the optimizer's groups, for one step."""
-
-    def change(mutant: Mutant, _: Tensor) -> None:
-        for group in mutant.optimizer.param_groups:
-            group[key] += value
-
-    return change
-
-
-def unclipped(mutant: Mutant, _: Tensor) -> None:
-    mutant.options = replace(mutant.options, max_grad_norm=0.0)
-
-
 # Kind -> where, and the change of the last argument.
-KINDS: dict[str, tuple[str, Change]] = {
+KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "gradient scaled": ("gradient", lambda mutant, gradient: gradient.mul_(1.01)),
     "bit of a gradient": ("gradient", lambda mutant, gradient: flip(gradient, 24)),
     "gradient of the step before": ("gradient", lambda mutant, gradient: gradient.copy_(mutant.last)),
@@ -67,11 +52,11 @@ KINDS: dict[str, tuple[str, Change]] = {
     f"not averaged{ALL}": ("average", lambda mutant, average: average.copy_(mutant.last)),
     "averaged gradient scaled": ("average", lambda mutant, average: average.mul_(1.01)),
     "bit of an averaged gradient": ("average", lambda mutant, average: flip(average, 24)),
-    f"not clipped{ALL}": ("average", unclipped),
+    f"not clipped{ALL}": ("average", lambda mutant, _: mutant.clip_to(0.0)),
     "no update": ("update", lambda mutant, _: mutant.optimizer.zero_grad()),
     f"no update{ALL}": ("update", lambda mutant, _: mutant.optimizer.zero_grad()),
-    f"learning rate{ALL}": ("update", for_groups("lr", 1e-5)),
-    f"weight decay{ALL}": ("update", for_groups("weight_decay", 0.09)),
+    f"learning rate{ALL}": ("update", lambda mutant, _: mutant.add("lr", 1e-5)),
+    f"weight decay{ALL}": ("update", lambda mutant, _: mutant.add("weight_decay", 0.09)),
     f"second moment lost{ALL}": ("after", lambda mutant, weight: mutant.optimizer.state[weight]["exp_avg_sq"].zero_()),
     "lowest bit of a weight": ("after", lambda mutant, weight: flip(weight, 0)),
     "seed": ("after", lambda mutant, _: torch.manual_seed(Now.step)),
@@ -90,13 +75,7 @@ PLACES = (  # rank, step from 1 on, tensor
 MUTATIONS = [(kind, place) for kind in KINDS for place in PLACES]
 # 4 and 3 windows per rank, so that the mean per rank differs.
 CLIP = 0.1
-FLAGS = [
-    "--prove",
-    "--warmup_ratio=0",
-    f"--max_grad_norm={CLIP}",
-    "--per_device_train_batch_size=4",
-    "--global_batch=7",
-]
+FLAGS = f"--prove --warmup_ratio=0 --max_grad_norm={CLIP} --per_device_train_batch_size=4 --global_batch=7".split()
 
 
 class Now:
@@ -123,30 +102,32 @@ class Mutant(HorovodStrategy):
         self.last = torch.zeros_like(self.weight)  # this rank's last gradient
         self.weight.register_hook(self.before_average)
 
-    def mutate(self, where: str, value: Tensor) -> Any:
+    def mutate(self, where: str, value: Any) -> Any:
         return Now.mutated(where, self._world.rank, Now.number, self, value)
 
-    def before_average(self, gradient: Tensor) -> Tensor:
-        sent: Tensor = self.mutate("gradient", gradient.clone())
-        self.last = gradient.clone()
+    def before_average(self, gradient: Tensor) -> Any:
+        sent, self.last = self.mutate("gradient", gradient.clone()), gradient.clone()
         return sent
 
     def synchronize(self) -> None:
         super().synchronize()
-        assert self.weight.grad is not None
         self.mutate("average", self.weight.grad)
 
-    def clip(self) -> Tensor:
-        norm, self.options = super().clip(), replace(self.options, max_grad_norm=CLIP)
-        return norm
+    def clip_to(self, norm: float) -> None:
+        self.options = replace(self.options, max_grad_norm=norm)
+
+    def add(self, key: str, value: float) -> None:
+        for group in self.optimizer.param_groups:
+            group[key] += value
 
     def step(self) -> bool:
-        groups = [dict(group) for group in self.optimizer.param_groups]
+        before = [dict(group) for group in self.optimizer.param_groups]
         self.mutate("update", self.weight)
         super().step()
         self.mutate("after", self.weight)
-        for group, before in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update(before)
+        for group, settings in zip(self.optimizer.param_groups, before, strict=True):
+            group.update(settings)
+        self.clip_to(CLIP)
         Now.number += 1
         return True
 
@@ -166,14 +147,12 @@ class MutantTask(QuestionAnswering):
             Now.mutated("batch", self._world.rank, Now.step, batch.input_ids[0, 1])
         return batch
 
-    def losses(self, model: Any, batch: Batch) -> Tensor:
-        losses: Tensor = super().losses(model, batch)
-        if model is not self.model:  # in one process
+    def losses(self, model: Any, batch: Batch) -> Any:
+        losses = super().losses(model, batch)
+        if model is not self.model or not self.plan:  # in one process
             return losses
-        assert self.plan
         total = len(self.plan.step_windows(Now.number - 1))
-        changed: Tensor = Now.mutated("losses", self._world.rank, Now.number, total, losses)
-        return changed
+        return Now.mutated("losses", self._world.rank, Now.number, total, losses)
 
 
 def main(world: World) -> None:

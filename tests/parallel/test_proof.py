@@ -20,5 +20,4 @@ def test_every_mutation_is_found(tmp_path: Path, stride: int) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     right = found.pop("none: rank 0, step 1")
     assert not right["failures"] and len(found) == -(-100 // stride)
-    assert {name for name, result in found.items() if not result["changed"]} == set(), "the same training"
-    assert {name for name, result in found.items() if not result["failures"]} == set(), "not found"
+    assert [name for name, result in found.items() if not (result["changed"] and result["failures"])] == []

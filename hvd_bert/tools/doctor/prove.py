@@ -11,7 +11,6 @@ import copy
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -105,8 +104,7 @@ class OneProcess:
             self.random.append(random_numbers(self.gpus))
 
     def gradients(self, step: int) -> tuple[list[Row], dict[str, float]]:
-        """Compute the clipped gradients of step `step` (0, 1, ...): the mean over its windows. Returns each rank's row,
-        and the step's figures."""
+        """Compute the clipped gradients of step `step` (0, 1, ...). Returns each rank's row, and the step's figures."""
         own, rows, loss = random_numbers(self.gpus), [Row() for _ in self.random], 0.0
         for rank, row in enumerate(rows):
             set_random_numbers(self.random[rank], self.gpus)
@@ -236,7 +234,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     proof, report = prove(load(config, world)[0], config, world), Report(flags.json, shown=world.rank == 0)
     report.print_text(f"{world.size} rank(s), --strategy {settings['strategy']}, launcher {launcher}\n")
     report.add(list(proof.lines()))
-    report.data = {"command": sys.argv[1:], "settings": settings, "launcher": launcher, "bounds": BOUNDS}
-    report.data |= {"steps": proof.steps} | run_folder.facts(settings, config.train.precision, world)
+    report.data = {"settings": settings, "launcher": launcher, "bounds": BOUNDS, "steps": proof.steps}
+    report.data |= run_folder.facts(settings, config.train.precision, world)
     if world.broadcast(report.close("Proved: the ranks do the work of one process", EXIT_FAILURE)):
         raise CollectiveError("The ranks do not do the work of one process.", status=EXIT_FAILURE)
