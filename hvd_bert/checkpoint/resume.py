@@ -125,6 +125,7 @@ def identity(settings: Mapping[str, Any], task: Task) -> dict[str, Any]:
         "the model": shape_of(task.model),
         **task.identity(),
         "the number of training windows": task.plan.num_windows,
+        **({"the windows per epoch of each file": str([n for _, n in task.plan.parts])} if task.plan.parts else {}),
     }
 
 

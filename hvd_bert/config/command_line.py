@@ -59,7 +59,7 @@ def make_parser() -> Parser:
     }  # fmt: skip
     for a_field in (a_field for section in SECTIONS for a_field in fields(section)):
         name, flag = a_field.name, FLAGS[a_field.name]
-        kind, metavar = kinds[a_field.type.removesuffix(" | None")] if not flag.auto else (number_or_auto, "N|auto")
+        kind, metavar = kinds[a_field.type.split(" | ")[0]] if not flag.auto else (number_or_auto, "N|auto")
         add = groups[flag.group].add_argument
         add(
             *dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}", *flag.aliases]),
@@ -69,7 +69,7 @@ def make_parser() -> Parser:
             choices=flag.choices or None,
             metavar=flag.metavar or (None if flag.choices else metavar),
             limits=flag,
-            nargs="?" if kind is switch else None,
+            nargs="+" if flag.several else "?" if kind is switch else None,
             const=True,
         )
         if flag.default is True:
@@ -154,7 +154,7 @@ def without(words: Sequence[str], names: Iterable[str]) -> list[str]:
     for name in names:
         spellings = FLAGS[name].spellings(name)
         forms = spellings | {spelling.replace("_", "-") for spelling in spellings}
-        parser.add_argument(*(f"--{form}" for form in forms), nargs="?")
+        parser.add_argument(*(f"--{form}" for form in forms), nargs="*" if FLAGS[name].several else "?")
     return parser.parse_known_args(words)[1]
 
 
@@ -177,11 +177,16 @@ def load_yaml(name: str) -> dict[str, Any]:
         presets = ", ".join(_presets())
         raise UserError(f"--config {name}: no such file, and no preset of that name. Choose from {presets}.") from None
     try:
-        parsed = vars(make_parser().parse_args([f"--{flag}={text}" for flag, text in texts.items()]))
+        parsed = vars(make_parser().parse_args([word for given in texts.items() for word in words_of(*given)]))
     except UserError as error:
         raise UserError(f"--config {name}: {error}") from None
     values = {flag: parsed[flag] for flag in texts}
     return {k: v.replace("{package}", str(PACKAGE)) if isinstance(v, str) else v for k, v in values.items()}
+
+
+def words_of(flag: str, value: Any) -> list[str]:
+    """A flag and its value as words of a command line."""
+    return [f"--{flag}", *map(str, value)] if isinstance(value, list | tuple) else [f"--{flag}={value}"]
 
 
 def trained_settings(model: str) -> dict[str, Any]:

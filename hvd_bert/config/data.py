@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+from hvd_bert.config.data_files import DataFile, data_files
 from hvd_bert.config.flag import check_ranges, flag, properties_of, require
 from hvd_bert.errors import UserError
 
@@ -159,21 +160,23 @@ class DataArguments:
         metavar="NAME",
         may_change_on_resume=True,
     )
-    train_file: str | None = flag(
+    train_file: str | tuple[str, ...] | None = flag(
         "data",
         None,
         "Training data: JSON (for questions only), JSON Lines, CSV or Parquet, also gzipped.",
         default_text="none",
-        metavar="FILE",
+        metavar="FILE[:WEIGHT] ...",
+        several=True,
         may_change_on_resume=True,
         replaces=("dataset_name", "validation_file", "task_name"),
     )
-    validation_file: str | None = flag(
+    validation_file: str | tuple[str, ...] | None = flag(
         "data",
         None,
-        "Data to evaluate on, in the format of --train_file.",
+        "Data to evaluate on, in the format of --train_file. Several files are scored together and separately.",
         default_text="none",
-        metavar="FILE",
+        metavar="[NAME=]FILE ...",
+        several=True,
         may_change_on_resume=True,
         replaces=("dataset_name", "task_name"),
     )
@@ -282,7 +285,7 @@ class DataArguments:
             f"--padding {self.padding} and --pad_to_max_length are both given: choose one.",
         )
         self.padding, self.pad_to_max_length = padding, padding == "max_length"
-        files = [name for name in ("train_file", "validation_file") if getattr(self, name)]
+        files = [name for name in ("train_file", "validation_file") if self.files(name)]
         sources = [*(name for name in ("task_name", "dataset_name") if getattr(self, name)), *files[:1]]
         if len(sources) > 1:
             raise UserError(f"--{sources[0]} and --{sources[1]} are both given: choose one source of data.")
@@ -298,6 +301,10 @@ class DataArguments:
             self.dataset_name = "squad_v2" if self.version_2_with_negative else DEFAULT_DATASET
         if self.dataset_name in ("squad_v2", "rajpurkar/squad_v2"):
             self.version_2_with_negative = True
+
+    def files(self, flag: str) -> list[DataFile]:
+        """The files of "train_file" or "validation_file"."""
+        return data_files(flag, getattr(self, flag))
 
     @property
     def pad_to(self) -> int | None:

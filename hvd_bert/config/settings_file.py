@@ -18,7 +18,7 @@ from hvd_bert.storage.reading import MAX_YAML_BYTES, read_text
 _TAG = "tag:yaml.org,2002:"
 
 
-def read(name: str, path: Path) -> dict[str, str]:
+def read(name: str, path: Path) -> dict[str, str | list[str]]:
     """The flags of a file with their values; null leaves a flag out. `name`: of the file, for messages.
 
     Raises FileNotFoundError and UserError.
@@ -33,7 +33,7 @@ def read(name: str, path: Path) -> dict[str, str]:
     pairs = root.value if isinstance(root, yaml.MappingNode) else []
     if not pairs or not all(isinstance(key, yaml.ScalarNode) for key, _ in pairs):
         raise UserError(f"--config {name}: must be lines of `flag: value`.")
-    values: dict[str, str] = {}
+    values: dict[str, str | list[str]] = {}
     lines: dict[str, int] = {}
     for key, value in pairs:
         flag, line = key.value, key.start_mark.line + 1
@@ -48,8 +48,10 @@ def read(name: str, path: Path) -> dict[str, str]:
     return values
 
 
-def _value(name: str, flag: str, node: yaml.Node) -> str | None:
+def _value(name: str, flag: str, node: yaml.Node) -> str | list[str] | None:
     """A value as the command line spells it; None for null."""
+    if FLAGS[flag].several and isinstance(node, yaml.SequenceNode):
+        return [str(_value(name, flag, part)) for part in node.value]
     if not isinstance(node, yaml.ScalarNode):
         raise UserError(f"--config {name}: '{flag}' must be a single value, not a list or a mapping.")
     default, text = FLAGS[flag].default, str(node.value)

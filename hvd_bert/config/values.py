@@ -20,13 +20,15 @@ MAX_RUNS = 1000  # repeats of a measurement, which are planned one by one
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The range of a number. None: no such limit. `auto`: whether the word auto is accepted, too."""
+    """The range of a number. None: no such limit. `auto`: whether the word auto is accepted, too.
+    `several`: whether there may be several values, which become a tuple."""
 
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
     below: float | None = None
     auto: bool = False
+    several: bool = False
 
     @property
     def _limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
@@ -73,6 +75,8 @@ class Checked(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
         value = self.const if self.nargs == 0 else values
+        if self.limits.several:
+            value = tuple(values) if len(values) > 1 else values[0]
         for number in value if isinstance(value, list) else [value]:
             if number != self.default:
                 self.limits.check(self.dest, number)

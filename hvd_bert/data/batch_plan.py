@@ -9,6 +9,7 @@ numbers of windows differ by at most one, and the costs are nearly equal.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -19,6 +20,7 @@ from hvd_bert.errors import UserError
 
 Ids = NDArray[np.int64]
 Lengths = NDArray[np.int32]
+Parts = tuple[tuple[int, int], ...]
 _CANDIDATES = 32  # items per part to try for a swap; larger parts are nearly even without swaps
 
 
@@ -27,6 +29,7 @@ class BatchPlan:
     """Assigns windows to `size` ranks: `global_batch` per step, over all ranks and `accumulation` micro-batches.
 
     `lengths`: tokens per window, the same on all ranks. `crossover`: see `window_costs`.
+    `parts`: of each data file, its windows and how many of them an epoch takes; empty: each window once per epoch.
     """
 
     lengths: Lengths
@@ -35,6 +38,7 @@ class BatchPlan:
     size: int
     seed: int
     crossover: int
+    parts: Parts = ()
 
     def __post_init__(self) -> None:
         if self.num_windows < self.size:
@@ -59,7 +63,7 @@ class BatchPlan:
     @property
     def num_windows(self) -> int:
         """Windows per epoch."""
-        return len(self.lengths)
+        return sum(taken for _, taken in self.parts) if self.parts else len(self.lengths)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -75,7 +79,8 @@ class BatchPlan:
         """Ids of the windows of optimizer step `step` (0, 1, ... across epochs), over all ranks."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         first = step_in_epoch * self.global_batch
-        return _epoch_order(self.num_windows, self.seed, epoch)[first : first + self.global_batch]
+        parts = self.parts or ((self.num_windows, self.num_windows),)
+        return _epoch_order(parts, self.seed, epoch)[first : first + self.global_batch]
 
     def rank_windows(self, step: int, rank: int) -> list[Ids]:
         """Ids of the windows that `rank` takes in each of the step's `accumulation` micro-batches.
@@ -111,10 +116,29 @@ def _shares(plan: BatchPlan, step: int) -> list[Ids]:
 
 
 @lru_cache(maxsize=2)
-def _epoch_order(num_windows: int, seed: int, epoch: int) -> Ids:
-    order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_windows)
+def _epoch_order(parts: Parts, seed: int, epoch: int) -> Ids:
+    chosen, first = [], 0
+    for file, (windows, taken) in enumerate(parts):
+        # The file's series of windows has all of them, in an order of its own, before any of them again.
+        begin = epoch * taken
+        rounds = range(begin // windows, -(-(begin + taken) // windows))
+        series = np.concatenate([_shuffled(windows, seed, file, number) for number in rounds])
+        begin -= rounds[0] * windows
+        chosen.append(first + np.sort(series[begin : begin + taken]))
+        first += windows
+    order = np.concatenate(chosen)[_shuffled(sum(map(len, chosen)), seed, epoch)]
     order.setflags(write=False)  # all callers share the cached array
     return order
+
+
+def _shuffled(count: int, *seeds: int) -> Ids:
+    return np.random.Generator(np.random.PCG64(seeds)).permutation(count)
+
+
+def mixture(windows: Sequence[int], weights: Sequence[float]) -> Parts:
+    """`BatchPlan.parts` of files with so many windows each."""
+    parts = tuple((n, max(1, round(weight * n))) for n, weight in zip(windows, weights, strict=True))
+    return () if all(weight == 1 for weight in weights) else parts
 
 
 def window_costs(lengths: ArrayLike, crossover: int) -> Ids:

@@ -79,6 +79,16 @@ class WindowTable:
         batches = pa.table(columns).cast(pa.schema([SCHEMA.field(name) for name in columns])).to_batches()
         return WindowTable(batches)
 
+    @staticmethod
+    def joined(tables: Sequence[WindowTable]) -> WindowTable:
+        """The windows of several tables, whose questions are numbered on."""
+        if len(tables) == 1:
+            return tables[0]
+        table = WindowTable([batch for table in tables for batch in table._batches])
+        questions = np.cumsum([0, *(table.counts.questions for table in tables[:-1])], dtype=np.int32)
+        table._numbers["question"] += np.repeat(questions, list(map(len, tables)))
+        return table
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.resume import ResumePoint
+from hvd_bert.config.data_files import data_files
 from hvd_bert.config.settings import TrainArguments, save
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
@@ -59,14 +60,15 @@ def check(settings: Settings) -> None:
 def _check_inputs(settings: Settings, folder: Path) -> None:
     """Raise UserError if the run would replace files that it reads."""
     folder, trains = folder.resolve(), settings["do_train"]
-    for name in INPUTS:
-        path = Path(os.path.realpath(settings[name] or ""))
-        if not settings[name] or not path.is_relative_to(folder):
+    inputs = [(name, file.path) for name in INPUTS for file in data_files(name, settings[name])]
+    for name, given in inputs:
+        path = Path(os.path.realpath(given))
+        if not path.is_relative_to(folder):
             continue
         if path == folder and trains:
             raise UserError(f"--output_dir {folder}: training reads it (--{name}). Use another folder.")
         if path != folder and _replaces(trains, path.relative_to(folder).parts[0]):
-            raise UserError(f"--{name} {settings[name]}: the run would replace this input. Use another --output_dir.")
+            raise UserError(f"--{name} {given}: the run would replace this input. Use another --output_dir.")
 
 
 def _replaces(trains: bool, name: str) -> bool:

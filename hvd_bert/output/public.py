@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_bert.config.data import GLUE, GLUE_DATASET, QUESTION_ANSWERING, TASKS
+from hvd_bert.config.data_files import Given
 from hvd_bert.config.settings import DEFAULT_MODEL, FLAGS
 
 # Where this machine keeps files, and what only matters there.
@@ -44,6 +46,8 @@ def _without_unused_model(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_folder(value: Any) -> Any:
+    if isinstance(value, list | tuple):  # of files, also NAME=FILE
+        return [re.sub(r"^([^/=]+=)?.*/", r"\1", part) for part in value]
     return Path(value).name if isinstance(value, str) and "/" in value else value
 
 
@@ -65,7 +69,8 @@ def command(settings: Mapping[str, Any]) -> str:
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no_{name}")
         else:
-            words.append(f"--{name} {shlex.quote(str(value))}")
+            values = map(str, value if isinstance(value, list) else [value])
+            words.append(f"--{name} {shlex.join(values)}")
     return " \\\n  ".join(words)
 
 
@@ -91,12 +96,12 @@ class Data:
         return cls._of(settings, settings["validation_file"], splits or {"": settings["validation_split_name"]})
 
     @classmethod
-    def _of(cls, settings: Mapping[str, Any], file: str | None, splits: Mapping[str, str]) -> Data:
+    def _of(cls, settings: Mapping[str, Any], file: Given, splits: Mapping[str, str]) -> Data:
         if settings["task_name"]:
             return cls(GLUE_DATASET, settings["task_name"], splits)
         if settings["dataset_name"]:
             return cls(settings["dataset_name"], settings["dataset_config_name"], splits)
-        return cls(file or settings["task"])
+        return cls(", ".join([file] if isinstance(file, str) else file or [settings["task"]]))
 
     def metric(self, name: str) -> tuple[str, str | None]:
         """A metric's name without its ending, and its split."""

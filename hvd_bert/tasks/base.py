@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from inspect import isabstract
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hvd_bert.config.settings import TASKS, Config, DataArguments, ModelArguments, TrainArguments
-from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths
+from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths, Parts
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.families import fit_flags
@@ -217,7 +218,19 @@ def load_task(config: Config, world: World) -> Task:
     return task
 
 
-def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: World) -> BatchPlan:
+def metric_of(name: str, data: str) -> str:
+    """The name of a metric of a validation set. `data`: the set's name, or an ending such as GLUE's _mm."""
+    return f"{data}_{name}" if data and not data.startswith("_") else name + data
+
+
+def members(sizes: Mapping[str, int]) -> dict[str, range]:
+    """The examples of each validation set by its name, and by "" all of them unless a set has that name."""
+    ends = list(itertools.accumulate(sizes.values()))
+    sets = {name: range(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+    return {"": range(ends[-1])} | sets
+
+
+def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: World, parts: Parts = ()) -> BatchPlan:
     """The batch plan of the settings. Raises UserError if the global batch does not fit the ranks.
 
     A fixed global batch need not divide evenly: ranks may differ by one window, as in the last step of an epoch.
@@ -230,6 +243,7 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
     rank_batch, passes = args.per_device_train_batch_size * world.devices, args.gradient_accumulation_steps
     rank_batch = rank_batch or 1  # until it is chosen (train/batch_size.py)
     plan = BatchPlan.of_rank_batch(lengths, rank_batch, passes, world.size, args.seed, crossover)
+    plan = replace(plan, parts=parts)
     if args.global_batch == -1:
         return plan
     devices = world.size * world.devices

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hvd_bert.config.command_line import trained_settings
 from hvd_bert.config.settings import DEFAULT_MODEL, TASKS, Config, DataArguments, ModelArguments
-from hvd_bert.data.batch_plan import Ids, Lengths, balanced_partition, window_costs
+from hvd_bert.data.batch_plan import Ids, Lengths, Parts, balanced_partition, window_costs
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.evaluation.evaluator import evaluated
@@ -38,11 +38,13 @@ class Examples:
             for random numbers.
         lengths: Tokens per example, or any other whole number that its cost grows with.
         digest: A hash of the content. A resumed run must have the same, and all ranks.
+        parts: For training on several files, as in `BatchPlan`.
     """
 
     collate: Callable[[Ids], Any]
     lengths: Lengths
     digest: str
+    parts: Parts = ()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -81,7 +83,7 @@ class DatasetTask(Task):
 
     train: Examples | None = None
     dev: Examples | None = None
-    limits_dev: ClassVar[bool] = False  # whether `load` applies --max_eval_samples to `dev`, however long it then is
+    limits: ClassVar[bool] = False  # whether `load` applies --max_train_samples and --max_eval_samples
     crossover: int = 1  # where the cost of an example begins to grow faster than its length (`batch_plan.window_costs`)
 
     def __init__(self, config: Config, world: World) -> None:
@@ -92,16 +94,18 @@ class DatasetTask(Task):
             load_weights(self.model, config.model)
         self._limit(config.data)
         if self.train is not None and config.train.do_train:
-            self.plan = make_plan(self.train.lengths, config.train, self.crossover, world)
+            self.plan = make_plan(self.train.lengths, config.train, self.crossover, world, self.train.parts)
         self.evaluates = self.dev is not None and config.train.do_eval
 
     def _limit(self, data: DataArguments) -> None:
         """Apply --max_train_samples. `load` has to apply --max_eval_samples, since `score` knows the examples."""
         count = data.max_train_samples
+        if self.limits:
+            return
         if self.train is not None and count is not None:
             self.train = replace(self.train, lengths=self.train.lengths[:count])
         limit = data.max_eval_samples
-        if self.dev is not None and limit is not None and not self.limits_dev and len(self.dev) > limit:
+        if self.dev is not None and limit is not None and len(self.dev) > limit:
             raise UserError(f"--max_eval_samples {limit}: --task {data.task} does not support it. Remove it.")
 
     @abstractmethod

@@ -7,13 +7,16 @@ from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
+from hvd_bert.config.data_files import DataFile
 from hvd_bert.config.settings import Config, DataArguments
-from hvd_bert.data.batch_plan import Ids, balanced_partition, window_costs
+from hvd_bert.data.batch_plan import Ids, Parts, balanced_partition, mixture, window_costs
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Source
@@ -28,10 +31,13 @@ from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.model.bert import compile_layers, load_model, load_tokenizer, tokenizer_digest, window_losses
 from hvd_bert.model.flops import forward_flops, late_weights
 from hvd_bert.model.precision import evaluating
-from hvd_bert.tasks.base import EvaluationResult, Task, encoder_config, make_plan
+from hvd_bert.tasks.base import EvaluationResult, Task, encoder_config, make_plan, members, metric_of
 
 # Answers by the question's number, and the sum and number of the losses of their windows.
 Answers = tuple[dict[int, Answer], float, int]
+
+
+SCORES = ("exact_match", "f1")
 
 
 class Evaluation(NamedTuple):
@@ -57,9 +63,12 @@ class QuestionAnswering(Task):
         self._crossover = self.forward_flops.crossover
         self.late_weights = late_weights(self.inputs.model)
         self.evaluates = self.inputs.dev is not None
+        if self.inputs.dev and len(self.inputs.dev.sets) > 1:
+            names = [metric_of(name, data) for data in ("macro", *self.inputs.dev.sets) for name in SCORES]
+            self.metrics = {**self.metrics, **dict.fromkeys(names, "max")}
         if self.inputs.train:
             train = self.inputs.train.windows
-            self.plan = make_plan(train.lengths, config.train, self._crossover, world)
+            self.plan = make_plan(train.lengths, config.train, self._crossover, world, self.inputs.train.parts)
             self._collate = Collator(train, world.device, config.data.pad_to)
 
     def batch(self, ids: Ids) -> Batch:
@@ -121,7 +130,14 @@ class QuestionAnswering(Task):
         # v2.0's best thresholds need all spans, also where "no answer" wins at the current threshold.
         texts = {answer.id: answer.best_span if v2 else answer.text for answer in answers}
         odds = {answer.id: answer.null_odds for answer in answers if answer.null_odds is not None} if v2 else None
-        metrics = score(self.inputs.dev.questions, texts, odds, v2, self._data.null_score_diff_threshold)
+        metrics: dict[str, float] = {}
+        for name, part in self.inputs.dev.sets.items():
+            questions = self.inputs.dev.questions[part.start : part.stop]
+            scores = score(questions, texts, odds, v2, self._data.null_score_diff_threshold)
+            metrics |= {metric_of(metric, name): value for metric, value in scores.items()}
+        files = [name for name in self.inputs.dev.sets if name]
+        for metric in SCORES if files else ():  # MRQA's: all files count the same
+            metrics[metric_of(metric, "macro")] = fmean(metrics[metric_of(metric, name)] for name in files)
         return metrics | {"eval_loss": sum(losses) / sum(windows)}, answers
 
     def described(self, evaluation: Evaluation) -> EvaluationResult:
@@ -162,7 +178,8 @@ class QuestionAnswering(Task):
 def summary(metrics: dict[str, float]) -> str:
     """An evaluation in one line."""
     scores = f"EM {metrics['exact_match']:.2f}  F1 {metrics['f1']:.2f}  loss {metrics['eval_loss']:.3f}"
-    return f"{scores}  on {metrics['total']:.0f} questions"
+    of_files = [f"{name} {metrics[name]:.2f}" for name in metrics if name.endswith("_f1") and "Ans" not in name]
+    return "  ".join([f"{scores}  on {metrics['total']:.0f} questions", *of_files])
 
 
 def files(answers: list[Answer]) -> dict[str, Any]:
@@ -177,11 +194,16 @@ def files(answers: list[Answer]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Questions and their windows. `questions`: only of those to evaluate on."""
+    """Questions and their windows, of all files.
+
+    `parts`: of training data, as in `BatchPlan`. `questions`: only of those to evaluate on. `sets`: their `members`.
+    """
 
     source: Source
     windows: WindowTable
     questions: list[Question] = field(default_factory=list)
+    sets: Mapping[str, range] = field(default_factory=dict)
+    parts: Parts = ()
 
 
 @dataclass(frozen=True)
@@ -220,29 +242,40 @@ def load_inputs(config: Config, world: World) -> Inputs:
 
 
 def _question_set(data: DataArguments, split: str, cache_dir: str | None, tokenizer: Any, world: World) -> QuestionSet:
-    source = open_split(data, split, cache_dir)
+    files, sources = zip(*open_split(data, split, cache_dir), strict=True)
     limit = data.max_train_samples if split == "train" else data.max_eval_samples
-    table = prepare(
-        source,
-        tokenizer,
-        WindowOptions(data.max_seq_length, data.doc_stride, limit),
-        show_progress=world.cross_rank == 0,
-        leader=world.local_rank == 0,
-    )
-    log.info("%s: %d windows of %d questions", source.name, table.counts.windows, table.counts.questions)
-    return QuestionSet(source, table, [] if split == "train" else source.questions()[:limit])
+    tables = [
+        prepare(
+            source,
+            tokenizer,
+            WindowOptions(data.max_seq_length, data.doc_stride, limit),
+            show_progress=world.cross_rank == 0,
+            leader=world.local_rank == 0,
+        )
+        for source in sources
+    ]
+    for source, table in zip(sources, tables, strict=True):
+        log.info("%s: %d windows of %d questions", source.name, table.counts.windows, table.counts.questions)
+    source, windows = squad.joined(sources, limit), WindowTable.joined(tables)
+    if split == "train":
+        return QuestionSet(source, windows, parts=mixture([*map(len, tables)], [file.weight for file in files]))
+    questions = [source.questions()[:limit] for source in sources]
+    squad.check_ids(sources, questions)
+    sets = members({file.name: len(some) for file, some in zip(files, questions, strict=True)})
+    return QuestionSet(source, windows, [*chain.from_iterable(questions)], sets)
 
 
-def open_split(data: DataArguments, split: str, cache_dir: str | None) -> Source:
-    """The "train" or "validation" questions, from a file or from the hub."""
+def open_split(data: DataArguments, split: str, cache_dir: str | None) -> list[tuple[DataFile, Source]]:
+    """The "train" or "validation" questions, from files or from the hub."""
     reading = squad.Reading(data.question_column, data.context_column, data.answer_column)
     if data.dataset_name:
-        return squad.open_hub(
+        source = squad.open_hub(
             data.dataset_name, split, data.version_2_with_negative, data.dataset_config_name, cache_dir, reading
         )
-    path = data.train_file if split == "train" else data.validation_file
-    if path is None:
+        return [(DataFile(data.dataset_name), source)]
+    files = data.files(f"{split}_file")
+    if not files:
         raise UserError(
             f"--{split}_file is missing: give a file of questions, or omit all files to use squad from the hub."
         )
-    return squad.open_file(path, data.version_2_with_negative, reading)
+    return [(file, squad.open_file(file.path, data.version_2_with_negative, reading)) for file in files]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, ClassVar, Literal
@@ -14,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from hvd_bert.config.data import GLUE, GLUE_DATASET
+from hvd_bert.config.data import GLUE, GLUE_DATASET, GLUE_ENDINGS
 from hvd_bert.config.settings import Config, DataArguments
-from hvd_bert.data.batch_plan import Ids
+from hvd_bert.data.batch_plan import Ids, mixture
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import hub, texts
 from hvd_bert.data.sources.texts import Columns, Texts, number_of
@@ -27,20 +28,27 @@ from hvd_bert.evaluation.classification import classification_scores, regression
 from hvd_bert.model.bert import compile_layers, load_tokenizer, tokenizer_digest
 from hvd_bert.model.classifier import class_logits, load_classifier
 from hvd_bert.model.flops import forward_flops, late_weights
-from hvd_bert.tasks.base import encoder_config
+from hvd_bert.tasks.base import encoder_config, members, metric_of
 from hvd_bert.tasks.dataset import DatasetTask, Examples
 
 _TEXTS_AT_ONCE = 1000
 Labelled = tuple[Batch, Tensor]  # packed or padded texts, and the class or number of each
 
 
-def metrics_of(is_regression: bool, task_name: str | None) -> dict[str, Literal["max", "min"]]:
-    """The metrics of a data set, those of the task of GLUE first. As in run_glue, several have a mean."""
+def metrics_of(
+    is_regression: bool, task_name: str | None, sets: Iterable[str] = ()
+) -> dict[str, Literal["max", "min"]]:
+    """The metrics of validation sets, those of the task of GLUE first. As in run_glue, several have a mean."""
     glue = GLUE[task_name].metrics if task_name else ()
     all_names = ("pearson", "spearmanr", "mse") if is_regression else ("accuracy", "f1", "matthews_correlation")
     names = dict.fromkeys([*(["combined_score"] if len(glue) > 1 else []), *glue, *all_names, "eval_loss"])
     endings = GLUE[task_name].validation.values() if task_name else [""]
-    return {name + ending: "min" if name in ("mse", "eval_loss") else "max" for ending in endings for name in names}
+    return {
+        metric_of(name, data): "min" if name in ("mse", "eval_loss") else "max"
+        for data in dict.fromkeys([*endings, *sets])
+        for name in names
+        if name != "eval_loss" or data in GLUE_ENDINGS  # files have one loss together
+    }
 
 
 class TextClassification(DatasetTask):
@@ -48,7 +56,7 @@ class TextClassification(DatasetTask):
 
     unit: ClassVar[str] = "texts"
     metrics = metrics_of(False, None)
-    limits_dev: ClassVar[bool] = True
+    limits: ClassVar[bool] = True
 
     def load(self, config: Config) -> None:
         data, args, world = config.data, config.train, self.world
@@ -59,7 +67,7 @@ class TextClassification(DatasetTask):
             config.model,
             shape,
             self.tokenizer,
-            _class_names(train) if train else None,
+            _class_names(joined(train)) if train else None,
             data.max_seq_length,
             args.seed,
             data.pad_to is not None,
@@ -75,11 +83,15 @@ class TextClassification(DatasetTask):
             raise UserError(
                 f"--do_regression: {config.model.configuration} gives classes, not a number. Remove the flag."
             )
-        self.metrics = metrics_of(self.regression, data.task_name)
+        self.metrics = metrics_of(self.regression, data.task_name, dev)
         self.forward_flops = forward_flops(self.model)
         self.late_weights = late_weights(self.model)
         self.crossover = self.forward_flops.crossover
-        self.train = self._examples(train.head(data.max_train_samples), data) if train else None
+        self.train = None
+        if train:
+            train = [source.head(data.max_train_samples) for source in train]
+            weights = [file.weight for file in data.files("train_file")] or [1.0]
+            self.train = replace(self._examples(joined(train), data), parts=mixture([*map(len, train)], weights))
         parts = {ending: source.head(data.max_eval_samples) for ending, source in dev.items()}
         self.dev_sizes = {ending: len(source) for ending, source in parts.items()}
         self.dev, self.dev_labels = None, np.empty(0)
@@ -130,31 +142,30 @@ class TextClassification(DatasetTask):
         return cross_entropy(logits, targets, reduction="none"), torch.softmax(logits, -1)
 
     def _of_each_set(self, values: Tensor) -> dict[str, Tensor]:
-        """The values for the examples of each validation set, by the ending of its metrics' names."""
-        return dict(zip(self.dev_sizes, values.split(list(self.dev_sizes.values())), strict=True))
+        """The values for the examples of each validation set."""
+        return {name: values[part.start : part.stop] for name, part in members(self.dev_sizes).items()}
 
     def score(self, outputs: Tensor) -> dict[str, float]:
         labels = self._of_each_set(torch.from_numpy(self.dev_labels))
         found: dict[str, float] = {}
-        for ending, part in self._of_each_set(outputs).items():
+        for data, part in self._of_each_set(outputs).items():
             if self.regression:
-                scores = regression_scores(part.double().numpy(), labels[ending].double().numpy())
+                scores = regression_scores(part.double().numpy(), labels[data].double().numpy())
             else:
-                scores = classification_scores(part.argmax(-1).numpy(), labels[ending].numpy(), len(self.names))
+                scores = classification_scores(part.argmax(-1).numpy(), labels[data].numpy(), len(self.names))
             if "combined_score" in self.metrics:
                 scores["combined_score"] = fmean(scores[name] for name in GLUE[str(self.config.data.task_name)].metrics)
-            found |= {name + ending: value for name, value in scores.items()}
+            found |= {metric_of(name, data): value for name, value in scores.items()}
         return found
 
     def mean_losses(self, losses: Tensor) -> dict[str, float]:
-        return {
-            f"eval_loss{ending}": float(p.mean(dtype=torch.float64)) for ending, p in self._of_each_set(losses).items()
-        }
+        of_sets = {name: part for name, part in self._of_each_set(losses).items() if name in GLUE_ENDINGS}
+        return {f"eval_loss{ending}": float(part.mean(dtype=torch.float64)) for ending, part in of_sets.items()}
 
     def predictions(self, outputs: Tensor) -> dict[str, Any]:
         """The label of each example, by its number from 0."""
         found = outputs.tolist() if self.regression else [self.names[number] for number in outputs.argmax(-1).tolist()]
-        keys = [f"{row}{ending}" for ending, size in self.dev_sizes.items() for row in range(size)]
+        keys = [metric_of(str(row), name) for name, size in self.dev_sizes.items() for row in range(size)]
         return dict(zip(keys, found, strict=True))
 
     def positions(self, batch: Labelled, tokens: int) -> int:
@@ -209,50 +220,56 @@ _WAYS_OUT = (
 
 def open_texts(
     data: DataArguments, cache_dir: str | None, do_train: bool, do_eval: bool
-) -> tuple[Texts | None, dict[str, Texts]]:
-    """The training texts, and validation sets by the ending of their metrics' names. Raises UserError."""
+) -> tuple[list[Texts], dict[str, Texts]]:
+    """The training texts of each file, and validation sets by name (`metric_of`). Raises UserError."""
     glue = GLUE.get(data.task_name or "")
     named = tuple(data.text_column_names.split(",")) if data.text_column_names else ()
     columns = Columns(glue.texts if glue else named, data.label_column_name, data.do_regression)
-    train = _open(data, data.train_split_name, "train_file", cache_dir, columns) if do_train else None
+    train = _open(data, data.train_split_name, "train_file", cache_dir, columns) if do_train else []
     if train:
-        columns = replace(columns, texts=train.columns.texts, numbers=train.is_regression)
+        columns = replace(train[0].columns, numbers=joined(train).is_regression)
     elif do_train:
         raise UserError(
             "--task text-classification needs --task_name, --dataset_name or --train_file to train on. Give one."
         )
     validation = glue.validation if glue else {data.validation_split_name: ""}
-    dev = {
-        ending: _open(data, split, "validation_file", cache_dir, columns) if do_eval else None
-        for split, ending in validation.items()
-    }
-    if do_train and do_eval and not any(dev.values()):
+    dev: dict[str, Texts] = {}
+    for split, ending in validation.items() if do_eval else ():
+        names = [file.name for file in data.files("validation_file")] or [ending]
+        dev |= zip(names, _open(data, split, "validation_file", cache_dir, columns), strict=False)  # may open none
+    if do_train and do_eval and not dev:
         log.info("No --validation_file is given: the model is not evaluated.")
-    return train, {ending: source for ending, source in dev.items() if source}
+    return train, dev
 
 
-def _open(data: DataArguments, split: str, file_flag: str, cache_dir: str | None, columns: Columns) -> Texts | None:
-    """A split of the hub's data set, or the file of a flag; None if the flag is not given."""
+def _open(data: DataArguments, split: str, file_flag: str, cache_dir: str | None, columns: Columns) -> list[Texts]:
+    """A split of the hub's data set, or the files of a flag, which have the columns of the first."""
     dataset, config_name = (
         (GLUE_DATASET, data.task_name) if data.task_name else (data.dataset_name, data.dataset_config_name)
     )
     if dataset:
         flag = f"--task_name {data.task_name}" if data.task_name else ""
         rows = hub.load(dataset, split, config_name, cache_dir, _WAYS_OUT, flag)
-        return texts.open_hub(rows, f"{'/'.join(filter(None, (dataset, config_name)))}[{split}]", columns)
-    path = data.train_file if file_flag == "train_file" else data.validation_file
-    return texts.open_file(path, f"--{file_flag}", columns) if path else None
+        return [texts.open_hub(rows, f"{'/'.join(filter(None, (dataset, config_name)))}[{split}]", columns)]
+    found: list[Texts] = []
+    for file in data.files(file_flag):
+        found.append(texts.open_file(file.path, f"--{file_flag}", columns))
+        columns = replace(columns, texts=found[0].columns.texts)
+    return found
 
 
 def joined(sources: list[Texts]) -> Texts:
     """The texts of all sources, as one."""
     first, *others = sources
     for other in others:
+        if isinstance(first.labels[0], str) != isinstance(other.labels[0], str):
+            raise UserError(f"{first.name} and {other.name}: one has numbers as labels, the other texts. Fix one.")
         second = None if first.second is None or other.second is None else first.second + other.second
         first = replace(
             first,
             name=f"{first.name} and {other.name}",
             digest=first.digest + other.digest,
+            columns=replace(first.columns, numbers=first.is_regression or other.is_regression),
             first=first.first + other.first,
             second=second,
             labels=first.labels + other.labels,

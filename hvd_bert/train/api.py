@@ -44,7 +44,8 @@ def train(
         from hvd_bert.train import loop  # noqa: F401  here, or `run` would freeze the program's objects
 
         given = {"config": config, "task": name_of(task) if isinstance(task, type) else task, **settings}
-        words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+        given = {name: value for name, value in given.items() if value is not None}
+        words = [word for name, value in given.items() for word in command_line.words_of(name, value)]
         with suppress(UserError):  # reported when joining
             watch_launcher(find_launcher(os.environ).name)
         run_in_program(lambda world: results.append(run(words, world, callbacks)), **command_line.before_joining(words))

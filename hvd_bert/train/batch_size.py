@@ -44,7 +44,7 @@ def choose(task: Task, config: Config, resume_point: ResumePoint | None, world: 
         number = min(world.allgather(fits))
         log.info("--per_device_train_batch_size auto: %d windows fit into the memory of every rank", number)
     args.per_device_train_batch_size = number
-    task.plan = make_plan(task.plan.lengths, args, task.plan.crossover, world)
+    task.plan = make_plan(task.plan.lengths, args, task.plan.crossover, world, task.plan.parts)
 
 
 def _largest(task: Task, config: Config, world: World) -> int:

@@ -75,8 +75,9 @@ def clone(
         (folder / name).symlink_to(REPOSITORY / name)
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "activate").touch()
-    for name, count in (("train-v1.1.json", 32), ("dev-v1.1.json", 5)):
-        (folder / name).write_text(json.dumps(to_squad(make_questions(count))))
+    files = {"train-v1.1": slice(32), "dev-v1.1": slice(5), "mine": slice(6), "held-out": slice(6, 9)}
+    for name, part in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(to_squad(make_questions(32)[part])))
     for name, count in (("train.jsonl", 16), ("dev.jsonl", 4)):
         rows = [{"sentence": f"The box {n} is red.", "label": n % 2} for n in range(count)]
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -14,14 +14,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from hvd_bert.data.sources import files, hub
 from hvd_bert.data.sources.checks import checked
-from hvd_bert.data.sources.entries import attempt, get, row_question, shown, squad_question
+from hvd_bert.data.sources.entries import SHORT, attempt, get, row_question, shown, squad_question
 from hvd_bert.data.sources.files import Row
 from hvd_bert.data.sources.questions import Mistake, Question, Reading
 from hvd_bert.errors import UserError
@@ -97,6 +97,27 @@ def from_questions(name: str, questions: Iterable[Question]) -> Source:
     kept = list(questions)
     content = json.dumps([astuple(question) for question in kept]).encode()
     return Source(name, hashlib.sha256(content).hexdigest(), lambda: kept)
+
+
+def joined(sources: Sequence[Source], limit: int | None = None) -> Source:
+    """The first `limit` questions of each source, as one source; a single source as it is."""
+    if len(sources) == 1:
+        return sources[0]
+    digest = hashlib.sha256(" ".join(source.digest for source in sources).encode()).hexdigest()
+    name = ", ".join(source.name for source in sources)
+    return Source(name, digest, lambda: [question for source in sources for question in source.questions()[:limit]])
+
+
+def check_ids(sources: Sequence[Source], questions: Sequence[Sequence[Question]]) -> None:
+    """Raise UserError if questions of two sources have the same id: predictions are by id."""
+    first: dict[str, str] = {}
+    for source, some in zip(sources, questions, strict=True):
+        other = next((q for q in some if first.setdefault(q.id, source.name) != source.name), None)
+        if other:
+            raise UserError(
+                f"{first[other.id]} and {source.name} both have a question with the id {SHORT.repr(other.id)}. Give"
+                " each question an id of its own."
+            )
 
 
 def _digest(name: str) -> str:

@@ -274,9 +274,9 @@ def check_files(config: Config) -> None:
     """Raise UserError if a data file or the batch is missing. A task of one's own may read a folder."""
     config.train.refuse_auto("runs that are compared")
     for name in ("train_file", "validation_file"):
-        path = getattr(config.data, name)
-        if path and not Path(path).exists():
-            raise UserError(f"--{name} {path}: no such file or folder. Check the path.")
+        missing = [file.path for file in config.data.files(name) if not Path(file.path).exists()]
+        if missing:
+            raise UserError(f"--{name} {missing[0]}: no such file or folder. Check the path.")
 
 
 def check_strategies(names: Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,59 @@
+"""The files of --train_file (FILE or FILE:WEIGHT) and of --validation_file (FILE or NAME=FILE)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_bert.config.flag import require
+
+Given = str | Sequence[str] | None  # a flag's value
+MAX_WEIGHT = 1000
+_RESERVED = {"eval", "macro", "HasAns", "NoAns", "best"}  # with these, NAME_f1 could be the name of another metric
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """`name`: of a validation set, in the names of its metrics; "" for a single file that is given without one.
+    `weight`: of a training file, how often an epoch has each of its windows, on average."""
+
+    path: str
+    name: str = ""
+    weight: float = 1.0
+
+
+def data_files(flag: str, given: Given) -> list[DataFile]:
+    """The files that a flag names. A value that is the path of an existing file is one. Raises UserError."""
+    texts = [given] if isinstance(given, str) else given or []
+    files = [_parsed(flag, text, len(texts) > 1) for text in texts]
+    paths: dict[str, str] = {}
+    names: dict[str, str] = {"": ""}
+    for file in files:
+        other = paths.setdefault(os.path.realpath(file.path), file.path)
+        require(other is file.path, f"--{flag}: {other} and {file.path} are the same file. Give it once.")
+        if file.name:
+            allowed = re.fullmatch(r"[A-Za-z0-9][\w.-]*", file.name, re.A) and not _RESERVED & {*file.name.split("_")}
+            refusal = f"--{flag} {file.path}: {file.name!r} cannot begin the names of metrics. Give NAME=FILE."
+            require(bool(allowed), refusal)
+            other = names.setdefault(file.name, file.path)
+            require(other is file.path, f"--{flag}: {other} and {file.path} are both named {file.name}. Rename one.")
+    return files
+
+
+def _parsed(flag: str, text: str, several: bool) -> DataFile:
+    exists = os.path.exists(text)
+    if flag == "validation_file":
+        name, equals, path = text.partition("=")
+        if equals and path and "/" not in name and not exists:
+            return DataFile(path, name)
+        return DataFile(text, Path(text).name.split(".")[0] if several else "")
+    path, _, weight = text.rpartition(":")
+    number = re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", weight)
+    if exists or not path or not (number or os.path.exists(path)):
+        return DataFile(text)
+    valid = number and 0 < float(weight) <= MAX_WEIGHT
+    require(bool(valid), f"--{flag} {text}: the weight {weight} is not a number above 0 and at most {MAX_WEIGHT}.")
+    return DataFile(path, weight=float(weight))

@@ -1,0 +1,145 @@
+"""Several files: how they are named on the command line, mixed for training, and scored separately and together."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tables import each, refused
+from test_batch_plan import lengths
+from test_card import code_of
+from test_classification import make_task  # noqa: F401  # a fixture
+from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
+
+from hvd_bert.config.command_line import overriding, parse, words_of
+from hvd_bert.config.settings import save
+from hvd_bert.data.batch_plan import BatchPlan, mixture
+
+
+def touch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for name in ("a.json", "dev.jsonl.gz", "c:2", "lr=3.json"):
+        (folder / name).touch()
+
+
+@each(
+    ("flag", "values", "expected"),
+    [
+        ("train_file", ["a.json"], [("a.json", "", 1)]),
+        ("train_file", ["c:2"], [("c:2", "", 1)]),
+        ("train_file", ["a.json:.5", "c:2:3", "d:1.json"], [("a.json", "", 0.5), ("c:2", "", 3), ("d:1.json", "", 1)]),
+        ("validation_file", ["lr=3.json"], [("lr=3.json", "", 1)]),
+        ("validation_file", ["A-1=a.json"], [("a.json", "A-1", 1)]),
+        ("validation_file", ["x=lr=3.json", "dev.jsonl.gz"], [("lr=3.json", "x", 1), ("dev.jsonl.gz", "dev", 1)]),
+    ],
+)  # fmt: skip
+def test_weights_and_names(tmp_path, monkeypatch, flag, values, expected):
+    touch(tmp_path, monkeypatch)
+    settings = parse([f"--{flag}", *values])
+    assert [(file.path, file.name, file.weight) for file in settings.data.files(flag)] == expected
+    assert getattr(settings.data, flag) == (values[0] if len(values) == 1 else tuple(values))
+    save(settings.as_flat(), tmp_path / "settings.yaml")
+    assert parse(["--config", str(tmp_path / "settings.yaml")]) == settings
+    words = [*words_of(flag, values), "--seed", "1"]
+    assert overriding(words, [f"--{flag}=other"]) == ["--seed", "1", f"--{flag}=other"]
+
+
+@each(
+    ("flag", "values", "named"),
+    [
+        *(("train_file", [f"a.json:{weight}"], [f"a.json:{weight}"]) for weight in ("0", "-1", "nan", "1001", "")),
+        ("train_file", ["a.json", "./a.json:2"], ["a.json and ./a.json"]),
+        ("train_file", [], ["--train_file"]),
+        ("validation_file", ["x=a.json", "y=a.json"], ["a.json and a.json"]),
+        ("validation_file", ["x=a.json", "x=c:2"], ["a.json and c:2", "named x"]),
+        ("validation_file", ["c:2", "a.json"], ["c:2", "NAME=FILE"]),
+        *(("validation_file", [f"{name}=a.json"], [repr(name)]) for name in ("macro", "_mm", "x_HasAns", "ö")),
+    ],
+)  # fmt: skip
+def test_refused_files(tmp_path, monkeypatch, flag, values, named):
+    touch(tmp_path, monkeypatch)
+    with refused(f"--{flag}", *named):
+        parse([f"--{flag}", *values])
+
+
+@each("weights", [(1, 1, 1), (1, 2, 0.5), (0.3, 2.5, 1), (0.001, 1, 0.1)])
+def test_each_window_once_before_any_twice(weights):
+    sizes = (7, 20, 31)
+    parts = mixture(sizes, weights)
+    plan = BatchPlan(lengths(sum(sizes)), 8, 1, 2, seed=3, crossover=1, parts=parts)
+    assert plan.num_windows == sum(max(1, round(n * weight)) for n, weight in zip(sizes, weights, strict=True))
+    counts = np.zeros(sum(sizes), int)
+    for epoch in range(12):
+        steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
+        taken = np.concatenate([plan.step_windows(step) for step in steps])
+        assert len(taken) == plan.num_windows
+        counts += np.bincount(taken, minlength=sum(sizes))
+        of_files = np.split(counts, np.cumsum(sizes)[:-1])
+        for (size, each_epoch), found in zip(parts or [(n, n) for n in sizes], of_files, strict=True):
+            assert found.sum() == each_epoch * (epoch + 1) and found.max() - found.min() <= 1, size
+    if not parts:
+        same = replace(plan, parts=tuple((n, n) for n in sizes))
+        assert all((same.step_windows(step) == plan.step_windows(step)).all() for step in range(10))
+
+
+def test_run_with_several_files(base, tmp_path, make_questions, write_squad, monkeypatch):  # noqa: F811
+    other = [replace(question, id=f"x{question.id}") for question in make_questions(9)]
+    same, others = base[base.index("--train_file") + 1], str(write_squad(other, "b.json"))
+    out = ["--output_dir", str(tmp_path / "out")]
+    files = ["--train_file", same, f"{others}:0.5", "--validation_file", f"A={same}", others]
+    train(base, *files, *out, "--save_steps", "2")
+    found = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    results = json.loads((tmp_path / "out" / "train_results.json").read_text())
+    assert results["train_windows"] == 6 + 4 and set(results["scores"]) >= {"A_f1", "b_f1", "macro_f1", "f1"}
+    assert (found["total"], found["A_total"], found["b_total"]) == (15, 6, 9)
+    for name in ("exact_match", "f1"):
+        assert found[name] == pytest.approx((6 * found[f"A_{name}"] + 9 * found[f"b_{name}"]) / 15)
+        assert found[f"macro_{name}"] == (found[f"A_{name}"] + found[f"b_{name}"]) / 2
+    for name, file in (("A", same), ("b", others)):  # as the same model has on each file alone
+        alone = ["--validation_file", file, "--model_name_or_path", out[1], "--no_do_train"]
+        train(base, *alone, "--output_dir", str(tmp_path / name))
+        scores = json.loads((tmp_path / name / "eval_results.json").read_text())
+        assert {key: found[f"{name}_{key}"] for key in ("exact_match", "f1", "total")}.items() <= scores.items()
+
+    monkeypatch.chdir(tmp_path)
+    card = (tmp_path / "out" / "README.md").read_text()
+    again = parse(shlex.split(code_of(card, "bash").replace("\\\n", ""))[3:]).data
+    assert again.train_file == ("squad.json", "b.json:0.5") and again.validation_file == ("A=squad.json", "b.json")
+    assert "Evaluated on `A=squad.json, b.json`: 15 examples." in card and str(tmp_path) not in card
+
+    (tmp_path / "out" / "train_results.json").unlink()
+    files[2] = f"{others}:0.8"
+    with refused("cannot be resumed", "[6, 4]", "[6, 7]"):
+        train(base, *files, *out, "--save_steps", "2")
+    with refused("squad.json and ", "'q0'"):
+        write_squad(make_questions(1), "b.json")
+        train(base, *files)
+
+
+def test_classification_with_several_files(make_task, tmp_path):  # noqa: F811
+    rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (
+        ("a", rows[:5]),
+        ("b", rows[5:]),
+        ("numbers", ['{"sentence1": "a", "sentence2": "b", "label": 1}']),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    a, b = (f"{tmp_path}/{name}.jsonl" for name in "ab")
+    task = make_task("--train_file", a, f"{b}:2", "--validation_file", b, f"A={a}", "--max_train_samples", "4")
+    assert task.plan.parts == ((4, 4), (4, 8)) and len(task.plan.lengths) == 8
+    found = task.evaluate(task.model)
+    assert list(found.files["eval_predictions.json"]) == [*(f"b_{n}" for n in range(7)), *(f"A_{n}" for n in range(5))]
+    assert (
+        set(task.metrics) >= {"accuracy", "A_accuracy", "b_f1", "eval_loss"}
+        and task.metrics.keys() <= found.metrics.keys()
+    )
+    for name, file in (("A_", a), ("b_", b), ("", f"{tmp_path}/train.jsonl")):
+        alone = make_task("--train_file", a, f"{b}:2", "--validation_file", file)
+        scores = alone.evaluate(task.model).metrics
+        assert {key: found.metrics[name + key] for key in ("accuracy", "f1", "total")}.items() <= scores.items()
+    with refused("a.jsonl", "numbers.jsonl", "labels"):
+        make_task("--train_file", a, f"{tmp_path}/numbers.jsonl")
