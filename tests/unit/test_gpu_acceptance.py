@@ -138,11 +138,9 @@ def test_steps_and_evaluation_are_measured(tmp_path):
 class Commands:
     """Stands for the runs: keeps their words, and writes what each would leave."""
 
-    waits: int | None = 0
-
-    def __init__(self, speed: float = 1.0, losses: dict[str, float] | None = None, has_peer: bool = True) -> None:
+    def __init__(self, speed: float = 1.0, losses: dict[str, float] | None = None, has_peer=True, waits=0) -> None:
         self.words: list[list[str]] = []
-        self.has_peer = has_peer
+        self.has_peer, self.waits = has_peer, waits
         self.visible: list[str] = []
         self.speed, self.losses = speed, losses or {}
 
@@ -207,41 +205,26 @@ def results(lines: dict[str, gpu_acceptance.Line], result: str) -> list[str]:
     return [name for name, line in lines.items() if line.result == result]
 
 
-class NoCompiler(Commands):
-    def __call__(self, words, env, log, timeout_s):
-        if "--torch_compile" in words:
-            raise UserError("InductorError: no compiler")
-        super().__call__(words, env, log, timeout_s)
-
-
-class Waiting(Commands):
-    waits = 9
-
-
-A100, H100, PEER = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "over the HF Trainer's best flags"
+PEER = "over the HF Trainer's best flags"
 OF_TWO = ["horovod, world of all GPUs", "ddp, world of all GPUs", "dp, all GPUs", "allreduce of all GPUs"]
 OF_TWO.append("scaling from 1 to 2 GPUs")
 WAITS, EVALUATION = "host waits per step", "evaluation over training"
 MISSED = [f"{what}, {name}" for name in acceptance_speed.OURS for what in ("MFU", "windows/s")]
-COMPILED = ["MFU, this trainer, --torch_compile", "windows/s, this trainer, --torch_compile"]
 DIFFER = ["losses of 20 steps, bf16", "ddp, world of 1"]
-OTHER_LOSSES = {"losses-bf16": 5.4, "losses-ddp-1": 5.01}
+SLOW = {"speed": 0.5, "losses": {"losses-bf16": 5.4, "losses-ddp-1": 5.01}, "waits": 9}
 
 
 @each(
     ("commands", "gpu", "failed", "not_here"),
     [
-        (lambda: Commands(0.5, OTHER_LOSSES), H100, [*DIFFER, *MISSED, PEER, EVALUATION], OF_TWO),
-        (lambda: Commands(has_peer=False), A100, [], [*OF_TWO, PEER]),
-        (NoCompiler, A100, COMPILED, OF_TWO),
-        (lambda: Commands(speed=0.8), H100, MISSED[1::2], OF_TWO),
-        (lambda: Commands(speed=0.8), "NVIDIA A100-SXM4-80GB MIG 1g.10gb", [], OF_TWO),  # without a published peak
-        (Waiting, A100, [WAITS], OF_TWO),
+        (SLOW, "NVIDIA H100 80GB HBM3", [*DIFFER, *MISSED, PEER, WAITS, EVALUATION], OF_TWO),
+        ({"speed": 0.8}, "NVIDIA H100 80GB HBM3", MISSED[1::2], OF_TWO),
+        ({"has_peer": False, "speed": 0.8}, "NVIDIA A100-SXM4-80GB MIG 1g.10gb", [], [*OF_TWO, PEER]),  # no known peak
     ],
-    ids=["losses differ", "no accelerate", "no compiler", "H100", "part of a GPU", "waits"],
+    ids=["slow", "H100", "part of a GPU, no accelerate"],
 )
 def test_one_gpu(tmp_path, monkeypatch, commands, gpu, failed, not_here):
-    lines = lines_of(place(tmp_path, "cuda", 1, gpu=gpu), monkeypatch, made := commands())
+    lines = lines_of(place(tmp_path, "cuda", 1, gpu=gpu), monkeypatch, made := Commands(**commands))
     assert results(lines, "FAIL") == failed and sorted(results(lines, "not here")) == sorted(not_here)
     assert made.has_peer or not any("hf_trainer.py" in " ".join(words) for words in made.words)
 

@@ -1,86 +1,22 @@
-"""Every file that a command reads, replaced by each hostile one: refused with its name, or skipped with a note."""
+"""The files of a run, each replaced by every hostile one: skipped with a note, and left out of comparisons."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import hostile
 import pytest
 from made_runs import make_run, make_samples
-from made_timelines import training
 from tables import each
 
-from hvd_bert.config import settings_file
-from hvd_bert.config.command_line import trained_settings
-from hvd_bert.data.sources import squad, texts
-from hvd_bert.errors import UserError
 from hvd_bert.output import card, output_dir
 from hvd_bert.output.reporters.base import read_run_id
 from hvd_bert.storage import locks, written
-from hvd_bert.tools.bench.record import read_previous
 from hvd_bert.tools.report import run_page
 from hvd_bert.tools.runs import reading, record
-from hvd_bert.tools.timeline import __main__ as timeline
 
 pytestmark = pytest.mark.timeout(300)  # a reader that blocks must fail its test soon
-
-# --- files whose content a command needs: it is refused with a UserError that names the file ----------
-
-
-@dataclass(frozen=True)
-class Needed:
-    """`good`: content that is accepted. `accepts`: hostile contents that this file may hold."""
-
-    name: str
-    good: str
-    read: Callable[[Path], object]
-    accepts: tuple[str, ...] = ()
-
-
-def one_question(path: Path) -> object:
-    return squad.open_file(path, False, squad.Reading(needs_answers=False)).questions()
-
-
-NEEDED = {
-    "data": Needed("data.json", '[{"id": "q", "question": "a?", "context": "b"}]', one_question),
-    "data, row by row": Needed("data.jsonl", '{"id": "q", "question": "a?", "context": "b"}\n', one_question),
-    "labelled texts": Needed(
-        "texts.jsonl", '{"text": "a", "label": 1}\n', lambda path: texts.open_file(str(path), "--train_file")
-    ),
-    "labelled texts, CSV": Needed(
-        "texts.csv", "text,label\na,1\n", lambda path: texts.open_file(str(path), "--train_file")
-    ),
-    "configuration": Needed("mine.yaml", "seed: 1\n", lambda path: settings_file.read(str(path), path)),
-    "settings of a model": Needed(
-        "train_config.yaml", "seed: 1\n", lambda path: trained_settings(str(path.parent)), tuple(hostile.NO_FILES)
-    ),
-    "timeline": Needed("timeline.json", training(steps=4).text.removesuffix(",") + "]", timeline.read),
-    "record of a sweep": Needed(
-        "sweep.json",
-        '{"same": {}}',
-        lambda path: read_previous(path, reading.SweepFile, {}, "sweep"),
-    ),
-}
-
-
-@pytest.mark.slow
-@each("what", hostile.ALL)
-@each("name", NEEDED)
-def test_refused(tmp_path: Path, name: str, what: str) -> None:
-    needed = NEEDED[name]
-    path = tmp_path / needed.name
-    path.write_text(needed.good)
-    needed.read(path)
-    path.unlink()
-    hostile.ALL[what](path)
-    if what in needed.accepts:
-        return
-    with pytest.raises((UserError, OSError)) as raised:
-        needed.read(path)
-    hostile.check_message(str(raised.value), needed.name if isinstance(raised.value, UserError) else "")
-
 
 # --- a run's files: the rest of the run is shown, and the run is left out of comparisons --------------
 
