@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import said, small_run
-from launch import SAMPLE_DEV, TRAIN, launcher, run
+from launch import SAMPLE_DEV, launcher, run
 
 pytestmark = pytest.mark.integration
 
@@ -74,16 +74,3 @@ def test_file_that_one_rank_alone_misses(tmp_path: Path) -> None:
     script = 'exec "$@" --train_file "${OMPI_COMM_WORLD_RANK:-$HOROVOD_RANK}.json"'
     command = [*launcher(2, "gloo"), "bash", "-c", script, "bash", *small_run(2, "out")]
     check(command, tmp_path, [f"rank 1 on {os.uname().nodename}: ", "1.json: no such file"], None)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_worlds_of_one_are_refused(rank: int, tmp_path: Path) -> None:
-    # What a launcher does that Horovod's MPI does not know: each of its processes finds itself alone.
-    env: dict[str, str | None] = {"PMI_SIZE": "2", "PMI_RANK": str(rank)}
-    outcome = run([*TRAIN, "--config", "sample", "--output_dir", "out"], tmp_path, env=env)
-    assert not (tmp_path / "out").exists(), outcome
-    if rank == 0:
-        outcome.expect(2)
-        assert outcome.output.count("mpirun started 2 processes, but Horovod sees a world of 1") == 1, outcome
-    else:
-        assert outcome.output.count("hvd_bert: ") == 0, outcome

@@ -160,27 +160,6 @@ def stopped(tmp_path: Path, stopped_once: Path) -> Path:
     return Path(shutil.copytree(stopped_once, tmp_path / "run"))
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def test_corrupt_checkpoint_is_named_and_the_one_before_taken(stopped: Path, whole: dict[int, Path]) -> None:
-    flip(stopped / "out" / "checkpoint-4" / "optimizer.safetensors")
-    again = train(stopped, 1, "none").expect(0)
-    assert "Skipping a damaged checkpoint: out/checkpoint-4/optimizer.safetensors has changed" in again.output
-    assert "Resuming from step 2" in again.output
-    assert resuming.differences(whole[1], stopped / "out") == []
-
-
-def test_model_only_is_not_enough_but_a_stop_saves_all(tmp_path: Path, whole: dict[int, Path]) -> None:
-    stopped = train(tmp_path / "run", 1, "none", "--save_only_model", stop="4 0 SIGTERM start").expect(EXIT_STOPPED)
-    assert not (tmp_path / "run" / "out" / "checkpoint-2" / "optimizer.safetensors").exists(), stopped
-    assert "Resuming from step 4" in train(tmp_path / "run", 1, "none").expect(0).output
-    assert resuming.differences(whole[1], tmp_path / "run" / "out") == []
-
-
 def test_from_a_named_checkpoint_into_a_new_folder(stopped: Path, whole: dict[int, Path]) -> None:
     flags = ("--resume_from_checkpoint", "out/checkpoint-2", "--output_dir", "new")
     train(stopped, 1, "none", *flags).expect(0)

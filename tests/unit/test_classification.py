@@ -9,7 +9,7 @@ import pytest
 import torch
 from tables import each, refused
 from test_world import make_world
-from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, DebertaV2Config, ElectraConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.evaluation.classification import classification_scores
@@ -124,18 +124,6 @@ def test_evaluation_needs_a_trained_head(make_task, tmp_path):
 def test_labels_are_those_of_all_rows(make_task):
     task = make_task("--max_train_samples", "2", "--max_eval_samples", "5")
     assert task.names == ["maybe", "no", "yes"] and (len(task.train), len(task.dev)) == (2, 5)
-
-
-@pytest.mark.parametrize(("kind", "packed"), [(ElectraConfig, True), (DebertaV2Config, False)])
-def test_families_that_cannot_be_packed_are_padded(make_task, tmp_path, tokenizer, kind, packed):
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    kind(vocab_size=len(tokenizer), **shape).save_pretrained(tmp_path / "other")
-    task = make_task("--tokenizer_name", str(tmp_path / "model"), config=tmp_path / "other")
-    assert task.config.data.padding == ("none" if packed else "longest")
-    assert task.model.takes_token_types == packed, "it has two token types, though its tokenizer does not list them"
-    batch = task.batch(np.arange(12))
-    padded = 12 * max(batch.content[0].lengths)
-    assert batch.num_positions == (batch.num_tokens if packed else padded) and padded > batch.num_tokens
 
 
 def test_wrong_uses(make_task, tmp_path):

@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 import resuming
 import torch
-from family_tokenizers import MAKERS
 from safetensors.torch import load_file, save_file
 from test_world import make_world
-from transformers import AutoModelForQuestionAnswering, AutoTokenizer, DebertaV2Config
 
-from hvd_bert import QuestionAnswerer
 from hvd_bert.checkpoint import files
 from hvd_bert.config.command_line import overriding, parse
 from hvd_bert.data.batch_plan import BatchPlan
@@ -165,41 +162,3 @@ def test_failed_evaluation_keeps_the_earlier_one(base, tmp_path):
         with pytest.raises(CollectiveError, match="NaN"):
             train(evaluate, "--output_dir", str(folder))
     assert content(out) == before and not (tmp_path / "new").exists()
-
-
-# DeBERTa-v2 from the command line's settings to the saved model
-
-SIZES = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
-    "max_position_embeddings": 130, "initializer_range": 0.3,
-}  # fmt: skip
-
-
-def test_training_to_a_model_that_transformers_loads(tmp_path, make_questions, write_squad):
-    tokenizer, out = MAKERS["deberta-v2"](), tmp_path / "out"
-    tokenizer.save_pretrained(tmp_path / "model")
-    settings = {"type_vocab_size": 0, "relative_attention": True, "pos_att_type": "c2p|p2c"}
-    config = DebertaV2Config(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **SIZES, **settings)
-    config.save_pretrained(tmp_path / "model")
-    questions = make_questions(6)
-    file = str(write_squad(questions))
-    flags = ["--config_name", str(tmp_path / "model"), "--train_file", file, "--validation_file", file]
-    flags += ["--max_seq_length", "120", "--doc_stride", "8", "--strategy", "none", "--num_threads", "1"]
-    flags += ["--num_train_epochs", "30", "--learning_rate", "5e-3", "--output_dir", str(out)]
-    train(flags, "--per_device_train_batch_size", "3", "--eval_strategy", "no", "--save_steps", "0")
-    results = json.loads((out / "train_results.json").read_text())
-    assert json.loads((out / "eval_results.json").read_text())["f1"] > 80, results
-    assert results["breakdown"]["padding_share"] > 0
-
-    # In plain transformers, padded and with its own tokenizer, it gives the same answers.
-    model = AutoModelForQuestionAnswering.from_pretrained(out).eval()
-    saved = AutoTokenizer.from_pretrained(out)
-    answers = QuestionAnswerer(out).answers(questions)
-    for question, answer in zip(questions, answers, strict=True):
-        inputs = saved(question.question, question.context, padding="max_length", max_length=125, return_tensors="pt")
-        with torch.no_grad():
-            logits = model(**inputs)
-        best = answer.nbest[0]
-        for side in ("start", "end"):
-            found = logits[f"{side}_logits"][0]
-            assert (found - best[f"{side}_logit"]).abs().min() < 1e-4
