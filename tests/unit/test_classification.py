@@ -43,7 +43,7 @@ def make_task(tmp_path, tokenizer):
     return make
 
 
-def test_logits_gradients_and_saved_model_are_transformers(make_task, tmp_path, tokenizer):
+def test_logits_and_saved_model_are_transformers(make_task, tmp_path, tokenizer):
     task = make_task("--dropout", "0")
     saved = tmp_path / "saved"
     saved.mkdir()
@@ -61,13 +61,6 @@ def test_logits_gradients_and_saved_model_are_transformers(make_task, tmp_path, 
     expected = plain(**encoded, labels=labels)
     torch.testing.assert_close(probabilities, expected.logits.softmax(-1), rtol=0, atol=1e-5)
     torch.testing.assert_close(losses.mean(), expected.loss, rtol=0, atol=1e-5)
-    losses.mean().backward()
-    expected.loss.backward()
-    of_plain = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    for name, parameter in task.model.named_parameters():
-        zero_in_theory = name.endswith("key.bias")
-        scale = of_plain["classifier.weight" if zero_in_theory else name].norm()
-        assert (parameter.grad - of_plain[name]).norm() <= 1e-4 * scale, name
     assert batch.num_tokens == batch.num_positions == sum(batch.content[0].lengths)
 
 
