@@ -1,11 +1,10 @@
 """Useful FLOP of training: the matrix products that an encoder's windows need, without padding and recomputation.
 
-Also GPUs' peak FLOP/s, the reference of the MFU, and the weights whose gradients come last.
+Also GPUs' peak FLOP/s, the reference of the MFU.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -128,30 +127,6 @@ def _count(encoder: Any, length: int) -> int:
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     """For an operator that torch's counter does not know. The arguments are shapes."""
     return int(sdpa_flop_count(query, key, value))
-
-
-def late_weights(model: Any) -> int:
-    """The number of weights that a forward pass uses before the first layer, or again in each of several layers.
-
-    A gradient is final after the backward pass through the weight's first use.
-    """
-    encoder = model.base_model
-    layers = {part for stack in encoder.modules() if isinstance(stack, nn.ModuleList) for part in stack.modules()}
-    calls: list[nn.Module] = []
-    owners = [module for module in encoder.modules() if list(module.parameters(recurse=False))]
-    hooks = [module.register_forward_pre_hook(lambda module, _: calls.append(module)) for module in owners]
-    try:
-        try_once(model)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    times = Counter(calls)
-    first_layer = next((place for place, module in enumerate(calls) if module in layers), len(calls))
-    late = set(calls[:first_layer]) | {module for module in owners if times[module] > 1}
-    # DeBERTa's layers take the weight of its relative positions without a call.
-    late |= {module for module in owners if not times[module] and module not in layers}
-    weights = [weight for module in late for weight in module.parameters(recurse=False)]
-    return sum(weight.numel() for weight in weights if weight.requires_grad)
 
 
 TERA = 1e12

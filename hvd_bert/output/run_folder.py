@@ -113,10 +113,10 @@ def save_model(folder: Path, task: Task) -> None:
 
 
 def of_task(task: Task) -> dict[str, Any]:
-    """What tools need of a task: what a step takes, its scores, the metrics of which less is better, late gradients."""
+    """What tools need of a task: what a step takes, its scores, the metrics of which less is better."""
     facts = {"unit": task.unit, "scores": sorted(name for name in task.metrics if not name.startswith("eval_loss"))}
     facts["lower_is_better"] = [name for name, best in task.metrics.items() if best == "min"]
-    return facts if task.late_weights is None else facts | {"late_parameters": task.late_weights}
+    return facts
 
 
 def facts(settings: Mapping[str, Any], precision: str, world: World) -> dict[str, Any]:

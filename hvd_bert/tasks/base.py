@@ -65,8 +65,6 @@ class Task(ABC):
         tokenizer: Saved with the model; None without one.
         plan: Which training windows each step and rank takes; None without training.
         evaluates: Whether there is data to evaluate on.
-        late_weights: How many weights have gradients that are ready only at the end of the backward pass, for the
-            report's projection; None: unknown.
         forward_flops: The FLOP of the model; None: unknown.
         lora: peft's wrapper of `model`, whose adapters are trained and not merged yet; None without --lora_rank.
         adapter_files: The trained adapters, after they were merged.
@@ -78,7 +76,6 @@ class Task(ABC):
     tokenizer: Any = None
     plan: BatchPlan | None = None
     evaluates: bool = False
-    late_weights: int | None = None
     forward_flops: ForwardFlops | None = None
     lora: Any = None
     adapter_files: Mapping[str, bytes] = {}

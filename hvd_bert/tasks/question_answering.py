@@ -29,7 +29,7 @@ from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.evaluation.samples import sample_answers
 from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.model.bert import compile_layers, load_model, load_tokenizer, tokenizer_digest, window_losses
-from hvd_bert.model.flops import forward_flops, late_weights
+from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.precision import evaluating
 from hvd_bert.tasks.base import EvaluationResult, Task, encoder_config, make_plan, members, metric_of
 
@@ -61,7 +61,6 @@ class QuestionAnswering(Task):
         self.model, self.tokenizer = self.inputs.model, self.inputs.tokenizer
         self.forward_flops = forward_flops(self.inputs.model)
         self._crossover = self.forward_flops.crossover
-        self.late_weights = late_weights(self.inputs.model)
         self.evaluates = self.inputs.dev is not None
         if self.inputs.dev and len(self.inputs.dev.sets) > 1:
             names = [metric_of(name, data) for data in ("macro", *self.inputs.dev.sets) for name in SCORES]

@@ -27,7 +27,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.evaluation.classification import classification_scores, regression_scores
 from hvd_bert.model.bert import compile_layers, load_tokenizer, tokenizer_digest
 from hvd_bert.model.classifier import class_logits, load_classifier
-from hvd_bert.model.flops import forward_flops, late_weights
+from hvd_bert.model.flops import forward_flops
 from hvd_bert.tasks.base import encoder_config, members, metric_of
 from hvd_bert.tasks.dataset import DatasetTask, Examples
 
@@ -85,7 +85,6 @@ class TextClassification(DatasetTask):
             )
         self.metrics = metrics_of(self.regression, data.task_name, dev)
         self.forward_flops = forward_flops(self.model)
-        self.late_weights = late_weights(self.model)
         self.crossover = self.forward_flops.crossover
         self.train = None
         if train:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from tables import each
-from test_families import FIRST_TOKEN, SEP, TRAINED, small
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig
 
@@ -14,8 +12,7 @@ from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.batch_plan import window_costs
 from hvd_bert.model.bert import new_model
 from hvd_bert.model.cpu import kernels
-from hvd_bert.model.families import model_class
-from hvd_bert.model.flops import forward_flops, late_weights, with_adapters
+from hvd_bert.model.flops import forward_flops, with_adapters
 from hvd_bert.model.lora import add_adapters
 
 TINY = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -77,26 +74,3 @@ def test_bert_has_its_formula(hidden, inner, layers):
     assert (forward.per_pair, forward.crossover) == (layers * 4 * hidden, 2 * hidden + inner)
     cost = int(window_costs([179], forward.crossover)[0])
     assert layers * 4 * hidden * cost == 2 * weights * 179 + forward.per_pair * 179**2
-
-
-# Weights whose gradients are ready only at the end of the backward pass, so that nothing hides their communication
-
-
-@each("name", TRAINED)
-def test_weights_that_come_last_in_a_backward_pass(name):
-    """They come after those of the last layer. ALBERT's first layer uses the weights of all layers."""
-    config = small(name)
-    config.num_labels, config.num_hidden_groups = 2, 1
-    model = model_class(config)(config)
-    ready = []
-    for parameter in filter(lambda weight: weight.requires_grad, model.parameters()):
-        parameter.register_post_accumulate_grad_hook(ready.append)
-    tokens = torch.full((1, 8), FIRST_TOKEN)
-    tokens[0, [3, 4, 7]] = SEP  # Longformer takes what is before them as the question
-    model(input_ids=tokens).start_logits.sum().backward()
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    in_layers = {id(weight) for stack in stacks for weight in stack.parameters()}
-    places = [place for place, weight in enumerate(ready) if id(weight) in in_layers]
-    first_late = places[0] if name == "albert" else places[-1] + 1
-    sizes = [weight.numel() for weight in ready]
-    assert late_weights(model) == sum(sizes[first_late:])

@@ -24,7 +24,6 @@ from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.evaluate import __main__ as evaluation_flags
 from hvd_bert.tools.evaluate import running as evaluation
 from hvd_bert.tools.rendering.named import check_file
-from hvd_bert.tools.report import plots
 from hvd_bert.tools.report.__main__ import main as report
 from hvd_bert.tools.timeline.__main__ import main as timeline
 from hvd_bert.tools.tune import __main__ as tune
@@ -125,18 +124,17 @@ def test_links_under_fixed_names_are_not_written_through(tmp_path):
     assert precious.read_text() == "mine"
 
 
-def test_report_replaces_only_a_report(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plots, "projected", lambda *_: b"")
+def test_report_replaces_only_a_report(tmp_path, capsys):
     make_run(tmp_path / "run")
     out = tmp_path / "out"
     out.mkdir()
-    command = [str(tmp_path / "run"), "--out", str(out), "--gbps", "25"]
-    for name in ("projection.csv", "report.md", "notes.txt"):
+    command = [str(tmp_path / "run"), "--out", str(out)]
+    for name in ("report.html", "report.md", "notes.txt"):
         (out / name).write_text("mine")
     assert report(command) == 2
-    assert f"{NOT_THE_COMMANDS} (projection.csv, report.md)" in capsys.readouterr().err
+    assert f"{NOT_THE_COMMANDS} (report.html, report.md)" in capsys.readouterr().err
     assert {path.read_text() for path in out.iterdir()} == {"mine"}
-    for name in ("projection.csv", "report.md"):
+    for name in ("report.html", "report.md"):
         (out / name).unlink()
     assert report(command) == report(command) == 0
     assert (out / "notes.txt").read_text() == "mine"  # not in the way

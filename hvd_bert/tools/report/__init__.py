@@ -1,1 +1,1 @@
-"""Report on finished runs: speed-ups over a baseline, and a projection to more devices."""
+"""Report on finished runs: the page of a run, and speed-ups over a baseline."""

@@ -63,27 +63,18 @@ class ScalingTable:
     @property
     def title(self) -> str:
         """The kind of scaling and the batch that is fixed."""
-        if self.kind == WEAK or self.scales:
-            return title_of(self.kind, self.size, self.baseline.one.unit)
-        devices = self.baseline.one.devices
+        unit, devices = self.baseline.one.unit, self.baseline.one.devices
+        if self.kind == WEAK:
+            unit = unit.removesuffix("s") if self.size == 1 else unit
+            return f"Weak scaling: {self.size:g} {unit} per device and step"
+        if self.scales:
+            return f"Strong scaling: global batch {self.size:g}"
         return f"Side by side on {devices} device{'s' * (devices > 1)}: global batch {self.size:g}"
 
     @property
     def slug(self) -> str:
         """The stem of its file names."""
         return f"{self.kind}_{self.size:g}"
-
-
-def title_of(kind: str, size: float, unit: str) -> str:
-    """The title for a fixed batch of `size` of `unit`: global (`kind` strong) or per device (weak)."""
-    if kind == WEAK:
-        return f"Weak scaling: {counted(size, unit)} per device and step"
-    return f"Strong scaling: global batch {size:g}"
-
-
-def counted(size: float, unit: str) -> str:
-    """A batch in words. `unit`: what a step takes, in the plural, such as windows."""
-    return f"{size:g} {unit.removesuffix('s') if size == 1 else unit}"
 
 
 def parse_baseline(text: str) -> tuple[str, int]:

@@ -8,9 +8,8 @@ from typing import Any
 
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering.page import DASH, Grid
-from hvd_bert.tools.report.comparability import EARLY_STEPS, EARLY_TOLERANCE, LAST_TOLERANCE, NATS, STRONG, Group
-from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, ScalingTable, counted
-from hvd_bert.tools.report.projection import BACKWARD_SHARE, Projection, Step
+from hvd_bert.tools.report.comparability import EARLY_STEPS, EARLY_TOLERANCE, LAST_TOLERANCE, NATS, Group
+from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, ScalingTable
 from hvd_bert.tools.runs.run import PROCESS_TIMES, LeftOut, Run
 
 SHORT = {"exact_match": "EM", "f1": "F1"}  # names of scores in tables
@@ -146,53 +145,6 @@ def definitions() -> list[str]:
         f" of the logged losses must agree to {LAST_TOLERANCE:.0%} or {NATS} nats. On weak scaling the batch grows, so"
         " losses are compared with another strategy on as many devices. A dash: there is no such strategy.",
     ]
-
-
-def projection_grid(projection: Projection) -> Grid:
-    """The table of projected speed-ups and efficiencies per number of devices."""
-    wire, series = {False: "fp32", True: "fp16"}, projection.series
-    head = ["devices", *(f"{name}, {wire[fp16]}" for name, fp16 in series)]
-    counts = [point.devices for point in max(series.values(), key=len)]
-    rows = [
-        [str(count), *(f"{points[place].speedup:.2f} ({points[place].efficiency:.0%})" for points in series.values())]
-        for place, count in enumerate(counts)
-    ]
-    return Grid(head, rows, words=0)
-
-
-def projection_assumptions(
-    projection: Projection, step: Step, table: ScalingTable | None, notes: Sequence[str]
-) -> list[str]:
-    """The assumptions of a projection from `step` on one device. `table`: the measured points, if any."""
-    mb = step.gradient_bytes / 1e6
-    devices = projection.baseline.one.devices
-    lines = [
-        f"One device with {'all' if projection.kind == STRONG else 'its'} "
-        f"{counted(projection.size, projection.baseline.one.unit)}: {step.compute_s:.4g} s forward and backward,"
-        f" {step.rest_s:.4g} s for any batch (measured: {projection.baseline.name})."
-        f" The {'global batch' if projection.kind == STRONG else 'batch per device'} is fixed.",
-        f"{mb:.1f} MB of gradients in fp32, of which {step.late_bytes / 1e6:.1f} MB (embeddings) are ready only at the"
-        f" end. The backward pass takes {BACKWARD_SHARE:.0%} of the time and can hide the others.",
-    ]
-    if devices > 1 and projection.kind == STRONG:
-        lines.append(f"The computation takes {devices} times as long as on the baseline's {devices} devices.")
-    if devices > 1 and table is not None:
-        lines.append(f"Measured points are not drawn: their speed-ups are over {devices} devices, not over one.")
-    return [*lines, *notes]
-
-
-def projection_rows(projections: Iterable[Projection]) -> list[dict[str, Any]]:
-    """CSV rows, one per projection, number of devices, network and precision on the wire."""
-    return [
-        {
-            "scaling": projection.kind, "size": f"{projection.size:g}", "baseline": projection.baseline.name,
-            "network": name, "wire": "fp16" if fp16 else "fp32", "devices": point.devices, "step_s": point.step_s,
-            "exposed_comm_s": point.exposed_s, "speedup": point.speedup, "efficiency": point.efficiency,
-        }
-        for projection in projections
-        for (name, fp16), points in projection.series.items()
-        for point in points
-    ]  # fmt: skip
 
 
 def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:

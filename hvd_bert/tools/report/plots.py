@@ -1,4 +1,4 @@
-"""The report's plots, measured and projected."""
+"""The report's plots."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from matplotlib.figure import Figure
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering.style import COLOURS, STYLE, png
 from hvd_bert.tools.report.comparison import Compared, ScalingTable
-from hvd_bert.tools.report.projection import Projection
 
 MARKERS = ("s", "o", "^", "D", "v", "P", "X")
-GREYS = ("0.1", "0.55", "0.75")  # for the networks of a projection; strategies have colours
 LINEAR_UP_TO = 8  # times the fewest devices; beyond that the axis is logarithmic
 
 
@@ -94,66 +92,10 @@ def _panel(
         axes.errorbar(xs, values, yerr=[below, above], label=label, zorder=2, **style)
     axes.set_title(title, loc="left")
     axes.set_xlabel("ranks" if all(line.group.one.devices == line.group.one.ranks for line in table.lines) else "GPUs")
-    _devices_axis(axes, counts, linear)
-    axes.set_ylim(bottom=0)
-
-
-def _devices_axis(axes: Axes, counts: Sequence[int], linear: bool) -> None:
     margin = 0.08 * (counts[-1] - counts[0])
     if not linear:
         axes.set_xscale("log", base=2)
     axes.set_xlim(*((counts[0] - margin, counts[-1] + margin) if linear else (counts[0] / 1.3, counts[-1] * 1.3)))
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
-
-
-def projected(projection: Projection, table: ScalingTable | None) -> bytes:
-    """Speed-up and efficiency of a projection, with the measured points of `table` (None: without)."""
-    series = projection.series
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10, 4.8), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        counts = [point.devices for point in max(series.values(), key=len)]
-        names = list(dict.fromkeys(name for name, _ in series))
-        _ideal(left, counts, 1)
-        _ideal(right, counts, 0)
-        for (name, fp16), points in series.items():
-            style: dict[str, Any] = {"color": GREYS[names.index(name) % len(GREYS)], "linewidth": 1.8}
-            style |= {"linestyle": "--" if fp16 else "-", "label": f"{name}, {'fp16' if fp16 else 'fp32'} on the wire"}
-            xs = [point.devices for point in points]
-            left.plot(xs, [point.speedup for point in points], **style)
-            right.plot(xs, [point.efficiency for point in points], **style)
-        if table is not None:
-            _measured(left, table, lambda line: line.speedup)
-            _measured(right, table, lambda line: line.efficiency)
-        left.set_title("Speed-up", loc="left")
-        right.set_title("Efficiency", loc="left")
-        left.set_yscale("log", base=2)
-        left.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        right.set_ylim(0, max(1.05, right.get_ylim()[1]))  # room for a line that stays near 1
-        for axes in (left, right):
-            _devices_axis(axes, counts, linear=False)
-            axes.set_xlabel("devices")
-        handles, labels = left.get_legend_handles_labels()
-        title = f"Projected. {projection.title}\n({projection.ends})"
-        figure.legend(handles, labels, loc="outside upper center", ncols=2, title=title)
-        return png(figure)
-
-
-def _measured(axes: Axes, table: ScalingTable, figure_of: Callable[[Compared], float | None]) -> None:
-    scale = 1 if table.baseline.one.devices == 1 else None  # the projection's speed-ups are over one device
-    labels = table.labels
-    for number, label in enumerate(labels):
-        lines = [line for line in table.lines if line.group.label == label]
-        points = [(line.group.one.devices, value) for line in lines if (value := figure_of(line)) is not None]
-        if points and scale:
-            axes.plot(
-                *zip(*points, strict=True),
-                linestyle="none",
-                marker=MARKERS[number % len(MARKERS)],
-                markersize=7,
-                color=COLOURS[number % len(COLOURS)],
-                markerfacecolor="none",
-                markeredgewidth=1.5,
-                label=f"{label}, measured",
-            )
+    axes.set_ylim(bottom=0)

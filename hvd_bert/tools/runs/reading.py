@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its
 REPEATED = ("--seed",)
 IN_STEPS = ("--num_train_epochs", "--max_steps")
 OF_THE_STRATEGY = ("--fp16_allreduce",)
-MAX_DIGITS = 16  # of a number of weights
 MAX_METRICS = 2**32  # bytes: millions of lines
 
 
@@ -122,8 +120,6 @@ def read(folder: Path) -> Run:
         and work.get("--attention_dropout") in ("0", "0.0", "None"),
         rows=_rows(folder / METRICS),
         scores=_scores(folder / SCORES, results.score_names),
-        passes=_passes(settings, results.global_batch / (results.ranks * results.devices_per_rank)),
-        parameters=_parameters(work),
     )
 
 
@@ -187,16 +183,3 @@ def settings_of(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError, RecursionError, OverflowError):
         return {}
     return {str(name): value for name, value in settings.items()} if isinstance(settings, dict) else {}
-
-
-def _passes(settings: Mapping[str, Any], windows: float) -> int:
-    """Micro-batches per step of a device that takes `windows` per step."""
-    batch = settings.get("per_device_train_batch_size")
-    return math.ceil(windows / batch) if isinstance(batch, int) and batch > 0 else 1
-
-
-def _parameters(work: Mapping[str, str]) -> int | None:
-    """The number of weights in the record `work`."""
-    words = work.get("the model", "").split()
-    count = words[words.index("parameters,") - 1].replace(",", "") if "parameters," in words else ""
-    return int(count) if count.isdecimal() and len(count) < MAX_DIGITS else None

@@ -71,15 +71,13 @@ class Results(Struct, kw_only=True, rename=NAMES):
     score_names: list[str] = field(default_factory=lambda: ["exact_match", "f1"])
     versions: dict[str, Any] = {}
     processes: list[Process] = []
-    late_parameters: Count | None = None
 
 
 class Run(Results, kw_only=True, rename=NAMES | {"scores": "values"}):
     """A finished run; None: not recorded. The steady state is every line after the first.
 
     `work`: settings, model and data; equal if two runs did the same work. `variant`: settings of the strategy.
-    `scores`: of the last evaluation. `unit`: what a step takes, such as windows. `passes`: micro-batches per step.
-    `parameters`: of the model; `late_parameters`: those whose gradients are ready only after the backward pass.
+    `scores`: of the last evaluation. `unit`: what a step takes, such as windows.
     """
 
     name: str
@@ -87,8 +85,6 @@ class Run(Results, kw_only=True, rename=NAMES | {"scores": "values"}):
     without_dropout: bool
     rows: tuple[Row, ...]
     scores: Mapping[str, float | None]
-    passes: int
-    parameters: int | None
 
     @property
     def nodes(self) -> int:
