@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.tools.timeline import __main__ as command
 from hvd_bert.tools.timeline import events as reader
 from hvd_bert.tools.timeline.analysis import Findings
-from hvd_bert.tools.timeline.events import BEGIN, TICK, Reader
+from hvd_bert.tools.timeline.events import BEGIN, TICK, Recording
 
 
 def found(made: Timeline, folder: Path, ranks: int | None = None) -> Findings:
@@ -32,14 +31,14 @@ def texts(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def read_events(path: Path) -> tuple[list[tuple[Any, ...]], Reader]:
+def read_events(path: Path) -> tuple[list[tuple[Any, ...]], Recording]:
     """(phase, name or rank, ts, pid) of every event."""
-    source = Reader(path)
+    source = Recording()
+    events = source.events(path)
     rows = []
-    for block in source.blocks():
-        for phase, code, ts, pid in zip(block.phase, block.code, block.ts, block.pid, strict=True):
-            name = source.names.spans[code] if phase == BEGIN else str(code) if phase == TICK else ""
-            rows.append((chr(phase), name, int(ts), int(pid)))
+    for phase, code, ts, pid in zip(events.phase, events.code, events.ts, events.pid, strict=True):
+        name = source.names[code] if phase == BEGIN else str(code) if phase == TICK else ""
+        rows.append((chr(phase), name, int(ts), int(pid)))
     return rows, source
 
 
@@ -78,7 +77,6 @@ def test_reads_the_same_as_json(tmp_path_factory, events, block):
         rows, source = read_events(path)
     assert [event for event in json.loads(path.read_text()) if "ts" in event] == made.events
     assert rows == expected_events(made.events)
-    assert source.names.tensors == {pid: name for name, pid in made.pids.items()}
     assert not source.cut_short
 
 
@@ -101,7 +99,7 @@ def test_sizes_follow_from_dtype_and_shape(tmp_path):
     for dtype, shape in cases:
         made.event("B", 1, dtype, "ALLREDUCE")
         made.event("E", 2, dtype, args={"dtype": dtype, "shape": shape})
-    sizes = np.concatenate([block.size for block in Reader(made.write(tmp_path / "t.json")).blocks()])
+    sizes = Recording().events(made.write(tmp_path / "t.json")).size
     assert sizes.tolist() == [size for last in cases.values() for size in (-1, last)]
 
 
@@ -169,9 +167,8 @@ def test_any_damage_is_read_or_refused(tmp_path, cuts):
     assert command.content.terminal(findings)
 
 
-@each(("block", "library"), [(300, "MPI_ALLREDUCE"), (5000, "NCCL_ALLREDUCE"), (2 << 20, "MPI_ALLREDUCE")])
-def test_phases_messages_and_steps(tmp_path, monkeypatch, block, library):
-    monkeypatch.setattr(reader, "BLOCK", block)
+@each("library", ("MPI_ALLREDUCE", "NCCL_ALLREDUCE"))
+def test_phases_messages_and_steps(tmp_path, library):
     seen = found(training(steps=12, library=library), tmp_path)
     assert seen.ranks == 2
     assert seen.covered_s == pytest.approx(2.169)

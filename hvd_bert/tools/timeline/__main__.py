@@ -12,12 +12,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from tqdm import tqdm
-
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.values import Limits
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError, visible
-from hvd_bert.model.cpu import malloc
 from hvd_bert.storage.writing import write_named, writing_to
 from hvd_bert.streams import end_when_lost
 from hvd_bert.tools.rendering.named import check_file
@@ -70,13 +67,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read(path: Path, ranks: int | None = None) -> Findings:
-    """Analyze a file, with a progress bar on a terminal. Raises UserError."""
+    """Analyze a file. Raises UserError."""
     if path.is_dir():
         raise UserError(f"{path} is a folder. Name the timeline's file.")
-    malloc.keep_memory()  # the arrays of each block reuse the memory of the last
-    size = path.stat().st_size if path.is_file() else None
-    with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False, desc=path.name) as bar:
-        findings = analysis.analyse(path, ranks, bar.update)
+    findings = analysis.analyse(path, ranks)
     findings.advice = content.advise(findings)
     return findings
 

@@ -1,19 +1,18 @@
-"""Compute a timeline's figures: phases, messages, steps, ranks. Memory is bounded."""
+"""Compute a timeline's figures: phases, messages, steps, ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from hvd_bert.errors import UserError
-from hvd_bert.tools.timeline.events import CYCLE, Reader
-from hvd_bert.tools.timeline.spans import NEGOTIATION, Spans, kind_of
-from hvd_bert.tools.timeline.steps import FULL, Steps, StepTable
-from hvd_bert.tools.timeline.sums import Phase, Phases, RankRow, Ranks, SizeClass, Sizes
+from hvd_bert.tools.timeline.events import CYCLE, Recording
+from hvd_bert.tools.timeline.spans import NEGOTIATION, kind_of, spans_of
+from hvd_bert.tools.timeline.steps import FULL, StepTable, steps_of
+from hvd_bert.tools.timeline.sums import Phase, RankRow, SizeClass, Sizes, phases_of, ranks_of
 
 
 @dataclass(frozen=True)
@@ -64,39 +63,29 @@ class Findings:
     advice: list[str] = field(default_factory=list)
 
 
-def analyse(path: Path, ranks: int | None, progress: Callable[[int], object] = lambda count: None) -> Findings:
+def analyse(path: Path, ranks: int | None) -> Findings:
     """Analyze a file. `ranks`: number of ranks, if the file does not name them. Raises UserError."""
-    reader = Reader(path)
-    spans, steps = Spans(reader.names.spans), Steps(reader.names.spans)
-    phases, sizes, by_rank = Phases(), Sizes(), Ranks()
-    for batch in spans.batches(reader.blocks(progress)):
-        for sums in (phases, by_rank, steps):
-            sums.add(batch)
-        if "ALLREDUCE" in reader.names.spans:
-            sizes.add(batch.messages, reader.names.spans.index("ALLREDUCE"))
-    _check(reader, path)
-    full = _full(steps.close())
-    covered_us = reader.last_ts - (reader.first_ts or 0)
-    if by_rank.named or len(reader.names.ranks) > 1:
-        ranks = max(reader.names.ranks) + 1
-    speed = sizes.bytes_per_s()
+    recording = Recording()
+    events, names = recording.events(path), recording.names
+    if not any(kind_of(name) == NEGOTIATION for name in names):
+        own = ", ".join([name for name in names if name != CYCLE][:3])
+        reason = f"its events are {own}" if own else "no tensor was sent while it was written"
+        raise UserError(f"{path} has none of Horovod's operations: {reason}.")
+    spans = spans_of(events, names)
+    steps, sizes = _full(steps_of(spans, names)), Sizes(spans.messages, names)
+    naming_ranks, speed = int((spans.negotiations.ticks > 0).sum()), sizes.bytes_per_s()
+    if naming_ranks or len(recording.ranks) > 1:
+        ranks = max(recording.ranks) + 1
     return Findings(
-        path=str(path), size=path.stat().st_size, events=reader.events, cut_short=reader.cut_short,
-        unfinished=spans.unfinished, covered_s=covered_us * 1e-6, ranks=ranks,
-        negotiations=by_rank.negotiations, naming_ranks=by_rank.named,
-        phases=phases.rows(reader.names.spans, covered_us), sizes=sizes.rows(),
+        path=str(path), size=path.stat().st_size, events=len(events), cut_short=recording.cut_short,
+        unfinished=spans.unfinished, covered_s=recording.covered_us * 1e-6, ranks=ranks,
+        negotiations=len(spans.negotiations), naming_ranks=naming_ranks,
+        phases=phases_of(spans, names, recording.covered_us), sizes=sizes.rows(),
         bytes_per_s=speed,
         wire_bytes_per_s=speed * 2 * (ranks - 1) / ranks if ranks else math.nan,
         fast_bytes_per_s=sizes.fast_bytes_per_s(),
-        step=_step_figures(full), rank_rows=by_rank.rows(reader.names.ranks, full),
+        step=_step_figures(steps), rank_rows=ranks_of(spans.negotiations, recording.ranks, steps),
     )  # fmt: skip
-
-
-def _check(reader: Reader, path: Path) -> None:
-    own = [name for name in reader.names.spans if name != CYCLE]
-    if not any(kind_of(name) == NEGOTIATION for name in own):
-        reason = f"its events are {', '.join(own[:3])}" if own else "no tensor was sent while it was written"
-        raise UserError(f"{path} has none of Horovod's operations: {reason}.")
 
 
 def _full(steps: StepTable | None) -> StepTable | None:

@@ -1,4 +1,4 @@
-"""Read a timeline of Horovod 0.28 into arrays of events, one block of the file at a time.
+"""Read a timeline of Horovod 0.28 into arrays of events.
 
 The format, from horovod/common/timeline.cc: a JSON array, which rank 0 writes for all ranks. A tensor is a "process":
 two lines of metadata name its `pid`. Other events follow without line breaks, so most of a file is one line:
@@ -15,26 +15,24 @@ from __future__ import annotations
 import codecs
 import math
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import open_regular
-from hvd_bert.tools.timeline.rows import NONE, Array, Table
+from hvd_bert.tools.timeline.rows import NONE, Events
 
 BEGIN, END, TICK = ord("B"), ord("E"), ord("X")
-BLOCK = 2 << 20  # bytes
+BLOCK = 2 << 20  # bytes that are parsed at a time, since Python's objects take much more memory than the arrays
 LONGEST_EVENT = 1 << 20  # bytes; nothing longer is an event
-LONGEST_METADATA = 4096  # bytes of a tensor's two lines
 LARGEST = 2**50  # bytes of a tensor
 CYCLE = "CYCLE_START"
 _START = b'{"ph": "'
-_TENSOR = b'{"name": "process_name"'
-_METADATA = re.compile(_TENSOR + rb', "ph": "M", "pid": (\d{1,7}), "args": \{"name": "([^"]*)"\}\}')
 _EVENT = re.compile(
     rb'"ph": "(?:E|([BXi])", "name": "([^"]{0,200}))", "ts": (\d{1,15})(?=[,}])'
     rb'(?:, "pid": (\d{1,7})(?:\}|,(?: "args": \{"dtype": "(\w+)", "shape": "\[([\d, ]*)\]")?))?'
@@ -45,110 +43,72 @@ ITEM_BYTES = {"uint8": 1, "int8": 1, "bool": 1, "uint16": 2, "int16": 2, "float1
 
 
 @dataclass
-class Names:
-    """The names behind the numbers. Grows while a file is read."""
+class Recording:
+    """The content of a file. `names`: of spans, by code. `ranks`: those that ticks name. `covered_us`: from the first
+    event to the last. `cut_short`: the file has no "]" at its end."""
 
-    spans: list[str] = field(default_factory=list)
-    tensors: dict[int, str] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
+    covered_us: int = 0
+    cut_short: bool = False
+    _kinds: dict[tuple[bytes, bytes], int] = field(default_factory=lambda: {(b"", b""): END})
 
-
-@dataclass
-class Events(Table):
-    """A row per event, in the file's order.
-
-    `phase`: BEGIN, END or TICK. `code`: the number in `Names.spans` of a BEGIN, the rank of a TICK. `ts`: microseconds.
-    `pid`: the tensor. `size`: the tensor's bytes at the END of an operation, else NONE.
-    """
-
-    phase: Array
-    code: Array
-    ts: Array
-    pid: Array
-    size: Array
-
-
-class Reader:
-    """Reads the file at `path`. `names` is complete after the last of `blocks`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.names = Names()
-        self.events = 0
-        self.first_ts: int | None = None
-        self.last_ts = 0
-        self.cut_short = False  # no "]" at the end
-        self._kinds: dict[tuple[bytes, bytes], int] = {(b"", b""): END}
-
-    def check_start(self) -> None:
-        """Raise UserError if the file cannot be read or does not start like a timeline."""
-        try:
-            with open_regular(self.path) as file:
-                start = file.read(LONGEST_EVENT).removeprefix(codecs.BOM_UTF8)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read: {error.strerror or error}.") from None
-        if not start.strip(b"[]\n\r \0"):
-            raise UserError(
-                f"{self.path} has no events. Horovod writes them when tensors are sent: the run may have ended before."
-            )
-        if not start.lstrip().startswith(b"[") or not (_START in start or b'"process_name"' in start):
-            raise UserError(
-                f"{self.path} is not a Horovod timeline. Record one with HOROVOD_TIMELINE=FILE"
-                " (docs/guides/profiling.md)."
-            )
-
-    def blocks(self, progress: Callable[[int], object] = lambda count: None) -> Iterator[Events]:
-        """The events. `progress` is called with the number of bytes read. Raises UserError."""
-        self.check_start()
-        rest = b""
-        with self.path.open("rb", buffering=0) as file:
+    def events(self, path: Path) -> Events:
+        """The file's events, with a progress bar on a terminal. An incomplete event is left out. Raises UserError."""
+        _check_start(path)
+        blocks, rest = [], b""
+        bar: dict[str, Any] = {"disable": None, "leave": False, "desc": path.name}
+        with open_regular(path) as opened, tqdm.wrapattr(opened, "read", path.stat().st_size, **bar) as file:
             while chunk := file.read(BLOCK):
-                progress(len(chunk))
                 data = rest + chunk
-                end = max(_last_event(data), 0)
-                yield self._events(data[:end])
+                end = max(data.rfind(_START), 0)
+                blocks.append(self._parsed(data[:end]))
                 rest = data[end:][-LONGEST_EVENT:]
         self.cut_short = not rest.rstrip(b"\n\r \0").endswith(b"}]")
-        yield self._events(rest)
+        events = Events.joined([*blocks, self._parsed(rest)])
+        self.covered_us = int(events.ts.max() - events.ts.min()) if len(events) else 0
+        return events.only(np.flatnonzero((events.phase != 0) & (events.pid != NONE)))
 
-    def _events(self, data: bytes) -> Events:
-        """The events of a block. An incomplete event is left out."""
-        for pid, name in _METADATA.findall(data):
-            self.names.tensors[int(pid)] = name.decode("utf-8", "replace")
+    def _parsed(self, data: bytes) -> Events:
+        """The events of a block; those that the analysis does not use have phase 0."""
         found = _EVENT.findall(data)
-        if not found:
-            return Events.empty()
-        phases, names, times, pids, types, shapes = zip(*found, strict=True)
+        phases, names, times, pids, types, shapes = zip(*found, strict=True) if found else ([],) * 6
         kinds = [self._kinds.get(key) or self._kind(*key) for key in zip(phases, names, strict=True)]
-        code, phase = np.divmod(np.array(kinds), 256)
-        ts = np.array(list(map(int, times)))
-        self.first_ts = int(min(ts.min(), ts[0] if self.first_ts is None else self.first_ts))
-        self.last_ts = max(self.last_ts, int(ts.max()))
+        code, phase = np.divmod(np.array(kinds, np.int32), 256)
+        ts = np.array(list(map(int, times)), np.int64)
         pid = np.array([int(text) if text else NONE for text in pids], np.int32)
         size = np.array([_bytes_of(*kind) if kind[0] else NONE for kind in zip(types, shapes, strict=True)], np.int64)
-        events = Events(phase.astype(np.uint8), code, ts, pid, size).only(np.flatnonzero((phase != 0) & (pid != NONE)))
-        self.events += len(events)
-        return events
+        return Events(phase.astype(np.uint8), code, ts, pid, size)
 
     def _kind(self, phase: bytes, text: bytes) -> int:
         """256 times the code plus the phase of the events of a name; 0 for events that are in no row."""
         name, kind = text.decode("utf-8", "replace"), 0
         if phase != b"X":
-            if name not in self.names.spans:
-                self.names.spans.append(name)
-            kind = 256 * self.names.spans.index(name) + BEGIN if phase == b"B" else 0
-        elif re.fullmatch("[0-9]{1,7}", name):
-            self.names.ranks.add(int(name))
+            if name not in self.names:
+                self.names.append(name)
+            kind = 256 * self.names.index(name) + BEGIN if phase == b"B" else 0
+        elif re.fullmatch("[0-9]{1,5}", name):
+            self.ranks.add(int(name))
             kind = 256 * int(name) + TICK
         self._kinds[phase, text] = kind
         return kind
 
 
-def _last_event(data: bytes) -> int:
-    """The start of the last event, with the metadata before it; -1 if there is none."""
-    end = data.rfind(_START)
-    before = data.rfind(_TENSOR, max(0, end - LONGEST_METADATA), end) if end > 0 else -1
-    return before if before > 0 and data.find(_START, before, end) < 0 else end
+def _check_start(path: Path) -> None:
+    """Raise UserError if the file cannot be read or does not start like a timeline."""
+    try:
+        with open_regular(path) as file:
+            start = file.read(LONGEST_EVENT).removeprefix(codecs.BOM_UTF8)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from None
+    if not start.strip(b"[]\n\r \0"):
+        raise UserError(
+            f"{path} has no events. Horovod writes them when tensors are sent: the run may have ended before."
+        )
+    if not start.lstrip().startswith(b"[") or not (_START in start or b'"process_name"' in start):
+        raise UserError(
+            f"{path} is not a Horovod timeline. Record one with HOROVOD_TIMELINE=FILE (docs/guides/profiling.md)."
+        )
 
 
 @lru_cache(4096)

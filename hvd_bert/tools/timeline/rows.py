@@ -1,9 +1,9 @@
-"""The content of a timeline in columns: negotiations, operations, messages, activities."""
+"""The content of a timeline in columns: events; negotiations, operations, messages, activities."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,13 +14,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 NONE = -1  # none, or unknown
-
-
-def grown(array: Array, count: int, fill: int = 0) -> Array:
-    """The array with at least `count` elements, the new ones filled."""
-    if count <= len(array):
-        return array
-    return np.append(array, np.full(2 * count - len(array), fill, array.dtype))
 
 
 @dataclass
@@ -37,14 +30,23 @@ class Table:
     @classmethod
     def joined(cls, tables: Sequence[Self]) -> Self:
         """The rows of all tables."""
-        return cls(
-            *(np.concatenate(columns) for columns in zip(*(vars(table).values() for table in tables), strict=True))
-        )
+        columns = zip(*(vars(table).values() for table in tables), strict=True)
+        return cls(*map(np.concatenate, columns))
 
-    @classmethod
-    def empty(cls) -> Self:
-        """No rows."""
-        return cls(*(np.zeros(0, np.int64) for _ in fields(cls)))
+
+@dataclass
+class Events(Table):
+    """A row per event, in the file's order.
+
+    `phase`: BEGIN, END or TICK of events.py. `code`: the number in `Recording.names` of a BEGIN, the rank of a TICK.
+    `ts`: microseconds. `pid`: the tensor. `size`: the tensor's bytes at the END of an operation, else NONE.
+    """
+
+    phase: Array
+    code: Array
+    ts: Array
+    pid: Array
+    size: Array
 
 
 @dataclass
@@ -106,10 +108,11 @@ class Activities(Table):
 
 
 @dataclass
-class Batch:
-    """Everything that ended before some position of the file."""
+class Spans:
+    """All spans of a file that have an end. `unfinished`: number of operations and negotiations without one."""
 
     negotiations: Negotiations
     operations: Operations
     messages: Messages
     activities: Activities
+    unfinished: int

@@ -7,13 +7,23 @@ buffer begin the collective's activity together: all B, then all E. Negotiations
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_bert.tools.timeline.events import BEGIN, END, TICK, Events
-from hvd_bert.tools.timeline.rows import NONE, Activities, Array, Batch, Messages, Negotiations, Operations, Table
+from hvd_bert.tools.timeline.events import BEGIN, END, TICK
+from hvd_bert.tools.timeline.rows import (
+    NONE,
+    Activities,
+    Array,
+    Events,
+    Messages,
+    Negotiations,
+    Operations,
+    Spans,
+    Table,
+)
 
 NEGOTIATE = "NEGOTIATE_"
 OPERATIONS = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "ADASUM")
@@ -42,44 +52,17 @@ class _Pairs(Table):
     kind: Array
 
     def of(self, *kinds: int) -> Array:
-        table = np.zeros(OTHER + 1, bool)  # much faster than np.isin
-        table[list(kinds)] = True
-        return np.flatnonzero(table[self.kind])
+        return np.flatnonzero(np.isin(self.kind, kinds))
 
 
-class Spans:
-    """Pairs events. `names`: of spans by code; grows while the file is read."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
-        self.kinds = np.zeros(0, np.int8)
-        self.kept: Events | None = None
-        self.unfinished = 0  # operations and negotiations without their end
-
-    def batches(self, blocks: Iterator[Events]) -> Iterator[Batch]:
-        """The rows of each block's complete operations."""
-        for block in blocks:
-            yield self._batch(block, last=False)
-        yield self._batch(None, last=True)
-
-    def _batch(self, block: Events | None, last: bool) -> Batch:
-        if len(self.kinds) < len(self.names):
-            self.kinds = np.array([kind_of(name) for name in self.names], np.int8)
-        events = Events.joined([part for part in (self.kept, block) if part is not None] or [Events.empty()])
-        if not len(events):
-            self.kept = None
-            return Batch(Negotiations.empty(), Operations.empty(), Messages.empty(), Activities.empty())
-        order = np.argsort(events.pid.astype(np.uint16) if events.pid.max() < 1 << 16 else events.pid, kind="stable")
-        work = _Work(events.only(order), order, self.kinds)
-        cut = work.cut(last)
-        self.kept = work.keep(cut, last)
-        if last:
-            self.unfinished += work.unfinished
-        return work.batch()
+def spans_of(events: Events, names: Sequence[str]) -> Spans:
+    """The spans of a file's events, in the file's order. `names`: by code."""
+    order = np.argsort(events.pid, kind="stable")
+    return _Work(events.only(order), order, np.array([kind_of(name) for name in names], np.int8)).spans()
 
 
 class _Work:
-    """One batch. `events` are sorted by tensor; `order` has their positions in the file."""
+    """`events` are sorted by tensor; `order` has their positions in the file."""
 
     def __init__(self, events: Events, order: Array, kinds: Array) -> None:
         self.events, self.order, self.kinds = events, order, kinds
@@ -98,56 +81,11 @@ class _Work:
         begin, end = begin[sort], end[sort]
         code = events.code[begin]
         self.pairs = _Pairs(begin, end, code, kinds[code])
-        opened = lasting[events.phase[lasting] == BEGIN]
-        self.open_operations = opened[kinds[events.code[opened]] == OPERATION]
-        self.open_negotiations = opened[kinds[events.code[opened]] == NEGOTIATION]
-        self.unfinished = len(self.open_operations) + len(self.open_negotiations)
+        opened = kinds[events.code[lasting[events.phase[lasting] == BEGIN]]]
+        self.unfinished = int(np.isin(opened, (NEGOTIATION, OPERATION)).sum())
 
-    def cut(self, last: bool) -> int:
-        """The last position in the file's order at which no operation is open."""
-        count = len(self.events)
-        if last:
-            return count
-        change = np.zeros(count, np.int32)
-        rows = self.pairs.of(OPERATION)
-        change[self.order[self.pairs.begin[rows]]] = 1
-        change[self.order[self.pairs.end[rows]]] = -1
-        change[self.order[self.open_operations]] = 1
-        quiet = np.flatnonzero(np.cumsum(change) == 0)
-        return int(quiet[-1]) + 1 if len(quiet) else 0
-
-    def keep(self, cut: int, last: bool) -> Events | None:
-        """Take out and return the events that continue beyond the cut, in the file's order, for the next batch."""
-        pairs = self.pairs
-        over = self.order[pairs.end] < cut
-        whole = pairs.of(NEGOTIATION, OPERATION)
-        if not last and len(whole):  # a negotiation waits for its tensor's next span
-            pid = self.events.pid[pairs.begin[whole]]
-            followed = np.zeros(len(whole), bool)
-            followed[:-1] = (pid[1:] == pid[:-1]) & (self.order[pairs.begin[whole[1:]]] < cut)
-            waiting = whole[~followed & (pairs.kind[whole] == NEGOTIATION)]
-            over[waiting] = False
-        kept = None
-        if not last:
-            keep = self.order >= cut
-            spans = np.flatnonzero(~over & (pairs.kind == NEGOTIATION))
-            depth = np.zeros(len(keep) + 1, np.int32)
-            depth[pairs.begin[spans]] += 1
-            depth[pairs.end[spans] + 1] -= 1
-            starts = self.open_negotiations
-            ends = np.searchsorted(self.events.pid, self.events.pid[starts], side="right")
-            depth[starts] += 1
-            np.subtract.at(depth, ends, 1)
-            keep |= np.cumsum(depth[:-1]) > 0
-            places = np.sort(self.order[keep])
-            back = np.empty(len(keep), np.int64)
-            back[self.order] = np.arange(len(keep))
-            kept = self.events.only(back[places])
-        self.pairs = pairs.only(np.flatnonzero(over))
-        return kept
-
-    def batch(self) -> Batch:
-        """The rows of the remaining spans."""
+    def spans(self) -> Spans:
+        """All spans that have an end."""
         pairs, ts = self.pairs, self.events.ts
         negotiating = pairs.of(NEGOTIATION)
         negotiations = self._negotiations(negotiating)
@@ -176,7 +114,7 @@ class _Work:
         np.minimum.at(messages.sent, of_message[sending], activities.start[sending])
         np.maximum.at(messages.received, of_message[sending], activities.end[sending])
         file_order = np.argsort(self.order[pairs.begin[rows]])
-        return Batch(negotiations, operations.only(file_order), messages, activities)
+        return Spans(negotiations, operations.only(file_order), messages, activities, self.unfinished)
 
     def _negotiations(self, rows: Array) -> Negotiations:
         begin, end = self.pairs.begin[rows], self.pairs.end[rows]
@@ -229,8 +167,6 @@ class _Work:
         key, rows = key[sort], inside[sort]
         first = np.flatnonzero(np.diff(key, prepend=NONE) != 0)
         begin, end = self.events.ts[self.pairs.begin[rows]], self.events.ts[self.pairs.end[rows]]
-        if not len(first):
-            return Activities(code, begin, end), message
         # Writing 200 events takes time. The activity itself is between the last B and the first E.
         latest, earliest = np.maximum.reduceat(begin, first), np.minimum.reduceat(end, first)
         return Activities(code[sort][first], latest, np.maximum(latest, earliest)), message[sort][first]
@@ -238,8 +174,6 @@ class _Work:
     def _messages(self, rows: Operations, past: Negotiations, collective: Array) -> Messages:
         sort = np.argsort(rows.message, kind="stable")
         first = np.flatnonzero(np.diff(rows.message[sort], prepend=NONE) != 0)
-        if not len(first):
-            return Messages.empty()
         size, start, end = rows.size[sort], rows.start[sort], rows.end[sort]
         before = rows.negotiation[sort]
         known = before != NONE

@@ -9,11 +9,11 @@ a tensor became ready while it was sending, so exposed communication is only kno
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_bert.tools.timeline.rows import NONE, Array, Batch, Messages, Table, grown
+from hvd_bert.tools.timeline.rows import NONE, Array, Messages, Spans, Table
 
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 ASYNCHRONOUS = "NCCL_"  # collectives that another thread waits for
@@ -57,88 +57,49 @@ class _Sent(Messages):
     named: Array
 
 
-@dataclass
-class Steps:
-    """Collects the steps of all batches."""
-
-    names: Sequence[str]
-    tables: list[StepTable] = field(default_factory=list)
-    _step: int = 0  # the current one
-    _began: int = 0  # its first operation
-    _operations: int = 0  # seen so far
-    _last_seen: Array = field(default_factory=lambda: np.full(1024, NONE))
-    _open: _Sent | None = None
-
-    def add(self, batch: Batch) -> None:
-        """Add a batch, and close the steps that it completes."""
-        reductions = [code for code, name in enumerate(self.names) if name in REDUCTIONS]
-        sent = self._sent(batch, reductions)
-        if sent is None:
-            return
-        if self._open is not None:
-            sent = _Sent.joined([self._open, sent])
-        whole = sent.step < self._step
-        self._open = sent.only(np.flatnonzero(~whole))
-        self._close(sent.only(np.flatnonzero(whole)))
-
-    def close(self) -> StepTable | None:
-        """All steps; None if there are none."""
-        if self._open is not None:
-            self._close(self._open)
-        self._open = None
-        return StepTable.joined(self.tables) if self.tables else None
-
-    def _sent(self, batch: Batch, reductions: Sequence[int]) -> _Sent | None:
-        rows = np.flatnonzero(np.isin(batch.operations.code, reductions))
-        if not len(rows):
-            return None
-        pid, message = batch.operations.pid[rows], batch.operations.message[rows]
-        first = self._step
-        starts = message[self._boundaries(pid)]
-        lag, last_rank, named = _lags(batch, rows, message)
-        picked = np.flatnonzero(np.isin(batch.messages.code, reductions))
-        step = first + np.searchsorted(starts, picked, side="right")
-        messages = vars(batch.messages.only(picked))
-        return _Sent(**messages, step=step, lag=lag[picked], last_rank=last_rank[picked], named=named[picked])
-
-    def _boundaries(self, pid: Array) -> Array:
-        """The operations that begin a step."""
-        self._last_seen = grown(self._last_seen, int(pid.max(initial=0)) + 1, NONE)
-        number = self._operations + np.arange(len(pid))
-        sort = np.argsort(pid, kind="stable")
-        same = np.flatnonzero(pid[sort][1:] == pid[sort][:-1]) + 1
-        before = self._last_seen[pid]
-        before[sort[same]] = number[sort[same - 1]]
-        self._last_seen[pid] = number  # the last operation of a tensor wins
-        latest = np.maximum.accumulate(before)
-        found = []
-        while (at := int(np.searchsorted(latest, self._began))) < len(pid):
-            found.append(at)
-            self._began = self._operations + at
-        self._operations += len(pid)
-        self._step += len(found)
-        return np.array(found, np.int64)
-
-    def _close(self, sent: _Sent) -> None:
-        if not len(sent.step):
-            return
-        for _ in range(3):
-            sent = _without_trailing(sent)
-        waiting = np.array([not name.startswith(ASYNCHRONOUS) for name in self.names])
-        self.tables.append(_table(sent, waiting[sent.collective] & (sent.collective != NONE), _by_step(sent)))
+def steps_of(spans: Spans, names: Sequence[str]) -> StepTable | None:
+    """All steps; None if there are none. `names`: of spans by code."""
+    reductions = [code for code, name in enumerate(names) if name in REDUCTIONS]
+    rows = np.flatnonzero(np.isin(spans.operations.code, reductions))
+    if not len(rows):
+        return None
+    message = spans.operations.message[rows]
+    starts = message[_boundaries(spans.operations.pid[rows])]
+    lag, last_rank, named = _lags(spans, rows, message)
+    picked = np.flatnonzero(np.isin(spans.messages.code, reductions))
+    step = np.searchsorted(starts, picked, side="right")
+    messages = vars(spans.messages.only(picked))
+    sent = _Sent(**messages, step=step, lag=lag[picked], last_rank=last_rank[picked], named=named[picked])
+    for _ in range(3):
+        sent = _without_trailing(sent)
+    waiting = np.array([not name.startswith(ASYNCHRONOUS) for name in names])
+    return _table(sent, waiting[sent.collective] & (sent.collective != NONE), _by_step(sent))
 
 
-def _lags(batch: Batch, rows: Array, message: Array) -> tuple[Array, Array, Array]:
+def _boundaries(pid: Array) -> Array:
+    """The operations that begin a step, after the first step. `pid`: the tensor of each operation."""
+    sort = np.argsort(pid, kind="stable")
+    same = np.flatnonzero(pid[sort][1:] == pid[sort][:-1]) + 1
+    before = np.full(len(pid), NONE)
+    before[sort[same]] = sort[same - 1]
+    latest = np.maximum.accumulate(before)
+    found = [0]
+    while (at := int(np.searchsorted(latest, found[-1]))) < len(pid):
+        found.append(at)
+    return np.array(found[1:], np.int64)
+
+
+def _lags(spans: Spans, rows: Array, message: Array) -> tuple[Array, Array, Array]:
     """Per message: the largest lag of its tensors, the last rank (NONE if unknown), and how many tensors name ranks."""
-    lag = np.zeros(len(batch.messages.code), np.int64)
+    lag = np.zeros(len(spans.messages.code), np.int64)
     last_rank = np.full(len(lag), NONE)
-    negotiation = batch.operations.negotiation[rows]
+    negotiation = spans.operations.negotiation[rows]
     message, negotiation = message[negotiation != NONE], negotiation[negotiation != NONE]
-    named = batch.negotiations.ticks[negotiation] > 1
+    named = spans.negotiations.ticks[negotiation] > 1
     message, negotiation = message[named], negotiation[named]
-    sort = np.lexsort((batch.negotiations.lag[negotiation], message))
-    lag[message[sort]] = batch.negotiations.lag[negotiation[sort]]  # the largest comes last and wins
-    last_rank[message[sort]] = batch.negotiations.last_rank[negotiation[sort]]
+    sort = np.lexsort((spans.negotiations.lag[negotiation], message))
+    lag[message[sort]] = spans.negotiations.lag[negotiation[sort]]  # the largest comes last and wins
+    last_rank[message[sort]] = spans.negotiations.last_rank[negotiation[sort]]
     return lag, last_rank, np.bincount(message, minlength=len(lag))
 
 

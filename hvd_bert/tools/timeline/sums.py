@@ -1,4 +1,4 @@
-"""Sums over a timeline's batches: time per phase and per message size, and how late each rank is."""
+"""Figures of a timeline's spans: time per phase and per message size, and how late each rank is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_bert.tools.timeline.rows import NONE, Array, Batch, Messages
+from hvd_bert.tools.timeline.rows import NONE, Array, Messages, Negotiations, Spans
 from hvd_bert.tools.timeline.spans import COLLECTIVE, NEGOTIATION, kind_of
 from hvd_bert.tools.timeline.steps import StepTable
 
@@ -18,38 +18,9 @@ BIG = 1 << 20  # bytes: smaller messages are mostly latency and do not count for
 FAST = 0.05  # share of the big messages that were delayed neither by computation nor by a late rank
 
 
-class Spread:
-    """Sum and quantiles of integers, accurate to 1 %, in a table of fixed size."""
-
-    FINE = 64  # bins per factor of 2; one bin per number below FINE
-
-    def __init__(self) -> None:
-        self.bins = np.zeros(self.FINE * 60, np.int64)
-        self.total, self.maximum = 0, 0
-
-    def add(self, values: Array) -> None:
-        """Add numbers. Negative ones count as 0."""
-        if not len(values):
-            return
-        values = np.maximum(values, 0)
-        above = np.maximum(values, self.FINE) / self.FINE
-        bins = np.where(values < self.FINE, values, self.FINE * (1 + np.log2(above))).astype(np.int64)
-        self.bins += np.bincount(bins, minlength=len(self.bins))
-        self.total += int(values.sum())
-        self.maximum = max(self.maximum, int(values.max()))
-
-    @property
-    def count(self) -> int:
-        """Number of values."""
-        return int(self.bins.sum())
-
-    def quantile(self, part: float) -> float:
-        """A quantile; NaN if there are no values."""
-        if not self.count:
-            return math.nan
-        at = int(np.searchsorted(np.cumsum(self.bins), part * self.count, side="left"))
-        middle = float(at) if at < self.FINE else self.FINE * 2 ** ((at + 0.5) / self.FINE - 1)
-        return min(middle, float(self.maximum))
+def quantile(values: Array, part: float) -> float:
+    """A quantile; NaN if there are no values."""
+    return float(np.quantile(values, part)) if len(values) else math.nan
 
 
 @dataclass(frozen=True)
@@ -93,43 +64,25 @@ class RankRow:
     waited_s: float
 
 
-class Phases:
-    """Times of each kind of span."""
-
-    def __init__(self) -> None:
-        self.spreads: dict[int, Spread] = {}
-        self.covered: dict[int, float] = {}
-        self.until: dict[int, int] = {}
-
-    def add(self, batch: Batch) -> None:
-        """Add the negotiations and activities of a batch."""
-        for rows in (batch.negotiations, batch.activities):
-            self._add(rows.code, rows.start, rows.end)
-
-    def _add(self, code: Array, start: Array, end: Array) -> None:
-        for one in np.unique(code).tolist():
-            rows = np.flatnonzero(code == one)
-            begin, over = start[rows], end[rows]
-            self.spreads.setdefault(one, Spread()).add(over - begin)
-            sort = np.argsort(begin, kind="stable")
-            begin, over = begin[sort], over[sort]
-            reached = np.maximum.accumulate(np.append(self.until.get(one, 0), over))
-            self.covered[one] = self.covered.get(one, 0) + int(
-                np.maximum(0, over - np.maximum(begin, reached[:-1])).sum()
-            )
-            self.until[one] = int(reached[-1])
-
-    def rows(self, names: Sequence[str], covered_us: int) -> list[Phase]:
-        found = [
-            Phase(
-                names[code], _kind(names[code]), spread.count,
-                self.covered[code] * 1e-6, self.covered[code] / max(1, covered_us), spread.quantile(0.5) * 1e-6,
-                spread.quantile(0.99) * 1e-6,
-            )
-            for code, spread in self.spreads.items()
-        ]  # fmt: skip
-        order = ["negotiation", "wait", "queue", "copy", "collective", "set-up"]
-        return sorted(found, key=lambda phase: (order.index(phase.kind), -phase.total_s))
+def phases_of(spans: Spans, names: Sequence[str], covered_us: int) -> list[Phase]:
+    """Times of each kind of span, negotiations first."""
+    found = []
+    for rows in (spans.negotiations, spans.activities):
+        for code in np.unique(rows.code).tolist():
+            own = rows.code == code
+            sort = np.argsort(rows.start[own], kind="stable")
+            start, end = rows.start[own][sort], rows.end[own][sort]
+            reached = np.maximum.accumulate(np.append(0, end))[:-1]
+            covered = int(np.maximum(0, end - np.maximum(start, reached)).sum())
+            took = np.maximum(0, end - start) * 1e-6
+            found.append(
+                Phase(
+                    names[code], _kind(names[code]), len(took), covered * 1e-6, covered / max(1, covered_us),
+                    quantile(took, 0.5), quantile(took, 0.99),
+                )
+            )  # fmt: skip
+    order = ["negotiation", "wait", "queue", "copy", "collective", "set-up"]
+    return sorted(found, key=lambda phase: (order.index(phase.kind), -phase.total_s))
 
 
 def _kind(name: str) -> str:
@@ -141,79 +94,52 @@ def _kind(name: str) -> str:
 
 
 class Sizes:
-    """Allreduces by the size of their message."""
+    """The allreduces whose size and time are known. `names`: of spans by code."""
 
-    def __init__(self) -> None:
-        self.times = [Spread() for _ in range(len(SIZES) + 1)]
-        self.tensors = np.zeros(len(SIZES) + 1, np.int64)
-        self.bytes = np.zeros(len(SIZES) + 1, np.int64)
-        self.big_speeds = Spread()  # bytes per ms of each message above BIG
-
-    def add(self, messages: Messages, allreduce: int) -> None:
-        rows = (messages.code == allreduce) & (messages.size >= 0) & (messages.collective != NONE)
-        rows = np.flatnonzero(rows & (messages.received >= messages.sent))
-        size, took = messages.size[rows], (messages.received - messages.sent)[rows]
-        which = np.searchsorted(SIZES, size, side="left")
-        big = size > BIG
-        self.big_speeds.add(size[big] * 1000 // np.maximum(took[big], 1))
-        for number, times in enumerate(self.times):
-            own = which == number
-            times.add(took[own])
-            self.tensors[number] += int(messages.tensors[rows][own].sum())
-            self.bytes[number] += int(size[own].sum())
+    def __init__(self, messages: Messages, names: Sequence[str]) -> None:
+        allreduce = np.array([name == "ALLREDUCE" for name in names])
+        known = allreduce[messages.code] & (messages.size >= 0) & (messages.collective != NONE)
+        rows = messages.only(np.flatnonzero(known & (messages.received >= messages.sent)))
+        self.size, self.tensors, self.took_us = rows.size, rows.tensors, rows.received - rows.sent
 
     def rows(self) -> list[SizeClass]:
-        limits = [*SIZES, None]
-        return [
-            SizeClass(
-                limits[number], times.count, int(self.tensors[number]), int(self.bytes[number]),
-                times.quantile(0.5) * 1e-6, int(self.bytes[number]) / max(1, times.total) * 1e6,
-            )
-            for number, times in enumerate(self.times)
-            if times.count
-        ]  # fmt: skip
+        """A row per class of sizes that occurs."""
+        limits, which, found = [*SIZES, None], np.searchsorted(SIZES, self.size, side="left"), []
+        for number in np.unique(which).tolist():
+            own = which == number
+            size, took = int(self.size[own].sum()), self.took_us[own]
+            speed = size / max(1, int(took.sum())) * 1e6
+            tensors = int(self.tensors[own].sum())
+            found.append(SizeClass(limits[number], len(took), tensors, size, quantile(took, 0.5) * 1e-6, speed))
+        return found
 
     def bytes_per_s(self) -> float:
         """Bandwidth of messages above 1 MiB if these carry half of all bytes, else of all messages."""
-        big = SIZES.index(BIG) + 1
-        start = big if self.bytes[big:].sum() * 2 >= self.bytes.sum() else 0
-        took = sum(times.total for times in self.times[start:])
-        return float(self.bytes[start:].sum()) / took * 1e6 if took else math.nan
+        big = self.size > BIG
+        counted = big if 2 * self.size[big].sum() >= self.size.sum() else np.ones_like(big)
+        took = int(self.took_us[counted].sum())
+        return int(self.size[counted].sum()) / took * 1e6 if took else math.nan
 
     def fast_bytes_per_s(self) -> float:
         """Bandwidth of the fastest 5 % of messages above 1 MiB; NaN if there are none."""
-        return self.big_speeds.quantile(1 - FAST) * 1000
+        big = self.size > BIG
+        return quantile(self.size[big] / np.maximum(self.took_us[big], 1) * 1e6, 1 - FAST)
 
 
-class Ranks:
+def ranks_of(negotiations: Negotiations, ranks: set[int], steps: StepTable | None) -> list[RankRow]:
     """How often, and by how much, each rank is last."""
-
-    def __init__(self) -> None:
-        self.lags: dict[int, Spread] = {}
-        self.negotiations = self.named = 0
-
-    def add(self, batch: Batch) -> None:
-        rows = batch.negotiations
-        named = rows.ticks > 0
-        self.negotiations += len(named)
-        self.named += int(named.sum())
-        late = named & (rows.lag > LATE_US)
-        for rank in np.unique(rows.last_rank[late]).tolist():
-            self.lags.setdefault(rank, Spread()).add(rows.lag[late & (rows.last_rank == rank)])
-
-    def rows(self, ranks: set[int], steps: StepTable | None) -> list[RankRow]:
-        found = []
-        for rank in sorted(ranks):
-            lags = self.lags.get(rank, Spread())
-            lag, of_steps = np.zeros(0), 0
-            if steps is not None:
-                of_steps = int((steps.last_rank != NONE).sum())
-                lag = steps.lag[(steps.last_rank == rank) & (steps.lag > LATE_US)]
-            found.append(
-                RankRow(
-                    rank, lags.count, lags.count / max(1, self.named), lags.quantile(0.5) * 1e-6,
-                    lags.quantile(0.99) * 1e-6, len(lag), of_steps,
-                    float(np.median(lag)) * 1e-6 if len(lag) else math.nan, float(lag.sum()) * 1e-6,
-                )
-            )  # fmt: skip
-        return found
+    late, found = negotiations.lag > LATE_US, []
+    named = int((negotiations.ticks > 0).sum())
+    for rank in sorted(ranks):
+        lags = negotiations.lag[late & (negotiations.last_rank == rank)] * 1e-6
+        lag, of_steps = np.zeros(0), 0
+        if steps is not None:
+            of_steps = int((steps.last_rank != NONE).sum())
+            lag = steps.lag[(steps.last_rank == rank) & (steps.lag > LATE_US)] * 1e-6
+        found.append(
+            RankRow(
+                rank, len(lags), len(lags) / max(1, named), quantile(lags, 0.5), quantile(lags, 0.99),
+                len(lag), of_steps, quantile(lag, 0.5), float(lag.sum()),
+            )
+        )  # fmt: skip
+    return found
