@@ -232,12 +232,12 @@ def test_caveats(tmp_path):
 
 DAMAGE = (
     ("train_results.json", None, "not finished: it has no train_results.json"),
-    ("train_results.json", '{"strategy": "ddp", "wor', "train_results.json is damaged"),
-    ("train_results.json", "{}", "it was written by an older version"),
-    ("metrics.jsonl", '{"step": 1, "lo', "metrics.jsonl, line 1, is damaged"),
-    ("metrics.jsonl", '{"step": 1, "loss": null, "windows_per_s": 1, "step_s": 1}', "line 1, is damaged: "),
+    ("train_results.json", '{"strategy": "ddp", "wor', "train_results.json cannot be read: "),
+    ("train_results.json", '{"strategy": "ddp"}', "it was written by an older version"),
+    ("train_results.json", '{"work": {"a": 1}, "world_size": 0}', "train_results.json is damaged: "),
+    ("metrics.jsonl", '{"step": 1, "lo\n', "metrics.jsonl: 1 damaged line(s), the first is line 1"),
+    ("metrics.jsonl", '{"step": 1, "loss": null, "windows_per_s": 1, "step_s": 1}', "has a line without its loss"),
     ("metrics.jsonl", '{"step": 1, "loss": 5.0, "windows_per_s": 1, "step_s": 1}', "has 1 line(s) of steps"),
-    ("eval_results.json", '{"exact_match": "high", "f1": 1}', "exact_match, is damaged"),
 )
 
 

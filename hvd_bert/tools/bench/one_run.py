@@ -25,6 +25,7 @@ from hvd_bert.storage import written
 from hvd_bert.storage.writing import make_folder, writing_to
 from hvd_bert.tools.bench.record import locked
 from hvd_bert.tools.runs import reading
+from hvd_bert.tools.runs.record import RESULTS
 from hvd_bert.tools.runs.run import Run
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -127,7 +128,7 @@ def train(
         except reading.Unusable as error:
             reason = str(error)
     with writing_to("--out", folder):
-        written.remove(folder, [reading.RESULTS])  # else the point would count as done
+        written.remove(folder, [RESULTS])  # else the point would count as done
     return Trained(None, reason, status, seconds)
 
 

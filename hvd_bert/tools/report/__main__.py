@@ -71,20 +71,17 @@ def write(flags: argparse.Namespace) -> None:
     with writing_to("--out", flags.out):
         check_folder(flags.out)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
-    folders = reading.find(flags.runs)
-    records = [record.read(folder) for folder in folders]
+    records = [record.read(folder) for folder in reading.find(flags.runs)]
     if len(records) == 1 and not baseline:
         _write_files(flags.out, run_page.page_of(records[0]), dict.fromkeys(CSV_FILES, ()))
         _print("\n".join([*run_page.summary(records[0]), f"The page: {flags.out / PAGE}"]))
     else:
-        _write_comparison(folders, records, baseline, flags)
+        _write_comparison(records, baseline, flags)
 
 
-def _write_comparison(
-    folders: Sequence[Path], records: Sequence[Record], baseline: tuple[str, int] | None, flags: argparse.Namespace
-) -> None:
+def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | None, flags: argparse.Namespace) -> None:
     """Compare runs."""
-    runs, left_out = reading.read_all(folders, reading.unrun(flags.runs))
+    runs, left_out = reading.comparable(records, reading.unrun(flags.runs))
     kept, other_hardware = comparison.same_hardware(runs) if runs else ([], [])
     left_out += other_hardware
     groups = comparison.grouped(kept)

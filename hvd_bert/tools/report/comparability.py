@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from hvd_bert.tools.runs.run import Run
 
 STRONG, WEAK = "strong", "weak"
@@ -114,12 +116,9 @@ def losses_differ(reference: Group, group: Group) -> str:
 def _first_losses_differ(one: Run, two: Run) -> str:
     """Compare losses up to EARLY_STEPS: means between the steps that both runs logged."""
     sums: list[dict[int, float]] = []
-    for run in (one, two):
-        total, before = {0: 0.0}, 0
-        for row in run.rows:
-            total[row.step] = total[before] + row.loss * (row.step - before)
-            before = row.step
-        sums.append(total)
+    for lines in (one.lines, two.lines):
+        totals = np.cumsum(lines["loss"] * np.diff(lines["step"], prepend=0)).tolist()
+        sums.append({0: 0.0} | dict(zip(lines["step"].astype(int).tolist(), totals, strict=True)))
     common = sorted(step for step in sums[0].keys() & sums[1].keys() if step <= EARLY_STEPS)
     for before, step in itertools.pairwise(common):
         expected, found = ((total[step] - total[before]) / (step - before) for total in sums)

@@ -1,4 +1,4 @@
-"""Finished runs, read from their output folders and checked. Unusable ones are left out, with the reason."""
+"""Finished runs whose speeds can be compared. Others are left out, with the reason."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+import numpy as np
 from msgspec.structs import asdict
 
 from hvd_bert.config.settings import of_this_version
 from hvd_bert.errors import UserError, visible
-from hvd_bert.storage.reading import MAX_YAML_BYTES, Kind, convert, parse_json, read_json, read_text
-from hvd_bert.tools.runs.run import LeftOut, Number, Results, Row, Run, SweepFile
+from hvd_bert.storage.reading import convert, read_json
+from hvd_bert.tools.runs import record as records
+from hvd_bert.tools.runs.record import EVALUATED_ONLY, METRICS, RESULTS, SETTINGS, Record, number_of
+from hvd_bert.tools.runs.run import LeftOut, Results, Run, SweepFile
 
-RESULTS, METRICS, SETTINGS, SCORES = "train_results.json", "metrics.jsonl", "train_config.yaml", "eval_results.json"
-EVALUATED_ONLY = "eval_config.yaml"
 RUN_FILES = {RESULTS, SETTINGS, METRICS, EVALUATED_ONLY}
 SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its runs
 # Keys of the record `work` that are not compared: those that differ between repeats, those that the number of steps
@@ -24,7 +24,6 @@ SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its
 REPEATED = ("--seed",)
 IN_STEPS = ("--num_train_epochs", "--max_steps")
 OF_THE_STRATEGY = ("--fp16_allreduce",)
-MAX_METRICS = 2**32  # bytes: millions of lines
 
 
 class Unusable(Exception):
@@ -56,16 +55,18 @@ def _walk(path: Path) -> Iterable[tuple[Path, set[str]]]:
         yield Path(folder), set(files)
 
 
-def read_all(folders: Sequence[Path], unrun: Mapping[Path, LeftOut] | None = None) -> tuple[list[Run], list[LeftOut]]:
-    """The usable runs in `folders`, and those left out; `unrun`: runs for which a sweep recorded the reason."""
+def comparable(
+    records: Sequence[Record], unrun: Mapping[Path, LeftOut] | None = None
+) -> tuple[list[Run], list[LeftOut]]:
+    """The usable runs among `records`, and those left out; `unrun`: runs for which a sweep recorded the reason."""
     runs, left_out = [], list(dict.fromkeys((unrun or {}).values()))
-    for folder in folders:
-        if unrun and folder in unrun:
+    for record in records:
+        if unrun and Path(record.name) in unrun:
             continue
         try:
-            runs.append(read(folder))
+            runs.append(run_of(record))
         except Unusable as error:
-            left_out.append(LeftOut(str(folder), str(error)))
+            left_out.append(LeftOut(record.name, str(error)))
     return runs, left_out
 
 
@@ -81,9 +82,10 @@ def unrun(paths: Sequence[Path]) -> dict[Path, LeftOut]:
 
 def _unrun_of(folder: Path) -> dict[Path, LeftOut]:
     try:
-        points = _converted(SWEEP, _load(folder / SWEEP), SweepFile).points
-    except Unusable as error:
-        return {folder / SWEEP: LeftOut(str(folder), str(error))}
+        points = convert(read_json(folder / SWEEP), SweepFile).points
+    except (OSError, ValueError) as error:
+        reason = f"{SWEEP} cannot be read: {getattr(error, 'strerror', None) or error}"
+        return {folder / SWEEP: LeftOut(str(folder), reason)}
     together: dict[tuple[str, str], list[str]] = {}
     for point in points:
         if point.state in ("skipped", "failed"):
@@ -98,14 +100,27 @@ def _unrun_of(folder: Path) -> dict[Path, LeftOut]:
 
 def read(folder: Path) -> Run:
     """Read the run in a folder. Raises Unusable."""
-    if not (folder / RESULTS).exists():
-        trained = (folder / SETTINGS).exists() or (folder / METRICS).exists()
-        raise Unusable(f"not finished: it has no {RESULTS}" if trained else "evaluated only, not trained")
-    values = _load(folder / RESULTS)
-    if isinstance(values, dict) and not values.get("work"):
+    return run_of(records.read(folder))
+
+
+def run_of(record: Record) -> Run:
+    """A run whose speed can be compared. Raises Unusable."""
+    damaged = [problem for problem in record.problems if problem.startswith((RESULTS, METRICS))]
+    if damaged:
+        raise Unusable(damaged[0])
+    if record.state != "finished" or not record.trained:
+        raise Unusable(f"not finished: it has no {RESULTS}" if record.trained else "evaluated only, not trained")
+    if not record.facts.get("work"):
         raise Unusable(f"its {RESULTS} has no `work`: it was written by an older version")
-    results = _converted(RESULTS, values, Results)
-    work, settings = _texts(of_this_version(results.work)), settings_of(folder / SETTINGS)
+    try:
+        results = convert(record.facts, Results)
+    except ValueError as error:
+        raise Unusable(f"{RESULTS} is damaged: {error}") from None
+    work, settings, lines = _texts(of_this_version(results.work)), record.settings, record.steps
+    if not (np.isfinite(lines["loss"]) & (lines["windows_per_s"] > 0) & (lines["step_s"] > 0)).all():
+        raise Unusable(f"{METRICS} has a line without its loss, windows_per_s or step_s")
+    if len(lines) < 2:
+        raise Unusable(f"{METRICS} has {len(lines)} line(s) of steps, but the first is warm-up: lower --logging_steps")
     results.strategy, results.device_name = visible(results.strategy), visible(results.device_name)
     variant = {name: work[name] for name in OF_THE_STRATEGY if name in work}
     variant |= {"--num_groups": str(settings.get("num_groups") or 0)} if results.strategy == "horovod" else {}
@@ -114,72 +129,14 @@ def read(folder: Path) -> Run:
     results.versions = _texts(results.versions)
     return Run(
         **asdict(results),
-        name=str(folder),
+        name=record.name,
         variant=variant | {"controller": visible(str(results.controller))},
         without_dropout=work.get("--dropout") in ("0", "0.0")
         and work.get("--attention_dropout") in ("0", "0.0", "None"),
-        rows=_rows(folder / METRICS),
-        scores=_scores(folder / SCORES, results.score_names),
+        lines=lines,
+        scores={name: number_of(record.scores.get(name)) for name in results.score_names},
     )
-
-
-def _converted(file: str, value: Any, kind: type[Kind]) -> Kind:
-    try:
-        return convert(value, kind)
-    except ValueError as error:
-        raise Unusable(f"{file} is damaged: {error}") from None
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
     return {visible(name): visible(str(value)) for name, value in values.items()}
-
-
-def _scores(path: Path, names: Sequence[str]) -> dict[str, float | None]:
-    if not os.path.lexists(path):
-        return dict.fromkeys(names)
-    values = _converted(path.name, _load(path), dict[str, Any])
-    return {name: _converted(f"{path.name}, {name},", values.get(name), Number) for name in names}
-
-
-def _load(path: Path) -> Any:
-    try:
-        return read_json(path)
-    except OSError as error:
-        raise Unusable(f"{path.name} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise Unusable(f"{path.name} is damaged: not valid JSON ({error})") from None
-
-
-def _rows(path: Path) -> tuple[Row, ...]:
-    """The lines of the steps: at least two, in increasing order of steps. Raises Unusable."""
-    try:
-        lines = read_text(path, MAX_METRICS).split("\n")
-    except (OSError, ValueError) as error:
-        raise Unusable(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    rows: list[Row] = []
-    if not lines[-1]:  # after the last line's end
-        lines.pop()
-    for number, text in enumerate(lines, start=1):
-        where = f"{path.name}, line {number},"
-        try:
-            values = parse_json(text)
-        except ValueError as error:
-            raise Unusable(f"{where} is damaged: not valid JSON ({error})") from None
-        if isinstance(values, dict) and any(key.startswith("eval_") for key in values):
-            continue
-        row = _converted(where, values, Row)
-        if rows and row.step <= rows[-1].step:
-            raise Unusable(f"{where} is damaged: step {row.step} comes after step {rows[-1].step}")
-        rows.append(row)
-    if len(rows) < 2:
-        raise Unusable(f"{path.name} has {len(rows)} line(s) of steps, but the first is warm-up: lower --logging_steps")
-    return tuple(rows)
-
-
-def settings_of(path: Path) -> dict[str, Any]:
-    """A run's flags; empty if their file is missing or damaged, since no comparison depends on them."""
-    try:
-        settings = yaml.safe_load(read_text(path, MAX_YAML_BYTES))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError, OverflowError):
-        return {}
-    return {str(name): value for name, value in settings.items()} if isinstance(settings, dict) else {}

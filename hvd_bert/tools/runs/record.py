@@ -1,12 +1,11 @@
 """Everything that a run's folder says about it, also of a run that is still going, has failed or was only evaluated.
 
-`reading.py` is strict, since speeds are compared. This module is not: what is missing or damaged is listed in
-`Record.problems`, and the rest is shown.
+What is missing or damaged is listed in `Record.problems`, and the rest is shown. `reading.py` is stricter, since speeds
+are compared.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,40 +14,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+import yaml
 
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
-from hvd_bert.storage.reading import Kind, convert, parse_json, read_json, read_text
-from hvd_bert.tools.runs.reading import EVALUATED_ONLY, MAX_METRICS, METRICS, RESULTS, SCORES, SETTINGS, settings_of
-from hvd_bert.tools.runs.run import LARGEST
+from hvd_bert.storage.reading import MAX_YAML_BYTES, Kind, convert, parse_json, read_json, read_text
+from hvd_bert.tools.runs.run import LARGEST, LineArrays
 
-EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
+RESULTS, METRICS, SETTINGS, SCORES = "train_results.json", "metrics.jsonl", "train_config.yaml", "eval_results.json"
+EVALUATED_ONLY, EVENTS, SAMPLES = "eval_config.yaml", "events.jsonl", "eval_samples.json"
+GPUS = "gpu_usage.jsonl"
+MAX_METRICS = 2**32  # bytes: millions of lines
 RECENT = 20  # lines from which the speed of a run that is still going is computed
 MAX_STEP = 2**53  # floats hold all whole numbers up to it
 SILENT_S = 300.0  # where a lock cannot be seen: a run that has written nothing for longer is not running any more
 State = Literal["finished", "running", "ended"]
-
-
-@dataclass(frozen=True)
-class LineArrays:
-    """Lines of a JSON Lines file as one array per key, NaN where a line lacks the key."""
-
-    columns: Mapping[str, NDArray[np.float64]]
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values()), ()))
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.columns and bool(np.isfinite(self.columns[key]).any())
-
-    def __getitem__(self, key: str) -> NDArray[np.float64]:
-        return self.columns.get(key, np.full(len(self), math.nan))
-
-    def of(self, key: str, value: float) -> LineArrays:
-        """The lines in which `key` has this value."""
-        kept = self[key] == value
-        return LineArrays({name: column[kept] for name, column in self.columns.items()})
 
 
 @dataclass(frozen=True)
@@ -189,6 +169,15 @@ def read(folder: Path) -> Record:
         skipped_steps=[event for event in events if event.get("event") == "skipped_step"],
         problems=problems,
     )
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """A run's flags; empty if their file is missing or damaged, since no comparison depends on them."""
+    try:
+        settings = yaml.safe_load(read_text(path, MAX_YAML_BYTES))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError, OverflowError):
+        return {}
+    return {str(name): value for name, value in settings.items()} if isinstance(settings, dict) else {}
 
 
 def _is_running(folder: Path) -> bool:

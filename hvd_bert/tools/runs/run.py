@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
 from msgspec import Meta, Struct, field
+from numpy.typing import NDArray
 
 from hvd_bert.storage.reading import Count
 
 LARGEST = 1e300  # so that products and sums are finite
 Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
-Positive = Annotated[float, Meta(gt=0, le=LARGEST)]
 AtLeastOne = Annotated[int, Meta(ge=1, le=2**53)]
 PROCESS_TIMES = ("real_s", "user_s", "system_s")
 
 
-class Row(Struct):
-    """A line of metrics.jsonl: mean loss since the previous line, windows/s, seconds per step and per phase of it."""
+@dataclass(frozen=True)
+class LineArrays:
+    """Lines of a JSON Lines file as one array per key, NaN where a line lacks the key."""
 
-    step: AtLeastOne
-    loss: Number
-    windows_per_s: Positive
-    step_s: Positive
-    data_s: Number | None = None
-    compute_s: Number | None = None
-    exposed_comm_s: Number | None = None
-    optimizer_s: Number | None = None
-    checkpoint_s: Number | None = None
-    other_s: Number | None = None
+    columns: Mapping[str, NDArray[np.float64]]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.columns and bool(np.isfinite(self.columns[key]).any())
+
+    def __getitem__(self, key: str) -> NDArray[np.float64]:
+        return self.columns.get(key, np.full(len(self), math.nan))
+
+    def of(self, key: str, value: float) -> LineArrays:
+        """The lines in which `key` has this value."""
+        kept = self[key] == value
+        return LineArrays({name: column[kept] for name, column in self.columns.items()})
 
 
 class Process(Struct):
@@ -74,7 +81,7 @@ class Results(Struct, kw_only=True, rename=NAMES):
 
 
 class Run(Results, kw_only=True, rename=NAMES | {"scores": "values"}):
-    """A finished run; None: not recorded. The steady state is every line after the first.
+    """A finished run; None: not recorded. `lines`: of its steps; the steady state is every line after the first.
 
     `work`: settings, model and data; equal if two runs did the same work. `variant`: settings of the strategy.
     `scores`: of the last evaluation. `unit`: what a step takes, such as windows.
@@ -83,7 +90,7 @@ class Run(Results, kw_only=True, rename=NAMES | {"scores": "values"}):
     name: str
     variant: Mapping[str, str]
     without_dropout: bool
-    rows: tuple[Row, ...]
+    lines: LineArrays
     scores: Mapping[str, float | None]
 
     @property
@@ -113,45 +120,32 @@ class Run(Results, kw_only=True, rename=NAMES | {"scores": "values"}):
         return max(known, default=None)
 
     @property
-    def steady(self) -> list[tuple[int, Row]]:
-        """The lines after the first, each with the number of steps that it covers."""
-        return [(row.step - before.step, row) for before, row in itertools.pairwise(self.rows)]
-
-    @property
-    def steady_s(self) -> float:
-        """Seconds of the steady state."""
-        return sum(steps * row.step_s for steps, row in self.steady)
-
-    @property
     def windows_per_s(self) -> float:
         """Windows per second in the steady state."""
-        return sum(row.windows_per_s * steps * row.step_s for steps, row in self.steady) / self.steady_s
+        seconds = self.lines["step_s"][1:] * np.diff(self.lines["step"])
+        return float(np.average(self.lines["windows_per_s"][1:], weights=seconds))
+
+    def mean(self, key: str) -> float | None:
+        """Mean over the steps of the steady state; None if any line lacks it."""
+        values = self.lines[key][1:]
+        return float(np.average(values, weights=np.diff(self.lines["step"]))) if np.isfinite(values).all() else None
 
     @property
-    def step_s(self) -> float:
+    def step_s(self) -> float | None:
         """Seconds per step in the steady state."""
-        return self.steady_s / sum(steps for steps, _ in self.steady)
-
-    def phase_s(self, phase: str) -> float | None:
-        """Seconds per step in `phase` in the steady state; None if any line lacks it."""
-        total = 0.0
-        for steps, row in self.steady:
-            seconds = getattr(row, f"{phase}_s")
-            if seconds is None:
-                return None
-            total += steps * seconds
-        return total / sum(steps for steps, _ in self.steady)
+        return self.mean("step_s")
 
     @property
     def exposed_share(self) -> float | None:
         """Share of exposed communication in the step time."""
-        exposed = self.phase_s("exposed_comm")
-        return None if exposed is None else exposed / self.step_s
+        exposed, whole = self.mean("exposed_comm_s"), self.mean("step_s")
+        return None if exposed is None or whole is None else exposed / whole
 
     @property
     def last_loss(self) -> float:
         """Mean loss over the last quarter of the lines."""
-        return statistics.fmean(row.loss for row in self.rows[-max(1, len(self.rows) // 4) :])
+        losses = self.lines["loss"]
+        return float(losses[-max(1, len(losses) // 4) :].mean())
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from optuna import Study, Trial, TrialPruned
 
 from hvd_bert.config.command_line import overriding
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.storage import written
-from hvd_bert.storage.reading import parse_json, read_text
 from hvd_bert.tools.bench.launching import Launching
 from hvd_bert.tools.bench.one_run import LOG, Trained, Watch, train
 from hvd_bert.tools.bench.points import Point
 from hvd_bert.tools.rendering.text import percent
 from hvd_bert.tools.runs import reading, record
-from hvd_bert.tools.runs.reading import MAX_METRICS, METRICS
 from hvd_bert.tools.runs.run import Run
 from hvd_bert.tools.tune.spaces import KNOBS, Setting, divided
 
@@ -231,12 +230,10 @@ class Score:
 
     def _after_epochs(self, folder: Path, epochs: float) -> dict[int, float]:
         """Epoch -> score of the evaluations in a run of so many epochs, before its final one."""
-        key, lines = "eval_" + self.name.removeprefix("eval_"), []
-        with suppress(FileNotFoundError):
-            lines = read_text(folder / METRICS, MAX_METRICS, "replace").split("\n")[:-1]  # the last may be incomplete
-        rows = [parse_json(line) for line in lines if f'"{key}"' in line]
-        found = {row.get("epoch", epochs): row[key] for row in rows if row[key] is not None}
-        return {int(epoch): value for epoch, value in found.items() if epoch < epochs and epoch == int(epoch)}
+        found = record.read(folder).evaluations
+        scores = found["eval_" + self.name.removeprefix("eval_")]
+        kept = np.isfinite(scores) & (found["epoch"] < epochs) & (found["epoch"] % 1 == 0)
+        return {int(epoch): float(score) for epoch, score in zip(found["epoch"][kept], scores[kept], strict=True)}
 
     def shown(self, value: float) -> str:
         """The value for a table."""
