@@ -22,7 +22,7 @@ def page_of(
     tables: Sequence[ScalingTable],
     reasons: Sequence[str],
 ) -> Page:
-    """The page, without projections.
+    """The page.
 
     `runs`: those whose speeds can be compared, in `groups`. `tables`: those with a speed-up.
     """
