@@ -27,6 +27,7 @@ from hvd_bert.model.attention import (
     Windows,
     by_efficient,
     by_flash,
+    by_jagged,
     by_probabilities,
     by_window,
     fused,
@@ -46,6 +47,7 @@ def kernels(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Ker
     half = dtype != torch.float32
     yield "by_window", by_window, None
     yield "by_window, local", by_window, REACH
+    yield "by_jagged", by_jagged, None
     if by_efficient in fused(device) and dtype != torch.bfloat16:
         yield "by_efficient", by_efficient, None
     if by_flash in fused(device) and half:

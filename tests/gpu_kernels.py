@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nested._internal import sdpa
+from torch.nn.attention import SDPBackend
 
 from hvd_bert.model import attention
 
@@ -115,6 +117,9 @@ def register() -> None:
 def install(file: str) -> None:
     """Choose as on an A100."""
     register()
+    sdpa._select_sdp_backend = lambda query, *_: (  # of jagged tensors
+        SDPBackend.FLASH_ATTENTION if query.dtype in HALF else SDPBackend.EFFICIENT_ATTENTION
+    )
     chosen, seen = attention.choose, set[Any]()
 
     def choose(_: str, dtype: Any, *rest: Any) -> Any:

@@ -118,8 +118,10 @@ def choose(
         aligned, half = head_size % 8 == 0, dtype in (torch.float16, torch.bfloat16)
         if by_flash in fused and half and aligned and head_size <= 192:  # some GPUs have no larger ones
             return by_flash
-        fits = aligned and dtype in (torch.float16, torch.float32) and not local
-        return by_efficient if by_efficient in fused and fits else by_window
+        if local:
+            return by_window
+        fits = aligned and dtype in (torch.float16, torch.float32)
+        return by_efficient if by_efficient in fused and fits else by_jagged
     own = kernels.of(dtype).attention if device == "cpu" and dropout else kernels.TORCH
     if own == kernels.FUSED and not local and head_size % fused_kernels.MULTIPLE == 0:
         return by_fused
@@ -174,11 +176,28 @@ def by_efficient(
     return output.squeeze(0)
 
 
+def by_jagged(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
+) -> torch.Tensor:
+    """torch's attention over a jagged tensor: GPU, any precision and head size, also where torch has changed the
+    operations above."""
+    assert windows.reach is None
+    shortest = min(windows.lengths)
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(
+            tensor.contiguous(), windows.cu_seqlens, min_seqlen=shortest, max_seqlen=windows.longest
+        ).transpose(1, 2)
+        for tensor in (query, key, value)
+    )
+    output = scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
+    values: torch.Tensor = output.transpose(1, 2).values()
+    return values
+
+
 def by_window(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
-    """One call of torch's attention per window; works everywhere, and is the fastest on CPUs without dropout. On GPUs:
-    any precision and head size, also where torch has changed the operations above."""
+    """One call of torch's attention per window; works everywhere, and is the fastest on CPUs without dropout."""
     outputs = [
         scaled_dot_product_attention(
             q[None], k[None], v[None], _near(q, windows.reach), dropout_p=dropout, scale=scaling

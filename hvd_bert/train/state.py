@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,8 +49,16 @@ class Copies:
     def _memory(self, group: str, name: str, tensor: Tensor) -> Tensor:
         kept = self._kept.get((group, name))
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            kept = self._kept[group, name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            kept = self._kept[group, name] = _host_memory(tensor.shape, tensor.dtype, pinned=tensor.is_cuda)
         return kept
+
+
+def _host_memory(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor:
+    """Uninitialized memory. `pinned`: if the system allows that; copies from a GPU into other memory are slower."""
+    if pinned:
+        with suppress(RuntimeError):
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.model import attention
-from hvd_bert.model.attention import by_efficient, by_flash, by_window, windows_of
+from hvd_bert.model.attention import by_efficient, by_flash, by_jagged, by_window, windows_of
 from hvd_bert.model.bert import new_model, span_logits, window_losses
 from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.strategies.base import Strategy, StrategyOptions
@@ -130,6 +130,7 @@ def attend(kernel: attention.Kernel, dtype: torch.dtype, dropout: float, size: i
 @check
 def every_kernel_in_every_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        attend(by_jagged, dtype, 0.1, 64, None)
         attend(by_window, dtype, 0.1, 64, None)
         attend(by_window, dtype, 0.1, 64, 2)
         attend(by_efficient, dtype, 0.1, 64, None)

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nested._internal import sdpa
+from torch.nn.attention import SDPBackend
 from torch.nn.parallel import _functions, parallel_apply, replicate
 
 OVERRIDES = torch.library.Library("aten", "IMPL")
@@ -92,6 +94,7 @@ def install() -> None:
         setattr(torch.cuda, name, function)
     torch.backends.cuda.is_flash_attention_available = lambda: True
     Tensor.pin_memory = _pin  # type: ignore[method-assign]
+    sdpa._select_sdp_backend = _backend
     OVERRIDES.impl("_efficient_attention_backward", _efficient_backward, "Meta", allow_override=True)
     # DataParallel's copies of the weights.
     _functions.Broadcast = replicate.__globals__["Broadcast"] = _Broadcast  # type: ignore[misc]
@@ -106,6 +109,13 @@ def _pin(tensor: Tensor, *_: Any) -> Tensor:
         raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")  # torch's own words
     Machine.pinned += 1
     return tensor
+
+
+def _backend(query: Tensor, *_: Any) -> SDPBackend:
+    """torch's choice for jagged tensors, which asks the device."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    flash = half and query.size(-1) % 8 == 0 and query.size(-1) <= 256
+    return SDPBackend.FLASH_ATTENTION if flash else SDPBackend.EFFICIENT_ATTENTION
 
 
 def _efficient_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> Any:
@@ -139,7 +149,7 @@ class _Copies:
 
 def fake() -> AbstractContextManager[Any]:
     """Inside, tensors are fake: made on the CPU or on a GPU, they have no values."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())  # item() gives a symbol
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())  # jagged tensors have a symbolic length
 
 
 def on_gpu(make: Callable[[], nn.Module]) -> nn.Module:

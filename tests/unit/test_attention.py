@@ -14,6 +14,7 @@ from hvd_bert.model.attention import (
     attend_within_windows,
     by_efficient,
     by_flash,
+    by_jagged,
     by_probabilities,
     by_window,
     choose,
@@ -37,7 +38,9 @@ def reference(query, key, value, lengths, scaling, reach=99):
     return torch.cat(outputs, 1).transpose(0, 1)[None]
 
 
-@pytest.fixture(params=[by_flash, by_efficient, by_window, by_probabilities], ids=lambda kernel: kernel.__name__)
+@pytest.fixture(
+    params=[by_flash, by_efficient, by_jagged, by_window, by_probabilities], ids=lambda kernel: kernel.__name__
+)
 def kernel(request, monkeypatch):
     """Each kernel in turn, instead of the one for this machine; tests/gpu_kernels.py computes those of a GPU."""
     gpu_kernels.register()
@@ -142,10 +145,10 @@ NONE, EFFICIENT, BOTH = frozenset(), frozenset({by_efficient}), frozenset({by_ef
         ("cuda", torch.bfloat16, 0.0, 64, BOTH, by_flash),
         ("cuda", torch.float16, 0.1, 32, BOTH, by_flash),
         ("cuda", torch.float16, 0.1, 64, EFFICIENT, by_efficient),  # a V100
-        ("cuda", torch.bfloat16, 0.0, 20, BOTH, by_window),
+        ("cuda", torch.bfloat16, 0.0, 20, BOTH, by_jagged),
         ("cuda", torch.float16, 0.0, 256, BOTH, by_efficient),
         ("cuda", torch.float32, 0.0, 64, BOTH, by_efficient),
-        ("cuda", torch.float32, 0.1, 64, NONE, by_window),  # a torch with other operations
+        ("cuda", torch.float32, 0.1, 64, NONE, by_jagged),  # a torch with other operations
         ("cpu", torch.float32, 0.1, 64, NONE, by_probabilities),
         ("cpu", torch.float32, 0.0, 64, NONE, by_window),
         ("cpu", torch.bfloat16, 0.1, 64, NONE, by_probabilities),
@@ -154,7 +157,7 @@ NONE, EFFICIENT, BOTH = frozenset(), frozenset({by_efficient}), frozenset({by_ef
     ],
 )
 def test_chosen_kernel(device, dtype, dropout, head_size, fused, expected):
-    local = by_window if expected is by_efficient else expected
+    local = by_window if expected in (by_jagged, by_efficient) else expected
     with kernels.using(kernels.Kernels(attention=kernels.OWN)):
         assert choose(device, dtype, dropout, head_size, fused) is expected
         assert choose(device, dtype, dropout, head_size, fused, local=True) is local

@@ -141,10 +141,13 @@ def compare(models, windows: WindowTable, pad_to: int | None = None, classes: bo
         assert reference.grad is not None or weights.grad is None, name
 
 
-@each("kernel", [attention.by_window, attention.by_probabilities])
+@each("kernel", [attention.by_window, attention.by_probabilities, attention.by_jagged])
 @each("name", PACKED)
 def test_packed_windows_give_the_logits_and_gradients_of_transformers(name, kernel, windows, monkeypatch):
-    monkeypatch.setattr(attention, "choose", lambda *_: kernel)
+    def chosen(device, dtype, dropout, head_size, fused, local):
+        return attention.by_window if local and kernel is attention.by_jagged else kernel
+
+    monkeypatch.setattr(attention, "choose", chosen)
     both = models(name)
     assert both[0].config._attn_implementation == attention.NAME
     compare(both, windows)

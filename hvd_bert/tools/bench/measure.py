@@ -87,7 +87,8 @@ def kept_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     kept: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        # A jagged tensor, as by_jagged saves, has no memory of its own.
+        storage = (tensor.values() if tensor.is_nested else tensor).untyped_storage()
         if storage.data_ptr() not in parameters:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
