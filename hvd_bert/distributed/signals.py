@@ -1,4 +1,5 @@
-"""Stop requests: signals set a flag, and all ranks vote on stopping in each step.
+"""Stop requests: signals set a flag, and all ranks vote on stopping in each step. Then `Checkpoints.save_and_stop`
+(train/saving.py) saves, and ends the run.
 
 All ranks watch the process that started them. Otherwise they would outlive a killed launcher, and keep their GPU and
 the lock of the output folder. Slurm ends its tasks itself.
@@ -109,7 +110,7 @@ class StopRequests:
                     names = ", ".join(signal.Signals(number).name for number in new)
                     log.info("%s: stopping after this step; again to quit", names)
 
-    def folder_is_lost(self) -> None:
+    def stop_without_folder(self) -> None:
         """Ask to stop, on rank 0, because the run's results have no place any more."""
         self._received = self._received or FOLDER
 

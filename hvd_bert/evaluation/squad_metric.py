@@ -23,7 +23,7 @@ _PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """Lower case, no ASCII punctuation, no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
@@ -64,17 +64,17 @@ def score(
     are processed in the order of `questions`.
     """
     if not version_2_with_negative:
-        return _score_v1(questions, predictions)
-    return _score_v2(questions, predictions, null_odds, null_score_diff_threshold)
+        return _dataset_v1(questions, predictions)
+    return _dataset_v2(questions, predictions, null_odds, null_score_diff_threshold)
 
 
 def question_scores(question: Question, prediction: str, version_2_with_negative: bool) -> tuple[float, float]:
     """Exact match and F1 of one prediction, from 0 to 1."""
-    return (_scores_v2 if version_2_with_negative else _scores_v1)(question, prediction)
+    return (_question_v2 if version_2_with_negative else _question_v1)(question, prediction)
 
 
-def _score_v1(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
-    return _means(*zip(*(_scores_v1(q, predictions[q.id]) for q in questions), strict=True))
+def _dataset_v1(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
+    return _means(*zip(*(_question_v1(q, predictions[q.id]) for q in questions), strict=True))
 
 
 def _means(exact: Sequence[float], f1: Sequence[float]) -> dict[str, float]:
@@ -82,21 +82,21 @@ def _means(exact: Sequence[float], f1: Sequence[float]) -> dict[str, float]:
     return {"exact_match": 100.0 * sum(exact) / total, "f1": 100.0 * sum(f1) / total, "total": total}
 
 
-def _scores_v1(question: Question, prediction: str) -> tuple[float, float]:
+def _question_v1(question: Question, prediction: str) -> tuple[float, float]:
     """Exact match and F1 (0 to 1) of one prediction by v1.1's rules."""
-    prediction = normalise(prediction)
-    golds = [normalise(text) for text in question.answer_texts]
+    prediction = normalize(prediction)
+    golds = [normalize(text) for text in question.answer_texts]
     return float(prediction in golds), max(_f1(gold, prediction) for gold in golds)
 
 
-def _score_v2(
+def _dataset_v2(
     questions: Sequence[Question],
     predictions: Mapping[str, str],
     null_odds: Mapping[str, float] | None,
     threshold: float,
 ) -> dict[str, float]:
     has_answer = [bool(q.answer_texts) for q in questions]
-    exact, f1 = zip(*(_scores_v2(q, predictions[q.id]) for q in questions), strict=True)
+    exact, f1 = zip(*(_question_v2(q, predictions[q.id]) for q in questions), strict=True)
     if null_odds is None:
         return _means_v2(exact, f1, has_answer)
 
@@ -113,10 +113,10 @@ def _score_v2(
     return result
 
 
-def _scores_v2(question: Question, prediction: str) -> tuple[float, float]:
+def _question_v2(question: Question, prediction: str) -> tuple[float, float]:
     """Exact match and F1 (0 to 1) of one prediction by v2.0's rules."""
-    prediction = normalise(prediction)
-    golds = [gold for gold in map(normalise, question.answer_texts) if gold] or [""]
+    prediction = normalize(prediction)
+    golds = [gold for gold in map(normalize, question.answer_texts) if gold] or [""]
     f1 = float(prediction in golds) if not prediction else max(_f1(gold, prediction) for gold in golds)
     return float(prediction in golds), f1
 

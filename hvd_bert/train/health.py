@@ -1,7 +1,7 @@
 """Steps whose loss or gradient is NaN or infinite, with the windows of their batches.
 
 The averaged gradient has the same norm on all ranks, so all of them find such a step without a further message. They
-find it a step later, since nothing waits for the device; the strategy has left the weights as they were.
+find it a step later, since nothing waits for the device; `Strategy.step` has left the weights as they were.
 """
 
 from __future__ import annotations

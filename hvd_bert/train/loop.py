@@ -254,7 +254,7 @@ class Training:
 
     def _start_vote(self) -> None:
         if self.checkpoints.folder_is_lost:
-            self.stop_requests.folder_is_lost()
+            self.stop_requests.stop_without_folder()
         self.stop_requests.start_vote()
 
     def _after_step(self, learning_rate: float, grad_norm: Tensor, stops: bool) -> None:
@@ -270,7 +270,7 @@ class Training:
             self.health.check(state.step)
             now = {"epoch": state.step / per_epoch, "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
             self.metrics_logger.logged(state.step, now | means | self.gpus.read(state.step) | checkpoints.metrics())
-            checkpoints.look_for_folder()  # not at each step: its file system may be slow
+            checkpoints.folder_was_lost()  # not at each step: its file system may be slow
         if state.step == total_steps:  # before a checkpoint holds the untrained weights
             self.health.check_end()
         if stops:
@@ -293,7 +293,7 @@ class Training:
         step = self.state.step
         self.evaluations.record(evaluation, self.metrics_logger, step)
         with run_folder.writing(self.config.train.folder, self.world) as writes:
-            if writes and not self.checkpoints.look_for_folder():
+            if writes and not self.checkpoints.folder_was_lost():
                 run_folder.write_samples(self.config.train.folder, evaluation)
         self.state.eval_pending = False
         self.checkpoints.evaluated(evaluation.metrics)

@@ -137,11 +137,11 @@ class Checkpoints:
         self._count("checkpoint_write_s", seconds)
         if error is None:
             self.on_save(self._last_saved, self.folder / checkpoint_files.name_of(self._last_saved))
-        if error is not None and warns and not self.look_for_folder():
+        if error is not None and warns and not self.folder_was_lost():
             log.warning("A checkpoint could not be written in %s: %s. Training continues.", self.folder, error)
         return error
 
-    def look_for_folder(self) -> bool:
+    def folder_was_lost(self) -> bool:
         """Whether the output folder was moved or removed, on rank 0. The caller must then stop the training."""
         if self.state.world.rank == 0:
             try:
@@ -155,7 +155,7 @@ class Checkpoints:
         self._writer.shutdown()
 
     def metrics(self) -> dict[str, float]:
-        """SECONDS since the last call."""
+        """The sums of seconds since the last call, by key of metrics.jsonl."""
         new, self._new = self._new, {}
         return new
 
@@ -176,7 +176,7 @@ class Checkpoints:
         """
         if reason is None:
             raise HostsChanged
-        if self.state.world.broadcast(self.look_for_folder()):
+        if self.state.world.broadcast(self.folder_was_lost()):
             self._last_saved = -1
             if self.state.world.rank == 0:
                 output_dir.make_again(self.folder, self._settings)

@@ -22,9 +22,9 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.precision import recompute_layers
 from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
-from hvd_bert.train.average import Average
 from hvd_bert.train.meter import Meter
 from hvd_bert.train.optim import make_optimizer, make_schedule
+from hvd_bert.train.weight_average import WeightAverage
 
 Kept = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]  # tensors by file and name, and the rest for JSON
 
@@ -101,7 +101,7 @@ class TrainState:
     plan: BatchPlan
     world: World
     best: Best
-    average: Average | None = None  # of the weights
+    average: WeightAverage | None = None  # of the weights
     copies: Copies = field(default_factory=Copies)
     step: int = 0
     eval_pending: bool = False  # the evaluation due after this step has not run
@@ -125,7 +125,7 @@ class TrainState:
         seed_ranks(args.seed, 0, world)
         meter = Meter(world, strategy.tells_exposed_comm)
         strategy.mark_gradients(meter.gradients_computed)
-        average = Average(model, args.ema_decay) if args.ema_decay else None
+        average = WeightAverage(model, args.ema_decay) if args.ema_decay else None
         return TrainState(strategy, schedule, meter, plan, world, best, average)
 
     def averaged(self) -> AbstractContextManager[None]:

@@ -169,9 +169,9 @@ def test_stop_saves_in_a_new_folder_if_it_was_removed(run, tmp_path):
     folder.mkdir(parents=True)
     save(checkpoints, 7)
     checkpoints.wait_for_write()
-    assert not checkpoints.look_for_folder()
+    assert not checkpoints.folder_was_lost()
     shutil.rmtree(folder)
-    assert checkpoints.look_for_folder() and checkpoints.folder_is_lost
+    assert checkpoints.folder_was_lost() and checkpoints.folder_is_lost
     with pytest.raises(CollectiveError) as stopped:
         checkpoints.save_and_stop("a removal")
     assert stopped.value.status == EXIT_STOPPED

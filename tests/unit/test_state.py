@@ -14,8 +14,8 @@ from tables import each
 from test_world import make_world
 
 from hvd_bert.train import state
-from hvd_bert.train.average import Average
 from hvd_bert.train.state import Best, Copies, seed_ranks
+from hvd_bert.train.weight_average import WeightAverage
 
 
 def draw() -> list[float]:
@@ -115,7 +115,7 @@ def test_copies_are_equal_and_stay_where_they_are():
 def test_average_follows_the_steps_that_were_taken():
     model = torch.nn.Linear(3, 2)
     model.bias.requires_grad_(False)
-    average, start = Average(model, 0.75), model.weight.detach().clone()
+    average, start = WeightAverage(model, 0.75), model.weight.detach().clone()
     with torch.no_grad():
         model.weight += 1
         average.update(torch.tensor(math.nan))  # a step that was skipped

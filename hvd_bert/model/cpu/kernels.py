@@ -52,10 +52,10 @@ _ROWS = (
     # Zen 5, fp32: steps are 1.47 times as fast with linear layers by oneDNN, 1.01 with dropout, 1.10 with attention,
     # 1.74 with all. Attention's products reach 109 to 218 GFLOP/s with OpenBLAS, 62 to 83 with MKL. Huge pages save
     # 5 to 7 % of the CPU time. bf16: 1.06 with dropout, 1.18 with attention.
-    Choice("AMD, AVX-512", Kernels(ONEDNN, OPENBLAS, OWN, OWN, OWN), _PRODUCTS_BY_TORCH),
+    Choice("AMD, AVX-512", replace(_PRODUCTS_BY_TORCH, linear=ONEDNN, attention_products=OPENBLAS), _PRODUCTS_BY_TORCH),
     # Zen 4 without AVX-512, fp32: 1.08 times with linear layers by OpenBLAS, 1.04 with dropout, 1.18 with attention,
     # 1.30 with all. Zen 3, fp32: with all 1.24 times the windows/s of the HF Trainer, which has the same allocator.
-    Choice("AMD, AVX2", Kernels(OPENBLAS, OPENBLAS, OWN, OWN, OWN), _PRODUCTS_BY_TORCH),
+    Choice("AMD, AVX2", replace(_PRODUCTS_BY_TORCH, linear=OPENBLAS, attention_products=OPENBLAS), _PRODUCTS_BY_TORCH),
     # Sapphire Rapids, fp32: 13.8 windows/s with oneDNN and OpenBLAS, 17.5 with torch's products. Model 167, compiled:
     # attention 1.4 times as fast in fp32 and 2.1 times in bf16, linear layers in bf16 1.2 times; steps in bf16 1.4.
     # Dropout, residual and layer norm in one pass: steps 1.02 times as fast in fp32, 1.06 in bf16.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Average:
+class WeightAverage:
     """After each step: average = decay x average + (1 - decay) x weights. It begins with the weights of the start."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
