@@ -36,8 +36,7 @@ def data_files(flag: str, given: Given) -> list[DataFile]:
         require(other is file.path, f"--{flag}: {other} and {file.path} are the same file. Give it once.")
         if file.name:
             allowed = re.fullmatch(r"[A-Za-z0-9][\w.-]*", file.name, re.A) and not _RESERVED & {*file.name.split("_")}
-            refusal = f"--{flag} {file.path}: {file.name!r} cannot begin the names of metrics. Give NAME=FILE."
-            require(bool(allowed), refusal)
+            require(bool(allowed), f"--{flag} {file.path}: {file.name!r} cannot name metrics. Give another NAME=FILE.")
             other = names.setdefault(file.name, file.path)
             require(other is file.path, f"--{flag}: {other} and {file.path} are both named {file.name}. Rename one.")
     return files
@@ -49,10 +48,10 @@ def _parsed(flag: str, text: str, several: bool) -> DataFile:
         name, equals, path = text.partition("=")
         if equals and path and "/" not in name and not exists:
             return DataFile(path, name)
-        return DataFile(text, Path(text).name.split(".")[0] if several else "")
+        return DataFile(text, Path(text).name.split(".")[0] or "." if several else "")
     path, _, weight = text.rpartition(":")
     number = re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", weight)
-    if exists or not path or not (number or os.path.exists(path)):
+    if flag != "train_file" or exists or not path or not (number or os.path.exists(path)):
         return DataFile(text)
     valid = number and 0 < float(weight) <= MAX_WEIGHT
     require(bool(valid), f"--{flag} {text}: the weight {weight} is not a number above 0 and at most {MAX_WEIGHT}.")

@@ -119,10 +119,10 @@ def _shares(plan: BatchPlan, step: int) -> list[Ids]:
 def _epoch_order(parts: Parts, seed: int, epoch: int) -> Ids:
     chosen, first = [], 0
     for file, (windows, taken) in enumerate(parts):
-        # The file's series of windows has all of them, in an order of its own, before any of them again.
+        # The file's series of windows has all of them, shuffled, before any of them again.
         begin = epoch * taken
         rounds = range(begin // windows, -(-(begin + taken) // windows))
-        series = np.concatenate([_shuffled(windows, seed, file, number) for number in rounds])
+        series = np.concatenate([_shuffled(windows, seed, file, number + 1) for number in rounds])
         begin -= rounds[0] * windows
         chosen.append(first + np.sort(series[begin : begin + taken]))
         first += windows

@@ -193,7 +193,9 @@ def _scores(scores: Record, settings: Record, data: Data) -> str:
 
 def _data(settings: Record, results: Record, data: Data) -> str:
     made = f"{results['train_windows']:,} {results['unit']}"
-    limit = f", made of the first {settings['max_train_samples']:,} examples" if settings["max_train_samples"] else ""
+    each = " of each file" if isinstance(settings["train_file"], list) else ""
+    count = settings["max_train_samples"]
+    limit = f", made of the first {count:,} examples{each}" if count else ""
     return f"Trained on {_named(data)}: {made}{limit}."
 
 

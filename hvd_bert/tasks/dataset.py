@@ -92,7 +92,8 @@ class DatasetTask(Task):
         self.load(config)
         if not config.train.do_train and config.data.task not in TASKS:  # a task of this package does so itself
             load_weights(self.model, config.model)
-        self._limit(config.data)
+        if not self.limits:
+            self._limit(config.data)
         if self.train is not None and config.train.do_train:
             self.plan = make_plan(self.train.lengths, config.train, self.crossover, world, self.train.parts)
         self.evaluates = self.dev is not None and config.train.do_eval
@@ -100,8 +101,6 @@ class DatasetTask(Task):
     def _limit(self, data: DataArguments) -> None:
         """Apply --max_train_samples. `load` has to apply --max_eval_samples, since `score` knows the examples."""
         count = data.max_train_samples
-        if self.limits:
-            return
         if self.train is not None and count is not None:
             self.train = replace(self.train, lengths=self.train.lengths[:count])
         limit = data.max_eval_samples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,14 @@ def test_scores_and_files_are_the_trainers(make_model, make_questions, write_squ
     output_dir.unlock()
     loop.run(parse([*words, f"--output_dir={ours}"]), world)
     assert not list(ours.glob("evaluation.*")), "they would contradict the new scores"
+
+
+def test_scores_of_each_file(make_model, make_questions, write_squad, tmp_path):
+    other = write_squad([replace(question, id=f"x{question.id}") for question in make_questions(5)], "b.json")
+    found = evaluated(make_model(validation_file=[f"A={tmp_path}/squad.json", str(other)]))
+    rows = [(row["slice"], row["questions"], row["f1"]) for row in found["slices"]["file"]]
+    of_files = [(name, total, pytest.approx(found["metrics"][f"{name}_f1"])) for name, total in (("A", 12), ("b", 5))]
+    assert rows == of_files and found["data"] == f"{tmp_path}/squad.json, {other}"
 
 
 def test_thresholds_and_mistakes(make_model):

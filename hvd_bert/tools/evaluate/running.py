@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def _evaluate(task: Task, config: Config, world: World) -> tuple[EvaluationResul
         answered = task.answer(task.model)
         evaluation = task.described(answered)
         if world.rank == 0 and task.inputs.dev:
-            found = scored(task.inputs.dev.questions, answered.answers, config)
+            found = replace(scored(task.inputs.dev.questions, answered.answers, config), sets=task.inputs.dev.sets)
     else:
         evaluation = task.evaluate(task.model)
     task.model.to(device="cpu")  # frees the GPU's memory for the other model
@@ -110,11 +110,13 @@ SCORES = ("exact_match", "f1")
 
 @dataclass(frozen=True)
 class Scored:
-    """The questions and a model's answers. `scores`: of each question in percent, by the names in SCORES."""
+    """The questions and a model's answers. `scores`: of each question in percent, by the names in SCORES.
+    `sets`: of several files, the questions of each by its name."""
 
     questions: Sequence[Question]
     answers: Sequence[Answer]
     scores: dict[str, NDArray[np.float64]]
+    sets: Mapping[str, range] = field(default_factory=dict)
 
 
 def scored(questions: Sequence[Question], answers: Sequence[Answer], config: Config) -> Scored:
@@ -138,11 +140,12 @@ def results_of(
     `models`: empty for another task than question answering.
     """
     data, compared = configs[0].data, len(configs) == 2
+    files = ", ".join(file.path for file in data.files("validation_file"))
     return {
         "generator": GENERATOR,
         "model": configs[0].model.model_name_or_path,
         "compared_with": configs[1].model.model_name_or_path if compared else None,
-        "data": data.validation_file or data.dataset_name or data.task,
+        "data": files or data.dataset_name or data.task,
         "metrics": metrics[0],
         "compared_metrics": metrics[1] if compared else None,
         "slices": slices_of(models) if models else {},
@@ -157,6 +160,7 @@ def slices_of(models: Sequence[Scored]) -> dict[str, list[dict[str, Any]]]:
     questions = models[0].questions
     groups = {
         "questions": slices.by_answer(questions),
+        "file": {name: np.array(part) for name, part in models[0].sets.items() if name},
         "question word": slices.by_question_word(questions),
         "answer length in words": slices.by_answer_length(questions),
         "context length in words": slices.by_context_length(questions),
@@ -164,6 +168,7 @@ def slices_of(models: Sequence[Scored]) -> dict[str, list[dict[str, Any]]]:
     return {
         title: [{"slice": name} | _row(models, members) for name, members in of_title.items()]
         for title, of_title in groups.items()
+        if of_title
     }
 
 

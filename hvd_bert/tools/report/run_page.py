@@ -50,8 +50,9 @@ def page_of(record: Record) -> Page:
 def _about(record: Record) -> list[Block]:
     """What was trained, on which data, and when."""
     settings, start = record.settings, number_of(record.facts.get("time"))
-    used = (settings.get("model_name_or_path"), settings.get("dataset_name") or settings.get("train_file"))
-    text = " on ".join(Path(str(name)).name for name in used if name)
+    data = settings.get("dataset_name") or settings.get("train_file") or []
+    used = [[settings.get("model_name_or_path") or ""], data if isinstance(data, list) else [data]]
+    text = " on ".join(filter(None, (", ".join(Path(str(name)).name for name in names) for names in used)))
     if text and start:
         text += f", started {datetime.datetime.fromtimestamp(start).astimezone():%Y-%m-%d %H:%M %Z}"
     return [Text(text)] if text else []
@@ -75,7 +76,9 @@ def status(record: Record) -> Status:
 
 def _result(record: Record) -> str:
     """What came of a finished training, in a sentence."""
-    scores = [f"{parts.score_name(name)} {_score(record.score(name))}" for name in record.score_names]
+    names = record.score_names  # without those of each file
+    names = [name for name in names if not any(name.endswith(f"_{other}") for other in names)]
+    scores = [f"{parts.score_name(name)} {_score(record.score(name))}" for name in names]
     work = [f"{record.step:,} steps"] if record.step else []
     seconds, size = record.number("train_runtime"), record.number("world_size")
     work += [f"in {duration(seconds)}"] if seconds is not None else []
