@@ -70,6 +70,7 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     config = command_line.parse(command_line.overriding(words, [*fixed, "--max_steps=5", "--logging_steps=1"]))
     args = config.train
     args.refuse_auto("hvd-bert doctor --prove")
+    args.output_dir = None  # a --config file may name a run, which stays as it is
     if config.parallel.strategy == "dp" or args.fp16 or args.torch_compile or args.optim != "adamw_torch_fused":
         raise UserError("--prove cannot compare --strategy dp, --fp16, --torch_compile and --optim. Omit these flags.")
     return flags, config
