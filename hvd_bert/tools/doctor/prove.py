@@ -120,10 +120,8 @@ class OneProcess:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or float("inf"))
         return rows, {"learning_rate": self.schedule.get_last_lr()[0], "loss": loss, "grad_norm": float(norm)}
 
-    def update(self, gradients: Tensors) -> None:
-        """Update the weights with these gradients."""
-        for name, gradient in gradients.items():
-            self.trained[name].grad = gradient.to(self.device)
+    def update(self) -> None:
+        """Update the weights with their gradients."""
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
@@ -188,15 +186,16 @@ class Proof(MetricsLogger):
 
     def _compare_tensors(self, one: OneProcess, ranks: Tensors) -> None:
         """Compare gradients, then the update that one process makes with the ranks' own."""
-        before, found = one.state(), Tensors()
+        before = one.state()
         expected = {name: p.grad.cpu() for name, p in one.trained.items() if p.grad is not None}
         whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
         for name, gradient in expected.items():
             past, now = (of.get(f"{name}/exp_avg", torch.zeros_like(gradient)) for of in (before, ranks))
-            found[name] = (now - (1 - self._share) * past) / self._share
+            found = (now - (1 - self._share) * past) / self._share
             bound = self._bound * (gradient.norm() + FLOOR * whole) + ROUNDING * past.norm() / self._share
-            self._bounded("Gradients", name, (found[name] - gradient).norm(), bound)
-        one.update(found)
+            self._bounded("Gradients", name, (found - gradient).norm(), bound)
+            one.trained[name].grad = found.to(one.device)
+        one.update()
         for name, value in one.state().items():
             past, now = (of.get(name, torch.zeros_like(value)) for of in (before, ranks))
             bound = BOUNDS["update"] * (value - past).norm() + ROUNDING * value.norm()
