@@ -103,8 +103,8 @@ class ParallelArguments:
     zero_stage: int = flag(
         "distributed",
         2,
-        "DeepSpeed: shard the optimizer (1), also the gradients (2), also the weights (3).",
-        choices=(1, 2, 3),
+        "DeepSpeed: shard the optimizer (1), also the gradients (2).",
+        choices=(1, 2),
         owner="deepspeed",
         may_change_on_resume=True,
     )

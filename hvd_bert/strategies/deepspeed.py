@@ -1,11 +1,10 @@
-"""DeepSpeed's ZeRO shards the optimizer's state (stage 1), also gradients (2), also weights (3). An optional package.
+"""DeepSpeed's ZeRO shards the optimizer's state (stage 1), also gradients (2). An optional package.
 
 Forward and backward pass are those of the other strategies, in fp32 or torch's autocast.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import warnings
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from hvd_bert.distributed.world import World
 from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
@@ -34,8 +32,6 @@ class DeepSpeedStrategy(Strategy):
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         deepspeed = import_module("deepspeed")  # here: it takes seconds and probes for accelerators
         self._utils: Any = deepspeed.utils
-        self._gathered: Any = deepspeed.zero.GatheredParameters
-        self._partitioned = options.zero_stage == 3
         self._applied = True
         world.broadcast_tensors(model.state_dict())
         # DeepSpeed would compile an allreduce for one host's ranks. A rank killed meanwhile leaves a lock that blocks
@@ -63,16 +59,6 @@ class DeepSpeedStrategy(Strategy):
         )
         self._zero: Any = self.module.optimizer
         self._make_slots(torch.zeros(()))
-        if self._partitioned:
-            self._watch_forward()
-
-    def _distribute(self, model: nn.Module, world: World) -> nn.Module:
-        return copy.deepcopy(model) if self._partitioned else model
-
-    @property
-    def trained(self) -> nn.Module:
-        trained: nn.Module = self.module.module
-        return trained
 
     def backward(self, loss: Tensor) -> None:
         with self._waiting():
@@ -92,18 +78,9 @@ class DeepSpeedStrategy(Strategy):
         self._has_stepped = True
         return self._applied
 
-    def whole_model(self) -> nn.Module:
-        if self._partitioned:
-            self.model.load_state_dict(self._weights())
-        return self.model
-
     def _sharded(self) -> dict[str, nn.Parameter]:
         """The parameters by name, without frozen ones, of which `model` has the weights and the optimizer nothing."""
         return {name: parameter for name, parameter in self.trained.named_parameters() if parameter.requires_grad}
-
-    def _weights(self) -> dict[str, Tensor]:
-        whole = self._utils.safe_get_full_fp32_param
-        return dict(self.model.state_dict()) | {name: whole(p) for name, p in self._sharded().items()}
 
     def _slots(self) -> dict[str, Tensor]:
         """AdamW's state of one of this rank's flat partitions."""
@@ -123,40 +100,19 @@ class DeepSpeedStrategy(Strategy):
             group.update(saved)
         self._make_slots(next(value for name, value in tensors.items() if name.endswith("/step")))
         self.model.load_state_dict(weights)
-        for name, parameter in self.trained.named_parameters():
-            value = weights[name].to(parameter.device)
-            with self._gathered(parameter, modifier_rank=0):  # the weights of the forward pass in stage 3
-                parameter.data.copy_(value)
-            if not parameter.requires_grad:
-                continue
-            slots = {slot: tensors[f"{name}/{slot}"].to(parameter.device) for slot in self._slots() if slot != "step"}
-            if self._partitioned:
-                self._utils.safe_set_local_fp32_param(parameter, self._part(parameter, value))
-                for slot, whole in slots.items():
-                    self._utils.safe_set_local_optimizer_state(parameter, self._part(parameter, whole), slot)
-            else:
-                self._utils.safe_set_full_fp32_param(parameter, value)
-                for slot, whole in slots.items():
-                    self._utils.safe_set_full_optimizer_state(parameter, whole, slot)
-
-    def _part(self, parameter: Any, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor in stage 3: all parts have the same size, the last one is padded.
-
-        DeepSpeed 0.19 would take the whole tensor, too, but only if its size is a multiple of the world size.
-        """
-        size, flat = parameter.ds_tensor.ds_numel, whole.flatten()
-        padded = pad(flat, (0, size * self._world.size - flat.numel()))
-        return padded[size * self._world.rank :][:size]
+        for name, parameter in self._sharded().items():
+            self._utils.safe_set_full_fp32_param(parameter, weights[name].to(parameter.device))
+            for slot in (slot for slot in self._slots() if slot != "step"):
+                whole = tensors[f"{name}/{slot}"].to(parameter.device)
+                self._utils.safe_set_full_optimizer_state(parameter, whole, slot)
 
     def _make_slots(self, step: Tensor) -> None:
         """Create AdamW's state as of `step`, with moments of zero.
 
         DeepSpeed 0.19 itself would make it available for the first parameter group only, and after the first step.
         """
-        zero = self._zero
-        for part in zero.fp32_partitioned_groups_flat if self._partitioned else zero.single_partition_of_fp32_groups:
+        for part in self._zero.single_partition_of_fp32_groups:
             moments = {slot: torch.zeros_like(part) for slot in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[part] = {"step": step.to(part.device, torch.float32).clone(), **moments}
-        if not self._partitioned:
-            zero._hp_optimizer_states_linked = False
-            zero._lazy_init_hp_params_optimizer_state()
+        self._zero._hp_optimizer_states_linked = False
+        self._zero._lazy_init_hp_params_optimizer_state()

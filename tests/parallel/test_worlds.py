@@ -39,7 +39,7 @@ pytestmark = pytest.mark.parallel
 # One rank under a launcher is one process without: tests/integration/test_run.py.
 HOROVOD = [(4, "gloo", "horovod"), (2, "mpi", "horovod"), (1, "none", "horovod")]
 OTHERS = [
-    (4, "gloo", "fsdp"), (4, "torchrun", "ddp"), (2, "gloo", "deepspeed:3"), (2, "torchrun", "deepspeed"),
+    (4, "gloo", "fsdp"), (4, "torchrun", "ddp"), (2, "gloo", "deepspeed:1"), (2, "torchrun", "deepspeed"),
     (2, "mpirun", "ddp"), (1, "none", "deepspeed"), (1, "none", "fsdp"), (1, "none", "none"),
 ]  # fmt: skip
 # The folders of runs that checks leave.

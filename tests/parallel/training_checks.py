@@ -40,7 +40,7 @@ def sample(*flags: str | float | Path) -> list[str]:
     """The command line of a small run on the sample, one window per question, plus `flags`."""
     tiny = Path(sys.argv[1]) / "tiny"
     fixed = ["--config", "sample", "--config_name", tiny, "--tokenizer_name", tiny, "--dropout", 0]
-    strategy, _, stage = sys.argv[3].partition(":")  # as in "deepspeed:3"
+    strategy, _, stage = sys.argv[3].partition(":")  # as in "deepspeed:1"
     fixed += ["--strategy", strategy, *(["--zero_stage", stage] if stage else [])]
     fixed += ["--max_train_samples", WINDOWS, "--weight_decay", 0.01]
     return command_line.overriding([str(word) for word in fixed], [str(word) for word in flags])

@@ -86,7 +86,7 @@ def test_help_lists_every_flag(capsys):
         ("--max_seq_length long", ["--max_seq_length", "'long'"]),
         ("--bf16 perhaps", ["--bf16", "'perhaps'"]),
         ("--seed", ["--seed"]),
-        ("--zero_stage 4 --strategy deepspeed", ["--zero_stage", "4", "1, 2, 3"]),
+        ("--zero_stage 3 --strategy deepspeed", ["--zero_stage", "3", "1, 2"]),
         ("--lr_scheduler_type reduce_lr_on_plateau", ["--lr_scheduler_type", "'reduce_lr_on_plateau'", "cosine"]),
         ("--bf16 --fp16", ["--bf16", "--fp16"]),
         ("--lora_alpha 4", ["--lora_alpha", "--lora_rank"]),

@@ -34,7 +34,7 @@ def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypa
     ("flags", "named"),
     [
         (["--strategy", "ddp", "--fp16_allreduce"], ["--fp16_allreduce", "--strategy horovod"]),
-        (["--strategy", "fsdp", "--zero_stage", "3"], ["--zero_stage", "--strategy deepspeed"]),
+        (["--strategy", "fsdp", "--zero_stage", "1"], ["--zero_stage", "--strategy deepspeed"]),
         (["--num_groups", "2", "--deterministic"], ["--deterministic", "--num_groups"]),
         (["--strategy", "deepspeed", "--fp16"], ["--bf16"]),
         (["--strategy", "dp", "--per_device_train_batch_size", "auto"], ["--per_device_train_batch_size", "dp"]),

@@ -98,7 +98,7 @@ def test_dp_and_the_baseline_are_one_process() -> None:
         (plan_of("--per_device_train_batch_size=4"), ["--per_device_train_batch_size"]),
         (plan_of("--train_file=nowhere.json"), ["--train_file nowhere.json"]),
         (plan_of("--max_step=3"), ["--max_step"]),
-        (plan_of("--zero_stage", "3"), ["--zero_stage", "deepspeed", "none"]),
+        (plan_of("--zero_stage", "1"), ["--zero_stage", "deepspeed", "none"]),
         (plan_of("--num_groups=-1"), ["--num_groups -1"]),  # although strategy none ignores it
     ],
 )
@@ -111,16 +111,16 @@ def test_a_flag_of_one_strategy_is_passed_to_that_strategy_only(tmp_path: Path) 
     _, left_out = check_flags(plan_of("--fp16", strategies="none,deepspeed"))  # one refuses it, the others run
     assert left_out.keys() == {"deepspeed"} and "--fp16" in left_out["deepspeed"]
     plan = plan_of(
-        *("--zero-stage", "1", "--bf16", "--zero_stage", "3", "--fp16_allreduce", "--learning_rate", "-1e-5"),
+        *("--zero-stage", "2", "--bf16", "--zero_stage", "1", "--fp16_allreduce", "--learning_rate", "-1e-5"),
         strategies="none,horovod,deepspeed,ddp",
     )
     assert plan.common_flags()[-3:] == ["--bf16", "--learning_rate", "-1e-5"]
-    assert plan.divided.owned == {"deepspeed": ["--zero_stage=3"], "horovod": ["--fp16_allreduce"]}
+    assert plan.divided.owned == {"deepspeed": ["--zero_stage=1"], "horovod": ["--fp16_allreduce"]}
     file = tmp_path / "mine.yaml"
-    file.write_text("zero_stage: 3\nnum_groups: 0\nfp16_allreduce: true\n")
+    file.write_text("zero_stage: 1\nnum_groups: 0\nfp16_allreduce: true\n")
     plan = plan_of("--config", str(file), "--fp16_allreduce=false", strategies="none,deepspeed")
     given = [parse(plan.trainer_flags(point(name, 1), 1, Path("out"))).parallel for name in plan.strategies]
-    assert [one.zero_stage for one in given] == [DEFAULT["zero_stage"], 3] and not any(
+    assert [one.zero_stage for one in given] == [DEFAULT["zero_stage"], 1] and not any(
         one.fp16_allreduce for one in given
     )
     with refused("--zero_stage", "deepspeed", "ddp"):

@@ -38,8 +38,8 @@ def test_names_that_no_file_has(name: str, value: str, words: str) -> None:
 def test_the_last_value_counts() -> None:
     assert parse(["--do_train", "--no_do_train"]).train.do_train is False
     assert bench.parse(["--steps", "7", "--steps=8"])[0].steps == 8
-    assert Plan(("deepspeed",), (1,), "weak", 1, 2, 1, None, ("--zero_stage", "1", "--zero_stage=3")).divided.owned == {
-        "deepspeed": ["--zero_stage=3"]
+    assert Plan(("deepspeed",), (1,), "weak", 1, 2, 1, None, ("--zero_stage", "2", "--zero_stage=1")).divided.owned == {
+        "deepspeed": ["--zero_stage=1"]
     }
 
 
