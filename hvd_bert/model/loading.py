@@ -43,11 +43,8 @@ HUB_NAMES = {name: f"{owner}/{name}" for owner, names in OWNERS.items() for name
 
 _UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # not in special tokens, such as [CLS] and <S>
 
-# Settings that transformers' encoders or this trainer's attention would fail with or ignore -> the supported value.
-SUPPORTED = {
-    "is_decoder": False, "add_cross_attention": False, "return_dict": True, "chunk_size_feed_forward": 0,
-    "position_embedding_type": "absolute", "quantization_config": None,
-}  # fmt: skip
+# Settings that transformers' encoders would ignore or fail with -> the supported value.
+SUPPORTED = {"position_embedding_type": "absolute", "quantization_config": None}
 # Values that the hub's configurations of a family have instead, and that are right for it.
 SUPPORTED_TOO = {("jina_embeddings_v3", "position_embedding_type", "rotary")}
 

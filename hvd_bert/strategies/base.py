@@ -78,8 +78,7 @@ class Strategy:
         self._word_rows = self._make_word_rows()
 
     def _make_word_rows(self) -> WordRows | None:
-        """On CPUs, where it was measured. A compiled model has dense gradients. LARS writes into the gradients, whose
-        zeros are kept."""
+        """On CPUs, where it was measured. A compiled model has dense gradients."""
         dense = self.options.deterministic or self.options.compiled or not self._fused
         if dense or self._world.device.type != "cpu" or not self._has_word_rows():
             return None

@@ -91,9 +91,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 3}, "bert.encoder.layer.2"),
     ({"intermediate_size": 40}, "intermediate.dense.weight"),
     ({"hidden_size": 2 * 10**5}, "GiB of memory"),
-    ({"return_dict": False}, "return_dict"),
-    ({"chunk_size_feed_forward": 7}, "chunk_size_feed_forward .* 7"),
-    ({"is_decoder": True}, "is_decoder"),
     ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantization_config"),
 ]
