@@ -11,7 +11,6 @@ from pathlib import Path
 from hvd_bert.config.flag import require
 
 Given = str | Sequence[str] | None  # a flag's value
-MAX_WEIGHT = 1000
 _RESERVED = {"eval", "macro", "HasAns", "NoAns", "best"}  # with these, NAME_f1 could be the name of another metric
 
 
@@ -53,6 +52,6 @@ def _parsed(flag: str, text: str, several: bool) -> DataFile:
     number = re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", weight)
     if flag != "train_file" or exists or not path or not (number or os.path.exists(path)):
         return DataFile(text)
-    valid = number and 0 < float(weight) <= MAX_WEIGHT
-    require(bool(valid), f"--{flag} {text}: the weight {weight} is not a number above 0 and at most {MAX_WEIGHT}.")
+    valid = number and 0 < float(weight) <= 1000
+    require(bool(valid), f"--{flag} {text}: the weight {weight} is not a number above 0 and at most 1000.")
     return DataFile(path, weight=float(weight))

@@ -193,8 +193,7 @@ def _scores(scores: Record, settings: Record, data: Data) -> str:
 
 def _data(settings: Record, results: Record, data: Data) -> str:
     made = f"{results['train_windows']:,} {results['unit']}"
-    each = " of each file" if isinstance(settings["train_file"], list) else ""
-    count = settings["max_train_samples"]
+    count, each = settings["max_train_samples"], " of each file" * isinstance(settings["train_file"], list)
     limit = f", made of the first {count:,} examples{each}" if count else ""
     return f"Trained on {_named(data)}: {made}{limit}."
 

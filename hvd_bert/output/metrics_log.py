@@ -47,9 +47,8 @@ class MetricsLogger:
         """The run starts with these settings, or resumes from the checkpoint of step `resumed_step`."""
         if resumed_step is not None:
             self._report("resumed", resumed_step)
-        given = {name: value for name, value in settings.items() if value is not None}
-        given |= {name: " ".join(value) for name, value in given.items() if isinstance(value, tuple)}
-        self._report("settings", given)
+        given = ((name, value) for name, value in settings.items() if value is not None)
+        self._report("settings", {name: " ".join(v) if isinstance(v, tuple) else v for name, v in given})
 
     def begin(self, total_steps: int, step: int, steps_per_epoch: int) -> None:
         """Training starts. `step`: how many of the `total_steps` steps are done, if it resumes."""

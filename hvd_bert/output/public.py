@@ -69,8 +69,7 @@ def command(settings: Mapping[str, Any]) -> str:
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no_{name}")
         else:
-            values = map(str, value if isinstance(value, list) else [value])
-            words.append(f"--{name} {shlex.join(values)}")
+            words.append(f"--{name} {shlex.join(map(str, value if isinstance(value, list) else [value]))}")
     return " \\\n  ".join(words)
 
 

@@ -35,8 +35,6 @@ from hvd_bert.tasks.base import EvaluationResult, Task, encoder_config, make_pla
 
 # Answers by the question's number, and the sum and number of the losses of their windows.
 Answers = tuple[dict[int, Answer], float, int]
-
-
 SCORES = ("exact_match", "f1")
 
 
@@ -243,18 +241,11 @@ def load_inputs(config: Config, world: World) -> Inputs:
 def _question_set(data: DataArguments, split: str, cache_dir: str | None, tokenizer: Any, world: World) -> QuestionSet:
     files, sources = zip(*open_split(data, split, cache_dir), strict=True)
     limit = data.max_train_samples if split == "train" else data.max_eval_samples
-    tables = [
-        prepare(
-            source,
-            tokenizer,
-            WindowOptions(data.max_seq_length, data.doc_stride, limit),
-            show_progress=world.cross_rank == 0,
-            leader=world.local_rank == 0,
-        )
-        for source in sources
-    ]
-    for source, table in zip(sources, tables, strict=True):
+    options, tables = WindowOptions(data.max_seq_length, data.doc_stride, limit), []
+    for source in sources:
+        table = prepare(source, tokenizer, options, show_progress=world.cross_rank == 0, leader=world.local_rank == 0)
         log.info("%s: %d windows of %d questions", source.name, table.counts.windows, table.counts.questions)
+        tables.append(table)
     source, windows = squad.joined(sources, limit), WindowTable.joined(tables)
     if split == "train":
         return QuestionSet(source, windows, parts=mixture([*map(len, tables)], [file.weight for file in files]))

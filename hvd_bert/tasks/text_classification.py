@@ -35,9 +35,7 @@ _TEXTS_AT_ONCE = 1000
 Labelled = tuple[Batch, Tensor]  # packed or padded texts, and the class or number of each
 
 
-def metrics_of(
-    is_regression: bool, task_name: str | None, sets: Iterable[str] = ()
-) -> dict[str, Literal["max", "min"]]:
+def metrics_of(is_regression: bool, task_name: str | None, sets: Iterable[str]) -> dict[str, Literal["max", "min"]]:
     """The metrics of validation sets, those of the task of GLUE first. As in run_glue, several have a mean."""
     glue = GLUE[task_name].metrics if task_name else ()
     all_names = ("pearson", "spearmanr", "mse") if is_regression else ("accuracy", "f1", "matthews_correlation")
@@ -55,7 +53,7 @@ class TextClassification(DatasetTask):
     """The classes are the data set's, or the labels of the training file. Without training they are the model's."""
 
     unit: ClassVar[str] = "texts"
-    metrics = metrics_of(False, None)
+    metrics = metrics_of(False, None, ())
     limits: ClassVar[bool] = True
 
     def load(self, config: Config) -> None:

@@ -80,8 +80,8 @@ def files_are_mixed_by_weight_and_scored_as_alone(ranks: Ranks) -> None:
             file.write_text(json.dumps(rows[part]))
     world.allgather(None)
     a, b, c, d = files
-    batch = [f"--per_device_train_batch_size={8 // world.size}", "--per_device_eval_batch_size=4"]
-    words = sample("--train_file", f"{a}:0.5", f"{b}:2", "--validation_file", f"C={c}", f"D={d}", *batch)
+    words = sample("--train_file", f"{a}:0.5", f"{b}:2", "--validation_file", f"C={c}", f"D={d}")
+    words += [f"--per_device_train_batch_size={8 // world.size}", "--per_device_eval_batch_size=4"]
     task = load_task(command_line.parse(words), world)
     one = load_task(command_line.parse([*words, "--per_device_train_batch_size=8"]), World())
     assert isinstance(task, QuestionAnswering) and task.plan and one.plan and task.inputs.train

@@ -114,10 +114,7 @@ def check_ids(sources: Sequence[Source], questions: Sequence[Sequence[Question]]
     for source, some in zip(sources, questions, strict=True):
         other = next((q for q in some if first.setdefault(q.id, source.name) != source.name), None)
         if other:
-            raise UserError(
-                f"{first[other.id]} and {source.name} both have a question with the id {SHORT.repr(other.id)}. Give"
-                " each question an id of its own."
-            )
+            raise UserError(f"{first[other.id]} and {source.name} share the id {SHORT.repr(other.id)}. Change one.")
 
 
 def _digest(name: str) -> str:
