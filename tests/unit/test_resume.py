@@ -126,7 +126,7 @@ def test_latest_needs_a_folder_with_a_checkpoint(tmp_path):
 
 
 def task_of(model: Any, global_batch: int = 8) -> Any:
-    plan = SimpleNamespace(global_batch=global_batch, num_windows=7)
+    plan = SimpleNamespace(global_batch=global_batch, num_windows=7, parts=())
     return SimpleNamespace(plan=plan, model=model, identity=lambda: {"the data": "SQuAD"})
 
 
