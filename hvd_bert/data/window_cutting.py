@@ -11,7 +11,6 @@ times faster. A test verifies that both give the same tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +95,7 @@ class Layout:
                 ' not supported. Set "padding_side" in its tokenizer_config.json to "right" if its model puts padding'
                 " there, or name another with --tokenizer_name."
             )
-        with _reported():
+        with as_user_error(lambda reason: f"The tokenizer fails ({reason}). Name another with --tokenizer_name."):
             backend = _plain_copy(tokenizer)
             texts = [backend.encode(text, add_special_tokens=False).ids for text in "ab"]
             pair = backend.encode("a", "b")
@@ -232,8 +231,7 @@ class _Tokens:
     """The concatenated tokens of several texts: text i has [begins[i], begins[i] + lengths[i])."""
 
     def __init__(self, backend: tokenizers.Tokenizer, texts: list[str]) -> None:
-        with _reported():
-            encodings = backend.encode_batch(texts, add_special_tokens=False)
+        encodings = backend.encode_batch(texts, add_special_tokens=False)
         self.lengths: _Ints = np.array([len(encoding) for encoding in encodings], dtype=np.int64)
         self.begins: _Ints = np.cumsum(self.lengths) - self.lengths
         none = np.empty((0, 2), dtype=np.int32)
@@ -244,11 +242,6 @@ class _Tokens:
     def characters(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         part = slice(self.begins[row], self.begins[row] + self.lengths[row])
         return self.char_starts[part], self.char_ends[part]
-
-
-def _reported() -> AbstractContextManager[None]:
-    """A tokenizer may fail for some texts only, for example at a character that it does not know."""
-    return as_user_error(lambda reason: f"The tokenizer fails ({reason}). Name another with --tokenizer_name.")
 
 
 def _place(sequence_ids: list[int | None], text: int) -> tuple[int, int]:

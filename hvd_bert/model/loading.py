@@ -172,8 +172,6 @@ def lacks_model_type(name: str) -> bool:
 def _json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError(f"{path.name} is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path.name} is not JSON: {error}") from None
     if not isinstance(content, dict):
