@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,16 @@ def test_lines_of_steps_in_disorder_are_left_out(tmp_path):
     assert read.steps["step"].tolist() == [1, 2, 3, 4]
     text = page(folder)
     assert "lines without a step that increases are left out (3)" in text and "nan" not in text
+
+
+def test_step_times_of_the_warm_up_only(tmp_path):
+    folder = make_run(tmp_path / "run")
+    first, *rest = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    rest = [{key: value for key, value in row.items() if key != "step_s"} for row in rest]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (first, *rest)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "Where the step time went" in page(folder)
 
 
 def test_an_evaluation_in_the_folder_of_a_training(tmp_path):

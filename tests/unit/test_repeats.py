@@ -29,9 +29,7 @@ def test_repeats_of_runs(tmp_path):
     runs = [reading.read(folder) for folder in reading.find([tmp_path])]
     grid = repeats(grouped(runs))
     assert grid is not None
-    assert [row[:2] for row in grid.rows] == [
-        ["none, 1 rank", name] for name in ("exact_match", "f1", "last loss", "windows/s")
-    ]
+    assert [row[:2] for row in grid.rows] == [["none, 1 rank", name] for name in ("EM", "F1", "last loss", "windows/s")]
     assert grid.rows[1][2:] == ["3", "71", "1", "68.52 to 73.48", "70", "72"]
 
 

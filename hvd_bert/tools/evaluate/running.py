@@ -209,7 +209,8 @@ def page_of(results: dict[str, Any]) -> Page:
     page = Page(f"Evaluation of {results['model']}" + (f" (A) and {other} (B)" if other else ""))
     losses = [metrics["eval_loss"] for metrics in (results["metrics"], results["compared_metrics"]) if metrics]
     shown_losses = " and ".join(f"{loss:.4f}" for loss in losses)
-    page.add(Text(f"Data: {results['data']}. Validation loss: {shown_losses}."), Text("Scores", 2))
+    unit = " EM and F1 are in percent." if results["slices"] else ""
+    page.add(Text(f"Data: {results['data']}. Validation loss: {shown_losses}.{unit}"), Text("Scores", 2))
     if not results["slices"]:  # another task than question answering
         page.add(_metrics(results))
     else:
@@ -234,7 +235,7 @@ def _grid(title: str, rows: Sequence[dict[str, Any]]) -> Grid:
     """One slicing: EM and F1 of one model, or the F1 of two."""
     first = title[0].upper() + title[1:]
     if "compared" not in rows[0]:
-        cells = [[row["slice"], str(row["questions"]), *(f"{row[name]:.2f}" for name in SHORT)] for row in rows]
+        cells = [[row["slice"], f"{row['questions']:,}", *(f"{row[name]:.2f}" for name in SHORT)] for row in rows]
         return Grid([first, "count", *SHORT.values()], cells)
     head = [first, "count", "F1 of A", "F1 of B", "A - B", "only A", "only B"]
     return Grid(head, [[row["slice"], *_compared(row, "f1")] for row in rows])
@@ -250,7 +251,8 @@ def _all_scores(rows: Sequence[dict[str, Any]]) -> Grid:
 def _compared(row: dict[str, Any], name: str) -> list[str]:
     score, other = row[name], row["compared"][name]
     scores = [f"{score:.2f}", f"{other:.2f}", f"{score - other:+.2f}"]
-    return [str(row["questions"]), *scores, str(row["only_right"]), str(row["only_compared_right"])]
+    questions, *only = (f"{row[name]:,}" for name in ("questions", "only_right", "only_compared_right"))
+    return [questions, *scores, *only]
 
 
 def _thresholds(results: dict[str, Any]) -> Grid:

@@ -25,7 +25,7 @@ def of_run(record: Record) -> list[Chart]:
     scores = [_series(record, f"eval_{name}", score_name(name), place) for place, name in enumerate(record.score_names)]
     charts = [_chart("Loss", "loss", losses)]
     if len(record.evaluations) > 1:  # one evaluation is no curve
-        charts.append(_chart("Scores", "score", scores))
+        charts.append(_chart("Scores", _score_unit([record]), scores))
     return [chart for chart in [*charts, *_of_training([record])] if chart.series]
 
 
@@ -35,7 +35,7 @@ def of_runs(records: Sequence[Record]) -> list[Chart]:
     if any(len(record.evaluations) > 1 for record in records):
         charts.append(_chart("Validation loss", "loss", _of(records, "eval_loss")))
         names = dict.fromkeys(name for record in records for name in record.score_names)
-        charts += [_chart(score_name(name), score_name(name), _of(records, f"eval_{name}")) for name in names]
+        charts += [_chart(score_name(name), _score_unit(records), _of(records, f"eval_{name}")) for name in names]
     return [chart for chart in [*charts, *_of_training(records)] if chart.series]
 
 
@@ -49,6 +49,12 @@ def _of_training(records: Sequence[Record]) -> list[Chart]:
 
 def _chart(title: str, unit: str, series: Iterable[Series | None]) -> Chart:
     return Chart(title, "step", unit, [found for found in series if found], noisy=title != "Learning rate")
+
+
+def _score_unit(records: Sequence[Record]) -> str:
+    """The unit of a chart of scores: of EM and F1 it is known."""
+    names = [name for record in records for name in record.score_names]
+    return "percent" if any(name.startswith("exact_match") for name in names) else "score"
 
 
 def score_name(name: str) -> str:
@@ -74,7 +80,8 @@ def _series(record: Record, key: str, name: str, colour: int) -> Series | None:
 def step_time(record: Record) -> Chart | None:
     """The parts of a step over the steps, without the first line, which is warm-up."""
     steps = record.steps
-    unit, scale = unit_of(float(np.nanmax(steps["step_s"][1:])))
+    known = steps["step_s"][1:]
+    unit, scale = unit_of(float(np.max(known[np.isfinite(known)], initial=0)))
     series = [
         Series(phase_name(phase), steps["step"][1:], scale * steps[f"{phase}_s"][1:], number)
         for number, phase in enumerate(PHASES)

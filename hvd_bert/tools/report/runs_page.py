@@ -134,7 +134,9 @@ def _rows(group: Group) -> list[list[str]]:
             low, high = interval(known)
             numbers = [statistics.fmean(known), statistics.stdev(known)]
             cells = [f"{number:.4g}" for number in numbers] + [f"{low:.4g} to {high:.4g}"]
-            rows.append([group.name, name, str(len(known)), *cells, f"{min(known):.4g}", f"{max(known):.4g}"])
+            rows.append(
+                [group.name, parts.score_name(name), str(len(known)), *cells, f"{min(known):.4g}", f"{max(known):.4g}"]
+            )
         elif known:
-            rows.append([group.name, name, "1", f"{known[0]:.4g}", *[DASH] * 4])
+            rows.append([group.name, parts.score_name(name), "1", f"{known[0]:.4g}", *[DASH] * 4])
     return rows

@@ -149,7 +149,7 @@ def terminal(findings: Findings) -> str:
 def _page(findings: Findings) -> Page:
     """All but the definitions."""
     found = Page(TITLE)
-    found.add(Listing(facts(findings)), Text("Advice", 2), Listing(findings.advice))
+    found.add(Text(" ".join(facts(findings))), Text("Advice", 2), Listing(findings.advice))
     found.add(Text("Steps", 2), Listing(step_lines(findings)))
     found.add(Text("Phases", 2), phases(findings))
     found.add(Text("Ranks", 2), Text(ranks_line(findings)))
