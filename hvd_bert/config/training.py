@@ -75,8 +75,8 @@ class TrainArguments:
     optim: str = flag(
         "training",
         "adamw_torch_fused",
-        "Optimizer. LAMB, for large global batches, is that of the package pytorch_optimizer.",
-        choices=("adamw_torch_fused", "lamb"),
+        "Optimizer. LAMB and LARS, for large global batches, are those of the package pytorch_optimizer.",
+        choices=("adamw_torch_fused", "lamb", "lars"),
     )
     learning_rate: float = flag(
         "training", 5e-5, "Peak learning rate, on any number of devices.", above=0, maximum=LARGEST_FACTOR
@@ -98,7 +98,7 @@ class TrainArguments:
     weight_decay: float = flag(
         "training", 0.0, "Weight decay; biases and layer norms have none.", minimum=0, maximum=LARGEST_FACTOR
     )
-    adam_beta1: float = flag("training", 0.9, "AdamW's and LAMB's beta1.", minimum=0, below=1)
+    adam_beta1: float = flag("training", 0.9, "AdamW's and LAMB's beta1, LARS's momentum.", minimum=0, below=1)
     adam_beta2: float = flag("training", 0.999, "AdamW's and LAMB's beta2.", minimum=0, below=1)
     adam_epsilon: float = flag("training", 1e-8, "AdamW's and LAMB's epsilon.", above=0, maximum=LARGEST_FACTOR)
     max_grad_norm: float = flag(

@@ -78,7 +78,8 @@ class Strategy:
         self._word_rows = self._make_word_rows()
 
     def _make_word_rows(self) -> WordRows | None:
-        """On CPUs, where it was measured. A compiled model has dense gradients."""
+        """On CPUs, where it was measured. A compiled model has dense gradients. LARS writes into the gradients, whose
+        zeros are kept."""
         dense = self.options.deterministic or self.options.compiled or not self._fused
         if dense or self._world.device.type != "cpu" or not self._has_word_rows():
             return None

@@ -81,7 +81,7 @@ def make_optimizer(model: nn.Module, args: TrainArguments, devices: int) -> torc
     """The optimizer, with weight decay on the same parameters as transformers' Trainer: not on biases and norms.
 
     The groups of the head, whose learning rate is logged, come first.
-    LAMB: You et al. 2019 (arXiv:1904.00962), without bias correction.
+    LAMB: You et al. 2019 (arXiv:1904.00962), without bias correction. LARS: You et al. 2017 (arXiv:1708.03888).
     """
     learning_rate = scaled_learning_rate(args, devices)
     decaying = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
@@ -101,8 +101,12 @@ def make_optimizer(model: nn.Module, args: TrainArguments, devices: int) -> torc
     if args.optim == "adamw_torch_fused":
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=args.adam_epsilon, fused=True)
     layerwise: Any = import_module("pytorch_optimizer")
-    lamb: torch.optim.Optimizer = layerwise.Lamb(groups, lr=learning_rate, betas=betas, eps=args.adam_epsilon)
-    return lamb
+    optimizer: torch.optim.Optimizer = (
+        layerwise.Lamb(groups, lr=learning_rate, betas=betas, eps=args.adam_epsilon)
+        if args.optim == "lamb"
+        else layerwise.LARS(groups, lr=learning_rate, momentum=args.adam_beta1)
+    )
+    return optimizer
 
 
 def layer_depths(model: nn.Module) -> dict[int, int]:

@@ -133,33 +133,34 @@ def whole_model_is_what_was_trained(ranks: Ranks) -> None:
 
 
 @check_every_strategy
-def lamb_steps_as_in_one_process(ranks: Ranks) -> None:
-    # With a smaller epsilon, it would make full steps of gradients that are rounding errors alone.
-    flags = ("--optim", "lamb", "--learning_rate", 0.01, "--adam_epsilon", 1e-3)
-    training = Training(ranks.world, *flags)
-    settings = training.config
-    if ranks.strategy.partition(":")[0] in ("fsdp", "deepspeed"):
-        with pytest.raises(UserError, match=r"--optim lamb.*--strategy"):
-            check_optimizer("lamb", settings.parallel.strategy)
-        return
-    alone = Training(ranks.world, *flags)
-    optimizer = make_optimizer(alone.model, settings.train, devices=1)
-    training.wrap()
-    for step in (0, 1, 0):
-        gradients = alone.plain_gradients(step)
-        for name, parameter in alone.model.named_parameters():
-            parameter.grad = gradients[name]
-        nn.utils.clip_grad_norm_(alone.model.parameters(), settings.train.max_grad_norm)
-        optimizer.step()
-        training.averaged_step(step)
-    assert_close(training.weights(), alone.weights())
-    before = training.weights()
-    training.backward(0, factor=math.nan if ranks.world.rank == ranks.world.size - 1 else 1.0)
-    training.strategy.synchronize()
-    training.strategy.clip()
-    training.strategy.step()
-    assert same(training.weights(), before), "a step with NaN was applied"
-    state_makes_the_same_next_step(ranks, "no weight", "--optim", "lamb")
+def layerwise_optimizers_step_as_in_one_process(ranks: Ranks) -> None:
+    for optim in ("lamb", "lars"):
+        # With a smaller epsilon, LAMB would make full steps of gradients that are rounding errors alone.
+        flags = ("--optim", optim, "--learning_rate", 0.01, "--adam_epsilon", 1e-3)
+        training = Training(ranks.world, *flags)
+        settings = training.config
+        if ranks.strategy.partition(":")[0] in ("fsdp", "deepspeed"):
+            with pytest.raises(UserError, match=f"--optim {optim}.*--strategy"):
+                check_optimizer(optim, settings.parallel.strategy)
+            continue
+        alone = Training(ranks.world, *flags)
+        optimizer = make_optimizer(alone.model, settings.train, devices=1)
+        training.wrap()
+        for step in (0, 1, 0):
+            gradients = alone.plain_gradients(step)
+            for name, parameter in alone.model.named_parameters():
+                parameter.grad = gradients[name]
+            nn.utils.clip_grad_norm_(alone.model.parameters(), settings.train.max_grad_norm)
+            optimizer.step()
+            training.averaged_step(step)
+        assert_close(training.weights(), alone.weights())
+        before = training.weights()
+        training.backward(0, factor=math.nan if ranks.world.rank == ranks.world.size - 1 else 1.0)
+        training.strategy.synchronize()
+        training.strategy.clip()
+        training.strategy.step()
+        assert same(training.weights(), before), "a step with NaN was applied"
+        state_makes_the_same_next_step(ranks, "no weight", "--optim", optim)
 
 
 @check_every_strategy

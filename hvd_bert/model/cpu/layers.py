@@ -27,9 +27,8 @@ class AddAndNorm:
         norm, size = self.LayerNorm, input_tensor.shape[-1]
         precision = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input_tensor.dtype
         chosen = input_tensor.device.type == "cpu" and kernels.of(precision).norm == kernels.FUSED
-        whole = norm.weight.shape == (size,)  # DeepSpeed's ZeRO 3 gathers it for its own module only
         in_fp32 = isinstance(norm, nn.LayerNorm) and norm.weight.dtype == input_tensor.dtype == torch.float32
-        fits = whole and in_fp32 and size % MULTIPLE == 0
+        fits = in_fp32 and size % MULTIPLE == 0
         if not (self.training and chosen and fits and input_tensor.numel()):
             return super().forward(hidden_states, input_tensor)  # type: ignore[misc, no-any-return]
         rows = self.dense(hidden_states).reshape(-1, size)
