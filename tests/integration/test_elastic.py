@@ -27,10 +27,13 @@ WINDOWS, STEPS_PER_EPOCH = 33, 3  # of small_run
 HOSTS = ("localhost", "127.0.0.1", "127.1")  # names of this machine
 
 
-def elastic(folder: Path, stop: str, *flags: object, slots: int = 1, least: int = 1, discover: str = "") -> Outcome:
+def elastic(
+    folder: Path, stop: str, *flags: object, slots: int = 1, least: int = 1, discover: str = "", limit_s: int = 30
+) -> Outcome:
     """small_run on `slots` ranks for each of two hosts. Each host name has a folder of its own.
 
-    `discover`: the shell commands that print the hosts. `least`: --min-np, and the ranks at the start.
+    `discover`: the shell commands that print the hosts. `least`: --min-np, and the ranks at the start. `limit_s`:
+    Gloo's, for ranks that do not answer.
     """
     if "gloo" not in built():
         pytest.skip("this Horovod was built without gloo")
@@ -45,6 +48,7 @@ def elastic(folder: Path, stop: str, *flags: object, slots: int = 1, least: int 
     train = small_run(size, "out", "--elastic", *flags)
     words += [sys.executable, stopping_at.__file__, *stop.split(), *train[3:]]
     environ = {"HVD_BERT_CACHE": str(folder / "cache"), "HOROVOD_CYCLE_TIME": None}
+    environ |= {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(limit_s)}
     return run([str(word) for word in words], folder, env=environ)
 
 
@@ -83,6 +87,7 @@ REPORTED = {
         "3 0 hosts start", {"least": 2, "discover": ANOTHER_COMES}, 2
     ),
     "horovod#3494, with a host that dies": ("3 0 SIGKILL start", {"least": 2, "discover": ANOTHER_COMES}, 2),
+    "a rank is stopped for longer than Gloo waits": ("3 1 SIGSTOP 25", {"least": 2, "limit_s": 10}, 2),
 }  # fmt: skip
 
 

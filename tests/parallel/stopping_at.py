@@ -1,11 +1,11 @@
 """Signals at an exact place of a training: `python stopping_at.py STEP RANK SIGNAL PLACE TRAIN'S ARGUMENTS...`.
 
-SIGNAL: a name such as SIGTERM, "hosts" to wait, on rank 0, until Horovod elastic has other hosts, or "move" to rename
-the folder `out` to `moved`.
-PLACE: "start" of the step, or "inside" it, after the first of its passes, or so many seconds after its start. Steps
-count from 1; with 0 none comes. RANK may be several, as 2,3. In the folder it was started in each rank notes the
-windows that it takes in windows-RANK.jsonl, when it was signalled in `signalled`, and when it began its first step in
-another world in `resumed`.
+SIGNAL: a name such as SIGTERM, "hosts" to wait, on rank 0, until Horovod elastic has other hosts, "abort" to have Gloo
+fail once, or "move" to rename the folder `out` to `moved`.
+PLACE: "start" of the step, or "inside" it, after the first of its passes, or so many seconds after its start (SIGSTOP:
+for so many seconds). Steps count from 1; with 0 none comes. RANK may be several, as 2,3. In the folder it was started
+in each rank notes the windows that it takes in windows-RANK.jsonl, when it was signalled in `signalled`, and when it
+began its first step in another world in `resumed`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ def signal_at(
                 elif number == "move":
                     os.rename("out", "moved")
                 elif place not in ("start", "inside"):
-                    later = f"sleep {place} && kill -{str(number).removeprefix('SIG')} {os.getpid()}"
+                    name = str(number).removeprefix("SIG")
+                    later = f"sleep {place} && kill -{name} {os.getpid()}"
+                    if name == "STOP":
+                        later = f"kill -STOP {os.getpid()}; sleep {place}; kill -CONT {os.getpid()}"
                     subprocess.Popen(["sh", "-c", later], start_new_session=True, stdout=-3, stderr=-3)  # DEVNULL
                 else:
                     os.kill(os.getpid(), signal.Signals[number] if isinstance(number, str) else number)
