@@ -87,7 +87,7 @@ REPORTED = {
         "3 0 hosts start", {"least": 2, "discover": ANOTHER_COMES}, 2
     ),
     "horovod#3494, with a host that dies": ("3 0 SIGKILL start", {"least": 2, "discover": ANOTHER_COMES}, 2),
-    "a rank is stopped for longer than Gloo waits": ("3 1 SIGSTOP 25", {"least": 2, "limit_s": 10}, 2),
+    "a rank is stopped for longer than Gloo waits": ("3 1 SIGSTOP 30", {"least": 2, "limit_s": 20}, 2),
 }  # fmt: skip
 
 
