@@ -24,7 +24,6 @@ from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.doctor import __main__ as doctor
 from hvd_bert.tools.evaluate import __main__ as evaluate
 from hvd_bert.tools.report.__main__ import main as report
-from hvd_bert.tools.report.__main__ import make_parser as report_parser
 from hvd_bert.tools.tune import __main__ as tune
 
 pytestmark = pytest.mark.timeout(300)
@@ -43,7 +42,6 @@ COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "sweep": lambda flags: sweep.make_parser().parse_known_args(flags),
     "tune": lambda flags: tune.make_parser().parse_known_args(flags),
     "bench": bench.parse,
-    "report": lambda flags: report_parser().parse_args(["runs", *flags]),
     "predict": lambda flags: predict.parse_flags(["model", "--input", "file", *flags], NONE),
     "evaluate": lambda flags: evaluate.parse(["model", *flags]),
 }
@@ -58,9 +56,6 @@ NUMBERS = [
     *(("tune", name, value) for name in ("ranks", "steps", "pairs", "trials") for value in NO_COUNT),
     *(("tune", "minutes", value) for value in (*NO_TIME,)),
     *(("bench", name, value) for name in ("steps", "repeats") for value in NO_COUNT),
-    *(("report", "gbps", value) for value in (*NO_TIME, "0")),
-    *(("report", "latency_us", value) for value in NO_TIME),
-    *(("report", "gpus_per_node", value) for value in NO_COUNT),
     *(("evaluate", "mistakes", value) for value in NO_COUNT if value != "0"),
     *(("train", "max_seq_length", value) for value in NO_COUNT),
     *(("train", "learning_rate", value) for value in (*NO_TIME, "0")),
