@@ -29,15 +29,17 @@ def data_files(flag: str, given: Given) -> list[DataFile]:
     texts = [given] if isinstance(given, str) else given or []
     files = [_parsed(flag, text, len(texts) > 1) for text in texts]
     paths: dict[str, str] = {}
-    names: dict[str, str] = {"": ""}
+    names: dict[str, str] = {}
     for file in files:
-        other = paths.setdefault(os.path.realpath(file.path), file.path)
-        require(other is file.path, f"--{flag}: {other} and {file.path} are the same file. Give it once.")
+        place = os.path.realpath(file.path)
+        require(place not in paths, f"--{flag}: {paths.get(place)} and {file.path} are the same file. Give it once.")
+        paths[place] = file.path
         if file.name:
             allowed = re.fullmatch(r"[A-Za-z0-9][\w.-]*", file.name, re.A) and not _RESERVED & {*file.name.split("_")}
             require(bool(allowed), f"--{flag} {file.path}: {file.name!r} cannot name metrics. Give another NAME=FILE.")
-            other = names.setdefault(file.name, file.path)
-            require(other is file.path, f"--{flag}: {other} and {file.path} are both named {file.name}. Rename one.")
+            other = names.get(file.name)
+            require(not other, f"--{flag}: {other} and {file.path} are both named {file.name}. Give one NAME=FILE.")
+            names[file.name] = file.path
     return files
 
 

@@ -81,7 +81,7 @@ class WindowTable:
 
     @staticmethod
     def joined(tables: Sequence[WindowTable]) -> WindowTable:
-        """The windows of several tables, whose questions are numbered on."""
+        """The windows of several tables, whose questions are numbered consecutively."""
         if len(tables) == 1:
             return tables[0]
         table = WindowTable([batch for table in tables for batch in table._batches])

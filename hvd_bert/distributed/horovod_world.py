@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import psutil
 import torch
 
-from hvd_bert.distributed import logs, rendezvous, watchdog
+from hvd_bert.distributed import rendezvous, watchdog
 from hvd_bert.distributed.interfaces import address_of, address_towards, apply_setting, avoid_inner_networks
 from hvd_bert.distributed.launch import (
     WITHOUT_HOROVOD,
@@ -92,8 +87,6 @@ class HorovodWorld(World):
         if elastic:
             NOTICES.watch()
         stalled_after_s = watchdog.inspect(os.environ, elastic)
-        if os.environ.pop(_AGAIN, None):
-            _ask_for_rank()
         before = _connections_now() if elastic else set()
         hvd.init()
         if not by_mpi:
@@ -106,8 +99,6 @@ class HorovodWorld(World):
         if elastic:
             _CONNECTIONS.clear()
             _CONNECTIONS.update(_connections_now() - before)
-            if "HOROVOD_CYCLE_TIME" not in os.environ:  # which a second `hvd.init` takes for the fusion threshold, too
-                _start_again_at_abort()  # as rank 0 it would overflow the buffers of the others
         return world
 
     def set_up_device(self) -> None:
@@ -203,8 +194,6 @@ class HorovodWorld(World):
     def leave(self) -> None:
         super().leave()
         self._hvd.shutdown()
-        with _LEAVING:
-            _CONNECTIONS.clear()
 
     def disconnect(self) -> None:
         """Horovod 0.28 keeps Gloo's connections until it joins the next world (`ProcessSet::Finalize` does nothing).
@@ -214,8 +203,7 @@ class HorovodWorld(World):
         _disconnect()
 
 
-_CONNECTIONS: set[tuple[Any, ...]] = set()  # Gloo's in this world, under Horovod elastic
-_LEAVING = threading.Lock()
+_CONNECTIONS: set[tuple[Any, ...]] = set()  # Gloo's, under Horovod elastic
 
 
 def _disconnect() -> None:
@@ -227,47 +215,6 @@ def _disconnect() -> None:
 def _connections_now() -> set[tuple[Any, ...]]:
     """Descriptor and addresses of this process's TCP connections."""
     return {(tcp.fd, tcp.laddr, tcp.raddr) for tcp in psutil.Process().net_connections("tcp")}
-
-
-_AGAIN = "HVD_BERT_STARTED_AGAIN"
-
-
-@cache
-def _start_again_at_abort() -> Any:
-    """Where Gloo would abort this process, have it run its program again: the launcher would give up the whole host.
-
-    After a failed collective Horovod 0.28 begins the next one (PerformOperation in operations.cc). What other ranks
-    still send for the first does not fit, and Gloo's thread raises gloo::EnforceNotMet, which nothing catches.
-    """
-    runtime = ctypes.CDLL("libstdc++.so.6")
-    raised, replace = runtime.__cxa_current_exception_type, runtime._ZSt13set_terminatePFvvE
-    raised.restype, replace.restype = ctypes.POINTER(ctypes.c_char_p), ctypes.CFUNCTYPE(None)
-
-    def start_again() -> None:
-        kind = raised()  # a std::type_info: its functions, its name
-        if not kind or b"gloo" not in kind[1]:
-            abort()
-        _LEAVING.acquire()  # for good: the main thread must not report to the launcher, too
-        if not _CONNECTIONS and b"Enforce" in kind[1]:  # in a thread of the world that this rank has left
-            _LEAVING.release()
-            threading.Event().wait()
-        logs.report(f"Gloo has failed ({kind[1].decode()}): this rank starts again.")
-        _disconnect()
-        os.environ[_AGAIN] = "1"
-        os.execv(sys.executable, sys.orig_argv)
-
-    called = ctypes.CFUNCTYPE(None)(start_again)
-    abort = replace(called)
-    return called  # C++ calls it: the cache keeps it
-
-
-def _ask_for_rank() -> None:
-    """As Horovod does in a process that was in a world before."""
-    place = "{HOROVOD_GLOO_RENDEZVOUS_ADDR}:{HOROVOD_GLOO_RENDEZVOUS_PORT}/rank_and_size"
-    place += "/{HOROVOD_HOSTNAME}:{HOROVOD_LOCAL_RANK}"
-    names = [f"HOROVOD_{part}{what}" for part in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")]
-    with urlopen(f"http://{place.format(**os.environ)}") as answer:
-        os.environ.update(zip(names, answer.read().decode().split(","), strict=True))
 
 
 def _mpi_world(launcher: Launcher) -> Any:

@@ -46,9 +46,9 @@ def _without_unused_model(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_folder(value: Any) -> Any:
-    if isinstance(value, list | tuple):  # of files, also NAME=FILE
-        return [re.sub(r"^([^/=]+=)?.*/", r"\1", part) for part in value]
-    return Path(value).name if isinstance(value, str) and "/" in value else value
+    if isinstance(value, list | tuple):
+        return [_without_folder(part) for part in value]
+    return re.sub(r"^([^/=]+=)?.*/", r"\1", value.rstrip("/")) if isinstance(value, str) else value  # also NAME=FILE
 
 
 def changed(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class DatasetTask(Task):
         """Apply --max_train_samples. `load` has to apply --max_eval_samples, since `score` knows the examples."""
         count = data.max_train_samples
         if self.train is not None and count is not None:
-            self.train = replace(self.train, lengths=self.train.lengths[:count])
+            self.train = replace(self.train, lengths=self.train.lengths[:count], parts=())
         limit = data.max_eval_samples
         if self.dev is not None and limit is not None and len(self.dev) > limit:
             raise UserError(f"--max_eval_samples {limit}: --task {data.task} does not support it. Remove it.")

@@ -175,7 +175,8 @@ class QuestionAnswering(Task):
 def summary(metrics: dict[str, float]) -> str:
     """An evaluation in one line."""
     scores = f"EM {metrics['exact_match']:.2f}  F1 {metrics['f1']:.2f}  loss {metrics['eval_loss']:.3f}"
-    of_files = [f"{name} {metrics[name]:.2f}" for name in metrics if name.endswith("_f1") and "Ans" not in name]
+    others = {"best", "HasAns", "NoAns"}
+    of_files = [f"{n} {metrics[n]:.2f}" for n in metrics if n.endswith("_f1") and not others & {*n.split("_")}]
     return "  ".join([f"{scores}  on {metrics['total']:.0f} questions", *of_files])
 
 

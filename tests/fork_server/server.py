@@ -153,7 +153,6 @@ def become(command: dict[str, Any]) -> None:
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
     sys.argv, sys.executable = command["argv"], command["python"]
-    sys.orig_argv = [sys.executable, *sys.argv]
 
 
 def execute() -> int:

@@ -1,7 +1,7 @@
 """Signals at an exact place of a training: `python stopping_at.py STEP RANK SIGNAL PLACE TRAIN'S ARGUMENTS...`.
 
-SIGNAL: a name such as SIGTERM, "hosts" to wait, on rank 0, until Horovod elastic has other hosts, "abort" to have Gloo
-fail once, or "move" to rename the folder `out` to `moved`.
+SIGNAL: a name such as SIGTERM, "hosts" to wait, on rank 0, until Horovod elastic has other hosts, or "move" to rename
+the folder `out` to `moved`.
 PLACE: "start" of the step, or "inside" it, after the first of its passes, or so many seconds after its start (SIGSTOP:
 for so many seconds). Steps count from 1; with 0 none comes. RANK may be several, as 2,3. In the folder it was started
 in each rank notes the windows that it takes in windows-RANK.jsonl, when it was signalled in `signalled`, and when it
@@ -10,7 +10,6 @@ began its first step in another world in `resumed`.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -20,8 +19,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
 
 from hvd_bert.data.collate import Batch, Prefetcher
 
@@ -50,8 +47,6 @@ def signal_at(
                     (records / "signalled").write_text(str(time.time()), encoding="utf-8")
                 if number == "hosts":
                     wait_for_other_hosts()
-                elif number == "abort":
-                    abort_once()
                 elif number == "move":
                     os.rename("out", "moved")
                 elif place not in ("start", "inside"):
@@ -72,19 +67,6 @@ def signal_at(
         yield
     finally:
         Prefetcher.of_step = original  # type: ignore[method-assign]
-
-
-def abort_once() -> None:
-    """Raise gloo::EnforceNotMet where nothing catches it, as Gloo's own thread does after some failed collectives."""
-    try:
-        Path("aborted").touch(exist_ok=False)
-    except FileExistsError:  # this process has started again
-        return
-    runtime = ctypes.CDLL("libstdc++.so.6")
-    runtime.__cxa_allocate_exception.restype = ctypes.c_void_p
-    libraries = Path(torch.__file__).with_name("lib")
-    kind = ctypes.c_byte.in_dll(ctypes.CDLL(str(libraries / "libtorch_cpu.so")), "_ZTIN4gloo13EnforceNotMetE")
-    runtime.__cxa_throw(ctypes.c_void_p(runtime.__cxa_allocate_exception(64)), ctypes.byref(kind), None)
 
 
 def wait_for_other_hosts(limit_s: float = 90) -> None:

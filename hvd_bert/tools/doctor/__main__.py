@@ -53,8 +53,8 @@ def make_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--prove", action="store_true",
-        help="In place of the checks, train a few steps and compare each with the same step in one process. Takes all"
-        " flags of python -m hvd_bert.train. (default: False)",
+        help="In place of the checks, train a few steps and compare each with the same step in one process. Takes the"
+        " training's flags, except for the length, outputs, and what cannot be compared. (default: False)",
     )  # fmt: skip
     return parser
 

@@ -200,7 +200,7 @@ class Proof(MetricsLogger):
             self._bounded("Updates", name, (now - value).norm(), bound)
 
     def _bounded(self, check: str, name: str, error: float | Tensor, bound: float | Tensor) -> None:
-        times = float(error / bound) if error else 0.0
+        times = float(error / bound) if bound else float("inf") if error else 0.0
         self.steps[-1]["errors"].setdefault(check, {})[name] = times
         self._expect(check, times <= 1, f"the error of {name} is {times:.3g} times its bound")
 
@@ -220,7 +220,8 @@ def prove(task: Task, config: Config, world: World) -> Proof:
     """Train, and compare each step. A collective; only rank 0's proof has findings."""
     assert task.plan is not None
     # The third step ends an epoch with one window more than ranks, which they cannot share evenly.
-    plan = task.plan = replace(task.plan, lengths=task.plan.lengths[: 2 * task.plan.global_batch + world.size + 1])
+    lengths = task.plan.lengths[: 2 * task.plan.global_batch + world.size + 1]
+    plan = task.plan = replace(task.plan, lengths=lengths, parts=())
     one = OneProcess(task, plan, config, world) if world.rank == 0 else None
     with tempfile.TemporaryDirectory() as config.train.output_dir:
         proof = Proof(Training(task, None, None, config, world), one, config)

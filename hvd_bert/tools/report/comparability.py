@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from hvd_bert.tools.runs.run import Run
+if TYPE_CHECKING:  # numpy
+    from hvd_bert.tools.runs.run import Run
 
 STRONG, WEAK = "strong", "weak"
 EARLY_STEPS = 20
@@ -117,8 +117,9 @@ def _first_losses_differ(one: Run, two: Run) -> str:
     """Compare losses up to EARLY_STEPS: means between the steps that both runs logged."""
     sums: list[dict[int, float]] = []
     for lines in (one.lines, two.lines):
-        totals = np.cumsum(lines["loss"] * np.diff(lines["step"], prepend=0)).tolist()
-        sums.append({0: 0.0} | dict(zip(lines["step"].astype(int).tolist(), totals, strict=True)))
+        steps, losses = lines["step"].astype(int).tolist(), lines["loss"].tolist()
+        parts = (loss * (step - before) for before, step, loss in zip([0, *steps], steps, losses, strict=False))
+        sums.append({0: 0.0} | dict(zip(steps, itertools.accumulate(parts), strict=True)))
     common = sorted(step for step in sums[0].keys() & sums[1].keys() if step <= EARLY_STEPS)
     for before, step in itertools.pairwise(common):
         expected, found = ((total[step] - total[before]) / (step - before) for total in sums)
