@@ -12,7 +12,7 @@ def seconds(value: float) -> str:
     if math.isnan(value):
         return DASH
     unit, scale = unit_of(value)
-    return f"{_digits(value * scale)} {unit}"
+    return f"{digits(value * scale)} {unit}"
 
 
 def unit_of(value: float) -> tuple[str, float]:
@@ -40,11 +40,11 @@ def byte_size(size: float) -> str:
     """A size as 40 bytes or 42.3 MiB."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
-            return f"{_digits(size)} {unit}"
+            return f"{digits(size)} {unit}"
         size /= 1024
-    return f"{_digits(size)} GiB"
+    return f"{digits(size)} GiB"
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
     """Three significant digits, and no exponent for large numbers."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"

@@ -14,7 +14,7 @@ from hvd_bert.distributed.logs import describe_ranks
 from hvd_bert.monitoring import PHASES
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering.page import DASH, Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
-from hvd_bert.tools.rendering.text import duration, percent
+from hvd_bert.tools.rendering.text import digits, duration, percent
 from hvd_bert.tools.rendering.text import seconds as time
 from hvd_bert.tools.report import content, parts
 from hvd_bert.tools.runs.record import Record, kept, number_of, objects_in
@@ -98,7 +98,7 @@ def figures(record: Record) -> list[tuple[str, str]]:
     elif len(losses):
         found.append(("training loss", _score(losses[-1])))
     if np.isfinite(speeds).any():
-        found.append((f"{record.unit}/s", f"{np.nanmedian(speeds):.3g}"))
+        found.append((f"{record.unit}/s", digits(np.nanmedian(speeds))))
     for key, name in (("mfu", "model FLOPs (MFU)"), ("padding_share", "padding")):
         if key in record.steps and np.nanmedian(record.steps[key]) > 0:
             found.append((name, percent(np.nanmedian(record.steps[key]))))
