@@ -232,8 +232,9 @@ def open_texts(
     validation = glue.validation if glue else {data.validation_split_name: ""}
     dev: dict[str, Texts] = {}
     for split, ending in validation.items() if do_eval else ():
-        names = [file.name for file in data.files("validation_file")] or [ending]
-        dev |= zip(names, _open(data, split, "validation_file", cache_dir, columns), strict=False)  # may open none
+        sources = _open(data, split, "validation_file", cache_dir, columns)
+        names = [file.name for file in data.files("validation_file")] or [ending] * len(sources)
+        dev |= zip(names, sources, strict=True)
     if do_train and do_eval and not dev:
         log.info("No --validation_file is given: the model is not evaluated.")
     return train, dev

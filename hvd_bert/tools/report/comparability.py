@@ -118,7 +118,8 @@ def _first_losses_differ(one: Run, two: Run) -> str:
     sums: list[dict[int, float]] = []
     for lines in (one.lines, two.lines):
         steps, losses = lines["step"].astype(int).tolist(), lines["loss"].tolist()
-        parts = (loss * (step - before) for before, step, loss in zip([0, *steps], steps, losses, strict=False))
+        spans = itertools.pairwise([0, *steps])
+        parts = (loss * (step - before) for (before, step), loss in zip(spans, losses, strict=True))
         sums.append({0: 0.0} | dict(zip(steps, itertools.accumulate(parts), strict=True)))
     common = sorted(step for step in sums[0].keys() & sums[1].keys() if step <= EARLY_STEPS)
     for before, step in itertools.pairwise(common):

@@ -16,7 +16,7 @@ SHORT = {"exact_match": "EM", "f1": "F1"}  # names of scores in tables
 SPREAD = 0.1  # of the repeats, over their median; a larger spread is a caveat
 
 
-def number(value: float | None, form: str = ".3g") -> str:
+def number(value: float | None, form: str) -> str:
     """A figure, or a dash if it is None."""
     return DASH if value is None else format(value, form)
 
