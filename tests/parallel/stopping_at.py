@@ -3,24 +3,38 @@
 SIGNAL: a name such as SIGTERM, "hosts" to wait, on rank 0, until Horovod elastic has other hosts, or "move" to rename
 the folder `out` to `moved`.
 PLACE: "start" of the step, or "inside" it, after the first of its passes, or so many seconds after its start (SIGSTOP:
-for so many seconds). Steps count from 1; with 0 none comes. RANK may be several, as 2,3. In the folder it was started
-in each rank notes the windows that it takes in windows-RANK.jsonl, when it was signalled in `signalled`, and when it
-began its first step in another world in `resumed`.
+for so many seconds), or from its start on a random moment in a phase (SIGKILL). Steps count from 1; with 0 none comes.
+RANK may be several, as 2,3. In the folder it was started in each rank notes the windows that it takes in
+windows-RANK.jsonl, when it was signalled in `signalled`, and when it began its first step in another world in
+`resumed`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from hvd_bert.data.collate import Batch, Prefetcher
+
+# The trainer's functions that a thread is in during a phase. A checkpoint's write runs alongside the next steps.
+PHASES = {
+    "saving": {"saving.save", "files.write", "run_folder.save_model"},
+    "evaluation": {"loop.evaluate"},
+    "forward": {"question_answering.losses"},
+    "backward": {"base.backward"},
+    "allreduce": {"horovod.synchronize"},
+    "update": {"base.clip", "base.step"},
+}
 
 
 @contextmanager
@@ -49,6 +63,8 @@ def signal_at(
                     wait_for_other_hosts()
                 elif number == "move":
                     os.rename("out", "moved")
+                elif place in PHASES:
+                    threading.Thread(target=die_in, args=(place,), daemon=True).start()
                 elif place not in ("start", "inside"):
                     name = str(number).removeprefix("SIG")
                     later = f"sleep {place} && kill -{name} {os.getpid()}"
@@ -59,7 +75,8 @@ def signal_at(
                     os.kill(os.getpid(), signal.Signals[number] if isinstance(number, str) else number)
             if record:
                 with record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"step": number_of_step + 1, "windows": ids.tolist()}) + "\n")
+                    row = {"world": len(worlds), "step": number_of_step + 1, "windows": ids.tolist()}
+                    file.write(json.dumps(row) + "\n")
             yield batch
 
     Prefetcher.of_step = of_step  # type: ignore[method-assign]
@@ -67,6 +84,22 @@ def signal_at(
         yield
     finally:
         Prefetcher.of_step = original  # type: ignore[method-assign]
+
+
+def current_phase() -> str | None:
+    """The phase that this process is in."""
+    stacks = sys._current_frames().values()
+    codes = [frame.f_code for stack in stacks for frame, _ in traceback.walk_stack(stack)]
+    names = {f"{Path(code.co_filename).stem}.{code.co_name}" for code in codes}
+    return next((phase for phase, functions in PHASES.items() if names & functions), None)
+
+
+def die_in(phase: str, mean_s: float = 0.01) -> None:
+    """End this process by SIGKILL at a random moment: the first of a Poisson process that falls into the phase."""
+    dice = random.Random(os.getpid())  # leaves the training's random numbers alone
+    while current_phase() != phase:
+        time.sleep(dice.expovariate(1 / mean_s))
+    os.kill(os.getpid(), signal.SIGKILL)  # without releasing the interpreter's lock: the phase cannot have changed
 
 
 def wait_for_other_hosts(limit_s: float = 90) -> None:
