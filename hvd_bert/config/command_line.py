@@ -2,27 +2,30 @@
 
 Flags of Hugging Face's run_qa example keep their names; docs/guides/migrating.md lists the differences. `--config`
 takes a preset of this package (`--config sample`) or a YAML file of flags; the command line overrides the file. Unknown
-names are errors.
+names are errors. Each value of a file is read as the text that is there, as if it were on the command line: YAML's own
+types would change values (1:30 is 90, 010 is 8, `no` is False, and 2024-02-30 is an error).
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.config import settings_file
+import yaml
+
 from hvd_bert.config.flag import GROUPS
-from hvd_bert.config.parser import HELP, HelpFormatter, Parser
+from hvd_bert.config.parser import HELP, HelpFormatter, Parser, number_or_auto, path_problem, shortened, switch
 from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config
-from hvd_bert.config.values import number_or_auto, shortened, switch
 from hvd_bert.errors import EXIT_OK, UserError
-from hvd_bert.storage.places import path_problem
+from hvd_bert.storage.reading import MAX_YAML_BYTES, read_text
 
 PRESETS = PACKAGE / "config" / "presets"
+_TAG = "tag:yaml.org,2002:"
 _FLAG_OF = {spelling: name for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
 
 # run_qa's flags that have no field here -> what to do instead.
@@ -104,7 +107,7 @@ def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = No
     settings, unknown = parser.parse_known_args(flags, argparse.Namespace(**before))
     if unknown:
         name = unknown[0].lstrip("-").split("=")[0].replace("-", "_")
-        what_to_do = RUN_QA_FLAGS_NOT_HERE.get(name) or settings_file.hint(name, "--")
+        what_to_do = RUN_QA_FLAGS_NOT_HERE.get(name) or _hint(name, "--")
         raise UserError(f"Unknown argument {shortened(unknown[0])}{what_to_do}")
     return Config(*(section(**{f.name: getattr(settings, f.name) for f in fields(section)}) for section in SECTIONS))
 
@@ -172,7 +175,7 @@ def load_yaml(name: str) -> dict[str, Any]:
         raise UserError(f"--config {shortened(ascii(name))}: {problem}.")
     preset = PRESETS / f"{name}.yaml"
     try:
-        texts = settings_file.read(name, preset if name in _presets() else Path(name))
+        texts = _read(name, preset if name in _presets() else Path(name))
     except FileNotFoundError:
         presets = ", ".join(_presets())
         raise UserError(f"--config {name}: no such file, and no preset of that name. Choose from {presets}.") from None
@@ -182,6 +185,58 @@ def load_yaml(name: str) -> dict[str, Any]:
         raise UserError(f"--config {name}: {error}") from None
     values = {flag: parsed[flag] for flag in texts}
     return {k: v.replace("{package}", str(PACKAGE)) if isinstance(v, str) else v for k, v in values.items()}
+
+
+def _read(name: str, path: Path) -> dict[str, str | list[str]]:
+    """The flags of a file with their values; null leaves a flag out. `name`: of the file, for messages.
+
+    Raises FileNotFoundError and UserError.
+    """
+    try:
+        root = yaml.compose(read_text(path, MAX_YAML_BYTES), Loader=yaml.SafeLoader)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"--config {name}: cannot be read as YAML: {reason}") from None
+    pairs = root.value if isinstance(root, yaml.MappingNode) else []
+    if not pairs or not all(isinstance(key, yaml.ScalarNode) for key, _ in pairs):
+        raise UserError(f"--config {name}: must be lines of `flag: value`.")
+    values: dict[str, str | list[str]] = {}
+    lines: dict[str, int] = {}
+    for key, value in pairs:
+        flag, line = key.value, key.start_mark.line + 1
+        if flag not in FLAGS:
+            raise UserError(f"--config {name}: unknown key '{shortened(flag)}'{_hint(flag, '')}")
+        if flag in lines:
+            raise UserError(f"--config {name}: '{flag}' is given twice, in lines {lines[flag]} and {line}. Remove one.")
+        lines[flag] = line
+        text = _yaml_value(name, flag, value)
+        if text is not None:
+            values[flag] = text
+    return values
+
+
+def _yaml_value(name: str, flag: str, node: yaml.Node) -> str | list[str] | None:
+    """A value as the command line spells it; None for null."""
+    if FLAGS[flag].several and isinstance(node, yaml.SequenceNode):
+        return [str(_yaml_value(name, flag, part)) for part in node.value]
+    if not isinstance(node, yaml.ScalarNode):
+        raise UserError(f"--config {name}: '{flag}' must be a single value, not a list or a mapping.")
+    default, text = FLAGS[flag].default, str(node.value)
+    if node.tag == _TAG + "null":
+        return None
+    if node.tag == _TAG + "bool" and isinstance(default, bool):  # on and off, too
+        return str(yaml.SafeLoader.bool_values[text.lower()])
+    if node.tag == _TAG + "float" and isinstance(default, float):
+        return text.replace(".inf", "inf")
+    return text
+
+
+def _hint(name: str, prefix: str) -> str:
+    """The end of a message about an unknown flag."""
+    close = difflib.get_close_matches(name.replace("-", "_"), FLAGS, n=1)
+    return f": did you mean {prefix}{close[0]}?" if close else "."
 
 
 def words_of(flag: str, value: Any) -> list[str]:

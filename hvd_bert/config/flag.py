@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from hvd_bert.config.values import Limits
+from hvd_bert.config.parser import Limits
 from hvd_bert.errors import UserError
 
 # Sections of --help and of docs/reference/flags.md, in their order there.

@@ -3,13 +3,139 @@
 from __future__ import annotations
 
 import argparse
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvd_bert.config.values import Checked, name_or_path, path, shortened, whole_number
 from hvd_bert.errors import UserError
 
 HELP = {"-h", "--help"}
+LARGEST = 2**32 - 1  # the libraries that take these numbers accept no larger ones
+MAX_SECONDS = 1e9  # the system's clocks overflow beyond 9e9
+AUTO = 0  # what the word auto stands for in place of a number
+MAX_RUNS = 1000  # repeats of a measurement, which are planned one by one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The range of a number. None: no such limit. `auto`: whether the word auto is accepted, too.
+    `several`: whether there may be several values, which become a tuple."""
+
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    auto: bool = False
+    several: bool = False
+
+    @property
+    def _limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
+        limits = [
+            ("at least", operator.ge, self.minimum),
+            ("above", operator.gt, self.above),
+            ("at most", operator.le, self.maximum),
+            ("below", operator.lt, self.below),
+        ]
+        return [(words, holds, limit) for words, holds, limit in limits if limit is not None]
+
+    @property
+    def range(self) -> str:
+        """The range in words; "" if there is none."""
+        return " and ".join(
+            f"{words} {limit:g}" if isinstance(limit, float) else f"{words} {limit}" for words, _, limit in self._limits
+        )
+
+    @property
+    def is_in_help(self) -> bool:
+        """Whether --help shows the range: not one that excludes only what nobody would give."""
+        upper = self.maximum if self.below is None else self.below
+        return (upper is not None and upper < MAX_SECONDS) or (self.minimum or 0) > 1
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise UserError unless a flag is missing or its value is in the range. NaN is in no range."""
+        if self.auto and value == AUTO:
+            return
+        if value is not None and not all([value == value, *(holds(value, limit) for _, holds, limit in self._limits)]):
+            raise UserError(f"--{name} {value}: must be {self.range or 'a number'}.")
+
+
+class Checked(argparse.Action):
+    """Stores a flag's value. Refuses one out of the flag's `limits`; the default is always accepted."""
+
+    def __init__(self, *args: Any, limits: Limits = Limits(), **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.limits = limits
+        if limits.is_in_help:
+            description, default, shown = str(self.help).partition(" (default: ")
+            self.help = f"{description} {limits.range.capitalize()}.{default}{shown}"
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        value = self.const if self.nargs == 0 else values
+        if self.limits.several:
+            value = tuple(values) if len(values) > 1 else values[0]
+        for number in value if isinstance(value, list) else [value]:
+            if number != self.default:
+                self.limits.check(self.dest, number)
+        setattr(namespace, self.dest, value)
+
+
+def switch(text: str) -> bool:
+    """Parse the value of a switch, as run_qa does."""
+    if text.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if text.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{shortened(repr(text))} is neither true nor false")
+
+
+def whole_number(text: str) -> int:
+    """Parse a number of reasonable size."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {shortened(repr(text))}") from None
+    if abs(number) > LARGEST:
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is out of range: the largest number is {LARGEST}")
+    return number
+
+
+def number_or_auto(text: str) -> int:
+    """Parse a number from 1 or the word auto."""
+    number = AUTO if text == "auto" else whole_number(text)
+    if number == AUTO and text != "auto":
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1, or auto")
+    return number
+
+
+def path_problem(path: str) -> str:
+    """Why no file can have this path, with a remedy; "" if it can. Libraries always encode paths as UTF-8."""
+    if not path:
+        return "is empty: give a value, or leave the flag out for its default"
+    if path.encode(errors="replace").decode() != path:
+        return "is not valid UTF-8: rename the file or folder"
+    return ""
+
+
+def name_or_path(text: str) -> str:
+    """A name or path that can be opened, written to UTF-8 files, and passed to libraries."""
+    problem = path_problem(text)
+    if problem:
+        raise argparse.ArgumentTypeError(f"{shortened(ascii(text))} {problem}")
+    return text
+
+
+def path(text: str) -> Path:
+    """`name_or_path` as a path."""
+    return Path(name_or_path(text))
+
+
+def shortened(text: str, maximum: int = 200) -> str:
+    """The start of a text, as much as fits into a message."""
+    return text if len(text) <= maximum else f"{text[:maximum]}... ({len(text)} characters)"
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_bert.config.flag import LARGEST_FACTOR, check_ranges, flag, require
-from hvd_bert.config.values import AUTO, LARGEST
+from hvd_bert.config.parser import AUTO, LARGEST
 
 # The schedules of transformers that need neither further arguments nor the loss at each step.
 SCHEDULES = [

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import time
 import uuid
@@ -21,7 +22,6 @@ from typing import TypeVar
 
 from hvd_bert.errors import UserError
 from hvd_bert.storage import locks
-from hvd_bert.storage.places import cache_root
 from hvd_bert.storage.writing import flush
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,10 @@ _LEFTOVER_AGE_S = 24 * 3600.0
 
 
 def default_cache_dir() -> Path:
-    """The window cache in this user's cache folder."""
-    return cache_root() / "windows"
+    """Windows in `$HVD_BERT_CACHE`, else in `$XDG_CACHE_HOME/hvd_bert`, else in `~/.cache/hvd_bert`."""
+    own = os.environ.get("HVD_BERT_CACHE")
+    root = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert"
+    return root / "windows"
 
 
 def entry(cache_dir: Path, key: str, build: Callable[[Path], None], opened: Callable[[Path], Entry | None]) -> Entry:

@@ -18,9 +18,9 @@ import torch
 from hvd_bert.config.command_line import trained_settings
 from hvd_bert.config.data import QUESTION_ANSWERING
 from hvd_bert.config.flag import require
+from hvd_bert.config.parser import path_problem, shortened
 from hvd_bert.config.settings import DataArguments, ModelArguments
-from hvd_bert.config.values import shortened
-from hvd_bert.data.sources.checks import text_mistake
+from hvd_bert.data.sources.questions import text_mistake
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
 from hvd_bert.data.window_table import check_lengths, in_memory
@@ -30,7 +30,6 @@ from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.model.families import check_precision, max_tokens
 from hvd_bert.model.precision import AUTOCAST
-from hvd_bert.storage.places import path_problem
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import torch
 
 from hvd_bert import machine
 from hvd_bert.checkpoint.resume import ResumePoint
+from hvd_bert.config.parser import AUTO
 from hvd_bert.config.settings import FLAGS, Config
-from hvd_bert.config.values import AUTO
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.model.precision import autocast, recompute_layers

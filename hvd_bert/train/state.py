@@ -23,8 +23,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.model.precision import recompute_layers
 from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.train.meter import Meter
-from hvd_bert.train.optim import make_optimizer, make_schedule
-from hvd_bert.train.weight_average import WeightAverage
+from hvd_bert.train.optim import WeightAverage, make_optimizer, make_schedule
 
 Kept = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]  # tensors by file and name, and the rest for JSON
 

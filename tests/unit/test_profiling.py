@@ -12,7 +12,7 @@ from tables import each, refused
 
 from hvd_bert.config.command_line import before_joining, parse
 from hvd_bert.distributed.horovod_world import ready_for_timeline
-from hvd_bert.monitoring.trace import RankTrace, pack, write_trace
+from hvd_bert.monitoring.recording import RankTrace, pack, write_trace
 
 BASE = ["--config", "sample"]
 START_US = 1795285774578916

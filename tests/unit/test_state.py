@@ -14,8 +14,8 @@ from tables import each
 from test_world import make_world
 
 from hvd_bert.train import state
+from hvd_bert.train.optim import WeightAverage
 from hvd_bert.train.state import Best, Copies, seed_ranks
-from hvd_bert.train.weight_average import WeightAverage
 
 
 def draw() -> list[float]:

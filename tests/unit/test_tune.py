@@ -17,7 +17,7 @@ from hvd_bert.tools.bench import launching, one_run
 from hvd_bert.tools.bench.launching import Machine
 from hvd_bert.tools.bench.one_run import Stopped
 from hvd_bert.tools.runs import reading
-from hvd_bert.tools.runs.run import Run
+from hvd_bert.tools.runs.reading import Run
 from hvd_bert.tools.tune import __main__ as tune
 from hvd_bert.tools.tune import spaces
 from hvd_bert.tools.tune.spaces import HOROVOD, TRAINING

@@ -17,13 +17,12 @@ from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.monitoring.recording import Recording
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.storage import written
-from hvd_bert.storage.writing import replacing, write_named
+from hvd_bert.storage.writing import check_file, replacing, write_named
 from hvd_bert.tools.bench import __main__ as bench_flags
 from hvd_bert.tools.bench import one_run, speed, sweep
 from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.evaluate import __main__ as evaluation_flags
 from hvd_bert.tools.evaluate import running as evaluation
-from hvd_bert.tools.rendering.named import check_file
 from hvd_bert.tools.report.__main__ import main as report
 from hvd_bert.tools.timeline.__main__ import main as timeline
 from hvd_bert.tools.tune import __main__ as tune

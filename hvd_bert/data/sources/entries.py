@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import reprlib
 from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
-from hvd_bert.data.sources.questions import Mistake, Question, Reading
+from hvd_bert.data.sources.questions import SHORT, Mistake, Question, Reading
 
-SHORT = reprlib.Repr()
-SHORT.maxstring = 80  # of data in messages
 _TYPES = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
 _WHOLE_NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*")
 

@@ -20,10 +20,9 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from hvd_bert.data.sources import files, hub
-from hvd_bert.data.sources.checks import checked
-from hvd_bert.data.sources.entries import SHORT, attempt, get, row_question, shown, squad_question
+from hvd_bert.data.sources.entries import attempt, get, row_question, shown, squad_question
 from hvd_bert.data.sources.files import Row
-from hvd_bert.data.sources.questions import Mistake, Question, Reading
+from hvd_bert.data.sources.questions import SHORT, Mistake, Question, Reading, checked
 from hvd_bert.errors import UserError
 
 __all__ = ["Question", "Reading", "Source", "from_questions", "open_file", "open_hub"]

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_bert.data.sources import files, hub
-from hvd_bert.data.sources.checks import refuse
 from hvd_bert.data.sources.entries import get, shown
 from hvd_bert.data.sources.files import Row
-from hvd_bert.data.sources.questions import Mistake
+from hvd_bert.data.sources.questions import Mistake, refuse
 from hvd_bert.errors import UserError
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_bert.config import command_line
-from hvd_bert.config.parser import HELP, Parser
+from hvd_bert.config.parser import HELP, MAX_RUNS, Limits, Parser
 from hvd_bert.config.settings import Config
-from hvd_bert.config.values import MAX_RUNS, Limits
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, start_rank
 from hvd_bert.streams import end_when_lost

@@ -25,8 +25,7 @@ from typing import Any
 
 import psutil
 
-from hvd_bert.config.parser import Parser
-from hvd_bert.config.values import LARGEST, MAX_SECONDS, Limits
+from hvd_bert.config.parser import LARGEST, MAX_SECONDS, Limits, Parser
 from hvd_bert.distributed.launch import IN_SWEEP
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UserError
 from hvd_bert.storage import written
@@ -38,7 +37,7 @@ from hvd_bert.tools.bench.launching import TRAIN, Launching, Machine
 from hvd_bert.tools.bench.noted import LOST, Account, Notes
 from hvd_bert.tools.bench.one_run import Stopped, exit_status, failure_in, start_and_wait
 from hvd_bert.tools.bench.points import Plan, Point
-from hvd_bert.tools.rendering.text import percent, seconds
+from hvd_bert.tools.rendering.page import Grid, percent, seconds
 from hvd_bert.tools.report.comparability import STRONG
 
 FILE, FIGURE, SCRIPT = "goodput.json", "goodput.png", "hosts.sh"
@@ -199,8 +198,6 @@ class Goodput:
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Rates, and the medians of what the kills cost."""
-    from hvd_bert.tools.rendering.page import Grid  # brings numpy
-
     cells = []
     for name, row in rows.items():
         kills = [kill for kill in row["kills"] if "next_step_s" in kill]
@@ -217,7 +214,7 @@ def figure(rows: Mapping[str, Mapping[str, Any]]) -> bytes:
     import matplotlib
     from matplotlib.figure import Figure
 
-    from hvd_bert.tools.rendering.style import COLOURS, STYLE, png
+    from hvd_bert.tools.report.plots import COLOURS, STYLE, png
 
     with matplotlib.rc_context(STYLE):
         drawn = Figure(figsize=(8, 1.4 + 0.5 * len(rows)), layout="constrained")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_bert import __version__
-from hvd_bert.config.values import MAX_SECONDS, Limits, shortened
+from hvd_bert.config.parser import MAX_SECONDS, Limits, shortened
 from hvd_bert.distributed.launch import number, requested
 from hvd_bert.errors import UserError
 from hvd_bert.machine import PACKAGES, cpu_name, version_of

@@ -25,8 +25,8 @@ from hvd_bert.storage import written
 from hvd_bert.storage.writing import make_folder, writing_to
 from hvd_bert.tools.bench.record import locked
 from hvd_bert.tools.runs import reading
+from hvd_bert.tools.runs.reading import Run
 from hvd_bert.tools.runs.record import RESULTS
-from hvd_bert.tools.runs.run import Run
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 TO_END_S = 40  # longer than torchrun gives ranks that do not respond; horovodrun over MPI waits for them

@@ -16,8 +16,7 @@ from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import Kind, convert, read_json
 from hvd_bert.storage.writing import make_folder, write_json, writing_to
 from hvd_bert.tools.bench.points import Point
-from hvd_bert.tools.runs.reading import SWEEP
-from hvd_bert.tools.runs.run import SweepFile
+from hvd_bert.tools.runs.reading import SWEEP, SweepFile
 
 OTHER_OUT = "choose another --out."
 WAITING, DONE, FAILED, SKIPPED = "waiting", "done", "failed", "skipped"

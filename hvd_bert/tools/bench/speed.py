@@ -32,11 +32,10 @@ from hvd_bert.model.loading import load_config, reported
 from hvd_bert.monitoring.usage import memory_now, memory_peak
 from hvd_bert.output import run_folder
 from hvd_bert.storage.reading import GIB
-from hvd_bert.storage.writing import write_named, writing_to
+from hvd_bert.storage.writing import check_file, write_named, writing_to
 from hvd_bert.tasks.base import Task, load_task, weight_copies
 from hvd_bert.tasks.question_answering import Inputs, QuestionAnswering, QuestionSet
 from hvd_bert.tools.bench import measure
-from hvd_bert.tools.rendering.named import check_file
 from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.train.loop import Training
 from hvd_bert.train.start import set_up

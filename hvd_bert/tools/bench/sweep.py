@@ -22,8 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from hvd_bert.config.parser import Parser
-from hvd_bert.config.values import LARGEST, MAX_RUNS, Limits, shortened
+from hvd_bert.config.parser import LARGEST, MAX_RUNS, Limits, Parser, shortened
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.storage import written
@@ -35,7 +34,7 @@ from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.bench.one_run import LOG, Stopped, exit_status, train
 from hvd_bert.tools.bench.points import Plan, Point
 from hvd_bert.tools.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Result, SweepRecord, opened
-from hvd_bert.tools.rendering.text import seconds
+from hvd_bert.tools.rendering.page import seconds
 from hvd_bert.tools.report.comparability import STRONG
 from hvd_bert.tools.runs import reading
 from hvd_bert.tools.runs.reading import SWEEP

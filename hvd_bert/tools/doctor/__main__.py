@@ -17,8 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvd_bert.config.parser import HELP, Parser
-from hvd_bert.config.values import MAX_SECONDS, Limits
+from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser
 from hvd_bert.distributed.launch import find_launcher, speaks_first
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, print_on_one_rank, start_rank

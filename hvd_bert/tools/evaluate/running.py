@@ -22,12 +22,11 @@ from hvd_bert.evaluation.samples import sample
 from hvd_bert.evaluation.squad_metric import question_scores
 from hvd_bert.output import output_dir, run_folder
 from hvd_bert.storage import written
-from hvd_bert.storage.writing import replacing, write_named, writing_to
+from hvd_bert.storage.writing import check_file, replacing, write_named, writing_to
 from hvd_bert.strategies.base import strategy_class
 from hvd_bert.tasks.base import EvaluationResult, Task, load_task
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.evaluate import slices
-from hvd_bert.tools.rendering.named import check_file
 from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
 from hvd_bert.tools.report.content import SHORT
 from hvd_bert.train.start import set_up

@@ -27,8 +27,8 @@ from hvd_bert.tools.report import comparison, content, run_page, runs_page
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
 from hvd_bert.tools.runs import reading, record
+from hvd_bert.tools.runs.reading import LeftOut
 from hvd_bert.tools.runs.record import Record
-from hvd_bert.tools.runs.run import LeftOut
 
 PAGE = "report.html"
 CSV_FILES = ("report.csv", "runs.csv")

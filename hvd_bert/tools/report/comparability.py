@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # numpy
-    from hvd_bert.tools.runs.run import Run
+    from hvd_bert.tools.runs.reading import Run
 
 STRONG, WEAK = "strong", "weak"
 EARLY_STEPS = 20

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_bert.config.parser import shortened
 from hvd_bert.config.settings import STRATEGIES
-from hvd_bert.config.values import shortened
 from hvd_bert.errors import UserError
 from hvd_bert.tools.report.comparability import STRONG, WEAK, Group, differences, losses_differ
-from hvd_bert.tools.runs.run import LeftOut, Run
+from hvd_bert.tools.runs.reading import LeftOut, Run
 
 RESAMPLES = 10_000
 RANGE = 0.95

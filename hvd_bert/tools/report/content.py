@@ -10,7 +10,7 @@ from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering.page import DASH, Grid
 from hvd_bert.tools.report.comparability import EARLY_STEPS, EARLY_TOLERANCE, LAST_TOLERANCE, NATS, Group
 from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, ScalingTable
-from hvd_bert.tools.runs.run import PROCESS_TIMES, LeftOut, Run
+from hvd_bert.tools.runs.reading import PROCESS_TIMES, LeftOut, Run
 
 SHORT = {"exact_match": "EM", "f1": "F1"}  # names of scores in tables
 SPREAD = 0.1  # of the repeats, over their median; a larger spread is a caveat

@@ -1,7 +1,8 @@
-"""The report's plots."""
+"""The report's plots, and the style of all plots. Importing this module makes matplotlib draw without a display."""
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +12,31 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.rendering.style import COLOURS, STYLE, png
 from hvd_bert.tools.report.comparison import Compared, ScalingTable
+
+matplotlib.use("Agg")
+
+# Palette of Okabe and Ito (2008), distinguishable with any color vision.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+STYLE: Any = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "savefig.dpi": 130,
+    "text.parse_math": False,  # a name with dollar signs is no formula
+}
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
 
 MARKERS = ("s", "o", "^", "D", "v", "P", "X")
 LINEAR_UP_TO = 8  # times the fewest devices; beyond that the axis is logarithmic

@@ -13,9 +13,23 @@ import numpy as np
 from hvd_bert.distributed.logs import describe_ranks
 from hvd_bert.monitoring import PHASES
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.rendering.page import DASH, Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
-from hvd_bert.tools.rendering.text import digits, duration, percent
-from hvd_bert.tools.rendering.text import seconds as time
+from hvd_bert.tools.rendering.page import (
+    DASH,
+    Block,
+    Code,
+    Details,
+    Figures,
+    Grid,
+    Listing,
+    Page,
+    Quote,
+    Status,
+    Text,
+    digits,
+    duration,
+    percent,
+)
+from hvd_bert.tools.rendering.page import seconds as time
 from hvd_bert.tools.report import content, parts
 from hvd_bert.tools.runs.record import Record, kept, number_of, objects_in
 

@@ -6,13 +6,12 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from hvd_bert.tools.rendering.page import DASH, Figures, Grid, Listing, Page, Picture, Text
-from hvd_bert.tools.rendering.text import duration
+from hvd_bert.tools.rendering.page import DASH, Figures, Grid, Listing, Page, Picture, Text, duration
 from hvd_bert.tools.report import content, parts, plots
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
+from hvd_bert.tools.runs.reading import Run
 from hvd_bert.tools.runs.record import Record, number_of
-from hvd_bert.tools.runs.run import Run
 
 
 def page_of(

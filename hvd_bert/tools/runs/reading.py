@@ -1,21 +1,32 @@
-"""Finished runs whose speeds can be compared. Others are left out, with the reason."""
+"""Finished runs whose speeds can be compared, and their figures. Others are left out, with the reason."""
 
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta, Struct, field
 from msgspec.structs import asdict
 
 from hvd_bert.config.settings import of_this_version
 from hvd_bert.errors import UserError, visible
-from hvd_bert.storage.reading import convert, read_json
+from hvd_bert.storage.reading import Count, convert, read_json
 from hvd_bert.tools.runs import record as records
-from hvd_bert.tools.runs.record import EVALUATED_ONLY, METRICS, RESULTS, SETTINGS, Record, number_of
-from hvd_bert.tools.runs.run import LeftOut, Results, Run, SweepFile
+from hvd_bert.tools.runs.record import (
+    EVALUATED_ONLY,
+    LARGEST,
+    METRICS,
+    RESULTS,
+    SETTINGS,
+    LineArrays,
+    Record,
+    number_of,
+)
 
 RUN_FILES = {RESULTS, SETTINGS, METRICS, EVALUATED_ONLY}
 SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its runs
@@ -24,6 +35,144 @@ SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its
 REPEATED = ("--seed",)
 IN_STEPS = ("--num_train_epochs", "--max_steps")
 OF_THE_STRATEGY = ("--fp16_allreduce",)
+
+
+Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=2**53)]
+PROCESS_TIMES = ("real_s", "user_s", "system_s")
+
+
+class Process(Struct):
+    """Times and memory of a rank's whole process."""
+
+    real_s: Number | None = None
+    user_s: Number | None = None
+    system_s: Number | None = None
+    memory_peak_bytes: Number | None = None
+
+
+NAMES = {
+    "ranks": "world_size", "steps": "train_steps", "windows": "train_samples", "runtime_s": "train_runtime",
+    "threads": "threads_per_rank", "places": "ranks", "score_names": "scores",
+}  # fmt: skip
+
+
+class Results(Struct, kw_only=True, rename=NAMES):
+    """train_results.json. Older runs lack what has a default."""
+
+    work: dict[str, Any]
+    ranks: AtLeastOne
+    global_batch: AtLeastOne
+    steps: AtLeastOne
+    windows: AtLeastOne
+    runtime_s: Number
+    learning_rate: Number
+    seed: Count
+    threads: AtLeastOne
+    devices_per_rank: AtLeastOne = 1
+    strategy: str = "horovod"
+    controller: str | None = None
+    device_name: str = "unknown"
+    unit: str = "windows"
+    hosts: list[str] = []
+    places: list[dict[str, Any]] = []
+    score_names: list[str] = field(default_factory=lambda: ["exact_match", "f1"])
+    versions: dict[str, Any] = {}
+    processes: list[Process] = []
+
+
+class Run(Results, kw_only=True, rename=NAMES | {"scores": "values"}):
+    """A finished run; None: not recorded. `lines`: of its steps; the steady state is every line after the first.
+
+    `work`: settings, model and data; equal if two runs did the same work. `variant`: settings of the strategy.
+    `scores`: of the last evaluation. `unit`: what a step takes, such as windows.
+    """
+
+    name: str
+    variant: Mapping[str, str]
+    without_dropout: bool
+    lines: LineArrays
+    scores: Mapping[str, float | None]
+
+    @property
+    def nodes(self) -> int:
+        """Number of hosts."""
+        return max(1, len(self.hosts))
+
+    @property
+    def devices(self) -> int:
+        """Number of GPUs, or of ranks on CPUs."""
+        return self.ranks * self.devices_per_rank
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is known that the ranks are on CPUs."""
+        return bool(self.places) and self.places[0].get("device") == "cpu"
+
+    def process_s(self, kind: str) -> float | None:
+        """One of PROCESS_TIMES of a rank's whole process: the median over the ranks."""
+        known = [value for process in self.processes if (value := getattr(process, kind)) is not None]
+        return statistics.median(known) if known else None
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """The maximum over the ranks."""
+        known = [process.memory_peak_bytes for process in self.processes if process.memory_peak_bytes is not None]
+        return max(known, default=None)
+
+    @property
+    def windows_per_s(self) -> float:
+        """Windows per second in the steady state."""
+        seconds = self.lines["step_s"][1:] * np.diff(self.lines["step"])
+        return float(np.average(self.lines["windows_per_s"][1:], weights=seconds))
+
+    def mean(self, key: str) -> float | None:
+        """Mean over the steps of the steady state; None if any line lacks it."""
+        values = self.lines[key][1:]
+        return float(np.average(values, weights=np.diff(self.lines["step"]))) if np.isfinite(values).all() else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds per step in the steady state."""
+        return self.mean("step_s")
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Share of exposed communication in the step time."""
+        exposed, whole = self.mean("exposed_comm_s"), self.mean("step_s")
+        return None if exposed is None or whole is None else exposed / whole
+
+    @property
+    def last_loss(self) -> float:
+        """Mean loss over the last quarter of the lines."""
+        losses = self.lines["loss"]
+        return float(losses[-max(1, len(losses) // 4) :].mean())
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A run, or a row of a table, without a speed-up, and the reason."""
+
+    name: str
+    reason: str
+
+
+class SweepRow(Struct):
+    """A point of sweep.json, as far as it is read again."""
+
+    name: str
+    strategy: str = ""
+    state: str = ""
+    reason: str = ""
+    seconds: Number | None = None
+    command: list[str] = []
+
+
+class SweepFile(Struct):
+    """sweep.json."""
+
+    same: dict[str, Any]
+    points: list[SweepRow] = []
 
 
 class Unusable(Exception):

@@ -6,6 +6,7 @@ are compared.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +16,11 @@ from typing import Any, Literal
 
 import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import MAX_YAML_BYTES, Kind, convert, parse_json, read_json, read_text
-from hvd_bert.tools.runs.run import LARGEST, LineArrays
 
 RESULTS, METRICS, SETTINGS, SCORES = "train_results.json", "metrics.jsonl", "train_config.yaml", "eval_results.json"
 EVALUATED_ONLY, EVENTS, SAMPLES = "eval_config.yaml", "events.jsonl", "eval_samples.json"
@@ -28,7 +29,29 @@ MAX_METRICS = 2**32  # bytes: millions of lines
 RECENT = 20  # lines from which the speed of a run that is still going is computed
 MAX_STEP = 2**53  # floats hold all whole numbers up to it
 SILENT_S = 300.0  # where a lock cannot be seen: a run that has written nothing for longer is not running any more
+LARGEST = 1e300  # of a number, so that products and sums are finite
 State = Literal["finished", "running", "ended"]
+
+
+@dataclass(frozen=True)
+class LineArrays:
+    """Lines of a JSON Lines file as one array per key, NaN where a line lacks the key."""
+
+    columns: Mapping[str, NDArray[np.float64]]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.columns and bool(np.isfinite(self.columns[key]).any())
+
+    def __getitem__(self, key: str) -> NDArray[np.float64]:
+        return self.columns.get(key, np.full(len(self), math.nan))
+
+    def of(self, key: str, value: float) -> LineArrays:
+        """The lines in which `key` has this value."""
+        kept = self[key] == value
+        return LineArrays({name: column[kept] for name, column in self.columns.items()})
 
 
 @dataclass(frozen=True)

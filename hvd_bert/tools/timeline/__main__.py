@@ -12,12 +12,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from hvd_bert.config.parser import Parser
-from hvd_bert.config.values import Limits
+from hvd_bert.config.parser import Limits, Parser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError, visible
-from hvd_bert.storage.writing import write_named, writing_to
+from hvd_bert.storage.writing import check_file, write_named, writing_to
 from hvd_bert.streams import end_when_lost
-from hvd_bert.tools.rendering.named import check_file
 from hvd_bert.tools.rendering.page import GENERATOR
 from hvd_bert.tools.timeline import analysis, content
 from hvd_bert.tools.timeline.analysis import Findings

@@ -1,18 +1,64 @@
-"""Compute a timeline's figures: phases, messages, steps, ranks."""
+"""Compute a timeline's figures: time per phase and per message size, steps, and how late each rank is."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from hvd_bert.errors import UserError
-from hvd_bert.tools.timeline.events import CYCLE, Recording
-from hvd_bert.tools.timeline.spans import NEGOTIATION, kind_of, spans_of
+from hvd_bert.tools.timeline.events import CYCLE, NONE, Array, Recording
+from hvd_bert.tools.timeline.spans import COLLECTIVE, NEGOTIATION, Messages, Negotiations, Spans, kind_of, spans_of
 from hvd_bert.tools.timeline.steps import FULL, StepTable, steps_of
-from hvd_bert.tools.timeline.sums import Phase, RankRow, SizeClass, Sizes, phases_of, ranks_of
+
+LATE_US = 2000  # twice Horovod's cycle: below that, ranks may have been seen in the same cycle
+SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes: upper limits of the classes of messages
+BIG = 1 << 20  # bytes: smaller messages are mostly latency and do not count for the bandwidth
+FAST = 0.05  # share of the big messages that were delayed neither by computation nor by a late rank
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`count`: of tensors for negotiations, else of messages. `total_s`: time with at least one in this phase."""
+
+    name: str
+    kind: str
+    count: int
+    total_s: float
+    share: float
+    median_s: float
+    p99_s: float
+
+
+@dataclass(frozen=True)
+class SizeClass:
+    """Allreduces of up to `up_to` bytes (None: larger). Bandwidth: their bytes over the time of the collective."""
+
+    up_to: int | None
+    messages: int
+    tensors: int
+    size: int
+    median_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """`last`: negotiations in which this rank was last by more than 2 ms. `share`: of the negotiations that name ranks.
+    `steps`: the same for steps, out of `of_steps`. `waited_s`: total time that ranks waited for it in these steps."""
+
+    rank: int
+    last: int
+    share: float
+    median_s: float
+    p99_s: float
+    steps: int
+    of_steps: int
+    step_median_s: float
+    waited_s: float
 
 
 @dataclass(frozen=True)
@@ -117,3 +163,89 @@ def _step_figures(steps: StepTable | None) -> StepFigures | None:
         wait_s=middle["wait"] * 1e-6, wait_p99_s=float(np.quantile(steps.wait, 0.99)) * 1e-6,
         wait_share=middle["wait"] / step_us, messages=middle["messages"], size=middle["size"],
     )  # fmt: skip
+
+
+def quantile(values: Array, part: float) -> float:
+    """A quantile; NaN if there are no values."""
+    return float(np.quantile(values, part)) if len(values) else math.nan
+
+
+def phases_of(spans: Spans, names: Sequence[str], covered_us: int) -> list[Phase]:
+    """Times of each kind of span, negotiations first."""
+    found = []
+    for rows in (spans.negotiations, spans.activities):
+        for code in np.unique(rows.code).tolist():
+            own = rows.code == code
+            sort = np.argsort(rows.start[own], kind="stable")
+            start, end = rows.start[own][sort], rows.end[own][sort]
+            reached = np.maximum.accumulate(np.append(0, end))[:-1]
+            covered = int(np.maximum(0, end - np.maximum(start, reached)).sum())
+            took = np.maximum(0, end - start) * 1e-6
+            found.append(
+                Phase(
+                    names[code], _kind(names[code]), len(took), covered * 1e-6, covered / max(1, covered_us),
+                    quantile(took, 0.5), quantile(took, 0.99),
+                )
+            )  # fmt: skip
+    order = ["negotiation", "wait", "queue", "copy", "collective", "set-up"]
+    return sorted(found, key=lambda phase: (order.index(phase.kind), -phase.total_s))
+
+
+def _kind(name: str) -> str:
+    """The kind of a phase, as in timeline/content.py."""
+    known = {NEGOTIATION: "negotiation", COLLECTIVE: "collective"}.get(kind_of(name))
+    if known or name == "QUEUE":
+        return known or "queue"
+    return "wait" if name.startswith("WAIT") else "copy" if name.startswith(("MEMCPY", "COPY")) else "set-up"
+
+
+class Sizes:
+    """The allreduces whose size and time are known. `names`: of spans by code."""
+
+    def __init__(self, messages: Messages, names: Sequence[str]) -> None:
+        allreduce = np.array([name == "ALLREDUCE" for name in names])
+        known = allreduce[messages.code] & (messages.size >= 0) & (messages.collective != NONE)
+        rows = messages.only(np.flatnonzero(known & (messages.received >= messages.sent)))
+        self.size, self.tensors, self.took_us = rows.size, rows.tensors, rows.received - rows.sent
+
+    def rows(self) -> list[SizeClass]:
+        """A row per class of sizes that occurs."""
+        limits, which, found = [*SIZES, None], np.searchsorted(SIZES, self.size, side="left"), []
+        for number in np.unique(which).tolist():
+            own = which == number
+            size, took = int(self.size[own].sum()), self.took_us[own]
+            speed = size / max(1, int(took.sum())) * 1e6
+            tensors = int(self.tensors[own].sum())
+            found.append(SizeClass(limits[number], len(took), tensors, size, quantile(took, 0.5) * 1e-6, speed))
+        return found
+
+    def bytes_per_s(self) -> float:
+        """Bandwidth of messages above 1 MiB if these carry half of all bytes, else of all messages."""
+        big = self.size > BIG
+        counted = big if 2 * self.size[big].sum() >= self.size.sum() else np.ones_like(big)
+        took = int(self.took_us[counted].sum())
+        return int(self.size[counted].sum()) / took * 1e6 if took else math.nan
+
+    def fast_bytes_per_s(self) -> float:
+        """Bandwidth of the fastest 5 % of messages above 1 MiB; NaN if there are none."""
+        big = self.size > BIG
+        return quantile(self.size[big] / np.maximum(self.took_us[big], 1) * 1e6, 1 - FAST)
+
+
+def ranks_of(negotiations: Negotiations, ranks: set[int], steps: StepTable | None) -> list[RankRow]:
+    """How often, and by how much, each rank is last."""
+    late, found = negotiations.lag > LATE_US, []
+    named = int((negotiations.ticks > 0).sum())
+    for rank in sorted(ranks):
+        lags = negotiations.lag[late & (negotiations.last_rank == rank)] * 1e-6
+        lag, of_steps = np.zeros(0), 0
+        if steps is not None:
+            of_steps = int((steps.last_rank != NONE).sum())
+            lag = steps.lag[(steps.last_rank == rank) & (steps.lag > LATE_US)] * 1e-6
+        found.append(
+            RankRow(
+                rank, len(lags), len(lags) / max(1, named), quantile(lags, 0.5), quantile(lags, 0.99),
+                len(lag), of_steps, quantile(lag, 0.5), float(lag.sum()),
+            )
+        )  # fmt: skip
+    return found

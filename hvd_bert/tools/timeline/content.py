@@ -6,10 +6,8 @@ import json
 import math
 from dataclasses import asdict
 
-from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
-from hvd_bert.tools.rendering.text import DASH, byte_size, percent, seconds
-from hvd_bert.tools.timeline.analysis import Findings, StepFigures
-from hvd_bert.tools.timeline.sums import BIG
+from hvd_bert.tools.rendering.page import DASH, Grid, Listing, Page, Text, byte_size, percent, seconds
+from hvd_bert.tools.timeline.analysis import BIG, Findings, StepFigures
 
 TITLE = "Horovod timeline"
 KINDS = {

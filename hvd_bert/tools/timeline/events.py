@@ -15,18 +15,24 @@ from __future__ import annotations
 import codecs
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import open_regular
-from hvd_bert.tools.timeline.rows import NONE, Events
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Array = NDArray[Any]
+NONE = -1  # none, or unknown
 BEGIN, END, TICK = ord("B"), ord("E"), ord("X")
 BLOCK = 2 << 20  # bytes that are parsed at a time, since Python's objects take much more memory than the arrays
 LONGEST_EVENT = 1 << 20  # bytes; nothing longer is an event
@@ -40,6 +46,39 @@ _EVENT = re.compile(
 ITEM_BYTES = {"uint8": 1, "int8": 1, "bool": 1, "uint16": 2, "int16": 2, "float16": 2, "bfloat16": 2} | {
     **{"int32": 4, "float32": 4, "uint32": 4, "int64": 8, "uint64": 8, "float64": 8}
 }
+
+
+@dataclass
+class Table:
+    """Columns of the same length: each field is an array."""
+
+    def __len__(self) -> int:
+        return len(next(iter(vars(self).values())))
+
+    def only(self, rows: Array) -> Self:
+        """Some of the rows, in the given order."""
+        return type(self)(*(column[rows] for column in vars(self).values()))
+
+    @classmethod
+    def joined(cls, tables: Sequence[Self]) -> Self:
+        """The rows of all tables."""
+        columns = zip(*(vars(table).values() for table in tables), strict=True)
+        return cls(*map(np.concatenate, columns))
+
+
+@dataclass
+class Events(Table):
+    """A row per event, in the file's order.
+
+    `phase`: BEGIN, END or TICK. `code`: the number in `Recording.names` of a BEGIN, the rank of a TICK.
+    `ts`: microseconds. `pid`: the tensor. `size`: the tensor's bytes at the END of an operation, else NONE.
+    """
+
+    phase: Array
+    code: Array
+    ts: Array
+    pid: Array
+    size: Array
 
 
 @dataclass

@@ -12,23 +12,81 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_bert.tools.timeline.events import BEGIN, END, TICK
-from hvd_bert.tools.timeline.rows import (
-    NONE,
-    Activities,
-    Array,
-    Events,
-    Messages,
-    Negotiations,
-    Operations,
-    Spans,
-    Table,
-)
+from hvd_bert.tools.timeline.events import BEGIN, END, NONE, TICK, Array, Events, Table
 
 NEGOTIATE = "NEGOTIATE_"
 OPERATIONS = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "ADASUM")
 COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BCAST", "ALLTOALL", "REDUCESCATTER", "REDUCE")
 ACTIVITY, NEGOTIATION, OPERATION, COLLECTIVE, OTHER = range(5)
+
+
+@dataclass
+class Negotiations(Table):
+    """A row per tensor and negotiation. Times in us. `ticks`: number of ranks that it names. `lag`: from the first to
+    the last of them. `last_rank`: the last of them (NONE without ticks)."""
+
+    code: Array
+    pid: Array
+    start: Array
+    end: Array
+    ticks: Array
+    lag: Array
+    last_rank: Array
+
+
+@dataclass
+class Operations(Table):
+    """A row per tensor and operation, in the order in which they began. `message`: the row in Messages.
+    `negotiation`: the row in Negotiations, or NONE. `size`: bytes, NONE if unknown."""
+
+    code: Array
+    pid: Array
+    start: Array
+    end: Array
+    message: Array
+    negotiation: Array
+    size: Array
+
+
+@dataclass
+class Messages(Table):
+    """A row per collective, in the order in which they began. `tensors`: number of tensors sent together. Times in us.
+
+    `seen`: when the last tensor was ready on the first rank; `ready`: on all ranks. `start` and `end`: of the operation
+    with its copies; `sent` and `received`: of the collective only. `size`: bytes, NONE if unknown. `collective`: the
+    code of its first activity, or NONE.
+    """
+
+    code: Array
+    collective: Array
+    tensors: Array
+    size: Array
+    seen: Array
+    ready: Array
+    start: Array
+    end: Array
+    sent: Array
+    received: Array
+
+
+@dataclass
+class Activities(Table):
+    """A row per message and activity. Times in us."""
+
+    code: Array
+    start: Array
+    end: Array
+
+
+@dataclass
+class Spans:
+    """All spans of a file that have an end. `unfinished`: number of operations and negotiations without one."""
+
+    negotiations: Negotiations
+    operations: Operations
+    messages: Messages
+    activities: Activities
+    unfinished: int
 
 
 def kind_of(name: str) -> int:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_bert.tools.timeline.rows import NONE, Array, Messages, Spans, Table
+from hvd_bert.tools.timeline.events import NONE, Array, Table
+from hvd_bert.tools.timeline.spans import Messages, Spans
 
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 ASYNCHRONOUS = "NCCL_"  # collectives that another thread waits for

@@ -17,8 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from hvd_bert.config import command_line
-from hvd_bert.config.parser import Parser
-from hvd_bert.config.values import MAX_RUNS, MAX_SECONDS, Limits
+from hvd_bert.config.parser import MAX_RUNS, MAX_SECONDS, Limits, Parser
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost, keep_running
@@ -29,7 +28,7 @@ from hvd_bert.tools.bench.one_run import exit_status
 from hvd_bert.tools.bench.points import PRESET, Point
 from hvd_bert.tools.bench.record import opened, read_previous, replace
 from hvd_bert.tools.report.comparability import WEAK
-from hvd_bert.tools.runs.run import SweepFile
+from hvd_bert.tools.runs.reading import SweepFile
 from hvd_bert.tools.tune import spaces
 from hvd_bert.tools.tune.spaces import HOROVOD, TRAINING
 

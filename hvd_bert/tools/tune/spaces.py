@@ -13,7 +13,7 @@ from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import MIB
 from hvd_bert.tools.bench.points import SET_BY_SWEEP, check_own, spelled
-from hvd_bert.tools.runs.run import Run
+from hvd_bert.tools.runs.reading import Run
 
 HOROVOD, TRAINING = "horovod", "training"
 Value = int | float | str

@@ -23,8 +23,8 @@ from optuna.visualization import matplotlib as draw
 from hvd_bert.errors import as_user_error
 from hvd_bert.storage.writing import write_named
 from hvd_bert.tools.bench.record import OTHER_OUT
-from hvd_bert.tools.rendering import style
 from hvd_bert.tools.rendering.page import DASH, Code, Grid, Page, Picture, Text
+from hvd_bert.tools.report import plots
 from hvd_bert.tools.tune.spaces import Parameter, has_effect, setting_of
 from hvd_bert.tools.tune.trials import Score, Speed, TrialFailed
 
@@ -134,6 +134,6 @@ def _picture(study: optuna.Study, name: str, plot: Callable[..., Any]) -> Pictur
     with warnings.catch_warnings(), pyplot.rc_context({"savefig.bbox": "tight"}):
         warnings.simplefilter("ignore")  # these functions are experimental
         figure = np.ravel(plot(study, target_name=name))[0].figure
-        png = style.png(figure)
+        png = plots.png(figure)
     pyplot.close(figure)
     return Picture(f"{plot.__name__}.png", png, plot.__name__.removeprefix("plot_").replace("_", " "))
