@@ -186,7 +186,7 @@ def keep_global_batch(plan: BatchPlan, resume_point: ResumePoint | None, world: 
     if global_batch is None and plan.global_batch > plan.num_windows:
         raise CollectiveError(
             f"The global batch is {plan.global_batch} windows ({plan.size} rank(s), {plan.accumulation} pass(es) of"
-            f" {plan.global_batch // plan.passes}), but the training data has only {plan.num_windows}. Lower"
+            f" {plan.global_batch // plan.total_passes}), but the training data has only {plan.num_windows}. Lower"
             f" --per_device_train_batch_size, give --global_batch {plan.num_windows} or less, or use more data."
         )
     if global_batch in (None, plan.global_batch):

@@ -57,8 +57,8 @@ class BatchPlan:
     def with_global_batch(self, global_batch: int) -> BatchPlan:
         """The plan with another `global_batch`, with enough micro-batches that none is larger than now."""
         rank_batch = self.global_batch // (self.size * self.accumulation)
-        passes = math.ceil(global_batch / (self.size * rank_batch))
-        return replace(self, global_batch=global_batch, accumulation=passes)
+        accumulation = math.ceil(global_batch / (self.size * rank_batch))
+        return replace(self, global_batch=global_batch, accumulation=accumulation)
 
     @property
     def num_windows(self) -> int:
@@ -71,7 +71,7 @@ class BatchPlan:
         return math.ceil(self.num_windows / self.global_batch)
 
     @property
-    def passes(self) -> int:
+    def total_passes(self) -> int:
         """Micro-batches per step over all ranks."""
         return self.size * self.accumulation
 

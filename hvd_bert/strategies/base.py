@@ -170,7 +170,7 @@ class Strategy:
         self.scaler.update()
         return self.scaler.get_scale() >= scale  # the scale is lowered after an overflow
 
-    def whole_model(self) -> nn.Module:
+    def gather_model(self) -> nn.Module:
         """The model with current weights, whole on every rank, to evaluate or save. A collective."""
         return self.model
 

@@ -59,7 +59,7 @@ class FSDPStrategy(Strategy):
             norm = super()._clip()
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def whole_model(self) -> nn.Module:
+    def gather_model(self) -> nn.Module:
         self.model.load_state_dict(get_model_state_dict(self.module, options=WHOLE))
         return self.model
 

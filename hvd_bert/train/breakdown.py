@@ -51,7 +51,7 @@ class Breakdown:
         steps = range(self.meter.last_step, step)
         row = self.meter.read(step)
         windows = np.concatenate([self.plan.step_windows(before) for before in steps])
-        flops = self.flops(self.plan.lengths[windows], len(steps) * self.plan.passes)
+        flops = self.flops(self.plan.lengths[windows], len(steps) * self.plan.total_passes)
         imbalances, self._imbalances = self._imbalances, 0.0
         if self._lines == 1:
             self._sums.clear()

@@ -16,23 +16,23 @@ from hvd_bert.config.settings import TrainArguments
 from hvd_bert.distributed.world import World, log
 from hvd_bert.train.state import TrainState
 
-KEPT: list[ResumePoint] = []  # at most one, by this process
+LAST_STATE: list[ResumePoint] = []  # at most one, of this process
 
 
 @contextmanager
-def kept(state: TrainState, args: TrainArguments) -> Iterator[None]:
+def keep_on_failure(state: TrainState, args: TrainArguments) -> Iterator[None]:
     """Under Horovod elastic, keep `state` for the next world if the training inside fails.
 
     What an earlier world left is dropped only here, since a rank may be lost while it is sent.
     """
-    KEPT.clear()
+    LAST_STATE.clear()
     try:
         yield
     except Exception:
         if state.world.elastic:
-            tensors, rest = state.kept()
+            tensors, rest = state.local_snapshot()
             rest |= {"rank_batch": rank_batch(args)}
-            KEPT.append(ResumePoint(args.folder / name_of(state.step), Contents(tensors, rest)))
+            LAST_STATE.append(ResumePoint(args.folder / name_of(state.step), Contents(tensors, rest)))
         raise
 
 
@@ -40,11 +40,11 @@ def newest(world: World) -> ResumePoint | None:
     """The newest state that a rank has kept, or None. Only that rank has its tensors. A collective."""
     if not world.elastic:
         return None
-    steps = world.allgather(KEPT[0].step if KEPT else -1)
+    steps = world.allgather(LAST_STATE[0].step if LAST_STATE else -1)
     root = steps.index(max(steps))
     if steps[root] < 0:
         return None
     log.info("Resuming after step %d, kept by rank %d", steps[root], root)
-    folder, state = world.broadcast((KEPT[0].folder, KEPT[0].state) if world.rank == root else None, root)
-    tensors = dict(KEPT[0].contents.tensors) if world.rank == root else {}
+    folder, state = world.broadcast((LAST_STATE[0].folder, LAST_STATE[0].state) if world.rank == root else None, root)
+    tensors = dict(LAST_STATE[0].contents.tensors) if world.rank == root else {}
     return ResumePoint(folder, Contents(tensors, state), root)

@@ -51,13 +51,9 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = ()) -> Run
     with closing(metrics_logger):
         metrics_logger.started(config.as_flat() | effective, resume_point.step if resume_point else None)
         metrics_logger.notify("on_start", task, world)
-        with elastic.kept(training.state, config.train) if training else nullcontext():
+        with elastic.keep_on_failure(training.state, config.train) if training else nullcontext():
             if training:
-                with training.stop_requests.watched():  # until the model is saved, or a signal would lose it
-                    results = training.run(metrics_logger)
-                    with run_folder.writing(config.train.folder, world) as writes:
-                        if writes:
-                            run_folder.save_model(config.train.folder, task)
+                results = _train(training, metrics_logger)
                 evaluation = training.evaluate_final()
             elif evaluations and evaluation:
                 evaluations.record(evaluation, metrics_logger, 0)
@@ -86,6 +82,17 @@ def _begin_output(
         started = reporters.start(config.train.reporters, folder) if writes else []
         metrics_logger = MetricsLogger(folder, writes, started, task.unit)
     return facts, metrics_logger
+
+
+def _train(training: Training, metrics_logger: MetricsLogger) -> dict[str, Any]:
+    """Train, and save the model. Returns the results for train_results.json."""
+    folder = training.config.train.folder
+    with training.stop_requests.watched():  # until the model is saved, or a signal would lose it
+        results = training.run(metrics_logger)
+        with run_folder.writing(folder, training.world) as writes:
+            if writes:
+                run_folder.save_model(folder, training.task)
+    return results
 
 
 def _write_output(
@@ -194,21 +201,26 @@ class Training:
                 stops = self.stop_requests.any_rank_stops()  # the vote is the last message of a recorded step
                 self.recording.after(state.step)
                 self._after_step(learning_rate, grad_norm, stops)
-            self._start_vote()  # for a signal since the last step, for example during an evaluation
-            if self.stop_requests.any_rank_stops():
-                checkpoints.save_and_stop(self.stop_requests.reason())
-            self.health.check_end()
-            if self.world.elastic:
-                state.last = state.kept(copies=True)  # before the model gets other weights
-            state.strategy.whole_model()  # from here on task.model has the trained weights
-            if state.average:
-                state.average.swap()
-            self.model_step = checkpoints.load_best()
-            self.task.merge_adapters()
-            if self.model_step != state.step:
-                self.evaluation = None  # it is the last model's, and an earlier one is the best
+            self._finish()
         sums = {"breakdown": self.breakdown.results()}
         return state.meter.results() | sums | checkpoints.totals | effective
+
+    def _finish(self) -> None:
+        """After the last step: a last vote and check, then the model of `model_step` in task.model."""
+        state, checkpoints = self.state, self.checkpoints
+        self._start_vote()  # for a signal since the last step, for example during an evaluation
+        if self.stop_requests.any_rank_stops():
+            checkpoints.save_and_stop(self.stop_requests.reason())
+        self.health.check_end()
+        if self.world.elastic:
+            state.last = state.local_snapshot(copies=True)  # before the model gets other weights
+        state.strategy.gather_model()  # from here on task.model has the trained weights
+        if state.average:
+            state.average.swap()
+        self.model_step = checkpoints.load_best()
+        self.task.merge_adapters()
+        if self.model_step != state.step:
+            self.evaluation = None  # it is the last model's, and an earlier one is the best
 
     def evaluate_final(self) -> EvaluationResult | None:
         """Evaluate the model that `run` left, if it was not. Frees the optimizer."""
@@ -289,7 +301,7 @@ class Training:
     def _evaluate(self) -> None:
         assert self.evaluations is not None
         with self.state.meter.paused(), self.state.averaged():
-            evaluation = self.evaluations.evaluate(self.state.strategy.whole_model())
+            evaluation = self.evaluations.evaluate(self.state.strategy.gather_model())
         step = self.state.step
         self.evaluations.record(evaluation, self.metrics_logger, step)
         with run_folder.writing(self.config.train.folder, self.world) as writes:

@@ -25,14 +25,14 @@ from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.train.meter import Meter
 from hvd_bert.train.optim import WeightAverage, make_optimizer, make_schedule
 
-Kept = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]  # tensors by file and name, and the rest for JSON
+Snapshot = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]  # tensors by file and name, and the rest for JSON
 
 
 class Copies:
     """Copies tensors into memory that is kept for the next copies: to use new memory takes longer than to copy."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, str], Tensor] = {}
+        self._memories: dict[tuple[str, str], Tensor] = {}
 
     def copy(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies by name. They replace the group's earlier copies."""
@@ -46,10 +46,11 @@ class Copies:
         return copies
 
     def _memory(self, group: str, name: str, tensor: Tensor) -> Tensor:
-        kept = self._kept.get((group, name))
-        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            kept = self._kept[group, name] = _host_memory(tensor.shape, tensor.dtype, pinned=tensor.is_cuda)
-        return kept
+        memory = self._memories.get((group, name))
+        if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
+            memory = _host_memory(tensor.shape, tensor.dtype, pinned=tensor.is_cuda)
+            self._memories[group, name] = memory
+        return memory
 
 
 def _host_memory(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor:
@@ -104,7 +105,7 @@ class TrainState:
     copies: Copies = field(default_factory=Copies)
     step: int = 0
     eval_pending: bool = False  # the evaluation due after this step has not run
-    last: Kept | None = None  # under Horovod elastic: `kept` after the last step
+    last: Snapshot | None = None  # under Horovod elastic: `local_snapshot` after the last step
 
     @staticmethod
     def fresh(
@@ -131,7 +132,7 @@ class TrainState:
         """Inside, the model has the averages of its weights, if there are any."""
         return self.average.applied() if self.average else nullcontext()
 
-    def snapshot(self) -> Kept:
+    def snapshot(self) -> Snapshot:
         """Tensors by file and name, copied to the CPU, and the rest for JSON; empty on ranks other than 0.
 
         A collective. The next snapshot overwrites the copies.
@@ -151,7 +152,7 @@ class TrainState:
                 tensors["model"] = self.copies.copy("average", self.strategy.model.state_dict())
         return tensors, self._rest(rest, [sums for _, sums in parts])
 
-    def kept(self, copies: bool = False) -> Kept:
+    def local_snapshot(self, copies: bool = False) -> Snapshot:
         """This rank's state after its last finished step, for `restore`. No collective.
 
         Without `copies`, weights on a CPU are the training's own. The loss since the last log line is this rank's; the
@@ -188,10 +189,10 @@ class TrainState:
     def restore(
         self, tensors: Mapping[str, Mapping[str, Tensor]], rest: dict[str, Any], seed: int, root: int = 0
     ) -> None:
-        """Restore what `snapshot` or `kept` returned. A collective. Rank `root` broadcasts its arguments; the other
-        ranks' are ignored, so they need not read the files.
+        """Restore what `snapshot` or `local_snapshot` returned. A collective. Rank `root` broadcasts its arguments; the
+        other ranks' are ignored, so they need not read the files.
 
-        With another world size, and after `kept`, dropout's random numbers are seeded again by `seed` and step.
+        With another world size, and after `local_snapshot`, dropout's random numbers are seeded again by seed and step.
         """
         world = self.world
         rest = world.broadcast(rest, root)

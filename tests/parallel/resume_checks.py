@@ -82,9 +82,9 @@ def newest_state_in_memory_is_resumed_by_all_ranks(ranks: Ranks) -> None:
         for NOTICES.changed in (True, True):  # each run takes one step
             with pytest.raises(HostsChanged):
                 call(train, world, [*flags(world, ranks.strategy, out), *same])
-            kept.append(elastic.KEPT[0])
+            kept.append(elastic.LAST_STATE[0])
         assert [point.step for point in kept] == [1, 2]
-        elastic.KEPT[:] = [kept[1]] if world.rank == last else [kept[0]] if world.rank else []
+        elastic.LAST_STATE[:] = [kept[1]] if world.rank == last else [kept[0]] if world.rank else []
         NOTICES.changed = False
         assert run(world, [*flags(world, ranks.strategy, out), *same]) == 0
     finally:

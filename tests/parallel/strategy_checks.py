@@ -97,7 +97,7 @@ def deterministic_steps_are_recorded(ranks: Ranks) -> None:
         strategy.synchronize()
         strategy.clip()
         strategy.step()
-    weights = {name: weight.detach().numpy() for name, weight in strategy.whole_model().named_parameters()}
+    weights = {name: weight.detach().numpy() for name, weight in strategy.gather_model().named_parameters()}
     if ranks.world.rank == 0:
         np.savez(ranks.folder / "deterministic.npz", losses=losses, **weights)
 
@@ -108,13 +108,13 @@ def a_step_in_which_most_ranks_have_no_window_is_that_of_one_process(ranks: Rank
 
 
 @check_every_strategy
-def whole_model_is_what_was_trained(ranks: Ranks) -> None:
+def gathered_model_is_what_was_trained(ranks: Ranks) -> None:
     """The weights to score and to save are those of now, the same on every rank."""
     training = Training(ranks.world, "--learning_rate", 1e-3)
     before = training.weights()
     strategy = training.wrap()
     training.averaged_step(0)
-    whole = strategy.whole_model()
+    whole = strategy.gather_model()
     after = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
     moved = [name for name in before if not torch.equal(before[name], after[name])]
     assert len(moved) > len(before) / 2
@@ -186,7 +186,7 @@ def state_makes_the_same_next_step(ranks: Ranks, frozen: str, *flags: str | floa
     second.strategy.load_state(*whole, world.broadcast(rest))
     for training in (first, second):
         training.averaged_step(1)
-    mine, theirs = (dict(training.strategy.whole_model().named_parameters()) for training in (first, second))
+    mine, theirs = (dict(training.strategy.gather_model().named_parameters()) for training in (first, second))
     differing = {name: float((mine[name] - theirs[name]).abs().max()) for name in mine}
     differing = {name: maximum for name, maximum in differing.items() if maximum}
     assert not differing, differing

@@ -145,7 +145,7 @@ def test_fewer_windows_than_ranks_are_refused(num_windows, size):
 def test_another_global_batch_never_takes_larger_micro_batches(size, accumulation, before, after, passes):
     plan = BatchPlan(lengths(50), before, accumulation, size, 0, MINILM)
     changed = plan.with_global_batch(after)
-    assert (changed.global_batch, changed.accumulation, changed.passes) == (after, passes, size * passes)
+    assert (changed.global_batch, changed.accumulation, changed.total_passes) == (after, passes, size * passes)
 
 
 def test_imbalance_is_that_of_the_most_loaded_rank():

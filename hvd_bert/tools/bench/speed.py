@@ -94,7 +94,7 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
     """Measure all figures. A collective. `before`: bytes in use before the model was created."""
     assert task.plan is not None
     plan, args, device, recorder = task.plan, config.train, world.device, measure.Recorder()
-    flops = partial(task.flops, passes=plan.passes)
+    flops = partial(task.flops, passes=plan.total_passes)
     tokens = int(plan.rank_tokens(0)[world.rank] / plan.accumulation)
     world.allgather(None)  # all ranks measure at the same time, as they train
     peak = _matmul_peak(task, tokens, device, args.precision)

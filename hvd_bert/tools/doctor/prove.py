@@ -158,7 +158,7 @@ class Proof(MetricsLogger):
         """Compare step `step` (1, 2, ...), which is done. A collective."""
         strategy = self.training.state.strategy
         weights, slots, _ = strategy.state()
-        hashes = {name: digest(t) for name, t in {**strategy.whole_model().state_dict(), **slots}.items()}
+        hashes = {name: digest(t) for name, t in {**strategy.gather_model().state_dict(), **slots}.items()}
         rows = self.world.gather(self._batches.row | {"Copies": hashes})
         if self.one:
             expected, figures = self.one.gradients(step - 1)
