@@ -71,11 +71,6 @@ class ScalingTable:
             return f"Strong scaling: global batch {self.size:g}"
         return f"Side by side on {devices} device{'s' * (devices > 1)}: global batch {self.size:g}"
 
-    @property
-    def slug(self) -> str:
-        """The stem of its file names."""
-        return f"{self.kind}_{self.size:g}"
-
 
 def parse_baseline(text: str) -> tuple[str, int]:
     """Parse STRATEGY:RANKS. Raises UserError."""

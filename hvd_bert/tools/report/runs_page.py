@@ -84,15 +84,8 @@ def _add_table(page: Page, table: ScalingTable) -> None:
     page.add(Text(table.title, 2), Text(f"Baseline: {table.baseline.name}."), content.speedups(table))
     if table.scales:
         alt = f"{table.title}: speed-up, efficiency and more"
-        page.add(Picture(free_name(page, table.slug), plots.scaling(table), alt))
+        page.add(Picture(f"scaling_{len(page.pictures) + 1}.png", plots.scaling(table), alt))
     page.add(content.costs(table))
-
-
-def free_name(page: Page, stem: str) -> str:
-    """A file name that no other plot has: several tables may have the same batch, but other work or baselines."""
-    taken = {picture.name for picture in page.pictures}
-    names = [f"{stem}.png", *(f"{stem}_{number}.png" for number in range(2, len(taken) + 2))]
-    return next(name for name in names if name not in taken)
 
 
 # 97.5 % quantiles of Student's t-distribution for 1, 2, ... degrees of freedom.

@@ -71,7 +71,6 @@ class StepFigures:
     busy_s: float
     exposed_least_s: float
     exposed_most_s: float
-    exposed_p99_s: float
     hidden_share: float
     exposed_least_share: float
     exposed_most_share: float
@@ -157,7 +156,6 @@ def _step_figures(steps: StepTable | None) -> StepFigures | None:
         steps=len(steps), step_s=step_us * 1e-6, p99_s=float(np.quantile(took, 0.99)) * 1e-6,
         busy_s=middle["busy"] * 1e-6,
         exposed_least_s=middle["exposed_min"] * 1e-6, exposed_most_s=middle["exposed_max"] * 1e-6,
-        exposed_p99_s=float(np.quantile(steps.exposed_max, 0.99)) * 1e-6,
         hidden_share=1 - float(steps.exposed_max.sum()) / busy,
         exposed_least_share=middle["exposed_min"] / step_us, exposed_most_share=middle["exposed_max"] / step_us,
         wait_s=middle["wait"] * 1e-6, wait_p99_s=float(np.quantile(steps.wait, 0.99)) * 1e-6,
