@@ -74,7 +74,7 @@ def products(shapes: Sequence[tuple[int, int]], rows: int, turns: int) -> None:
             "gradient of the weight": (lambda: dy.t() @ x, lambda: linear.product(dy.t(), x.t())),  # noqa: B023
         }
         for name, (of_torch, of_onednn) in cases.items():
-            with kernels.using(Kernels(linear=ONEDNN)):
+            with kernels.override(Kernels(linear=ONEDNN)):
                 times = in_turns({"torch": of_torch, "oneDNN": of_onednn}, turns)
             speeds = [2e-9 * rows * size_in * size_out / statistics.median(t) for t in times.values()]
             print(f"| {size_in} x {size_out} | {name} | {speeds[0]:.0f} | {speeds[1]:.0f} |")
@@ -113,7 +113,7 @@ def dropouts(count: int, turns: int) -> None:
         return lambda: layer(values).backward(upstream)
 
     variants = {"torch": both_passes(nn.Dropout(0.1)), "hvd_bert": both_passes(dropout.Dropout(0.1))}
-    with kernels.using(Kernels(dropout=OWN)):
+    with kernels.override(Kernels(dropout=OWN)):
         found = in_turns(variants, turns)
     for name, seconds in found.items():
         print(
@@ -126,7 +126,7 @@ def steps(model: nn.Module, batches: list[Batch], turns: int) -> None:
 
     def step(variant: str, precision: str, batch: Batch) -> Callable[[], None]:
         def work() -> None:
-            with kernels.using(VARIANTS[variant]):
+            with kernels.override(VARIANTS[variant]):
                 with autocast(CPU, precision):
                     loss = window_losses(model, batch).mean()
                 loss.backward()
@@ -134,7 +134,7 @@ def steps(model: nn.Module, batches: list[Batch], turns: int) -> None:
 
         return work
 
-    usable = [name for name, variant in VARIANTS.items() if kernels.usable(variant) == variant]
+    usable = [name for name, variant in VARIANTS.items() if kernels.without_missing(variant) == variant]
     cases = [(variant, precision) for precision in ("fp32", "bf16") for variant in usable]
     seconds: dict[str, list[float]] = defaultdict(list)
     for batch in batches:

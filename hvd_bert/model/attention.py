@@ -122,7 +122,7 @@ def choose(
             return by_window
         fits = aligned and dtype in (torch.float16, torch.float32)
         return by_efficient if by_efficient in fused and fits else by_jagged
-    own = kernels.of(dtype).attention if device == "cpu" and dropout else kernels.TORCH
+    own = kernels.chosen(dtype).attention if device == "cpu" and dropout else kernels.TORCH
     if own == kernels.FUSED and not local and head_size % fused_kernels.MULTIPLE == 0:
         return by_fused
     if own != kernels.TORCH:

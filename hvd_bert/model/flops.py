@@ -119,7 +119,7 @@ def _run(encoder: Any, length: int) -> None:
 
 def _count(encoder: Any, length: int) -> int:
     formulas: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
-    with kernels.using(kernels.TORCHS), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+    with kernels.override(kernels.TORCHS), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         _run(encoder, length)
     return int(counter.get_total_flops())
 

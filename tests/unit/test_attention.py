@@ -158,7 +158,7 @@ NONE, EFFICIENT, BOTH = frozenset(), frozenset({by_efficient}), frozenset({by_ef
 )
 def test_chosen_kernel(device, dtype, dropout, head_size, fused, expected):
     local = by_window if expected in (by_jagged, by_efficient) else expected
-    with kernels.using(kernels.Kernels(attention=kernels.OWN)):
+    with kernels.override(kernels.Kernels(attention=kernels.OWN)):
         assert choose(device, dtype, dropout, head_size, fused) is expected
         assert choose(device, dtype, dropout, head_size, fused, local=True) is local
 

@@ -57,32 +57,32 @@ def test_kind_of_cpu(text, architecture, capability, kind, emulates, monkeypatch
 
 
 def test_choice_of_this_process(monkeypatch):
-    before = kernels.use("auto")
+    before = kernels.choose("auto")
     try:
-        assert before == kernels.of_machine()
+        assert before == kernels.auto_choice()
         monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-        assert kernels.of("fp32") == kernels.of(torch.float32) == before.fp32
-        assert kernels.of(torch.float16) == kernels.of(torch.float64) == TORCHS
+        assert kernels.chosen("fp32") == kernels.chosen(torch.float32) == before.fp32
+        assert kernels.chosen(torch.float16) == kernels.chosen(torch.float64) == TORCHS
         assert kernels.record("fp32", CPU) == {"cpu": before.kind, **asdict(before.fp32)}
         assert kernels.record("fp32", torch.device("cuda", 0)) is None
-        kernels.use("torch")
-        assert kernels.of("fp32") == kernels.of("bf16") == TORCHS
+        kernels.choose("torch")
+        assert kernels.chosen("fp32") == kernels.chosen("bf16") == TORCHS
         assert kernels.record("bf16", CPU) == {"cpu": before.kind, **asdict(TORCHS)}
     finally:
-        kernels.use("auto")
+        kernels.choose("auto")
 
 
 def test_torchs_kernels_turn_off_all_others_and_openblas_is_for_one_thread(monkeypatch):
     layer, drop, values = linear.Linear(8, 8), Dropout(0.5), torch.randn(6, 8)
-    with kernels.using(TORCHS):
+    with kernels.override(TORCHS):
         assert torch.equal(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
         torch.manual_seed(0)
         found = drop(values)
         torch.manual_seed(0)
         assert torch.equal(found, nn.functional.dropout(values, 0.5))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    with kernels.using(Kernels(OPENBLAS, OPENBLAS, OWN, OWN)):
-        assert kernels.of("fp32") == Kernels(attention=OWN, dropout=OWN)
+    with kernels.override(Kernels(OPENBLAS, OPENBLAS, OWN, OWN)):
+        assert kernels.chosen("fp32") == Kernels(attention=OWN, dropout=OWN)
 
 
 def test_emulated_bf16_is_a_warning_that_names_the_flag(monkeypatch, tmp_path, caplog):
@@ -105,7 +105,7 @@ def calls(request, monkeypatch):
     matmul = np.matmul
     monkeypatch.setattr(np, "matmul", lambda *given, **named: products.append(1) or matmul(*given, **named))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    with kernels.using(Kernels(attention_products=OPENBLAS if request.param else kernels.TORCH)):
+    with kernels.override(Kernels(attention_products=OPENBLAS if request.param else kernels.TORCH)):
         yield products
     assert bool(products) is request.param
 

@@ -16,7 +16,7 @@ MANY = 400_000
 
 @pytest.fixture(autouse=True)
 def own_dropout():
-    with kernels.using(kernels.Kernels(dropout=kernels.OWN)):
+    with kernels.override(kernels.Kernels(dropout=kernels.OWN)):
         yield
 
 

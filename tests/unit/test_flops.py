@@ -55,7 +55,7 @@ def test_frozen_weights_have_no_gradients():
     flops = forward_flops(model)
     add_adapters(model, ModelArguments(lora_rank=2), seed=1)
     tokens = torch.full((3, length), 5)
-    with FlopCounterMode(display=False) as counter, kernels.using(kernels.TORCHS):
+    with FlopCounterMode(display=False) as counter, kernels.override(kernels.TORCHS):
         output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
         (output.start_logits + output.end_logits).sum().backward()
     # The first layer's input needs no gradient.

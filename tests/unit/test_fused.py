@@ -92,7 +92,7 @@ def test_linear_layer_in_bf16(tokens, size_in, size_out, bias):
     found = []
     torch.set_num_threads(1)  # with more, the layer is torch's
     for chosen in (Kernels(linear=FUSED), kernels.TORCHS):
-        with kernels.using(chosen), torch.autocast("cpu", torch.bfloat16):
+        with kernels.override(chosen), torch.autocast("cpu", torch.bfloat16):
             output = layer(rows)
         found.append([output, *torch.autograd.grad(output, [rows, *layer.parameters()], upstream)])
     for one, other in zip(*found, strict=True):
@@ -131,7 +131,7 @@ def test_layer_with_the_fused_norm(precision):
     layer.__class__ = with_fused_norm(ElectraSelfOutput)
     inputs, results = (torch.randn(1, 9, 64, requires_grad=True), torch.randn(1, 9, 64, requires_grad=True)), []
     for chosen in (Kernels(norm=FUSED), kernels.TORCHS):
-        with kernels.using(chosen), autocast(torch.device("cpu"), precision):
+        with kernels.override(chosen), autocast(torch.device("cpu"), precision):
             output = layer(*inputs)
         results.append([output, *torch.autograd.grad(output.square().sum(), [*inputs, *layer.parameters()])])
     assert "AddNorm" in results[0][0].grad_fn.next_functions[0][0].name()
@@ -145,12 +145,12 @@ def test_layer_with_the_fused_norm(precision):
 def test_kernels_without_the_compiled_operations(monkeypatch):
     wanted = Kernels(FUSED, attention=FUSED, dropout=OWN, norm=FUSED)
     monkeypatch.setattr(fused, "available", lambda: False)
-    assert kernels.usable(wanted) == Kernels(attention=OWN, dropout=OWN)
+    assert kernels.without_missing(wanted) == Kernels(attention=OWN, dropout=OWN)
     heads = torch.device("cpu").type, torch.float32, 0.1
-    with kernels.using(wanted):
+    with kernels.override(wanted):
         assert attention.choose(*heads, 32, frozenset()) is attention.by_probabilities
     monkeypatch.setattr(fused, "available", lambda: True)
-    with kernels.using(wanted):
+    with kernels.override(wanted):
         assert attention.choose(*heads, 32, frozenset()) is attention.by_fused
         assert attention.choose(*heads, 40, frozenset()) is attention.by_probabilities
         assert attention.choose(*heads, 32, frozenset(), local=True) is attention.by_probabilities

@@ -12,7 +12,9 @@ from hvd_bert.model.cpu.kernels import ONEDNN, OPENBLAS, Kernels
 from hvd_bert.model.cpu.linear import Linear
 
 needs_openblas = pytest.mark.skipif(not kernels.has_openblas(), reason="numpy has no OpenBLAS with one thread")
-needs_it = pytest.mark.skipif(kernels.usable(Kernels(ONEDNN)) != Kernels(ONEDNN), reason="this torch has no oneDNN")
+needs_it = pytest.mark.skipif(
+    kernels.without_missing(Kernels(ONEDNN)) != Kernels(ONEDNN), reason="this torch has no oneDNN"
+)
 
 
 def in_double_precision(layer: nn.Linear, values: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
@@ -27,7 +29,7 @@ def in_double_precision(layer: nn.Linear, values: torch.Tensor, upstream: torch.
 def library(request, monkeypatch):
     """The library of the products."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    with kernels.using(Kernels(linear=request.param)):
+    with kernels.override(Kernels(linear=request.param)):
         yield
 
 
@@ -81,7 +83,7 @@ def test_unsupported_input_uses_torchs_own_layer(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(values).dtype == torch.bfloat16
     assert layer(values[:0]).shape == (0, 3)
-    with kernels.using(kernels.TORCHS):
+    with kernels.override(kernels.TORCHS):
         assert torch.equal(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
     with pytest.raises(AssertionError, match="was called"):
         layer(values)

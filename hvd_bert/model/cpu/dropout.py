@@ -74,7 +74,7 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """In training, zero a share p of the elements and scale up the others; otherwise return `input`."""
-        own = input.device.type == "cpu" and kernels.of(input.dtype).dropout == kernels.OWN
+        own = input.device.type == "cpu" and kernels.chosen(input.dtype).dropout == kernels.OWN
         if not (self.training and self.p and own):
             return super().forward(input)
         result: torch.Tensor = _Dropout.apply(input, self.p)  # type: ignore[no-untyped-call]

@@ -95,20 +95,20 @@ def start(cpu_kernels: str, precision: str, device: torch.device) -> None:
 
     `cpu_kernels`: "auto", by the kind of CPU, or "torch". Warns if the CPU emulates the precision.
     """
-    use(cpu_kernels)
+    choose(cpu_kernels)
     if device.type != "cpu":
         return
-    if of(precision).allocator == OWN:
+    if chosen(precision).allocator == OWN:
         keep_memory()
     if precision == "bf16" and emulates_bf16():
         name = machine.cpu_name()
         log.warning("--bf16: this CPU (%s) emulates it, many times slower than fp32. Leave out --bf16.", name)
 
 
-def use(cpu_kernels: str) -> Choice:
+def choose(cpu_kernels: str) -> Choice:
     """Choose only the kernels."""
     global _choice
-    _choice = of_machine() if cpu_kernels == "auto" else Choice(kind_of_machine())
+    _choice = auto_choice() if cpu_kernels == "auto" else Choice(kind_of_machine())
     return _choice
 
 
@@ -117,26 +117,26 @@ def kind_of_machine() -> str:
     return kind_of(machine.cpuinfo(), platform.machine(), torch.backends.cpu.get_cpu_capability())
 
 
-def of_machine() -> Choice:
+def auto_choice() -> Choice:
     """The choice of "auto" for this machine."""
     kind = kind_of_machine()
-    return Choice(kind, *map(usable, TABLE[kind][1:]))
+    return Choice(kind, *map(without_missing, TABLE[kind][1:]))
 
 
 @contextmanager
-def using(kernels: Kernels) -> Iterator[None]:
-    """Inside, use these kernels as far as they are usable, for example TORCHS, which torch's tools can follow."""
+def override(kernels: Kernels) -> Iterator[None]:
+    """Inside, use these kernels as far as this installation has them, for example TORCHS, which torch's tools can follow."""
     global _choice
-    before, _choice = _choice, Choice("", usable(kernels), usable(kernels))
+    before, _choice = _choice, Choice("", without_missing(kernels), without_missing(kernels))
     try:
         yield
     finally:
         _choice = before
 
 
-def of(precision: str | torch.dtype) -> Kernels:
+def chosen(precision: str | torch.dtype) -> Kernels:
     """The kernels for tensors of a precision, with the current number of threads."""
-    choice = _choice or use("auto")
+    choice = _choice or choose("auto")
     if precision in ("fp32", torch.float32):
         # OpenBLAS computes one small matrix after the other, so threads do not help.
         return choice.fp32 if torch.get_num_threads() == 1 else _without(OPENBLAS, choice.fp32)
@@ -148,10 +148,10 @@ def of(precision: str | torch.dtype) -> Kernels:
 
 def record(precision: str, device: torch.device) -> dict[str, str] | None:
     """The kind of CPU and its kernels, for the run's record and its checkpoints; None for a run on GPUs."""
-    return {"cpu": kind_of_machine(), **asdict(of(precision))} if device.type == "cpu" else None
+    return {"cpu": kind_of_machine(), **asdict(chosen(precision))} if device.type == "cpu" else None
 
 
-def usable(kernels: Kernels) -> Kernels:
+def without_missing(kernels: Kernels) -> Kernels:
     """The same without libraries and compiled operations that this installation lacks."""
     # Not public; torch.compile's CPU back end uses it.
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -26,7 +26,7 @@ class AddAndNorm:
         """hidden_states [..., size of dense], input_tensor [..., size] -> [..., size]."""
         norm, size = self.LayerNorm, input_tensor.shape[-1]
         precision = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input_tensor.dtype
-        chosen = input_tensor.device.type == "cpu" and kernels.of(precision).norm == kernels.FUSED
+        chosen = input_tensor.device.type == "cpu" and kernels.chosen(precision).norm == kernels.FUSED
         in_fp32 = isinstance(norm, nn.LayerNorm) and norm.weight.dtype == input_tensor.dtype == torch.float32
         fits = in_fp32 and size % MULTIPLE == 0
         if not (self.training and chosen and fits and input_tensor.numel()):

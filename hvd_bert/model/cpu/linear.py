@@ -33,7 +33,7 @@ def keep_few_kernels() -> None:
 
 def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """rows [N, in] times weight [out, in] transposed, plus bias [out]: [N, out]. Either may be a transposed view."""
-    if kernels.of(torch.float32).linear == ONEDNN:
+    if kernels.chosen(torch.float32).linear == ONEDNN:
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
         return result
     result = by_numpy(rows, weight.t(), rows.new_empty(len(rows), len(weight)))
@@ -43,7 +43,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 def _gradient_of_weight(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """gradient [N, out] transposed times rows [N, in]: [out, in]."""
     # oneDNN copies the first operand: pass the narrower one.
-    if kernels.of(torch.float32).linear == ONEDNN and gradient.shape[1] > rows.shape[1]:
+    if kernels.chosen(torch.float32).linear == ONEDNN and gradient.shape[1] > rows.shape[1]:
         return product(rows.t(), gradient.t()).t().contiguous()
     return product(gradient.t(), rows.t())
 
@@ -75,7 +75,7 @@ class Linear(nn.Linear):
             out: torch.Tensor = LinearInBf16.apply(input.reshape(-1, self.in_features), self.weight, self.bias)  # type: ignore[no-untyped-call]
             return out.view(*input.shape[:-1], self.out_features)
         supported = input.device.type == "cpu" and input.dtype == self.weight.dtype == torch.float32
-        own = supported and kernels.of(torch.float32).linear != TORCH
+        own = supported and kernels.chosen(torch.float32).linear != TORCH
         if not own or torch.is_autocast_enabled("cpu") or not input.numel():
             return super().forward(input)
         rows = input.reshape(-1, self.in_features)
@@ -84,7 +84,7 @@ class Linear(nn.Linear):
 
     def _is_fused(self, input: torch.Tensor) -> bool:
         in_bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-        if not in_bf16 or input.device.type != "cpu" or kernels.of(torch.bfloat16).linear != FUSED:
+        if not in_bf16 or input.device.type != "cpu" or kernels.chosen(torch.bfloat16).linear != FUSED:
             return False
         fits = not (self.in_features % MULTIPLE or self.out_features % MULTIPLE) and input.numel() > 0
         trained = self.weight.requires_grad  # a frozen one needs fewer products
@@ -93,7 +93,7 @@ class Linear(nn.Linear):
 
 def batched_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write left [B, m, k] times right [B, k, n] to `out` [B, m, n] and return it. All may be strided. No autograd."""
-    if left.dtype == torch.float32 and kernels.of(torch.float32).attention_products == OPENBLAS:
+    if left.dtype == torch.float32 and kernels.chosen(torch.float32).attention_products == OPENBLAS:
         return by_numpy(left, right, out)
     return torch.bmm(left, right, out=out)
 

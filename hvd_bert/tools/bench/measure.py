@@ -112,7 +112,7 @@ def matmul_peak(model: nn.Module, tokens: int, device: torch.device, precision: 
     up = torch.randn(inner, hidden, device=device, dtype=dtype)
     down = torch.randn(hidden, inner, device=device, dtype=dtype)
     products: list[Any] = [torch.nn.functional.linear]
-    own = kernels.of_machine().fp32
+    own = kernels.auto_choice().fp32
     if device.type == "cpu" and precision == "fp32" and own.linear != kernels.TORCH:
         products.append(linear.product)
 
@@ -125,7 +125,7 @@ def matmul_peak(model: nn.Module, tokens: int, device: torch.device, precision: 
         return time.perf_counter() - start
 
     rates: list[float] = []
-    with torch.no_grad(), kernels.using(own):
+    with torch.no_grad(), kernels.override(own):
         for product in products:
             seconds(product, 2)
             pairs = max(1, round(ROUND_S / (seconds(product, 4) / 4)))

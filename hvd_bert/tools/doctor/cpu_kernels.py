@@ -33,7 +33,7 @@ def lines() -> list[Line]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        chosen, emulated = kernels.of_machine(), kernels.emulates_bf16()
+        chosen, emulated = kernels.auto_choice(), kernels.emulates_bf16()
         found = [
             kernel_line("Linear", chosen.kind, in_turns(_linear("fp32"), LINEAR), chosen.fp32.linear),
             kernel_line("Attention", chosen.kind, in_turns(_attention(), ATTENTION), attention_name(chosen.fp32)),
@@ -56,12 +56,12 @@ def attention_name(chosen: Kernels) -> str:
 
 def in_turns(work: Callable[[], object], variants: Mapping[str, Kernels]) -> dict[str, float]:
     """Median CPU seconds with each variant that is usable here."""
-    usable = {name: variant for name, variant in variants.items() if kernels.usable(variant) == variant}
+    usable = {name: variant for name, variant in variants.items() if kernels.without_missing(variant) == variant}
     seconds: dict[str, list[float]] = {name: [] for name in usable}
     end = time.perf_counter() + BUDGET_S / 2
     while len(seconds[TORCH]) <= ROUNDS or time.perf_counter() < end:
         for name, variant in usable.items():
-            with kernels.using(variant):
+            with kernels.override(variant):
                 start = time.process_time()  # other programs take less effect on it
                 work()
                 seconds[name].append(time.process_time() - start)
