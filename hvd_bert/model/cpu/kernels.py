@@ -125,7 +125,7 @@ def auto_choice() -> Choice:
 
 @contextmanager
 def override(kernels: Kernels) -> Iterator[None]:
-    """Inside, use these kernels as far as this installation has them, for example TORCHS, which torch's tools can follow."""
+    """Inside, use these kernels as far as they are installed, for example TORCHS, which torch's tools can follow."""
     global _choice
     before, _choice = _choice, Choice("", without_missing(kernels), without_missing(kernels))
     try:
