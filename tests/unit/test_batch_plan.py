@@ -12,7 +12,7 @@ from tables import each, refused
 from test_world import make_world
 
 from hvd_bert.config.command_line import parse
-from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.data.batch_plan import BatchPlan, mixture
 from hvd_bert.tasks.base import make_plan
 from hvd_bert.train.optim import scaled_learning_rate
 
@@ -129,6 +129,30 @@ def test_epochs_and_seeds_differ():
     ]  # one step per epoch
     assert len({tuple(order) for order in orders}) == 9
     assert list(range(50)) not in orders
+
+
+def test_order_stays_the_same():
+    """A resumed run takes the same windows as before."""
+    mixed = mixture((2, 4), (0.5, 1.5))
+    for parts, epoch_1 in (((), [1, 2, 0, 4, 5, 3]), (mixed, [3, 2, 4, 1, 4, 5, 3])):
+        plan = BatchPlan(lengths(6), 7, 1, 1, seed=3, crossover=1, parts=parts)
+        assert plan.step_windows(1).tolist() == epoch_1
+
+
+@each("weights", [(1, 1, 1), (1, 2, 0.5), (0.3, 2.5, 1), (0.001, 1, 0.1)])
+def test_each_window_once_before_any_twice(weights):
+    sizes = (7, 20, 31)
+    parts = mixture(sizes, weights)
+    plan = BatchPlan(lengths(sum(sizes)), 8, 1, 2, seed=3, crossover=1, parts=parts)
+    assert plan.num_windows == sum(max(1, round(n * weight)) for n, weight in zip(sizes, weights, strict=True))
+    counts = np.zeros(sum(sizes), int)
+    for epoch in range(12):
+        steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
+        taken = np.concatenate([plan.step_windows(step) for step in steps])
+        counts += np.bincount(taken, minlength=sum(sizes))
+        of_files = np.split(counts, np.cumsum(sizes)[:-1])
+        for (size, each_epoch), found in zip(parts or [(n, n) for n in sizes], of_files, strict=True):
+            assert found.sum() == each_epoch * (epoch + 1) and found.max() - found.min() <= 1, size
 
 
 @each(("num_windows", "size"), [(0, 1), (3, 4), (1, 2)])

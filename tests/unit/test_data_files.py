@@ -7,17 +7,14 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tables import each, refused
-from test_batch_plan import lengths
 from test_card import code_of
 from test_classification import make_task  # noqa: F401  # a fixture
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
 
 from hvd_bert.config.command_line import overriding, parse, words_of
 from hvd_bert.config.settings import save
-from hvd_bert.data.batch_plan import BatchPlan, mixture
 
 
 def touch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,22 +61,6 @@ def test_refused_files(tmp_path, monkeypatch, flag, values, named):
     touch(tmp_path, monkeypatch)
     with refused(f"--{flag}", *named):
         parse([f"--{flag}", *values])
-
-
-@each("weights", [(1, 1, 1), (1, 2, 0.5), (0.3, 2.5, 1), (0.001, 1, 0.1)])
-def test_each_window_once_before_any_twice(weights):
-    sizes = (7, 20, 31)
-    parts = mixture(sizes, weights)
-    plan = BatchPlan(lengths(sum(sizes)), 8, 1, 2, seed=3, crossover=1, parts=parts)
-    assert plan.num_windows == sum(max(1, round(n * weight)) for n, weight in zip(sizes, weights, strict=True))
-    counts = np.zeros(sum(sizes), int)
-    for epoch in range(12):
-        steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
-        taken = np.concatenate([plan.step_windows(step) for step in steps])
-        counts += np.bincount(taken, minlength=sum(sizes))
-        of_files = np.split(counts, np.cumsum(sizes)[:-1])
-        for (size, each_epoch), found in zip(parts or [(n, n) for n in sizes], of_files, strict=True):
-            assert found.sum() == each_epoch * (epoch + 1) and found.max() - found.min() <= 1, size
 
 
 def test_run_with_several_files(base, tmp_path, make_questions, write_squad, monkeypatch):  # noqa: F811

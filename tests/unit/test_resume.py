@@ -147,6 +147,9 @@ def test_identity_has_the_model_the_data_and_what_is_learned_by():
     data = {"the model": shape_of(MODEL), "the data": "SQuAD", "the number of training windows": 7}
     assert {name: found[name] for name in found.keys() - learned_by} == data
     assert learned_by < found.keys() and found["--learning_rate"] == 3e-5
+    task = task_of(MODEL)
+    task.plan.parts = ((4, 4), (4, 8))
+    assert resume.identity({}, task).items() >= {"the windows per epoch of each file": "[4, 8]"}.items()
 
 
 def test_shape_of_a_model_is_part_of_the_checkpoint_format():
