@@ -241,6 +241,12 @@ def test_the_best_training_is_found_and_bad_ones_end_early(pretended, start, tmp
     assert states[:5] == ["COMPLETE"] * 5 and "PRUNED" in states and len(states) == 12
 
 
+def test_lists_of_values_are_tried_in_all_combinations(pretended, start, tmp_path) -> None:
+    words = ("--space", "training", "--range=learning_rate=1e-5,3e-5", "--range=num_train_epochs=2,3,4")
+    assert (start(*words, "--trials=5"), start(*words, "--trials=9")) == (0, 0)
+    assert len({tuple(params.items()) for params, _, _ in tried(tmp_path / "out")}) == 6
+
+
 def test_a_killed_search_tries_what_an_uninterrupted_one_does(pretended, start, tmp_path) -> None:
     assert start(*TRAIN) == 0
     expected, words = tried(tmp_path / "out"), pretended.started[4]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +71,7 @@ def search(
     study = load(out, objective.direction, pruner)
     if not study.trials:
         _enqueue(study, parameters, space, objective)
+    count = _enqueue_all(study, parameters, count)
     print(f"{len(finished(study))} of {count} trials are done")
     print(f"trial  {objective.name:>8}  setting", flush=True)
     while len(done := finished(study)) < count:
@@ -113,6 +116,16 @@ def _enqueue(
         for each in parameters:
             for choice in () if each.is_range else each.values:
                 study.enqueue_trial(now | {each.name: choice}, skip_if_exists=True)
+
+
+def _enqueue_all(study: optuna.Study, parameters: Sequence[Parameter], count: int) -> int:
+    """Enqueue all combinations, if `count` trials suffice: TPE would try some twice. Returns the number of trials."""
+    if math.prod(math.inf if each.is_range else len(each.values) for each in parameters) > count:
+        return count
+    for values in itertools.product(*(each.values for each in parameters)):
+        names = (each.name for each in parameters)
+        study.enqueue_trial(dict(zip(names, values, strict=True)), skip_if_exists=True)
+    return min(count, len(finished(study)) + len(study.get_trials(states=(TrialState.WAITING,))))
 
 
 def _distribution(parameter: Parameter) -> Any:
