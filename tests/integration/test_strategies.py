@@ -13,8 +13,11 @@ from launch import TRAIN, launcher, run
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize(("by", "strategy"), [("gloo", "ddp"), ("torchrun", "horovod")])
+@pytest.mark.parametrize(
+    ("by", "strategy"), [("mpi", "fsdp"), ("gloo", "ddp"), ("torchrun", "horovod"), ("mpi", "deepspeed")]
+)
 def test_two_ranks_of_any_strategy_leave_what_one_process_leaves(tmp_path, baseline, by, strategy):
+    skip_without(strategy)
     out = tmp_path / "out"
     run([*launcher(2, by), *small_run(2, out, "--strategy", strategy)], tmp_path).expect(0)
     names = {path.name for path in baseline.iterdir()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,27 @@ def test_equals_the_reference(case: tuple[list[Question], list[WindowLogits], Sp
     assert len(got) == len(questions)
     for index, (q, answer) in enumerate(zip(questions, got, strict=True)):
         assert_same(answer, reference(q, [w for w in windows if w.question == index], options))
+
+
+@pytest.mark.slow
+@settings(deadline=None)  # a loaded machine is not a failure
+@given(cases(), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_sharding_and_order_change_nothing(
+    case: tuple[list[Question], list[WindowLogits], SpanOptions], num_shards: int, rng: random.Random
+) -> None:
+    questions, windows, options = case
+    whole = answers_of(questions, windows, options)
+    shuffled = rng.sample(windows, len(windows))
+    parts: dict[str, Answer] = {}
+    for shard in range(num_shards):
+        mine = range(shard, len(questions), num_shards)
+        own = [
+            WindowLogits(mine.index(w.question), w.context_start, w.char_starts, w.char_ends, w.start_logits,
+                         w.end_logits)
+            for w in shuffled if w.question in mine
+        ]  # fmt: skip
+        parts |= {answer.id: answer for answer in answers_of([questions[i] for i in mine], own, options)}
+    assert [parts[q.id] for q in questions] == whole
 
 
 def only(windows: list[WindowLogits], q: Question, **options: Any) -> Answer:
