@@ -4,13 +4,14 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hvd_bert.version import __version__
+
 if TYPE_CHECKING:
     from hvd_bert.output.callback import Callback
     from hvd_bert.predict.answerer import QuestionAnswerer
     from hvd_bert.train.api import train
 
 __all__ = ["Callback", "QuestionAnswerer", "__version__", "train"]
-__version__ = "0.1.0"
 
 # `python -m hvd_bert.NAME` imports this file first, before it sets sys.argv[0].
 if sys.argv[:1] == ["-m"] and any(word.startswith(f"{__name__}.") for word in sys.orig_argv):

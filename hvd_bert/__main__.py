@@ -15,9 +15,9 @@ import os
 import sys
 from pathlib import Path
 
-from hvd_bert import __version__
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
 from hvd_bert.streams import end_when_interrupted, end_when_lost
+from hvd_bert.version import __version__
 
 PACKAGE = Path(__file__).parent
 HELP = ("-h", "--help")

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from hvd_bert import __version__
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
@@ -24,6 +23,7 @@ from hvd_bert.output.public import from_hub
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import partial_of, write_json, writing_to
 from hvd_bert.tasks.base import EvaluationResult, Task
+from hvd_bert.version import __version__
 
 # All files that a run may write. storage/written.py records which of them it wrote.
 RUN_FILES = {

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_bert import __version__
 from hvd_bert.config.parser import MAX_SECONDS, Limits, shortened
 from hvd_bert.distributed.launch import number, requested
 from hvd_bert.errors import UserError
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.tools.bench.points import ONE_PROCESS, Point
+from hvd_bert.version import __version__
 
 LAUNCHERS = ("auto", "horovodrun", "mpirun", "srun", "torchrun", "none")
 TRAIN = (sys.executable, "-m", "hvd_bert.train")

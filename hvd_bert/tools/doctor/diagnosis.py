@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from hvd_bert import __version__
 from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import Launcher, LaunchError
 from hvd_bert.distributed.logs import describe_ranks, ranges
@@ -26,6 +25,7 @@ from hvd_bert.tools.doctor import checks, collective, probes
 from hvd_bert.tools.doctor.probes import ProbeError
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, WIDTH, Line, Report, isolated, merged
 from hvd_bert.tools.rendering.page import Grid, seconds
+from hvd_bert.version import __version__
 
 # Rank 0 times out first and reports: after another rank's exit, the launcher would kill it.
 OTHERS_LATER_S = 30.0
