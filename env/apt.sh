@@ -12,7 +12,7 @@ apt_reason() {
     python3) echo "Python for the environment" ;;
     python3*-venv) echo "Python's module that creates the environment" ;;
     python3*-dev) echo "Python's headers, to build Horovod" ;;
-    g++ | make) echo "builds Horovod" ;;
+    g++ | make | patch) echo "builds Horovod" ;;
     openmpi-bin) echo "mpirun, which starts ranks over MPI" ;;
     libopenmpi-dev) echo "MPI's compiler and libraries, to build Horovod and mpi4py" ;;
     openssh-client) echo "ssh, by which launchers reach other hosts" ;;

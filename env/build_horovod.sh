@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds Horovod 0.28.1, its last release, or --source for the torch of a Python environment, and installs it there.
-# Independent of this project: the file can be copied and used alone. See --help.
+# Independent of this project: the file can be copied and used alone, or with horovod_bf16.patch, without which
+# Horovod can't send bf16. See --help.
 # shellcheck disable=SC2329  # logged() calls functions by name
 set -Eeuo pipefail
 trap 'echo "build_horovod: error: line $LINENO failed: $BASH_COMMAND" >&2' ERR
@@ -216,6 +217,18 @@ open_source() {
       "Use a clone: git clone --recursive https://github.com/horovod/horovod, then git checkout --recurse-submodules COMMIT"
 }
 
+# Looks for the patch next to this file. Without it or the program `patch`, Horovod is built without bf16.
+find_patch() {
+  bf16_patch=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/horovod_bf16.patch bf16_missing='' bf16_identity=no
+  if [ ! -f "$bf16_patch" ]; then
+    bf16_missing="$bf16_patch is missing"
+  elif ! command -v patch >/dev/null; then
+    bf16_missing="the program 'patch' is missing"
+  else
+    bf16_identity=$(sha256sum <"$bf16_patch" | cut -c 1-16)
+  fi
+}
+
 # Collects everything that distinguishes wheels. The hash of it names the wheel.
 compute_key() {
   local flag arch_flags=''
@@ -232,7 +245,8 @@ compiler $cxx_identity, C++$cxx_std, ${arch_flags:-no -m flags}
 flags CXXFLAGS='${CXXFLAGS:-}' LDFLAGS='${LDFLAGS:-}' HOROVOD_CPU_OPERATIONS='${HOROVOD_CPU_OPERATIONS:-}'
 MPI $mpi_identity
 NCCL $nccl_identity
-Gloo yes"
+Gloo yes
+bf16 $bf16_identity"
   key=$(printf '%s' "$key_text" | sha256sum | cut -c 1-16)
   # The key is part of the version, so that 'pip list' and the next run show which build is installed.
   local_version="torch$(tr -c 'A-Za-z0-9\n' . <<<"$torch_version").k$key"
@@ -292,6 +306,14 @@ patch_source() {
     "        os.execve('/bin/sh', ['/bin/sh', '-c', mpirun_command], env)" \
     '        from horovod.runner.mpirun_process import run; sys.exit(run(mpirun_command, env))'; then
     [ "$dry_run" = yes ] || write_mpirun_process "$1/horovod/runner/mpirun_process.py"
+  fi
+  if [ -n "$bf16_missing" ]; then
+    not_patched "bf16 in allreduce" "$bf16_missing"
+  elif ! patch -d "$1" -p1 -s -f --fuzz=0 --dry-run <"$bf16_patch" >/dev/null; then
+    not_patched "bf16 in allreduce" "${bf16_patch##*/} does not fit this source"
+  else
+    patched "bf16 in allreduce"
+    [ "$dry_run" = yes ] || patch -d "$1" -p1 -s -f --fuzz=0 <"$bf16_patch"
   fi
 }
 
@@ -571,6 +593,7 @@ main() {
   work=$(if [ "$dry_run" = yes ]; then mktemp -d; else mktemp -d "$cache/.build.XXXXXX"; fi)
   trap 'rm -rf "$work"' EXIT
   open_source
+  find_patch
   compute_key
   if [ "$dry_run" = yes ]; then
     printf '%s\nkey %s\n' "$key_text" "$key"

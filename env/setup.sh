@@ -138,7 +138,7 @@ venv_python_identity() { "$venv/bin/python" -c 'import sys; print(sys.prefix, sy
 
 # Read once at the start: if a file changes during a run, the next run must notice.
 read_inputs() {
-  local files=("$root"/{requirements.txt,pyproject.toml,env/setup.sh,env/build_horovod.sh,hvd_bert/model/cpu/fused.{cpp,py}} "$root"/env/locked/{torch,base}.txt)
+  local files=("$root"/{requirements.txt,pyproject.toml,env/setup.sh,env/{build_horovod.sh,horovod_bf16.patch},hvd_bert/model/cpu/fused.{cpp,py}} "$root"/env/locked/{torch,base}.txt)
   declare -gA inputs
   inputs[base]=$(cat "${files[@]}" | sha256sum)
   local extra
@@ -218,6 +218,7 @@ provide_system_packages() {
   fi
   command -v "${CXX:-g++}" >/dev/null || packages+=(g++)
   command -v make >/dev/null || packages+=(make)
+  command -v patch >/dev/null || packages+=(patch)
   [ -f "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
     packages+=("$("$venv/bin/python" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')")
   if [ "$mpi" != no ] && { ! command -v mpicxx || ! command -v mpirun; } >/dev/null; then
