@@ -114,6 +114,12 @@ class ParallelArguments:
         "Horovod: send gradients as fp16, half the bytes; a step whose gradients overflow is skipped.",
         owner="horovod",
     )
+    bf16_allreduce: bool = flag(
+        "distributed",
+        False,
+        "Horovod: send gradients as bf16, half the bytes; sums are rounded to bf16, too.",
+        owner="horovod",
+    )
     num_groups: int = flag(
         "distributed",
         0,
@@ -138,6 +144,8 @@ class ParallelArguments:
             owner = properties_of(f).owner
             others = owner not in ("", self.strategy) and getattr(self, f.name) != f.default
             require(not others, f"--{f.name} works only with --strategy {owner}, not with {self.strategy}.")
+        both = self.fp16_allreduce and self.bf16_allreduce
+        require(not both, "--fp16_allreduce and --bf16_allreduce are both given: choose one.")
 
 
 @dataclass

@@ -33,7 +33,7 @@ class StrategyOptions:
         bf16: The forward pass runs in bf16 autocast.
         deterministic: Sum in the same order in each run.
         compiled: torch.compile compiles the model, or its layers.
-        fp16_allreduce, num_groups: Horovod's; 0 groups: do not group.
+        fp16_allreduce, bf16_allreduce, num_groups: Horovod's; 0 groups: do not group.
         zero_stage: DeepSpeed's.
     """
 
@@ -44,6 +44,7 @@ class StrategyOptions:
     deterministic: bool = False
     compiled: bool = False
     fp16_allreduce: bool = False
+    bf16_allreduce: bool = False
     num_groups: int = 0
     zero_stage: int = 2
 

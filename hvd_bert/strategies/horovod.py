@@ -6,24 +6,53 @@ Comments name the pitfalls of Horovod 0.28 that the code avoids.
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hvd_bert.distributed.world import World
+from hvd_bert.errors import UserError
 from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
 
 # With more ranks, all their words' rows together may be more bytes than a ring-allreduce of all rows sends.
 MAX_GATHERING = 16
+NCCL_WITH_BF16 = 21000  # 2.10.0, as Horovod gives NCCL's version
+
+
+class Bf16Compression:
+    """Sends gradients as bf16, as `hvd.Compression.fp16` sends them as fp16. In practice none overflows."""
+
+    @staticmethod
+    def compress(gradient: Tensor) -> tuple[Tensor, torch.dtype]:
+        return gradient.bfloat16(), gradient.dtype
+
+    @staticmethod
+    def decompress(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        return gradient.to(dtype)
+
+
+def check_bf16(device: torch.device) -> None:
+    """Raise UserError if this Horovod cannot allreduce bf16 tensors on `device`."""
+    import horovod.torch as hvd
+
+    on_gpu = device.type == "cuda"
+    found = hasattr(hvd.mpi_ops.mpi_lib, f"horovod_torch_allreduce_async_torch_{'cuda_' * on_gpu}BFloat16Tensor")
+    if not found or (on_gpu and (hvd.nccl_built() < NCCL_WITH_BF16 or hvd.rocm_built())):
+        raise UserError(
+            f"--bf16_allreduce: this Horovod cannot send bf16 from a {'GPU' if on_gpu else 'CPU'}. Build release 0.28.1"
+            f" with the project's patch by `bash env/setup.sh{' --with-nccl' * on_gpu}`, or use --fp16_allreduce."
+        )
 
 
 class HorovodStrategy(Strategy):
-    """Wraps the optimizer, which sends each gradient as soon as the backward pass has computed it.
-
-    Horovod cannot send bf16: gradients are sent as fp32, or as fp16 with `fp16_allreduce`.
-    """
+    """Wraps the optimizer, which sends each gradient as soon as the backward pass has computed it."""
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
         import horovod.torch as hvd
 
+        if options.bf16_allreduce:
+            with world.raise_on_all_ranks():
+                check_bf16(world.device)
+        half = Bf16Compression if options.bf16_allreduce else hvd.Compression.fp16
         super().__init__(model, make_optimizer, options, world)
         # The optimizer must have its final parameter groups: groups added later would get the class defaults.
         self.optimizer = hvd.DistributedOptimizer(
@@ -31,7 +60,7 @@ class HorovodStrategy(Strategy):
             named_parameters=model.named_parameters(),
             op=hvd.Average,
             backward_passes_per_step=options.accumulation,
-            compression=hvd.Compression.fp16 if options.fp16_allreduce else hvd.Compression.none,
+            compression=half if self._is_compressed else hvd.Compression.none,
             # Gradients are put into buffers in the order in which they become ready. From 3 ranks on, a gradient's
             # place in its buffer decides the order of its sum, and so the rounding. A single group always has the
             # same buffer, but no overlap.
@@ -43,9 +72,13 @@ class HorovodStrategy(Strategy):
         # synchronizes with the device, so only then.
         self._host_checks |= options.fp16_allreduce and not options.fp16
 
+    @property
+    def _is_compressed(self) -> bool:
+        return self.options.fp16_allreduce or self.options.bf16_allreduce
+
     def _has_word_rows(self) -> bool:
         """Which Horovod gathers from all ranks. No group and no compressed gradient can have a sparse one."""
-        dense = self.options.num_groups or self.options.fp16_allreduce
+        dense = self.options.num_groups or self._is_compressed
         return not dense and self._world.size <= MAX_GATHERING
 
     def synchronize(self) -> None:

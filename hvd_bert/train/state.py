@@ -238,6 +238,7 @@ def strategy_options(train: TrainArguments, parallel: ParallelArguments, accumul
         deterministic=train.deterministic,
         compiled=train.torch_compile,
         fp16_allreduce=parallel.fp16_allreduce,
+        bf16_allreduce=parallel.bf16_allreduce,
         num_groups=parallel.num_groups,
         zero_stage=parallel.zero_stage,
     )

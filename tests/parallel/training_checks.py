@@ -223,8 +223,27 @@ def fp16_allreduce_overflow_skips_the_step_on_all(ranks: Ranks) -> None:
 
 
 @check
+def bf16_allreduce_rounds_the_mean(ranks: Ranks) -> None:
+    # 2^-8 is the largest error of one rounding; each rank's gradient and each partial sum are rounded.
+    world = ranks.world
+    for flags in ((), ("--num_groups", 2), ("--deterministic",)):
+        training = Training(world, "--bf16_allreduce", "--max_grad_norm", 0, *flags)
+        training.wrap()
+        found = training.averaged_gradients(0)
+        expected = training.plain_gradients(0)
+        assert_close(found, expected, 2**-7 if world.size > 1 else 1e-5)
+        assert_same_on_all_ranks(world, found)
+        assert world.size == 1 or all(torch.equal(g, g.bfloat16().float()) for g in found.values())
+        # A gradient beyond the range of fp16 arrives.
+        training.strategy.optimizer.zero_grad()
+        training.backward(0, factor=1e9)
+        training.strategy.synchronize()
+        assert float(training.strategy.clip()) > 1e6 and training.strategy.step()
+
+
+@check
 def only_a_single_plain_gradient_is_sparse(ranks: Ranks) -> None:
-    for flags in ((), ("--num_groups", 2), ("--fp16_allreduce",), ("--torch_compile",)):
+    for flags in ((), ("--num_groups", 2), ("--fp16_allreduce",), ("--bf16_allreduce",), ("--torch_compile",)):
         training = Training(ranks.world, *flags)
         strategy = training.wrap()
         training.backward(0)

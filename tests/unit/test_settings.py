@@ -21,7 +21,7 @@ FIXED_ON_RESUME = {
     *("warmup_ratio", "warmup_steps", "lr_scaling", "lr_scaling_limit", "seed", "bf16", "fp16", "deterministic"),
     *("question_column", "context_column", "answer_column"),
     *("task_name", "text_column_names", "label_column_name", "do_regression"),
-    *("task", "optim", "torch_compile", "tf32", "metric_for_best_model", "fp16_allreduce"),
+    *("task", "optim", "torch_compile", "tf32", "metric_for_best_model", "fp16_allreduce", "bf16_allreduce"),
 }
 
 
@@ -43,7 +43,8 @@ def test_flags_that_choose_where_a_run_starts_and_flags_of_one_strategy():
     starts = {name for name, flag in FLAGS.items() if flag.chooses_start}
     assert starts == {"overwrite_output_dir", "resume_from_checkpoint"}
     owned = {(flag.owner, name) for name, flag in FLAGS.items() if flag.owner}
-    assert owned == {("deepspeed", "zero_stage"), ("horovod", "fp16_allreduce"), ("horovod", "num_groups")}
+    horovod = {("horovod", name) for name in ("fp16_allreduce", "bf16_allreduce", "num_groups")}
+    assert owned == {("deepspeed", "zero_stage"), *horovod}
 
 
 @each(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hvd_bert.distributed.launch import LaunchError
 from hvd_bert.model.attention import windows_of
 from hvd_bert.strategies.base import STRATEGY_CLASSES, Strategy, StrategyOptions, strategy_class
 from hvd_bert.strategies.dp import join_windows, split_windows
+from hvd_bert.strategies.horovod import check_bf16
 
 
 def test_every_strategy_of_the_flag_has_a_class():
@@ -30,10 +32,24 @@ def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypa
         strategy_class("deepspeed")
 
 
+def test_horovod_that_cannot_send_bf16_names_the_line_that_builds_one(monkeypatch):
+    functions = {f"horovod_torch_allreduce_async_torch_{place}BFloat16Tensor": print for place in ("", "cuda_")}
+    for device, old, nccl in (("cpu", True, 0), ("cuda", True, 22809), ("cuda", False, 20800), ("cpu", False, 0)):
+        library = SimpleNamespace(**({} if old else functions))
+        made = SimpleNamespace(mpi_ops=SimpleNamespace(mpi_lib=library), rocm_built=bool, nccl_built=lambda n=nccl: n)
+        monkeypatch.setitem(sys.modules, "horovod.torch", made)
+        monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(torch=made))
+        if old or device == "cuda":
+            with refused("--bf16_allreduce", "`bash env/setup.sh" + " --with-nccl`" * (device == "cuda")):
+                check_bf16(torch.device(device))
+    check_bf16(torch.device("cpu"))
+
+
 @each(
     ("flags", "named"),
     [
         (["--strategy", "ddp", "--fp16_allreduce"], ["--fp16_allreduce", "--strategy horovod"]),
+        (["--bf16_allreduce", "--fp16_allreduce"], ["--bf16_allreduce", "choose one"]),
         (["--strategy", "fsdp", "--zero_stage", "1"], ["--zero_stage", "--strategy deepspeed"]),
         (["--num_groups", "2", "--deterministic"], ["--deterministic", "--num_groups"]),
         (["--strategy", "deepspeed", "--fp16"], ["--bf16"]),

@@ -39,7 +39,7 @@ from hvd_bert.train.state import random_numbers, seed_ranks, set_random_numbers
 
 # The largest error of a gradient or an update, as a share of its norm. The whole norm, by which gradients are clipped,
 # has an error of up to 1e-5 in fp32.
-BOUNDS = {"gradient": 1e-4, "gradient sent as fp16": 2e-3, "update": 1e-4}
+BOUNDS = {"gradient": 1e-4, "gradient sent as fp16": 2e-3, "gradient sent as bf16": 1.6e-2, "update": 1e-4}
 ROUNDING = 3e-7  # of the norm of what a small gradient or update is added to
 FLOOR = 1e-2  # of the whole gradient's norm, added to a tensor's: a key bias has rounding errors for a gradient
 CHECKS = {
@@ -148,7 +148,8 @@ class Proof(MetricsLogger):
         self.failures: dict[str, str] = {}
         self.steps: list[dict[str, Any]] = []
         self._share = 1 - config.train.adam_beta1  # of a gradient in AdamW's first moment
-        self._bound = BOUNDS["gradient sent as fp16" if config.parallel.fp16_allreduce else "gradient"]
+        sent = [f" sent as {name}" for name in ("fp16", "bf16") if getattr(config.parallel, f"{name}_allreduce")]
+        self._bound = BOUNDS["gradient" + "".join(sent)]
         training.batches.close()
         batch = training.task.batch
         self._batches = Recorded(training.plan, lambda ids: (ids, batch(ids)), self.world.rank, 0)

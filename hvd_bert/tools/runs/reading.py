@@ -34,7 +34,7 @@ SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its
 # covers, and those of the strategy, which only change how the same gradients are sent.
 REPEATED = ("--seed",)
 IN_STEPS = ("--num_train_epochs", "--max_steps")
-OF_THE_STRATEGY = ("--fp16_allreduce",)
+OF_THE_STRATEGY = ("--fp16_allreduce", "--bf16_allreduce")
 
 
 Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]

@@ -241,8 +241,8 @@ def _exposed(step: StepFigures) -> tuple[float, str] | None:
     sent = f"{byte_size(step.size)} per step in {step.messages:.0f} messages"
     if per_message >= SMALL_MESSAGE:
         hint = (
-            f"{sent}: bandwidth. --fp16_allreduce halves the bytes, --gradient_accumulation_steps sends them less "
-            "often. Check that the fastest network is used."
+            f"{sent}: bandwidth. --fp16_allreduce or --bf16_allreduce halves the bytes,"
+            " --gradient_accumulation_steps sends them less often. Check that the fastest network is used."
         )
     elif step.messages > MANY_MESSAGES:
         hint = (
