@@ -20,8 +20,7 @@ from hvd_bert.data.window_cutting import Layout
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention, families
 from hvd_bert.model.cpu import linear
-from hvd_bert.model.cpu.dropout import Dropout
-from hvd_bert.model.cpu.layers import AddAndNorm, with_fused_norm
+from hvd_bert.model.cpu.dropout import AddAndNorm, Dropout, with_fused_norm
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.flops import try_once
 from hvd_bert.model.loading import lacks_model_type, load_config, load_encoder, load_tokenizer_files, reported

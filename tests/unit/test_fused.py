@@ -9,8 +9,8 @@ from transformers import ElectraConfig
 
 from hvd_bert.model import attention
 from hvd_bert.model.cpu import fused, kernels
+from hvd_bert.model.cpu.dropout import with_fused_norm
 from hvd_bert.model.cpu.kernels import FUSED, OWN, Kernels
-from hvd_bert.model.cpu.layers import with_fused_norm
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import autocast
 
