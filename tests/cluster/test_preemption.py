@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import resuming
+import stopping_at
 from harness import FOLDER, HOSTS, JOB_SCRIPT, SMALL, Cluster
 from launch import REPOSITORY, programs, served
 
@@ -85,14 +86,9 @@ def test_attempt_without_progress_is_not_requeued(cluster: Cluster, tmp_path: Pa
 
 def elastic(hosts: str, size: int, steps: int, stop: str) -> list[str]:
     """horovodrun as in docs/guides/resume-and-reliability.md, with the trainer in tests/parallel/stopping_at.py."""
-    stopping_at = REPOSITORY / "tests" / "parallel" / "stopping_at.py"
     words = ["horovodrun", "-np", str(size), "--min-np", "2", "--max-np", "4", "--network-interfaces", "eth0"]
-    words += ["--host-discovery-script", hosts, "python", str(stopping_at), *stop.split(), *SMALL.split(), str(steps)]
-    return [*words, "--elastic", "--save_steps", "0", "--output_dir", "out", "--per_device_train_batch_size", "4"]
-
-
-def rows(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    words += ["--host-discovery-script", hosts, "python", stopping_at.__file__, *stop.split(), *SMALL.split()]
+    return [*words, *f"{steps} --elastic --save_steps 0 --output_dir out --per_device_train_batch_size 4".split()]
 
 
 def test_training_continues_without_a_lost_host(cluster: Cluster, tmp_path: Path) -> None:
@@ -107,14 +103,9 @@ def test_training_continues_without_a_lost_host(cluster: Cluster, tmp_path: Path
     lost, joined = (float((tmp_path / name).read_text()) for name in ("signalled", "resumed"))
     assert joined - lost < 60, outcome
     # The windows that were trained: by four ranks up to step 10, then by two. An epoch has 4 steps of 16.
-    taken: dict[int, Counter[int]] = {}
-    for rank in range(4):
-        lines = rows(tmp_path / f"windows-{rank}.jsonl")
-        begun = next((i for i, row in enumerate(lines) if row["step"] == 11), len(lines)) + 1  # not finished
-        for line in [row for row in lines[:begun] if row["step"] <= 10] + lines[begun:]:
-            taken.setdefault(line["step"], Counter()).update(line["windows"])
+    windows = stopping_at.taken(tmp_path, 10)
     for epoch in range(4):
-        assert sum((taken[4 * epoch + i] for i in range(1, 5)), Counter()) == Counter(range(64)), outcome
+        assert sum((windows[4 * epoch + i] for i in range(1, 5)), Counter()) == Counter(range(64)), outcome
 
 
 def test_added_host_joins(cluster: Cluster, tmp_path: Path) -> None:

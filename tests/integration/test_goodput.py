@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from commands import read_lines
 from documented import undocumented
-from launch import launcher, run
+from launch import TRAIN, launcher, run
 
 pytestmark = pytest.mark.integration
 WINDOWS, GLOBAL_BATCH = 33, 16  # steps of 16, 16 and 1 windows
@@ -20,17 +19,7 @@ WINDOWS, GLOBAL_BATCH = 33, 16  # steps of 16, 16 and 1 windows
 def measured(out: Path, *flags: object) -> dict[str, Any]:
     """The rows of the record, of trainings of the sample."""
     launcher(2, "gloo")  # skips if there is no launcher
-    words = [
-        sys.executable,
-        "-m",
-        "hvd_bert.tools.bench",
-        "goodput",
-        "--out",
-        out,
-        "--global_batch",
-        GLOBAL_BATCH,
-        *flags,
-    ]
+    words = [*TRAIN[:2], "hvd_bert.tools.bench", "goodput", "--out", out, "--global_batch", GLOBAL_BATCH, *flags]
     words += ["--config", "sample", "--max_train_samples", WINDOWS, "--save_steps", 5]
     run([str(word) for word in words], out.parent, timeout=900, cold=True).expect(0)  # not the fork server's children
     record = json.loads((out / "goodput.json").read_text())
@@ -41,9 +30,8 @@ def measured(out: Path, *flags: object) -> dict[str, Any]:
 
 
 def test_the_record_counts_what_the_notes_hold(tmp_path: Path) -> None:
-    (row,) = measured(
-        tmp_path / "out", "--strategies", "horovod", *["--every", "20", "--duration", "16", "--kill_seed", "1"]
-    ).values()
+    flags = "--strategies horovod --every 20 --duration 16 --kill_seed 1"
+    (row,) = measured(tmp_path / "out", *flags.split()).values()
     notes = read_lines(tmp_path / "out" / "horovod-killed.jsonl")
     start = next(note["time"] for note in notes if note["what"] == "begin")
     steps = Counter(note["step"] for note in notes if note["what"] == "step" and note["time"] <= start + 16)

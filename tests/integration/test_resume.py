@@ -122,17 +122,13 @@ def test_other_world_sizes(tmp_path: Path) -> None:
     """4 -> 2 -> 1 -> 4 ranks: every window of an epoch once, the same global batch, the same losses."""
     ways = [(4, "gloo", 1), (2, "gloo", 2), (1, "none", 3), (1, "none", 4), (4, "gloo", 0)]
     exact = ("--dropout", 0, "--per_device_train_batch_size")
-    taken: dict[int, Counter[int]] = {}
     for size, by, stop in ways:
         outcome = train(tmp_path / "changing", size, by, *exact, 4, stop=f"{stop} 0 SIGTERM start")
         if stop:
             assert f"Stopped after step {stop} by SIGTERM to rank 0" in said(outcome), outcome
         else:
             outcome.expect(0)
-        for record in (tmp_path / "changing").glob("windows-*.jsonl"):
-            for line in map(json.loads, record.read_text().splitlines()):
-                taken.setdefault(line["step"], Counter()).update(line["windows"])
-            record.unlink()
+    taken = stopping_at.taken(tmp_path / "changing", STEPS)
     for epoch in range(STEPS // STEPS_PER_EPOCH):
         steps = [taken[epoch * STEPS_PER_EPOCH + step + 1] for step in range(STEPS_PER_EPOCH)]
         assert sum(steps, Counter()) == Counter(range(33))

@@ -46,7 +46,6 @@ KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "gradient scaled": ("gradient", lambda mutant, gradient: gradient.mul_(1.01)),
     "bit of a gradient": ("gradient", lambda mutant, gradient: flip(gradient, 24)),
     "gradient of the step before": ("gradient", lambda mutant, gradient: gradient.copy_(mutant.last)),
-    "loss scaled": ("losses", lambda total, losses: losses * 1.01),
     f"mean per rank{ALL}": ("losses", lambda total, losses: losses * (total / (2 * len(losses)))),
     f"sum in place of mean{ALL}": ("average", lambda mutant, average: average.mul_(2)),
     f"not averaged{ALL}": ("average", lambda mutant, average: average.copy_(mutant.last)),
@@ -60,8 +59,9 @@ KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     f"second moment lost{ALL}": ("after", lambda mutant, weight: mutant.optimizer.state[weight]["exp_avg_sq"].zero_()),
     "lowest bit of a weight": ("after", lambda mutant, weight: flip(weight, 0)),
     "seed": ("after", lambda mutant, _: torch.manual_seed(Now.step)),
-    "window dropped": ("plan", lambda ids: ids[:-1]),
-    "window twice": ("plan", lambda ids: np.append(ids[:-1], ids[0])),
+    f"weight of a file{ALL}": ("plan", lambda other, ids: other),
+    "window dropped": ("plan", lambda other, ids: ids[:-1]),
+    "window twice": ("plan", lambda other, ids: np.append(ids[:-1], ids[0])),
     "bit of a token": ("batch", lambda row: row.__ixor__(1)),
 }  # fmt: skip
 LAYER = "bert.encoder.layer.1."
@@ -73,6 +73,7 @@ PLACES = (  # rank, step from 1 on, tensor
     (1, 5, "qa_outputs.weight"),
 )
 MUTATIONS = [(kind, place) for kind in KINDS for place in PLACES]
+FILES, OTHER_FILES = ((5, 3), (7, 14)), ((5, 5), (7, 12))  # weights 0.6 and 2; the third step ends an epoch
 # 4 and 3 windows per rank, so that the mean per rank differs.
 CLIP = 0.1
 FLAGS = f"--prove --warmup_ratio=0 --max_grad_norm={CLIP} --per_device_train_batch_size=4 --global_batch=7".split()
@@ -134,7 +135,8 @@ class Mutant(HorovodStrategy):
 
 class MutantPlan(BatchPlan):
     def rank_windows(self, step: int, rank: int) -> list[Ids]:
-        return [Now.mutated("plan", rank, step + 1, ids) for ids in super().rank_windows(step, rank)]
+        (other,) = BatchPlan(**vars(self) | {"parts": OTHER_FILES}).rank_windows(step, rank)
+        return [Now.mutated("plan", rank, step + 1, other, ids) for ids in super().rank_windows(step, rank)]
 
 
 class MutantTask(QuestionAnswering):
@@ -165,7 +167,7 @@ def main(world: World) -> None:
     for kind, (Now.rank, Now.step, Now.tensor) in [("none", PLACES[0]), *MUTATIONS[::stride]]:
         Now.kind = kind
         task = copy.copy(loaded)
-        task.model, task.plan = copy.deepcopy(loaded.model), MutantPlan(**vars(loaded.plan))
+        task.model, task.plan = copy.deepcopy(loaded.model), MutantPlan(**vars(loaded.plan) | {"parts": FILES})
         proof = prove.prove(task, config, world)
         after = [[row["Copies"] for row in step["ranks"]] for step in proof.steps[-1:]]
         right = right or after

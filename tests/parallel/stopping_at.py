@@ -5,8 +5,8 @@ the folder `out` to `moved`.
 PLACE: "start" of the step, or "inside" it, after the first of its passes, or so many seconds after its start (SIGSTOP:
 for so many seconds), or from its start on a random moment in a phase (SIGKILL). Steps count from 1; with 0 none comes.
 RANK may be several, as 2,3. In the folder it was started in each rank notes the windows that it takes in
-windows-RANK.jsonl, when it was signalled in `signalled`, and when it began its first step in another world in
-`resumed`.
+windows-RANK.jsonl, when it was signalled, or began to wait for a phase, in `signalled`, and when it began its first
+step in another world in `resumed`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,29 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from hvd_bert.checkpoint import files
 from hvd_bert.data.collate import Batch, Prefetcher
+from hvd_bert.output import run_folder
+from hvd_bert.strategies.base import Strategy
+from hvd_bert.strategies.horovod import HorovodStrategy
+from hvd_bert.tasks.question_answering import QuestionAnswering
+from hvd_bert.train.loop import Evaluations
+from hvd_bert.train.saving import Checkpoints
 
 # The trainer's functions that a thread is in during a phase. A checkpoint's write runs alongside the next steps.
 PHASES = {
-    "saving": {"saving.save", "files.write", "run_folder.save_model"},
-    "evaluation": {"loop.evaluate"},
-    "forward": {"question_answering.losses"},
-    "backward": {"base.backward"},
-    "allreduce": {"horovod.synchronize"},
-    "update": {"base.clip", "base.step"},
+    "saving": (Checkpoints.save, files.write, run_folder.save_model),
+    "evaluation": (Evaluations.evaluate,),
+    "forward": (QuestionAnswering.losses,),
+    "backward": (Strategy.backward,),
+    "allreduce": (HorovodStrategy.synchronize,),
+    "update": (Strategy.clip, Strategy.step),
 }
 
 
@@ -86,12 +95,25 @@ def signal_at(
         Prefetcher.of_step = original  # type: ignore[method-assign]
 
 
+def notes(folder: Path) -> list[dict[str, Any]]:
+    """What the ranks noted of their passes, with the number of the rank's world from 1 on."""
+    return [json.loads(line) for path in folder.rglob("windows-*.jsonl") for line in path.read_text().splitlines()]
+
+
+def taken(folder: Path, last: int) -> dict[int, Counter[int]]:
+    """The windows of each step: up to step `last` those that the first world took, then those of the next."""
+    found: dict[int, Counter[int]] = {}
+    for row in notes(folder):
+        if (row["world"] > 1) == (row["step"] > last):
+            found.setdefault(row["step"], Counter()).update(row["windows"])
+    return found
+
+
 def current_phase() -> str | None:
     """The phase that this process is in."""
     stacks = sys._current_frames().values()
-    codes = [frame.f_code for stack in stacks for frame, _ in traceback.walk_stack(stack)]
-    names = {f"{Path(code.co_filename).stem}.{code.co_name}" for code in codes}
-    return next((phase for phase, functions in PHASES.items() if names & functions), None)
+    codes = {frame.f_code for stack in stacks for frame, _ in traceback.walk_stack(stack)}
+    return next((phase for phase, within in PHASES.items() if codes & {f.__code__ for f in within}), None)
 
 
 def die_in(phase: str, mean_s: float = 0.01) -> None:
@@ -99,7 +121,7 @@ def die_in(phase: str, mean_s: float = 0.01) -> None:
     dice = random.Random(os.getpid())  # leaves the training's random numbers alone
     while current_phase() != phase:
         time.sleep(dice.expovariate(1 / mean_s))
-    os.kill(os.getpid(), signal.SIGKILL)  # without releasing the interpreter's lock: the phase cannot have changed
+    os.kill(os.getpid(), signal.SIGKILL)  # the interpreter's lock is still this thread's
 
 
 def wait_for_other_hosts(limit_s: float = 90) -> None:

@@ -220,9 +220,11 @@ class Proof(MetricsLogger):
 def prove(task: Task, config: Config, world: World) -> Proof:
     """Train, and compare each step. A collective; only rank 0's proof has findings."""
     assert task.plan is not None
-    # The third step ends an epoch with one window more than ranks, which they cannot share evenly.
-    lengths = task.plan.lengths[: 2 * task.plan.global_batch + world.size + 1]
-    plan = task.plan = replace(task.plan, lengths=lengths, parts=())
+    if not task.plan.parts:  # a mixture of files is taken as it is
+        # The third step ends an epoch with one window more than ranks, which they cannot share evenly.
+        lengths = task.plan.lengths[: 2 * task.plan.global_batch + world.size + 1]
+        task.plan = replace(task.plan, lengths=lengths)
+    plan = task.plan
     one = OneProcess(task, plan, config, world) if world.rank == 0 else None
     with tempfile.TemporaryDirectory() as config.train.output_dir:
         proof = Proof(Training(task, None, None, config, world), one, config)
