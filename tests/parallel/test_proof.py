@@ -21,3 +21,9 @@ def test_every_mutation_is_found(tmp_path: Path, stride: int) -> None:
     right = found.pop("none: rank 0, step 1")
     assert not right["failures"] and len(found) == -(-100 // stride)
     assert [name for name, result in found.items() if not (result["changed"] and result["failures"])] == []
+
+
+def test_no_false_alarm_in_bf16_on_three_ranks(tmp_path: Path) -> None:
+    """Where a rank's loss has a factor that is no power of 2, so that bf16 rounds its gradients in another way."""
+    command = [*launcher(3, "mpirun"), sys.executable, "-m", "hvd_bert", "doctor", "--prove", "--bf16"]
+    run(command, tmp_path, env={"HVD_BERT_CACHE": str(tmp_path / "cache")}).expect(0)

@@ -104,7 +104,7 @@ class OneProcess:
 
     def gradients(self, step: int) -> tuple[list[Row], dict[str, float]]:
         """Compute the clipped gradients of step `step` (0, 1, ...). Returns each rank's row, and the step's figures."""
-        own, rows, loss = random_numbers(self.gpus), [Row() for _ in self.random], 0.0
+        own, rows, loss, size = random_numbers(self.gpus), [Row() for _ in self.random], 0.0, len(self.random)
         for rank, row in enumerate(rows):
             set_random_numbers(self.random[rank], self.gpus)
             for ids in self.plan.rank_windows(step, rank):
@@ -112,11 +112,15 @@ class OneProcess:
                 note(row, ids, batch, self.gpus)
                 with autocast(self.device, self.args.precision):
                     losses = self.task.losses(self.model, batch)[: batch.num_windows]
-                share = losses.sum() / len(self.plan.step_windows(step))
+                # The ranks' factor: in bf16, three times a gradient has other rounding errors than the gradient.
+                share = losses.sum() * (size / len(self.plan.step_windows(step)))
                 share.backward()
-                loss += float(share.detach())
+                loss += float(share.detach()) / size
             self.random[rank] = random_numbers(self.gpus)
         set_random_numbers(own, self.gpus)
+        for parameter in self.trained.values():
+            if parameter.grad is not None:
+                parameter.grad /= size
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or float("inf"))
         return rows, {"learning_rate": self.schedule.get_last_lr()[0], "loss": loss, "grad_norm": float(norm)}
 
