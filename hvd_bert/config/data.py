@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 
 from hvd_bert.config.data_files import DataFile, data_files
 from hvd_bert.config.flag import check_ranges, flag, properties_of, require
@@ -47,11 +48,15 @@ GLUE = {
 # The endings of the metrics' names.
 GLUE_ENDINGS = tuple({ending: None for task in GLUE.values() for ending in task.validation.values()})
 
+_model = partial(flag, "model")
+_data = partial(flag, "data")
+_classification = partial(flag, "text-classification")
+_answering = partial(flag, "question-answering")
+
 
 @dataclass
 class ModelArguments:
-    model_name_or_path: str | None = flag(
-        "model",
+    model_name_or_path: str | None = _model(
         None,
         "Pretrained encoder, for example a BERT: a folder or a hub name.",
         default_text=f"{DEFAULT_MODEL}; with --config_name none, which trains from scratch",
@@ -59,57 +64,46 @@ class ModelArguments:
         may_change_on_resume=True,
         replaces=("config_name", "tokenizer_name"),
     )
-    config_name: str | None = flag(
-        "model",
+    config_name: str | None = _model(
         None,
         "Model configuration: a folder or a hub name.",
         default_text="the model's own",
         metavar="NAME",
         may_change_on_resume=True,
     )
-    tokenizer_name: str | None = flag(
-        "model",
+    tokenizer_name: str | None = _model(
         None,
         "Tokenizer: a folder or a hub name.",
         default_text="the model's own",
         metavar="NAME",
         may_change_on_resume=True,
     )
-    cache_dir: str | None = flag(
-        "model",
+    cache_dir: str | None = _model(
         None,
         "Cache folder for models and data from the hub.",
         default_text="the caches of Hugging Face's libraries",
         metavar="FOLDER",
         may_change_on_resume=True,
     )
-    model_revision: str = flag(
-        "model", "main", "Branch, tag or commit of the model on the hub.", metavar="REVISION", may_change_on_resume=True
+    model_revision: str = _model(
+        "main", "Branch, tag or commit of the model on the hub.", metavar="REVISION", may_change_on_resume=True
     )
-    dropout: float | None = flag(
-        "model",
-        None,
-        "Dropout probability of hidden states and attention.",
-        default_text="the model's own",
-        minimum=0,
-        below=1,
+    dropout: float | None = _model(
+        None, "Dropout probability of hidden states and attention.", default_text="the model's own", minimum=0, below=1
     )
-    attention_dropout: float | None = flag(
-        "model",
+    attention_dropout: float | None = _model(
         None,
         "Dropout probability of attention alone.",
         default_text="the value of --dropout, else the model's own",
         minimum=0,
         below=1,
     )
-    lora_rank: int = flag(
-        "model",
+    lora_rank: int = _model(
         0,
         "Train low-rank adapters (LoRA, by the package peft) of this rank in place of the encoder; 0: none.",
         minimum=0,
     )
-    lora_alpha: float | None = flag(
-        "model",
+    lora_alpha: float | None = _model(
         None,
         "The adapters' products are multiplied by this value / --lora_rank.",
         default_text="twice --lora_rank",
@@ -137,14 +131,12 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    task: str = flag(
-        "data",
+    task: str = _data(
         QUESTION_ANSWERING,
         f"What to train for: {', '.join(TASKS)}, or a class of your own.",
         metavar="NAME|MODULE:CLASS",
     )
-    dataset_name: str | None = flag(
-        "data",
+    dataset_name: str | None = _data(
         None,
         "Data set on the hub, for example squad or squad_v2.",
         default_text=f"{DEFAULT_DATASET}; with --version_2_with_negative squad_v2; with a data file none",
@@ -152,16 +144,14 @@ class DataArguments:
         may_change_on_resume=True,
         replaces=("train_file", "validation_file", "task_name"),
     )
-    dataset_config_name: str | None = flag(
-        "data",
+    dataset_config_name: str | None = _data(
         None,
         "Configuration of the data set on the hub.",
         default_text="the data set's own",
         metavar="NAME",
         may_change_on_resume=True,
     )
-    train_file: str | tuple[str, ...] | None = flag(
-        "data",
+    train_file: str | tuple[str, ...] | None = _data(
         None,
         "Training data: JSON (for questions only), JSON Lines, CSV or Parquet, also gzipped.",
         default_text="none",
@@ -170,8 +160,7 @@ class DataArguments:
         may_change_on_resume=True,
         replaces=("dataset_name", "validation_file", "task_name"),
     )
-    validation_file: str | tuple[str, ...] | None = flag(
-        "data",
+    validation_file: str | tuple[str, ...] | None = _data(
         None,
         "Data to evaluate on, in the format of --train_file. Several files are scored together and separately.",
         default_text="none",
@@ -180,92 +169,63 @@ class DataArguments:
         may_change_on_resume=True,
         replaces=("dataset_name", "task_name"),
     )
-    task_name: str | None = flag(
-        "text-classification",
+    task_name: str | None = _classification(
         None,
         "Task of GLUE, whose data are read from the hub, as in run_glue.",
         default_text="none",
         choices=tuple(GLUE),
         replaces=("dataset_name", "train_file", "validation_file"),
     )
-    train_split_name: str = flag(
-        "text-classification",
-        "train",
-        "Split of --dataset_name to train on.",
-        metavar="NAME",
-        may_change_on_resume=True,
+    train_split_name: str = _classification(
+        "train", "Split of --dataset_name to train on.", metavar="NAME", may_change_on_resume=True
     )
-    validation_split_name: str = flag(
-        "text-classification",
-        "validation",
-        "Split of --dataset_name to evaluate on.",
-        metavar="NAME",
-        may_change_on_resume=True,
+    validation_split_name: str = _classification(
+        "validation", "Split of --dataset_name to evaluate on.", metavar="NAME", may_change_on_resume=True
     )
-    text_column_names: str | None = flag(
-        "text-classification",
+    text_column_names: str | None = _classification(
         None,
         "Column of the texts, or two columns of pairs with a comma between them.",
         default_text="sentence1,sentence2 if there are such columns, else the first one or two",
         metavar="NAME,...",
     )
-    label_column_name: str = flag("text-classification", "label", "Column of the labels.", metavar="NAME")
-    do_regression: bool = flag(
-        "text-classification",
+    label_column_name: str = _classification("label", "Column of the labels.", metavar="NAME")
+    do_regression: bool = _classification(
         False,
         "Learn the labels as numbers, not as classes.",
         default_text="True if labels are fractions, such as 3.5; otherwise False",
     )
-    question_column: str = flag(
-        "question-answering", "question", "Column of the questions, in data of flat rows.", metavar="NAME"
-    )
-    context_column: str = flag(
-        "question-answering", "context", "Column of the contexts, in data of flat rows.", metavar="NAME"
-    )
-    answer_column: str = flag(
-        "question-answering", "answers", "Column of the answers, in data of flat rows.", metavar="NAME"
-    )
-    version_2_with_negative: bool = flag(
-        "question-answering",
+    question_column: str = _answering("question", "Column of the questions, in data of flat rows.", metavar="NAME")
+    context_column: str = _answering("context", "Column of the contexts, in data of flat rows.", metavar="NAME")
+    answer_column: str = _answering("answers", "Column of the answers, in data of flat rows.", metavar="NAME")
+    version_2_with_negative: bool = _answering(
         False,
         "Some questions have no answer, as in SQuAD 2.0.",
         default_text="False; with --dataset_name squad_v2 True",
     )
-    max_seq_length: int = flag(
-        "data", 384, "Maximum window length in tokens, question and special tokens included.", minimum=1
+    max_seq_length: int = _data(
+        384, "Maximum window length in tokens, question and special tokens included.", minimum=1
     )
-    padding: str = flag(
-        "data",
+    padding: str = _data(
         "none",
         "Pack windows without padding (none), or pad them to the longest of the batch or to --max_seq_length.",
         choices=("none", "longest", "max_length"),
         replaces=("pad_to_max_length",),
     )
-    pad_to_max_length: bool = flag("data", False, "run_qa's name for --padding max_length.", replaces=("padding",))
-    doc_stride: int = flag(
-        "question-answering", 128, "Overlap of neighboring windows of a long passage, in tokens.", minimum=0
+    pad_to_max_length: bool = _data(False, "run_qa's name for --padding max_length.", replaces=("padding",))
+    doc_stride: int = _answering(128, "Overlap of neighboring windows of a long passage, in tokens.", minimum=0)
+    n_best_size: int = _answering(
+        20, "Number of candidate answers to keep per question.", may_change_on_resume=True, minimum=1
     )
-    n_best_size: int = flag(
-        "question-answering",
-        20,
-        "Number of candidate answers to keep per question.",
-        may_change_on_resume=True,
-        minimum=1,
-    )
-    max_answer_length: int = flag(
-        "question-answering", 30, "Maximum answer length in tokens.", may_change_on_resume=True, minimum=1
-    )
-    null_score_diff_threshold: float = flag(
-        "question-answering",
+    max_answer_length: int = _answering(30, "Maximum answer length in tokens.", may_change_on_resume=True, minimum=1)
+    null_score_diff_threshold: float = _answering(
         0.0,
         "SQuAD 2.0: predict 'no answer' if its score exceeds the best answer's by more than this.",
         may_change_on_resume=True,
     )
-    max_train_samples: int | None = flag(
-        "data", None, "Train on the first N questions or examples only.", default_text="all", minimum=1
+    max_train_samples: int | None = _data(
+        None, "Train on the first N questions or examples only.", default_text="all", minimum=1
     )
-    max_eval_samples: int | None = flag(
-        "data",
+    max_eval_samples: int | None = _data(
         None,
         "Evaluate on the first N questions or examples only.",
         default_text="all",

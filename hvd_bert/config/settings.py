@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,64 +26,43 @@ PACKAGE = Path(__file__).resolve().parents[1]
 # Implementations: hvd_bert.strategies.base. none: a single process.
 STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
 
+_checkpoints = partial(flag, "checkpoints", may_change_on_resume=True)
+_distributed = partial(flag, "distributed", may_change_on_resume=True)
+_profiling = partial(flag, "profiling", may_change_on_resume=True)
+
 
 @dataclass
 class CheckpointArguments:
-    save_steps: int = flag(
-        "checkpoints",
-        500,
-        "Write a checkpoint every N steps and at the end; 0: only when a signal stops the run.",
-        may_change_on_resume=True,
-        minimum=0,
+    save_steps: int = _checkpoints(
+        500, "Write a checkpoint every N steps and at the end; 0: only when a signal stops the run.", minimum=0
     )
-    save_total_limit: int = flag(
-        "checkpoints",
-        2,
-        "Number of newest checkpoints to keep; --load_best_model_at_end keeps the best one in addition.",
-        may_change_on_resume=True,
-        minimum=1,
+    save_total_limit: int = _checkpoints(
+        2, "Number of newest checkpoints to keep; --load_best_model_at_end keeps the best one in addition.", minimum=1
     )
-    save_only_model: bool = flag(
-        "checkpoints",
+    save_only_model: bool = _checkpoints(
         False,
         "Save only the model, a third of the size; it cannot be resumed. A stop by a signal still saves everything.",
-        may_change_on_resume=True,
     )
-    resume_from_checkpoint: str | None = flag(
-        "checkpoints",
+    resume_from_checkpoint: str | None = _checkpoints(
         None,
         "Resume from this checkpoint folder, or from the newest in --output_dir (latest).",
         default_text="the newest in --output_dir if the run there is unfinished",
         metavar="FOLDER|latest",
-        may_change_on_resume=True,
         chooses_start=True,
     )
-    load_best_model_at_end: bool = flag(
-        "checkpoints",
-        False,
-        "Keep the model of the best evaluation instead of the last one.",
-        may_change_on_resume=True,
-    )
-    metric_for_best_model: str | None = flag(
-        "checkpoints",
+    load_best_model_at_end: bool = _checkpoints(False, "Keep the model of the best evaluation instead of the last one.")
+    metric_for_best_model: str | None = _checkpoints(
         None,
         "Metric that decides which model is best, for example f1, exact_match, accuracy or eval_loss.",
         default_text="f1; with --task text-classification accuracy",
+        may_change_on_resume=False,
     )
-    early_stopping_patience: int | None = flag(
-        "checkpoints",
-        None,
-        "Stop after N evaluations in a row without an improvement.",
-        default_text="never",
-        may_change_on_resume=True,
-        minimum=1,
+    early_stopping_patience: int | None = _checkpoints(
+        None, "Stop after N evaluations in a row without an improvement.", default_text="never", minimum=1
     )
 
-    elastic: bool = flag(
-        "distributed",
-        False,
-        "Horovod elastic: continue after the last finished step if hosts are lost or added (needs its launcher).",
-        may_change_on_resume=True,
+    elastic: bool = _distributed(
+        False, "Horovod elastic: continue after the last finished step if hosts are lost or added (needs its launcher)."
     )
 
     def __post_init__(self) -> None:
@@ -93,47 +73,33 @@ class CheckpointArguments:
 
 @dataclass
 class ParallelArguments:
-    strategy: str = flag(
-        "distributed",
+    strategy: str = _distributed(
         "horovod",
         "Parallel strategy; dp is one process with several GPUs, none is a single process.",
         choices=tuple(STRATEGIES),
-        may_change_on_resume=True,
     )
-    zero_stage: int = flag(
-        "distributed",
-        2,
-        "DeepSpeed: shard the optimizer (1), also the gradients (2).",
-        choices=(1, 2),
-        owner="deepspeed",
-        may_change_on_resume=True,
+    zero_stage: int = _distributed(
+        2, "DeepSpeed: shard the optimizer (1), also the gradients (2).", choices=(1, 2), owner="deepspeed"
     )
-    fp16_allreduce: bool = flag(
-        "distributed",
+    fp16_allreduce: bool = _distributed(
         False,
         "Horovod: send gradients as fp16, half the bytes; a step whose gradients overflow is skipped.",
         owner="horovod",
+        may_change_on_resume=False,
     )
-    bf16_allreduce: bool = flag(
-        "distributed",
+    bf16_allreduce: bool = _distributed(
         False,
         "Horovod: send gradients as bf16, half the bytes; sums are rounded to bf16, too.",
         owner="horovod",
+        may_change_on_resume=False,
     )
-    num_groups: int = flag(
-        "distributed",
-        0,
-        "Horovod: send gradients in N groups, each when it is complete; 0: do not group.",
-        owner="horovod",
-        may_change_on_resume=True,
-        minimum=0,
+    num_groups: int = _distributed(
+        0, "Horovod: send gradients in N groups, each when it is complete; 0: do not group.", owner="horovod", minimum=0
     )
-    num_threads: int | None = flag(
-        "distributed",
+    num_threads: int | None = _distributed(
         None,
         "CPU threads per rank.",
         default_text="OMP_NUM_THREADS, else the rank's share of its cores",
-        may_change_on_resume=True,
         minimum=1,
         maximum=MAX_THREADS,
     )
@@ -151,34 +117,21 @@ class ParallelArguments:
 @dataclass
 class ProfilingArguments:
     # horovodrun on Python 3.11 refuses --timeline, even after the program's name: it is the prefix of two of its flags.
-    timeline: str | None = flag(
-        "profiling",
+    timeline: str | None = _profiling(
         None,
         "Record Horovod's timeline of --timeline_steps in this file; under horovodrun write --timeline_file.",
         default_text="no recording",
         aliases=("--timeline_file", "--timeline-file"),
         metavar="FILE",
-        may_change_on_resume=True,
     )
-    timeline_steps: str = flag(
-        "profiling",
-        "11:30",
-        "First and last step to record, both included.",
-        metavar="FIRST:LAST",
-        may_change_on_resume=True,
+    timeline_steps: str = _profiling("11:30", "First and last step to record, both included.", metavar="FIRST:LAST")
+    profile: bool = _profiling(
+        False, "Record --timeline_steps with torch's profiler: trace.json.gz of all ranks in --output_dir."
     )
-    profile: bool = flag(
-        "profiling",
-        False,
-        "Record --timeline_steps with torch's profiler: trace.json.gz of all ranks in --output_dir.",
-        may_change_on_resume=True,
-    )
-    peak_tflops: float | None = flag(
-        "profiling",
+    peak_tflops: float | None = _profiling(
         None,
         "Peak TFLOP/s of one device in this training's precision, for the MFU.",
         default_text="the vendor's figure for known GPUs, none for CPUs",
-        may_change_on_resume=True,
         above=0,
         maximum=LARGEST_FACTOR,
     )

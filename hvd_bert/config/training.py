@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hvd_bert.config.flag import LARGEST_FACTOR, check_ranges, flag, require
@@ -20,188 +21,146 @@ REPORTERS = {
     "wandb": "hvd_bert.output.reporters.wandb:Wandb",
 }
 
+_training = partial(flag, "training")
+_evaluation = partial(flag, "evaluation", may_change_on_resume=True)
+_output = partial(flag, "output", may_change_on_resume=True)
+
 
 @dataclass
 class TrainArguments:
-    output_dir: str | None = flag(
-        "output",
-        None,
-        "Folder for all output files.",
-        default_text="a new folder runs/DATE-TIME",
-        metavar="FOLDER",
-        may_change_on_resume=True,
+    output_dir: str | None = _output(
+        None, "Folder for all output files.", default_text="a new folder runs/DATE-TIME", metavar="FOLDER"
     )
-    overwrite_output_dir: bool = flag(
-        "output",
-        False,
-        "Delete the earlier run's files in --output_dir and train from the start.",
-        may_change_on_resume=True,
-        chooses_start=True,
+    overwrite_output_dir: bool = _output(
+        False, "Delete the earlier run's files in --output_dir and train from the start.", chooses_start=True
     )
-    do_train: bool = flag("training", True, "Train.", negated_help="Do not train; only evaluate.")
-    do_eval: bool = flag(
-        "evaluation",
-        True,
-        "Evaluate on the validation data, if there are any.",
-        negated_help="Do not evaluate.",
-        may_change_on_resume=True,
+    do_train: bool = _training(True, "Train.", negated_help="Do not train; only evaluate.")
+    do_eval: bool = _evaluation(
+        True, "Evaluate on the validation data, if there are any.", negated_help="Do not evaluate."
     )
-    per_device_train_batch_size: int = flag(
-        "training",
+    per_device_train_batch_size: int = _training(
         8,
         "Windows per rank in one forward pass (per GPU with --strategy dp); auto: as many as fit into memory.",
         may_change_on_resume=True,
         minimum=1,
         auto=True,
     )
-    per_device_eval_batch_size: int = flag(
-        "evaluation", 8, "Windows per rank in one forward pass of an evaluation.", may_change_on_resume=True, minimum=1
+    per_device_eval_batch_size: int = _evaluation(
+        8, "Windows per rank in one forward pass of an evaluation.", minimum=1
     )
-    gradient_accumulation_steps: int = flag(
-        "training",
-        1,
-        "Micro-batches (forward and backward passes) per rank and step.",
-        may_change_on_resume=True,
-        minimum=1,
+    gradient_accumulation_steps: int = _training(
+        1, "Micro-batches (forward and backward passes) per rank and step.", may_change_on_resume=True, minimum=1
     )
-    global_batch: int = flag(
-        "training",
+    global_batch: int = _training(
         -1,
         "Windows per step over all ranks, in as many passes as --per_device_train_batch_size needs.",
         default_text="--per_device_train_batch_size x --gradient_accumulation_steps x devices",
         may_change_on_resume=True,
         minimum=1,
     )
-    optim: str = flag(
-        "training",
+    optim: str = _training(
         "adamw_torch_fused",
         "Optimizer. LAMB and LARS, for large global batches, are those of the package pytorch_optimizer.",
         choices=("adamw_torch_fused", "lamb", "lars"),
     )
-    learning_rate: float = flag(
-        "training", 5e-5, "Peak learning rate, on any number of devices.", above=0, maximum=LARGEST_FACTOR
+    learning_rate: float = _training(
+        5e-5, "Peak learning rate, on any number of devices.", above=0, maximum=LARGEST_FACTOR
     )
-    layerwise_lr_decay: float = flag(
-        "training",
+    layerwise_lr_decay: float = _training(
         1.0,
         "Factor of the learning rate from each layer to the one below; the head has the full rate.",
         above=0,
         maximum=1,
     )
-    ema_decay: float = flag(
-        "training",
+    ema_decay: float = _training(
         0.0,
         "Evaluate and save an exponential moving average of the weights, with this decay per step; 0: none.",
         minimum=0,
         below=1,
     )
-    weight_decay: float = flag(
-        "training", 0.0, "Weight decay; biases and layer norms have none.", minimum=0, maximum=LARGEST_FACTOR
+    weight_decay: float = _training(
+        0.0, "Weight decay; biases and layer norms have none.", minimum=0, maximum=LARGEST_FACTOR
     )
-    adam_beta1: float = flag("training", 0.9, "AdamW's and LAMB's beta1, LARS's momentum.", minimum=0, below=1)
-    adam_beta2: float = flag("training", 0.999, "AdamW's and LAMB's beta2.", minimum=0, below=1)
-    adam_epsilon: float = flag("training", 1e-8, "AdamW's and LAMB's epsilon.", above=0, maximum=LARGEST_FACTOR)
-    max_grad_norm: float = flag(
-        "training", 1.0, "Clip the averaged gradient to this norm; 0: do not clip.", minimum=0, maximum=LARGEST_FACTOR
+    adam_beta1: float = _training(0.9, "AdamW's and LAMB's beta1, LARS's momentum.", minimum=0, below=1)
+    adam_beta2: float = _training(0.999, "AdamW's and LAMB's beta2.", minimum=0, below=1)
+    adam_epsilon: float = _training(1e-8, "AdamW's and LAMB's epsilon.", above=0, maximum=LARGEST_FACTOR)
+    max_grad_norm: float = _training(
+        1.0, "Clip the averaged gradient to this norm; 0: do not clip.", minimum=0, maximum=LARGEST_FACTOR
     )
-    num_train_epochs: float = flag(
-        "training", 3.0, "Number of passes over the training windows.", above=0, maximum=1_000_000
-    )
-    max_steps: int = flag(
-        "training",
+    num_train_epochs: float = _training(3.0, "Number of passes over the training windows.", above=0, maximum=1_000_000)
+    max_steps: int = _training(
         -1,
         "Total number of optimizer steps; overrides --num_train_epochs.",
         default_text="given by --num_train_epochs",
         minimum=1,
     )
-    lr_scheduler_type: str = flag(
-        "training",
-        "linear",
-        f"Learning-rate schedule: {', '.join(SCHEDULES)}.",
-        choices=tuple(SCHEDULES),
-        metavar="NAME",
+    lr_scheduler_type: str = _training(
+        "linear", f"Learning-rate schedule: {', '.join(SCHEDULES)}.", choices=tuple(SCHEDULES), metavar="NAME"
     )
     # As in BERT's own run_squad; run_qa has none by default.
-    warmup_ratio: float = flag(
-        "training", 0.1, "Share of the steps in which the learning rate rises from 0.", minimum=0, below=1
+    warmup_ratio: float = _training(
+        0.1, "Share of the steps in which the learning rate rises from 0.", minimum=0, below=1
     )
-    warmup_steps: float = flag(
-        "training",
+    warmup_steps: float = _training(
         0,
         "Number of warm-up steps, or their share if below 1; overrides --warmup_ratio.",
         default_text="given by --warmup_ratio",
         minimum=0,
         maximum=LARGEST_FACTOR,
     )
-    lr_scaling: str = flag(
-        "training",
+    lr_scaling: str = _training(
         "none",
         "How the learning rate grows with the global batch relative to --lr_base_batch_size.",
         choices=("none", "sqrt", "linear"),
     )
-    lr_base_batch_size: int | None = flag(
-        "training",
+    lr_base_batch_size: int | None = _training(
         None,
         "Windows per step that --learning_rate is meant for, for --lr_scaling.",
         default_text="--global_batch, else the windows per step of one device",
         minimum=1,
     )
-    lr_scaling_limit: float = flag(
-        "training", 4.0, "Maximum factor by which --lr_scaling raises the learning rate.", minimum=1
+    lr_scaling_limit: float = _training(
+        4.0, "Maximum factor by which --lr_scaling raises the learning rate.", minimum=1
     )
-    logging_steps: int = flag(
-        "output",
-        10,
-        "Steps between two lines of metrics.jsonl; the first and the last step are always logged.",
-        may_change_on_resume=True,
-        minimum=1,
+    logging_steps: int = _output(
+        10, "Steps between two lines of metrics.jsonl; the first and the last step are always logged.", minimum=1
     )
-    report_to: str = flag(
-        "output",
+    report_to: str = _output(
         "tensorboard",
         "Trackers of metrics, settings and sample answers: tensorboard and wandb, or none.",
         metavar="NAME,...",
-        may_change_on_resume=True,
     )
-    eval_strategy: str = flag(
-        "evaluation",
+    eval_strategy: str = _evaluation(
         "epoch",
         "When to evaluate during training; the final model is always evaluated unless --no_do_eval is given.",
         choices=("no", "steps", "epoch"),
-        may_change_on_resume=True,
     )
-    eval_steps: int | None = flag(
-        "evaluation",
+    eval_steps: int | None = _evaluation(
         None,
         "Steps between two evaluations; implies --eval_strategy steps, except with --eval_strategy no.",
         default_text="the value of --logging_steps",
-        may_change_on_resume=True,
         replaces=("eval_strategy",),
         minimum=1,
     )
-    seed: int = flag("training", 42, "Seed of new weights, batch order and dropout.", minimum=0, maximum=LARGEST)
-    bf16: bool = flag("training", False, "Forward pass in bfloat16 autocast; weights and gradients stay in fp32.")
-    fp16: bool = flag("training", False, "Forward pass in fp16 autocast with loss scaling.")
-    gradient_checkpointing: bool = flag(
-        "training",
+    seed: int = _training(42, "Seed of new weights, batch order and dropout.", minimum=0, maximum=LARGEST)
+    bf16: bool = _training(False, "Forward pass in bfloat16 autocast; weights and gradients stay in fp32.")
+    fp16: bool = _training(False, "Forward pass in fp16 autocast with loss scaling.")
+    gradient_checkpointing: bool = _training(
         False,
         "Compute each layer again in the backward pass instead of keeping its activations: less memory, slower.",
         may_change_on_resume=True,
     )
-    deterministic: bool = flag(
-        "training", False, "Make runs reproducible bit for bit, also on GPUs and on 3 or more ranks; slower."
+    deterministic: bool = _training(
+        False, "Make runs reproducible bit for bit, also on GPUs and on 3 or more ranks; slower."
     )
-    torch_compile: bool = flag("training", False, "Compile the model's layers with torch.compile; slower on CPUs.")
-    cpu_kernels: str = flag(
-        "training",
+    torch_compile: bool = _training(False, "Compile the model's layers with torch.compile; slower on CPUs.")
+    cpu_kernels: str = _training(
         "auto",
         "On CPUs, use the fastest kernels for the kind of CPU (auto), or only torch's own (torch).",
         choices=("auto", "torch"),
         may_change_on_resume=True,
     )
-    tf32: bool = flag(
-        "training", False, "Use TF32 for fp32 matrix products on A100 and later GPUs: faster, less exact."
-    )
+    tf32: bool = _training(False, "Use TF32 for fp32 matrix products on A100 and later GPUs: faster, less exact.")
 
     def __post_init__(self) -> None:
         check_ranges(self)
