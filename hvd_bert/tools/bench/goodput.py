@@ -37,7 +37,8 @@ from hvd_bert.tools.bench.launching import TRAIN, Launching, Machine
 from hvd_bert.tools.bench.noted import LOST, Account, Notes
 from hvd_bert.tools.bench.one_run import Stopped, exit_status, failure_in, start_and_wait
 from hvd_bert.tools.bench.points import Plan, Point
-from hvd_bert.tools.rendering.page import Grid, percent, seconds
+from hvd_bert.tools.rendering import percent, seconds
+from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.tools.report.comparability import STRONG
 
 FILE, FIGURE, SCRIPT = "goodput.json", "goodput.png", "hosts.sh"

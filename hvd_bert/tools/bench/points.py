@@ -177,8 +177,25 @@ class Plan:
 
     @cached_property
     def divided(self) -> Divided:
-        """The user's flags, by the strategies that take them. Raises UserError if --config cannot be read."""
-        return _divide(self.flags)
+        """The user's flags, by the strategies that take them. The trainer's parser checks the values later.
+
+        Raises UserError if --config cannot be read.
+        """
+        chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        chooser.add_argument("--config", nargs="?")
+        file = chooser.parse_known_args(self.flags)[0].config
+        from_file = command_line.load_yaml(file) if file else {}
+        defaults = {name: FLAGS[name].default for name in OWNERS}
+        # A finished run's train_config.yaml names all flags. Only those that differ from the default count.
+        in_file = {name: from_file[name] for name in OWNERS if from_file.get(name, defaults[name]) != defaults[name]}
+        parser = Parser(add_help=False, allow_abbrev=False)
+        for name in OWNERS:
+            parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", default=argparse.SUPPRESS)
+        given, common = parser.parse_known_args(self.flags)
+        owned: dict[str, list[str]] = {}
+        for name, value in (in_file | vars(given)).items():
+            owned.setdefault(OWNERS[name], []).append(f"--{name}" if value is None else f"--{name}={value}")
+        return Divided(common, owned, {name: defaults[name] for name in in_file})
 
 
 @dataclass(frozen=True)
@@ -189,25 +206,6 @@ class Divided:
     common: list[str]
     owned: dict[str, list[str]]
     from_file: dict[str, Any]
-
-
-def _divide(flags: Sequence[str]) -> Divided:
-    """Raises UserError if --config cannot be read. The trainer's parser checks the values later."""
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    chooser.add_argument("--config", nargs="?")
-    file = chooser.parse_known_args(flags)[0].config
-    from_file = command_line.load_yaml(file) if file else {}
-    defaults = {name: FLAGS[name].default for name in OWNERS}
-    # A finished run's train_config.yaml names all flags. Only those that differ from the default count.
-    in_file = {name: from_file[name] for name in OWNERS if from_file.get(name, defaults[name]) != defaults[name]}
-    parser = Parser(add_help=False, allow_abbrev=False)
-    for name in OWNERS:
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", default=argparse.SUPPRESS)
-    given, common = parser.parse_known_args(flags)
-    owned: dict[str, list[str]] = {}
-    for name, value in (in_file | vars(given)).items():
-        owned.setdefault(OWNERS[name], []).append(f"--{name}" if value is None else f"--{name}={value}")
-    return Divided(common, owned, {name: defaults[name] for name in in_file})
 
 
 def _check_owned(plan: Plan) -> None:

@@ -34,7 +34,7 @@ from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.bench.one_run import LOG, Stopped, exit_status, train
 from hvd_bert.tools.bench.points import Plan, Point
 from hvd_bert.tools.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Result, SweepRecord, opened
-from hvd_bert.tools.rendering.page import seconds
+from hvd_bert.tools.rendering import seconds
 from hvd_bert.tools.report.comparability import STRONG
 from hvd_bert.tools.runs import reading
 from hvd_bert.tools.runs.reading import SWEEP

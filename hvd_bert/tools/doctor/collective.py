@@ -14,7 +14,8 @@ import torch
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.tools.doctor.probes import mpi_version
-from hvd_bert.tools.rendering.page import Grid, seconds
+from hvd_bert.tools.rendering import seconds
+from hvd_bert.tools.rendering.page import Grid
 
 REPEATS = 5
 SMALL_CALLS = 20  # per repeat of the small message, which takes less time than ranks differ at the start

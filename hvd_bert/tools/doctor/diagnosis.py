@@ -24,7 +24,8 @@ from hvd_bert.machine import PACKAGES, version_of
 from hvd_bert.tools.doctor import checks, collective, probes
 from hvd_bert.tools.doctor.probes import ProbeError
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, WIDTH, Line, Report, isolated, merged
-from hvd_bert.tools.rendering.page import Grid, seconds
+from hvd_bert.tools.rendering import seconds
+from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.version import __version__
 
 # Rank 0 times out first and reports: after another rank's exit, the launcher would kill it.

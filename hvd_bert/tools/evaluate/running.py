@@ -22,7 +22,7 @@ from hvd_bert.evaluation.samples import sample
 from hvd_bert.evaluation.squad_metric import question_scores
 from hvd_bert.output import output_dir, run_folder
 from hvd_bert.storage import written
-from hvd_bert.storage.writing import check_file, replacing, write_named, writing_to
+from hvd_bert.storage.writing import check_file, write_named, writing_to
 from hvd_bert.strategies.base import strategy_class
 from hvd_bert.tasks.base import EvaluationResult, Task, load_task
 from hvd_bert.tasks.question_answering import QuestionAnswering
@@ -87,8 +87,7 @@ def _write_folder(folder: Path, evaluation: EvaluationResult, results: dict[str,
         files = evaluation.files | {"evaluation.json": results}
         run_folder.write_evaluation(folder, replace(evaluation, files=files))
         written.add(folder, "evaluation.html")
-        with replacing(folder / "evaluation.html") as partial:
-            partial.write_text(page.as_html(), encoding="utf-8")
+        write_named(folder / "evaluation.html", page.as_html())
     log.info("%s", run_folder.describe(folder))
 
 

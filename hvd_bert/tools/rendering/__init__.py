@@ -1,1 +1,50 @@
-"""HTML pages, text tables and the plot style that several commands share."""
+"""HTML pages, text tables, the plot style that several commands share, and figures with their units."""
+
+from __future__ import annotations
+
+import math
+
+DASH = "-"  # an unknown figure
+
+
+def seconds(value: float) -> str:
+    """A time as 15 s, 1.23 ms or 40 us; a dash if it is NaN."""
+    if math.isnan(value):
+        return DASH
+    unit, scale = unit_of(value)
+    return f"{digits(value * scale)} {unit}"
+
+
+def unit_of(value: float) -> tuple[str, float]:
+    """The unit in which a time in seconds is 1 or more, and how many of it are a second."""
+    return ("s", 1) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("us", 1e6)
+
+
+def duration(value: float) -> str:
+    """A time as 15 s, 5 min 1 s or 3 h 20 min."""
+    whole = round(value)
+    if whole < 60:
+        return f"{whole} s"
+    large, small = ("min", "s") if whole < 3600 else ("h", "min")
+    size = 60 if whole < 3600 else 3600
+    rest = whole % size * 60 // size
+    return f"{whole // size:,} {large}" + (f" {rest} {small}" if rest else "")
+
+
+def percent(share: float, sign: str = "") -> str:
+    """A share as 12.3 %. `sign`: "+" for a difference."""
+    return f"{100 * share:{sign}.1f} %"
+
+
+def byte_size(size: float) -> str:
+    """A size as 40 bytes or 42.3 MiB."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{digits(size)} {unit}"
+        size /= 1024
+    return f"{digits(size)} GiB"
+
+
+def digits(value: float) -> str:
+    """Three significant digits, and no exponent for large numbers."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"

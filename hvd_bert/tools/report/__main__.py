@@ -74,7 +74,7 @@ def write(flags: argparse.Namespace) -> None:
     records = [record.read(folder) for folder in reading.find(flags.runs)]
     if len(records) == 1 and not baseline:
         _write_files(flags.out, run_page.page_of(records[0]), dict.fromkeys(CSV_FILES, ()))
-        _print("\n".join([*run_page.summary(records[0]), f"The page: {flags.out / PAGE}"]))
+        print(visible("\n".join([*run_page.summary(records[0]), f"The page: {flags.out / PAGE}"])))
     else:
         _write_comparison(records, baseline, flags)
 
@@ -99,7 +99,7 @@ def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | Non
     rows = (content.table_rows(tables), content.run_rows(kept, left_out))
     _write_files(flags.out, page, dict(zip(CSV_FILES, rows, strict=True)))
     if not compared:
-        _print(runs_page.overview(records).for_terminal() + "\n")
+        print(visible(runs_page.overview(records).for_terminal() + "\n"))
     _print_summary(shown, reasons, flags.out)
 
 
@@ -137,15 +137,10 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
 def _print_summary(tables: Sequence[ScalingTable], reasons: Sequence[str], folder: Path) -> None:
     """Print the tables, what is left out, and where the report is."""
     for table in tables:
-        _print(f"{table.title} (baseline: {table.baseline.name})\n{content.speedups(table).for_terminal()}\n")
+        print(visible(f"{table.title} (baseline: {table.baseline.name})\n{content.speedups(table).for_terminal()}\n"))
     if reasons:
-        _print("Without a speed-up:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n")
-    _print(f"In {folder}: {PAGE}, report.md, the plots, and the figures as CSV.")
-
-
-def _print(text: str) -> None:
-    """Print a text in which names of runs and devices are no commands to the terminal."""
-    print(visible(text))
+        print(visible("Without a speed-up:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n"))
+    print(visible(f"In {folder}: {PAGE}, report.md, the plots, and the figures as CSV."))
 
 
 if __name__ == "__main__":

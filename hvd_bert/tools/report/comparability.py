@@ -39,11 +39,6 @@ class Group:
         on = f" on {run.nodes} nodes" if run.nodes > 1 else ""
         return f"{self.label}, {run.ranks} rank{'s' * (run.ranks > 1)}{on}"
 
-    @property
-    def windows_per_device(self) -> float:
-        """Windows per device and step."""
-        return self.one.global_batch / self.one.devices
-
     @cached_property
     def windows_per_s(self) -> float:
         """Median throughput in the steady state."""

@@ -56,11 +56,6 @@ class ScalingTable:
         return sorted({line.group.one.devices for line in self.lines})
 
     @property
-    def labels(self) -> list[str]:
-        """The labels of the groups, each once."""
-        return list(dict.fromkeys(line.group.label for line in self.lines))
-
-    @property
     def title(self) -> str:
         """The kind of scaling and the batch that is fixed."""
         unit, devices = self.baseline.one.unit, self.baseline.one.devices
@@ -122,7 +117,7 @@ def tables(groups: Sequence[Group], baseline: tuple[str, int] | None) -> list[Sc
     """All tables of the groups: strong scaling, then weak scaling. Other groups are compared side by side."""
     made = []
     for kind in (STRONG, WEAK):
-        sizes = [group.one.global_batch if kind == STRONG else group.windows_per_device for group in groups]
+        sizes = [group.one.global_batch / (1 if kind == STRONG else group.one.devices) for group in groups]
         for size in sorted(set(sizes)):
             members = [group for group, own in zip(groups, sizes, strict=True) if own == size]
             made += _tables_of(kind, size, members, baseline)

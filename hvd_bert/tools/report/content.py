@@ -7,7 +7,8 @@ from operator import methodcaller
 from typing import Any
 
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.rendering.page import DASH, Grid
+from hvd_bert.tools.rendering import DASH
+from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.tools.report.comparability import EARLY_STEPS, EARLY_TOLERANCE, LAST_TOLERANCE, NATS, Group
 from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, ScalingTable
 from hvd_bert.tools.runs.reading import PROCESS_TIMES, LeftOut, Run

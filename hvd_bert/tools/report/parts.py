@@ -10,8 +10,9 @@ import numpy as np
 
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.monitoring import PHASES
+from hvd_bert.tools.rendering import DASH, unit_of
 from hvd_bert.tools.rendering.charts import Chart, Series
-from hvd_bert.tools.rendering.page import DASH, Grid, unit_of
+from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.tools.report.content import SHORT
 from hvd_bert.tools.runs.record import Record, kept
 

@@ -98,7 +98,7 @@ def _panel(
     axes: Axes, table: ScalingTable, title: str, figure_of: Callable[[Compared], tuple[float, float, float] | None]
 ) -> None:
     """One line per strategy, shifted a little so that none hides another, with bars from minimum to maximum."""
-    labels = table.labels
+    labels = list(dict.fromkeys(line.group.label for line in table.lines))
     counts = table.device_counts
     linear = counts[-1] <= LINEAR_UP_TO * counts[0]
     for number, label in enumerate(labels):

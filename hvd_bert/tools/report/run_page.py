@@ -13,23 +13,9 @@ import numpy as np
 from hvd_bert.distributed.logs import describe_ranks
 from hvd_bert.monitoring import PHASES
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.rendering.page import (
-    DASH,
-    Block,
-    Code,
-    Details,
-    Figures,
-    Grid,
-    Listing,
-    Page,
-    Quote,
-    Status,
-    Text,
-    digits,
-    duration,
-    percent,
-)
-from hvd_bert.tools.rendering.page import seconds as time
+from hvd_bert.tools.rendering import DASH, digits, duration, percent
+from hvd_bert.tools.rendering import seconds as time
+from hvd_bert.tools.rendering.page import Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
 from hvd_bert.tools.report import content, parts
 from hvd_bert.tools.runs.record import Record, kept, number_of, objects_in
 
@@ -211,7 +197,7 @@ def _joined(values: Any) -> str:
 
 
 def _checkpoints(record: Record) -> list[Block]:
-    rows = [[checkpoint.name, str(checkpoint.step)] for checkpoint in record.checkpoints]
+    rows = [[name, str(step)] for name, step in record.checkpoints.items()]
     blocks: list[Block] = [Grid(["checkpoint", "step"], rows)] if rows else []
     best = number_of(record.best.get("value"))
     if best is not None:

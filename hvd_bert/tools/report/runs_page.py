@@ -6,7 +6,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from hvd_bert.tools.rendering.page import DASH, Figures, Grid, Listing, Page, Picture, Text, duration
+from hvd_bert.tools.rendering import DASH, duration
+from hvd_bert.tools.rendering.page import Figures, Grid, Listing, Page, Picture, Text
 from hvd_bert.tools.report import content, parts, plots
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable

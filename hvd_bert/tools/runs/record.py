@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,14 +56,6 @@ class LineArrays:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint's folder name and step."""
-
-    name: str
-    step: int
-
-
-@dataclass(frozen=True)
 class Record:
     """A run.
 
@@ -73,6 +66,7 @@ class Record:
         ended: The recorded reason why a run that is not finished has ended; "" if there is none.
         warnings: With the ranks that gave them.
         skipped_steps: Events, with the windows.
+        checkpoints: Names of their folders -> steps, in increasing order.
         best: The best evaluation: `metric`, `value`, `step`. Of an unfinished run, by the newest checkpoint.
         problems: Files, or lines of files, that could not be read.
     """
@@ -87,7 +81,7 @@ class Record:
     settings: Mapping[str, Any]
     scores: Mapping[str, Any]
     samples: Sequence[Mapping[str, Any]]
-    checkpoints: list[Checkpoint]
+    checkpoints: Mapping[str, int]
     best: Mapping[str, Any]
     ended: str = ""
     warnings: Sequence[Mapping[str, Any]] = field(default_factory=list)
@@ -170,7 +164,7 @@ def read(folder: Path) -> Record:
     trained = (folder / SETTINGS).exists() or len(rows) > 0
     finished = bool(results) if trained else (folder / SCORES).exists()
     checkpoints = _checkpoints(folder)
-    state = _object(folder / checkpoints[-1].name / "state.json", problems) if checkpoints else {}
+    state = _object(folder / [*checkpoints][-1] / "state.json", problems) if checkpoints else {}
     facts = (start or (since[0] if since else {})) | results
     if isinstance(facts.get("ranks"), list):
         facts.setdefault("world_size", len(facts["ranks"]))
@@ -276,8 +270,7 @@ def _columns(lines: Sequence[Mapping[str, Any]]) -> LineArrays:
     return LineArrays({key: np.array([number_of(line.get(key)) for line in lines], np.float64) for key in keys})
 
 
-def _checkpoints(folder: Path) -> list[Checkpoint]:
+def _checkpoints(folder: Path) -> dict[str, int]:
     """The checkpoints by step; without those that were set aside."""
     steps = ((path.name, path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*"))
-    found = [Checkpoint(name, int(step)) for name, step in steps if step.isdecimal()]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    return dict(sorted(((name, int(step)) for name, step in steps if step.isdecimal()), key=itemgetter(1)))

@@ -6,7 +6,8 @@ import json
 import math
 from dataclasses import asdict
 
-from hvd_bert.tools.rendering.page import DASH, Grid, Listing, Page, Text, byte_size, percent, seconds
+from hvd_bert.tools.rendering import DASH, byte_size, percent, seconds
+from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
 from hvd_bert.tools.timeline.analysis import BIG, Findings, StepFigures
 
 TITLE = "Horovod timeline"
@@ -133,19 +134,7 @@ def ranks_line(findings: Findings) -> str:
 
 
 def page(findings: Findings) -> Page:
-    """The page."""
-    found = _page(findings)
-    found.add(Text("Definitions", 2), Listing(DEFINITIONS))
-    return found
-
-
-def terminal(findings: Findings) -> str:
-    """The text for a terminal."""
-    return _page(findings).as_text()
-
-
-def _page(findings: Findings) -> Page:
-    """All but the definitions."""
+    """The page, without the definitions of its figures."""
     found = Page(TITLE)
     found.add(Text(" ".join(facts(findings))), Text("Advice", 2), Listing(findings.advice))
     found.add(Text("Steps", 2), Listing(step_lines(findings)))

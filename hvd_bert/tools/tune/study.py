@@ -25,7 +25,8 @@ from optuna.visualization import matplotlib as draw
 from hvd_bert.errors import as_user_error
 from hvd_bert.storage.writing import write_named
 from hvd_bert.tools.bench.record import OTHER_OUT
-from hvd_bert.tools.rendering.page import DASH, Code, Grid, Page, Picture, Text
+from hvd_bert.tools.rendering import DASH
+from hvd_bert.tools.rendering.page import Code, Grid, Page, Picture, Text
 from hvd_bert.tools.report import plots
 from hvd_bert.tools.tune.spaces import Parameter, has_effect, setting_of
 from hvd_bert.tools.tune.trials import Score, Speed, TrialFailed

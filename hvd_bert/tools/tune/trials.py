@@ -20,7 +20,7 @@ from hvd_bert.storage import written
 from hvd_bert.tools.bench.launching import Launching
 from hvd_bert.tools.bench.one_run import LOG, Trained, Watch, train
 from hvd_bert.tools.bench.points import Point
-from hvd_bert.tools.rendering.page import percent
+from hvd_bert.tools.rendering import percent
 from hvd_bert.tools.runs import reading, record
 from hvd_bert.tools.runs.reading import Run
 from hvd_bert.tools.tune.spaces import KNOBS, Setting, divided
