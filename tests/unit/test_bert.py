@@ -23,7 +23,7 @@ from hvd_bert.config.settings import ModelArguments, TrainArguments
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.model import attention
-from hvd_bert.model.bert import compile_layers, load_model, window_losses
+from hvd_bert.model.bert import JoinedAttention, compile_layers, load_model, window_losses
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import autocast, set_precision
@@ -138,6 +138,7 @@ def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model
     torch._dynamo.reset()
     compiled = load(tokenizer, config_name=folders / "large")
     compile_layers(compiled)
+    assert all(isinstance(layer.attention.self, JoinedAttention) for layer in compiled.bert.encoder.layer)
     compiled.load_state_dict(model.state_dict())  # the names are the same
     torch._dynamo.utils.counters.clear()
     for ids in ([0, 1, 2], [5], [4, 6, 7, 3]):
