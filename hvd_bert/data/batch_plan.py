@@ -99,8 +99,6 @@ class BatchPlan:
 
     def imbalance(self, step: int) -> float:
         """Tokens of the most loaded rank in a step, divided by the mean over the ranks."""
-        if self.size == 1:
-            return 1.0
         tokens = self.rank_tokens(step)
         return float(tokens.max() * self.size / tokens.sum())
 

@@ -103,9 +103,16 @@ def test_a_run_that_is_not_ahead_of_the_named_checkpoint_is_kept(tmp_path):
 def test_checkpoints_that_cannot_be_used_are_named(tmp_path, caplog):
     run = unfinished_run(tmp_path / "run", 10)
     only_model = write(run, 20, {"step": 20, "model_only": True})
+    part = write(run, 25, {"step": 25, "identity": {}, "rank_batch": 8})
     broken = damaged(write(run, 30))
     assert found("--output_dir", run) == run / "checkpoint-10"
-    for problem in (f"{broken / 'state.json'} ", f"{only_model} ", "--save_only_model"):
+    for problem in (
+        f"{broken / 'state.json'} ",
+        f"{only_model} ",
+        "--save_only_model",
+        f"{part / 'state.json'} ",
+        "global_batch",
+    ):
         assert problem in warnings(caplog)
     empty = damaged(run / "checkpoint-10")
     with refused(run, broken, only_model, empty, "Nothing was changed", "--overwrite_output_dir"):
@@ -154,6 +161,11 @@ def test_identity_has_the_model_the_data_and_what_is_learned_by():
 
 def test_shape_of_a_model_is_part_of_the_checkpoint_format():
     assert shape_of(MODEL) == "2 tensors, 8 parameters, aa902f8e6f66"
+
+
+def test_a_ranks_batch_has_all_its_micro_batches():
+    flags = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "3"]
+    assert resume.rank_batch(parse(flags).train) == 12
 
 
 def test_the_same_settings_resume():
@@ -271,12 +283,12 @@ def test_elastic_needs_its_launcher(elastic, flags, named):
 
 
 def test_another_kind_of_cpu_is_warned_of(caplog):
-    state = {"cpu_kernels": {"cpu": "AMD"}}
+    state = {"cpu_kernels": {"cpu": "AMD", "linear": "torch"}}
     point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(state=state))  # type: ignore[arg-type]
-    for now in ({"cpu": "AMD"}, None, {"cpu": "Intel"}):
+    for now in (state["cpu_kernels"], None, {"cpu": "Intel", "linear": "torch"}):
         assert not caplog.messages
         resume.check_cpu(point, now)
-    assert "cpu was AMD and is Intel" in caplog.text
+    assert "cpu was AMD and is Intel" in caplog.text and "linear" not in caplog.text
 
 
 def test_a_lost_checkpoint_is_no_start_from_the_first_step(tmp_path, caplog):
@@ -285,6 +297,10 @@ def test_a_lost_checkpoint_is_no_start_from_the_first_step(tmp_path, caplog):
     assert found("--output_dir", run) == run / "checkpoint-10"
     lost = f"{run / 'latest'} names checkpoint-20, which is missing"
     assert lost in warnings(caplog)
+    for name in ("elsewhere", "checkpoint-10"):
+        (run / "latest").write_text(name)
+        assert not files.lost(run)
+    (run / "latest").write_text("checkpoint-20\n")
     (run / "checkpoint-10").rename(run / "elsewhere")
     with refused(lost, "Nothing was changed", "--overwrite_output_dir"):
         found("--output_dir", run)

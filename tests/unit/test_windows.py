@@ -16,7 +16,7 @@ from tables import each, refused
 from hvd_bert.data import window_cutting, window_table
 from hvd_bert.data.sources import squad
 from hvd_bert.data.window_cutting import WindowOptions
-from hvd_bert.data.window_table import prepare
+from hvd_bert.data.window_table import check_lengths, prepare
 
 SMALL = WindowOptions(max_seq_length=32, doc_stride=8)
 
@@ -161,3 +161,5 @@ def test_impossible_options_are_refused_before_any_work(source, tokenizer, tmp_p
     with refused(*named):
         prepare(source, tokenizer, options, cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
+    for length in (133, 512):  # the limits themselves
+        check_lengths(WindowOptions(length, 128), tokenizer)
