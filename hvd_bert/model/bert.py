@@ -204,7 +204,7 @@ class JoinedAttention(nn.Module):
 
 
 def _join_products(attentions: list[Any]) -> None:
-    """Make the layers' attentions over packed windows JoinedAttention, but for those with adapters."""
+    """Make the layers' attentions over packed windows JoinedAttention, except those with adapters."""
     kind = type(attentions[0])
     joined = type(kind.__name__, (JoinedAttention, kind), {})
     for own in attentions:

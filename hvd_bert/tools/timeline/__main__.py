@@ -16,7 +16,7 @@ from hvd_bert.config.parser import Limits, Parser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError, visible
 from hvd_bert.storage.writing import check_file, write_named, writing_to
 from hvd_bert.streams import end_when_lost
-from hvd_bert.tools.rendering.page import GENERATOR, Listing, Text
+from hvd_bert.tools.rendering.page import GENERATOR
 from hvd_bert.tools.timeline import analysis, content
 from hvd_bert.tools.timeline.analysis import Findings
 
@@ -29,19 +29,16 @@ def main(argv: list[str] | None = None) -> int:
             with writing_to("--html", flags.html):
                 flags.html = check_file(flags.html, GENERATOR, f"<title>{content.TITLE}</title>")
         findings = read(flags.file, flags.ranks)
-        page = content.page(findings)
-        text = page.as_text()
         if flags.html:
-            page.add(Text("Definitions", 2), Listing(content.DEFINITIONS))
             with writing_to("--html", flags.html):
-                write_named(flags.html, page.as_html())
+                write_named(flags.html, content.page(findings, definitions=True).as_html())
     except UserError as error:
         print(f"hvd_bert: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     if flags.json:
         print(content.as_json(findings))
     else:
-        print(text)
+        print(content.page(findings).as_text())
         if flags.html:
             print(visible(f"\nHTML page: {flags.html}"))
     return EXIT_OK

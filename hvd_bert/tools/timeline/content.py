@@ -133,8 +133,8 @@ def ranks_line(findings: Findings) -> str:
     return f"The last rank is known in {known} of {findings.step.steps if findings.step else known} steps."
 
 
-def page(findings: Findings) -> Page:
-    """The page, without the definitions of its figures."""
+def page(findings: Findings, definitions: bool = False) -> Page:
+    """The page, on request with the definitions of its figures at the end."""
     found = Page(TITLE)
     found.add(Text(" ".join(facts(findings))), Text("Advice", 2), Listing(findings.advice))
     found.add(Text("Steps", 2), Listing(step_lines(findings)))
@@ -145,6 +145,8 @@ def page(findings: Findings) -> Page:
     found.add(Text("Messages", 2), Listing(bandwidth(findings)))
     if findings.sizes:
         found.add(sizes(findings))
+    if definitions:
+        found.add(Text("Definitions", 2), Listing(DEFINITIONS))
     return found
 
 
