@@ -71,6 +71,20 @@ def test_a_signal_terminates_the_run_and_is_raised(tmp_path: Path, name: str) ->
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_during_a_finalizer_terminates_the_run(tmp_path: Path) -> None:
+    """Python prints what is raised there, and goes on. The locks of `logging` are released so inside a fork."""
+
+    class Kept:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match="SIGINT"), signals():
+        start_and_wait(["sleep", "600"], os.environ, log, 20, watch=lambda: Kept() and None)
+    with (tmp_path / "log").open("w") as log, signals():
+        assert start_and_wait(["true"], os.environ, log, 60) == 0  # not stopped by the signal of before
+
+
 def test_a_run_ends_if_its_sweep_is_killed() -> None:
     program = "import os, sys; from hvd_bert.tools.bench.one_run import start_and_wait as s; "
     program += f"s(['sh', '-c', {LAUNCHER.format('')!r}], os.environ, sys.stdout, 600)"

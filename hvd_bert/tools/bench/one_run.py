@@ -48,6 +48,9 @@ class Stopped(Exception):
     """A signal asked this process, or a run, to stop."""
 
 
+_received: list[str] = []  # names of signals: Python drops what a handler raises in a finalizer or inside a fork
+
+
 @contextmanager
 def signals() -> Iterator[None]:
     """Make SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 raise Stopped inside the block."""
@@ -55,10 +58,14 @@ def signals() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         with suppress(OSError):  # not print: the signal may have interrupted one
             os.write(2, b"Stopping: terminating the current run.\n")
-        raise Stopped(signal.Signals(number).name)
+        _received.append(signal.Signals(number).name)
+        raise Stopped(_received[-1])
 
-    with _handler(stop):
-        yield
+    try:
+        with _handler(stop):
+            yield
+    finally:
+        _received.clear()
 
 
 @contextmanager
@@ -152,6 +159,8 @@ def start_and_wait(
             )  # fmt: skip
             end = time.monotonic() + timeout
             while (left := end - time.monotonic()) > 0:
+                if _received:
+                    raise Stopped(_received[-1])
                 with suppress(subprocess.TimeoutExpired):
                     return process.wait(min(left, 1))
                 if watch:
