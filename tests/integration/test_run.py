@@ -1,4 +1,4 @@
-"""Output files and log of a run: one process, horovodrun over Gloo, mpirun; and over MPI with every option."""
+"""Output files and log of a run: one process, horovodrun over Gloo, mpirun; over MPI with every option; a full log."""
 
 from __future__ import annotations
 
@@ -172,3 +172,11 @@ def test_v2_with_every_option_of_horovod(tmp_path: Path) -> None:
     results = json.loads((out / "train_results.json").read_text())
     assert (results["global_batch"], results["precision"]) == (GLOBAL_BATCH, "bf16")
     assert said(outcome).count("peak learning rate is 0.00283 (--lr_scaling sqrt, at most 4 times)") == 1, outcome
+
+
+def test_training_completes_on_a_full_log_disk(tmp_path: Path) -> None:
+    outcome = run(["sh", "-c", 'exec "$@" > /dev/full', "sh", *small_run(1, "out")], tmp_path).expect(0)
+    assert outcome.output.count("warning: standard output cannot be written (No space left on device)") == 1, outcome
+    assert "Traceback" not in outcome.output, outcome
+    assert [line["step"] for line in read_lines(tmp_path / "out/metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 6]
+    assert (tmp_path / "out/train_results.json").exists() and (tmp_path / "out/eval_results.json").exists()

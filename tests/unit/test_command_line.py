@@ -10,8 +10,12 @@ import yaml
 from tables import each, refused
 
 from hvd_bert.config.command_line import PRESETS as PRESET_FOLDER
-from hvd_bert.config.command_line import parse
+from hvd_bert.config.command_line import overriding, parse, without
 from hvd_bert.config.settings import FLAGS, PACKAGE, save
+from hvd_bert.distributed.world import World
+from hvd_bert.tasks.base import make_plan
+from hvd_bert.tools.bench import __main__ as bench
+from hvd_bert.tools.bench.points import Plan
 
 PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
 
@@ -92,6 +96,9 @@ def test_help_lists_every_flag(capsys):
         ("--lora_alpha 4", ["--lora_alpha", "--lora_rank"]),
         ("--dataset_name squad --train_file a", ["--dataset_name", "--train_file"]),
         ("--padding longest --pad_to_max_length", ["--padding longest", "--pad_to_max_length"]),
+        *((f"--{name}=", [f"--{name}", "''"]) for name in ("train_file", "model_name_or_path")),
+        ("--train_file=a\ud800b", ["--train_file", r"'a\ud800b'", "UTF-8"]),
+        ("--model_name_or_path=a\udcffb", ["--model_name_or_path", r"'a\udcffb'", "UTF-8"]),  # the byte 0xff
     ],
 )
 def test_refused_flags(flags, named, capsys):
@@ -223,3 +230,33 @@ def test_padding_of_a_record_is_replaced_by_either_flag(tmp_path, flags, expecte
     path = tmp_path / "train_config.yaml"
     save(parse(["--pad_to_max_length"]).as_flat(), path)
     assert parse(["--config", str(path), *flags.split()]).data.padding == expected
+
+
+# --- flags that are given twice or replaced ---------------------------------------------------------
+
+
+def test_the_last_value_counts() -> None:
+    assert parse(["--do_train", "--no_do_train"]).train.do_train is False
+    assert bench.parse(["--steps", "7", "--steps=8"])[0].steps == 8
+    assert Plan(("deepspeed",), (1,), "weak", 1, 2, 1, None, ("--zero_stage", "2", "--zero_stage=1")).divided.owned == {
+        "deepspeed": ["--zero_stage=1"]
+    }
+
+
+def test_the_benchmark_replaces_the_users_length() -> None:
+    config = bench.parse(["--steps", "4", "--repeats", "2", "--save_steps", "3", "--do_eval", "--max-steps", "5"])[1]
+    assert (config.checkpoint.save_steps, config.train.do_eval, config.train.max_steps) == (0, False, 12)
+
+
+def test_without_removes_all_spellings() -> None:
+    words = ["--seed", "1", "--max-seq-length=9", "--no_do_eval", "--bf16", "--timeline-file", "a"]
+    words += ["--null_score_diff_threshold", "-1e-5"]
+    left = ["--seed", "1", "--bf16", "--null_score_diff_threshold", "-1e-5"]
+    assert without(words, ["max_seq_length", "do_eval", "timeline"]) == left
+    assert overriding(words, ["--seed=2", "--do_eval"]) == [*words[2:3], *words[4:], "--seed=2", "--do_eval"]
+
+
+def test_more_micro_batches_than_windows() -> None:
+    args = parse(["--gradient_accumulation_steps", str(2**32 - 1)]).train
+    with refused("--gradient_accumulation_steps 4294967295", "20 windows"):
+        make_plan([8] * 20, args, 1, World())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import hostile
 import pytest
@@ -18,7 +16,6 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.predict import __main__ as predict
-from hvd_bert.predict import answering
 from hvd_bert.tools.bench import __main__ as bench
 from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.doctor import __main__ as doctor
@@ -57,8 +54,6 @@ NUMBERS = [
     *(("tune", "minutes", value) for value in (*NO_TIME,)),
     *(("bench", name, value) for name in ("steps", "repeats") for value in NO_COUNT),
     *(("evaluate", "mistakes", value) for value in NO_COUNT if value != "0"),
-    *(("train", "max_seq_length", value) for value in NO_COUNT),
-    *(("train", "learning_rate", value) for value in (*NO_TIME, "0")),
 ]
 
 
@@ -67,19 +62,6 @@ def test_numbers_are_refused(command: str, name: str, value: str) -> None:
     with pytest.raises(UserError) as raised:
         COMMANDS[command]([f"--{name}={value}"])
     hostile.check_message(str(raised.value), f"--{name}")
-
-
-def test_printed_questions_are_no_commands_to_the_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count = 4
-    questions = [SimpleNamespace(question=f"Q{n}\x1b[31m?", context="c", answer_texts=()) for n in range(count)]
-    monkeypatch.setattr(answering, "open_input", lambda flags, qa: SimpleNamespace(questions=lambda: questions))
-    monkeypatch.setattr(answering.FoundAnswer, "of", lambda answer: SimpleNamespace(text="a\x1b]0;b", score=1.0))
-    answering._print_some(argparse.Namespace(), SimpleNamespace(answers=lambda asked: [None]))  # type: ignore[arg-type]
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown
-    assert [shown.count(f"Q: Q{n}") for n in range(count)].count(1) == shown.count("Q: ") == 3
 
 
 NAMES = ["$\\frac{1}$", "$^$", "\x1b]0;title\x07", "a\ud800b", "<script>alert(1)</script>", "a\n# b", "|x|y|"]

@@ -8,22 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tables import each
+from test_metrics_log import Clock
 
 from hvd_bert.monitoring import PHASES
 from hvd_bert.train import meter as module
 from hvd_bert.train.meter import Meter
 
 FINITE = torch.tensor(1.0)  # the norm of a gradient
-
-
-class Clock:
-    """A `time` module whose clock the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import resource
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas
@@ -110,6 +111,14 @@ def test_a_few_answers_are_printed(model, questions, write_squad, capsys):  # no
         assert f"  Q: {question.question}\n  A: " in printed
     assert printed.count("  A: ") == 3 and "  expected: blue\n" in printed
     assert printed.endswith("3 of 30 questions. To answer all of them, name a file with --output.\n")
+
+
+def test_printed_texts_are_no_commands_to_the_terminal(model, make_questions, write_squad, capsys, monkeypatch):  # noqa: F811
+    asked = [replace(q, question="Who\x1b[31m?", context=f"{q.context}\x1b[31m") for q in make_questions(1)]
+    monkeypatch.setattr(FoundAnswer, "of", lambda answer: SimpleNamespace(text="a\x1b]0;b", score=1.0))
+    assert main([str(model), "--input", str(write_squad(asked))]) == EXIT_OK
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and printed.count("\u241b") == 3
 
 
 def answered(*words: object, world: World | None = None) -> None:

@@ -11,6 +11,7 @@ import re
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -87,11 +88,18 @@ def test_sample_answers_are_shown_as_they_are(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.slow
-def test_wandb(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    wandb = pytest.importorskip("wandb")
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The package, offline, without another test's settings."""
+    package = pytest.importorskip("wandb")
+    package.teardown()
     for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DISABLE_GIT", "true"), ("X_DISABLE_STATS", "true")):
         monkeypatch.setenv(f"WANDB_{name}", value)
+    return package
+
+
+@pytest.mark.slow
+def test_wandb(base: list[str], tmp_path: Path, wandb: Any) -> None:  # noqa: F811
     out = tmp_path / "out"
     train_and_resume(base, out, "wandb")
     wandb.teardown()
@@ -123,12 +131,10 @@ def test_missing_package(base: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     assert failed.value.status == 2 and not (tmp_path / "out").exists()
 
 
-def test_wandb_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
-    wandb.teardown()  # forgets the settings of another test
+def test_wandb_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    for name, value in (("MODE", "online"), ("SILENT", "true"), ("CONFIG_DIR", str(tmp_path))):
+    for name, value in (("MODE", "online"), ("CONFIG_DIR", str(tmp_path))):
         monkeypatch.setenv(f"WANDB_{name}", value)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with refused("--report_to wandb", "WANDB_MODE"):
@@ -141,17 +147,13 @@ def test_wandb_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_wandb_whose_service_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wandb: Any
 ) -> None:
-    wandb = pytest.importorskip("wandb")
     from hvd_bert.output.reporters.wandb import SERVICE, Wandb
 
     def services() -> list[psutil.Process]:
         return [process for process in psutil.Process().children() if process.name() == SERVICE]
 
-    wandb.teardown()
-    for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DISABLE_GIT", "true"), ("X_DISABLE_STATS", "true")):
-        monkeypatch.setenv(f"WANDB_{name}", value)
     monkeypatch.setattr(base_module, "PATIENCE_S", 0.5)
     reporter = Background(Wandb(tmp_path))
     (service,) = services()

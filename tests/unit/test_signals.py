@@ -6,13 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from processes import started
 from tables import each
 from test_world import heard, make_world
 
+from hvd_bert.distributed import signals
 from hvd_bert.distributed.signals import HOSTS, NOTICES, SIGNALS, StopRequests
 
 
@@ -53,6 +57,7 @@ def test_repeated_signal_does_not_end_a_process_that_stops():
     assert signal.getsignal(signal.SIGINT) == before
 
 
+ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 LONG_STEP = """
 import torch
 from hvd_bert.distributed import logs
@@ -76,9 +81,7 @@ with StopRequests(World()).watched():
     ids=str,
 )
 def test_second_signal_ends_a_long_step_at_once(numbers, status):
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    step = subprocess.Popen([sys.executable, "-c", LONG_STEP], env=environ, stdout=subprocess.PIPE, text=True)
-    try:
+    with started([sys.executable, "-c", LONG_STEP], env=ENVIRON, stdout=subprocess.PIPE, text=True) as step:
         assert step.stdout and step.stdout.readline() == "in a step\n"
         for number in numbers[:-1]:
             for repeated in (signal.SIGUSR1, signal.SIGUSR1, number, number):  # `timeout` sends a signal twice
@@ -86,9 +89,6 @@ def test_second_signal_ends_a_long_step_at_once(numbers, status):
             assert step.stdout.readline().endswith(f"{number.name}: stopping after this step; again to quit\n")
         step.send_signal(numbers[-1])
         assert step.wait(60) == status
-    finally:
-        step.kill()
-        step.wait(60)
 
 
 def test_any_ranks_signal_counts_more_than_hosts(monkeypatch):
@@ -98,6 +98,40 @@ def test_any_ranks_signal_counts_more_than_hosts(monkeypatch):
     assert stops(requests) and requests.reason() is None
     requests = StopRequests(heard(make_world(rank=0, size=3), ["", "SIGTERM", HOSTS]))
     assert requests.reason() == "SIGTERM to rank 1"
+
+
+# A rank stops when its launcher, the process that started it, has been killed
+
+RANK = """
+import signal
+from hvd_bert.distributed import signals
+
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+signals.CHECK_S = 0.05
+signals.watch_launcher("mpirun")
+print("watches", flush=True)
+signal.sigwait({signal.SIGUSR1})
+print("stopped", flush=True)
+"""
+
+
+def test_launcher_is_killed() -> None:
+    launcher = ["sh", "-c", f"'{sys.executable}' -c '{RANK}'; exit $?"]  # some shells become their last command
+    with started(launcher, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        assert process.stdout.readline() == "watches\n"
+        (rank,) = psutil.Process(process.pid).children()
+        process.kill()
+        assert process.stdout.readline() == "stopped\n"
+        assert "hvd_bert: the launcher was killed: stopping this rank" in process.stderr.read()
+        rank.wait(60)
+
+
+@pytest.mark.parametrize("launcher", ["none", "srun"])
+def test_no_launcher_to_watch(launcher: str) -> None:
+    before = threading.enumerate()
+    signals.watch_launcher(launcher)
+    assert threading.enumerate() == before
 
 
 # Ctrl-C in any command, at any moment: one line, status 130, no traceback

@@ -1,4 +1,4 @@
-"""The world: errors of all ranks, hosts and devices."""
+"""The world: hosts, devices, and data that differ between ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from hvd_bert.distributed import world as world_module
 from hvd_bert.distributed.world import CollectiveError, RankInfo, World
-from hvd_bert.errors import UserError
 from hvd_bert.tasks.question_answering import Inputs
 
 
@@ -33,24 +32,6 @@ def heard(world: World, messages: Sequence[object]) -> World:
 
     world.allgather = allgather  # type: ignore[method-assign]
     return world
-
-
-def failing(world: World, messages: list[str | None]) -> World:
-    """Let the world's other ranks fail with `messages`, and without warnings, in `raise_on_all_ranks`."""
-    return heard(world, [(message, []) for message in messages])
-
-
-def test_error_of_some_ranks_becomes_an_error_of_all():
-    one, everyone = [None, "disk is full", None], ["bad flag"] * 3
-    for rank, messages, shown, reporter in (
-        (0, one, "rank 1 on its host: disk is full", 1),
-        (2, everyone, "bad flag", 0),
-    ):
-        world = failing(make_world(rank=rank, size=3), messages)
-        with pytest.raises(CollectiveError, match=f"^{shown}$") as caught, world.raise_on_all_ranks():
-            if messages[rank]:
-                raise UserError(messages[rank])
-        assert caught.value.rank == reporter
 
 
 def on_hosts(*hosts: str) -> tuple[RankInfo, ...]:
