@@ -184,9 +184,10 @@ def compile_layers(model: nn.Module) -> None:
 
 
 class JoinedAttention(nn.Module):
-    """Replaces the forward pass of BERT's self-attention: query, key and value as one product of all three weights.
+    """BERT's self-attention over packed windows; under autocast, query, key and value are one product of all weights.
 
-    The compiler joins the weights while it casts them. MLPerf's entries do so, too: a large product fills a GPU better.
+    MLPerf's entries do so, too: a large product should fill a GPU better. The compiler casts the weights into the
+    joined matrix. In fp32 it would be a copy that costs memory.
     """
 
     def forward(
@@ -194,9 +195,12 @@ class JoinedAttention(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """`hidden_states`: [1, N, hidden size]. Returns the same shape, and no attention weights."""
         parts = (self.query, self.key, self.value)
-        weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
-        joined = torch.nn.functional.linear(hidden_states, weight, bias)
-        query, key, value = joined.unflatten(-1, (3, -1, self.attention_head_size)).transpose(1, 3).unbind(2)
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
+            products = torch.nn.functional.linear(hidden_states, weight, bias).chunk(3, -1)
+        else:
+            products = tuple(part(hidden_states) for part in parts)
+        query, key, value = (rows.unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2) for rows in products)
         output, _ = attention.attend_within_windows(
             *(self, query, key, value, attention_mask, self.dropout.p, self.scaling), **kwargs
         )
@@ -205,11 +209,9 @@ class JoinedAttention(nn.Module):
 
 def _join_products(attentions: list[Any]) -> None:
     """Make the layers' attentions over packed windows JoinedAttention, except those with adapters."""
-    kind = type(attentions[0])
-    joined = type(kind.__name__, (JoinedAttention, kind), {})
     for own in attentions:
         if all(type(part) is nn.Linear for part in (own.query, own.key, own.value)):
-            own.__class__ = joined
+            own.__class__ = JoinedAttention
 
 
 def window_losses(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
+from typing import Any
 
 import gpu_kernels
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from tables import each, refused
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForQuestionAnswering,
     BertConfig,
@@ -164,6 +167,23 @@ def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model
         batch = Collator(windows, CPU)(draw.permutation(len(windows))[draw.integers(len(windows)) :])
         window_losses(compiled.train(), batch)
     assert counters["stats"]["unique_graphs"] == 3
+    products = {}
+    for precision in ("fp32", "bf16"):
+        with torch.compiler.set_stance("force_eager"), autocast(CPU, precision), Products() as counted:
+            window_losses(compiled, batch)
+        products[precision] = counted.count
+    assert products["fp32"] - products["bf16"] == 2 * len(compiled.bert.encoder.layer)  # query, key, value as one
+    assert pickle.dumps(compiled)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of rows and weights."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.mm)
+        return func(*args, **(kwargs or {}))
 
 
 def test_share_of_no_windows_has_zero_gradients(model, windows):

@@ -12,7 +12,6 @@ import pytest
 from made_runs import make_run, make_samples
 from tables import each
 
-from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.predict import __main__ as predict
@@ -34,7 +33,6 @@ NO_COUNT = ("99999999999", "-1", "0", "nan", "1e300", "9" * 5000, "1.5", "\u00b2
 
 
 COMMANDS: dict[str, Callable[[list[str]], object]] = {
-    "train": parse,
     "doctor": lambda flags: doctor.make_parser().parse_args(flags),
     "sweep": lambda flags: sweep.make_parser().parse_known_args(flags),
     "tune": lambda flags: tune.make_parser().parse_known_args(flags),

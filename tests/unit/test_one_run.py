@@ -73,7 +73,7 @@ def test_a_signal_terminates_the_run_and_is_raised(tmp_path: Path, name: str) ->
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_during_a_finalizer_terminates_the_run(tmp_path: Path) -> None:
-    """Python prints what is raised there, and goes on. The locks of `logging` are released so inside a fork."""
+    """There Python only prints an exception; the same happens in a callback of a fork, such as those of `logging`."""
 
     class Kept:
         def __del__(self) -> None:
@@ -82,7 +82,7 @@ def test_a_signal_during_a_finalizer_terminates_the_run(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match="SIGINT"), signals():
         start_and_wait(["sleep", "600"], os.environ, log, 20, watch=lambda: Kept() and None)
     with (tmp_path / "log").open("w") as log, signals():
-        assert start_and_wait(["true"], os.environ, log, 60) == 0  # not stopped by the signal of before
+        assert start_and_wait(["true"], os.environ, log, 60) == 0  # the earlier signal does not stop it
 
 
 def test_a_run_ends_if_its_sweep_is_killed() -> None:
