@@ -12,12 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from hvd_bert.data.sources.squad import Question
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REAL_SQUAD = Path(os.environ.get("HVD_BERT_SQUAD") or REPOSITORY.parent / "shared" / "data" / "squad")
+
+
+hypothesis.settings.register_profile("loaded", deadline=None)  # a loaded machine is not a failure
+hypothesis.settings.load_profile("loaded")
 
 
 def pytest_configure() -> None:

@@ -109,7 +109,7 @@ def test_training_continues_without_a_lost_host(cluster: Cluster, tmp_path: Path
 
 
 def test_added_host_joins(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "hosts.sh").write_text("echo a100-02:2\n[ ! -s out/metrics.jsonl ] || echo a100-01:2\n")
+    (tmp_path / "hosts.sh").write_text("echo a100-02:2\n[ ! -e signalled ] || echo a100-01:2\n")
     (tmp_path / "discover").write_text(f"#!/bin/sh\ncd {tmp_path} && . ./hosts.sh\n")
     (tmp_path / "discover").chmod(0o755)
     command = elastic(str(tmp_path / "discover"), 2, 12, "6 0 hosts start")

@@ -51,5 +51,5 @@ def test_a_straggler_is_named(cluster: Cluster, tmp_path: Path) -> None:
         seen = recorded(cluster, tmp_path, FOUR_RANKS, "gloo", flags, env)
     row = seen["rank_rows"][rank]
     assert row["of_steps"] >= 10 and row["steps"] >= 0.9 * row["of_steps"]
-    assert row["median_s"] == pytest.approx(SLOWED_S, rel=0.15)
+    assert row["median_s"] == pytest.approx(SLOWED_S, rel=0.4)  # the ranks share two cores
     assert any(line.startswith(f"Rank {rank} is a straggler") for line in seen["advice"]), seen["advice"]

@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import sys
+from contextlib import suppress
 
 FOLDER = os.path.dirname(os.path.realpath(sys.argv[0]))
 READ_AT_IMPORT = ("ATEN_", "HF_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "TRANSFORMERS_")
@@ -50,9 +51,9 @@ def follow(connection: socket.socket, message: bytes) -> int:
     connection.sendall(message)
     (pid,) = struct.unpack("!I", connection.recv(4))
     for number in FORWARDED:
-        signal.signal(number, lambda number, _: os.kill(pid, number))
+        signal.signal(number, lambda number, _: send(pid, number))
     for number in early:
-        os.kill(pid, number)
+        send(pid, number)
     ended = connection.recv(4)
     if not ended:
         sys.exit("the fork server is gone")
@@ -62,6 +63,11 @@ def follow(connection: socket.socket, message: bytes) -> int:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
+
+
+def send(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # the command has ended meanwhile
+        os.kill(pid, number)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hvd_bert.data.batch_plan import balanced_partition, window_costs
 
-quick = settings(max_examples=100, deadline=None)
+quick = settings(max_examples=100)
 costs_of = st.lists(st.integers(0, 10**7), max_size=120).map(lambda costs: np.array(costs, dtype=np.int64))
 
 

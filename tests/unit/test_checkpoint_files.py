@@ -153,7 +153,7 @@ def test_wrong_manifest_is_named(tmp_path, manifest):
     hostile.check_message(str(raised.value), str(folder))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(FILES), data=st.data())
 def test_one_flipped_bit_is_seen(tmp_path, name, data):
     folder = files.write(tmp_path, 7, contents(7))

@@ -53,7 +53,7 @@ def own_windows(tokenizer, questions, length, stride):
 
 
 @given(cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_windows_equal_those_of_the_tokenizer(family_tokenizer, tokenizer, case):
     questions, length, stride = case
     length += 15 * (family_tokenizer is not tokenizer)  # six words in single bytes must not be truncated

@@ -34,7 +34,7 @@ def ends(number: str) -> bool:
 
 def test_a_run_that_takes_too_long_is_terminated(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
-        assert start_and_wait(["sh", "-c", LAUNCHER.format("")], os.environ, log, timeout=0.5) is None
+        assert start_and_wait(["sh", "-c", LAUNCHER.format("")], os.environ, log, timeout=3) is None
     assert ends((tmp_path / "log").read_text())
 
 
@@ -83,6 +83,13 @@ def test_a_signal_during_a_finalizer_terminates_the_run(tmp_path: Path) -> None:
         start_and_wait(["sleep", "600"], os.environ, log, 20, watch=lambda: Kept() and None)
     with (tmp_path / "log").open("w") as log, signals():
         assert start_and_wait(["true"], os.environ, log, 60) == 0  # the earlier signal does not stop it
+
+
+def test_repeated_signals_terminate_the_run(tmp_path: Path) -> None:
+    command = ["sh", "-c", LAUNCHER.format(f"for i in 1 2 3 4 5; do kill -INT {os.getpid()}; done; ")]
+    with (tmp_path / "log").open("w") as log, pytest.raises(Stopped), signals():
+        start_and_wait(command, os.environ, log, 60)
+    assert ends((tmp_path / "log").read_text())
 
 
 def test_a_run_ends_if_its_sweep_is_killed() -> None:

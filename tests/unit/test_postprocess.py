@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tables import refused
 
@@ -116,7 +116,6 @@ def cases(draw: st.DrawFn) -> tuple[list[Question], list[WindowLogits], SpanOpti
     return questions, windows, options
 
 
-@settings(deadline=None)  # a loaded machine is not a failure
 @given(cases())
 def test_equals_the_reference(case: tuple[list[Question], list[WindowLogits], SpanOptions]) -> None:
     questions, windows, options = case
@@ -127,7 +126,6 @@ def test_equals_the_reference(case: tuple[list[Question], list[WindowLogits], Sp
 
 
 @pytest.mark.slow
-@settings(deadline=None)  # a loaded machine is not a failure
 @given(cases(), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_sharding_and_order_change_nothing(
     case: tuple[list[Question], list[WindowLogits], SpanOptions], num_shards: int, rng: random.Random

@@ -150,7 +150,7 @@ def test_an_evaluation_in_the_folder_of_a_training(tmp_path):
 Values = st.sampled_from([None, "text", -1, 0, 1e308, 10**400, True, [], [None], [{}], {}, {"a": 1}])
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(st.data(), Values)
 def test_any_content_gives_a_page(tmp_path, data, value):
     folder = tmp_path / "run"

@@ -210,7 +210,7 @@ def test_reporter_that_fails_is_one_warning(caplog: pytest.LogCaptureFixture, er
 
 
 def test_reporter_that_does_not_respond(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_module, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(base_module, "PATIENCE_S", 0.5)
     servers = [Server(None), Server(None)]
     reporters = [Background(server) for server in servers]
     with caplog.at_level(logging.WARNING, "hvd_bert"):

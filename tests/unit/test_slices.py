@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tables import each
 
@@ -60,7 +60,6 @@ def test_groups_by_answer():
     }  # fmt: skip
 
 
-@settings(deadline=None)
 @given(st.lists(st.builds(question, st.text(), st.just(()) | st.tuples(st.text(min_size=1)), st.text()), min_size=1))
 def test_every_question_is_in_one_group(questions):
     for groups in (

@@ -9,7 +9,7 @@ from typing import Any
 
 import official_squad
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tables import each
 
@@ -120,7 +120,6 @@ def scored(draw: st.DrawFn, min_golds: int) -> Drawn:
     return questions, predictions, odds
 
 
-@settings(deadline=None)  # a loaded machine is not a failure
 @given(scored(min_golds=1))
 def test_v1_equals_the_official_script(official: Official, drawn: Drawn) -> None:
     questions, predictions, _ = drawn
@@ -128,7 +127,6 @@ def test_v1_equals_the_official_script(official: Official, drawn: Drawn) -> None
     assert score(questions, predictions) == pytest.approx(expected, abs=1e-9)
 
 
-@settings(deadline=None)  # a loaded machine is not a failure
 @given(scored(min_golds=0), st.sampled_from([-1.0, 0.0, 0.25, 1.0, 100.0]), st.booleans())
 def test_v2_equals_the_official_script(official: Official, drawn: Drawn, threshold: float, with_odds: bool) -> None:
     questions, predictions, odds = drawn
@@ -137,7 +135,6 @@ def test_v2_equals_the_official_script(official: Official, drawn: Drawn, thresho
     assert score(questions, predictions, given_odds, True, threshold) == pytest.approx(expected, abs=1e-9)
 
 
-@settings(deadline=None)  # a loaded machine is not a failure
 @given(scored(min_golds=0), st.sampled_from([-1.0, 0.0, 1.0]))
 def test_best_spans_instead_of_nulled_texts_change_only_the_best_thresholds(drawn: Drawn, threshold: float) -> None:
     questions, best_spans, odds = drawn

@@ -16,7 +16,7 @@ SENT = 3000  # lines of 100 bytes, more than a pipe's 64 KiB
 PROGRAM = """
 import sys
 from hvd_bert import streams
-streams.PATIENCE_S = 0.2
+streams.PATIENCE_S = {patience}
 streams.{policy}()
 for number in range({sent}):
     print(f"{{number:{width}}}"{flush})
@@ -26,9 +26,9 @@ WARNING = "warning: standard output cannot be written ({}): the command continue
 
 
 def run(
-    policy: str, *, sent: int = SENT, width: int = 99, flush: bool = False, unbuffered: bool = False, **streams
+    policy: str, *, sent: int = SENT, width: int = 99, flush=False, unbuffered=False, patience: float = 60, **streams
 ) -> subprocess.CompletedProcess[str]:
-    program = PROGRAM.format(policy=policy, sent=sent, width=width, flush=", flush=True" * flush)
+    program = PROGRAM.format(policy=policy, sent=sent, width=width, flush=", flush=True" * flush, patience=patience)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     options["env"] = os.environ | {"PYTHONUNBUFFERED": "1" * unbuffered}
     return subprocess.run([sys.executable, "-c", program], text=True, timeout=60, **options)
@@ -74,9 +74,9 @@ def test_nothing_is_lost_while_somebody_reads(policy, unbuffered, sent, width):
     [
         ("no reader", "Broken pipe", {}, True),
         ("full disk", "No space left on device", {}, False),
-        ("unread", "it was not read for 0.2 s", {}, False),
+        ("unread", "it was not read for 0.2 s", {"patience": 0.2}, False),
         # A pipe with space for a page is ready, but would keep a longer write waiting.
-        ("unread", "it was not read for 0.2 s", {"sent": 50, "width": 9999}, True),
+        ("unread", "it was not read for 0.2 s", {"patience": 0.2, "sent": 50, "width": 9999}, True),
     ],
 )
 def test_command_continues_with_one_warning(opened, how, reason, size, unbuffered):
@@ -98,6 +98,7 @@ def test_command_that_only_prints_names_a_full_disk(opened):
 
 
 def test_closed_streams_are_replaced():
-    program = PROGRAM.format(policy="keep_running", sent=1, width=99, flush="") + "sys.exit(open('/dev/null').fileno())"
+    program = PROGRAM.format(policy="keep_running", sent=1, width=99, flush="", patience=60)
+    program += "sys.exit(open('/dev/null').fileno())"
     done = subprocess.run(["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, program])
     assert done.returncode > 2  # no file is opened as number 1

@@ -62,7 +62,7 @@ EVENT = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(EVENT, min_size=1, max_size=80), st.integers(64, 2000))
 def test_reads_the_same_as_json(tmp_path_factory, events, block):
     made = Timeline()
@@ -147,7 +147,7 @@ def test_an_operation_without_end_is_left_out(tmp_path):
 USUAL = training(steps=4).text.removesuffix(",")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(st.integers(0, len(USUAL)), st.integers(0, 300), st.binary(max_size=12) | st.just(b"9" * 30)),

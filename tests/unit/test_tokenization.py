@@ -65,7 +65,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_label_is_exact_in_each_window_with_the_whole_answer(tokenizer, case):
     questions, length, stride = case
     rows, counts = to_windows(tokenizer, questions, length, stride)

@@ -56,6 +56,8 @@ def signals() -> Iterator[None]:
     """Make SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 raise Stopped inside the block."""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        if _received:
+            return  # the run is being terminated
         with suppress(OSError):  # not print: the signal may have interrupted one
             os.write(2, b"Stopping: terminating the current run.\n")
         _received.append(signal.Signals(number).name)
