@@ -19,6 +19,7 @@ import safetensors.torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hvd_bert.config.parser import AUTO
 from hvd_bert.config.settings import TASKS, Config, DataArguments, ModelArguments, TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths, Parts
 from hvd_bert.distributed.world import World
@@ -248,7 +249,7 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
             f"--global_batch {args.global_batch}: fewer windows than the {devices} devices. Use fewer ranks."
         )
     plan = plan.with_global_batch(args.global_batch)
-    if passes not in (1, plan.accumulation):
+    if args.per_device_train_batch_size != AUTO and passes not in (1, plan.accumulation):
         raise UserError(
             f"--gradient_accumulation_steps {passes}: --global_batch {args.global_batch} takes {plan.accumulation}"
             f" pass(es) of at most {rank_batch} windows on each of {world.size} rank(s). Omit the flag, or change"

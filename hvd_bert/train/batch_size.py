@@ -81,7 +81,7 @@ def _largest(task: Task, config: Config, world: World) -> int:
     task.model.train()
     most = plan.num_windows // (world.size * args.gradient_accumulation_steps)
     if args.global_batch > 0:
-        most = min(most, math.ceil(args.global_batch / world.size))
+        most = min(most, math.ceil(args.global_batch / (world.size * args.gradient_accumulation_steps)))
     count, need, growth = 1, needed(1), 0.0
     if need > usable:
         raise UserError(

@@ -66,6 +66,7 @@ def test_as_many_windows_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.8 * 0.8 * 2000 < 48 * found < 1.1 * 0.8 * 2000
     assert chosen(monkeypatch, 2000, other_rank=3) == 3
     assert chosen(monkeypatch, 2000, "--global_batch=7") == 7
+    assert chosen(monkeypatch, 2000, "--global_batch=7", "--gradient_accumulation_steps=2") == 4
     assert chosen(monkeypatch, 10**6) == 300, "all of the data"
     with refused("auto", "GiB"):
         chosen(monkeypatch, 10)
