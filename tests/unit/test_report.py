@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from documented import undocumented
 from made_runs import make_run
+from matplotlib.figure import Figure
 from PIL import Image
 from tables import each
 
@@ -221,6 +222,17 @@ def test_communication_settings_have_rows_and_two_experiments_have_tables(tmp_pa
     assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == ["scaling_1.png", "scaling_2.png"]
 
 
+@pytest.mark.slow
+def test_close_figures_are_inside_the_plots(tmp_path, monkeypatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plots, "png", lambda figure: drawn.append(figure) or b"")
+    for ranks, speed in ((1, 10.0), (2, 10.1)):
+        make_run(tmp_path / f"runs/{ranks}", "horovod", ranks, windows_per_s=speed)
+    report(tmp_path)
+    for axes in drawn[0].axes:
+        assert max(max(line.get_ydata()) for line in axes.lines) < 0.97 * axes.get_ylim()[1]
+
+
 def test_caveats(tmp_path):
     for strategy, ranks, speeds in (("none", 1, (9.6, 10, 10.4)), ("horovod", 2, (17, 18, 20)), ("ddp", 2, (25,))):
         for number, speed in enumerate(speeds):
@@ -230,6 +242,7 @@ def test_caveats(tmp_path):
     assert "the repeats of horovod, 2 ranks are more than 10% apart" in text and "efficiency of 1.25, above" in text
 
 
+START = '{"event": "start", "train_steps": 40, "strategy": "%s", "world_size": %d}\n'
 DAMAGE = (
     ("train_results.json", None, "not finished: it has no train_results.json"),
     ("train_results.json", '{"strategy": "ddp", "wor', "train_results.json cannot be read: "),
@@ -238,6 +251,7 @@ DAMAGE = (
     ("metrics.jsonl", '{"step": 1, "lo\n', "metrics.jsonl: 1 damaged line(s), the first is line 1"),
     ("metrics.jsonl", '{"step": 1, "loss": null, "windows_per_s": 1, "step_s": 1}', "has a line without its loss"),
     ("metrics.jsonl", '{"step": 1, "loss": 5.0, "windows_per_s": 1, "step_s": 1}', "has 1 line(s) of steps"),
+    ("events.jsonl", START % ("ddp", 2) * 2 + START % ("ddp", 4), "changed on a resume: ddp 2 None, then ddp 4 None"),
 )
 
 

@@ -259,6 +259,8 @@ def run_of(record: Record) -> Run:
         raise Unusable(damaged[0])
     if record.state != "finished" or not record.trained:
         raise Unusable(f"not finished: it has no {RESULTS}" if record.trained else "evaluated only, not trained")
+    if len(record.worlds) > 1:
+        raise Unusable(f"strategy, ranks or device changed on a resume: {', then '.join(record.worlds)}")
     if not record.facts.get("work"):
         raise Unusable(f"its {RESULTS} has no `work`: it was written by an older version")
     try:

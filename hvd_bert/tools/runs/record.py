@@ -26,6 +26,7 @@ from hvd_bert.storage.reading import MAX_YAML_BYTES, Kind, convert, parse_json, 
 RESULTS, METRICS, SETTINGS, SCORES = "train_results.json", "metrics.jsonl", "train_config.yaml", "eval_results.json"
 EVALUATED_ONLY, EVENTS, SAMPLES = "eval_config.yaml", "events.jsonl", "eval_samples.json"
 GPUS = "gpu_usage.jsonl"
+WORLD = ("strategy", "world_size", "device_name")
 MAX_METRICS = 2**32  # bytes: millions of lines
 RECENT = 20  # lines from which the speed of a run that is still going is computed
 MAX_STEP = 2**53  # floats hold all whole numbers up to it
@@ -66,6 +67,7 @@ class Record:
         ended: The recorded reason why a run that is not finished has ended; "" if there is none.
         warnings: With the ranks that gave them.
         skipped_steps: Events, with the windows.
+        worlds: Strategy, number of ranks and device of its starts: several if they changed on a resume.
         checkpoints: Names of their folders -> steps, in increasing order.
         best: The best evaluation: `metric`, `value`, `step`. Of an unfinished run, by the newest checkpoint.
         problems: Files, or lines of files, that could not be read.
@@ -86,6 +88,7 @@ class Record:
     ended: str = ""
     warnings: Sequence[Mapping[str, Any]] = field(default_factory=list)
     skipped_steps: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    worlds: Sequence[str] = ()
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -156,7 +159,7 @@ def read(folder: Path) -> Record:
     events = objects_in(list(_lines(folder / EVENTS, problems)))
     starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
     # A later evaluation in the folder of a training is not how the run was started.
-    start = next((events[number] for number in reversed(starts) if "train_steps" in events[number]), None)
+    begins = [events[number] for number in starts if "train_steps" in events[number]]
     since = events[starts[-1] :] if starts else []
     ends = [str(event.get("message")).removeprefix("hvd_bert: ") for event in since if event.get("event") == "end"]
     results = _object(folder / RESULTS, problems)
@@ -165,7 +168,7 @@ def read(folder: Path) -> Record:
     finished = bool(results) if trained else (folder / SCORES).exists()
     checkpoints = _checkpoints(folder)
     state = _object(folder / [*checkpoints][-1] / "state.json", problems) if checkpoints else {}
-    facts = (start or (since[0] if since else {})) | results
+    facts = ([*since[:1], *begins] or [{}])[-1] | results
     if isinstance(facts.get("ranks"), list):
         facts.setdefault("world_size", len(facts["ranks"]))
     return Record(
@@ -184,6 +187,7 @@ def read(folder: Path) -> Record:
         ended="" if finished else "\n".join(dict.fromkeys(ends)),
         warnings=[event for event in events if event.get("event") == "warning"],
         skipped_steps=[event for event in events if event.get("event") == "skipped_step"],
+        worlds=list(dict.fromkeys(" ".join(str(each.get(key)) for key in WORLD) for each in begins)),
         problems=problems,
     )
 
