@@ -50,9 +50,9 @@ def scaling(table: ScalingTable) -> bytes:
         base = table.baseline.one.devices
         counts = table.device_counts
         _ideal(axes[0, 0], counts, 1 / base)
-        _panel(axes[0, 0], table, "Speed-up", lambda line: _spread(line.speedup, line.speedup_min, line.speedup_max))
+        _panel(axes[0, 0], table, "Speed-up", _speedup)
         _ideal(axes[0, 1], counts, 0)
-        _panel(axes[0, 1], table, "Efficiency", _efficiency)
+        _panel(axes[0, 1], table, "Efficiency", lambda line: _speedup(line, base / line.group.one.devices))
         _panel(
             axes[1, 0], table, f"Throughput, {table.lines[0].group.one.unit}/s",
             lambda line: None if line.reason else (line.group.windows_per_s, *line.group.spread()),
@@ -65,19 +65,11 @@ def scaling(table: ScalingTable) -> bytes:
         return png(figure)
 
 
-def _efficiency(line: Compared) -> tuple[float, float, float] | None:
-    found = _spread(line.speedup, line.speedup_min, line.speedup_max)
-    if found is None or line.speedup is None or line.efficiency is None:
+def _speedup(line: Compared, scale: float = 1.0) -> tuple[float, float, float] | None:
+    """The speed-up with its bar, times `scale`; without a range the point alone."""
+    if line.speedup is None:
         return None
-    over = line.efficiency / line.speedup
-    return found[0] * over, found[1] * over, found[2] * over
-
-
-def _spread(value: float | None, minimum: float | None, maximum: float | None) -> tuple[float, float, float] | None:
-    """A point with its bar; without a range the point alone."""
-    if value is None:
-        return None
-    return (value, value, value) if minimum is None or maximum is None else (value, minimum, maximum)
+    return line.speedup * scale, (line.speedup_min or line.speedup) * scale, (line.speedup_max or line.speedup) * scale
 
 
 def _memory(line: Compared) -> tuple[float, float, float] | None:
@@ -101,6 +93,7 @@ def _panel(
     labels = list(dict.fromkeys(line.group.label for line in table.lines))
     counts = table.device_counts
     linear = counts[-1] <= LINEAR_UP_TO * counts[0]
+    axes.update_datalim([(counts[0], 0)])  # the margin above the highest value is part of the whole height
     for number, label in enumerate(labels):
         shift = (number - (len(labels) - 1) / 2) * (0.018 * (counts[-1] - counts[0]) if linear else 0.05)
         lines = [line for line in table.lines if line.group.label == label]

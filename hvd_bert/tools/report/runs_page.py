@@ -68,7 +68,7 @@ def _figures(records: Sequence[Record], runs: Sequence[Run]) -> list[tuple[str, 
 def overview(records: Sequence[Record]) -> Grid:
     """A row per run with its main figures."""
     scores = list(dict.fromkeys(name for record in records for name in record.score_names))
-    head = ["run", "state", "strategy", "ranks", "step", "time", "last loss"]
+    head = ["run", "state", "strategy", "ranks", "step", "time", "last logged loss"]
     rows = []
     for record in records:
         losses, seconds = record.steps["loss"], record.number("train_runtime")
