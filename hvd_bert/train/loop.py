@@ -161,7 +161,7 @@ class Training:
         if args.torch_compile:
             with world.raise_on_all_ranks():
                 task.compile(self.state.strategy.trained)
-        restore(self.state, resume_point, args.seed)
+        restore(self.state, resume_point, args)
         self.batches = Prefetcher(self.plan, task.batch, world.rank, self.state.step)
         peak = peak_flops(args, config.profiling.peak_tflops, world)
         self.breakdown = Breakdown(self.state.meter, self.plan, task.flops, peak, self.state.step)

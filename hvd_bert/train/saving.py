@@ -212,7 +212,8 @@ class Checkpoints:
         self.wait_for_write()
         if not self.args.load_best_model_at_end or best.step in (0, self.state.step):
             return self.state.step
-        folder, model, usable = self.folder / checkpoint_files.name_of(best.step), self._task.model, True
+        folder = Path(best.folder or self.folder, checkpoint_files.name_of(best.step))
+        model, usable = self._task.model, True
         if world.rank == 0:
             try:
                 checkpoint_files.verify(folder)
@@ -227,14 +228,14 @@ class Checkpoints:
         return best.step
 
 
-def restore(state: TrainState, resume_point: ResumePoint | None, seed: int) -> None:
+def restore(state: TrainState, resume_point: ResumePoint | None, args: TrainArguments) -> None:
     """Restore `state` from the resume point, if there is one. Called by all ranks; one of them has the tensors."""
     root = state.world.broadcast((resume_point.kept_by or 0) if resume_point else None)
     if root is None:
         return
     tensors, rest = (resume_point.contents.tensors, resume_point.state) if resume_point else ({}, {})
     try:
-        state.restore(tensors, rest, seed, root)
+        state.restore(tensors, rest, args.seed, root)
     except CollectiveError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # the same on all ranks
@@ -243,4 +244,7 @@ def restore(state: TrainState, resume_point: ResumePoint | None, seed: int) -> N
             f"{where} cannot be resumed: its content does not fit this run ({reason_of(error)}). Name another"
             " checkpoint (--resume_from_checkpoint), or add --overwrite_output_dir to train from the start."
         ) from error
+    origin = resume_point.folder.parent.resolve() if resume_point else None
+    if origin and not (args.output_dir and origin == Path(args.output_dir).resolve()):
+        state.best.folder = state.best.folder or str(origin)
     tensors.clear()  # frees gigabytes for a large model

@@ -65,7 +65,8 @@ def _host_memory(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tens
 class Best:
     """The best evaluation so far: its value, its step, and how many evaluations since were not better.
 
-    `mode`: whether the "max" or the "min" of the metric is best.
+    `mode`: whether the "max" or the "min" of the metric is best. `folder`: on rank 0, the run's that has the step's
+    checkpoint, if it is another one, which was resumed from.
     """
 
     metric: str
@@ -73,10 +74,11 @@ class Best:
     value: float | None = None
     step: int = 0
     since: int = 0
+    folder: str = ""
 
     def state(self) -> dict[str, Any]:
         """A copy for a checkpoint, without the mode, which follows from the task."""
-        return {name: value for name, value in vars(self).items() if name != "mode"}
+        return {name: value for name, value in vars(self).items() if name != "mode" and value != ""}
 
     def update(self, step: int, metrics: dict[str, float]) -> bool:
         """Record an evaluation. Returns whether it is the best so far; NaN never is."""
@@ -85,7 +87,7 @@ class Best:
             self.value is None or (value < self.value if self.mode == "min" else value > self.value)
         )
         if gain:
-            self.value, self.step, self.since = value, step, 0
+            self.value, self.step, self.since, self.folder = value, step, 0, ""
         else:
             self.since += 1
         return gain

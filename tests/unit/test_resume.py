@@ -227,20 +227,21 @@ class State:
 
 def test_all_ranks_restore_what_rank_0_has_read_or_end():
     document, tensors = {"step": 10}, {"model": {}}
+    args: Any = SimpleNamespace(seed=3, output_dir=".")
     point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(tensors=tensors, state=document))
     other = heard(make_world(1, 2), [0, None])
     rank_0, rank_1 = State(make_world()), State(other)
-    saving.restore(rank_0, None, 3)
+    saving.restore(rank_0, None, args)
     assert not rank_0.restored
-    saving.restore(rank_0, point, 3)
-    saving.restore(rank_1, None, 3)
+    saving.restore(rank_0, point, args)
+    saving.restore(rank_1, None, args)
     assert (rank_0.restored, rank_1.restored) == ([({"model": {}}, document, 3, 0)], [({}, {}, 3, 0)])
     assert not tensors  # gigabytes
     for state, named in ((State(make_world(), KeyError("lr")), point), (State(other, KeyError("lr")), None)):
         with refused("'lr'", "--resume_from_checkpoint", error=CollectiveError):
-            saving.restore(state, named, 3)
+            saving.restore(state, named, args)
     with pytest.raises(CollectiveError, match=r"^a rank was lost$"):
-        saving.restore(State(make_world(), CollectiveError("a rank was lost")), point, 3)
+        saving.restore(State(make_world(), CollectiveError("a rank was lost")), point, args)
 
 
 # --- what a run needs ------------------------------------------------------------------------------

@@ -111,6 +111,18 @@ def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monke
     assert {"model.safetensors", "train_results.json", "eval_results.json"} <= {path.name for path in out.iterdir()}
 
 
+def test_best_model_is_loaded_from_the_folder_that_was_resumed_from(base, tmp_path):
+    best = ("--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--eval_steps", "1")
+    base = [*base, *best, "--learning_rate", "10", "--save_steps", "1", "--save_total_limit", "9"]
+    whole, resumed, again = (tmp_path / name for name in ("whole", "resumed", "again"))
+    train(base, "--output_dir", str(whole))
+    for folder, checkpoint in ((resumed, whole / "checkpoint-1"), (again, resumed / "checkpoint-2")):
+        train(base, "--output_dir", str(folder), "--resume_from_checkpoint", str(checkpoint))
+        kept = json.loads((folder / "train_results.json").read_text())["best"]
+        assert (kept["step"], kept["folder"]) == (1, str(whole))
+        assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
 def no_memory(plan, step, rank):
     raise MemoryError
 
