@@ -213,3 +213,15 @@ def test_many_differences_are_a_column_per_run(tmp_path):
     assert rows["--seed"] == ["1", "2"] and rows["--bf16"] == ["yes", "-"]
     assert rows["device name"] == ["A100", "AMD EPYC"] and rows["torch"] == ["2.13.0", "2.6.0"]
     assert "the model" in rows and "the training data" not in rows
+
+
+def test_charts_of_two_tasks_have_their_units(tmp_path):
+    for unit, score in (("windows", "exact_match"), ("images", "accuracy")):
+        folder = make_run(tmp_path / unit, unit=unit)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 41, f"eval_{score}": 0.5}) + "\n")
+        results = json.loads((folder / "train_results.json").read_text()) | {"scores": [score]}
+        (folder / "train_results.json").write_text(json.dumps(results))
+    charts = parts.of_runs([record.read(tmp_path / unit) for unit in ("windows", "images")])
+    units = {chart.title: chart.y_title for chart in charts}
+    assert (units["EM"], units["accuracy"], units["Throughput"]) == ("percent", "score", "windows/s or images/s")

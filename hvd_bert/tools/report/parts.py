@@ -35,15 +35,18 @@ def of_runs(records: Sequence[Record]) -> list[Chart]:
     if any(len(record.evaluations) > 1 for record in records):
         charts.append(_chart("Validation loss", "loss", _of(records, "eval_loss")))
         names = dict.fromkeys(name for record in records for name in record.score_names)
-        charts += [_chart(score_name(name), _score_unit(records), _of(records, f"eval_{name}")) for name in names]
+        for name in names:
+            of_name = [record for record in records if name in record.score_names]
+            charts.append(_chart(score_name(name), _score_unit(of_name), _of(records, f"eval_{name}")))
     return [chart for chart in [*charts, *_of_training(records)] if chart.series]
 
 
 def _of_training(records: Sequence[Record]) -> list[Chart]:
+    units = dict.fromkeys(f"{record.unit}/s" for record in records if len(record.steps))
     return [
         _chart("Learning rate", "learning rate", _of(records, "learning_rate")),
         _chart("Gradient norm before clipping", "norm", _of(records, "grad_norm")),
-        _chart("Throughput", f"{records[0].unit}/s", _of(records, "windows_per_s")),
+        _chart("Throughput", " or ".join(units), _of(records, "windows_per_s")),
     ]
 
 
@@ -53,8 +56,7 @@ def _chart(title: str, unit: str, series: Iterable[Series | None]) -> Chart:
 
 def _score_unit(records: Sequence[Record]) -> str:
     """The unit of a chart of scores: of EM and F1 it is known."""
-    names = [name for record in records for name in record.score_names]
-    return "percent" if any(name.startswith("exact_match") for name in names) else "score"
+    return "percent" if any("exact_match" in record.score_names for record in records) else "score"
 
 
 def score_name(name: str) -> str:
@@ -80,8 +82,7 @@ def _series(record: Record, key: str, name: str, colour: int) -> Series | None:
 def step_time(record: Record) -> Chart | None:
     """The parts of a step over the steps, without the first line, which is warm-up."""
     steps = record.steps
-    known = steps["step_s"][1:]
-    unit, scale = unit_of(float(np.max(known[np.isfinite(known)], initial=0)))
+    unit, scale = unit_of(float(np.nanmax([0, *steps["step_s"][1:]])))
     series = [
         Series(phase_name(phase), steps["step"][1:], scale * steps[f"{phase}_s"][1:], number)
         for number, phase in enumerate(PHASES)
