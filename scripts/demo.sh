@@ -5,6 +5,7 @@
 #   bash scripts/demo.sh --config sample_v2       further flags of the trainer, but not --output_dir
 #   bash scripts/demo.sh --no-apt                 as root on Debian: install no system packages
 set -euo pipefail
+case ${1:-} in -h | --help) exec sed -n '2,/^set/s/^# //p' "$0" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 apt=() flags=()

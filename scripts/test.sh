@@ -8,6 +8,7 @@
 # The tier cluster (docs/guides/cluster.md) needs root and Debian's Slurm packages, which this script installs, except
 # with --no-apt. Elsewhere it is skipped.
 set -euo pipefail
+case ${1:-} in -h | --help) exec sed -n '2,/^set/s/^# //p' "$0" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 extent=default apt=() words=()

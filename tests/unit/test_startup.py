@@ -111,3 +111,8 @@ def test_only_rank_0_prints(script: Path) -> None:
 
 def test_version(script: Path) -> None:
     assert run(script, "--version").stdout == f"hvd-bert {hvd_bert.__version__}\n"
+
+
+def test_help_of_scripts() -> None:
+    for path in (PYPROJECT.parent / f"scripts/{name}.sh" for name in ("demo", "test")):
+        assert run(Path("/bin/bash"), str(path), "--help").stdout.startswith("Sets up")
