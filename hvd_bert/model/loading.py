@@ -100,6 +100,11 @@ def load_encoder(kind: Any, args: ModelArguments, config: Any, other_head: bool 
     lost = {name for name in new if name.startswith(f"{model.base_model_prefix}.") and ".pooler." not in name}
     lost |= set() if other_head else resized
     if lost:
+        if any(".lora_A." in name for name in info["unexpected_keys"]):
+            raise UserError(
+                f"{args.model_name_or_path} is a checkpoint of a training with --lora_rank, which can only be resumed."
+                " Name the output folder of the finished training."
+            )
         names = ", ".join(sorted(lost)[:3])
         raise UserError(
             f"{args.model_name_or_path} lacks weights that its configuration needs ({names}, ...). Name another model."

@@ -67,7 +67,7 @@ def check_evaluation(config: Config, task: Task) -> None:
     if asked and (not task.evaluates or config.train.eval_strategy == "no"):
         raise UserError(
             "--load_best_model_at_end and --early_stopping_patience need evaluations during training: give data to"
-            " evaluate on (--validation_file), and --eval_strategy epoch or steps."
+            " evaluate on (--validation_file) without --no_do_eval, and --eval_strategy epoch or steps."
         )
 
 

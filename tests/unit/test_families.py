@@ -10,6 +10,7 @@ import families_page
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tables import each, refused
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,7 +25,7 @@ from hvd_bert.model import attention
 from hvd_bert.model.bert import compile_layers, load_model, new_model, span_logits, span_losses, window_losses
 from hvd_bert.model.classifier import class_logits, new_classifier
 from hvd_bert.model.families import FAMILIES, fit_flags, max_tokens, model_class
-from hvd_bert.model.loading import load_config, num_weights
+from hvd_bert.model.loading import load_config, load_encoder, num_weights
 from hvd_bert.model.lora import FILES, add_adapters, merge
 from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.fsdp import sharded_copy
@@ -249,7 +250,7 @@ def test_number_of_weights_and_dropout_everywhere(name):
 
 
 @each("name", TRAINED)
-def test_adapters_begin_with_the_models_results_and_are_merged(name, windows):
+def test_adapters_begin_with_the_models_results_and_are_merged(name, windows, tmp_path):
     model, batch = new_model(small(name), 0.0, seed=1).eval(), Collator(windows, CPU)([1, 0])
     before, logits = dict(model.named_parameters()), span_logits(model, batch)[0]
     wrapper = add_adapters(model, ModelArguments(lora_rank=2), seed=1)
@@ -258,6 +259,10 @@ def test_adapters_begin_with_the_models_results_and_are_merged(name, windows):
     trained = [name for name, weights in model.named_parameters() if weights.requires_grad]
     assert all(model.get_parameter(name).grad is not None for name in trained)
     assert all("lora_" in name or not name.startswith(f"{model.base_model_prefix}.") for name in trained)
+    model.config.save_pretrained(tmp_path)
+    save_file(dict(model.state_dict()), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with refused("--lora_rank"):  # a checkpoint is no model yet
+        load_encoder(type(model), ModelArguments(model_name_or_path=str(tmp_path)), model.config)
     assert merge(wrapper).keys() == set(FILES) and dict(model.named_parameters()).keys() == before.keys()
 
 
