@@ -62,25 +62,51 @@ def window_logits(
 ) -> Iterator[WindowLogits]:
     """The logits of `model` for the rows `ids` of `windows`, in that order; appends each window's loss to `losses`.
 
-    `pad_to`: see `Collator`.
+    `pad_to`: see `Collator`. A batch is read only after the next one is queued, so that a GPU also works while its
+    answers are extracted.
     """
     collate = Collator(windows, device, pad_to)
+    queued: _Queued | None = None
     firsts = range(0, len(ids), batch_size)
     for first in tqdm(firsts, "Evaluating", unit="batch", leave=False, disable=not show_progress):
         batch_ids = ids[first : first + batch_size]
         batch = collate(batch_ids)
         with autocast(device, precision):
             starts, ends = span_logits(model, batch)
-        losses.extend(span_losses(starts, ends, batch).tolist())
-        start_rows, end_rows = starts.cpu().numpy(), ends.cpu().numpy()
-        questions, context_starts = (windows.numbers(name, batch_ids) for name in ("question", "context_start"))
-        char_starts, char_ends = (windows.lists(name, batch_ids) for name in ("char_starts", "char_ends"))
-        for i, length in enumerate(batch.lengths):
+        values = torch.cat((starts, ends, span_losses(starts, ends, batch)[:, None]), 1)
+        before, queued = queued, _Queued(batch_ids, batch.lengths, values)
+        if before:
+            yield from before.read(windows, losses)
+    if queued:
+        yield from queued.read(windows, losses)
+
+
+class _Queued:
+    """A batch of the windows `ids`, whose start logits, end logits and losses, `values` [B, 2 T + 1], are on their way
+    to the host: one copy, into pinned memory."""
+
+    def __init__(self, ids: NDArray[np.int64], lengths: list[int], values: torch.Tensor) -> None:
+        self._ids, self._lengths = ids, lengths
+        self._values = values.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if values.is_cuda else None
+        if self._copied:
+            self._copied.record(torch.cuda.current_stream(values.device))
+
+    def read(self, windows: WindowTable, losses: list[float]) -> Iterator[WindowLogits]:
+        """Wait for the copy. See `window_logits`."""
+        if self._copied:
+            self._copied.synchronize()
+        values = self._values.numpy()
+        losses.extend(values[:, -1].tolist())
+        ends_from = values.shape[1] // 2
+        questions, context_starts = (windows.numbers(name, self._ids) for name in ("question", "context_start"))
+        char_starts, char_ends = (windows.lists(name, self._ids) for name in ("char_starts", "char_ends"))
+        for i, length in enumerate(self._lengths):
             yield WindowLogits(
                 question=int(questions[i]),
                 context_start=int(context_starts[i]),
                 char_starts=char_starts[i],
                 char_ends=char_ends[i],
-                start_logits=start_rows[i, :length],
-                end_logits=end_rows[i, :length],
+                start_logits=values[i, :length],
+                end_logits=values[i, ends_from : ends_from + length],
             )

@@ -117,15 +117,18 @@ def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], o
     Raises UserError if a logit is not finite.
     """
     by_question: list[list[WindowLogits]] = [[] for _ in questions]
-    for window in windows:
+    parts: list[list[_Spans]] = [[] for _ in questions]
+    for window in windows:  # at once: a GPU computes the next batch meanwhile
+        _check(window, questions[window.question].id)
         by_question[window.question].append(window)
-    return [_answer(q, group, options) for q, group in zip(questions, by_question, strict=True)]
+        if len(window.char_starts):
+            parts[window.question].append(_best_of_window(window, options))
+    return [_answer(*rows, options) for rows in zip(questions, by_question, parts, strict=True)]
 
 
-def _answer(question: Question, windows: Sequence[WindowLogits], options: SpanOptions) -> Answer:
-    for window in windows:
-        _check(window, question.id)
-    parts = [_best_of_window(w, options) for w in windows if len(w.char_starts)]
+def _answer(
+    question: Question, windows: Sequence[WindowLogits], parts: Sequence[_Spans], options: SpanOptions
+) -> Answer:
     spans = _Spans.concatenate(parts).best(options.n_best_size) if parts else None
     if spans is None or not len(spans):
         return _no_candidate(question, windows, options)

@@ -177,7 +177,9 @@ class DatasetTask(Task):
                 batch = self._batch(self.dev, ids[first : first + size])
                 with autocast(self.world.device, self.config.train.precision):
                     losses, outputs = self.forward(model, batch.content)
-                found.append((losses.float().cpu(), outputs.cpu()))
+                found.append((losses.float().to("cpu", non_blocking=True), outputs.to("cpu", non_blocking=True)))
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)  # once, for all copies
         if not found:
             return ids, torch.empty(0), torch.empty(0)
         losses, outputs = (torch.cat(parts) for parts in zip(*found, strict=True))
