@@ -64,18 +64,31 @@ class DistributedWorld(World):
             choose_interface(os.environ, interface, meeting.allgather(meeting.host))
             store = rendezvous.store_of(meeting, address_of(os.environ.get(interface)) or meeting.host)
             meeting.close()
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         world = DistributedWorld(rank, size, comm, store)
         world.elastic = is_elastic(os.environ)  # refused later: only Horovod is elastic
         return world
 
     def set_up_device(self) -> None:
         super().set_up_device()
+        if self.device.type == "cuda":
+            self._join_again("cpu:gloo,cuda:nccl", self.device)
         if self.size > 1:
             # A connection of its own, since another thread may wait in the first one.
             store = distributed.PrefixStore("hvd_bert.waits", self._store.clone())  # type: ignore[attr-defined]
             self.watch(watchdog.inspect(os.environ, elastic=False), store)
+
+    def _join_again(self, backend: str, device: torch.device | None) -> None:
+        """Join with the device of this rank, to which NCCL is bound: it connects now, and a barrier uses that device.
+
+        Not at first: NCCL would fail if two ranks have one GPU, which `set_up_device` reports with their names.
+        """
+        store = distributed.PrefixStore("hvd_bert.devices", self._store)  # type: ignore[attr-defined]
+        rendezvous.hosts_of(store, self.rank, self.size)  # no rank leaves while another one uses the first group
+        distributed.destroy_process_group()
+        distributed.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT, device_id=device
+        )
 
     def allgather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

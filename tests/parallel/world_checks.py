@@ -9,8 +9,16 @@ import pytest
 import torch
 from ranks import Ranks, check, check_every_strategy
 
+from hvd_bert.distributed.torch_world import DistributedWorld
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
+
+
+@check_every_strategy
+def ranks_join_again_once_their_devices_are_known(ranks: Ranks) -> None:
+    """As with GPUs, to which torch.distributed's ranks bind NCCL."""
+    if isinstance(ranks.world, DistributedWorld):
+        ranks.world._join_again("gloo", None)
 
 
 @check_every_strategy
