@@ -13,6 +13,7 @@ from hvd_bert.config.settings import Config
 from hvd_bert.distributed.runner import join
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
+from hvd_bert.model.bert import place
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.bench import __main__ as bench_flags
 from hvd_bert.tools.bench.measure import Recorder
@@ -52,7 +53,7 @@ def prepare(argv: Sequence[str], sections: int, description: str | None) -> Prep
     set_up(config, world)
     count = config.train.windows_per_step(world.size * world.devices) * config.train.max_steps
     task = random_task(given.model, count, config, world)
-    task.model.to(device=world.device)
+    place(task.model, world.device)
     return Prepared(own.out, given.steps, config, world, task)
 
 

@@ -27,6 +27,8 @@ class Batch:
             window.
         attention_mask: bool [B, T], false at padding; None if packed.
         cu_seqlens: int32 [B + 1], 0 and the end of each window in the row; None if padded.
+        cells: int64 [N], the index of each token in a [B, T] matrix of the windows, T: tokens of the longest; None if
+            padded.
         starts, ends: int64 [B], first and last token of the answer, counted from the window's start; 0, 0 if the
             window has no answer.
         num_windows: Windows that count: B, or 0 if the rank has none left. Then B is 1 and its loss must count as 0.
@@ -38,6 +40,7 @@ class Batch:
     lengths: list[int]
     attention_mask: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
+    cells: torch.Tensor | None
     starts: torch.Tensor
     ends: torch.Tensor
     num_windows: int
@@ -72,10 +75,12 @@ class Collator:
         lengths = [len(tokens) for tokens in input_ids]
         attention_mask: torch.Tensor | None = None
         cu_seqlens: torch.Tensor | None = None
+        cells: torch.Tensor | None = None
         if self.pad_to is None:
             cu_seqlens = self._send(np.cumsum([0, *lengths], dtype=np.int32))
             tokens = np.concatenate(input_ids)[None]
             positions = np.concatenate([np.arange(length) for length in lengths])[None]
+            cells = self._to_device(np.repeat(np.arange(len(lengths)) * max(lengths), lengths) + positions[0])
             context_starts = np.repeat(context_start, lengths)
         else:
             columns = np.arange(max(self.pad_to, *lengths))
@@ -92,6 +97,7 @@ class Collator:
             lengths=lengths,
             attention_mask=attention_mask,
             cu_seqlens=cu_seqlens,
+            cells=cells,
             starts=self._to_device(self.windows.numbers("start_position", rows)),
             ends=self._to_device(self.windows.numbers("end_position", rows)),
             num_windows=len(ids),

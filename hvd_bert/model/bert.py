@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.collate import Batch
@@ -159,6 +158,25 @@ def with_own_layers(model: Any) -> Any:
     return model
 
 
+def with_torch_layers(model: nn.Module) -> None:
+    """Undo `with_own_layers`."""
+    for module in model.modules():
+        if type(module) in (Dropout, Linear) or isinstance(module, AddAndNorm):
+            module.__class__ = type(module).__bases__[-1]
+
+
+def place(model: nn.Module, device: torch.device) -> None:
+    """Move a model to the device that it is trained or evaluated on, with the layers that are fastest there.
+
+    Names and shapes in state_dict stay the same. On a GPU, this package's layers would only look up in Python that they
+    have nothing to do there.
+    """
+    if device.type == "cuda":
+        with_torch_layers(model)
+        join_products(model)
+    model.to(device=device)
+
+
 def compile_layers(model: nn.Module) -> None:
     """Compile each layer, for any number of tokens; names in state_dict do not change.
 
@@ -172,11 +190,8 @@ def compile_layers(model: nn.Module) -> None:
         raise UserError(
             f"--torch_compile does not support {network.config.model_type} models. Remove the flag."
         ) from None
-    for module in model.modules():  # back to the layers that the compiler supports
-        if type(module) in (Dropout, Linear) or isinstance(module, AddAndNorm):
-            module.__class__ = type(module).__bases__[-1]
-    if network.config._attn_implementation == attention.NAME:
-        _join_products([layer.attention.self for layer in layers])
+    with_torch_layers(model)  # which the compiler supports
+    join_products(model)
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # all layers share their code
     torch._dynamo.config.specialize_float = True  # dropout's probability, by which the attention is chosen
     for layer in layers:
@@ -186,8 +201,8 @@ def compile_layers(model: nn.Module) -> None:
 class JoinedAttention(nn.Module):
     """BERT's self-attention over packed windows; under autocast, query, key and value are one product of all weights.
 
-    MLPerf's entries do so, too: a large product should fill a GPU better. The compiler casts the weights into the
-    joined matrix. In fp32 it would be a copy that costs memory.
+    MLPerf's entries do so, too: a large product fills a GPU better, and the hidden states are cast once. In fp32 the
+    joined weights would be a copy for nothing else.
     """
 
     def forward(
@@ -207,11 +222,14 @@ class JoinedAttention(nn.Module):
         return output.flatten(2), None
 
 
-def _join_products(attentions: list[Any]) -> None:
-    """Make the layers' attentions over packed windows JoinedAttention, except those with adapters."""
-    for own in attentions:
-        if all(type(part) is nn.Linear for part in (own.query, own.key, own.value)):
-            own.__class__ = JoinedAttention
+def join_products(model: Any) -> None:
+    """Make the attentions of a model over packed windows JoinedAttention, except those with adapters."""
+    family = families.FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+    if family and family.attention_of_bert and model.config._attn_implementation == attention.NAME:
+        for layer in model.base_model.encoder.layer:
+            own = layer.attention.self
+            if all(type(part) is nn.Linear for part in (own.query, own.key, own.value)):
+                own.__class__ = JoinedAttention
 
 
 def window_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -230,18 +248,20 @@ def span_losses(starts: torch.Tensor, ends: torch.Tensor, batch: Batch) -> torch
 def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Start and end logits of the B windows, float32 [B, T]; T: tokens of the longest; -inf after a window's end."""
     output = model(**model_inputs(batch))
+    logits = output.start_logits.float(), output.end_logits.float()
     if batch.attention_mask is not None:
         padding, longest = ~batch.attention_mask, max(batch.lengths)
-        starts, ends = (
-            logits.float().masked_fill(padding, float("-inf"))[:, :longest]
-            for logits in (output.start_logits, output.end_logits)
-        )
+        starts, ends = (rows.masked_fill(padding, float("-inf"))[:, :longest] for rows in logits)
     else:
-        starts, ends = (
-            pad_sequence(logits[0].float().split(batch.lengths), batch_first=True, padding_value=float("-inf"))
-            for logits in (output.start_logits, output.end_logits)
-        )
+        starts, ends = (_by_window(row.flatten(), batch) for row in logits)
     return starts, ends
+
+
+def _by_window(row: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The values [N] of a packed batch's tokens as [B, T]. One operation: a kernel per window is slow on a GPU."""
+    assert batch.cells is not None
+    shape = len(batch.lengths), max(batch.lengths)
+    return row.new_full(shape, float("-inf")).view(-1).scatter_(0, batch.cells, row).view(shape)
 
 
 def model_inputs(batch: Batch) -> dict[str, Any]:

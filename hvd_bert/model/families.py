@@ -27,30 +27,33 @@ class Family:
     Attributes:
         packed: Its attention goes through transformers' AttentionInterface, it takes position_ids, and no other part
             mixes the tokens of a row. So windows can be packed; otherwise they are padded to the longest of the batch.
+        attention_of_bert: Its layers have BERT's `attention.self`, so JoinedAttention can compute it.
         positions_after_padding: Its positions start at pad_token_id + 1, as RoBERTa's.
         question_attends_globally: The question's tokens attend to all others, as Longformer's.
         only_fp32: The mask of its attention overflows in half precision.
     """
 
     packed: bool = False
+    attention_of_bert: bool = False
     positions_after_padding: bool = False
     question_attends_globally: bool = False
     only_fp32: bool = False
 
 
 _PACKED, _PADDED = Family(packed=True), Family()
-_LIKE_ROBERTA = Family(packed=True, positions_after_padding=True)
+_LIKE_BERT = Family(packed=True, attention_of_bert=True)
+_LIKE_ROBERTA = Family(packed=True, attention_of_bert=True, positions_after_padding=True)
 
 FAMILIES: dict[str, Family] = {
     "albert": _PACKED,
-    "bert": _PACKED,
+    "bert": _LIKE_BERT,
     "camembert": _LIKE_ROBERTA,
     "data2vec-text": _LIKE_ROBERTA,
     "deberta": Family(only_fp32=True),
     "deberta-v2": _PADDED,
     "distilbert": _PACKED,
-    "electra": _PACKED,
-    "ernie": _PACKED,
+    "electra": _LIKE_BERT,
+    "ernie": _LIKE_BERT,
     "jina_embeddings_v3": _PACKED,
     "longformer": Family(positions_after_padding=True, question_attends_globally=True),
     "megatron-bert": _PADDED,
@@ -108,7 +111,7 @@ def adapt(model: nn.Module, token_types: bool, family: Family) -> None:
     `token_types`: whether the model gets token types. A model that takes BERT's inputs stays as it is.
     """
     model.takes_token_types = token_types  # type: ignore[assignment]
-    if family == _PACKED and token_types:
+    if family in (_PACKED, _LIKE_BERT) and token_types:
         return
     model.family = family  # type: ignore[assignment]
     kind = type(model)

@@ -27,7 +27,7 @@ from hvd_bert.data.window_table import check_lengths, in_memory
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.evaluation.evaluator import span_options, window_logits
 from hvd_bert.evaluation.postprocess import Answer, answers_of
-from hvd_bert.model.bert import load_model, load_tokenizer
+from hvd_bert.model.bert import load_model, load_tokenizer, place
 from hvd_bert.model.families import check_precision, max_tokens
 from hvd_bert.model.precision import AUTOCAST
 
@@ -151,7 +151,7 @@ class QuestionAnswerer:
         check_lengths(self.window_options, tokenizer)
         with as_user_error(lambda reason: f"device {str(device)!r} cannot be used ({reason}). Name another."):
             self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-            self.model.to(device=self.device)
+            place(self.model, self.device)
         self.precision, self.batch_size = precision, batch_size
         self.tokenizer = tokenizer
         self._window_tokenizer = WindowTokenizer(tokenizer, self.window_options)

@@ -12,6 +12,7 @@ from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
+from hvd_bert.model.bert import place
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.precision import set_precision
 from hvd_bert.output import output_dir
@@ -47,7 +48,7 @@ def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
     with world.raise_on_all_ranks():
         if world.rank == 0 and not resume_point:
             resume_point = resume.find(config.checkpoint.resume_from_checkpoint, args)
-    task.model.to(device=world.device)
+    place(task.model, world.device)
     batch_size.choose(task, config, resume_point, world)
     with world.raise_on_all_ranks():
         if resume_point and resume_point.kept_by is None:

@@ -26,7 +26,7 @@ from hvd_bert.data.sources import squad
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_FAILURE, UserError
-from hvd_bert.model.bert import new_model
+from hvd_bert.model.bert import new_model, place
 from hvd_bert.model.families import fit_flags, max_tokens
 from hvd_bert.model.loading import load_config, reported
 from hvd_bert.monitoring.usage import memory_now, memory_peak
@@ -75,7 +75,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     assert task.plan is not None
     inputs = {"the model": str(getattr(task.model, "config", task.model)), "tokens": int(task.plan.lengths.sum())}
     world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | inputs)
-    task.model.to(device=world.device)
+    place(task.model, world.device)
     figures = _measure(task, flags, config, world, before)
     with world.raise_on_all_ranks(EXIT_FAILURE):
         if world.rank == 0:

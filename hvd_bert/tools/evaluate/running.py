@@ -20,6 +20,7 @@ from hvd_bert.errors import EXIT_FAILURE, UserError
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample
 from hvd_bert.evaluation.squad_metric import question_scores
+from hvd_bert.model.bert import place
 from hvd_bert.output import output_dir, run_folder
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import check_file, write_named, writing_to
@@ -68,7 +69,7 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
 
 def _evaluate(task: Task, config: Config, world: World) -> tuple[EvaluationResult, Scored | None]:
     """What the task returns and, on rank 0 and for question answering, each answer with its scores. A collective."""
-    task.model.to(device=world.device)
+    place(task.model, world.device)
     found = None
     if isinstance(task, QuestionAnswering):
         answered = task.answer(task.model)
