@@ -24,6 +24,7 @@ def set_precision(args: TrainArguments) -> None:
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # for debugging: a kernel per new tensor
     # With a mask (padded batches, local attention) cuDNN's has gradients of NaN (pytorch#196678).
     if "2.11" <= torch.__version__ < "2.14":
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -33,6 +34,14 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     """Autocast for a forward pass in "fp32", "bf16" or "fp16"; weights and gradients stay in fp32."""
     dtype = AUTOCAST[precision]
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def keep_casts(device: torch.device) -> torch.autocast:
+    """Context manager around a step: autocast inside casts each weight once, instead of once per micro-batch.
+
+    Autocast keeps the casts until the outermost autocast context ends, which this one is.
+    """
+    return torch.autocast(device.type, enabled=False)
 
 
 def recompute_layers(model: Any) -> None:

@@ -1,6 +1,6 @@
 """A strategy: how the ranks of a world train a model. The base class is a single process (--strategy none).
 
-One optimizer step of the loop is `backward` once per micro-batch, then `synchronize`, `clip`, `step`.
+One optimizer step of the loop is `backward` once per micro-batch, inside `passes`, then `synchronize`, `clip`, `step`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
+from hvd_bert.model.precision import keep_casts
 from hvd_bert.strategies.word_rows import WordRows, word_embedding
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -72,8 +73,7 @@ class Strategy:
         self._passes = 0
         self._has_stepped = False
         self._fused = bool(self.optimizer.param_groups[0].get("fused"))
-        # Whether the host waits for the norm. A fused optimizer reads it on the device; with fp16 the scaler waits.
-        self._host_checks = not (self._fused or options.fp16)
+        # Only another optimizer needs the host, which waits for the norm, to skip a step.
         self._finite = True
         self._average_next(options.accumulation == 1)
         self._word_rows = self._make_word_rows()
@@ -123,6 +123,10 @@ class Strategy:
         self.module.register_forward_pre_hook(uncompiled(begin), prepend=True)
         self.module.register_forward_hook(uncompiled(end), always_call=True)
 
+    def passes(self) -> AbstractContextManager[Any]:
+        """Context manager around the passes of a step, whose weights stay the same: autocast casts them once."""
+        return keep_casts(self._world.device)
+
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a share of the step's loss. The last pass of a step starts the averaging."""
         self.scaler.scale(loss).backward()
@@ -144,32 +148,34 @@ class Strategy:
         if a gradient is NaN or infinite.
         """
         self.scaler.unscale_(self.optimizer)
-        norm = self._clip()
-        if self._fused and not self.options.fp16:  # whose scaler sets it
+        norm, limit = self._norm(), self.options.max_grad_norm
+        if not self._fused:
+            self._finite = self.options.fp16 or bool(torch.isfinite(norm))
+            if limit:
+                nn.utils.clip_grads_with_norm_(self.module.parameters(), limit, norm)
+            return norm
+        # What torch's GradScaler gives a fused optimizer, which reads both on the device: it divides the gradients by
+        # grad_scale, and skips the step if found_inf is not 0.
+        if limit:
+            self.optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0)  # clip_grad_norm_'s factor, inverted
+        if not self.options.fp16:  # whose scaler sets it
             self.optimizer.found_inf = torch.logical_not(torch.isfinite(norm)).float()
-        if self._host_checks:
-            self._finite = bool(torch.isfinite(norm))
         return norm
 
-    def _clip(self) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.module.parameters(), self.options.max_grad_norm or float("inf"))
+    def _norm(self) -> Tensor:
+        return nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
 
-    def step(self) -> bool:
-        """Apply and clear the clipped gradients. Returns False if they overflowed and the host knows already that the
-        step was skipped."""
-        with self._waiting():  # with fp16 the host needs to know whether the gradients overflowed
-            applied = self._apply()
+    def step(self) -> None:
+        """Apply and clear the clipped gradients. The host does not wait to learn whether the step was skipped."""
+        with self._waiting():
+            self._apply()
         self._has_stepped = True
         self.optimizer.zero_grad()
-        return applied
 
-    def _apply(self) -> bool:
-        if not self._finite:
-            return False
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return self.scaler.get_scale() >= scale  # the scale is lowered after an overflow
+    def _apply(self) -> None:
+        if self._finite:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
 
     def gather_model(self) -> nn.Module:
         """The model with current weights, whole on every rank, to evaluate or save. A collective."""

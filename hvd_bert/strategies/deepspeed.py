@@ -32,7 +32,6 @@ class DeepSpeedStrategy(Strategy):
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         deepspeed = import_module("deepspeed")  # here: it takes seconds and probes for accelerators
         self._utils: Any = deepspeed.utils
-        self._applied = True
         world.broadcast_tensors(model.state_dict())
         # DeepSpeed would compile an allreduce for one host's ranks. A rank killed meanwhile leaves a lock that blocks
         # all later ones.
@@ -71,12 +70,10 @@ class DeepSpeedStrategy(Strategy):
         self._passes = 0
         with self._waiting():
             self.module.step()
-        self._applied = self.module.was_step_applied()
         return torch.as_tensor(self.module.get_global_grad_norm())
 
-    def step(self) -> bool:
-        self._has_stepped = True
-        return self._applied
+    def step(self) -> None:
+        self._has_stepped = True  # `clip` has applied it
 
     def _sharded(self) -> dict[str, nn.Parameter]:
         """The parameters by name, without frozen ones, of which `model` has the weights and the optimizer nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,6 +48,10 @@ class FSDPStrategy(Strategy):
         trained: nn.Module = self.module
         return trained
 
+    def passes(self) -> AbstractContextManager[Any]:
+        # Each pass gathers the weights again. Through casts of an earlier pass, their gradients would be lost.
+        return nullcontext()
+
     def _average_next(self, averages: bool) -> None:
         self.module.set_requires_gradient_sync(averages)
 
@@ -54,9 +59,9 @@ class FSDPStrategy(Strategy):
         with self._waiting():
             super().backward(loss)
 
-    def _clip(self) -> Tensor:
+    def _norm(self) -> Tensor:
         with self._waiting():
-            norm = super()._clip()
+            norm = super()._norm()
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def gather_model(self) -> nn.Module:

@@ -68,9 +68,9 @@ class HorovodStrategy(Strategy):
         )
         # Only the parameters: broadcasting a fresh AdamW's state takes a hidden step that decays every weight.
         world.broadcast_tensors(model.state_dict())  # one GPU needs no Horovod with NCCL for this
-        # Sent as fp16, a gradient above 65504 becomes inf. All ranks have the same mean and skip such a step. The check
-        # synchronizes with the device, so only then.
-        self._host_checks |= options.fp16_allreduce and not options.fp16
+        # DistributedOptimizer does not take over that a fused optimizer skips a step itself: with fp16 the host would
+        # wait to decide that. Gradients sent as fp16 become inf above 65504, and all ranks have the same mean.
+        self.optimizer._step_supports_amp_scaling = self._fused
 
     @property
     def _is_compressed(self) -> bool:
@@ -103,6 +103,6 @@ class HorovodStrategy(Strategy):
         late = late or [key for key, handle in handles.items() if callable(handle)]
         return [names[id(p)] for key in late for p in (key if isinstance(key, tuple) else (key,))]
 
-    def _apply(self) -> bool:
+    def _apply(self) -> None:
         with self.optimizer.skip_synchronize():
-            return super()._apply()
+            super()._apply()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -30,7 +29,6 @@ class WordRows:
         # One row per word, before they are sent.
         self._weight.register_hook(lambda gradient: gradient.coalesce() if gradient.is_sparse else gradient)
         self._dense = torch.zeros_like(self._weight, requires_grad=False)
-        self._first = self._dense.view(-1)[:1].numpy()  # shares its memory
         self._rows = torch.empty(0, dtype=torch.int64)
 
     def make_dense(self) -> None:
@@ -38,8 +36,6 @@ class WordRows:
         gradient = self._weight.grad
         if gradient is None or not gradient.is_sparse:  # the model also uses the weight in another way
             return
-        if np.isnan(self._first[0]):  # the last step clipped by a norm that was NaN, so all rows may be NaN
-            self._dense.zero_()
         self._dense.index_fill_(0, self._rows, 0.0)  # those of the last step; the others are still zero
         self._rows = gradient._indices()[0]
         self._dense.index_add_(0, self._rows, gradient._values())

@@ -239,14 +239,15 @@ class Training:
         """One optimizer step. Returns its learning rate and the norm of its gradient."""
         state, strategy, meter = self.state, self.state.strategy, self.state.meter
         step_windows = len(self.plan.step_windows(state.step))
-        for batch in meter.timed("data", self.batches.of_step(state.step)):
-            with meter.phase("compute"):
-                with autocast(self.world.device, self.config.train.precision):
-                    losses = self.task.losses(strategy.module, batch)[: batch.num_windows]
-                # The strategy averages over the ranks. The factor makes that the mean over the step's windows.
-                loss = losses.sum() * (self.world.size / step_windows)
-                strategy.backward(loss)
-            meter.add(loss, batch)
+        with strategy.passes():
+            for batch in meter.timed("data", self.batches.of_step(state.step)):
+                with meter.phase("compute"):
+                    with autocast(self.world.device, self.config.train.precision):
+                        losses = self.task.losses(strategy.module, batch)[: batch.num_windows]
+                    # The strategy averages over the ranks. The factor makes that the mean over the step's windows.
+                    loss = losses.sum() * (self.world.size / step_windows)
+                    strategy.backward(loss)
+                meter.add(loss, batch)
         with meter.phase("other"):  # what does not need the step's gradients, while the last of them are averaged
             self.checkpoints.check_write()
             self._start_vote()
@@ -255,13 +256,13 @@ class Training:
             strategy.synchronize()
         with meter.phase("optimizer"):
             grad_norm = strategy.clip()
+            meter.settle()  # the last step, which has advanced the schedule if it was applied
             learning_rate = state.schedule.get_last_lr()[0]
-            if strategy.step():
-                state.schedule.step()
-                if state.average:
-                    state.average.update(grad_norm)
-            state.step += 1  # at once: a lost rank may be noticed in `end_step`, and finished steps are not repeated
+            strategy.step()
+            if state.average:
+                state.average.update(grad_norm)
             meter.end_step(grad_norm)
+            state.step += 1
         return learning_rate, grad_norm
 
     def _start_vote(self) -> None:

@@ -116,7 +116,8 @@ class Meter:
 
     Times exclude evaluations. `phases`: names of the phases that are told apart. `interval`: sums of the last read.
     `on_step`: called with each step's loss, of this rank, and norm of the gradient, one step later or before a read.
-    `skipped_steps`: those that `on_step` found to have no finite gradient.
+    `on_applied`: called then if the norm is finite; otherwise the strategy has skipped the step.
+    `skipped_steps`: how many were skipped.
     """
 
     interval: Interval
@@ -127,6 +128,7 @@ class Meter:
         self.phases = tuple(phase for phase in PHASES if tells_exposed_comm or phase != "exposed_comm")
         self.on_lap: Callable[[str], None] | None = None  # set while steps are recorded
         self.on_step: Callable[[float, float], None] | None = None
+        self.on_applied: Callable[[], None] = lambda: None
         self.last_step = self.skipped_steps = self._skipped_before = 0
         self.train_s = self.loss_sum = 0.0
         self.windows = self.tokens = 0
@@ -193,7 +195,10 @@ class Meter:
             taken = self._pending.take()
         for loss, grad_norm in filter(None, [taken]):
             self._has_settled = True
-            self.skipped_steps += not math.isfinite(grad_norm)
+            if math.isfinite(grad_norm):
+                self.on_applied()
+            else:
+                self.skipped_steps += 1
             if self.on_step:
                 self.on_step(loss, grad_norm)
 

@@ -126,6 +126,7 @@ class TrainState:
         schedule = make_schedule(strategy.optimizer, args, args.total_steps(plan.steps_per_epoch))
         seed_ranks(args.seed, 0, world)
         meter = Meter(world, strategy.tells_exposed_comm)
+        meter.on_applied = schedule.step
         strategy.mark_gradients(meter.gradients_computed)
         average = WeightAverage(model, args.ema_decay) if args.ema_decay else None
         return TrainState(strategy, schedule, meter, plan, world, best, average)
@@ -139,7 +140,7 @@ class TrainState:
 
         A collective. The next snapshot overwrites the copies.
         """
-        parts = self.world.gather((random_numbers(self.world.gpus), self.meter.since_last_log()))
+        parts = self.world.gather((random_numbers(self.world.gpus), self.meter.since_last_log()))  # advances the schedule
         weights, optimizer, rest = self.strategy.state()
         if self.world.rank != 0:
             return {}, {}
@@ -162,8 +163,8 @@ class TrainState:
         """
         if self.last:
             return self.last
+        loss, _, tokens, positions = self.meter.since_last_log()  # which also advances the schedule
         weights, optimizer, rest = self.strategy.state()
-        loss, _, tokens, positions = self.meter.since_last_log()
         windows = [self.plan.step_windows(step) for step in range(self.meter.last_step, self.step)]
         counts = [sum(map(len, windows)), sum(int(self.plan.lengths[ids].sum(dtype=np.int64)) for ids in windows)]
         counts.append(round(counts[1] * (positions / tokens if tokens else 1)))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from machine import Machine, on_gpu
 from torch import Tensor, nn
@@ -16,6 +19,7 @@ from transformers import BertConfig
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
+from hvd_bert.evaluation import evaluator
 from hvd_bert.model import attention
 from hvd_bert.model.attention import by_efficient, by_flash, by_jagged, by_window, windows_of
 from hvd_bert.model.bert import new_model, span_logits, window_losses
@@ -23,7 +27,8 @@ from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.strategies.base import Strategy, StrategyOptions
 from hvd_bert.strategies.dp import DPStrategy
 from hvd_bert.tasks.dataset import to_device
-from hvd_bert.train.meter import LastStep
+from hvd_bert.tools.bench.speed import lengths_like_squad
+from hvd_bert.train.meter import LastStep, Meter
 
 GPU, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 LENGTHS = [5, 9, 3]
@@ -50,6 +55,30 @@ class Waits(TorchDispatchMode):
         return result
 
 
+class Launches(TorchDispatchMode):
+    """Counts the kernels that torch starts on the GPU: one per operation, except views and new memory, and of an
+    operation on lists of tensors as many as their chunks need (ATen/native/cuda/MultiTensorApply.cuh)."""
+
+    CHUNK, CHUNKS, TENSORS = 65536, 320, (0, 110, 64, 48, 36)  # elements; per kernel: chunks, and tensors by lists
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        lists = [arg for arg in args if isinstance(arg, list) and arg and isinstance(arg[0], Tensor)]
+        if name.startswith(("_foreach", "_fused")):
+            chunks = sum(-(-tensor.numel() // self.CHUNK) for tensor in lists[0])
+            limit = self.TENSORS[min(len(lists), 4)]
+            self.count += max(-(-chunks // self.CHUNKS), -(-len(lists[0]) // limit))
+        elif not function.is_view and not name.startswith(("empty", "new_empty", "_unsafe_view", "_record_function")):
+            first = result[0] if isinstance(result, (tuple, list)) else result
+            self.count += isinstance(first, Tensor) and first.device == GPU
+        return result
+
+
 CHECKS: dict[str, Callable[[], None]] = {}
 
 
@@ -59,11 +88,14 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def batch(padded: bool, device: torch.device = GPU) -> Batch:
-    ones = [1] * len(LENGTHS)
-    columns = {"input_ids": [[7] * length for length in LENGTHS], "context_start": ones}
-    table = WindowTable.from_columns(columns | {"start_position": ones, "end_position": ones})
-    return Collator(table, device, 16 if padded else None)(range(len(LENGTHS)))
+def table(lengths: list[int]) -> WindowTable:
+    ones = [1] * len(lengths)
+    columns = {"input_ids": [[7] * length for length in lengths], "context_start": ones, "question": ones}
+    return WindowTable.from_columns(columns | {"start_position": ones, "end_position": ones})
+
+
+def batch(padded: bool, device: torch.device = GPU, lengths: list[int] = LENGTHS) -> Batch:
+    return Collator(table(lengths), device, 16 if padded else None)(range(len(lengths)))
 
 
 def small_bert(dropout: float = 0.1, padded: bool = False) -> nn.Module:
@@ -89,7 +121,9 @@ def packed_batches_are_pinned_and_copied() -> None:
         expect(tensor, (len(LENGTHS),), torch.int64)
     assert made.cu_seqlens is not None
     expect(made.cu_seqlens, (len(LENGTHS) + 1,), torch.int32)
-    assert Machine.pinned - before == 6
+    assert made.cells is not None
+    expect(made.cells, (sum(LENGTHS),), torch.int64)
+    assert Machine.pinned - before == 7
 
 
 @check
@@ -162,16 +196,15 @@ def one_step(strategy: Strategy, made: Batch, precision: str) -> None:
         assert {slot.device for slot in slots.values()} == {GPU}
 
 
-def made_strategy(kind: type[Strategy], precision: str, padded: bool, devices: int = 1) -> Strategy:
+def made_strategy(
+    kind: type[Strategy], precision: str, padded: bool, devices: int = 1, model: nn.Module | None = None
+) -> Strategy:
     world = World()
     world.device, world.devices = GPU, devices
     options = StrategyOptions(2, max_grad_norm=1.0, fp16=precision == "fp16", bf16=precision == "bf16")
     strategy = kind(
-        small_bert(padded=padded), lambda module: torch.optim.AdamW(module.parameters(), fused=True), options, world
+        model or small_bert(padded=padded), lambda module: torch.optim.AdamW(module.parameters(), fused=True), options, world
     )
-    # A fake tensor has no value to read: the scale stays as it is.
-    strategy.scaler.get_scale = lambda: 1.0  # type: ignore[method-assign]
-    strategy.scaler.update = lambda: None  # type: ignore[method-assign, misc, assignment]
     return strategy
 
 
@@ -183,7 +216,7 @@ def a_step_in_every_precision() -> None:
 
 @check
 def no_step_waits_for_the_gpu() -> None:
-    for precision in ("fp32", "bf16"):  # with fp16 the host reads the loss scale
+    for precision in AUTOCAST:
         strategy, made = made_strategy(Strategy, precision, padded=False), batch(padded=False)
         with Waits() as waits:
             one_step(strategy, made, precision)
@@ -193,6 +226,62 @@ def no_step_waits_for_the_gpu() -> None:
         torch.ones(2, device=GPU).sum().item()
         torch.ones(2, device=GPU).cpu()
     assert waits.found == ["_local_scalar_dense", "_to_copy"]
+
+
+@check
+def a_step_of_bert_base_starts_few_kernels_whatever_the_number_of_windows() -> None:
+    """docs/evidence/gpu-acceptance.md shows these numbers."""
+    found = {}
+    for count, passes in ((8, 1), (32, 1), (32, 2)):
+        strategy = made_strategy(Strategy, "bf16", padded=False, model=on_gpu(lambda: new_model(BertConfig(), 0.1, 0)))
+        strategy.options = replace(strategy.options, accumulation=passes)
+        made = batch(padded=False, lengths=lengths_like_squad(count, 384, 42).tolist())
+        for _ in range(2):  # the first step also makes the optimizer's state
+            parts = count_launches(strategy, made)
+        found[count, passes] = parts
+    once = {"forward": 315, "backward": 423, "optimizer": 40}
+    twice = {"forward": 556, "backward": 1045, "optimizer": 41}  # weights are cast once
+    assert found == {(8, 1): once, (32, 1): once, (32, 2): twice}, found
+
+
+def count_launches(strategy: Strategy, made: Batch) -> dict[str, int]:
+    """Kernels of a step by its parts, as the loop makes it."""
+    meter, counted = Meter(strategy._world), {name: Launches() for name in ("forward", "backward", "optimizer")}
+    strategy.module.train()
+    with strategy.passes():
+        for _ in range(strategy.options.accumulation):
+            with counted["forward"], autocast(GPU, "bf16"):
+                loss = window_losses(strategy.module, made).sum() * (1 / made.num_windows)
+            with counted["backward"]:
+                strategy.backward(loss)
+            with counted["optimizer"]:
+                meter.add(loss, made)
+    with counted["optimizer"]:
+        strategy.synchronize()
+        norm = strategy.clip()
+        strategy.step()
+        meter.end_step(norm)
+    return {name: mode.count for name, mode in counted.items()}
+
+
+@check
+def an_evaluation_waits_once_per_batch_with_the_next_one_queued() -> None:
+    happened: list[str] = []
+
+    class Queued(evaluator._Queued):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            happened.append("queued")
+
+        def read(self, *_: Any) -> Any:
+            happened.append("read")  # the copy is its only wait
+            return iter(())
+
+    model, rows = small_bert().eval(), table([5, 9, 3, 4, 8, 6])
+    with patch.object(evaluator, "_Queued", Queued), Waits() as waits:
+        list(evaluator.window_logits(model, rows, np.arange(6), GPU, 2, "bf16", []))
+    assert not waits.found
+    assert happened == ["queued", "queued", "read", "queued", "read", "read"], happened
 
 
 @check

@@ -27,12 +27,15 @@ if __name__ == "__main__":
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nested._internal import sdpa
 from torch.nn.attention import SDPBackend
 from torch.nn.parallel import _functions, parallel_apply, replicate
+from torch.utils import _foreach_utils
+
+from hvd_bert.model.bert import place
 
 OVERRIDES = torch.library.Library("aten", "IMPL")
 NAME = "NVIDIA A100-SXM4-80GB"
@@ -95,6 +98,7 @@ def install() -> None:
     torch.backends.cuda.is_flash_attention_available = lambda: True
     Tensor.pin_memory = _pin  # type: ignore[method-assign]
     sdpa._select_sdp_backend = _backend
+    _foreach_utils._foreach_supported_types.append(FakeTensor)  # as a GPU's own tensors
     OVERRIDES.impl("_efficient_attention_backward", _efficient_backward, "Meta", allow_override=True)
     # DataParallel's copies of the weights.
     _functions.Broadcast = replicate.__globals__["Broadcast"] = _Broadcast  # type: ignore[misc]
@@ -153,9 +157,13 @@ def fake() -> AbstractContextManager[Any]:
 
 
 def on_gpu(make: Callable[[], nn.Module]) -> nn.Module:
-    """A model with fake weights on the first GPU."""
+    """A model with fake weights on the first GPU, as `place` moves it there. torch's own `to` swaps fake tensors, which
+    have weak references."""
     with unset_fake_temporarily():
         model = make()
+    model.to = lambda device: None  # type: ignore[assignment, method-assign]
+    place(model, torch.device("cuda", 0))
+    del model.to
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():

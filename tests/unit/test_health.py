@@ -70,6 +70,16 @@ def recorded(monkeypatch) -> list[dict[str, Any]]:
     return found
 
 
+def test_only_applied_steps_advance_the_schedule():
+    run, applied = Watched(fp16=True), []
+    run.meter.on_applied = lambda: applied.append(run.step)
+    for norm in (1.0, math.inf, 1.0):
+        run.train(2.0, norm)
+    assert applied == [1]  # known one step later
+    run.meter.settle()
+    assert len(applied) == 2
+
+
 def test_skipped_step_names_the_rank_and_its_windows(recorded, caplog):
     run = Watched()
     run.train(2.0)
