@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tables import each
 
 from hvd_bert import machine
@@ -19,7 +21,7 @@ from hvd_bert.distributed.world import CollectiveError, RankInfo
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command
-from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, probes
+from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, probes, prove
 from hvd_bert.tools.doctor.collective import Timing
 from hvd_bert.tools.doctor.diagnosis import Rank, rank_lines, ranks_table
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm
@@ -341,3 +343,29 @@ def test_bad_flags_are_reported_once(monkeypatch, capsys, flags):
 def test_kernels_next_to_torchs_own(seconds, chosen, status, words):
     line = cpu_kernels.kernel_line("Linear", "AMD, AVX2", seconds, chosen)
     assert line.status == status and words in f"{line.found} {line.hint}"
+
+
+@each(
+    ("error", "bound", "right"),
+    [
+        (0.0, 0.0, True),
+        (1.0, 1.0, True),
+        (1.1, 1.0, False),
+        (math.nan, 1.0, False),
+        (math.nan, 0.0, False),
+        (1.0, math.nan, False),
+        (math.inf, math.inf, False),
+    ],
+)
+def test_an_error_is_right_only_within_its_bound_and_a_check_only_after_a_comparison(error, bound, right):
+    flags = SimpleNamespace(train=SimpleNamespace(adam_beta1=0.9), parallel=SimpleNamespace())
+    flags.parallel.fp16_allreduce = flags.parallel.bf16_allreduce = False
+    plan = SimpleNamespace(rank_windows=lambda step, rank: [[0]])
+    training = SimpleNamespace(plan=plan, task=SimpleNamespace(batch=list))
+    training.world, training.batches = SimpleNamespace(rank=0, gpus=[]), SimpleNamespace(close=lambda: None)
+    proof = prove.Proof(training, object(), flags)
+    proof.steps.append({"errors": {}})
+    proof._bounded("Gradients", "weight", torch.tensor(error), torch.tensor(bound))
+    status = {line.name: line.status for line in proof.lines()}
+    assert (status["Gradients"] == OK) == right and status["Updates"] == FAILURE
+    proof.training.batches.close()

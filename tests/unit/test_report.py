@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from documented import undocumented
 from made_runs import make_run
@@ -15,7 +18,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from tables import each
 
-from hvd_bert.tools.report import plots
+from hvd_bert.tools.report import comparability, plots
 from hvd_bert.tools.report.__main__ import main
 from hvd_bert.tools.runs import reading
 
@@ -176,6 +179,21 @@ def test_losses_that_agree(tmp_path, base, other, reason):
     make_run(tmp_path / "runs/ddp", "ddp", 2, **other)
     found = row(report(tmp_path), "strong", "ddp", 2)
     assert reason in found["reason"] and (found["speedup"] == "") == bool(reason)
+
+
+@each(("step", "loss"), [(1, math.nan), (39, math.nan), (1, math.inf)])
+def test_losses_that_are_no_numbers_do_not_agree(step, loss):
+    def run(name: str) -> SimpleNamespace:
+        lines = {"step": np.arange(1, 41), "loss": np.linspace(5, 1, 40)}
+        return SimpleNamespace(name=name, seed=42, without_dropout=True, lines=lines, last_loss=1.5)
+
+    one, other = run("one"), run("other")
+    one.ranks = other.ranks = one.nodes = other.nodes = 1
+    reference, group = (comparability.Group((of,), of.name) for of in (one, other))
+    assert comparability.losses_differ(reference, group) == ""
+    other.lines["loss"][step - 1] = loss
+    other.last_loss = other.lines["loss"][30:].mean()
+    assert comparability.losses_differ(reference, group)
 
 
 def test_weak_scaling_compares_losses_on_as_many_devices(tmp_path):

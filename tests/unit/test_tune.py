@@ -172,6 +172,7 @@ class Pairs:
         ((1.0, 1.0, 1.009, 1.009, 1.009), False),  # less than a percent
         ((1.0, 1.0, 1.09, 0.99, 1.09), False),
         ((1.0, 1.0, 1.09, None), False),
+        ((1.0, 1.0, 1.09, math.nan, 1.09), False),
     ],
 )
 def test_a_gain_counts_if_it_is_above_the_noise_in_every_new_pair(ratios, gains) -> None:

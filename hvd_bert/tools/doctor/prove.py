@@ -150,6 +150,7 @@ class Proof(MetricsLogger):
         super().__init__(Path(), enabled=False)
         self.training, self.one, self.world = training, one, training.world
         self.failures: dict[str, str] = {}
+        self.compared = set[str]()  # the checks that compared something
         self.steps: list[dict[str, Any]] = []
         self._share = 1 - config.train.adam_beta1  # of a gradient in AdamW's first moment
         sent = [f" sent as {name}" for name in ("fp16", "bf16") if getattr(config.parallel, f"{name}_allreduce")]
@@ -210,12 +211,15 @@ class Proof(MetricsLogger):
         self._expect(check, times <= 1, f"the error of {name} is {times:.3g} times its bound")
 
     def _expect(self, check: str, holds: bool, found: str) -> None:
+        self.compared.add(check)
         if not holds:
             self.failures.setdefault(check, f"step {len(self.steps)}: {found}")
 
     def lines(self) -> Iterator[Line]:
         """A line per check."""
         for check, text in CHECKS.items():
+            if self.one and check not in self.compared:
+                self.failures[check] = "nothing was compared"
             errors = [(e, name) for step in self.steps for name, e in step["errors"].get(check, {}).items()]
             found = text + " (error / bound at most {:.2g}, of {})".format(*max(errors)) if errors else text
             yield Line(check, FAILURE if check in self.failures else OK, self.failures.get(check, found))

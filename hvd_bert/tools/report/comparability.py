@@ -100,7 +100,7 @@ def losses_differ(reference: Group, group: Group) -> str:
             if difference:
                 return difference
         usual = statistics.median(other.last_loss for other in reference.runs)
-        if abs(run.last_loss - usual) > max(LAST_TOLERANCE * usual, NATS):
+        if not abs(run.last_loss - usual) <= max(LAST_TOLERANCE * usual, NATS):
             return (
                 f"the losses do not agree: the mean of the last quarter is {run.last_loss:.4g} in {run.name},"
                 f" {usual:.4g} with {reference.name}"
@@ -119,6 +119,6 @@ def _first_losses_differ(one: Run, two: Run) -> str:
     common = sorted(step for step in sums[0].keys() & sums[1].keys() if step <= EARLY_STEPS)
     for before, step in itertools.pairwise(common):
         expected, found = ((total[step] - total[before]) / (step - before) for total in sums)
-        if abs(found - expected) > EARLY_TOLERANCE * abs(expected):
+        if not abs(found - expected) <= EARLY_TOLERANCE * abs(expected):
             return f"the losses do not agree: at step {step} {found:.6g} in {two.name}, {expected:.6g} in {one.name}"
     return ""

@@ -142,7 +142,7 @@ class Speed:
         middle, low, high = (self.shown(of(ratios)) for of in (statistics.median, min, max))
         gain = f"{middle} ({low} to {high}, {len(ratios)} pairs)"
         result |= {"ratios": ratios, "noise": noise}
-        if min(ratios) <= 1 or statistics.median(ratios) - 1 <= noise:
+        if not (all(ratio > 1 for ratio in ratios) and statistics.median(ratios) - 1 > noise):
             return result, (
                 f"Keep the defaults: {words} (the best found) gains {gain}: within the noise. A gain counts if every"
                 f" pair is faster and the median is above {percent(noise)}."
