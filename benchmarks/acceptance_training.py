@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from acceptance_place import BATCH, NotHere, Outcome, Place, checkpoint_of, launched
 
 from hvd_bert.errors import UserError
@@ -32,16 +33,18 @@ def _compared(
     """Compare the losses step by step, except skipped steps, which have none. After a skipped step the weights are one
     step behind, so each adds `tolerance` to the allowed difference.
     """
-    if None in reference or len(losses) != len(reference):
+    if not reference or None in reference or len(losses) != len(reference):
         raise UserError(f"{len(losses)} losses were logged, of {len(reference)}; a reference run must skip no step")
-    pairs = [(loss, right) for loss, right in zip(losses, reference, strict=True) if loss and right]
+    pairs = [(loss, right) for loss, right in zip(losses, reference, strict=True) if loss is not None]
     skipped = len(losses) - len(pairs)
     figures: dict[str, Any] = {"losses": losses, "reference": reference, "skipped": skipped}
-    if skipped > max_skipped:
-        return Outcome(f"{skipped} steps were skipped or have no loss, more than {max_skipped}", False, figures)
-    worst, allowed = max(abs(loss - right) / right for loss, right in pairs), tolerance * (1 + skipped)
+    if skipped > max_skipped or not pairs:
+        found = f"{skipped} of {len(losses)} steps were skipped or have no loss; at most {max_skipped} may be"
+        return Outcome(found, False, figures)
+    one, other = torch.tensor(pairs, dtype=torch.float64).T
+    worst, allowed = float(((one - other) / other).abs().max()), tolerance * (1 + skipped)  # NaN if any loss is NaN
     compared = f"{len(pairs)} losses" + (f", {skipped} skipped," if skipped else "")
-    if worst > allowed:
+    if not worst <= allowed:
         return Outcome(f"{compared} differ by {worst:.1e} (relative), more than {allowed:g}", False, figures)
     return Outcome(f"{compared} agree to {worst:.1e}", figures=figures | {"worst": worst})
 

@@ -85,7 +85,7 @@ def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float)
             known = value is not None and expected is not None and math.isfinite(value) and math.isfinite(expected)
             difference = abs(value - expected) / abs(expected) if known else math.inf  # type: ignore[operator, arg-type]
             worst = max(worst, difference)
-    if worst > tolerance:
+    if not worst <= tolerance:
         said = "\n".join(f"  {name:12} {' '.join(_number(v) for v in values)}" for name, values in losses.items())
         raise UserError(
             f"The losses of the preflight's steps differ by {worst:.1e} (relative), more than --tolerance"

@@ -149,7 +149,7 @@ def exceeded(figures: Mapping[str, Any]) -> list[str]:
     found = []
     for rank, used in enumerate(figures["ranks"]):
         for key in ("fastest_training_cpu_ms_per_step", "rss_mib"):
-            if used[key]["growth"] > MAX_GROWTH:
+            if not used[key]["growth"] <= MAX_GROWTH:
                 found.append(f"rank {rank}: {key} grew by {used[key]['growth']:.1%}")
         for key in ("open_files", "threads"):
             if used[key][1] > used[key][0]:

@@ -60,6 +60,8 @@ def test_losses_that_differ_or_are_missing_are_refused(other: list[float | None]
     for losses in ({"ours": [6.0, 5.0], "peer": other}, {"ours": other, "peer": [6.0, 5.0]}):
         with pytest.raises(UserError, match="do not train alike"):
             compare_report.check_losses(losses, 1e-4)
+    with pytest.raises(UserError, match="do not train alike"):
+        compare_report.check_losses({"ours": [6.0], "peer": [6.0]}, math.nan)
 
 
 @pytest.fixture

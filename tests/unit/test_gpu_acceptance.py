@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -106,6 +107,12 @@ WRONG = {
         (kept := by_window(*given)) - kept.detach() + by_window(*given).detach()
     ),
     "of more dropout": lambda q, k, v, w, dropout, scaling: by_window(q, k, v, w, dropout, scaling) * 0.9,
+    "NaN without dropout": lambda q, k, v, w, dropout, scaling: (
+        by_window(q, k, v, w, dropout, scaling) * (1.0 if dropout else torch.nan)
+    ),
+    "NaN in a gradient": lambda q, k, v, w, dropout, scaling: (
+        by_window(q, k, v, w, dropout, scaling) + 0 * (q - q.detach()).sqrt()
+    ),
 }
 
 
@@ -237,11 +244,21 @@ def test_one_gpu(tmp_path, monkeypatch, commands, gpu, failed, not_here):
         ([4.0, 3.4, 2.0], 3, False),
         ([None, 3.25, 2.0], 3, True),
         ([None, 3.0, 2.0], 0, False),
+        ([None, None, None], 3, False),
+        ([4.0, 3.0, 0.0], 3, False),
+        ([math.nan, 3.0, 2.0], 0, False),
+        ([4.0, math.nan, 2.0], 0, False),
+        ([4.0, math.inf, 2.0], 0, False),
     ],
 )
-def test_skipped_steps_are_not_compared(losses, skips, passed):
-    outcome = acceptance_training._compared([4.0, 3.0, 2.0], losses, 0.05, skips)
-    assert outcome.passed is passed and "tolerance" not in outcome.found
+def test_skipped_steps_are_not_compared_and_all_others_must_agree(losses, skips, passed):
+    assert acceptance_training._compared([4.0, 3.0, 2.0], losses, 0.05, skips).passed is passed
+
+
+@each("reference", [[], [4.0, None], [4.0]])
+def test_a_reference_must_have_all_losses(reference):
+    with pytest.raises(UserError):
+        acceptance_training._compared(reference, [4.0, 3.0] if reference else [], 0.05, 3)
 
 
 def test_the_users_choice_of_gpus_holds(tmp_path, monkeypatch):
