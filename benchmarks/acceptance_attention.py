@@ -162,9 +162,7 @@ def check(device_type: str, precision: str) -> Outcome:
 def check_apart(place: Place, precision: str) -> Outcome:
     """In a process that ends: its CUDA context would exclude all others from a GPU in mode Exclusive_Process."""
     name = f"attention-{precision}"
-    file = place.out / f"{name}.json"
-    place.run(name, [sys.executable, __file__, place.device, precision, str(file)])
-    return Outcome(**json.loads(file.read_text(encoding="utf-8")))
+    return Outcome(**place.record(name, [sys.executable, __file__, place.device, precision, str(place.file(name))]))
 
 
 CHECKS = {

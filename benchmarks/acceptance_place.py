@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,17 @@ from hvd_bert.checkpoint.files import name_of
 from hvd_bert.errors import UserError
 
 MAX_COMMAND_S = {"cuda": 240.0, "cpu": 600.0}  # the longest on a GPU is torch.compile's first run
+GRACE_S = 10.0  # from SIGTERM to SIGKILL: horovodrun gives its ranks 5 s
 SAMPLE = ["--config", "sample", "--max_train_samples", "700", "--no_do_eval", "--report_to", "none"]
 STEPS, BATCH = 20, 32
 
 
 class NotHere(Exception):
     """The check does not apply to this machine. The message says why."""
+
+
+class OutOfTime(UserError):
+    """The time for all checks (--minutes) ended before this one."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,14 @@ class Outcome:
 @dataclass
 class Place:
     """The machine. `device`: "cuda" or "cpu"; `gpus`: how many there are; `gpu`: the first one's name;
-    `ends_at`: when all must be done, by time.monotonic()."""
+    `ends_at`: when all must be done, by time.monotonic(); `rounds`: at most, of the variants that take turns."""
 
     device: str
     gpus: int
     gpu: str
     out: Path
     ends_at: float
+    rounds: int = 1
     losses: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
@@ -73,14 +79,38 @@ class Place:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:gpus])
         return env
 
-    def run(self, name: str, words: Sequence[str], device: str = "", gpus: int = 1) -> str:
-        """Run a command. Returns its output, also in NAME.log. Raises UserError with the end of it if it fails."""
-        if self.left_s() < 5:
-            raise UserError("no time was left for this check (--minutes)")
-        log = self.out / f"{name}.log"
-        timeout_s = min(self.left_s(), MAX_COMMAND_S[self.device])
-        compare_peers.run(words, self.environment(device or self.device, gpus), log, timeout_s)
+    def run(
+        self,
+        name: str,
+        words: Sequence[str],
+        device: str = "",
+        gpus: int = 1,
+        settings: Mapping[str, str] | None = None,
+    ) -> str:
+        """Run a command. Returns its output, also in NAME.log. Raises UserError with the end of it if it fails, and
+        OutOfTime if the time for all checks ends. `settings`: further environment variables."""
+        log, left_s = self.out / f"{name}.log", self.left_s() - GRACE_S
+        if left_s <= 0:
+            raise OutOfTime("no time was left (--minutes)")
+        env = self.environment(device or self.device, gpus) | dict(settings or {})
+        try:
+            compare_peers.run(words, env, log, min(left_s, MAX_COMMAND_S[self.device]), GRACE_S)
+        except UserError as error:
+            if self.left_s() <= GRACE_S:
+                raise OutOfTime(f"{name} was ended at the limit (--minutes)") from error
+            raise
         return log.read_text(encoding="utf-8", errors="replace")
+
+    def file(self, name: str) -> Path:
+        """The JSON file that a command of this name writes."""
+        return self.out / f"{name}.json"
+
+    def record(self, name: str, words: Sequence[str], **how: Any) -> dict[str, Any]:
+        """What a command wrote to `self.file(name)`. It runs once. `how`: as for `run`."""
+        if not self.file(name).exists():
+            self.run(name, words, **how)
+        record: dict[str, Any] = json.loads(self.file(name).read_text(encoding="utf-8"))
+        return record
 
     def train(self, name: str, *flags: str, ranks: int = 0, device: str = "", gpus: int = 1) -> Path:
         """Train on the sample. Returns the output folder. `ranks`: under horovodrun; 0: without a launcher."""

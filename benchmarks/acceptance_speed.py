@@ -18,7 +18,7 @@ from typing import Any
 
 import compare_peers
 import numpy as np
-from acceptance_place import NotHere, Outcome, Place, launched
+from acceptance_place import NotHere, Outcome, OutOfTime, Place, launched
 from compare_report import timing
 from shared import REPOSITORY, in_turns, peer_columns, spread
 from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
@@ -32,7 +32,7 @@ LENGTH = 384
 # MFU and padded-equivalent windows/s: what MLPerf's entries reach on an A100, and 0.35 of the others' bf16 peak.
 GOALS = {"A100": (0.47, 690.0), "H100": (0.35, 1600.0), "H200": (0.35, 1600.0)}
 PEER_GOAL, EVALUATION_GOAL, SCALING_GOAL = 1.5, 1.5, 0.97
-ROUNDS, ROUND_S = 3, 200.0  # a round starts only if this many seconds are left
+ROUND_S = 200.0  # the second and later rounds start only if this many seconds are left
 WARMUP = 10  # steps of the peer, which compiles again for other lengths
 SIZES = {
     "cuda": {"batch": 32, "length": LENGTH, "steps": 10, "repeats": 5, "peer_steps": 50},
@@ -60,12 +60,10 @@ def shape_of(place: Place) -> Any:
 
 def ours(place: Place, flags: list[str], name: str, ranks: int = 0) -> dict[str, Any]:
     """The record of `hvd-bert bench`. `ranks`: under horovodrun; 0: without a launcher."""
-    sizes, file = SIZES[place.device], place.out / f"{name}.json"
-    words = [sys.executable, "-m", "hvd_bert.tools.bench", *common_flags(place), *flags, "--json", str(file)]
-    words += ["--steps", str(sizes["steps"]), "--repeats", str(sizes["repeats"])]
-    place.run(name, launched(ranks) + words, gpus=max(1, ranks))
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return record
+    sizes = SIZES[place.device]
+    words = [sys.executable, "-m", "hvd_bert.tools.bench", *common_flags(place), *flags]
+    words += ["--json", str(place.file(name)), "--steps", str(sizes["steps"]), "--repeats", str(sizes["repeats"])]
+    return place.record(name, launched(ranks) + words, gpus=max(1, ranks))
 
 
 def peer(place: Place, flags: list[str], name: str) -> dict[str, Any]:
@@ -127,7 +125,7 @@ class Rounds:
         if name in self.errors:
             raise UserError(self.errors[name])
         if not self.records[name]:
-            raise UserError("no time was left for this measurement (--minutes)")
+            raise OutOfTime("no time was left for this measurement (--minutes)")
         return self.records[name]
 
     def _measure(self, place: Place) -> None:
@@ -135,7 +133,7 @@ class Rounds:
         variants: dict[str, tuple[Callable[..., dict[str, Any]], list[str]]]
         variants = {name: (ours, flags) for name, flags in OURS.items()}
         variants |= {name: (peer, flags) for name, flags in PEERS.items()} if has_peer() else {}
-        for number in range(ROUNDS if place.device == "cuda" else 1):
+        for number in range(place.rounds):
             if number and place.left_s() < ROUND_S:
                 return
             for name in in_turns(list(variants), number):
@@ -144,6 +142,8 @@ class Rounds:
                     try:
                         log = f"round{number + 1}-{'-'.join(name.replace(',', '').split())}"
                         self.records[name].append(measure(place, flags, log))
+                    except OutOfTime:
+                        return
                     except Exception as error:
                         self.errors[name] = f"{type(error).__name__}: {error}"
 
@@ -221,14 +221,9 @@ def _fastest(place: Place, rounds: Rounds, variants: Iterable[str]) -> tuple[str
 
 
 def _steps(place: Place) -> dict[str, Any]:
-    """The record of acceptance_steps.py, which runs once."""
-    file = place.out / "steps.json"
-    if not file.exists():
-        program = str(Path(__file__).with_name("acceptance_steps.py"))
-        steps = str(SIZES[place.device]["steps"])
-        place.run("steps", [sys.executable, program, "--out", str(file), "--steps", steps, *common_flags(place)])
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return record
+    """The record of acceptance_steps.py."""
+    words = [sys.executable, str(Path(__file__).with_name("acceptance_steps.py")), "--out", str(place.file("steps"))]
+    return place.record("steps", [*words, "--steps", str(SIZES[place.device]["steps"]), *common_flags(place)])
 
 
 def host_waits(place: Place) -> Outcome:
@@ -259,11 +254,9 @@ def scaling(place: Place, rounds: Rounds) -> Outcome:
 
 def kernels(place: Place) -> Outcome:
     """The ten kernels with the largest share of the device's time."""
-    file = place.out / "top_kernels.json"
-    program = str(Path(__file__).with_name("top_kernels.py"))
-    steps = "8" if place.device == "cuda" else "2"
-    place.run("top-kernels", [sys.executable, program, "--out", str(file), "--steps", steps, *common_flags(place)])
-    rows = json.loads(file.read_text(encoding="utf-8"))["kernels"]
+    name, steps = "top-kernels", "8" if place.device == "cuda" else "2"
+    words = [sys.executable, str(Path(__file__).with_name("top_kernels.py")), "--out", str(place.file(name))]
+    rows = place.record(name, [*words, "--steps", steps, *common_flags(place)])["kernels"]
     listed = ", ".join(f"{row['share']:.0%} {row['name'][:40]}" for row in rows[:3])
     return Outcome(f"{listed}, ...", None, {"kernels": rows})
 

@@ -120,8 +120,9 @@ def environment(variant: Variant, threads: int) -> dict[str, str]:
     return env | launch_environment() | variant.environment
 
 
-def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float) -> None:
-    """Run a command, terminate all its processes if it takes too long. Raises UserError if it fails."""
+def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float, grace_s: float = 30.0) -> None:
+    """Run a command, terminate all its processes if it takes too long, kill them `grace_s` later. Raises UserError if
+    it fails."""
     with log.open("w") as output:
         process = subprocess.Popen(
             words, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -134,7 +135,7 @@ def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float) 
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)  # launchers then terminate their ranks
                 try:
-                    process.wait(30)
+                    process.wait(grace_s)
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()

@@ -8,7 +8,7 @@ versions. A check that fails does not keep the others from running. `--device cp
 goals for speed, what needs no GPU. docs/evidence/gpu-acceptance.md describes the checks. This process itself never uses
 a GPU, so that the commands run in compute mode Exclusive_Process, too.
 
-Exit status: 0 if no check failed, 1 if one did, 2 bad input, 3 if there is no GPU.
+Exit status: 0 if no check failed, 1 if one did or ran out of time, 2 bad input, 3 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import acceptance_attention
 import acceptance_speed
 import acceptance_training
 import torch
-from acceptance_place import NotHere, Outcome, Place
+from acceptance_place import NotHere, Outcome, OutOfTime, Place
 from random_training import end
 from shared import machine, markdown_table
 
@@ -41,13 +41,13 @@ GPU_NAMES = (
     "import json, torch as t; print(json.dumps([t.cuda.get_device_name(i) for i in range(t.cuda.device_count())]))"
 )
 NAMES_S = 120.0  # a limit: the first use of a GPU after a start of the machine is slow
-PASSED, FAILED, REPORTED, NOT_HERE = "pass", "FAIL", "-", "not here"
+PASSED, FAILED, REPORTED, NOT_HERE, LATE = "pass", "FAIL", "-", "not here", "out of time"
 Checks = Mapping[str, tuple[str, Callable[[Place], Outcome]]]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table. `result`: PASSED, FAILED, REPORTED (no goal on this machine) or NOT_HERE."""
+    """A line of the table. `result`: PASSED, FAILED, REPORTED (no goal on this machine), NOT_HERE or LATE."""
 
     check: str
     goal: str
@@ -76,6 +76,8 @@ def run_check(name: str, goal: str, check: Callable[[Place], Outcome], place: Pl
         result = REPORTED if outcome.passed is None else PASSED if outcome.passed else FAILED
     except NotHere as reason:
         found, result = str(reason), NOT_HERE
+    except OutOfTime as reason:
+        found, result = str(reason), LATE
     except Exception as error:
         # The last line says most: the others are the end of a log, which the JSON file has.
         text = str(error).strip()
@@ -85,13 +87,13 @@ def run_check(name: str, goal: str, check: Callable[[Place], Outcome], place: Pl
     return Line(name, goal, found, result, time.monotonic() - start, figures)
 
 
-def gpu_names() -> list[str]:
+def gpu_names(limit_s: float) -> list[str]:
     """The GPUs that torch has, asked in another process. Raises UserError if it cannot use them."""
     words = [sys.executable, "-c", GPU_NAMES]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=NAMES_S, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
-        raise UserError(f"no answer of the GPU after {NAMES_S:.0f} s") from None
+        raise UserError(f"no answer of the GPU after {limit_s:.0f} s") from None
     if done.returncode:
         raise UserError((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
     return list(json.loads(done.stdout.splitlines()[-1]))
@@ -112,11 +114,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/gpu_acceptance"), help="New folder. (default: %(default)s)")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
-    add("--minutes", type=float, default=15.0, help="Time for all checks. (default: %(default)g)")
+    minutes_help = "Time for all checks. The command that then runs is terminated. (default: %(default)g)"
+    add("--minutes", type=float, default=15.0, help=minutes_help)
+    add("--rounds", type=int, help="Most rounds of the measurements in turns. (default: 3, on the CPU 1)")
     add("--only", nargs="+", metavar="WORD", help="Only checks with one of these words in their names. (default: all)")
     args = parser.parse_args(argv)
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes:g}: must be above 0")
+    args.rounds = args.rounds if args.rounds is not None else 3 if args.device == "cuda" else 1
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: must be at least 1")
     return args
 
 
@@ -133,12 +140,12 @@ def without_gpu(error: str = "") -> str:
 
 def main(argv: Sequence[str] | None = None, checks: Checks | None = None) -> int:
     """Run the checks, print, write. Returns the exit status."""
-    args = parse(argv)
+    args, start = parse(argv), time.monotonic()
     names: list[str] = []
     reason = ""
     if args.device == "cuda":
         try:
-            names = gpu_names()
+            names = gpu_names(min(NAMES_S, 60 * args.minutes))
         except UserError as error:
             reason = str(error)
         if not names:
@@ -149,12 +156,12 @@ def main(argv: Sequence[str] | None = None, checks: Checks | None = None) -> int
     if any(out.iterdir()):
         raise UserError(f"--out {args.out}: the folder is not empty. Name a new one.")
     gpu = names[0] if names else ""
-    place = Place(args.device, len(names), gpu, out, time.monotonic() + 60 * args.minutes)
+    place = Place(args.device, len(names), gpu, out, start + 60 * args.minutes, args.rounds)
     lines = []
     for name, (goal, check) in (all_checks() if checks is None else checks).items():
         if not args.only or any(word in name for word in args.only):
             lines.append(run_check(name, goal, check, place))
-            print(f"{lines[-1].result:8} {name}: {lines[-1].found}", file=sys.stderr, flush=True)
+            print(f"{lines[-1].result:11} {name}: {lines[-1].found}", file=sys.stderr, flush=True)
     record: dict[str, Any] = {
         "command": shlex.join(sys.orig_argv),
         "device": args.device,
@@ -164,9 +171,10 @@ def main(argv: Sequence[str] | None = None, checks: Checks | None = None) -> int
     record |= {"lines": [asdict(line) for line in lines]}
     (out / "gpu_acceptance.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(markdown_table(["check", "goal", "found", "result", "s"], [line.cells() for line in lines]))
-    failed = sum(line.result == FAILED for line in lines)
-    print(f"\n{failed} of {len(lines)} checks failed. Details: {out}/gpu_acceptance.json, and a log of each command.")
-    return EXIT_FAILURE if failed else EXIT_OK
+    failed, late = (sum(line.result == result for line in lines) for result in (FAILED, LATE))
+    said = f"{failed} of {len(lines)} checks failed" + f", {late} ran out of time (--minutes)" * bool(late)
+    print(f"\n{said}. Details: {out}/gpu_acceptance.json, and a log of each command.")
+    return EXIT_FAILURE if failed or late else EXIT_OK
 
 
 if __name__ == "__main__":

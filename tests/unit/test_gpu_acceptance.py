@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import acceptance_attention
+import acceptance_place
 import acceptance_speed
 import acceptance_steps
 import acceptance_training
@@ -23,7 +25,7 @@ import compare_peers
 import gpu_acceptance
 import pytest
 import torch
-from acceptance_place import STEPS, NotHere, Outcome, Place
+from acceptance_place import STEPS, NotHere, Outcome, OutOfTime, Place
 from tables import each, refused
 
 from hvd_bert.config import command_line
@@ -31,11 +33,11 @@ from hvd_bert.errors import UserError
 from hvd_bert.model.attention import by_window
 from hvd_bert.tools.bench import __main__ as bench_flags
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT, ROUNDS = Path(__file__).resolve().parents[2], 2
 
 
-def place(tmp_path: Path, device: str = "cpu", gpus: int = 0, minutes: float = 15, gpu: str = "") -> Place:
-    return Place(device, gpus, gpu, tmp_path, time.monotonic() + 60 * minutes)
+def place(tmp_path: Path, device: str = "cpu", gpus: int = 0, seconds: float = 900, gpu: str = "") -> Place:
+    return Place(device, gpus, gpu, tmp_path, time.monotonic() + seconds, ROUNDS)
 
 
 def raises(error: Exception) -> Any:
@@ -51,6 +53,7 @@ CHECKS = {
     "raises": ("> 1", raises(UserError("line 1\nRuntimeError: no | kernel\nended with status 1"))),
     "of two": ("> 1", raises(NotHere("needs 2 GPUs"))),
     "without a goal": ("-", lambda _: Outcome("3", None)),
+    "late": ("> 1", raises(OutOfTime("no time was left"))),
 }
 
 
@@ -59,7 +62,7 @@ def test_every_check_is_a_line_and_a_failure_keeps_none_from_running(tmp_path, c
     assert gpu_acceptance.main([*words, str(tmp_path / "out")], CHECKS) == 1
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.replace("\\|", "/").split("|")[1:-1]] for line in table]
-    assert [row[3] for row in rows[2:]] == ["pass", "FAIL", "FAIL", "not here", "-"]
+    assert [row[3] for row in rows[2:]] == ["pass", "FAIL", "FAIL", "not here", "-", "out of time"]
     assert rows[4][2] == "UserError: RuntimeError: no / kernel"
     record = json.loads((tmp_path / "out/gpu_acceptance.json").read_text())
     assert record["lines"][0]["figures"] == {"value": 2}
@@ -67,6 +70,7 @@ def test_every_check_is_a_line_and_a_failure_keeps_none_from_running(tmp_path, c
     assert record["versions"]["torch"] == version("torch")  # of a CUDA build it lacks "+cu130"
     assert gpu_acceptance.main([*words, str(tmp_path / "new"), "--only", "right", "without"], CHECKS) == 0
     assert "0 of 2 checks failed" in capsys.readouterr().out
+    assert gpu_acceptance.main([*words, str(tmp_path / "late"), "--only", "late"], CHECKS) == 1
     with refused("not empty"):
         gpu_acceptance.main([*words, str(tmp_path)], CHECKS)
 
@@ -81,6 +85,32 @@ def test_without_a_gpu_one_line_and_status_3(tmp_path, capsys, monkeypatch):
         said = capsys.readouterr()
         assert words in said.err and said.err.count("\n") == 1 and not said.out
     assert not (tmp_path / "out").exists()
+
+
+@each("program", ["sleep 60", "trap '' TERM; sleep 60 & wait; sleep 60"], ids=["ends at SIGTERM", "ignores it"])
+def test_a_command_is_ended_at_the_limit_and_its_line_is_out_of_time(tmp_path, monkeypatch, program):
+    monkeypatch.setattr(acceptance_place, "GRACE_S", 1.0)
+    machine = place(tmp_path, seconds=3)
+    lines = [
+        gpu_acceptance.run_check(name, "-", lambda it: it.run("it", ["bash", "-c", program]), machine) for name in "ab"
+    ]
+    assert [line.result for line in lines] == ["out of time"] * 2
+    assert -2 < machine.left_s() < 1.5 and lines[1].seconds < 0.5
+
+
+def test_rounds_that_were_measured_count_when_the_time_ends(tmp_path, monkeypatch):
+    def measure(*_: object) -> dict[str, Any]:
+        if next(calls) == 5:
+            raise OutOfTime("at the limit")
+        return {"figures": {}}
+
+    calls = itertools.count(1)
+    monkeypatch.setattr(acceptance_speed, "ours", measure)
+    monkeypatch.setattr(acceptance_speed, "has_peer", lambda: False)
+    rounds, machine = acceptance_speed.Rounds(), replace(place(tmp_path), rounds=3)
+    assert [len(rounds.of(machine, name)) for name in acceptance_speed.OURS] == [2, 2]
+    with pytest.raises(OutOfTime):
+        rounds.of(machine, next(iter(acceptance_speed.PEERS)))
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
@@ -151,7 +181,7 @@ class Commands:
         self.visible: list[str] = []
         self.speed, self.losses = speed, losses or {}
 
-    def __call__(self, words: list[str], env: dict[str, str], log: Path, timeout_s: float) -> None:
+    def __call__(self, words: list[str], env: dict[str, str], log: Path, timeout_s: float, grace_s: float) -> None:
         self.words.append(list(words))
         self.visible.append(env.get("CUDA_VISIBLE_DEVICES", "all"))
         assert timeout_s > 0
@@ -199,9 +229,9 @@ def test_two_a100(tmp_path, monkeypatch):
     failed = {name: line.found for name, line in lines.items() if line.result not in ("pass", "-")}
     assert not failed
     assert [name for name, line in lines.items() if line.result == "-"] == ["memory", "kernels that dominate"]
-    assert lines["windows/s, this trainer"].figures["padded_equivalent"] == [1000.0] * acceptance_speed.ROUNDS
+    assert lines["windows/s, this trainer"].figures["padded_equivalent"] == [1000.0] * ROUNDS
     ratios = lines["over the HF Trainer's best flags"].figures["ratios"]
-    assert ratios == pytest.approx([2.0] * acceptance_speed.ROUNDS)
+    assert ratios == pytest.approx([2.0] * ROUNDS)
     on_two = [words for words, visible in zip(commands.words, commands.visible, strict=True) if visible == "0,1"]
     assert [shlex.join(words[1:5]) for words in on_two if "horovodrun" in words[0]] == ["-np 2 -H localhost:2"] * 4
     assert set(commands.visible) == {"", "0", "0,1"}  # "": the CPU's losses; the peer would take all that it sees
