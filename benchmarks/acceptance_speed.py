@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ LENGTH = 384
 STAGES = {"A100": (400, 560, 690), "H100": (650, 1150, 1600), "H200": (650, 1150, 1600)}
 PEER_STAGES = (1.3, 1.5, 2)
 EVALUATION_GOAL, SCALING_GOAL = 1.5, 0.97
+ASYNC = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
+# The second name is for torch before 2.9.
+EXPANDABLE = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
 ROUND_S = 200.0  # the second and later rounds start only if this many seconds are left
 WARMUP = 10  # steps of the peer, which compiles again for other lengths
 SIZES = {
@@ -60,12 +63,12 @@ def shape_of(place: Place) -> Any:
     return BertConfig.from_json_file(SAMPLE / "six_layers.json") if place.device == "cpu" else BertConfig()
 
 
-def ours(place: Place, flags: list[str], name: str, ranks: int = 0) -> dict[str, Any]:
-    """The record of `hvd-bert bench`. `ranks`: under horovodrun; 0: without a launcher."""
+def ours(place: Place, flags: list[str], name: str, ranks: int = 0, **how: Any) -> dict[str, Any]:
+    """The record of `hvd-bert bench`. `ranks`: under horovodrun; 0: without a launcher. `how`: as for `Place.run`."""
     sizes = SIZES[place.device]
     words = [sys.executable, "-m", "hvd_bert.tools.bench", *common_flags(place), *flags]
     words += ["--json", str(place.file(name)), "--steps", str(sizes["steps"]), "--repeats", str(sizes["repeats"])]
-    return place.record(name, launched(ranks) + words, gpus=max(1, ranks))
+    return place.record(name, launched(ranks) + words, gpus=max(1, ranks), **how)
 
 
 def peer(place: Place, flags: list[str], name: str) -> dict[str, Any]:
@@ -234,10 +237,11 @@ def _fastest(place: Place, rounds: Rounds, variants: Iterable[str]) -> tuple[str
     return max(found.items(), key=lambda item: statistics.median(item[1]))
 
 
-def _steps(place: Place) -> dict[str, Any]:
+def _steps(place: Place, name: str = "steps", settings: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The record of acceptance_steps.py."""
-    words = [sys.executable, str(Path(__file__).with_name("acceptance_steps.py")), "--out", str(place.file("steps"))]
-    return place.record("steps", [*words, "--steps", str(SIZES[place.device]["steps"]), *common_flags(place)])
+    words = [sys.executable, str(Path(__file__).with_name("acceptance_steps.py")), "--out", str(place.file(name))]
+    words += ["--steps", str(SIZES[place.device]["steps"]), *common_flags(place)]
+    return place.record(name, words, settings=settings)
 
 
 def host_waits(place: Place) -> Outcome:
@@ -245,7 +249,7 @@ def host_waits(place: Place) -> Outcome:
     record = _steps(place)
     if record["waits"] is None:
         raise NotHere("needs a GPU")
-    return Outcome(f"{record['waits']} in {record['steps']} steps", record["waits"] == 0, record)
+    return Outcome(f"{record['waits']} in {record['steps']} steps", record["waits"] == 0 < record["steps"], record)
 
 
 def evaluation(place: Place) -> Outcome:
@@ -256,21 +260,62 @@ def evaluation(place: Place) -> Outcome:
     return Outcome(found, EVALUATION_GOAL <= ratio < math.inf if place.device == "cuda" else None, record)
 
 
+def _two_ranks(place: Place, name: str, settings: Mapping[str, str]) -> float:
+    """windows/s of two ranks under Horovod."""
+    place.several()
+    found = ours(place, ["--strategy", "horovod"], name, ranks=2, settings=settings)
+    return float(found["figures"]["windows_per_s"]["median"])
+
+
 def scaling(place: Place, rounds: Rounds) -> Outcome:
     """windows/s of two ranks under Horovod over twice those of one process."""
-    place.several()
+    both = _two_ranks(place, "scaling", {})
     alone = statistics.median(_medians(rounds.of(place, next(iter(OURS))), "windows_per_s"))
-    both = ours(place, ["--strategy", "horovod"], "scaling", ranks=2)["figures"]["windows_per_s"]["median"]
     share = both / (2 * alone)
     passed = SCALING_GOAL <= share < math.inf if place.device == "cuda" else None
     return Outcome(f"{share:.3f}: {both:.0f} and {alone:.0f} windows/s", passed, {"share": share})
 
 
+def asynchronous(place: Place) -> Outcome:
+    """windows/s of two ranks whose host does not wait for the last sum, over those of two whose host does."""
+    without, with_it = (_two_ranks(place, *how) for how in (("scaling", {}), ("scaling-async", ASYNC)))
+    found = f"{with_it / without:.3f} x: {with_it:.0f} and {without:.0f} windows/s"
+    return Outcome(found, None, {"with": with_it, "without": without})
+
+
+def expandable(place: Place) -> Outcome:
+    """Reserved memory and windows/s with torch's expandable segments, and without."""
+    if place.device != "cuda":
+        raise NotHere("needs a GPU")
+    without, with_it = (_steps(place, *how) for how in (("steps", {}), ("steps-expandable", EXPANDABLE)))
+    gib = [record["reserved_bytes"] / 2**30 for record in (with_it, without)]
+    ratio = with_it["training_per_s"] / without["training_per_s"]
+    found = f"{gib[0]:.2f} GiB reserved, {gib[1]:.2f} without; {ratio:.3f} x windows/s"
+    return Outcome(found, None, {"with": with_it, "without": without})
+
+
+def _profile(place: Place, batch: int) -> dict[str, Any]:
+    """The record of top_kernels.py."""
+    name, steps = f"kernels-{batch}", "8" if place.device == "cuda" else "2"
+    words = [sys.executable, str(Path(__file__).with_name("top_kernels.py")), "--out", str(place.file(name))]
+    words += ["--steps", steps, *common_flags(place), "--per_device_train_batch_size", str(batch)]
+    return place.record(name, words)
+
+
+def launches(place: Place) -> Outcome:
+    """Kernels per step and the time that they take, at a quarter of the windows and at all; on the CPU of operators."""
+    windows = SIZES[place.device]["batch"]
+    records = {batch: _profile(place, batch) for batch in (windows // 4, windows)}
+    found = [
+        f"{record['launches_per_step']:,.0f} and {record['busy_ms_per_step']:.1f} ms at {batch} windows"
+        for batch, record in records.items()
+    ]
+    return Outcome("; ".join(found), None, {str(batch): record for batch, record in records.items()})
+
+
 def kernels(place: Place) -> Outcome:
     """The ten kernels with the largest share of the device's time."""
-    name, steps = "top-kernels", "8" if place.device == "cuda" else "2"
-    words = [sys.executable, str(Path(__file__).with_name("top_kernels.py")), "--out", str(place.file(name))]
-    rows = place.record(name, [*words, "--steps", steps, *common_flags(place)])["kernels"]
+    rows = _profile(place, SIZES[place.device]["batch"])["kernels"]
     listed = ", ".join(f"{row['share']:.0%} {row['name'][:40]}" for row in rows[:3])
     return Outcome(f"{listed}, ...", None, {"kernels": rows})
 
@@ -286,8 +331,11 @@ def checks() -> dict[str, tuple[str, Callable[[Place], Outcome]]]:
     found["memory"] = "-", partial(memory, rounds=rounds)
     of_peer = f"{shown(PEER_STAGES)} x useful tokens/s"
     found["over the HF Trainer's best flags"] = of_peer, partial(over_peer, rounds=rounds)
+    found["memory with expandable segments"] = "-", expandable
     found["host waits per step"] = "0", host_waits
     found["evaluation over training"] = f">= {EVALUATION_GOAL:g} x windows/s", evaluation
     found["scaling from 1 to 2 GPUs"] = f">= {SCALING_GOAL:g}", partial(scaling, rounds=rounds)
+    found["asynchronous completion on 2 GPUs"] = "-", asynchronous
     found["kernels that dominate"] = "-", kernels
+    found["launches per step"] = "-", launches
     return found

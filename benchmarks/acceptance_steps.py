@@ -63,7 +63,7 @@ def main() -> None:
     """Parse, train, evaluate, print or write."""
     made = prepare(sys.argv[1:], 2, "Waits of the host, and the rate of evaluation.")
     steps, on_gpu = made.section, made.world.device.type == "cuda"
-    waits: list[str] = []
+    waits: list[list[str]] = []  # per step
 
     class Counting(Training):
         """Counts the waits of the steps between two that are logged."""
@@ -73,14 +73,15 @@ def main() -> None:
                 return super()._step()
             with counted_waits() as found:
                 result = super()._step()
-            waits.extend(found)
+            waits.append(found)
             return result
 
     _, recorder = made.run(Counting)
     last = range(2 * steps, 3 * steps)
     record = {
-        "waits": len(waits) if on_gpu else None,
-        "steps": steps - 1,
+        "waits": sum(map(len, waits)) if on_gpu else None,
+        "steps": len(waits),
+        "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else None,
         "training_per_s": recorder.rows[-1]["windows_per_s"],
         "evaluation_per_s": evaluated_per_s(made.task, made.world, last, made.config.train.precision),
     }

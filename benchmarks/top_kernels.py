@@ -1,4 +1,4 @@
-"""Prints the kernels that take most of a device's time while the trainer trains on random windows.
+"""Prints the kernels that take most of a device's time while the trainer trains on random windows, and their number.
 
     python benchmarks/top_kernels.py --bf16 --per_device_train_batch_size 32
 
@@ -22,7 +22,7 @@ ROWS = 10
 
 
 def top(recorded: Any, on_gpu: bool) -> list[dict[str, Any]]:
-    """The kernels by their time: name, calls, seconds and share."""
+    """The kernels, the longest first: name, calls, seconds and share."""
     times: dict[str, list[float]] = {}
     for event in recorded.key_averages():
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
@@ -33,7 +33,7 @@ def top(recorded: Any, on_gpu: bool) -> list[dict[str, Any]]:
             entry[0] += microseconds / 1e6
             entry[1] += event.count
     total = sum(seconds for seconds, _ in times.values())
-    longest = sorted(times.items(), key=lambda item: -item[1][0])[:ROWS]
+    longest = sorted(times.items(), key=lambda item: -item[1][0])
     return [
         {"name": name, "calls": int(calls), "seconds": seconds, "share": seconds / total}
         for name, (seconds, calls) in longest
@@ -55,9 +55,16 @@ def main() -> None:
     made.run(Profiled)
     recorded.stop()
     rows = top(recorded, on_gpu)
+    record = {
+        "device": str(made.world.device),
+        "launches_per_step": sum(row["calls"] for row in rows) / made.section,
+        "busy_ms_per_step": 1000 * sum(row["seconds"] for row in rows) / made.section,
+        "kernels": rows[:ROWS],
+    }
     if made.out:
-        made.out.write_text(json.dumps({"device": str(made.world.device), "kernels": rows}, indent=1) + "\n")
-    cells = [[row["name"][:100], str(row["calls"]), f"{row['share']:.1%}"] for row in rows]
+        made.out.write_text(json.dumps(record, indent=1) + "\n")
+    print("{launches_per_step:.0f} launches per step, which take {busy_ms_per_step:.1f} ms\n".format(**record))
+    cells = [[row["name"][:100], str(row["calls"]), f"{row['share']:.1%}"] for row in rows[:ROWS]]
     print(markdown_table(["kernel", "calls", "share of the device's time"], cells))
 
 
