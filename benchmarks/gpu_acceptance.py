@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import acceptance_attention
+import acceptance_horovod
 import acceptance_speed
 import acceptance_training
 import torch
@@ -63,7 +64,8 @@ class Line:
 
 def all_checks() -> Checks:
     """In their order: what is fast and tells most comes first."""
-    return acceptance_attention.CHECKS | acceptance_training.CHECKS | acceptance_speed.checks()
+    fast = acceptance_attention.CHECKS | acceptance_horovod.CHECKS
+    return fast | acceptance_training.CHECKS | acceptance_speed.checks()
 
 
 def run_check(name: str, goal: str, check: Callable[[Place], Outcome], place: Place) -> Line:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import itertools
 import json
 import math
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import acceptance_attention
+import acceptance_horovod
 import acceptance_place
 import acceptance_speed
 import acceptance_steps
@@ -151,6 +154,62 @@ def test_wrong_kernels_are_found(monkeypatch, kernel):
     monkeypatch.setattr(acceptance_attention, "kernels", lambda *_: [("it", WRONG[kernel], None)])
     outcome = acceptance_attention.check("cpu", "fp32")
     assert outcome.passed is False and outcome.found.startswith("wrong: it")
+
+
+class Horovod:
+    """In place of Horovod: `change` is what its sums make of the right ones; without it the hooks send nothing."""
+
+    Sum = Average = None
+
+    def __init__(self, change: Any) -> None:
+        self.change = change or (lambda tensor: tensor)
+        self._handles = [0, 1] if change else []
+        self._register_hooks = lambda: None
+        self.skip_synchronize = contextlib.nullcontext
+
+    def allreduce(self, tensor: Any, prescale_factor: float = 1.0, **__: Any) -> Any:
+        return self.change(tensor * prescale_factor)
+
+    def grouped_allreduce(self, tensors: Any, **_: Any) -> Any:
+        return [self.change(tensor) for tensor in tensors]
+
+    def allreduce_async_(self, tensor: Any, prescale_factor: float, **_: Any) -> None:
+        tensor.copy_(self.change(tensor * prescale_factor))
+
+    def DistributedOptimizer(self, optimizer: Any, named_parameters: Any) -> Any:
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self.step, self.zero_grad = optimizer.step, optimizer.zero_grad
+        return self
+
+    def synchronize(self, *handles: Any) -> None:
+        for parameter in [] if handles else self.parameters:
+            parameter.grad = self.change(parameter.grad)
+
+
+@each(
+    ("change", "right"),
+    [
+        (lambda tensor: tensor.clone(), [True, True, True]),
+        (lambda tensor: tensor * math.nan, [False, False, False]),
+        (lambda tensor: tensor * (1 + 2**-20), [False, False, False]),
+        (None, [True, True, False]),
+    ],
+    ids=["right", "NaN", "off by a little", "hooks that send nothing"],
+)
+def test_wrong_sums_and_hooks_of_horovod_are_found(change, right):
+    hvd, device = Horovod(change), torch.device("cpu")
+    sums = acceptance_horovod.sums(hvd, device, torch.float32)
+    waits = acceptance_horovod.waits_for_products(hvd, device)
+    assert [sums, waits, acceptance_horovod.hooks(hvd, device)] == right
+
+
+def test_horovods_sums_and_hooks_are_right_here_and_not_needed(tmp_path, monkeypatch):
+    pytest.importorskip("horovod")
+    outcome = acceptance_horovod.check_apart(place(tmp_path))
+    assert outcome.passed and "wrong" not in outcome.found and "199 gradients; with" in outcome.found
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(NotHere):
+        acceptance_horovod.check_apart(place(tmp_path))
 
 
 def test_torchs_reports_of_waits_are_counted(monkeypatch):
