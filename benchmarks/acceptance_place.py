@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,20 +79,13 @@ class Place:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:gpus])
         return env
 
-    def run(
-        self,
-        name: str,
-        words: Sequence[str],
-        device: str = "",
-        gpus: int = 1,
-        settings: Mapping[str, str] | None = None,
-    ) -> str:
+    def run(self, name: str, words: Sequence[str], device: str = "", gpus: int = 1, **settings: str) -> str:
         """Run a command. Returns its output, also in NAME.log. Raises UserError with the end of it if it fails, and
         OutOfTime if the time for all checks ends. `settings`: further environment variables."""
         log, left_s = self.out / f"{name}.log", self.left_s() - GRACE_S
         if left_s <= 0:
             raise OutOfTime("no time was left (--minutes)")
-        env = self.environment(device or self.device, gpus) | dict(settings or {})
+        env = self.environment(device or self.device, gpus) | settings
         try:
             compare_peers.run(words, env, log, min(left_s, MAX_COMMAND_S[self.device]), GRACE_S)
         except UserError as error:

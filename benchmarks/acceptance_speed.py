@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,12 @@ def shape_of(place: Place) -> Any:
     return BertConfig.from_json_file(SAMPLE / "six_layers.json") if place.device == "cpu" else BertConfig()
 
 
-def ours(place: Place, flags: list[str], name: str, ranks: int = 0, **how: Any) -> dict[str, Any]:
-    """The record of `hvd-bert bench`. `ranks`: under horovodrun; 0: without a launcher. `how`: as for `Place.run`."""
+def ours(place: Place, flags: list[str], name: str, ranks: int = 0, **settings: str) -> dict[str, Any]:
+    """The record of `hvd-bert bench`. `ranks`: under horovodrun; 0: without a launcher."""
     sizes = SIZES[place.device]
     words = [sys.executable, "-m", "hvd_bert.tools.bench", *common_flags(place), *flags]
     words += ["--json", str(place.file(name)), "--steps", str(sizes["steps"]), "--repeats", str(sizes["repeats"])]
-    return place.record(name, launched(ranks) + words, gpus=max(1, ranks), **how)
+    return place.record(name, launched(ranks) + words, gpus=max(1, ranks), **settings)
 
 
 def peer(place: Place, flags: list[str], name: str) -> dict[str, Any]:
@@ -182,28 +182,22 @@ def staged(text: str, values: Sequence[float], stages: Sequence[float], figures:
     return Outcome(text, reached > 0, figures)
 
 
-def shown(stages: Sequence[float]) -> str:
-    return ", ".join(f"{stage:,g}" for stage in stages)
-
-
 def has_peer() -> bool:
     """Whether the HF Trainer can run."""
     return importlib.util.find_spec("accelerate") is not None
 
 
-def utilization(place: Place, rounds: Rounds, name: str) -> Outcome:
-    """MFU, or a share of the measured matmul peak. Windows/s have the goals, of which MFU is a multiple."""
-    known = published_peak(place.gpu, "bf16") is not None
-    values = _medians(rounds.of(place, name), "mfu" if known else "matmul_utilization")
-    return Outcome(f"{spread(values, 3)} {'MFU' if known else 'of the measured matmul peak'}", None, {"values": values})
-
-
 def throughput(place: Place, rounds: Rounds, name: str) -> Outcome:
+    """windows/s, and MFU, or the share of the measured matmul peak where the GPU's own is not published."""
     records = rounds.of(place, name)
     padded = [1e9 * gflops / window_flops(place) for gflops in _medians(records, "useful_gflops")]
-    windows = _medians(records, "windows_per_s")
-    found = f"{spread(windows)} windows/s of SQuAD's lengths, {spread(padded)} padded-equivalent"
-    return staged(found, padded, stages_of(place.gpu), {"padded_equivalent": padded, "windows_per_s": windows})
+    windows, known = _medians(records, "windows_per_s"), published_peak(place.gpu, "bf16") is not None
+    mfu = _medians(records, "mfu" if known else "matmul_utilization")
+    found = (
+        f"{spread(windows)} of SQuAD's lengths, {spread(mfu, 3)} {'MFU' if known else 'of the measured matmul peak'},"
+    )
+    figures = {"padded_equivalent": padded, "windows_per_s": windows, "mfu" if known else "matmul_utilization": mfu}
+    return staged(f"{found} {spread(padded)} padded-equivalent", padded, stages_of(place.gpu), figures)
 
 
 def memory(place: Place, rounds: Rounds) -> Outcome:
@@ -237,11 +231,15 @@ def _fastest(place: Place, rounds: Rounds, variants: Iterable[str]) -> tuple[str
     return max(found.items(), key=lambda item: statistics.median(item[1]))
 
 
-def _steps(place: Place, name: str = "steps", settings: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The record of acceptance_steps.py."""
-    words = [sys.executable, str(Path(__file__).with_name("acceptance_steps.py")), "--out", str(place.file(name))]
-    words += ["--steps", str(SIZES[place.device]["steps"]), *common_flags(place)]
-    return place.record(name, words, settings=settings)
+def _program(place: Place, program: str, name: str, *flags: str, **settings: str) -> dict[str, Any]:
+    """The record of a program of this folder."""
+    words = [sys.executable, str(Path(__file__).with_name(program)), "--out", str(place.file(name))]
+    return place.record(name, [*words, *common_flags(place), *flags], **settings)
+
+
+def _steps(place: Place, name: str = "steps", **settings: str) -> dict[str, Any]:
+    flags = ["--steps", str(SIZES[place.device]["steps"])]
+    return _program(place, "acceptance_steps.py", name, *flags, **settings)
 
 
 def host_waits(place: Place) -> Outcome:
@@ -260,16 +258,16 @@ def evaluation(place: Place) -> Outcome:
     return Outcome(found, EVALUATION_GOAL <= ratio < math.inf if place.device == "cuda" else None, record)
 
 
-def _two_ranks(place: Place, name: str, settings: Mapping[str, str]) -> float:
+def _two_ranks(place: Place, name: str, **settings: str) -> float:
     """windows/s of two ranks under Horovod."""
     place.several()
-    found = ours(place, ["--strategy", "horovod"], name, ranks=2, settings=settings)
-    return float(found["figures"]["windows_per_s"]["median"])
+    figures = ours(place, ["--strategy", "horovod"], name, 2, **settings)["figures"]
+    return float(figures["windows_per_s"]["median"])
 
 
 def scaling(place: Place, rounds: Rounds) -> Outcome:
     """windows/s of two ranks under Horovod over twice those of one process."""
-    both = _two_ranks(place, "scaling", {})
+    both = _two_ranks(place, "scaling")
     alone = statistics.median(_medians(rounds.of(place, next(iter(OURS))), "windows_per_s"))
     share = both / (2 * alone)
     passed = SCALING_GOAL <= share < math.inf if place.device == "cuda" else None
@@ -278,7 +276,7 @@ def scaling(place: Place, rounds: Rounds) -> Outcome:
 
 def asynchronous(place: Place) -> Outcome:
     """windows/s of two ranks whose host does not wait for the last sum, over those of two whose host does."""
-    without, with_it = (_two_ranks(place, *how) for how in (("scaling", {}), ("scaling-async", ASYNC)))
+    without, with_it = _two_ranks(place, "scaling"), _two_ranks(place, "scaling-async", **ASYNC)
     found = f"{with_it / without:.3f} x: {with_it:.0f} and {without:.0f} windows/s"
     return Outcome(found, None, {"with": with_it, "without": without})
 
@@ -287,55 +285,38 @@ def expandable(place: Place) -> Outcome:
     """Reserved memory and windows/s with torch's expandable segments, and without."""
     if place.device != "cuda":
         raise NotHere("needs a GPU")
-    without, with_it = (_steps(place, *how) for how in (("steps", {}), ("steps-expandable", EXPANDABLE)))
+    without, with_it = _steps(place), _steps(place, "steps-expandable", **EXPANDABLE)
     gib = [record["reserved_bytes"] / 2**30 for record in (with_it, without)]
     ratio = with_it["training_per_s"] / without["training_per_s"]
     found = f"{gib[0]:.2f} GiB reserved, {gib[1]:.2f} without; {ratio:.3f} x windows/s"
     return Outcome(found, None, {"with": with_it, "without": without})
 
 
-def _profile(place: Place, batch: int) -> dict[str, Any]:
-    """The record of top_kernels.py."""
-    name, steps = f"kernels-{batch}", "8" if place.device == "cuda" else "2"
-    words = [sys.executable, str(Path(__file__).with_name("top_kernels.py")), "--out", str(place.file(name))]
-    words += ["--steps", steps, *common_flags(place), "--per_device_train_batch_size", str(batch)]
-    return place.record(name, words)
-
-
-def launches(place: Place) -> Outcome:
-    """Kernels per step and the time that they take, at a quarter of the windows and at all; on the CPU of operators."""
-    windows = SIZES[place.device]["batch"]
-    records = {batch: _profile(place, batch) for batch in (windows // 4, windows)}
-    found = [
-        f"{record['launches_per_step']:,.0f} and {record['busy_ms_per_step']:.1f} ms at {batch} windows"
-        for batch, record in records.items()
-    ]
-    return Outcome("; ".join(found), None, {str(batch): record for batch, record in records.items()})
-
-
 def kernels(place: Place) -> Outcome:
-    """The ten kernels with the largest share of the device's time."""
-    rows = _profile(place, SIZES[place.device]["batch"])["kernels"]
-    listed = ", ".join(f"{row['share']:.0%} {row['name'][:40]}" for row in rows[:3])
-    return Outcome(f"{listed}, ...", None, {"kernels": rows})
+    """Launches and the GPU's time per step, at a quarter of the windows and at all, and the longest kernels; on the CPU
+    of torch's operators."""
+    found, records, steps = "", {}, "8" if place.device == "cuda" else "2"
+    for batch in (SIZES[place.device]["batch"] // 4, SIZES[place.device]["batch"]):
+        flags = ["--steps", steps, "--per_device_train_batch_size", str(batch)]
+        records[str(batch)] = record = _program(place, "top_kernels.py", f"kernels-{batch}", *flags)
+        found += "{launches_per_step:,.0f} and {busy_ms_per_step:.1f} ms at {} windows; ".format(batch, **record)
+    found += ", ".join(f"{row['share']:.0%} {row['name'][:40]}" for row in record["kernels"][:3])
+    return Outcome(f"{found}, ...", None, records)
 
 
 def checks() -> dict[str, tuple[str, Callable[[Place], Outcome]]]:
     """name -> goal, check. The first of them measures for all."""
     rounds = Rounds()
-    windows = "; ".join(f"{gpu}: {shown(stages)}" for gpu, stages in STAGES.items())
+    windows = "; ".join(f"{gpu}: {stages}" for gpu, stages in STAGES.items()) + " padded-equivalent"
     found: dict[str, tuple[str, Callable[[Place], Outcome]]] = {}
     for name in OURS:
-        found[f"MFU, {name}"] = "-", partial(utilization, rounds=rounds, name=name)
-        found[f"windows/s, {name}"] = f"{windows} padded-equivalent", partial(throughput, rounds=rounds, name=name)
+        found[f"windows/s and MFU, {name}"] = windows, partial(throughput, rounds=rounds, name=name)
     found["memory"] = "-", partial(memory, rounds=rounds)
-    of_peer = f"{shown(PEER_STAGES)} x useful tokens/s"
-    found["over the HF Trainer's best flags"] = of_peer, partial(over_peer, rounds=rounds)
+    found["over the HF Trainer's best flags"] = f"{PEER_STAGES} x useful tokens/s", partial(over_peer, rounds=rounds)
     found["memory with expandable segments"] = "-", expandable
     found["host waits per step"] = "0", host_waits
     found["evaluation over training"] = f">= {EVALUATION_GOAL:g} x windows/s", evaluation
     found["scaling from 1 to 2 GPUs"] = f">= {SCALING_GOAL:g}", partial(scaling, rounds=rounds)
     found["asynchronous completion on 2 GPUs"] = "-", asynchronous
-    found["kernels that dominate"] = "-", kernels
-    found["launches per step"] = "-", launches
+    found["launches per step, kernels that dominate"] = "-", kernels
     return found
