@@ -24,7 +24,8 @@ def set_precision(args: TrainArguments) -> None:
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # for debugging: a kernel per new tensor
+        # It writes every new tensor, to find reads of uninitialized memory.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # With a mask (padded batches, local attention) cuDNN's has gradients of NaN (pytorch#196678).
     if "2.11" <= torch.__version__ < "2.14":
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -140,7 +140,7 @@ class TrainState:
 
         A collective. The next snapshot overwrites the copies.
         """
-        parts = self.world.gather((random_numbers(self.world.gpus), self.meter.since_last_log()))  # advances the schedule
+        parts = self.world.gather((random_numbers(self.world.gpus), self.meter.since_last_log()))
         weights, optimizer, rest = self.strategy.state()
         if self.world.rank != 0:
             return {}, {}
@@ -163,7 +163,7 @@ class TrainState:
         """
         if self.last:
             return self.last
-        loss, _, tokens, positions = self.meter.since_last_log()  # which also advances the schedule
+        loss, _, tokens, positions = self.meter.since_last_log()  # first: it advances the schedule
         weights, optimizer, rest = self.strategy.state()
         windows = [self.plan.step_windows(step) for step in range(self.meter.last_step, self.step)]
         counts = [sum(map(len, windows)), sum(int(self.plan.lengths[ids].sum(dtype=np.int64)) for ids in windows)]

@@ -202,10 +202,8 @@ def made_strategy(
     world = World()
     world.device, world.devices = GPU, devices
     options = StrategyOptions(2, max_grad_norm=1.0, fp16=precision == "fp16", bf16=precision == "bf16")
-    strategy = kind(
-        model or small_bert(padded=padded), lambda module: torch.optim.AdamW(module.parameters(), fused=True), options, world
-    )
-    return strategy
+    model = model or small_bert(padded=padded)
+    return kind(model, lambda module: torch.optim.AdamW(module.parameters(), fused=True), options, world)
 
 
 @check
