@@ -228,7 +228,7 @@ def join_products(model: Any) -> None:
     if family and family.attention_of_bert and model.config._attn_implementation == attention.NAME:
         for layer in model.base_model.encoder.layer:
             own = layer.attention.self
-            if all(type(part) is nn.Linear for part in (own.query, own.key, own.value)):
+            if all(type(part) in (nn.Linear, Linear) for part in (own.query, own.key, own.value)):
                 own.__class__ = JoinedAttention
 
 

@@ -15,6 +15,7 @@ from machine import Machine, on_gpu
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertOutput
 
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.window_table import WindowTable
@@ -23,6 +24,8 @@ from hvd_bert.evaluation import evaluator
 from hvd_bert.model import attention
 from hvd_bert.model.attention import by_efficient, by_flash, by_jagged, by_window, windows_of
 from hvd_bert.model.bert import new_model, span_logits, window_losses
+from hvd_bert.model.cpu.dropout import Dropout
+from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.strategies.base import Strategy, StrategyOptions
 from hvd_bert.strategies.dp import DPStrategy
@@ -280,6 +283,12 @@ def an_evaluation_waits_once_per_batch_with_the_next_one_queued() -> None:
         list(evaluator.window_logits(model, rows, np.arange(6), GPU, 2, "bf16", []))
     assert not waits.found
     assert happened == ["queued", "queued", "read", "queued", "read", "read"], happened
+
+
+@check
+def layers_that_are_faster_on_cpus_are_torchs_on_a_gpu() -> None:
+    kinds = {type(layer) for layer in small_bert().modules()}
+    assert {nn.Linear, nn.Dropout, BertOutput} <= kinds and not kinds & {Linear, Dropout}, kinds
 
 
 @check

@@ -22,7 +22,16 @@ from hvd_bert.config.settings import DataArguments, ModelArguments
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.model import attention
-from hvd_bert.model.bert import compile_layers, load_model, new_model, span_logits, span_losses, window_losses
+from hvd_bert.model.bert import (
+    JoinedAttention,
+    compile_layers,
+    join_products,
+    load_model,
+    new_model,
+    span_logits,
+    span_losses,
+    window_losses,
+)
 from hvd_bert.model.classifier import class_logits, new_classifier
 from hvd_bert.model.families import FAMILIES, fit_flags, max_tokens, model_class
 from hvd_bert.model.loading import load_config, load_encoder, num_weights
@@ -197,6 +206,22 @@ def test_half_precision(name, windows):
     with autocast(CPU, "bf16"):
         window_losses(model, Collator(windows, CPU)(range(len(LENGTHS)))).mean().backward()
     assert all(weights.grad.isfinite().all() for weights in model.parameters() if weights.grad is not None)
+
+
+@each("name", [name for name, family in FAMILIES.items() if family.attention_of_bert])
+def test_query_key_and_value_as_one_product(name, windows):
+    batch, own = Collator(windows, CPU)(range(len(LENGTHS))), models(name)[0]
+    joined = copy.deepcopy(own)
+    join_products(joined)
+    assert sum(type(part) is JoinedAttention for part in joined.modules()) == own.config.num_hidden_layers
+    assert torch.equal(window_losses(joined, batch), window_losses(own, batch))  # in fp32 they stay three
+    gradients = []
+    for model in (own, joined):
+        with autocast(CPU, "bf16"):
+            window_losses(model, batch).mean().backward()
+        gradients.append(torch.cat([weights.grad.flatten() for weights in model.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() <= 0.02 * gradients[0].norm()
+    assert joined.state_dict().keys() == own.state_dict().keys()
 
 
 @each("name", TRAINED)
