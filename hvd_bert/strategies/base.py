@@ -73,8 +73,7 @@ class Strategy:
         self._passes = 0
         self._has_stepped = False
         self._fused = bool(self.optimizer.param_groups[0].get("fused"))
-        # Only another optimizer needs the host, which waits for the norm, to skip a step.
-        self._finite = True
+        self._finite = True  # the norm, as far as the host waits for it: a fused optimizer skips a step by itself
         self._average_next(options.accumulation == 1)
         self._word_rows = self._make_word_rows()
 

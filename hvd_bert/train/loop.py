@@ -225,6 +225,7 @@ class Training:
     def evaluate_final(self) -> EvaluationResult | None:
         """Evaluate the model that `run` left, if it was not. Frees the optimizer."""
         state, evaluations = self.state, self.evaluations
+        state.meter.on_applied = None  # it would keep the schedule, and with it the optimizer
         del state.strategy, state.schedule, state.copies, state.average
         if evaluations is None:
             return None

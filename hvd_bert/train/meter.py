@@ -128,7 +128,7 @@ class Meter:
         self.phases = tuple(phase for phase in PHASES if tells_exposed_comm or phase != "exposed_comm")
         self.on_lap: Callable[[str], None] | None = None  # set while steps are recorded
         self.on_step: Callable[[float, float], None] | None = None
-        self.on_applied: Callable[[], None] = lambda: None
+        self.on_applied: Callable[[], object] | None = None
         self.last_step = self.skipped_steps = self._skipped_before = 0
         self.train_s = self.loss_sum = 0.0
         self.windows = self.tokens = 0
@@ -195,10 +195,10 @@ class Meter:
             taken = self._pending.take()
         for loss, grad_norm in filter(None, [taken]):
             self._has_settled = True
-            if math.isfinite(grad_norm):
-                self.on_applied()
-            else:
+            if not math.isfinite(grad_norm):
                 self.skipped_steps += 1
+            elif self.on_applied:
+                self.on_applied()
             if self.on_step:
                 self.on_step(loss, grad_norm)
 
