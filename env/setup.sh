@@ -251,7 +251,9 @@ make_venv() {
   find_python
   local torch_place=''
   if [ "$torch" = in-place ]; then
-    torch_place=$("$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null) ||
+    # Python reads the .pth files of a folder only if the folder is added by addsitedir.
+    torch_place=$("$python" -c 'import pathlib, sys, torch; place = str(pathlib.Path(torch.__file__).parents[1])
+print("import site;", *(f"site.addsitedir({p!a});" for p in sys.path if p == place or p.endswith("-packages")))' 2>/dev/null) ||
       die "--torch-in-place: $python has no torch that works" "Name the Python that has it: --python PY"
   fi
   # The base Python of an active environment, because that environment may be the one to recreate.
@@ -259,15 +261,19 @@ make_venv() {
   [ ! -e "$venv" ] || say "      $venv is incomplete or has another Python: recreating it"
   logged "$python" -m venv --clear "$venv"
   # Not --system-site-packages: of a Python in another environment, that would take the packages of its base.
-  [ -z "$torch_place" ] || echo "$torch_place" >"$(echo "$venv"/lib/python*/site-packages)/torch_in_place.pth"
+  if [ -n "$torch_place" ]; then
+    echo "$torch_place" >"$(echo "$venv"/lib/python*/site-packages)/torch_in_place.pth"
+    logged pip uninstall -q -y setuptools # before Python 3.12, venv installs an old one, which hides that Python's
+  fi
+  logged pip install -q 'pip>=22.1' # for --config-settings
   torch_installed='' mpi_seen=none nvcc_seen=none horovod_version='' # the options stay; what was installed is gone
 }
 
 # Whether the environment takes torch from another Python, if it should, and only then.
 same_place() {
-  local found=no
-  ! compgen -G "$venv/lib/python*/site-packages/torch_in_place.pth" >/dev/null || found=yes
-  [ "$found" = "$([ "$torch" = in-place ] && echo yes || echo no)" ]
+  local text
+  text=$(cat "$venv"/lib/python*/site-packages/torch_in_place.pth 2>/dev/null) || true
+  if [ "$torch" = in-place ]; then [[ $text == *addsitedir* ]]; else [ -z "$text" ]; fi
 }
 
 # Whether the environment was created from the Python of --python.
