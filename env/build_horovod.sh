@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Builds Horovod 0.28.1, its last release, or --source for the torch of a Python environment, and installs it there.
 # Independent of this project: the file can be copied and used alone, or with horovod_bf16.patch, without which
-# Horovod can't send bf16. See --help.
+# Horovod can't send bf16, and mpirun_process.py, without which horovodrun passes no signals on to mpirun. See --help.
 # shellcheck disable=SC2329  # logged() calls functions by name
 set -Eeuo pipefail
 trap 'echo "build_horovod: error: line $LINENO failed: $BASH_COMMAND" >&2' ERR
 
 release=0.28.1
 sdist_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 recipe=3 # raise it with a change of the build, so that older wheels in the cache are not used
 
 usage() {
@@ -219,7 +220,7 @@ open_source() {
 
 # Looks for the patch next to this file. Without it or the program `patch`, Horovod is built without bf16.
 find_patch() {
-  bf16_patch=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/horovod_bf16.patch bf16_missing='' bf16_identity=no
+  bf16_patch=$here/horovod_bf16.patch bf16_missing='' bf16_identity=no
   if [ ! -f "$bf16_patch" ]; then
     bf16_missing="$bf16_patch is missing"
   elif ! command -v patch >/dev/null; then
@@ -246,7 +247,7 @@ flags CXXFLAGS='${CXXFLAGS:-}' LDFLAGS='${LDFLAGS:-}' HOROVOD_CPU_OPERATIONS='${
 MPI $mpi_identity
 NCCL $nccl_identity
 Gloo yes
-bf16 $bf16_identity"
+bf16 $bf16_identity$([ -f "$here/mpirun_process.py" ] || echo ', horovodrun passes no signals on')"
   key=$(printf '%s' "$key_text" | sha256sum | cut -c 1-16)
   # The key is part of the version, so that 'pip list' and the next run show which build is installed.
   local_version="torch$(tr -c 'A-Za-z0-9\n' . <<<"$torch_version").k$key"
@@ -302,10 +303,14 @@ patch_source() {
       'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)' 'set(Pytorch_CUDA FALSE)' || true
     replace_line "nvcc left out" "$1/CMakeLists.txt" '    enable_language(CUDA)' '    message(STATUS "CUDA is left out")' || true
   fi
-  if replace_line "horovodrun passes signals on" "$1/horovod/runner/mpi_run.py" \
+  # Over MPI, horovodrun becomes a shell that waits for mpirun. A signal ends that shell only, and the ranks continue.
+  # The patched horovodrun waits for mpirun itself, and passes signals on.
+  if [ ! -f "$here/mpirun_process.py" ]; then
+    not_patched "horovodrun passes signals on" "$here/mpirun_process.py is missing"
+  elif replace_line "horovodrun passes signals on" "$1/horovod/runner/mpi_run.py" \
     "        os.execve('/bin/sh', ['/bin/sh', '-c', mpirun_command], env)" \
     '        from horovod.runner.mpirun_process import run; sys.exit(run(mpirun_command, env))'; then
-    [ "$dry_run" = yes ] || write_mpirun_process "$1/horovod/runner/mpirun_process.py"
+    [ "$dry_run" = yes ] || cp "$here/mpirun_process.py" "$1/horovod/runner/"
   fi
   if [ -n "$bf16_missing" ]; then
     not_patched "bf16 in allreduce" "$bf16_missing"
@@ -337,114 +342,6 @@ END
 }
 patched() { [ -z "$source" ] || say "patch: $1"; }
 not_patched() { say "no patch: $1: $2"; }
-
-# Over MPI, horovodrun becomes a shell that waits for mpirun. A signal ends that shell only, and the ranks continue.
-# The patched horovodrun waits for mpirun itself, and passes signals on.
-write_mpirun_process() {
-  cat >"$1" <<'END'
-"""Runs mpirun for horovodrun, in a process between them that stops the ranks when horovodrun is stopped or killed.
-
-The ranks get SIGUSR1, which mpirun forwards to all hosts. After SIGTERM or SIGINT it would kill them within a second.
-"""
-import ctypes
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-
-AT_ONCE_S = 1  # `timeout` and job scripts may send one request twice, to horovodrun and to its process group
-PR_SET_PDEATHSIG = 1
-
-
-def run(command, env):
-    """Runs a shell command that starts mpirun. Returns its exit status.
-
-    After a signal that ends mpirun before its ranks can save, that is the signal's.
-    """
-    lifeline, held = os.pipe()  # the other end is closed when this process ends, also by SIGKILL
-    process = None
-    received = []  # signals, each with its time
-
-    def stop(number, frame):
-        received.append((number, time.monotonic()))  # first, because another signal may interrupt this
-        requests = [when for number, when in received if number in (signal.SIGTERM, signal.SIGINT)]
-        if len(received) == 1:
-            os.close(held)
-        elif process and requests and requests[-1] - requests[0] > AT_ONCE_S:  # Ctrl-C again: at once
-            process.terminate()
-
-    def suspend_or_resume(number, frame):
-        if process:
-            process.send_signal(number)
-        if number == signal.SIGTSTP:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGUSR1: stop, signal.SIGUSR2: stop,
-                signal.SIGTSTP: suspend_or_resume, signal.SIGCONT: suspend_or_resume}
-    for number, handler in handlers.items():
-        if signal.getsignal(number) != signal.SIG_IGN:  # a shell's background job ignores Ctrl-C
-            signal.signal(number, handler)
-    terminal = os.isatty(0)
-    process = subprocess.Popen(
-        [sys.executable, '-I', __file__, command, str(lifeline)], env=env, pass_fds=[lifeline],
-        stdin=subprocess.PIPE if terminal else None, bufsize=0,  # only this session can read its terminal
-        start_new_session=True)  # the keys Ctrl-C and Ctrl-Z signal horovodrun alone
-    os.close(lifeline)
-    if terminal:
-        threading.Thread(target=_copy_terminal, args=(process.stdin,), daemon=True).start()
-    status = _shell_status(process.wait())
-    if received and status in (0, 128 + signal.SIGUSR1):
-        status = 128 + received[0][0]
-    return status
-
-
-def _copy_terminal(to):
-    # Blocked, SIGTTIN makes a read in the background fail instead of stopping this process.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    while True:
-        try:
-            typed = os.read(0, 65536)
-        except OSError:
-            time.sleep(1)  # until the job is in the foreground
-            continue
-        if not typed:  # Ctrl-D
-            return to.close()
-        to.write(typed)
-
-
-def _shell_status(status):
-    return status if status >= 0 else 128 - status
-
-
-def _main(command, lifeline):
-    mpirun = subprocess.Popen(['/bin/sh', '-c', 'exec ' + command], preexec_fn=_stop_with_parent)
-    for number in (signal.SIGTERM, signal.SIGTSTP, signal.SIGCONT):
-        signal.signal(number, lambda number, frame: mpirun.send_signal(number))
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda number, frame: mpirun.send_signal(signal.SIGUSR1))
-    threading.Thread(target=_stop_when_lost, args=(mpirun, int(lifeline)), daemon=True).start()
-    return _shell_status(mpirun.wait())
-
-
-def _stop_with_parent():
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
-
-
-def _stop_when_lost(mpirun, lifeline):
-    os.read(lifeline, 1)
-    pause = 2
-    while True:  # again, because mpirun forwards nothing before it has started the ranks
-        mpirun.send_signal(signal.SIGUSR1)
-        time.sleep(pause)
-        pause *= 2  # a signal may interrupt the saving
-
-
-if __name__ == '__main__':
-    sys.exit(_main(*sys.argv[1:]))
-END
-}
 
 # Horovod's CMake files set C++14 and drop any -std from CXXFLAGS. The last -std on the line wins, so a compiler
 # wrapper that adds its own needs no change to these files; newer sources may have a standard that is new enough.

@@ -138,7 +138,7 @@ venv_python_identity() { "$venv/bin/python" -c 'import sys; print(sys.prefix, sy
 
 # Read once at the start: if a file changes during a run, the next run must notice.
 read_inputs() {
-  local files=("$root"/{requirements.txt,pyproject.toml,env/setup.sh,env/{build_horovod.sh,horovod_bf16.patch},hvd_bert/model/cpu/fused.{cpp,py}} "$root"/env/locked/{torch,base}.txt)
+  local files=("$root"/{requirements.txt,pyproject.toml,env/setup.sh,env/{build_horovod.sh,horovod_bf16.patch,mpirun_process.py},hvd_bert/model/cpu/fused.{cpp,py}} "$root"/env/locked/{torch,base}.txt)
   declare -gA inputs
   inputs[base]=$(cat "${files[@]}" | sha256sum)
   local extra
