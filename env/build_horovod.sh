@@ -254,20 +254,24 @@ bf16 $bf16_identity$([ -f "$here/mpirun_process.py" ] || echo ', horovodrun pass
   features="PyTorch $torch_version, Gloo$([ "$mpi" = no ] || echo ', MPI')$([ "$nccl" = no ] || echo ', NCCL')"
 }
 
-# setuptools and packaging stay installed: horovodrun needs them too (Python 3.12 has no distutils).
-install_tools() {
-  "$python" -m pip install -q 'setuptools>=77' packaging 'cffi>=1.4' cloudpickle psutil pyyaml
+# They stay installed, because Horovod needs them too: setuptools for the distutils that Python 3.12 lacks.
+tools=('setuptools>=77' packaging cloudpickle psutil pyyaml)
+install_tools() { "$python" -m pip install -q "${tools[@]}"; }
+
+# cmake 4 builds Horovod's bundled Gloo only with this variable, which older ones ignore.
+provide_cmake() {
+  export CMAKE_POLICY_VERSION_MINIMUM=3.5
+  local version
+  version=$(cmake --version 2>/dev/null | sed -n 's/^cmake version \([0-9.]*\).*/\1/p') || true
+  [ "$(printf '%s\n' "$version" 3.18 | sort -V | head -n 1)" != 3.18 ] || return 0
+  "$python" -m pip install -q --target "$work/tools" 'cmake>=3.18'
+  export PATH="$work/tools/bin:$PATH" PYTHONPATH="$work/tools${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-# Provides cmake 3.18 or later, but below 4, which does not build Horovod's bundled Gloo.
-provide_cmake() {
-  local version
-  version=$(cmake --version 2>/dev/null | sed -n 's/^cmake version \([0-9]*\.[0-9]*\).*/\1/p') || true
-  if [ -n "$version" ] && [ "${version%%.*}" -eq 3 ] && [ "${version#*.}" -ge 18 ]; then
-    return 0
-  fi
-  "$python" -m pip install -q --target "$work/tools" 'cmake>=3.18,<4'
-  export PATH="$work/tools/bin:$PATH" PYTHONPATH="$work/tools${PYTHONPATH:+:$PYTHONPATH}"
+# $1: a folder
+download_source() {
+  printf 'horovod==%s --hash=sha256:%s\n' "$release" "$sdist_sha256" |
+    "$python" -m pip download -q --no-deps --no-build-isolation --no-binary :all: -d "$1" -r /dev/stdin
 }
 
 # Provides a copy of the source that may be changed, in $work/source.
@@ -277,8 +281,7 @@ unpack_source() {
     tar -C "$source_dir" --exclude=.git --exclude=./build -cf - . | tar -C "$work/source" -xf -
     return 0
   fi
-  printf 'horovod==%s --hash=sha256:%s\n' "$release" "$sdist_sha256" >"$work/sdist.txt"
-  "$python" -m pip download -q --no-deps --no-build-isolation --no-binary :all: -d "$work" -r "$work/sdist.txt"
+  download_source "$work"
   tar -xzf "$work/horovod-$release.tar.gz" -C "$work/source" --strip-components=1
 }
 
@@ -303,6 +306,8 @@ patch_source() {
       'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)' 'set(Pytorch_CUDA FALSE)' || true
     replace_line "nvcc left out" "$1/CMakeLists.txt" '    enable_language(CUDA)' '    message(STATUS "CUDA is left out")' || true
   fi
+  replace_line "cffi, which Horovod does not use, is not required" "$1/setup.py" \
+    "    require_list.append('cffi>=1.4.0')" '    pass  # cffi is not used' || true
   # Over MPI, horovodrun becomes a shell that waits for mpirun. A signal ends that shell only, and the ranks continue.
   # The patched horovodrun waits for mpirun itself, and passes signals on.
   if [ ! -f "$here/mpirun_process.py" ]; then
@@ -438,11 +443,11 @@ build_and_publish() {
     say "the wheel is in the cache: $cache/$key"
     return 0
   fi
+  logged install_tools
   logged unpack_source
   patch_source "$work/source"
   say "building for $features, C++$cxx_std; about 5 minutes on 2 cores; log: $log"
   local start=$SECONDS
-  logged install_tools
   logged build_wheel
   logged publish_wheel
   say "built in $((SECONDS - start)) s: $cache/$key"
