@@ -32,6 +32,8 @@ The wheel is cached: the next environment with the same torch, MPI, CUDA and com
   --jobs N              number of parallel compilers (default: by cores and memory)
   --source PATH         another Horovod: an unpacked tree with its submodules, or a tar archive of one. The tree is
                         copied, not changed (default: release $release from the package index)
+  --wheel FILE          install this wheel of an earlier build if it works here, build nothing
+  --download DIR        only download the source and the tools to DIR, for a build without a network
   --dry-run             only print what would be built
   -h, --help            print this help
 CXX, CXXFLAGS, LDFLAGS and HOROVOD_CPU_OPERATIONS are used, and are part of the cache key.
@@ -50,10 +52,10 @@ die() {
 parse_arguments() {
   python=python3
   cache=${XDG_CACHE_HOME:-${HOME:?HOME is not set: use --cache DIR}/.cache}/hvd_bert/wheels
-  rebuild=no mpi=auto nccl=auto cuda_home='' nccl_home='' cuda_arch='' cxx_std='' jobs='' source='' dry_run=no
+  rebuild=no mpi=auto nccl=auto cuda_home='' nccl_home='' cuda_arch='' cxx_std='' jobs='' source='' wheel='' download='' dry_run=no
   while [ $# -gt 0 ]; do
     case $1 in
-      --python | --cache | --cuda-home | --nccl-home | --cuda-arch | --cxx-std | --jobs | --source)
+      --python | --cache | --cuda-home | --nccl-home | --cuda-arch | --cxx-std | --jobs | --source | --wheel | --download)
         [ $# -ge 2 ] || die "$1 needs a value (see --help)"
         local name=${1#--}
         printf -v "${name//-/_}" '%s' "$2"
@@ -110,11 +112,11 @@ END
   while IFS= read -r line; do
     case $line in py_*=* | torch_*=*) printf -v "${line%%=*}" '%s' "${line#*=}" ;; esac
   done <<<"$facts"
-  [ -f "$py_include/Python.h" ] || die "Python's headers are missing ($py_include/Python.h)" \
-    "Debian or Ubuntu: apt-get install python3-dev    RHEL or Rocky: dnf install python3-devel"
 }
 
 choose_compiler() {
+  [ -f "$py_include/Python.h" ] || die "Python's headers are missing ($py_include/Python.h)" \
+    "Debian or Ubuntu: apt-get install python3-dev    RHEL or Rocky: dnf install python3-devel"
   cxx=${CXX:-g++}
   command -v "${cxx%% *}" >/dev/null || die "no C++ compiler: $cxx" \
     "Debian or Ubuntu: apt-get install g++ make    RHEL or Rocky: dnf install gcc-c++ make    a cluster: module load gcc"
@@ -453,16 +455,18 @@ build_and_publish() {
   say "built in $((SECONDS - start)) s: $cache/$key"
 }
 
+# $1: a wheel of Horovod
 install_wheel() {
   logged install_tools
-  logged "$python" -m pip install -q --no-deps --force-reinstall "$cache/$key"/horovod-*.whl
+  logged "$python" -m pip install -q --no-deps --force-reinstall "$1"
 }
 
 # A build does not report a missing part, so this checks both of Horovod's own lists.
+# $1: what is checked; then what to do if it fails
 check_build() {
   local report wanted missing=''
-  report=$("$py_scripts/horovodrun" --check-build 2>&1) || die "horovodrun --check-build failed:" "$report"
-  wanted="PyTorch Gloo$([ "$mpi" = no ] || echo ' MPI')$([ "$nccl" = no ] || echo ' NCCL')"
+  report=$("$py_scripts/horovodrun" --check-build 2>&1) || die "$1 is installed, but horovodrun --check-build fails:" "$report" "${@:2}"
+  wanted="PyTorch Gloo$([ "$mpi" != yes ] || echo ' MPI')$([ "$nccl" != yes ] || echo ' NCCL')"
   local part
   for part in $wanted; do
     grep -qF "[X] $part" <<<"$report" || missing+=" $part"
@@ -473,12 +477,12 @@ import horovod.torch as hvd
 found = {"Gloo": hvd.gloo_built(), "MPI": hvd.mpi_built(), "NCCL": hvd.nccl_built()}
 print("built:", *(name for name, there in found.items() if there), "")
 END
-  ) || die "Horovod was built but can't be imported:" "$built"
+  ) || die "$1 is installed, but can't be imported:" "$built" "${@:2}"
   built=$(grep '^built: ' <<<"$built")
   for part in ${wanted#PyTorch }; do
     case " $built " in *" $part "*) ;; *) missing+=" $part(import)" ;; esac
   done
-  [ -z "$missing" ] || die "Horovod was built without:$missing" "$report"
+  [ -z "$missing" ] || die "$1 was built without:$missing" "$report" "${@:2}"
 }
 
 installed_version() {
@@ -487,11 +491,25 @@ installed_version() {
 
 main() {
   parse_arguments "$@"
+  if [ -n "$download" ]; then
+    install_tools # pip asks setuptools for the name of a source
+    "$python" -m pip download -q -d "$download" pip "${tools[@]}" 'cmake>=3.18'
+    download_source "$download"
+    return 0
+  fi
   inspect_python
+  [ "$dry_run" = yes ] || { mkdir -p "$cache" && cache=$(cd "$cache" && pwd); }
+  if [ -n "$wheel" ]; then
+    log=$cache/wheel.log
+    : >"$log"
+    install_wheel "$wheel"
+    check_build "$wheel" "To build Horovod here instead, remove this wheel, and rerun."
+    say "installed, not built: ${wheel##*/}"
+    return 0
+  fi
   choose_compiler
   choose_mpi
   choose_nccl
-  [ "$dry_run" = yes ] || { mkdir -p "$cache" && cache=$(cd "$cache" && pwd); }
   work=$(if [ "$dry_run" = yes ]; then mktemp -d; else mktemp -d "$cache/.build.XXXXXX"; fi)
   trap 'rm -rf "$work"' EXIT
   open_source
@@ -504,15 +522,15 @@ main() {
   fi
   log=$cache/$key.log
   if [ "$rebuild" = no ] && [ "$(installed_version)" = "$horovod_version+$local_version" ]; then
-    check_build
+    check_build Horovod
     say "already installed: Horovod $horovod_version for $features"
     return 0
   fi
   lock_cache
   : >"$log"
   build_and_publish
-  install_wheel
-  check_build
+  install_wheel "$cache/$key"/horovod-*.whl
+  check_build Horovod
   say "installed: Horovod $horovod_version for $features"
 }
 

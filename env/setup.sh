@@ -26,6 +26,9 @@ As root on Debian it prints which system packages are missing, and why it needs 
   --with-mpi | --without-mpi      require MPI, or build without (default: MPI if mpicxx is found or apt can install it)
   --with-nccl | --without-nccl    require NCCL, or build without (default: NCCL if torch has CUDA and nvcc is found)
   --horovod SOURCE  another Horovod: a tree or tar archive for env/build_horovod.sh --source; 'release' (default)
+  --download DIR    only fill DIR with the packages that these options need, for --wheels on a machine without a network
+  --wheels DIR      install from DIR and from no package index; 'none' (default) returns to the index.
+                    With --torch-in-place, packages that are new enough there (pyproject.toml) are not needed in DIR
   --locked | --not-locked         install exactly the files whose hashes env/locked/ has (exceptions:
                     docs/start/install.md). Default: requirements.txt, with the newest of what that needs in turn
   --auto            forget the --with-... and --without-... options
@@ -47,25 +50,20 @@ warn() { printf 'env/setup.sh: warning: %s\n' "$*" >&2; }
 say() { printf '%s\n' "$*"; }
 
 parse_arguments() {
-  python='' venv=$root/.venv extras=() auto=no
-  given_torch='' given_torch_index='' given_mpi='' given_nccl='' given_locked='' given_horovod=''
+  local name
+  python='' venv=$root/.venv download='' extras=() auto=no
+  given_torch='' given_torch_index='' given_mpi='' given_nccl='' given_locked='' given_horovod='' given_wheels=''
   while [ $# -gt 0 ]; do
     case $1 in
-      --python | --venv | --torch | --torch-index | --horovod)
+      --python | --venv | --download | --torch | --torch-index | --horovod | --wheels)
         [ $# -ge 2 ] && [ -n "$2" ] || die "$1 needs a value (see --help)"
-        case $1 in
-          --python) python=$2 ;;
-          --venv) venv=$2 ;;
-          --torch) given_torch=$2 ;;
-          --torch-index) given_torch_index=$2 ;;
-          --horovod) given_horovod=$2 ;;
-        esac
+        name=${1#--}
+        case $name in torch* | horovod | wheels) name=given_${name/-/_} ;; esac
+        printf -v "$name" '%s' "$2"
         shift
         ;;
-      --with-mpi) given_mpi=yes ;;
-      --without-mpi) given_mpi=no ;;
-      --with-nccl) given_nccl=yes ;;
-      --without-nccl) given_nccl=no ;;
+      --with-mpi | --with-nccl) printf -v "given_${1#--with-}" yes ;;
+      --without-mpi | --without-nccl) printf -v "given_${1#--without-}" no ;;
       --locked) given_locked=yes ;;
       --not-locked) given_locked=no ;;
       --torch-in-place) given_torch=in-place ;;
@@ -94,15 +92,18 @@ parse_arguments() {
       given_horovod=$(realpath "$given_horovod")
       ;;
   esac
+  case $given_wheels in '' | none) ;; *) given_wheels=$(realpath -m "$given_wheels") ;; esac
 }
 
 # The environment keeps the options, because scripts/demo.sh and scripts/test.sh run this file without them.
+settings=(torch torch_index torch_installed mpi nccl locked horovod wheels mpi_seen nvcc_seen horovod_version)
 load_settings() {
-  torch="torch==$default_torch" torch_index='' mpi=auto nccl=auto locked=no horovod=release mpi_seen=none nvcc_seen=none torch_installed='' horovod_version=''
+  torch="torch==$default_torch" torch_index='' mpi=auto nccl=auto locked=no horovod=release wheels=none
+  mpi_seen=none nvcc_seen=none torch_installed='' horovod_version=''
+  local name value
   if [ -f "$venv/hvd_bert.settings" ]; then
-    local name value
     while IFS='=' read -r name value; do
-      case $name in torch | torch_index | torch_installed | mpi | nccl | locked | horovod | mpi_seen | nvcc_seen | horovod_version) printf -v "$name" '%s' "$value" ;; esac
+      case " ${settings[*]} " in *" $name "*) printf -v "$name" '%s' "$value" ;; esac
     done <"$venv/hvd_bert.settings"
   fi
   [ "$auto" = no ] || mpi=auto nccl=auto
@@ -112,12 +113,13 @@ load_settings() {
   nccl=${given_nccl:-$nccl}
   locked=${given_locked:-$locked}
   horovod=${given_horovod:-$horovod}
+  wheels=${given_wheels:-$wheels}
   [ "$horovod" != none ] || horovod=release # of an environment set up by an earlier version
 }
 
 save_settings() {
   local name
-  for name in torch torch_index torch_installed mpi nccl locked horovod mpi_seen nvcc_seen horovod_version; do
+  for name in "${settings[@]}"; do
     printf '%s=%s\n' "$name" "${!name}"
   done >"$venv/hvd_bert.settings.new"
   mv "$venv/hvd_bert.settings.new" "$venv/hvd_bert.settings"
@@ -160,11 +162,11 @@ fingerprint() {
 
 # Whether everything that the stamp records is still installed. Fast, because it reads package metadata only.
 still_there() {
-  [ -x "$venv/bin/hvd-bert" ] && "$venv/bin/python" - "$horovod_version" "$root/requirements.txt" <<'END' >/dev/null 2>&1
+  [ -x "$venv/bin/hvd-bert" ] && "$venv/bin/python" - "$horovod_version" "$(takes_bounds || echo "$root/requirements.txt")" <<'END' >/dev/null 2>&1
 import importlib.metadata as metadata, importlib.util, re, sys
 assert not sys.argv[1] or metadata.version("horovod") == sys.argv[1] and importlib.util.find_spec("horovod")
 assert all(importlib.util.find_spec(name) for name in ("pip", "torch", "transformers", "hvd_bert"))
-for line in open(sys.argv[2]):
+for line in open(sys.argv[2] or "/dev/null"):
     pin = re.match(r"([\w-]+)==([\w.]+)\s*(?:#.*)?$", line)
     if pin and pin[1] not in ("torch", "mpi4py"):
         assert metadata.version(pin[1]) == pin[2], line
@@ -226,7 +228,7 @@ provide_system_packages() {
   fi
   [ ${#packages[@]} -eq 0 ] || try_apt "${packages[@]}"
   look_for_mpi_and_cuda
-
+  [ -z "$horovod_wheel" ] || return 0
   { command -v "${CXX:-g++}" && command -v make; } >/dev/null || die "building Horovod needs a C++ compiler and make" \
     "Debian or Ubuntu: apt-get install g++ make    RHEL or Rocky: dnf install gcc-c++ make    a cluster: module load gcc"
   if [ "$mpi" = no ] || command -v mpicxx >/dev/null; then return 0; fi
@@ -260,12 +262,12 @@ print("import site;", *(f"site.addsitedir({p!a});" for p in sys.path if p == pla
   python=$("$python" -c 'import sys; print(getattr(sys, "_base_executable", None) or sys.executable)')
   [ ! -e "$venv" ] || say "      $venv is incomplete or has another Python: recreating it"
   logged "$python" -m venv --clear "$venv"
+  logged pip install -q 'pip>=22.1' # for --config-settings
   # Not --system-site-packages: of a Python in another environment, that would take the packages of its base.
   if [ -n "$torch_place" ]; then
     echo "$torch_place" >"$(echo "$venv"/lib/python*/site-packages)/torch_in_place.pth"
     logged pip uninstall -q -y setuptools # before Python 3.12, venv installs an old one, which hides that Python's
   fi
-  logged pip install -q 'pip>=22.1' # for --config-settings
   torch_installed='' mpi_seen=none nvcc_seen=none horovod_version='' # the options stay; what was installed is gone
 }
 
@@ -286,18 +288,22 @@ by_hash=(--require-hashes --no-deps)
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 version_of() { "$venv/bin/python" -c 'import importlib.metadata as m, sys; print(m.version(sys.argv[1]))' "$1" 2>/dev/null; }
 
+# Sets `files` to what pip installs, or downloads, as torch.
+select_torch() {
+  files=(${torch_index:+--index-url "$torch_index"} "$torch")
+  if [ "$locked" = yes ] && [ "$torch@$torch_index" = "torch==$default_torch@" ]; then
+    files=("${by_hash[@]}" -r "$root/env/locked/torch.txt")
+  fi
+}
+
 install_torch() {
   if [ "$torch" = in-place ]; then
     torch_works && return
     echo "--torch-in-place needs a torch that works. Name the Python that has it: --python PY"
     return 1
   fi
-  local command=(install --progress-bar off)
-  if [ "$locked" = yes ] && [ "$torch@$torch_index" = "torch==$default_torch@" ]; then
-    command+=("${by_hash[@]}" -r "$root/env/locked/torch.txt")
-  else
-    command+=(${torch_index:+--index-url "$torch_index"} "$torch")
-  fi
+  select_torch
+  local command=(install --progress-bar off "${files[@]}")
   # Another index or file may have another build of the same version, which pip would not install.
   if [ -n "$torch_installed" ] && [ "$torch_installed" != "$torch@$torch_index" ]; then command+=(--force-reinstall); fi
   pip "${command[@]}"
@@ -317,27 +323,97 @@ build_horovod() {
   [ "$horovod" = release ] || options+=(--source "$horovod")
   [ "$mpi" = auto ] || options+=("$(choice "$mpi" mpi)")
   [ "$nccl" = auto ] || options+=("$(choice "$nccl" nccl)")
+  find_horovod_wheel
+  [ -z "$horovod_wheel" ] || options+=(--wheel "$horovod_wheel")
   bash "$root/env/build_horovod.sh" --python "$venv/bin/python" ${options[@]+"${options[@]}"} </dev/null | sed -u 's/^build_horovod: /      /' || exit 1
   horovod_version=$(version_of horovod)
 }
 choice() { if [ "$1" = yes ]; then echo "--with-$2"; else echo "--without-$2"; fi; }
 has_mpi() { "$venv/bin/python" -c 'import sys, horovod.torch as hvd; sys.exit(not hvd.mpi_built())' 2>/dev/null; }
 
-# torch and Horovod are installed and must stay as they are. mpi4py is needed only with MPI.
-install_requirements() {
-  local skip='^(torch|horovod)\b' extra files
-  has_mpi || skip='^(torch|horovod|mpi4py)\b'
+# Sets `horovod_wheel` to the wheel in --wheels for this Python and torch (any torch while there is none), or to ''.
+find_horovod_wheel() {
+  horovod_wheel=''
+  [ "$wheels" != none ] && [ "$horovod" = release ] || return 0
+  local version
+  version=$("$venv/bin/python" -c 'import torch; print(torch.__version__)' 2>/dev/null | tr -c 'A-Za-z0-9\n' .) || version='*'
+  horovod_wheel=$(compgen -G "$wheels/horovod-*+torch$version.k*-$(python_tag)-linux_$(uname -m).whl" | tail -n 1) || true
+}
+python_tag() { "$venv/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])'; }
+
+# Whether packages that are there need only be new enough.
+takes_bounds() { [ "$torch" = in-place ] && [ "$wheels" != none ]; }
+
+# Sets `lists` to the requirements files and `files` to pip's arguments for them. torch and Horovod must stay as they are.
+# $1: yes if MPI is built in, without which mpi4py is not needed
+select_requirements() {
+  local skip='^(torch|horovod)\b' version extra list=$venv/hvd_bert.requirements.txt
+  [ "$1" = yes ] || skip='^(torch|horovod|mpi4py)\b'
+  lists=("$list")
   if [ "$locked" = yes ]; then
     # A package takes several lines, all but the last with a backslash.
-    sed -E "/$skip/,/[^\\]\$/d" "$root/env/locked/base.txt" >"$venv/hvd_bert.requirements.txt"
-    files=("${by_hash[@]}" -r "$venv/hvd_bert.requirements.txt")
-    for extra in ${extras[@]+"${extras[@]}"}; do files+=(-r "$root/env/locked/$extra.txt"); done
-  else
-    grep -vE "$skip" "$root/requirements.txt" >"$venv/hvd_bert.requirements.txt"
-    printf 'torch==%s\n' "$(version_of torch)" >"$venv/hvd_bert.constraints.txt"
-    files=(-c "$venv/hvd_bert.constraints.txt" -r "$venv/hvd_bert.requirements.txt")
-    for extra in ${extras[@]+"${extras[@]}"}; do files+=(-r "$root/env/requirements-$extra.txt"); done
+    sed -E "/$skip/,/[^\\]\$/d" "$root/env/locked/base.txt" >"$list"
+    for extra in ${extras[@]+"${extras[@]}"}; do lists+=("$root/env/locked/$extra.txt"); done
+    files=("${by_hash[@]}" "${lists[@]/#/--requirement=}")
+    return 0
   fi
+  if takes_bounds; then
+    sed -n 's/^mpi4py==/mpi4py>=/p' "$root/requirements.txt"
+    sed -n '/^dependencies = \[/,/^\]/s/^ *"\(.*\)",.*/\1/p' "$root/pyproject.toml"
+  else
+    cat "$root/requirements.txt"
+  fi | grep -vE "$skip" >"$list"
+  version=$(version_of torch) || true
+  echo "torch${version:+==$version}" >"$venv/hvd_bert.constraints.txt"
+  for extra in ${extras[@]+"${extras[@]}"}; do lists+=("$root/env/requirements-$extra.txt"); done
+  files=(-c "$venv/hvd_bert.constraints.txt" "${lists[@]/#/--requirement=}")
+}
+
+# Before anything is installed, so that one message has all that --wheels lacks.
+check_wheels() {
+  [ "$wheels" != none ] || return 0
+  local needs=('setuptools>=77' cloudpickle) with_mpi=no missing
+  [ "$torch" = in-place ] || needs+=("$torch")
+  if [ -z "$horovod_wheel" ]; then
+    [ "$mpi" = no ] || ! command -v mpicxx >/dev/null || with_mpi=yes
+    command -v cmake >/dev/null || needs+=('cmake>=3.18')
+    [ "$horovod" != release ] || needs+=("$(sed -n 's/^horovod[^=]*\([^ ]*\).*/horovod=\1/p' "$root/requirements.txt")")
+  fi
+  select_requirements $with_mpi
+  mapfile -t missing < <("$venv/bin/python" "$root/env/missing.py" "$wheels" "${needs[@]}" "${lists[@]/#/--requirement=}")
+  [ ${#missing[@]} -eq 0 ] || die "--wheels $wheels: packages for $(python_tag) on $(uname -m) are missing" "${missing[@]}" \
+    "To get all: run 'bash env/setup.sh --download DIR' with the same options on such a machine with a network, then copy DIR."
+}
+
+# For --wheels on another machine
+download_packages() {
+  mkdir -p "$download"
+  download=$(realpath "$download") log=$download/download.log
+  : >"$log"
+  find_python
+  say "Downloading packages for $("$python" --version) to $download (details: $log)"
+  venv=$(mktemp -d)
+  trap 'rm -rf "$venv"' EXIT
+  logged "$python" -m venv "$venv"
+  logged bash "$root/env/build_horovod.sh" --python "$venv/bin/python" --download "$download"
+  logged download_requirements
+  say "Done. Copy it, and run there, with the same options: bash env/setup.sh --wheels DIR"
+}
+
+download_requirements() {
+  local get=(download --progress-bar off -d "$download" --find-links "$download") # the torch of --torch-index lies there
+  if [ "$torch" != in-place ]; then
+    select_torch
+    pip "${get[@]}" "${files[@]}"
+  fi
+  select_requirements yes
+  pip "${get[@]}" "${files[@]}"
+  pip "${get[@]}" --no-deps --no-binary mpi4py "$(mpi4py_requirement)" # match_mpi4py may need it
+  pip "${get[@]}" wheel build cython # which mpi4py and deepspeed need to be built from source
+}
+
+install_requirements() {
+  select_requirements "$(has_mpi && echo yes)"
   pip install --progress-bar off "${files[@]}"
   ! has_mpi || match_mpi4py
   pip install --no-deps --no-build-isolation --config-settings editable_mode=compat -e "$root"
@@ -347,10 +423,11 @@ install_requirements() {
 }
 
 # mpi4py's wheel loads the first libmpi that it finds. Two different ones crash a process.
+mpi4py_requirement() { sed -n 's/^\(mpi4py[^ ]*\).*/\1/p' "$root/requirements.txt"; }
 match_mpi4py() {
   one_libmpi && return 0
   echo "mpi4py's wheel does not load the MPI of Horovod: building it from source"
-  MPICC=$(command -v mpicc) pip install --no-binary mpi4py --no-deps --no-cache-dir --force-reinstall "$(grep -E '^mpi4py' "$root/requirements.txt")"
+  MPICC=$(command -v mpicc) pip install --no-binary mpi4py --no-deps --no-cache-dir --force-reinstall "$(mpi4py_requirement)"
   one_libmpi
 }
 one_libmpi() {
@@ -391,6 +468,8 @@ set_up() {
   make_venv
   say "[1/5] Python: $("$venv/bin/python" --version)"
   save_settings # now, so that an interrupted run keeps the options
+  find_horovod_wheel
+  check_wheels
   provide_system_packages
   say "[2/5] system packages: $(${CXX:-g++} --version 2>/dev/null | head -n 1 | grep . || echo 'no compiler'), $(mpirun --version 2>/dev/null | head -n 1 | grep . || echo 'no MPI')"
   say "[3/5] torch: $torch$([ "$torch" = in-place ] || echo ' (the CUDA builds are several GB)')"
@@ -420,15 +499,24 @@ lock() {
 
 main() {
   parse_arguments "$@"
+  load_settings
+  if [ -n "$download" ]; then
+    download_packages
+    return 0
+  fi
   log=$venv.setup.log
   lock
   read_inputs
-  load_settings
+  load_settings # again, because another run may have changed them
   look_for_mpi_and_cuda
   # A given source of Horovod may have changed.
   if [[ $given_horovod != /* ]] && same_base && up_to_date; then
     say "Set-up is up to date: $venv"
     return 0
+  fi
+  if [ "$wheels" != none ]; then
+    [ -d "$wheels" ] || die "--wheels $wheels: no such folder" "Name it again, or 'none' to use the package index"
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS="file://${wheels// /%20}" # pip splits at spaces
   fi
   : >"$log"
   set_up

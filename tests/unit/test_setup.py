@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import setuptools
 from tables import each
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,10 +149,10 @@ PATCHES = {
         "        os.execve('/bin/sh', ['/bin/sh', '-c', mpirun_command], env)",
         "        from horovod.runner.mpirun_process import run; sys.exit(run(mpirun_command, env))",
     ),
+    "setup.py": ("    require_list.append('cffi>=1.4.0')", "    pass  # cffi is not used"),
 }  # fmt: skip
 # Stands in for a Python whose pip copies the source and the compiler in place of building.
 PYTHON = """\
-    "setup.py": ("    require_list.append('cffi>=1.4.0')", "    pass  # cffi is not used"),
 case "$*" in
   "-m pip wheel "*)
     while [ "$1" != -w ]; do shift; done
@@ -236,6 +239,127 @@ def test_torch_in_place_needs_a_python_with_torch(machine: Machine) -> None:
     result = machine.run("setup.sh", *where, "--torch-in-place")
     assert f"--torch-in-place: {sys.executable} has no torch that works" in result.stderr
     assert not (machine.folder / "venv").exists()
+
+
+# Without a network: packages come from a folder of wheels, and with --torch-in-place from another Python.
+
+
+class Offline:
+    """A copy of the project's files, a Python whose packages are at the lower bounds, and a folder of wheels."""
+
+    def __init__(self, folder: Path) -> None:
+        self.machine = Machine(folder / "home")
+        shutil.rmtree(self.machine.folder / "torch")  # on PYTHONPATH
+        self.clone, self.wheels, self.venv = (folder / name for name in ("clone", "its wheels", "venv"))
+        self.wheels.mkdir()
+        shutil.copytree(ROOT / "env", self.clone / "env")
+        for name in ("hvd_bert/__init__.py", "hvd_bert/model/cpu/fused.cpp", "hvd_bert/model/cpu/fused.py"):
+            (self.clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, self.clone / name)
+        for name in ("pyproject.toml", "requirements.txt", "README.md"):
+            shutil.copy(ROOT / name, self.clone / name)
+        place = folder / "another's Python"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
+        self.python = place / "bin/python"
+        self.packages = next(place.glob("lib/python*/site-packages"))
+        declared = (ROOT / "pyproject.toml").read_text().split("\ndependencies = [")[1].split("\n]")[0]
+        self.bounds = dict(re.findall(r'"([\w-]+)>=([\d.]+)"', declared))
+        for name, version in {**self.bounds, "cloudpickle": "3", "packaging": "24"}.items():
+            self.add(name, version)
+        (self.packages / "transformers").mkdir()
+        Machine(self.packages).torch("2.11.0+cu130")
+        with (self.packages / "torch/__init__.py").open("a") as file:
+            file.write("from unittest.mock import MagicMock\nones = MagicMock()\n")
+        # setuptools lies in a folder that a .pth file of that Python names.
+        real = Path(setuptools.__file__).parents[1]
+        tools = folder / "tools"
+        tools.mkdir()
+        for path in (real / "setuptools", real / "_distutils_hack", *real.glob("setuptools-*.dist-info")):
+            (tools / path.name).symlink_to(path)
+        (self.packages / "tools.pth").write_text(f"{tools}\n")
+
+    def add(self, name: str, version: str) -> None:
+        info = self.packages / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    def remove(self, name: str) -> None:
+        shutil.rmtree(next(self.packages.glob(f"{name.replace('-', '_')}-*.dist-info")))
+
+    def wheel(self, name: str, version: str, tag: str = "py3-none-any", needs: str = "", **files: str) -> None:
+        info = f"{name}-{version}.dist-info"
+        with zipfile.ZipFile(self.wheels / f"{name}-{version}-{tag}.whl", "w") as file:
+            for path, text in files.items():
+                file.writestr(f"{name}/{path}.py", text)
+            head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            file.writestr(f"{info}/METADATA", head + f"Requires-Dist: {needs}\n" * bool(needs))
+            file.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+            file.writestr(f"{info}/entry_points.txt", f"[console_scripts]\n{name}run = {name}.run:main\n")
+            file.writestr(f"{info}/RECORD", "")
+
+    def horovod(self, **files: str) -> None:
+        """A wheel as of env/build_horovod.sh, for this Python and torch."""
+        python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+        tag = f"{python}-{python}-linux_{platform.machine()}"
+        self.wheel("horovod", "0.28.1+torch2.11.0.cu130.k0", tag, **files)
+
+    def set_up(self) -> subprocess.CompletedProcess[str]:
+        script = str(self.clone / "env/setup.sh")
+        where = ["--venv", str(self.venv), "--python", str(self.python), "--torch-in-place"]
+        self.machine.env |= {"PIP_INDEX_URL": "http://localhost:9/", "PIP_CONFIG_FILE": os.devnull}
+        return self.machine.run(script, *where, "--wheels", str(self.wheels), "--without-mpi", "--no-apt")
+
+
+@pytest.fixture
+def offline(tmp_path: Path) -> Offline:
+    return Offline(tmp_path)
+
+
+@pytest.mark.slow
+def test_all_packages_that_are_missing_are_named_before_anything_is_installed(offline: Offline) -> None:
+    offline.remove("numpy")
+    offline.add("numpy", "1.0")
+    for name in ("datasets", "plotly", "msgspec", "cloudpickle"):
+        offline.remove(name)
+    offline.wheel("datasets", "99", needs="dill<0.5")
+    offline.wheel("plotly", "1")
+    offline.wheel("msgspec", "99", "cp27-cp27m-linux_x86_64")  # for another Python
+    result = offline.set_up()
+    assert result.returncode == 1 and "--download" in result.stderr, result
+    bounds = {name: f"{name}>={offline.bounds[name]}" for name in ("numpy", "plotly", "msgspec")}
+    for line in (bounds["numpy"] + " (1.0 ", bounds["plotly"] + " (1 ", bounds["msgspec"], "dill<0.5 (", "cloudpickle"):
+        assert f"\n  {line}" in result.stderr, line
+    named = re.findall(r"^  ([a-z]\w*)", result.stderr, re.MULTILINE)
+    assert set(named) == {*bounds, "dill", "cloudpickle", "horovod"}
+    assert not list(offline.venv.glob("lib/python*/site-packages/datasets"))
+
+
+@pytest.mark.slow
+def test_packages_of_another_python_and_a_wheel_of_horovod_make_an_environment(offline: Offline) -> None:
+    (offline.packages / "horovod").mkdir()  # the environment's own wins
+    offline.horovod(
+        __init__="", torch="mpi_built = nccl_built = bool\ngloo_built = object\n",
+        run="def main():\n    import setuptools\n    print('[X] PyTorch [X] Gloo')\n",
+    )  # fmt: skip
+    result = offline.set_up()
+    assert result.returncode == 0, result
+    code = "import hvd_bert, horovod, setuptools, torch; print(horovod.__file__, torch.__file__, sep='\\n')"
+    found = subprocess.check_output([offline.venv / "bin/python", "-c", code], text=True).splitlines()
+    assert Path(found[0]).is_relative_to(offline.venv) and Path(found[1]).is_relative_to(offline.packages)
+    assert "up to date" in offline.set_up().stdout
+    shutil.rmtree(offline.wheels)
+    assert "up to date" in offline.machine.run(str(offline.clone / "env/setup.sh"), "--venv", str(offline.venv)).stdout
+
+
+@pytest.mark.slow
+def test_a_wheel_of_horovod_that_does_not_load_is_named(offline: Offline) -> None:
+    offline.horovod(
+        __init__="", torch="raise ImportError('libmpi.so.40')\n",
+        run="def main():\n    print('[X] PyTorch [X] Gloo')\n",
+    )  # fmt: skip
+    result = offline.set_up()
+    assert result.returncode == 1 and "libmpi.so.40" in result.stderr, result
+    assert str(next(offline.wheels.iterdir())) in result.stderr and "remove" in result.stderr
 
 
 # System packages: set-up names each with its reason before it installs it, and --no-apt installs none
