@@ -49,7 +49,8 @@ def page() -> str:
         without += [] if checkpointing else ["--gradient_checkpointing"]
         without += [] if type(config) in CLASSES else ["--task text-classification"]
         flags = ", ".join(f"`{flag}`" for flag in without) or "none"
-        rows["Packed" if family.packed else "Padded"].append(f"| `{name}` | {flags} |")
+        since = f" (transformers {family.since} or later)" if family.since else ""
+        rows["Packed" if family.packed else "Padded"].append(f"| `{name}`{since} | {flags} |")
     blocks = [INTRODUCTION.rstrip()]
     for kind, lines in rows.items():
         head = ["| Family | Refused flags |", "| --- | --- |"]

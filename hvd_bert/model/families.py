@@ -6,7 +6,8 @@ tests/unit/test_families.py, whose tests then compare it with transformers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class Family:
         positions_after_padding: Its positions start at pad_token_id + 1, as RoBERTa's.
         question_attends_globally: The question's tokens attend to all others, as Longformer's.
         only_fp32: The mask of its attention overflows in half precision.
+        since: The first version of transformers that has it, if it is later than the oldest that pyproject.toml takes.
     """
 
     packed: bool = False
@@ -38,6 +40,7 @@ class Family:
     positions_after_padding: bool = False
     question_attends_globally: bool = False
     only_fp32: bool = False
+    since: str = field(default="", compare=False)
 
 
 _PACKED, _PADDED = Family(packed=True), Family()
@@ -64,10 +67,19 @@ FAMILIES: dict[str, Family] = {
     "roberta-prelayernorm": _LIKE_ROBERTA,
     "roformer": _PADDED,
     "splinter": _PADDED,
-    "ultrabert": _PACKED,
+    "ultrabert": Family(packed=True, since="5.20"),
     "xlm-roberta": _LIKE_ROBERTA,
     "xlm-roberta-xl": _LIKE_ROBERTA,
 }
+
+
+def lacking_family(reason: str) -> str | None:
+    """The installed transformers refused a model for this `reason`. If a newer version has its family, says so."""
+    for name, family in FAMILIES.items():
+        if family.since and f"`{name}`" in reason:
+            installed = metadata.version("transformers")
+            return f"{name} models need transformers {family.since} or later, and {installed} is installed: upgrade it"
+    return None
 
 
 def family_of(config: Any) -> Family:

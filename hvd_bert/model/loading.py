@@ -28,7 +28,7 @@ from hvd_bert.data.sources import hub
 from hvd_bert.distributed.logs import log
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.machine import free_memory
-from hvd_bert.model.families import FAMILIES, family_of, model_class
+from hvd_bert.model.families import FAMILIES, family_of, lacking_family, model_class
 from hvd_bert.storage.reading import GIB
 
 # Old names on the hub -> current names; a cache may have the files under either.
@@ -71,6 +71,8 @@ def load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
         except ValueError as error:
             if "trust_remote_code" in str(error):  # transformers would advise to set it
                 raise ValueError("it has its own Python code, which this trainer never runs") from None
+            if lacking := lacking_family(str(error)):
+                raise ValueError(lacking) from None
             if lacks_model_type(name):
                 raise UserError(
                     f'{Path(name) / "config.json"} has no key "model_type", which names the model\'s family. Add it,'
