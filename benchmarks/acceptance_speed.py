@@ -37,7 +37,7 @@ EVALUATION_GOAL, SCALING_GOAL = 1.5, 0.97
 ASYNC = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
 # The second name is for torch before 2.9.
 EXPANDABLE = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
-ROUND_S = 200.0  # the second and later rounds start only if this many seconds are left
+ROUND_S = 320.0  # a later round starts only if this many seconds are left: 200 for it, the rest for the lines below it
 WARMUP = 10  # steps of the peer, which compiles again for other lengths
 SIZES = {
     "cuda": {"batch": 32, "length": LENGTH, "steps": 10, "repeats": 5, "peer_steps": 50},
