@@ -71,15 +71,16 @@ class DistributedWorld(World):
 
     def set_up_device(self) -> None:
         super().set_up_device()
-        if self.device.type == "cuda":
-            self._join_again("cpu:gloo,cuda:nccl", self.device)
         if self.size > 1:
             # A connection of its own, since another thread may wait in the first one.
             store = distributed.PrefixStore("hvd_bert.waits", self._store.clone())  # type: ignore[attr-defined]
             self.watch(watchdog.inspect(os.environ, elastic=False), store)
+        if self.device.type == "cuda":
+            with self.waiting(lambda: ["the connection of NCCL"]):
+                self._join_again("cpu:gloo,cuda:nccl", self.device)
 
     def _join_again(self, backend: str, device: torch.device | None) -> None:
-        """Join with the device of this rank, to which NCCL is bound: it connects now, and a barrier uses that device.
+        """Join with the device of this rank, to which NCCL is bound, so that it connects now.
 
         Not at first: NCCL would fail if two ranks have one GPU, which `set_up_device` reports with their names.
         """
@@ -121,12 +122,13 @@ class DistributedWorld(World):
         return count
 
     def close(self) -> None:
-        distributed.barrier()
+        self.allgather(None)  # not distributed.barrier, which NCCL would do: only Gloo notices a dead rank at once
         self.leave()
 
     def leave(self) -> None:
         super().leave()
-        distributed.destroy_process_group()
+        if distributed.is_initialized():  # not if NCCL failed to connect
+            distributed.destroy_process_group()
 
     def end(self, status: int) -> NoReturn:
         """Finish threads and exit functions, but end without finalizing Python.

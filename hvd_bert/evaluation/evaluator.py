@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from hvd_bert.config.settings import DataArguments
+from hvd_bert.data.batch_plan import Ids
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
@@ -23,6 +25,7 @@ from hvd_bert.model.precision import autocast
 
 Part = TypeVar("Part")
 Whole = TypeVar("Whole")
+About = TypeVar("About")
 
 
 def evaluated(
@@ -62,51 +65,60 @@ def window_logits(
 ) -> Iterator[WindowLogits]:
     """The logits of `model` for the rows `ids` of `windows`, in that order; appends each window's loss to `losses`.
 
-    `pad_to`: see `Collator`. A batch is read only after the next one is queued, so that a GPU also works while its
-    answers are extracted.
+    `pad_to`: see `Collator`.
     """
     collate = Collator(windows, device, pad_to)
-    queued: _Queued | None = None
-    firsts = range(0, len(ids), batch_size)
-    for first in tqdm(firsts, "Evaluating", unit="batch", leave=False, disable=not show_progress):
-        batch_ids = ids[first : first + batch_size]
-        batch = collate(batch_ids)
-        with autocast(device, precision):
-            starts, ends = span_logits(model, batch)
-        values = torch.cat((starts, ends, span_losses(starts, ends, batch)[:, None]), 1)
-        before, queued = queued, _Queued(batch_ids, batch.lengths, values)
-        if before:
-            yield from before.read(windows, losses)
-    if queued:
-        yield from queued.read(windows, losses)
 
+    def batches() -> Iterator[tuple[tuple[Ids, list[int]], tuple[torch.Tensor, ...]]]:
+        firsts = range(0, len(ids), batch_size)
+        for first in tqdm(firsts, "Evaluating", unit="batch", leave=False, disable=not show_progress):
+            batch_ids = ids[first : first + batch_size]
+            batch = collate(batch_ids)
+            with autocast(device, precision):
+                starts, ends = span_logits(model, batch)
+            # One tensor, so one copy to the host.
+            values = torch.cat((starts, ends, span_losses(starts, ends, batch)[:, None]), 1)
+            yield (batch_ids, batch.lengths), (values,)
 
-class _Queued:
-    """A batch of the windows `ids`, whose start logits, end logits and losses, `values` [B, 2 T + 1], are on their way
-    to the host: one copy, into pinned memory."""
-
-    def __init__(self, ids: NDArray[np.int64], lengths: list[int], values: torch.Tensor) -> None:
-        self._ids, self._lengths = ids, lengths
-        self._values = values.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event() if values.is_cuda else None
-        if self._copied:
-            self._copied.record(torch.cuda.current_stream(values.device))
-
-    def read(self, windows: WindowTable, losses: list[float]) -> Iterator[WindowLogits]:
-        """Wait for the copy. See `window_logits`."""
-        if self._copied:
-            self._copied.synchronize()
-        values = self._values.numpy()
+    for (batch_ids, lengths), (values,) in read_late(batches()):
         losses.extend(values[:, -1].tolist())
-        ends_from = values.shape[1] // 2
-        questions, context_starts = (windows.numbers(name, self._ids) for name in ("question", "context_start"))
-        char_starts, char_ends = (windows.lists(name, self._ids) for name in ("char_starts", "char_ends"))
-        for i, length in enumerate(self._lengths):
+        start_rows, end_rows = (side.numpy() for side in values[:, :-1].chunk(2, 1))
+        questions, context_starts = (windows.numbers(name, batch_ids) for name in ("question", "context_start"))
+        char_starts, char_ends = (windows.lists(name, batch_ids) for name in ("char_starts", "char_ends"))
+        for i, length in enumerate(lengths):
             yield WindowLogits(
                 question=int(questions[i]),
                 context_start=int(context_starts[i]),
                 char_starts=char_starts[i],
                 char_ends=char_ends[i],
-                start_logits=values[i, :length],
-                end_logits=values[i, ends_from : ends_from + length],
+                start_logits=start_rows[i, :length],
+                end_logits=end_rows[i, :length],
             )
+
+
+def read_late(
+    batches: Iterable[tuple[About, tuple[torch.Tensor, ...]]],
+) -> Iterator[tuple[About, tuple[torch.Tensor, ...]]]:
+    """The batches' tensors on the host, with what each batch is about.
+
+    A batch is read only after the next one is queued, so that a GPU also works while the caller uses the tensors.
+    """
+    queued = deque[tuple[About, tuple[torch.Tensor, ...], Any]]()
+    for about, tensors in batches:
+        copies = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)  # into pinned memory
+        copied = torch.cuda.Event() if tensors[0].is_cuda else None
+        if copied:
+            copied.record(torch.cuda.current_stream(tensors[0].device))
+        queued.append((about, copies, copied))
+        if len(queued) > 1:
+            yield _read(*queued.popleft())
+    if queued:
+        yield _read(*queued.popleft())
+
+
+def _read(about: About, copies: tuple[torch.Tensor, ...], copied: Any) -> tuple[About, tuple[torch.Tensor, ...]]:
+    if copied is None:
+        return about, copies
+    copied.synchronize()
+    # The next copies use the pinned memory again: to allocate it is slow.
+    return about, tuple(copy.clone() for copy in copies)

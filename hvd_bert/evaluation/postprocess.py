@@ -26,6 +26,8 @@ from hvd_bert.errors import UserError
 IntArray = npt.NDArray[np.integer[Any]]
 FloatArray = npt.NDArray[np.float32]
 Entry = dict[str, float | str]
+# Score, start logit and end logit of "no answer". A question has the minimum of its windows, as in run_qa.
+_Null = tuple[float, float, float]
 
 # The null odds if there is no span to compare with: above any threshold and, unlike infinity, valid JSON.
 CERTAINLY_NO_ANSWER = sys.float_info.max
@@ -116,22 +118,21 @@ def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], o
 
     Raises UserError if a logit is not finite.
     """
-    by_question: list[list[WindowLogits]] = [[] for _ in questions]
-    parts: list[list[_Spans]] = [[] for _ in questions]
+    found: list[tuple[list[_Spans], list[_Null]]] = [([], []) for _ in questions]
     for window in windows:  # at once: a GPU computes the next batch meanwhile
         _check(window, questions[window.question].id)
-        by_question[window.question].append(window)
+        parts, nulls = found[window.question]
+        start_logit, end_logit = window.start_logits[0], window.end_logits[0]
+        nulls.append((float(start_logit + end_logit), float(start_logit), float(end_logit)))
         if len(window.char_starts):
-            parts[window.question].append(_best_of_window(window, options))
-    return [_answer(*rows, options) for rows in zip(questions, by_question, parts, strict=True)]
+            parts.append(_best_of_window(window, options))
+    return [_answer(q, parts, nulls, options) for q, (parts, nulls) in zip(questions, found, strict=True)]
 
 
-def _answer(
-    question: Question, windows: Sequence[WindowLogits], parts: Sequence[_Spans], options: SpanOptions
-) -> Answer:
+def _answer(question: Question, parts: Sequence[_Spans], nulls: Sequence[_Null], options: SpanOptions) -> Answer:
     spans = _Spans.concatenate(parts).best(options.n_best_size) if parts else None
     if spans is None or not len(spans):
-        return _no_candidate(question, windows, options)
+        return _no_candidate(question, nulls, options)
 
     scores = spans.score.astype(np.float64)
     places: list[tuple[int, int] | None] = [(char_start, char_end) for _, char_start, char_end, *_ in spans.rows()]
@@ -141,7 +142,7 @@ def _answer(
     ]
     text, null_odds = str(entries[0]["text"]), None
     if options.version_2_with_negative:
-        null_score, start_logit, end_logit = _null(windows)
+        null_score, start_logit, end_logit = min(nulls)
         null_odds = null_score - float(scores[0])
         if null_odds > options.null_score_diff_threshold:
             text = ""
@@ -184,20 +185,13 @@ def _best_of_window(window: WindowLogits, options: SpanOptions) -> _Spans:
     return _Spans(scores[chosen], char_starts, char_ends, starts[first], ends[last])
 
 
-def _no_candidate(question: Question, windows: Sequence[WindowLogits], options: SpanOptions) -> Answer:
+def _no_candidate(question: Question, nulls: Sequence[_Null], options: SpanOptions) -> Answer:
     start_logit = end_logit = 0.0
-    if options.version_2_with_negative and windows:
-        _, start_logit, end_logit = _null(windows)
+    if options.version_2_with_negative and nulls:
+        _, start_logit, end_logit = min(nulls)
     nothing: Entry = {"text": "", "start_logit": start_logit, "end_logit": end_logit, "probability": 1.0}
     null_odds = CERTAINLY_NO_ANSWER if options.version_2_with_negative else None
     return Answer(question.id, "", [nothing], null_odds, [None])
-
-
-def _null(windows: Sequence[WindowLogits]) -> tuple[float, float, float]:
-    """Score, start logit and end logit of "no answer": the minimum over the windows, as in run_qa."""
-    return min(
-        (float(w.start_logits[0] + w.end_logits[0]), float(w.start_logits[0]), float(w.end_logits[0])) for w in windows
-    )
 
 
 def _check(window: WindowLogits, question_id: str) -> None:

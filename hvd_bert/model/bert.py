@@ -158,11 +158,12 @@ def with_own_layers(model: Any) -> Any:
     return model
 
 
-def with_torch_layers(model: nn.Module) -> None:
-    """Undo `with_own_layers`."""
+def with_torch_layers(model: Any) -> Any:
+    """The same model as before `with_own_layers`."""
     for module in model.modules():
         if type(module) in (Dropout, Linear) or isinstance(module, AddAndNorm):
             module.__class__ = type(module).__bases__[-1]
+    return model
 
 
 def place(model: nn.Module, device: torch.device) -> None:
@@ -172,8 +173,7 @@ def place(model: nn.Module, device: torch.device) -> None:
     have nothing to do there.
     """
     if device.type == "cuda":
-        with_torch_layers(model)
-        join_products(model)
+        join_products(with_torch_layers(model))
     model.to(device=device)
 
 
@@ -190,8 +190,7 @@ def compile_layers(model: nn.Module) -> None:
         raise UserError(
             f"--torch_compile does not support {network.config.model_type} models. Remove the flag."
         ) from None
-    with_torch_layers(model)  # which the compiler supports
-    join_products(model)
+    join_products(with_torch_layers(model))  # the compiler does not support this package's
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # all layers share their code
     torch._dynamo.config.specialize_float = True  # dropout's probability, by which the attention is chosen
     for layer in layers:
@@ -201,8 +200,8 @@ def compile_layers(model: nn.Module) -> None:
 class JoinedAttention(nn.Module):
     """BERT's self-attention over packed windows; under autocast, query, key and value are one product of all weights.
 
-    MLPerf's entries do so, too: a large product fills a GPU better, and the hidden states are cast once. In fp32 the
-    joined weights would be a copy for nothing else.
+    MLPerf's entries do so, too: a large product fills a GPU better, and the hidden states are cast once. In fp32,
+    joining would only add a copy of the weights.
     """
 
     def forward(
@@ -261,7 +260,7 @@ def _by_window(row: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The values [N] of a packed batch's tokens as [B, T]. One operation: a kernel per window is slow on a GPU."""
     assert batch.cells is not None
     shape = len(batch.lengths), max(batch.lengths)
-    return row.new_full(shape, float("-inf")).view(-1).scatter_(0, batch.cells, row).view(shape)
+    return row.new_full((shape[0] * shape[1],), float("-inf")).scatter_(0, batch.cells, row).view(shape)
 
 
 def model_inputs(batch: Batch) -> dict[str, Any]:

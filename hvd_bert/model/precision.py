@@ -24,7 +24,7 @@ def set_precision(args: TrainArguments) -> None:
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         torch.use_deterministic_algorithms(True)
-        # It writes every new tensor, to find reads of uninitialized memory.
+        # Deterministic mode fills every new tensor, to make reads of uninitialized memory reproducible.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # With a mask (padded batches, local attention) cuDNN's has gradients of NaN (pytorch#196678).
     if "2.11" <= torch.__version__ < "2.14":
@@ -40,7 +40,8 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 def keep_casts(device: torch.device) -> torch.autocast:
     """Context manager around a step: autocast inside casts each weight once, instead of once per micro-batch.
 
-    Autocast keeps the casts until the outermost autocast context ends, which this one is.
+    Autocast keeps the casts until the outermost autocast context ends, which this one is. In other threads its contexts
+    end apart: those of recomputed layers on a GPU, and of DataParallel, cast again.
     """
     return torch.autocast(device.type, enabled=False)
 

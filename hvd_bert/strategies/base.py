@@ -143,8 +143,8 @@ class Strategy:
     def clip(self) -> Tensor:
         """Clip the averaged gradients. Returns their norm before clipping (0-dim, on the device).
 
-        A norm that is NaN or infinite is so on all ranks. Then `step` leaves the weights as they are. With fp16 it does
-        if a gradient is NaN or infinite.
+        A norm that is NaN or infinite is so on all ranks. Then `step` leaves the weights as they are. A fused optimizer
+        clips in `step`.
         """
         self.scaler.unscale_(self.optimizer)
         norm, limit = self._norm(), self.options.max_grad_norm
@@ -165,7 +165,8 @@ class Strategy:
         return nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
 
     def step(self) -> None:
-        """Apply and clear the clipped gradients. The host does not wait to learn whether the step was skipped."""
+        """Apply and clear the clipped gradients. With a fused optimizer, the host does not wait to learn whether the
+        step was skipped."""
         with self._waiting():
             self._apply()
         self._has_stepped = True

@@ -68,8 +68,8 @@ class HorovodStrategy(Strategy):
         )
         # Only the parameters: broadcasting a fresh AdamW's state takes a hidden step that decays every weight.
         world.broadcast_tensors(model.state_dict())  # one GPU needs no Horovod with NCCL for this
-        # DistributedOptimizer does not take over that a fused optimizer skips a step itself: with fp16 the host would
-        # wait to decide that. Gradients sent as fp16 become inf above 65504, and all ranks have the same mean.
+        # DistributedOptimizer lacks this attribute of fused optimizers. Without it, GradScaler waits for the device to
+        # decide whether to skip a step.
         self.optimizer._step_supports_amp_scaling = self._fused
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from hvd_bert.config.settings import DEFAULT_MODEL, TASKS, Config, DataArguments
 from hvd_bert.data.batch_plan import Ids, Lengths, Parts, balanced_partition, window_costs
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError, as_user_error
-from hvd_bert.evaluation.evaluator import evaluated
+from hvd_bert.evaluation.evaluator import evaluated, read_late
 from hvd_bert.model.precision import autocast, evaluating
 from hvd_bert.storage.reading import open_regular
 from hvd_bert.tasks.base import EvaluationResult, Task, make_plan
@@ -170,16 +170,17 @@ class DatasetTask(Task):
     def _outputs(self, model: nn.Module) -> Outputs:
         """This rank's examples, with losses and outputs on the CPU."""
         assert self.dev is not None
-        ids, size = self._share, self.config.train.per_device_eval_batch_size
-        found: list[tuple[Tensor, Tensor]] = []
-        with evaluating(model):
+        dev, ids, size = self.dev, self._share, self.config.train.per_device_eval_batch_size
+
+        def batches() -> Iterator[tuple[None, tuple[Tensor, ...]]]:
             for first in range(0, len(ids), size):
-                batch = self._batch(self.dev, ids[first : first + size])
+                batch = self._batch(dev, ids[first : first + size])
                 with autocast(self.world.device, self.config.train.precision):
                     losses, outputs = self.forward(model, batch.content)
-                found.append((losses.float().to("cpu", non_blocking=True), outputs.to("cpu", non_blocking=True)))
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)  # once, for all copies
+                yield None, (losses.float(), outputs)
+
+        with evaluating(model):
+            found = [tensors for _, tensors in read_late(batches())]
         if not found:
             return ids, torch.empty(0), torch.empty(0)
         losses, outputs = (torch.cat(parts) for parts in zip(*found, strict=True))

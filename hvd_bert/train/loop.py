@@ -256,8 +256,8 @@ class Training:
         with meter.phase("exposed_comm"):
             strategy.synchronize()
         with meter.phase("optimizer"):
+            meter.settle()  # before DeepSpeed steps: advances the schedule if the last step was applied
             grad_norm = strategy.clip()
-            meter.settle()  # the last step, which has advanced the schedule if it was applied
             learning_rate = state.schedule.get_last_lr()[0]
             strategy.step()
             if state.average:

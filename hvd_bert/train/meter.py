@@ -188,7 +188,8 @@ class Meter:
         self._step_loss.zero_()
 
     def settle(self) -> None:
-        """Report the last step to `on_step`, if it is not yet. All ranks call this after the same step."""
+        """Report the last step to `on_applied` and `on_step`, if it is not yet. All ranks call this after the same
+        step."""
         # On a GPU the host waits here for the last step's collectives. The first step may compile, for minutes.
         watch = self.world.waiting(lambda: ["the last step's gradients"]) if self._has_settled else nullcontext()
         with watch:

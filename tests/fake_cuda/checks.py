@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from machine import Machine, on_gpu
+from machine import Event, Machine, on_gpu
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig
@@ -35,6 +35,7 @@ from hvd_bert.train.meter import LastStep, Meter
 
 GPU, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 LENGTHS = [5, 9, 3]
+GRADIENTS = 199  # of BERT-base, which a second pass adds up
 KINDS = [("fp32", False), ("bf16", False), ("fp16", False), ("bf16", True)]  # precision, padded
 
 
@@ -240,9 +241,11 @@ def a_step_of_bert_base_starts_few_kernels_whatever_the_number_of_windows() -> N
         for _ in range(2):  # the first step also makes the optimizer's state
             parts = count_launches(strategy, made)
         found[count, passes] = parts
-    once = {"forward": 315, "backward": 423, "optimizer": 40}
-    twice = {"forward": 556, "backward": 1045, "optimizer": 41}  # weights are cast once
-    assert found == {(8, 1): once, (32, 1): once, (32, 2): twice}, found
+    one, other, two = found.values()
+    assert one == other and sum(one.values()) <= 960 and sum(two.values()) < 2 * sum(one.values()) + GRADIENTS, found
+    if torch.__version__.startswith("2.13."):  # other versions may have other operations
+        assert one == {"forward": 315, "backward": 419, "optimizer": 40}, found
+        assert two == {"forward": 556, "backward": 1037, "optimizer": 41}, found  # weights are cast once
 
 
 def count_launches(strategy: Strategy, made: Batch) -> dict[str, int]:
@@ -269,20 +272,22 @@ def count_launches(strategy: Strategy, made: Batch) -> dict[str, int]:
 def an_evaluation_waits_once_per_batch_with_the_next_one_queued() -> None:
     happened: list[str] = []
 
-    class Queued(evaluator._Queued):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+    class Noted(Event):
+        def record(self, *_: Any) -> None:
             happened.append("queued")
 
-        def read(self, *_: Any) -> Any:
-            happened.append("read")  # the copy is its only wait
-            return iter(())
+        def synchronize(self, *_: Any) -> None:
+            happened.append("waited")
 
-    model, rows = small_bert().eval(), table([5, 9, 3, 4, 8, 6])
-    with patch.object(evaluator, "_Queued", Queued), Waits() as waits:
+    def drained(batches: Any) -> Any:  # fake logits have no values to extract answers from
+        happened.extend("read" for _ in read_late(batches))
+        return iter(())
+
+    model, rows, read_late = small_bert().eval(), table([5, 9, 3, 4, 8, 6]), evaluator.read_late
+    with patch("torch.cuda.Event", Noted), patch.object(evaluator, "read_late", drained), Waits() as waits:
         list(evaluator.window_logits(model, rows, np.arange(6), GPU, 2, "bf16", []))
     assert not waits.found
-    assert happened == ["queued", "queued", "read", "queued", "read", "read"], happened
+    assert happened == ["queued", *["queued", "waited", "read"] * 2, "waited", "read"], happened
 
 
 @check

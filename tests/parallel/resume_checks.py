@@ -70,6 +70,19 @@ def stopped_run_ends_as_one_never_stopped(ranks: Ranks) -> None:
         assert resuming.differences(whole, stopped) == []
 
 
+@check_every_strategy
+def when_steps_are_logged_changes_nothing(ranks: Ranks) -> None:
+    """Whether a step was applied, on which the next learning rate depends, is known one step later, or when logged."""
+    world, found = ranks.world, []
+    for steps in (1, STEPS):
+        out = ranks.folder / f"logged_{steps}"
+        words = ["--logging_steps", steps, "--eval_strategy", "no", "--save_steps", 0]
+        assert run(world, [*flags(world, ranks.strategy, out), *map(str, words)]) == 0
+        if world.rank == 0:
+            found.append((out / "model.safetensors").read_bytes())
+    assert len({*found}) <= 1
+
+
 @check
 def newest_state_in_memory_is_resumed_by_all_ranks(ranks: Ranks) -> None:
     """The last rank has finished a step more than the others, and rank 0 is new."""

@@ -1,8 +1,7 @@
 """Matrix products and linear layers on the CPU by oneDNN or by numpy's OpenBLAS, in fp32.
 
 torch uses MKL for fp32, which reaches only half the speed on AMD cores (`kernels.py`). The precision is the same; only
-the order of the sums differs. In bf16, torch uses oneDNN itself, and autocast casts each weight once per micro-batch
-(0.4 % of a step).
+the order of the sums differs. In bf16, torch uses oneDNN itself.
 """
 
 from __future__ import annotations
