@@ -14,7 +14,6 @@ from torch import nn
 from tqdm import tqdm
 
 from hvd_bert.config.settings import DataArguments
-from hvd_bert.data.batch_plan import Ids
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
@@ -25,7 +24,7 @@ from hvd_bert.model.precision import autocast
 
 Part = TypeVar("Part")
 Whole = TypeVar("Whole")
-About = TypeVar("About")
+Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor, ...])
 
 
 def evaluated(
@@ -67,25 +66,24 @@ def window_logits(
 
     `pad_to`: see `Collator`.
     """
-    collate = Collator(windows, device, pad_to)
+    collate, lengths = Collator(windows, device, pad_to), windows.lengths
+    parts = [ids[first : first + batch_size] for first in range(0, len(ids), batch_size)]
 
-    def batches() -> Iterator[tuple[tuple[Ids, list[int]], tuple[torch.Tensor, ...]]]:
-        firsts = range(0, len(ids), batch_size)
-        for first in tqdm(firsts, "Evaluating", unit="batch", leave=False, disable=not show_progress):
-            batch_ids = ids[first : first + batch_size]
-            batch = collate(batch_ids)
+    def batches() -> Iterator[tuple[torch.Tensor]]:
+        for part in tqdm(parts, "Evaluating", unit="batch", leave=False, disable=not show_progress):
+            batch = collate(part)
             with autocast(device, precision):
                 starts, ends = span_logits(model, batch)
             # One tensor, so one copy to the host.
-            values = torch.cat((starts, ends, span_losses(starts, ends, batch)[:, None]), 1)
-            yield (batch_ids, batch.lengths), (values,)
+            yield (torch.cat((starts, ends, span_losses(starts, ends, batch)[:, None]), 1),)
 
-    for (batch_ids, lengths), (values,) in read_late(batches()):
+    for number, (values,) in enumerate(read_late(batches())):
+        batch_ids = parts[number]
         losses.extend(values[:, -1].tolist())
         start_rows, end_rows = (side.numpy() for side in values[:, :-1].chunk(2, 1))
         questions, context_starts = (windows.numbers(name, batch_ids) for name in ("question", "context_start"))
         char_starts, char_ends = (windows.lists(name, batch_ids) for name in ("char_starts", "char_ends"))
-        for i, length in enumerate(lengths):
+        for i, length in enumerate(lengths[batch_ids]):
             yield WindowLogits(
                 question=int(questions[i]),
                 context_start=int(context_starts[i]),
@@ -96,29 +94,27 @@ def window_logits(
             )
 
 
-def read_late(
-    batches: Iterable[tuple[About, tuple[torch.Tensor, ...]]],
-) -> Iterator[tuple[About, tuple[torch.Tensor, ...]]]:
-    """The batches' tensors on the host, with what each batch is about.
+def read_late(batches: Iterable[Tensors]) -> Iterator[Tensors]:
+    """The tensors of each batch on the host.
 
     A batch is read only after the next one is queued, so that a GPU also works while the caller uses the tensors.
     """
-    queued = deque[tuple[About, tuple[torch.Tensor, ...], Any]]()
-    for about, tensors in batches:
-        copies = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)  # into pinned memory
+    queued = deque[tuple[Tensors, Any]]()
+    for tensors in batches:
+        copies: Any = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)  # into pinned memory
         copied = torch.cuda.Event() if tensors[0].is_cuda else None
         if copied:
             copied.record(torch.cuda.current_stream(tensors[0].device))
-        queued.append((about, copies, copied))
+        queued.append((copies, copied))
         if len(queued) > 1:
             yield _read(*queued.popleft())
     if queued:
         yield _read(*queued.popleft())
 
 
-def _read(about: About, copies: tuple[torch.Tensor, ...], copied: Any) -> tuple[About, tuple[torch.Tensor, ...]]:
+def _read(copies: Any, copied: Any) -> Any:
     if copied is None:
-        return about, copies
+        return copies
     copied.synchronize()
     # The next copies use the pinned memory again: to allocate it is slow.
-    return about, tuple(copy.clone() for copy in copies)
+    return tuple(copy.clone() for copy in copies)

@@ -222,12 +222,12 @@ class JoinedAttention(nn.Module):
 
 
 def join_products(model: Any) -> None:
-    """Make the attentions of a model over packed windows JoinedAttention, except those with adapters."""
+    """Make the attentions of a model of torch's layers, over packed windows, JoinedAttention, except with adapters."""
     family = families.FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
     if family and family.attention_of_bert and model.config._attn_implementation == attention.NAME:
         for layer in model.base_model.encoder.layer:
             own = layer.attention.self
-            if all(type(part) in (nn.Linear, Linear) for part in (own.query, own.key, own.value)):
+            if all(type(part) is nn.Linear for part in (own.query, own.key, own.value)):
                 own.__class__ = JoinedAttention
 
 
@@ -252,11 +252,11 @@ def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Ten
         padding, longest = ~batch.attention_mask, max(batch.lengths)
         starts, ends = (rows.masked_fill(padding, float("-inf"))[:, :longest] for rows in logits)
     else:
-        starts, ends = (_by_window(row.flatten(), batch) for row in logits)
+        starts, ends = (_window_rows(row.flatten(), batch) for row in logits)
     return starts, ends
 
 
-def _by_window(row: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _window_rows(row: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The values [N] of a packed batch's tokens as [B, T]. One operation: a kernel per window is slow on a GPU."""
     assert batch.cells is not None
     shape = len(batch.lengths), max(batch.lengths)

@@ -172,15 +172,15 @@ class DatasetTask(Task):
         assert self.dev is not None
         dev, ids, size = self.dev, self._share, self.config.train.per_device_eval_batch_size
 
-        def batches() -> Iterator[tuple[None, tuple[Tensor, ...]]]:
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
             for first in range(0, len(ids), size):
                 batch = self._batch(dev, ids[first : first + size])
                 with autocast(self.world.device, self.config.train.precision):
                     losses, outputs = self.forward(model, batch.content)
-                yield None, (losses.float(), outputs)
+                yield losses.float(), outputs
 
         with evaluating(model):
-            found = [tensors for _, tensors in read_late(batches())]
+            found = list(read_late(batches()))
         if not found:
             return ids, torch.empty(0), torch.empty(0)
         losses, outputs = (torch.cat(parts) for parts in zip(*found, strict=True))

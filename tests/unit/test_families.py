@@ -32,6 +32,7 @@ from hvd_bert.model.bert import (
     span_logits,
     span_losses,
     window_losses,
+    with_torch_layers,
 )
 from hvd_bert.model.classifier import class_logits, new_classifier
 from hvd_bert.model.families import FAMILIES, fit_flags, max_tokens, model_class
@@ -212,7 +213,7 @@ def test_half_precision(name, windows):
 
 @each("name", [name for name, family in FAMILIES.items() if family.attention_of_bert])
 def test_query_key_and_value_as_one_product(name, windows):
-    batch, own = Collator(windows, CPU)(range(len(LENGTHS))), models(name)[0]
+    batch, own = Collator(windows, CPU)(range(len(LENGTHS))), with_torch_layers(models(name)[0])
     joined = copy.deepcopy(own)
     join_products(joined)
     assert sum(type(part) is JoinedAttention for part in joined.modules()) == own.config.num_hidden_layers
