@@ -16,13 +16,14 @@ import torch
 from hvd_bert.distributed import rendezvous, watchdog
 from hvd_bert.distributed.interfaces import address_of, address_towards, apply_setting, avoid_inner_networks
 from hvd_bert.distributed.launch import (
+    ASKS_MPI,
+    BY_TORCH,
     WITHOUT_HOROVOD,
     Launcher,
-    check_nesting,
     check_pmi,
     check_size,
+    checked_launcher,
     extend_gloo_timeout,
-    find_launcher,
     is_elastic,
 )
 from hvd_bert.distributed.signals import NOTICES
@@ -59,16 +60,15 @@ class HorovodWorld(World):
 
         `generation`: under Horovod elastic, how many worlds this process was in before.
         """
-        launcher = find_launcher(os.environ)
-        check_nesting(launcher, os.environ)
+        launcher = checked_launcher(os.environ)
         extend_gloo_timeout(launcher, os.environ)
         apply_setting(os.environ)
-        if launcher.size in (None, 1):
+        if launcher.size in (None, 1) and launcher.name != ASKS_MPI:
             # A single process needs no MPI, which on some clusters only starts inside a job.
             os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
         try:
-            if launcher.name == "torchrun" and launcher.size != 1:
-                rendezvous.serve_horovod()
+            if launcher.name in ("torchrun", BY_TORCH) and launcher.size != 1:
+                rendezvous.serve_horovod(launcher)
             elif launcher.name == "horovodrun":
                 rendezvous.check_horovodrun()
                 rendezvous.serve_again()
@@ -92,7 +92,7 @@ class HorovodWorld(World):
         if not by_mpi:
             _pause_between_polls()
         if not elastic:  # there the launcher's variables describe the first world
-            check_size(launcher, hvd.size())
+            check_size(launcher, hvd.size(), os.environ)
         controller = "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo"
         world = HorovodWorld(hvd, controller, comm, stalled_after_s)
         world.elastic, world.generation = elastic, generation

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 
 import psutil
 
@@ -65,15 +66,22 @@ def resolve(setting: str, addresses: Mapping[str, Sequence[str]]) -> str:
     return setting
 
 
-def choose_interface(environ: MutableMapping[str, str], variable: str, hosts: Sequence[str]) -> None:
-    """Set a library's variable to the interface through which this host reaches another of the world's `hosts`.
+def choose_interface(environ: MutableMapping[str, str], variable: str, others: Sequence[str]) -> None:
+    """Set a library's variable to the interface through which this host reaches the world's other hosts.
 
     Keeps what is set. Gloo's default is the interface of the host's own name, which on many systems is the loopback.
+    `others`: names or addresses of other hosts; the first that can be resolved counts. Raises UserError if none can.
     """
-    other = next((host for host in hosts if host != socket.gethostname()), "localhost")
-    name = environ.get(variable) or interface_to(other)
+    if environ.get(variable):
+        return
+    name = next((name for other in others or ["localhost"] if (name := interface_to(other))), None)
     if name is not None:
         environ[variable] = name
+    elif others:
+        raise UserError(
+            f"{socket.gethostname()} has no route to {', '.join(dict.fromkeys(others))}, and so the interface towards"
+            f" the other ranks is unknown. Set {SETTING} to its name or its subnet (docs/guides/cluster.md)."
+        )
 
 
 def avoid_inner_networks(environ: MutableMapping[str, str]) -> None:
@@ -106,13 +114,13 @@ def address_of(interface: str | None) -> str | None:
 
 
 def address_towards(host: str) -> str | None:
-    """The IPv4 address under which this host reaches `host`; None if unknown."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends no packet, only chooses the route
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
+    """The address under which this host reaches `host`, IPv4 where there is one; None if unknown."""
+    with suppress(OSError):
+        for family, kind, _, _, place in sorted(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(place)  # sends no packet, only chooses the route
+                return str(probe.getsockname()[0])
+    return None
 
 
 def interface_to(host: str) -> str | None:

@@ -5,9 +5,11 @@ These functions only read their arguments, so that tests need no cluster.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
+from itertools import chain
 
 import psutil
 
@@ -20,24 +22,58 @@ class LaunchError(UserError):
 
 @dataclass(frozen=True)
 class Launcher:
-    """The program that started this process, by its variables. `size` and `rank` are None without one."""
+    """What started this process, by its variables. Without a launcher, `size` and `rank` are None.
+
+    `size` is also None where only MPI knows it (ASKS_MPI).
+    """
 
     name: str
     size: int | None
     rank: int | None
 
 
+@dataclass(frozen=True)
+class Variables:
+    """A launcher's variables of the world size and of the rank, and those that must be set as well."""
+
+    launcher: str
+    size: str
+    rank: str
+    others: tuple[str, ...] = ()
+
+
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun sets it
-# Each launcher's variables of size and rank. Most specific first: mpirun inside srun inherits Slurm's variables, never
-# the other way round.
+# torch's env:// rendezvous: Kubeflow's PyTorchJob, Volcano, Azure ML, Vertex AI, Run:ai, deepspeed, mp.spawn, by hand.
+BY_TORCH = "torch's variables"
+TORCHS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ASKS_MPI = "MPI"
+_PER_NODE = "PET_NPROC_PER_NODE"  # torchrun's --nproc-per-node: Kubeflow's WORLD_SIZE counts these processes
+# Most specific first: mpirun inside srun inherits Slurm's variables, never the other way round. Except for torchrun,
+# horovodrun, srun and torch's variables, MPI's library connects the ranks.
 _LAUNCHERS = (
-    ("torchrun", "WORLD_SIZE", "RANK"),
-    ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
-    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-    ("mpirun", "PMI_SIZE", "PMI_RANK"),
-    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    Variables("torchrun", "WORLD_SIZE", "RANK", (TORCHRUN,)),
+    Variables("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
+    Variables("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    Variables("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    Variables("mpirun", "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_RANK"),
+    Variables("mpirun", "PMI_SIZE", "PMI_RANK"),
+    Variables("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    Variables("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    Variables("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    Variables(BY_TORCH, "WORLD_SIZE", "RANK"),
 )
+# Ranks of launchers that tell no size (PRRTE, Hydra with -pmi-port, PALS, ALPS) or whose size is missing: MPI is asked.
+_RANKS_OF_MPI = (
+    *("PMIX_RANK", "PMI_ID", "PALS_RANKID", "ALPS_APP_PE"),
+    *(row.rank for row in _LAUNCHERS if row.launcher in ("mpirun", "jsrun", "flux")),
+)
+# Variables that tell of several processes, but not the rank of this one.
+_SIZES_ALONE = ("PET_NNODES", _PER_NODE, "TF_CONFIG", "SM_HOSTS", "SUBMITIT_LOCAL_NTASKS")
+# Which platform has set torch's variables.
+_PLATFORMS = {
+    "PET_NNODES": "Kubeflow", "VC_TASK_INDEX": "Volcano", "AZUREML_RUN_ID": "Azure ML", "RUNAI_JOB_NAME": "Run:ai",
+    "CROSS_SIZE": "deepspeed",
+}  # fmt: skip
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 PTY = "SLURM_PTY_PORT"  # of `srun --pty bash`: only its first task has a terminal
 WITH_PMIX = "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun or horovodrun."
@@ -63,13 +99,47 @@ def number(environ: Mapping[str, str], name: str, minimum: int = 0) -> int | Non
 
 
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
-    """The launcher of this process, from its environment. Raises UserError if its variables are no numbers."""
-    for name, size, rank in _LAUNCHERS:
-        if name == "torchrun" and TORCHRUN not in environ:
-            continue  # job scripts may set these variables for other launchers
-        if size in environ and rank in environ:
-            return Launcher(name, number(environ, size, 1), number(environ, rank))
-    return Launcher("none", None, None)
+    """The launcher of this process, from its environment. Raises UserError if its variables are no ranks of a world."""
+    rows = [row for row in _LAUNCHERS if {row.size, row.rank, *row.others} <= environ.keys()]
+    if len(rows) > 1 and rows[0].launcher == "srun" and environ[rows[0].size] == "1":
+        del rows[0]  # one step per node, each a rank of torch's variables
+    if not rows:
+        ranks = _ranks_of_mpi(environ)
+        return Launcher(ASKS_MPI, None, number(environ, ranks[0])) if ranks else Launcher("none", None, None)
+    row = rows[0]
+    size, rank = number(environ, row.size, 1), number(environ, row.rank)
+    if rank is not None and size is not None and rank >= size:
+        raise UserError(
+            f"{row.rank}={rank} must be below {row.size}={size}: ranks count from 0. Fix the variables, or unset them"
+            " if they are left over from another job."
+        )
+    return Launcher(row.launcher, size, rank)
+
+
+def ignored(launcher: Launcher, environ: Mapping[str, str]) -> list[str]:
+    """The variables that tell of several processes, but of another number than the launcher's."""
+    names = dict.fromkeys([*(row.size for row in _LAUNCHERS), *_SIZES_ALONE])
+    return [name for name in names if _told(environ.get(name, "")) not in (1, launcher.size)]
+
+
+def platform_of(launcher: Launcher, environ: Mapping[str, str]) -> str:
+    """The launcher's name in a report: for torch's variables with the platform that has set them, where it is known."""
+    if launcher.size is None:
+        return "no launcher" if launcher.name == "none" else "a launcher of MPI, which is asked for the ranks"
+    found = [name for variable, name in _PLATFORMS.items() if variable in environ]
+    return f"{found[0]} ({BY_TORCH})" if found and launcher.name == BY_TORCH else launcher.name
+
+
+def _told(text: str) -> int:
+    """The number of processes in a variable: a number, min:max, or JSON with the names of hosts; else 1."""
+    if re.fullmatch(r"(?:[0-9]{1,9}:)?[0-9]{1,9}", text):
+        return max(1, int(text.rpartition(":")[2]))
+    try:
+        told = json.loads(text)
+        hosts = chain(*told["cluster"].values()) if isinstance(told, dict) else told
+        return max(1, len(list(hosts)))
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return 1
 
 
 def speaks_first(environ: Mapping[str, str]) -> bool:
@@ -102,13 +172,50 @@ def is_nested(
     return launcher.name == "mpirun" and not {"mpirun", "mpiexec", "orterun", "prterun"}.isdisjoint(programs())
 
 
-def check_nesting(launcher: Launcher, environ: Mapping[str, str]) -> None:
-    """Raise LaunchError if each of srun's tasks would start the whole job."""
+def _ranks_of_mpi(environ: Mapping[str, str]) -> list[str]:
+    return [name for name in _RANKS_OF_MPI if name in environ]
+
+
+def checked_launcher(environ: Mapping[str, str]) -> Launcher:
+    """The launcher of this process, for a world of all ranks. Raises UserError if it does not make one world."""
+    launcher = find_launcher(environ)
+    _check_nesting(launcher, environ)
+    _check_variables(launcher, environ)
+    return launcher
+
+
+def _check_nesting(launcher: Launcher, environ: Mapping[str, str]) -> None:
     if is_nested(launcher, environ):
         tasks = environ["SLURM_STEP_NUM_TASKS"]
         raise LaunchError(
             f"Each of srun's {tasks} tasks has started {launcher.name} with {launcher.size} ranks. Use one launcher:"
             f" `srun --mpi=pmix python ...`, or {launcher.name} without srun."
+        )
+
+
+def _check_variables(launcher: Launcher, environ: Mapping[str, str]) -> None:
+    """Refuse variables that tell of several processes, but not how they find each other: each would train alone."""
+    missing = [name for name in TORCHS if not environ.get(name)]
+    if launcher.name == BY_TORCH and _told(environ.get(_PER_NODE, "")) > 1:
+        raise UserError(
+            f"{_PER_NODE}={environ[_PER_NODE]}: WORLD_SIZE={launcher.size} counts processes of torchrun. Start with"
+            " `torchrun -m hvd_bert.train`, which takes the number of nodes and processes from these variables."
+        )
+    if launcher.name == BY_TORCH and launcher.size != 1 and missing:
+        raise UserError(
+            f"RANK={launcher.rank} and WORLD_SIZE={launcher.size} are set, but not {' and '.join(missing)}, through"
+            " which the ranks find each other. Set all of them, or unset RANK to train in this process alone."
+        )
+    if launcher.name != "none":
+        return
+    unused = [name for name in ignored(launcher, environ) if name != "WORLD_SIZE"]  # which job scripts export
+    if "RANK" in environ and (environ["RANK"] != "0" or len(missing) < len(TORCHS) - 1):
+        unused.append("RANK")
+    if unused:
+        raise UserError(
+            f"{unused[0]}={environ[unused[0]][:80]} is set for several processes, but this one lacks its rank or the"
+            " address of the others: each would train alone. Start with torchrun, horovodrun, mpirun or srun, or set"
+            f" {', '.join(TORCHS)} in each (docs/guides/strategies.md). To train in one process: --strategy none."
         )
 
 
@@ -139,8 +246,14 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
     return environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def check_size(launcher: Launcher, horovod_size: int) -> None:
+def check_size(launcher: Launcher, horovod_size: int, environ: Mapping[str, str]) -> None:
     """Raise LaunchError if Horovod's world size is not the launcher's: N worlds of one would train N times."""
+    if launcher.name == ASKS_MPI and horovod_size == 1:
+        raise UserError(  # of each, since each is alone
+            f"{_ranks_of_mpi(environ)[0]} is set: a launcher of MPI started this process. But it did not tell the size,"
+            " and Horovod sees a world of one. Start with the launcher of the MPI that Horovod was built with. To train"
+            " in this process alone: --strategy none."
+        )
     if launcher.size is None or launcher.size == horovod_size:
         return
     rebuild = "Use the launcher of the MPI that Horovod was built with, or rebuild it with this one (env/setup.sh)."

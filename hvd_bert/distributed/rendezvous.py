@@ -5,31 +5,43 @@ What is served here listens only on the address through which the other ranks co
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import subprocess
 import threading
 import time
 from datetime import timedelta
+from functools import cache
+from ipaddress import ip_address
+from itertools import chain, count
 from typing import Any
 
 from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its stubs
 
-from hvd_bert.distributed.interfaces import address_of, address_towards, choose_interface
-from hvd_bert.distributed.launch import gloo_timeout_s, horovodrun_address, is_elastic, slurm_nodes, slurm_port
+from hvd_bert.distributed.interfaces import address_of, address_towards, choose_interface, host_addresses
+from hvd_bert.distributed.launch import (
+    BY_TORCH,
+    Launcher,
+    gloo_timeout_s,
+    horovodrun_address,
+    is_elastic,
+    number,
+    slurm_nodes,
+    slurm_port,
+)
 from hvd_bert.distributed.logs import describe_ranks, log
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError
 
 START_S = 300  # for ranks that start late; later the group's own timeout applies
+WITH_STORES = ("torchrun", "srun", BY_TORCH)  # the launchers of `launcher_store`
 NOTICE_S = 10  # after which the missing ranks are named
 SAME_ADDRESS = (
     "All hosts must resolve that host's name to the same address and accept connections from each other, and that rank"
     " must run."
 )
 
-_joins = itertools.count()  # a process may join several worlds, one after another
+_joins = count()  # a process may join several worlds, one after another
 
 
 def of_this_world(store: Any) -> Any:
@@ -57,14 +69,18 @@ def serve_store(address: str, port: int = 0) -> Any:
 
 def reach_store(host: str, port: int, patience_s: float, hint: str = SAME_ADDRESS) -> Any:
     """A key-value store that another process serves. Raises UserError if nothing answers there in `patience_s`."""
-    deadline = time.monotonic() + patience_s
+    start, told = time.monotonic(), False
     while True:
         try:  # a TCPStore would print its stack
             socket.create_connection((host, port), gloo_timeout_s(os.environ)).close()
             return _store(host, port)
         except OSError as error:
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - start
+            if waited_s > patience_s:
                 raise _unreachable(host, port, error, hint) from None
+            if waited_s > NOTICE_S and not told:
+                told = True
+                log.warning("Waiting for rank 0 to serve at %s:%s (%s)", host, port, error)
         time.sleep(0.1)
 
 
@@ -89,12 +105,17 @@ def _start_s() -> int:
 
 def hosts_of(store: Any, rank: int, size: int) -> list[str]:
     """The host of every rank, once all have started. All ranks call it. Raises CollectiveError if some do not start."""
+    return [host for host, _ in _places(store, rank, size, "")]
+
+
+def _places(store: Any, rank: int, size: int, address: str) -> list[tuple[str, str]]:
+    """The host of every rank, and the `address` that it gives here. As `hosts_of`."""
     keys = [f"hvd_bert.host.{other}" for other in range(size)]
 
     def missing() -> list[int]:
         return [other for other in range(size) if not store.check([keys[other]])]
 
-    store.set(keys[rank], socket.gethostname())
+    store.set(keys[rank], f"{socket.gethostname()} {address}")
     try:
         store.wait(keys, timedelta(seconds=NOTICE_S))
     except DistStoreError:
@@ -110,7 +131,29 @@ def hosts_of(store: Any, rank: int, size: int) -> list[str]:
                 reporter,
                 mine=rank == reporter,
             ) from None
-    return [store.get(key).decode() for key in keys]
+    told = [store.get(key).decode().partition(" ") for key in keys]
+    return [(host, its_address) for host, _, its_address in told]
+
+
+def meet(store: Any, launcher: Launcher, variable: str) -> list[str]:
+    """The host of every rank, as `hosts_of`. Sets a library's variable to the interface towards the other hosts.
+
+    The hosts' names need not resolve: each gives the address at which it is reached.
+    """
+    rank, size, here, server = launcher.rank or 0, launcher.size or 1, socket.gethostname(), _host_of(store)
+    places = _places(store, rank, size, address_towards(server) or "")
+    hosts = [host for host, _ in places]
+    # Rank 0 may reach the store by the loopback: the others know a better address of it.
+    others = [server] if hosts[0] != here else []
+    others += [address for host, address in places[1:] if host != here and address]
+    choose_interface(os.environ, variable, others)
+    return hosts
+
+
+def _host_of(store: Any) -> str:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return str(store.host)
 
 
 def store_of(world: World, address: str) -> Any:
@@ -127,7 +170,8 @@ def store_of(world: World, address: str) -> Any:
         return store or reach_store(host, port, gloo_timeout_s(os.environ))
 
 
-def slurm_store(rank: int) -> Any:
+@cache
+def _slurm_store(rank: int) -> Any:
     """A key-value store for the tasks of a Slurm step, which rank 0 serves on the step's first node."""
     first, *others = expand_hosts(slurm_nodes(os.environ))
     port = slurm_port(os.environ)
@@ -151,12 +195,50 @@ def expand_hosts(listed: str) -> list[str]:
     return told.stdout.split()
 
 
-def torchrun_store() -> Any:
+def launcher_store(launcher: Launcher) -> Any:
+    """A key-value store for the ranks of torchrun, srun, or torch's variables. Raises UserError if it is not reached.
+
+    Rank 0 serves it to the end of its process, except under torchrun: a slower rank may still use it.
+    """
+    if launcher.name == "torchrun":
+        return of_this_world(_torchrun_store())
+    served = _slurm_store if launcher.name == "srun" else _master_store
+    return of_this_world(served(launcher.rank or 0))
+
+
+def _torchrun_store() -> Any:
     """The key-value store of torchrun's agent, with other keys after each restart. Raises UserError if it is gone."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = _master()
     hint = "Start with torchrun. If its variables are left over from another job, unset TORCHELASTIC_RUN_ID."
     store = reach_store(host, port, 0, hint)  # the agent serves before it starts ranks
-    return of_this_world(PrefixStore(f"hvd_bert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store))
+    return PrefixStore(f"hvd_bert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+@cache
+def _master_store(rank: int) -> Any:
+    """A key-value store that rank 0 serves at MASTER_ADDR and MASTER_PORT, as torch's env:// rendezvous does."""
+    host, port = _master()
+    if rank == 0:
+        return serve_store(host if _is_own(host) else "0.0.0.0", port)
+    hint = f"Rank 0 must run, and serve at MASTER_ADDR={host}, MASTER_PORT={port}: give all ranks the same values."
+    return reach_store(host, port, _start_s(), hint)
+
+
+def _is_own(host: str) -> bool:
+    """Whether the other ranks reach this host at the address that `host` has here.
+
+    Not if it is the address of a service (Kubernetes), or the loopback as which many hosts resolve their own name.
+    """
+    addresses = list(chain(*host_addresses().values()))
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:  # a service's name may be unknown until its pod is ready
+        return False
+    return address in addresses and (host in ("localhost", address) or not ip_address(address).is_loopback)
+
+
+def _master() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], number(os.environ, "MASTER_PORT", 1) or 0
 
 
 def check_horovodrun() -> None:
@@ -191,14 +273,13 @@ def serve_again() -> None:
             time.sleep(0.05)
 
 
-def _serve_addresses(otherwise: str, store: Any = None) -> tuple[str, int]:
-    """Serve Horovod's ranks to the end of this process, at the chosen interface or `otherwise`. Keeps `store`."""
+def _serve_addresses(otherwise: str) -> tuple[str, int]:
+    """Serve Horovod's ranks to the end of this process, at the chosen interface or `otherwise`."""
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     own = address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or otherwise
     server = RendezvousHTTPServer((own, 0), RendezvousHandler, verbose=0)  # RendezvousServer listens everywhere
     server.init([])  # it needs no list of ranks
-    server.store = store  # ends with its last reference
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return own, server.server_port
 
@@ -207,21 +288,22 @@ def _set_address(address: str, port: int | str) -> None:
     os.environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR=address, HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
 
 
-def serve_horovod() -> None:
-    """Set what horovodrun --gloo would set, for a process of torchrun: its ranks, and the address of a key-value store.
+def serve_horovod(launcher: Launcher) -> None:
+    """Set what horovodrun --gloo would set, for a rank that has a `launcher_store`: its place, and where to rendezvous.
 
-    Rank 0 serves the store until its process ends.
+    Rank 0 serves the addresses of the ranks until its process ends.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = torchrun_store()
-    choose_interface(os.environ, "HOROVOD_GLOO_IFACE", hosts_of(store, rank, size))
+    rank = launcher.rank or 0
+    store = launcher_store(launcher)
+    hosts = meet(store, launcher, "HOROVOD_GLOO_IFACE")
     if rank == 0:
-        own, its_port = _serve_addresses(os.environ["MASTER_ADDR"], store)
+        own, its_port = _serve_addresses(address_towards(_host_of(store)) or "127.0.0.1")
         store.set("hvd_bert.horovod", f"{own} {its_port}")
     address, port = store.get("hvd_bert.horovod").decode().split()
-    of_torchrun = {"HOROVOD_RANK": "RANK", "HOROVOD_SIZE": "WORLD_SIZE"}
-    of_torchrun |= {"HOROVOD_LOCAL_RANK": "LOCAL_RANK", "HOROVOD_LOCAL_SIZE": "LOCAL_WORLD_SIZE"}
-    of_torchrun |= {"HOROVOD_CROSS_RANK": "GROUP_RANK", "HOROVOD_CROSS_SIZE": "GROUP_WORLD_SIZE"}
-    os.environ.update({name: os.environ[theirs] for name, theirs in of_torchrun.items()})
+    local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+    across = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank]  # the hosts with this local rank
+    places = {"RANK": rank, "SIZE": len(hosts), "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
+    places |= {"CROSS_RANK": across.index(hosts[rank]), "CROSS_SIZE": len(across)}
+    os.environ.update({f"HOROVOD_{name}": str(number) for name, number in places.items()})
     os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo", HOROVOD_HOSTNAME=socket.gethostname())
     _set_address(address, port)

@@ -20,7 +20,7 @@ import torch
 
 from hvd_bert.distributed import events, logs
 from hvd_bert.distributed.horovod_world import HorovodWorld, ready_for_timeline
-from hvd_bert.distributed.launch import LaunchError, find_launcher, is_elastic, requested_tasks, speaks_first
+from hvd_bert.distributed.launch import LaunchError, find_launcher, ignored, is_elastic, requested_tasks, speaks_first
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, abort_mpi, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError, reason_of
 from hvd_bert.streams import INTERRUPTED, interruptible, keep_running
@@ -160,7 +160,7 @@ def join(strategy: str = "horovod", generation: int = 0) -> World:
     """
     if strategy in ("none", "dp"):
         return _alone(strategy)
-    requested = requested_tasks(os.environ)
+    launcher, requested = find_launcher(os.environ), requested_tasks(os.environ)
     world: World
     if strategy == "horovod":
         world = HorovodWorld.join(generation)
@@ -168,6 +168,12 @@ def join(strategy: str = "horovod", generation: int = 0) -> World:
         from hvd_bert.distributed.torch_world import DistributedWorld  # Horovod's runs do not need it
 
         world = DistributedWorld.join()
+    if world.size == 1 and "RANK" not in os.environ and "WORLD_SIZE" in ignored(launcher, os.environ):
+        log.warning(
+            "WORLD_SIZE=%s is ignored, since RANK is not set: this process trains alone. To start several, use a"
+            " launcher (docs/guides/strategies.md).",
+            os.environ["WORLD_SIZE"][:40],
+        )
     if world.size < requested and world.rank == 0 and not world.elastic:
         log.warning(
             "The job requested %s tasks, but only %s rank(s) run. Start all of them (`srun --mpi=pmix`, -np %s), or"
@@ -183,8 +189,8 @@ def _alone(strategy: str) -> World:
     launcher = find_launcher(os.environ)
     if (launcher.size or 1) > 1:
         raise LaunchError(
-            f"--strategy {strategy} runs in one process, but {launcher.name} started {launcher.size}. Start it without"
-            " a launcher, or choose another strategy."
+            f"--strategy {strategy} runs in one process, but {launcher.size} were started (by {launcher.name}). Start"
+            " it without a launcher, or choose another strategy."
         )
     world = World()
     world.elastic = is_elastic(os.environ)  # refused later: only Horovod is elastic

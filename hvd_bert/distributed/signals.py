@@ -31,7 +31,7 @@ SAME_S = 1.0  # within which a repeated signal is the same request: `timeout` an
 HOSTS = "hosts"  # Horovod elastic has hosts to add or remove
 FOLDER = "a move or removal of --output_dir"
 CHECK_S = 1.0
-_NOT_WATCHED = ("none", "srun")
+_WATCHED = ("torchrun", "horovodrun", "mpirun")  # others end their ranks, or their process is not known
 
 
 class HostNotices:
@@ -137,7 +137,7 @@ def watch_launcher(launcher: str) -> None:
 
     Not SIGTERM, which the launcher may have passed on before: a second one ends a run that is still saving.
     """
-    if launcher not in _NOT_WATCHED:
+    if launcher in _WATCHED:
         threading.Thread(target=_stop_when_cut, args=(os.getppid(),), name="launcher watch", daemon=True).start()
 
 

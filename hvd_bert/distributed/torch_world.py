@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -18,13 +17,12 @@ from torch import distributed
 from hvd_bert.distributed import rendezvous, watchdog
 from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.interfaces import address_of, apply_setting, choose_interface
-from hvd_bert.distributed.launch import check_nesting, find_launcher, is_elastic
+from hvd_bert.distributed.launch import ASKS_MPI, checked_launcher, is_elastic
 from hvd_bert.distributed.world import World
 
 # Ranks wait for one that writes a checkpoint or finishes its share of an evaluation. Gloo notices a dead rank at once,
 # and the watchdog a step that takes too long.
 TIMEOUT = timedelta(hours=2)
-_slurm_store = cache(rendezvous.slurm_store)  # served until the process ends: a slower task may still use it
 
 
 class DistributedWorld(World):
@@ -43,25 +41,22 @@ class DistributedWorld(World):
     @staticmethod
     def join() -> DistributedWorld:
         """Join the launcher's world. Raises UserError if the ranks are not in one world."""
-        launcher = find_launcher(os.environ)
-        check_nesting(launcher, os.environ)
+        launcher = checked_launcher(os.environ)
         apply_setting(os.environ)
         rank, size, comm = launcher.rank or 0, launcher.size or 1, None
         interface = "GLOO_SOCKET_IFNAME"
-        if launcher.name == "torchrun":
-            store = rendezvous.torchrun_store()
-            choose_interface(os.environ, interface, rendezvous.hosts_of(store, rank, size))
-        elif size == 1:
+        if launcher.name in rendezvous.WITH_STORES and size > 1:
+            store = rendezvous.launcher_store(launcher)
+            rendezvous.meet(store, launcher, interface)
+        elif size == 1 and launcher.name != ASKS_MPI:
             store = distributed.HashStore()  # type: ignore[attr-defined]  # missing in its type stubs
             choose_interface(os.environ, interface, [])
-        elif launcher.name == "srun":
-            store = rendezvous.of_this_world(_slurm_store(rank))
-            choose_interface(os.environ, interface, rendezvous.hosts_of(store, rank, size))
         else:
-            # horovodrun and mpirun pass the other ranks' addresses in different ways. Horovod supports both.
+            # horovodrun and MPI pass the other ranks' addresses in different ways. Horovod supports both.
             meeting = HorovodWorld.join()
             rank, size, comm = meeting.rank, meeting.size, meeting._comm
-            choose_interface(os.environ, interface, meeting.allgather(meeting.host))
+            others = [host for host in meeting.allgather(meeting.host) if host != meeting.host]
+            choose_interface(os.environ, interface, others)
             store = rendezvous.store_of(meeting, address_of(os.environ.get(interface)) or meeting.host)
             meeting.close()
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)

@@ -74,8 +74,8 @@ def parse_flags(argv: list[str] | None, launcher: Launcher) -> argparse.Namespac
         raise UserError(f"--n_best {flags.n_best}: must be at least 0.")
     if (launcher.size or 1) > 1 and not flags.output:
         raise UserError(
-            f"{launcher.name} started {launcher.size} processes, but only --input with --output uses them. Start the"
-            f" command without {launcher.name}, or add these flags."
+            f"{launcher.size} processes were started (by {launcher.name}), but only --input with --output uses them."
+            " Start the command without a launcher, or add these flags."
         )
     if not flags.input and not ((flags.question or "").strip() and flags.context):
         raise UserError("No question or no context is given. Give --question and --context, or --input FILE.")

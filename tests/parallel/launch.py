@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import by_variables
 import pytest
 from fork_server import start as fork_server
 from processes import started
@@ -138,7 +139,7 @@ def built() -> frozenset[str]:
 def launcher(size: int, by: str) -> list[str]:
     """The words that start `size` ranks `by` horovodrun ("mpi", "gloo"), "mpirun", "torchrun", or one by nothing.
 
-    Skips the test where that launcher is not there.
+    Or by variables: "torch", under mpirun "JSM", "FLUX", "PMIX". Skips the test where that launcher is not there.
     """
     if by == "none":
         assert size == 1
@@ -146,6 +147,10 @@ def launcher(size: int, by: str) -> list[str]:
     if by == "torchrun":
         torchrun = str(Path(sys.executable).with_name("torchrun"))
         return [torchrun, "--standalone", f"--nproc-per-node={size}", "--no-python"]
+    if by == "torch":
+        return [sys.executable, by_variables.__file__, by, str(size)]
+    if by in by_variables.OF_MPI:
+        return [*launcher(size, "mpirun"), sys.executable, by_variables.__file__, by]
     controller = "mpi" if by == "mpirun" else by
     if controller not in built():
         pytest.skip(f"this Horovod was built without {controller}")

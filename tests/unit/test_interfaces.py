@@ -47,14 +47,16 @@ def test_interface_to_this_host_is_the_loopback():
 
 
 def test_interface_is_the_one_towards_another_host(monkeypatch):
-    monkeypatch.setattr(interfaces, "interface_to", lambda host: {"other": "ib0", "localhost": "lo"}[host])
-    here = socket.gethostname()
-    environ: dict[str, str] = {}
-    interfaces.choose_interface(environ, "GLOO_SOCKET_IFNAME", [here, here, "other"])
-    assert environ == {"GLOO_SOCKET_IFNAME": "ib0"}
+    monkeypatch.setattr(interfaces, "interface_to", {"other": "ib0", "localhost": "lo"}.get)
+    for others, name in ((["unknown", "other"], "ib0"), ([], "lo")):
+        environ: dict[str, str] = {}
+        interfaces.choose_interface(environ, "GLOO_SOCKET_IFNAME", others)
+        assert environ == {"GLOO_SOCKET_IFNAME": name}
     environ["GLOO_SOCKET_IFNAME"] = "eth7"  # keeps the user's choice
-    interfaces.choose_interface(environ, "GLOO_SOCKET_IFNAME", [here, "other"])
+    interfaces.choose_interface(environ, "GLOO_SOCKET_IFNAME", ["other"])
     assert environ == {"GLOO_SOCKET_IFNAME": "eth7"}
+    with refused(socket.gethostname(), "unknown", "HVD_BERT_INTERFACE"):
+        interfaces.choose_interface({}, "GLOO_SOCKET_IFNAME", ["unknown"])
 
 
 SITES = "mca:btl:tcp:param:btl_tcp_if_include:source:file (/etc/openmpi/openmpi-mca-params.conf)"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 from tables import each, refused
 
 from hvd_bert.distributed.launch import (
     Launcher,
     LaunchError,
-    check_nesting,
     check_pmi,
     check_size,
+    checked_launcher,
     extend_gloo_timeout,
     find_launcher,
+    ignored,
     is_nested,
+    platform_of,
     requested_tasks,
     speaks_first,
 )
@@ -23,6 +26,11 @@ HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MVAPICH = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4"}
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4"}
+MVAPICH_4 = {"MVP_COMM_WORLD_RANK": "3", "MVP_COMM_WORLD_SIZE": "4"}
+JSRUN = {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4"}
+FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4"}
+PALS = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}
+TORCHS = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a100-01", "MASTER_PORT": "29500"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
 TORCHRUN |= {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "a100-01", "MASTER_PORT": "29500"}
@@ -38,13 +46,21 @@ INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS":
         (HOROVODRUN, ("horovodrun", 4, 3)),
         (TORCHRUN, ("torchrun", 4, 3)),
         (TORCHRUN | SRUN | INSIDE_SRUN, ("torchrun", 4, 3)),
-        ({"RANK": "0", "WORLD_SIZE": "4"}, ("none", None, None)),  # some job scripts set them for themselves
+        (TORCHS, ("torch's variables", 4, 3)),
+        (TORCHS | SRUN, ("srun", 4, 3)),  # a job script exports them for its ranks
+        (TORCHS | INSIDE_SRUN, ("torch's variables", 4, 3)),  # one step per node
+        ({"WORLD_SIZE": "4"}, ("none", None, None)),
         (HOROVODRUN | INSIDE_SRUN, ("horovodrun", 4, 3)),
         (MPIRUN, ("mpirun", 4, 3)),
         (MPIRUN | BATCH_STEP, ("mpirun", 4, 3)),
         (MPIRUN | INSIDE_SRUN, ("mpirun", 4, 3)),
         (MVAPICH, ("mpirun", 4, 3)),
+        (MVAPICH_4, ("mpirun", 4, 3)),
         (HYDRA, ("mpirun", 4, 3)),
+        (JSRUN, ("jsrun", 4, 3)),
+        (FLUX, ("flux", 4, 3)),
+        (PALS, ("MPI", None, 3)),  # it tells no size
+        ({"OMPI_COMM_WORLD_RANK": "3"}, ("MPI", None, 3)),
         (SRUN, ("srun", 4, 3)),
         (BATCH_STEP, ("none", None, None)),
         ({}, ("none", None, None)),
@@ -53,6 +69,49 @@ INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS":
 )
 def test_find_launcher(environ, expected):
     assert find_launcher({"PATH": "/bin", **environ}) == Launcher(*expected)
+
+
+# Variables that tell of several processes, but not how they find each other -> what the refusal names.
+LOST = {
+    "RANK MASTER_ADDR": ({"RANK": "0", "MASTER_ADDR": "a100-01"}, ["RANK=0", "WORLD_SIZE"]),
+    "RANK above 0": ({"RANK": "1"}, ["RANK=1", "WORLD_SIZE"]),
+    "no MASTER_*": ({"RANK": "0", "WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "MASTER_ADDR and MASTER_PORT"]),
+    "rank 5 of 2": (TORCHS | {"RANK": "5", "WORLD_SIZE": "2"}, ["RANK=5", "WORLD_SIZE=2"]),
+    "processes per pod": (TORCHS | {"PET_NPROC_PER_NODE": "2"}, ["PET_NPROC_PER_NODE=2", "torchrun"]),
+    "torchrun's options": ({"PET_NNODES": "1:2", "PET_NPROC_PER_NODE": "auto"}, ["PET_NNODES=1:2", "torchrun"]),
+    "TensorFlow's": ({"TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}}'}, ["TF_CONFIG="]),
+    "SageMaker's": ({"SM_HOSTS": '["algo-1", "algo-2"]'}, ["SM_HOSTS="]),
+    "submitit's": ({"SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_GLOBALID": "0"}, ["SUBMITIT_LOCAL_NTASKS=2"]),
+    "a size alone": ({"OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE=4"]),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_processes_that_would_each_train_alone_are_refused(case):
+    environ, named = LOST[case]
+    with refused(*named):
+        checked_launcher(environ)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"WORLD_SIZE": "4"},  # job scripts export it: a line says that it is ignored
+        {"RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
+        {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}', "SM_HOSTS": '["algo-1"]'},
+        {"TF_CONFIG": "{", "SM_HOSTS": "7 hosts", "PET_NNODES": ""},
+    ],
+)
+def test_one_process_is_not_refused(environ):
+    assert checked_launcher(environ).size in (None, 1)
+
+
+def test_what_is_ignored_and_which_platform_started_the_ranks():
+    environ = HOROVODRUN | TORCHS | {"WORLD_SIZE": "8", "OMPI_COMM_WORLD_SIZE": "1", "SM_HOSTS": '["algo-1"]'}
+    assert ignored(find_launcher(environ), environ) == ["WORLD_SIZE"]
+    kubeflow = TORCHS | {"PET_NNODES": "4"}
+    assert platform_of(find_launcher(kubeflow), kubeflow) == "Kubeflow (torch's variables)"
+    assert platform_of(find_launcher(HOROVODRUN | kubeflow), HOROVODRUN | kubeflow) == "horovodrun"
 
 
 @each(
@@ -68,10 +127,16 @@ def test_find_launcher(environ, expected):
 )
 def test_horovods_size_is_the_launchers(launcher, size, hint):
     if hint is None:
-        check_size(launcher, size)
+        check_size(launcher, size, {})
     else:
         with refused(f"{launcher.name} started {launcher.size}", f"world of {size}", hint):
-            check_size(launcher, size)
+            check_size(launcher, size, {})
+
+
+def test_launcher_of_mpi_without_its_size():
+    check_size(Launcher("MPI", None, 3), 4, PALS)
+    with refused("PALS_RANKID", "--strategy none"):
+        check_size(Launcher("MPI", None, 0), 1, PALS)
 
 
 def test_srun_without_pmi_where_it_is_needed():
@@ -188,7 +253,7 @@ def test_launcher_in_each_task_of_srun(environ, programs, nested):
 def test_launchers_in_tasks_of_srun_report_it_once():
     first = HOROVODRUN | SRUN | {"HOROVOD_RANK": "0", "SLURM_PROCID": "0"}
     with refused("srun", "horovodrun", "4 ranks", error=LaunchError):
-        check_nesting(find_launcher(first), first)
+        checked_launcher(first)
     assert speaks_first(first)
     assert not speaks_first(first | {"SLURM_PROCID": "1"})
     assert not speaks_first(first | {"HOROVOD_RANK": "1"})

@@ -7,15 +7,20 @@ import os
 import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 from tables import each, refused
 
 from hvd_bert.distributed import rendezvous
+from hvd_bert.distributed.launch import Launcher
 
 TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 TORCHRUN |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+
+
+LAUNCHER = Launcher("torchrun", 1, 0)
 
 
 @pytest.fixture
@@ -64,12 +69,55 @@ def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):
 # --- torchrun and horovodrun -----------------------------------------------------------------------
 
 
+def test_rank_0_serves_where_the_others_come_from(environ, monkeypatch):
+    """At its own address; at all of them where MASTER_ADDR is a service's, or the loopback for the host's own name."""
+    monkeypatch.setattr(rendezvous, "host_addresses", lambda: {"lo": ["127.0.0.1"], "eth0": ["127.0.0.5"]})
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolving({"localhost": "127.0.0.1", "here": "127.0.1.1"}))
+    own = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1"}
+    for name, address in (own | dict.fromkeys(["192.0.2.77", "service.invalid", "here"], "0.0.0.0")).items():
+        environ.update(MASTER_ADDR=name, MASTER_PORT=str(free_port()))
+        store = rendezvous._master_store.__wrapped__(0)
+        assert listening(store.port) == {address}, name
+
+
+def resolving(names: dict[str, str]) -> Any:
+    """getaddrinfo with other names."""
+    real = socket.getaddrinfo
+    return lambda host, *arguments, **options: real(names.get(host, host), *arguments, **options)
+
+
+def test_rank_0_that_does_not_come_is_named(environ, monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "NOTICE_S", 0.1)
+    monkeypatch.setattr(rendezvous, "START_S", 1)
+    port = free_port()
+    environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), HOROVOD_GLOO_TIMEOUT_SECONDS="1")
+    with refused(f"127.0.0.1:{port}", "MASTER_ADDR", "Rank 0"):
+        rendezvous.launcher_store(Launcher("torch's variables", 2, 1))
+    (message,) = caplog.messages
+    assert f"rank 0 to serve at 127.0.0.1:{port}" in message
+
+
+def test_hosts_whose_names_do_not_resolve(environ, monkeypatch):
+    """Each rank gives the address by which it reaches the store, and takes its interface from those of other hosts."""
+    chosen: dict[str, list[str]] = {}
+    monkeypatch.setattr(rendezvous, "choose_interface", lambda _, variable, others: chosen.update({variable: others}))
+    store = rendezvous.serve_store("127.0.0.1")
+    here = socket.gethostname()
+    for rank, place in enumerate([here, here, "pod-2 10.77.0.12", "pod-3 10.77.0.13"]):
+        store.set(f"hvd_bert.host.{rank}", place)
+    assert rendezvous.meet(store, Launcher("torchrun", 4, 1), "on rank 0's host") == [here, here, "pod-2", "pod-3"]
+    store.set("hvd_bert.host.0", "pod-0 127.0.0.1")  # rank 0 itself reaches the store by the loopback
+    rendezvous.meet(store, Launcher("torchrun", 4, 1), "elsewhere")
+    addresses = ["10.77.0.12", "10.77.0.13"]
+    assert chosen == {"on rank 0's host": addresses, "elsewhere": ["127.0.0.1", *addresses]}
+
+
 def test_launcher_that_is_gone_is_reported_at_once(environ):
     rendezvous.check_horovodrun()  # over MPI it serves nothing
     port = free_port()
     environ.update(TORCHRUN, MASTER_PORT=str(port))
     with refused(f"127.0.0.1:{port}", "TORCHELASTIC_RUN_ID"):
-        rendezvous.torchrun_store()
+        rendezvous.launcher_store(LAUNCHER)
     environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
     with refused(f"127.0.0.1:{port}"):
         rendezvous.check_horovodrun()
@@ -80,7 +128,7 @@ def test_launcher_that_is_gone_is_reported_at_once(environ):
 def test_under_torchrun_nothing_listens_on_all_interfaces(environ):
     served = rendezvous.serve_store("127.0.0.1")  # by the agent
     environ.update(TORCHRUN, MASTER_PORT=str(served.port))
-    rendezvous.serve_horovod()
+    rendezvous.serve_horovod(LAUNCHER)
     assert environ["HOROVOD_GLOO_IFACE"] == "lo" and environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
     assert listening(served.port) == listening(int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])) == {"127.0.0.1"}
     rendezvous.check_horovodrun()
@@ -128,7 +176,7 @@ def test_store_of_slurm_tasks_listens_towards_the_other_nodes(environ, monkeypat
     monkeypatch.setattr(rendezvous, "slurm_port", lambda environ: port)
     port = free_port()
     environ.update(SLURM_STEP_NODELIST=nodes, SLURMD_NODENAME=node)
-    store = rendezvous.slurm_store(0)
+    store = rendezvous._slurm_store.__wrapped__(0)
     assert listening(port) == {address}
     store.set("key", "value")
-    assert rendezvous.slurm_store(1).get("key") == b"value", "a rank of the same node"
+    assert rendezvous._slurm_store.__wrapped__(1).get("key") == b"value", "a rank of the same node"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser
-from hvd_bert.distributed.launch import find_launcher, speaks_first
+from hvd_bert.distributed.launch import find_launcher, ignored, platform_of, speaks_first
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, print_on_one_rank, start_rank
 from hvd_bert.streams import end_when_lost, keep_running
@@ -97,9 +97,12 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_BAD_INPUT if first else EXIT_OK
     keep_running()  # the exit status counts, too
     report = Report(flags.json, shown=first)
-    started = f"1 of {launcher.size} processes, started by {launcher.name}" if launcher.size else "no launcher"
-    report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size}
-    report.print_text(f"hvd_bert doctor on {platform.node()} ({started})\n")
+    started_by = platform_of(launcher, os.environ)
+    unused = [f"{name}={os.environ[name][:40]}" for name in ignored(launcher, os.environ)]
+    report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size, "ignored": unused}
+    started = f"1 of {launcher.size} ranks by {started_by}" if launcher.size else started_by
+    shown = f"{started}; ignored: {', '.join(unused)}" if unused else started
+    report.print_text(f"hvd_bert doctor on {platform.node()} ({shown})\n")
     try:
         with collector_paused():
             from hvd_bert.tools.doctor.diagnosis import diagnose

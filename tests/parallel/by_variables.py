@@ -1,0 +1,39 @@
+"""Start ranks as launchers do that are not installed here: by their variables.
+
+by_variables.py torch SIZE COMMAND...                  torch's four variables: Kubeflow, deepspeed, by hand
+mpirun ... by_variables.py JSM|FLUX|PMIX COMMAND...    those of another launcher of MPI, in place of mpirun's
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+# The variables of size and rank. PMIX: of PRRTE, which tells the rank only (Open MPI's mpirun sets it as well).
+OF_MPI = {"JSM": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"), "FLUX": ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"), "PMIX": ()}
+MPIRUNS = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+
+
+def of_torch(size: int, command: list[str]) -> int:
+    """Start the ranks on this host. Returns the largest status. Passes SIGTERM on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    job = os.environ | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [subprocess.Popen(command, env=job | {"RANK": str(rank)}) for rank in range(size)]
+    signal.signal(signal.SIGTERM, lambda number, frame: [rank.send_signal(number) for rank in ranks] and None)
+    return max(rank.wait() for rank in ranks)
+
+
+def main(kind: str, *words: str) -> None:
+    if kind == "torch":
+        sys.exit(of_torch(int(words[0]), list(words[1:])))
+    told = [os.environ.pop(name) for name in MPIRUNS]
+    os.environ.update(zip(OF_MPI[kind], told, strict=False))
+    os.execvp(words[0], words)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
