@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -65,3 +67,21 @@ def test_four_ranks_on_two_hosts(
     assert (found["world_size"], found["hosts"], found["controller"]) == (4, HOSTS, controller)
     assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in found["ranks"]] == RANK_INFOS
     np.testing.assert_allclose(losses(tmp_path / "out"), one_process, rtol=0, atol=1e-4)
+
+
+# As in pods: each rank by torch's variables, on a host whose own name does not resolve.
+POD = ["unshare", "--uts", "sh", "-c", 'hostname "pod-$RANK" && exec "$@"', "sh"]
+
+
+def test_hosts_whose_own_names_do_not_resolve(cluster: Cluster, tmp_path: Path) -> None:
+    words = [*POD, sys.executable, "-m", "hvd_bert.train", *STEPS.split(), "8", "--strategy", "ddp"]
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": HOSTS[0], "MASTER_PORT": "29555"}
+    with ThreadPoolExecutor() as pool:
+        ranks = [
+            pool.submit(cluster.on, host, words, tmp_path, job | {"RANK": str(rank)}) for rank, host in enumerate(HOSTS)
+        ]
+    for rank in ranks:
+        rank.result().expect(0)
+    found = results(tmp_path / "out")
+    assert (found["world_size"], found["hosts"]) == (2, ["pod-0", "pod-1"])
+    assert [rank["local_rank"] for rank in found["ranks"]] == [0, 0]
