@@ -105,17 +105,17 @@ def _start_s() -> int:
 
 def hosts_of(store: Any, rank: int, size: int) -> list[str]:
     """The host of every rank, once all have started. All ranks call it. Raises CollectiveError if some do not start."""
-    return [host for host, _ in _places(store, rank, size, "")]
+    return _exchange(store, rank, size, "host", socket.gethostname())
 
 
-def _places(store: Any, rank: int, size: int, address: str) -> list[tuple[str, str]]:
-    """The host of every rank, and the `address` that it gives here. As `hosts_of`."""
-    keys = [f"hvd_bert.host.{other}" for other in range(size)]
+def _exchange(store: Any, rank: int, size: int, name: str, value: str) -> list[str]:
+    """The value of every rank. As `hosts_of`."""
+    keys = [f"hvd_bert.{name}.{other}" for other in range(size)]
 
     def missing() -> list[int]:
         return [other for other in range(size) if not store.check([keys[other]])]
 
-    store.set(keys[rank], f"{socket.gethostname()} {address}")
+    store.set(keys[rank], value)
     try:
         store.wait(keys, timedelta(seconds=NOTICE_S))
     except DistStoreError:
@@ -131,22 +131,29 @@ def _places(store: Any, rank: int, size: int, address: str) -> list[tuple[str, s
                 reporter,
                 mine=rank == reporter,
             ) from None
-    told = [store.get(key).decode().partition(" ") for key in keys]
-    return [(host, its_address) for host, _, its_address in told]
+    return [store.get(key).decode() for key in keys]
 
 
 def meet(store: Any, launcher: Launcher, variable: str) -> list[str]:
-    """The host of every rank, as `hosts_of`. Sets a library's variable to the interface towards the other hosts.
+    """The host of every rank, once all have started. Sets a library's variable to the interface towards other hosts.
 
-    The hosts' names need not resolve: each gives the address at which it is reached.
+    The hosts' names need not resolve: each rank gives the address through which it reaches the store. Raises
+    CollectiveError on all ranks if some do not start, or one has no such interface.
     """
     rank, size, here, server = launcher.rank or 0, launcher.size or 1, socket.gethostname(), _host_of(store)
-    places = _places(store, rank, size, address_towards(server) or "")
-    hosts = [host for host, _ in places]
+    hosts = hosts_of(store, rank, size)
+    addresses = _exchange(store, rank, size, "address", address_towards(server) or "")
     # Rank 0 may reach the store by the loopback: the others know a better address of it.
     others = [server] if hosts[0] != here else []
-    others += [address for host, address in places[1:] if host != here and address]
-    choose_interface(os.environ, variable, others)
+    others += [address for host, address in zip(hosts[1:], addresses[1:], strict=True) if host != here and address]
+    problem = ""
+    try:
+        choose_interface(os.environ, variable, others)
+    except UserError as error:
+        problem = str(error)
+    for other, text in enumerate(_exchange(store, rank, size, "problem", problem)):
+        if text:
+            raise CollectiveError(f"rank {other}: {text}", other, mine=rank == other)
     return hosts
 
 

@@ -15,6 +15,7 @@ from tables import each, refused
 
 from hvd_bert.distributed import rendezvous
 from hvd_bert.distributed.launch import Launcher
+from hvd_bert.distributed.world import CollectiveError
 
 TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 TORCHRUN |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
@@ -99,17 +100,24 @@ def test_rank_0_that_does_not_come_is_named(environ, monkeypatch, caplog):
 
 def test_hosts_whose_names_do_not_resolve(environ, monkeypatch):
     """Each rank gives the address by which it reaches the store, and takes its interface from those of other hosts."""
-    chosen: dict[str, list[str]] = {}
-    monkeypatch.setattr(rendezvous, "choose_interface", lambda _, variable, others: chosen.update({variable: others}))
+    chosen: list[list[str]] = []
+    monkeypatch.setattr(rendezvous, "choose_interface", lambda _, variable, others: chosen.append(others))
     store = rendezvous.serve_store("127.0.0.1")
-    here = socket.gethostname()
-    for rank, place in enumerate([here, here, "pod-2 10.77.0.12", "pod-3 10.77.0.13"]):
-        store.set(f"hvd_bert.host.{rank}", place)
-    assert rendezvous.meet(store, Launcher("torchrun", 4, 1), "on rank 0's host") == [here, here, "pod-2", "pod-3"]
-    store.set("hvd_bert.host.0", "pod-0 127.0.0.1")  # rank 0 itself reaches the store by the loopback
-    rendezvous.meet(store, Launcher("torchrun", 4, 1), "elsewhere")
-    addresses = ["10.77.0.12", "10.77.0.13"]
-    assert chosen == {"on rank 0's host": addresses, "elsewhere": ["127.0.0.1", *addresses]}
+    here, launcher = socket.gethostname(), Launcher("torchrun", 4, 1)
+    for rank, (host, address) in {
+        0: (here, "127.0.0.1"),
+        2: ("pod-2", "10.77.0.12"),
+        3: ("pod-3", "10.77.0.13"),
+    }.items():
+        for name, value in (("host", host), ("address", address), ("problem", "")):
+            store.set(f"hvd_bert.{name}.{rank}", value)
+    assert rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME") == [here, here, "pod-2", "pod-3"]
+    store.set("hvd_bert.host.0", "pod-0")  # which itself reaches the store by the loopback
+    rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME")
+    assert chosen == [["10.77.0.12", "10.77.0.13"], ["127.0.0.1", "10.77.0.12", "10.77.0.13"]]
+    store.set("hvd_bert.problem.3", "pod-3 has no route. Set HVD_BERT_INTERFACE")
+    with refused("rank 3", "pod-3", "HVD_BERT_INTERFACE", error=CollectiveError):  # on all ranks: none waits
+        rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME")
 
 
 def test_launcher_that_is_gone_is_reported_at_once(environ):
