@@ -14,6 +14,7 @@ import select
 import signal
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -124,9 +125,17 @@ def end_when_interrupted() -> None:
     signal.signal(signal.SIGINT, end)
 
 
+def in_main_thread() -> bool:
+    """Whether this thread may set handlers of signals."""
+    return threading.current_thread() is threading.main_thread()
+
+
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt at SIGINT inside the block, for code that must clean up."""
+    """Raise KeyboardInterrupt at SIGINT inside the block, for code that must clean up. Only in the main thread."""
+    if not in_main_thread():
+        yield
+        return
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""The world of Horovod's ranks: horovodrun, mpirun, srun --mpi=pmix, torchrun, or one process."""
+"""The world of Horovod's ranks: any launcher's, a program's process group's, or one process."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ class HorovodWorld(World):
         super().__init__()
 
     @staticmethod
-    def join(generation: int = 0) -> HorovodWorld:
-        """Join the launcher's world. Raises UserError if the ranks are not in one world.
+    def join(generation: int = 0, group: rendezvous.Group | None = None) -> HorovodWorld:
+        """Join the launcher's world, or the program's `group`. Raises UserError if the ranks are not in one world.
 
         `generation`: under Horovod elastic, how many worlds this process was in before.
         """
-        launcher = checked_launcher(os.environ)
+        launcher = group or checked_launcher(os.environ)
         extend_gloo_timeout(launcher, os.environ)
         apply_setting(os.environ)
         if launcher.size in (None, 1) and launcher.name != ASKS_MPI:
             # A single process needs no MPI, which on some clusters only starts inside a job.
             os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
         try:
-            if launcher.name in ("torchrun", BY_TORCH) and launcher.size != 1:
+            if launcher.name in (rendezvous.IN_GROUP, "torchrun", BY_TORCH) and launcher.size != 1:
                 rendezvous.serve_horovod(launcher)
             elif launcher.name == "horovodrun":
                 rendezvous.check_horovodrun()

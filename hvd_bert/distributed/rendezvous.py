@@ -10,12 +10,14 @@ import socket
 import subprocess
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from ipaddress import ip_address
 from itertools import chain, count
 from typing import Any
 
+from torch import distributed
 from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its stubs
 
 from hvd_bert.distributed.interfaces import address_of, address_towards, choose_interface, host_addresses
@@ -34,7 +36,8 @@ from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError
 
 START_S = 300  # for ranks that start late; later the group's own timeout applies
-WITH_STORES = ("torchrun", "srun", BY_TORCH)  # the launchers of `launcher_store`
+IN_GROUP = "a process group"
+WITH_STORES = (IN_GROUP, "torchrun", "srun", BY_TORCH)  # the launchers of `launcher_store`
 NOTICE_S = 10  # after which the missing ranks are named
 SAME_ADDRESS = (
     "All hosts must resolve that host's name to the same address and accept connections from each other, and that rank"
@@ -47,6 +50,25 @@ _joins = count()  # a process may join several worlds, one after another
 def of_this_world(store: Any) -> Any:
     """The store with other keys than in earlier worlds of this process."""
     return PrefixStore(str(next(_joins)), store)
+
+
+@dataclass(frozen=True)
+class Group(Launcher):
+    """A process group of torch.distributed that the program has initialized. It stays when a run ends."""
+
+    size: int
+    rank: int
+    store: Any  # a key-value store of its ranks, with other keys each time that they join
+
+
+def group_of_program() -> Group | None:
+    """The process group that the program has initialized; None without one. Call it once per join."""
+    if not distributed.is_initialized():
+        return None
+    rank, store = distributed.get_rank(), distributed.distributed_c10d._get_default_store()
+    # Counted in the store: the processes of a group need not have joined equally many worlds before.
+    joins = store.add(f"hvd_bert.joins.{rank}", 1)
+    return Group(IN_GROUP, distributed.get_world_size(), rank, PrefixStore(f"hvd_bert/{joins}", store))
 
 
 def serve_store(address: str, port: int = 0) -> Any:
@@ -158,9 +180,10 @@ def meet(store: Any, launcher: Launcher, variable: str) -> list[str]:
 
 
 def _host_of(store: Any) -> str:
+    """Where the store is served; for a file's, that a program's group may have, the host of this process."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return str(store.host)
+    return str(getattr(store, "host", None) or socket.gethostname())
 
 
 def store_of(world: World, address: str) -> Any:
@@ -203,10 +226,12 @@ def expand_hosts(listed: str) -> list[str]:
 
 
 def launcher_store(launcher: Launcher) -> Any:
-    """A key-value store for the ranks of torchrun, srun, or torch's variables. Raises UserError if it is not reached.
+    """A key-value store for the ranks of one of WITH_STORES. Raises UserError if it is not reached.
 
-    Rank 0 serves it to the end of its process, except under torchrun: a slower rank may still use it.
+    Rank 0 serves it to the end of its process, except under torchrun and in a group: a slower rank may still use it.
     """
+    if isinstance(launcher, Group):
+        return launcher.store
     if launcher.name == "torchrun":
         return of_this_world(_torchrun_store())
     served = _slurm_store if launcher.name == "srun" else _master_store

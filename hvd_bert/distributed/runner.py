@@ -17,13 +17,22 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import torch
+from torch import distributed
 
-from hvd_bert.distributed import events, logs
+from hvd_bert.distributed import events, logs, rendezvous
 from hvd_bert.distributed.horovod_world import HorovodWorld, ready_for_timeline
-from hvd_bert.distributed.launch import LaunchError, find_launcher, ignored, is_elastic, requested_tasks, speaks_first
+from hvd_bert.distributed.launch import (
+    Launcher,
+    LaunchError,
+    find_launcher,
+    ignored,
+    is_elastic,
+    requested_tasks,
+    speaks_first,
+)
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, abort_mpi, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError, reason_of
-from hvd_bert.streams import INTERRUPTED, interruptible, keep_running
+from hvd_bert.streams import INTERRUPTED, in_main_thread, interruptible, keep_running
 
 # From Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -40,24 +49,32 @@ def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", recor
 
 
 def run_in_program(entry: Callable[[World], None], strategy: str = "horovod", records_timeline: bool = False) -> None:
-    """As `run_as_rank`, but return afterwards. A single process raises its errors instead of reporting them."""
-    if (find_launcher(os.environ).size or 1) > 1 or is_elastic(os.environ):
+    """As `run_as_rank`, but return afterwards. Errors are raised, and not reported, by a single process and by the
+    ranks of a process group that the program has initialized: whoever started them decides what ends.
+    """
+    in_group = distributed.is_initialized()
+    if not in_group and ((find_launcher(os.environ).size or 1) > 1 or is_elastic(os.environ)):
         _run(entry, strategy, records_timeline).close()
         return
     keep_running()
     if records_timeline:
         ready_for_timeline(os.environ)
-    logs.start(0)
+    logs.start(distributed.get_rank() if in_group else 0)
     world = join(strategy)
     try:
         with interruptible():
             world.set_up_device()
             entry(world)
+    except CollectiveError as error:
+        if world.rank == error.rank:
+            events.failed(reason_of(error))
+        world.close()
+        raise
     except BaseException as error:
         events.failed(reason_of(error))
-        raise
-    finally:
         world.leave()
+        raise
+    world.close()
 
 
 def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool) -> World:
@@ -75,6 +92,9 @@ def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool) 
         except HostsChanged:
             log.info("The hosts have changed: joining the new world.")
         except CollectiveError as error:
+            if not in_main_thread():
+                world.close()
+                raise
             _report(error, shown=world.rank == error.rank)
             world.end(error.status)
         except UserError as error:
@@ -106,14 +126,15 @@ def _join(strategy: str, generation: int) -> World:
     try:
         logs.start(find_launcher(os.environ).rank or 0)
         world = join(strategy, generation)
-    # All processes have the next two errors. Only those that report it fail: another's failure could make the launcher
-    # kill them before they have.
-    except CollectiveError as error:
-        sys.exit(_report(error, shown=True) if error.mine else EXIT_OK)
-    except LaunchError as error:
-        sys.exit(_report(error, shown=True) if speaks_first(os.environ) else EXIT_OK)
     except UserError as error:
-        sys.exit(_report(error, shown=True))
+        if not in_main_thread():
+            raise  # sys.exit would end this thread only
+        # All processes have a CollectiveError or LaunchError. Only those that report it fail: another's failure could
+        # make the launcher kill them before they have.
+        shown = error.mine if isinstance(error, CollectiveError) else True
+        if isinstance(error, LaunchError):
+            shown = speaks_first(os.environ)
+        sys.exit(_report(error, shown=True) if shown else EXIT_OK)
     except Exception as error:
         logs.report(_failure(error, f"a rank on {socket.gethostname()}"))
         _abort_all()
@@ -158,16 +179,20 @@ def join(strategy: str = "horovod", generation: int = 0) -> World:
 
     `generation`: under Horovod elastic, how many worlds this process was in before.
     """
+    group = rendezvous.group_of_program()
+    launcher = group or find_launcher(os.environ)
     if strategy in ("none", "dp"):
-        return _alone(strategy)
-    launcher, requested = find_launcher(os.environ), requested_tasks(os.environ)
+        return _alone(strategy, launcher)
+    requested = requested_tasks(os.environ)
     world: World
     if strategy == "horovod":
-        world = HorovodWorld.join(generation)
+        world = HorovodWorld.join(generation, group)
     else:
         from hvd_bert.distributed.torch_world import DistributedWorld  # Horovod's runs do not need it
 
-        world = DistributedWorld.join()
+        world = DistributedWorld.join(group)
+    if group is not None:
+        return world
     if world.size == 1 and "RANK" not in os.environ and "WORLD_SIZE" in ignored(launcher, os.environ):
         log.warning(
             "WORLD_SIZE=%s is ignored, since RANK is not set: this process trains alone. To start several, use a"
@@ -185,12 +210,11 @@ def join(strategy: str = "horovod", generation: int = 0) -> World:
     return world
 
 
-def _alone(strategy: str) -> World:
-    launcher = find_launcher(os.environ)
+def _alone(strategy: str, launcher: Launcher) -> World:
     if (launcher.size or 1) > 1:
         raise LaunchError(
-            f"--strategy {strategy} runs in one process, but {launcher.size} were started (by {launcher.name}). Start"
-            " it without a launcher, or choose another strategy."
+            f"--strategy {strategy} runs in one process, but there are {launcher.size} ({launcher.name}). Start one"
+            " process without a launcher, or choose another strategy."
         )
     world = World()
     world.elastic = is_elastic(os.environ)  # refused later: only Horovod is elastic

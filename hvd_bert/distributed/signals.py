@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from hvd_bert.distributed import logs
 from hvd_bert.distributed.logs import log
+from hvd_bert.streams import in_main_thread
 
 if TYPE_CHECKING:
     from hvd_bert.distributed.world import World  # imports torch
@@ -73,8 +74,12 @@ class StopRequests:
         """Handle the signals inside, except an ignored SIGHUP (nohup). A second SIGTERM or SIGINT ends the run at once.
 
         After a signal the others stay ignored: a launcher may repeat one, which must not change the exit status. A
-        signal after the last vote is only noted, so the run completes.
+        signal after the last vote is only noted, so the run completes. Only the main thread can handle signals.
         """
+        if not in_main_thread():
+            log.info("Not in the main thread: signals such as SIGTERM are not handled, and save no checkpoint.")
+            yield
+            return
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
         before = {number: signal.signal(number, self._receive) for number in SIGNALS if number not in ignored}
         reader, writer = os.pipe()

@@ -1,4 +1,4 @@
-"""The world of torch.distributed's ranks, for strategies other than Horovod's, under any launcher."""
+"""The world of torch.distributed's ranks, for strategies other than Horovod's: any launcher's, or a program's group."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class DistributedWorld(World):
 
     controller = "torch.distributed"
 
-    def __init__(self, rank: int, size: int, comm: Any = None, store: Any = None) -> None:
-        """`store`: a key-value store of all ranks."""
-        self.rank, self.size, self._comm, self._store = rank, size, comm, store
+    def __init__(self, rank: int, size: int, comm: Any = None, store: Any = None, own: Any = None) -> None:
+        """`store`: a key-value store of all ranks. `own`: in a program's group, ours for what lies on the CPU."""
+        self.rank, self.size, self._comm, self._store, self._own = rank, size, comm, store, own
         super().__init__()
         hosts = self.allgather(self.host)
         self.local_rank, self.local_size = hosts[:rank].count(self.host), Counter(hosts)[self.host]
         self.cross_rank = list(dict.fromkeys(hosts)).index(self.host)
 
     @staticmethod
-    def join() -> DistributedWorld:
-        """Join the launcher's world. Raises UserError if the ranks are not in one world."""
-        launcher = checked_launcher(os.environ)
+    def join(group: rendezvous.Group | None = None) -> DistributedWorld:
+        """Join the launcher's world, or the program's `group`. Raises UserError if the ranks are not in one world."""
+        launcher = group or checked_launcher(os.environ)
         apply_setting(os.environ)
         rank, size, comm = launcher.rank or 0, launcher.size or 1, None
         interface = "GLOO_SOCKET_IFNAME"
@@ -59,6 +59,10 @@ class DistributedWorld(World):
             choose_interface(os.environ, interface, others)
             store = rendezvous.store_of(meeting, address_of(os.environ.get(interface)) or meeting.host)
             meeting.close()
+        if group is not None:
+            # Gradients go through the program's group, which may be NCCL's alone, or have a short timeout.
+            own = distributed.new_group(backend="gloo", timeout=TIMEOUT)
+            return DistributedWorld(rank, size, store=store, own=own)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         world = DistributedWorld(rank, size, comm, store)
         world.elastic = is_elastic(os.environ)  # refused later: only Horovod is elastic
@@ -70,7 +74,7 @@ class DistributedWorld(World):
             # A connection of its own, since another thread may wait in the first one.
             store = distributed.PrefixStore("hvd_bert.waits", self._store.clone())  # type: ignore[attr-defined]
             self.watch(watchdog.inspect(os.environ, elastic=False), store)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self._own is None:
             with self.waiting(lambda: ["the connection of NCCL"]):
                 self._join_again("cpu:gloo,cuda:nccl", self.device)
 
@@ -88,26 +92,30 @@ class DistributedWorld(World):
 
     def allgather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        distributed.all_gather_object(values, value)
+        distributed.all_gather_object(values, value, group=self._own)
         return values
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size if self.rank == 0 else []
-        distributed.gather_object(value, values or None)
+        distributed.gather_object(value, values or None, group=self._own)
         return values
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         total = values.clone()
-        distributed.all_reduce(total)
+        distributed.all_reduce(total, group=self._group_for(total))
         return total
 
     def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor], root: int = 0) -> None:
         for _, tensor in sorted(tensors.items()):
-            distributed.broadcast(tensor, src=root)
+            distributed.broadcast(tensor, src=root, group=self._group_for(tensor))
+
+    def _group_for(self, tensor: torch.Tensor) -> Any:
+        """None: the default group."""
+        return self._own if tensor.device.type == "cpu" else None
 
     def any_rank_async(self, mine: bool) -> Callable[[], bool]:
         flag = torch.tensor([int(mine)], dtype=torch.int32)
-        work = distributed.all_reduce(flag, async_op=True)
+        work = distributed.all_reduce(flag, group=self._own, async_op=True)
 
         def count() -> bool:
             with self.waiting(lambda: ["the vote on stopping"]):
@@ -123,7 +131,8 @@ class DistributedWorld(World):
     def leave(self) -> None:
         super().leave()
         if distributed.is_initialized():  # not if NCCL failed to connect
-            distributed.destroy_process_group()
+            distributed.destroy_process_group(self._own)  # None: the default group
+            self._own = None  # closes its connections
 
     def end(self, status: int) -> NoReturn:
         """Finish threads and exit functions, but end without finalizing Python.

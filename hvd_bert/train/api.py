@@ -17,6 +17,7 @@ from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.distributed.signals import SIGNALS, watch_launcher
 from hvd_bert.errors import UserError
 from hvd_bert.startup import collector_paused
+from hvd_bert.streams import in_main_thread
 
 if TYPE_CHECKING:  # large libraries
     from hvd_bert.distributed.world import World
@@ -31,11 +32,12 @@ def train(
     callbacks: Sequence[Callback] = (),
     **settings: Any,
 ) -> RunResult:
-    """Train and evaluate as the command does, in the main thread of all ranks. The process may train again afterwards.
+    """Train and evaluate as the command does, on all ranks. The process may train again afterwards.
 
-    `settings`: the command's flags; None stands for the default. `task`: a name, or a class of your own.
+    The ranks are those of the process group of torch.distributed that the program has initialized, which stays, or else
+    the launcher's. `settings`: the command's flags; None stands for the default. `task`: a name, or your own class.
 
-    Raises UserError, which is a ValueError, and what a callback raises. Several ranks end instead, after one report.
+    Raises UserError, which is a ValueError, and what a callback raises. A launcher's ranks end instead, after a report.
     """
     results: list[RunResult] = []
     with _process_given_back():
@@ -77,7 +79,7 @@ def _process_given_back() -> Iterator[None]:
         then = afterwards.callback
         then(gc.collect)  # the model and its hooks refer to each other
         then(_restore, sys.stdout, sys.stderr, dict(os.environ))
-        for number in SIGNALS:
+        for number in SIGNALS if in_main_thread() else ():
             then(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
         for logger in (logging.getLogger(name) for name in (None, "hvd_bert", "transformers")):
             then(vars(logger).update, handlers=logger.handlers, propagate=logger.propagate)
@@ -89,6 +91,7 @@ def _process_given_back() -> Iterator[None]:
         then(torch.set_rng_state, torch.get_rng_state())
         if torch.cuda.is_initialized():
             then(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+            then(torch.cuda.set_device, torch.cuda.current_device())
         then(torch.set_num_threads, torch.get_num_threads())
         then(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         then(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from horovod.common.exceptions import HorovodInternalError
@@ -13,7 +14,7 @@ from test_world import make_world
 from hvd_bert.distributed import runner as module
 from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import LaunchError
-from hvd_bert.distributed.runner import run_as_rank
+from hvd_bert.distributed.runner import run_as_rank, run_in_program
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
 
@@ -104,6 +105,19 @@ def ending_before_the_world(monkeypatch: pytest.MonkeyPatch, error: Exception, r
     with pytest.raises(SystemExit) as left:
         run_as_rank(lambda world: None)
     return left.value.code
+
+
+@each("begins", [True, False])
+def test_error_of_all_ranks_is_raised_in_a_thread(monkeypatch, begins):
+    """sys.exit would end only the thread, in silence."""
+    error = CollectiveError("all know it")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    world = make_world()
+    monkeypatch.setattr(world, "set_up_device", lambda: None)
+    monkeypatch.setattr(module, "join", lambda strategy, generation: world if begins else raising(error)(world))
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(run_in_program, raising(error)).exception() is error
 
 
 @each("reason", [HostsChanged(), HorovodInternalError("Connection closed by peer")])

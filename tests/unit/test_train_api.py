@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from tables import refused
+from torch import distributed
 
 from hvd_bert import Callback, train
 from hvd_bert.errors import EXIT_STOPPED, UserError
@@ -72,3 +74,36 @@ def test_errors_are_raised_and_the_run_resumes(tmp_path: Path) -> None:
         with refused(named):
             start(tmp_path / "none", **settings)
     assert of_the_process() == before
+
+
+def test_other_thread_than_the_main_one(tmp_path: Path) -> None:
+    before = of_the_process()
+    with ThreadPoolExecutor(1) as thread:
+        _, calls = thread.submit(start, tmp_path / "thread").result()
+        with pytest.raises(ZeroDivisionError):
+            thread.submit(start, tmp_path / "failing", lambda: 1 / 0).result()
+    assert of_the_process() == before
+    assert calls[1:-1] == start(tmp_path / "main")[1][1:-1]
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """A process group of one process, as the program's."""
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()
+
+
+def test_group_of_the_program_is_joined_and_stays(tmp_path: Path, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)  # what the group was made from
+    before = of_the_process()
+    ways = {strategy: start(tmp_path / strategy, strategy=strategy)[1][1:-1] for strategy in ("ddp", "horovod", "none")}
+    assert ways["ddp"] == ways["horovod"] == ways["none"]
+    with pytest.raises(ZeroDivisionError):
+        start(tmp_path / "failing", lambda: 1 / 0, strategy="ddp")
+    assert of_the_process() == before and distributed.group.WORLD is group
+    ones = torch.ones(2)
+    distributed.all_reduce(ones)
+    assert ones.sum() == 2
