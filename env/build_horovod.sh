@@ -132,6 +132,9 @@ choose_compiler() {
       "or an older torch (2.8 needs C++17 only)."
 }
 
+# Name and version of the MPI that mpirun belongs to. MPICH's mpirun prints its version on the second line.
+mpirun_version() { mpirun --version 2>/dev/null | sed '/^HYDRA/d; s/^ *Version: */MPICH /; q' || true; }
+
 choose_mpi() {
   mpi_identity=none
   [ "$mpi" != no ] || return 0
@@ -142,7 +145,7 @@ choose_mpi() {
     return 0
   fi
   mpi=yes
-  mpi_identity="$(mpicxx -show) | $(mpicxx --showme:version 2>/dev/null || mpirun --version 2>/dev/null | head -n 1)"
+  mpi_identity="$(mpicxx -show) | $(mpicxx --showme:version 2>/dev/null || mpirun_version)"
 }
 
 # Sets the toolkit's folder. nvcc may be a link or a script elsewhere, so nvcc itself is queried.

@@ -125,10 +125,13 @@ save_settings() {
   mv "$venv/hvd_bert.settings.new" "$venv/hvd_bert.settings"
 }
 
+# Name and version of the MPI that mpirun belongs to. MPICH's mpirun prints its version on the second line.
+mpirun_version() { mpirun --version 2>/dev/null | sed '/^HYDRA/d; s/^ *Version: */MPICH /; q' || true; }
+
 # A compiler module that is not loaded now, as on a compute node, must not undo an earlier choice of MPI or NCCL.
 look_for_mpi_and_cuda() {
   if [ "$mpi" != no ] && command -v mpicxx >/dev/null; then
-    mpi_seen="$(command -v mpicxx) $(mpicxx -show 2>&1 | tr '\n' ' ') $(mpirun --version 2>/dev/null | head -n 1)"
+    mpi_seen="$(command -v mpicxx) $(mpicxx -show 2>&1 | tr '\n' ' ') $(mpirun_version)"
   fi
   local nvcc=${CUDA_HOME:+$CUDA_HOME/bin/}nvcc
   if [ "$nccl" != no ] && command -v "$nvcc" >/dev/null; then
@@ -471,7 +474,7 @@ set_up() {
   find_horovod_wheel
   check_wheels
   provide_system_packages
-  say "[2/5] system packages: $(${CXX:-g++} --version 2>/dev/null | head -n 1 | grep . || echo 'no compiler'), $(mpirun --version 2>/dev/null | head -n 1 | grep . || echo 'no MPI')"
+  say "[2/5] system packages: $(${CXX:-g++} --version 2>/dev/null | head -n 1 | grep . || echo 'no compiler'), $(mpirun_version | grep . || echo 'no MPI')"
   say "[3/5] torch: $torch$([ "$torch" = in-place ] || echo ' (the CUDA builds are several GB)')"
   logged install_torch
   torch_is_new_enough || die "torch $(version_of torch) is too old: transformers needs 2.6 or later" "Select another: --torch 2.8.0"

@@ -119,6 +119,28 @@ def test_the_key_is_stable_and_depends_on_the_build(machine: Machine) -> None:
     assert keys[0] == keys[1] and len(set(keys)) == 5
 
 
+HYDRA = """\
+HYDRA build details:
+    Version:                                 5.0.2
+    Release Date:                            Fri Sep 25 20:45:26 UTC 2026
+    CC:                              cc
+"""
+
+
+@each(
+    ("mpirun", "version"),
+    [
+        (f"cat <<END\n{HYDRA}END\n", "MPICH 5.0.2"),
+        ("echo 'mpirun (Open MPI) 4.1.4'\necho\n", "mpirun (Open MPI) 4.1.4"),
+        ("exit 127\n", ""),  # MPI whose only launcher is srun
+    ],
+)
+def test_the_version_of_the_mpi(machine: Machine, mpirun: str, version: str) -> None:
+    machine.program("mpicxx", 'case "$1" in -show) echo c++ -lmpi ;; *) exit 1 ;; esac\n')  # as MPICH's
+    machine.program("mpirun", mpirun)
+    assert machine.plan()["MPI"] == f"c++ -lmpi | {version}"
+
+
 def test_mpi_is_optional_unless_required(machine: Machine) -> None:
     machine.without("mpicxx", "mpicxx.openmpi", "nvcc")
     assert machine.plan()["MPI"] == "none"
