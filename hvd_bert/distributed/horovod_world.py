@@ -20,6 +20,7 @@ from hvd_bert.distributed.launch import (
     BY_TORCH,
     WITHOUT_HOROVOD,
     Launcher,
+    check_mpi,
     check_pmi,
     check_size,
     checked_launcher,
@@ -229,6 +230,7 @@ def _mpi_world(launcher: Launcher) -> Any:
     from mpi4py import MPI
 
     check_pmi(launcher, os.environ, MPI.Get_library_version())
+    check_mpi(os.environ, MPI.Get_library_version())
     avoid_inner_networks(os.environ)
     if not torch.cuda.is_available():
         # Open MPI polls while it waits: on CPUs Horovod's thread would take the core from the training of its own rank.

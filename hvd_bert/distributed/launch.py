@@ -278,6 +278,25 @@ def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
         )
 
 
+def check_mpi(environ: Mapping[str, str], mpi: str) -> None:
+    """Raise LaunchError if another MPI's mpirun started this process. MPICH would abort it in MPI_Init.
+
+    `mpi`: the version text of the MPI library. Of others than these two families nothing is known.
+    """
+    mpich = re.search(r"MPICH|MVAPICH|Intel\(R\) MPI", mpi) is not None
+    if "OMPI_COMM_WORLD_SIZE" in environ and mpich:
+        started_by = "Open MPI"
+    elif "MPI_LOCALNRANKS" in environ and mpi.startswith("Open MPI"):
+        started_by = "MPICH or Intel MPI"
+    else:
+        return
+    own = " ".join(mpi.splitlines()[0].partition(",")[0].split())
+    raise LaunchError(
+        f"The mpirun of {started_by} started this job, but Horovod and mpi4py use {own}: the processes cannot find each"
+        " other. Use the mpirun of that MPI, or load this one's module and rerun `bash env/setup.sh`."
+    )
+
+
 def slurm_nodes(environ: Mapping[str, str]) -> str:
     """Slurm's list of the nodes of this step, such as gpu[1-4],login. Raises UserError if it is missing."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")

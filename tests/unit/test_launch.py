@@ -8,6 +8,7 @@ from tables import each, refused
 from hvd_bert.distributed.launch import (
     Launcher,
     LaunchError,
+    check_mpi,
     check_pmi,
     check_size,
     checked_launcher,
@@ -25,7 +26,7 @@ from hvd_bert.distributed.world import RankInfo, check_devices, choose_device, c
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_CONTROLLER": "gloo"}
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MVAPICH = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4"}
-HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4"}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
 MVAPICH_4 = {"MVP_COMM_WORLD_RANK": "3", "MVP_COMM_WORLD_SIZE": "4"}
 JSRUN = {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4"}
 FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4"}
@@ -146,6 +147,34 @@ def test_srun_without_pmi_where_it_is_needed():
     check_pmi(Launcher("srun", 4, 0), SRUN, "MPICH Version: 4.1")
     with refused("`srun --mpi=pmix`"):
         check_pmi(Launcher("srun", 4, 0), SRUN, "Open MPI v4.1.4, package: Debian OpenMPI")
+
+
+# The first lines of what the libraries print
+OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
+MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 20:45:26 UTC 2026\n"
+INTEL = "Intel(R) MPI Library 2021.14 for Linux* OS\n"
+SLURM_PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}  # srun --mpi=pmi2, which any MPI may support
+
+
+@each(
+    ("environ", "mpi", "named"),
+    [
+        (MPIRUN, OPEN_MPI, None),
+        (HYDRA, MPICH, None),
+        (HYDRA, INTEL, None),
+        (SLURM_PMI | SRUN, OPEN_MPI, None),
+        (MPIRUN, "IBM Spectrum MPI v10.4", None),
+        (MPIRUN, MPICH, ("mpirun of Open MPI", "MPICH Version: 5.0.2")),
+        (MPIRUN, INTEL, ("mpirun of Open MPI", "Intel(R) MPI Library 2021.14")),
+        (HYDRA, OPEN_MPI, ("mpirun of MPICH", "Open MPI v5.0.11")),
+    ],
+)
+def test_mpirun_of_another_mpi(environ, mpi, named):
+    if named is None:
+        check_mpi(environ, mpi)
+    else:
+        with refused(*named, "env/setup.sh", error=LaunchError):
+            check_mpi(environ, mpi)
 
 
 # --- devices and threads ---------------------------------------------------------------------------
