@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from hvd_bert.config.parser import HELP
-from hvd_bert.distributed.launch import find_launcher, speaks_first
+from hvd_bert.distributed.launch import LaunchError, find_launcher, speaks_first, without_local_rank
 from hvd_bert.distributed.signals import watch_launcher
-from hvd_bert.errors import EXIT_OK, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.streams import end_when_lost
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     """Join the world and run `main` on every rank. `parse` reads the command line, and prints --help."""
     from hvd_bert.config import command_line  # yaml, which the doctor may find missing
 
+    take_local_rank()
     argv = sys.argv[1:]
     print_on_one_rank(argv)
     with suppress(UserError):  # reported when joining
@@ -34,6 +35,17 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     with collector_paused():
         from hvd_bert.distributed.runner import run_as_rank
     run_as_rank(main, **command_line.before_joining(argv, parse))
+
+
+def take_local_rank() -> None:
+    """Remove a launcher's --local_rank from this process's command line. Exits if it is wrong."""
+    try:
+        sys.argv[1:] = without_local_rank(sys.argv[1:], os.environ)
+    except UserError as error:
+        if isinstance(error, LaunchError) and not speaks_first(os.environ):
+            sys.exit(EXIT_OK)
+        print(f"hvd_bert: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
 
 
 def print_on_one_rank(argv: Sequence[str]) -> None:

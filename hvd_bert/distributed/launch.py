@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -295,6 +295,31 @@ def check_mpi(environ: Mapping[str, str], mpi: str) -> None:
         f"The mpirun of {started_by} started this job, but Horovod and mpi4py use {own}: the processes cannot find each"
         " other. Use the mpirun of that MPI, or load this one's module and rerun `bash env/setup.sh`."
     )
+
+
+def without_local_rank(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """The words of a command line without --local_rank, which deepspeed and torch.distributed.launch add.
+
+    Raises UserError if its value is not the launcher's.
+    """
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name not in ("--local_rank", "--local-rank"):
+            continue
+        if not equals:
+            value = "".join(words[place + 1 : place + 2])
+        if "LOCAL_RANK" not in environ:
+            raise LaunchError(
+                f"{name} {value[:40]}: the launcher that adds this flag also sets LOCAL_RANK, which is missing. Remove"
+                " the flag, or start with deepspeed or torchrun."
+            )
+        if value != environ["LOCAL_RANK"]:
+            raise UserError(
+                f"{name} {value[:40]}: the launcher has set LOCAL_RANK={environ['LOCAL_RANK']}. Remove the flag:"
+                " launchers that need it add it."
+            )
+        return without_local_rank([*words[:place], *words[place + (1 if equals else 2) :]], environ)
+    return list(words)
 
 
 def slurm_nodes(environ: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ from hvd_bert.config.settings import FLAGS
 from hvd_bert.distributed.launch import Launcher, find_launcher, speaks_first
 from hvd_bert.distributed.signals import watch_launcher
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.startup import collector_paused, print_on_one_rank
+from hvd_bert.startup import collector_paused, print_on_one_rank, take_local_rank
 from hvd_bert.streams import end_when_lost
 
 # Flags of the trainer -> their types. The defaults are the settings of the model's training.
@@ -140,4 +140,5 @@ def make_parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     end_when_lost()
+    take_local_rank()
     sys.exit(main())

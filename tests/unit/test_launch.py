@@ -19,6 +19,7 @@ from hvd_bert.distributed.launch import (
     platform_of,
     requested_tasks,
     speaks_first,
+    without_local_rank,
 )
 from hvd_bert.distributed.world import RankInfo, check_devices, choose_device, choose_threads, share_cores
 
@@ -147,6 +148,27 @@ def test_srun_without_pmi_where_it_is_needed():
     check_pmi(Launcher("srun", 4, 0), SRUN, "MPICH Version: 4.1")
     with refused("`srun --mpi=pmix`"):
         check_pmi(Launcher("srun", 4, 0), SRUN, "Open MPI v4.1.4, package: Debian OpenMPI")
+
+
+@each(
+    ("words", "rest"),
+    [
+        (["--bf16", "--seed=1"], ["--bf16", "--seed=1"]),
+        (["--local_rank=1", "train", "--bf16"], ["train", "--bf16"]),
+        (["--bf16", "--local-rank", "1", "--", "x"], ["--bf16", "--", "x"]),
+        (["--local-rank=1", "--local_rank", "1"], []),
+    ],
+)
+def test_local_rank_is_no_setting(words, rest):
+    assert without_local_rank(words, {"LOCAL_RANK": "1"}) == rest
+
+
+@each("words", [["--local_rank=0"], ["--local-rank", "0"], ["--local_rank=1", "--local_rank=0"]])
+def test_local_rank_is_the_launchers(words):
+    with refused("0", "LOCAL_RANK=1"):
+        without_local_rank(words, {"LOCAL_RANK": "1"})
+    with refused("LOCAL_RANK", error=LaunchError):
+        without_local_rank(words, {})
 
 
 # The first lines of what the libraries print

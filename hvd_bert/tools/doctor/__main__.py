@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser
 from hvd_bert.distributed.launch import find_launcher, ignored, platform_of, speaks_first
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.startup import collector_paused, print_on_one_rank, start_rank
+from hvd_bert.startup import collector_paused, print_on_one_rank, start_rank, take_local_rank
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.doctor.report import FAILURE, Line, Report
 
@@ -116,4 +116,5 @@ if __name__ == "__main__":
     if "--prove" in sys.argv and not HELP & set(sys.argv):
         start_rank(prove, lambda argv: parse_proof(argv)[1])
     end_when_lost()
+    take_local_rank()
     sys.exit(main())
