@@ -322,6 +322,19 @@ def without_local_rank(words: Sequence[str], environ: Mapping[str, str]) -> list
     return list(words)
 
 
+def accelerate_note(environ: Mapping[str, str]) -> str | None:
+    """What to do if accelerate started one process where more were requested; None otherwise.
+
+    Its launcher of one process sets ACCELERATE_USE_CPU, and MASTER_PORT only for a number above 1.
+    """
+    if not {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= environ.keys() or "WORLD_SIZE" in environ:
+        return None
+    return (
+        "accelerate launch started a single process, although several were requested: it trains alone. On GPUs add"
+        " --multi_gpu; on CPUs start with torchrun or horovodrun."
+    )
+
+
 def slurm_nodes(environ: Mapping[str, str]) -> str:
     """Slurm's list of the nodes of this step, such as gpu[1-4],login. Raises UserError if it is missing."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")

@@ -24,6 +24,7 @@ from hvd_bert.distributed.horovod_world import HorovodWorld, ready_for_timeline
 from hvd_bert.distributed.launch import (
     Launcher,
     LaunchError,
+    accelerate_note,
     find_launcher,
     ignored,
     is_elastic,
@@ -207,6 +208,9 @@ def join(strategy: str = "horovod", generation: int = 0) -> World:
             world.size,
             requested,
         )
+    note = accelerate_note(os.environ)
+    if note and world.size == 1:
+        log.warning(note)
     return world
 
 

@@ -8,6 +8,7 @@ from tables import each, refused
 from hvd_bert.distributed.launch import (
     Launcher,
     LaunchError,
+    accelerate_note,
     check_mpi,
     check_pmi,
     check_size,
@@ -169,6 +170,21 @@ def test_local_rank_is_the_launchers(words):
         without_local_rank(words, {"LOCAL_RANK": "1"})
     with refused("LOCAL_RANK", error=LaunchError):
         without_local_rank(words, {})
+
+
+# By `accelerate launch`
+ONE_OF_ONE = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}  # --cpu
+ONE_OF_TWO = ONE_OF_ONE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # --cpu --num_processes 2
+MULTI_GPU = TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}
+
+
+@each(
+    ("environ", "noted"), [({}, False), (ONE_OF_ONE, False), (MULTI_GPU, False), (TORCHRUN, False), (ONE_OF_TWO, True)]
+)
+def test_accelerate_that_starts_one_process(environ, noted):
+    note = accelerate_note(environ)
+    assert (note is not None) is noted
+    assert note is None or ("--multi_gpu" in note and "torchrun" in note)
 
 
 # The first lines of what the libraries print
