@@ -26,12 +26,9 @@ HELP = ("-h", "--help")
 def main() -> int:
     """The console script. Returns the exit status, unless it becomes the command."""
     end_when_interrupted()
-    words = sys.argv[1:] or ["--help"]
-    if words[0].startswith("--local_rank="):  # `deepspeed --no_python hvd-bert COMMAND`
-        words = [*words[1:], words[0]]
-    word = words[0]
+    word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in commands():
-        os.execv(sys.executable, [sys.executable, "-m", commands()[word], *words[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", commands()[word], *sys.argv[2:]])
 
     from hvd_bert.distributed.launch import speaks_first
 

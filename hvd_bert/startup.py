@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from hvd_bert.config.parser import HELP
-from hvd_bert.distributed.launch import LaunchError, find_launcher, speaks_first, without_local_rank
+from hvd_bert.distributed.launch import find_launcher, speaks_first, without_local_rank
 from hvd_bert.distributed.signals import watch_launcher
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.streams import end_when_lost
@@ -42,8 +42,6 @@ def take_local_rank() -> None:
     try:
         sys.argv[1:] = without_local_rank(sys.argv[1:], os.environ)
     except UserError as error:
-        if isinstance(error, LaunchError) and not speaks_first(os.environ):
-            sys.exit(EXIT_OK)
         print(f"hvd_bert: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
 

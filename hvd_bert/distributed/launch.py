@@ -1,10 +1,11 @@
-"""The world of a process, and the Slurm job around it, from the variables of the launcher and the scheduler.
+"""The launcher of a process, from its variables.
 
 These functions only read their arguments, so that tests need no cluster.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
@@ -80,7 +81,6 @@ WITH_PMIX = "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slu
 WITHOUT_HOROVOD = (
     "Without Horovod: --strategy ddp under torchrun or srun, or --strategy none in one process (docs/start/install.md)."
 )
-IN_SWEEP = "HVD_BERT_IN_SWEEP"
 GLOO_TIMEOUT_S = 30  # Horovod's default
 GLOO_S_PER_RANK = 4
 
@@ -302,74 +302,29 @@ def without_local_rank(words: Sequence[str], environ: Mapping[str, str]) -> list
 
     Raises UserError if its value is not the launcher's.
     """
-    for place, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name not in ("--local_rank", "--local-rank"):
-            continue
-        if not equals:
-            value = "".join(words[place + 1 : place + 2])
-        if "LOCAL_RANK" not in environ:
-            raise LaunchError(
-                f"{name} {value[:40]}: the launcher that adds this flag also sets LOCAL_RANK, which is missing. Remove"
-                " the flag, or start with deepspeed or torchrun."
-            )
-        if value != environ["LOCAL_RANK"]:
-            raise UserError(
-                f"{name} {value[:40]}: the launcher has set LOCAL_RANK={environ['LOCAL_RANK']}. Remove the flag:"
-                " launchers that need it add it."
-            )
-        return without_local_rank([*words[:place], *words[place + (1 if equals else 2) :]], environ)
-    return list(words)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--local_rank", "--local-rank", nargs="?", const="")
+    given, rest = parser.parse_known_args(words)
+    own = environ.get("LOCAL_RANK", "not set")
+    if given.local_rank not in (None, own):
+        raise UserError(
+            f"--local_rank {given.local_rank[:40]}: LOCAL_RANK is {own}. Remove the flag: launchers that need it add it,"
+            " and set the variable."
+        )
+    return rest
 
 
-def accelerate_note(environ: Mapping[str, str]) -> str | None:
-    """What to do if accelerate started one process where more were requested; None otherwise.
-
-    Its launcher of one process sets ACCELERATE_USE_CPU, and MASTER_PORT only for a number above 1.
-    """
-    if not {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= environ.keys() or "WORLD_SIZE" in environ:
-        return None
-    return (
-        "accelerate launch started a single process, although several were requested: it trains alone. On GPUs add"
-        " --multi_gpu; on CPUs start with torchrun or horovodrun."
-    )
-
-
-def slurm_nodes(environ: Mapping[str, str]) -> str:
-    """Slurm's list of the nodes of this step, such as gpu[1-4],login. Raises UserError if it is missing."""
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        raise UserError("The nodes of this job step are unknown (SLURM_STEP_NODELIST is not set). Start with srun.")
-    return nodes
-
-
-def slurm_port(environ: Mapping[str, str]) -> int:
-    """A port for the tasks of this Slurm step. Other steps and jobs get other ports."""
-    job, step = (number(environ, name) or 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return 10_000 + (job * 1009 + step) % 20_000
-
-
-def find_job(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """The Slurm job around this process: its `id`, `name`, `partition`, `nodes` (Slurm's list), `array`; or None."""
-    variables = {"id": "JOB_ID", "name": "JOB_NAME", "partition": "JOB_PARTITION", "nodes": "JOB_NODELIST"}
-    job = {key: environ[f"SLURM_{name}"] for key, name in variables.items() if f"SLURM_{name}" in environ}
-    if "SLURM_ARRAY_JOB_ID" in environ:
-        job["array"] = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"
-    return job if "id" in job else None
-
-
-def requested(environ: Mapping[str, str]) -> tuple[int, int | None]:
-    """The job's nodes, and the tasks per node that it requested; None without such a request."""
-    nodes = number(environ, "SLURM_JOB_NUM_NODES", 1) or number(environ, "SLURM_NNODES", 1) or 1
-    return nodes, number(environ, "SLURM_NTASKS_PER_NODE", 1)
-
-
-def requested_tasks(environ: Mapping[str, str]) -> int:
-    """The tasks of the Slurm job around this process; of the step, where the job did not request a number per node.
-
-    1 in a sweep, which also trains on fewer ranks than the job has tasks.
-    """
-    if IN_SWEEP in environ:
-        return 1
-    nodes, per_node = requested(environ)
-    return max(number(environ, "SLURM_NTASKS") or 1, nodes * (per_node or 0))
+def note_on_one_process(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
+    """Why this process trains alone, where several seem to be requested; None otherwise."""
+    # accelerate sets MASTER_PORT only for several processes.
+    if launcher.name == "none" and {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= environ.keys():
+        return (
+            "accelerate launch started a single process, although several were requested: it trains alone. On GPUs add"
+            " --multi_gpu; on CPUs start with torchrun or horovodrun."
+        )
+    if launcher.name == "none" and "WORLD_SIZE" in ignored(launcher, environ):
+        return (
+            f"WORLD_SIZE={environ['WORLD_SIZE'][:40]} is ignored, since RANK is not set: this process trains alone. To"
+            " start several, use a launcher (docs/guides/strategies.md)."
+        )
+    return None

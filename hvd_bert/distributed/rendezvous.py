@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import threading
 import time
 from dataclasses import dataclass
@@ -28,10 +27,9 @@ from hvd_bert.distributed.launch import (
     horovodrun_address,
     is_elastic,
     number,
-    slurm_nodes,
-    slurm_port,
 )
 from hvd_bert.distributed.logs import describe_ranks, log
+from hvd_bert.distributed.slurm import expand_hosts, step_nodes, step_port
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError
 
@@ -203,26 +201,12 @@ def store_of(world: World, address: str) -> Any:
 @cache
 def _slurm_store(rank: int) -> Any:
     """A key-value store for the tasks of a Slurm step, which rank 0 serves on the step's first node."""
-    first, *others = expand_hosts(slurm_nodes(os.environ))
-    port = slurm_port(os.environ)
+    first, *others = expand_hosts(step_nodes(os.environ))
+    port = step_port(os.environ)
     if others and os.environ.get("SLURMD_NODENAME", socket.gethostname()) == first:
         # A host may resolve its own name to the loopback, where other hosts do not reach it.
         first = address_towards(others[0]) or first
     return serve_store(first, port) if rank == 0 else reach_store(first, port, _start_s())
-
-
-def expand_hosts(listed: str) -> list[str]:
-    """The hosts of a list of Slurm's, such as rack[0-3]_blade[0-1],login."""
-    if "[" not in listed:
-        return listed.split(",")
-    try:
-        told = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        raise UserError(
-            f"The hosts {listed} are unknown: `scontrol show hostnames` does not work on {socket.gethostname()}. Make"
-            " Slurm's commands available there, or start with torchrun."
-        ) from None
-    return told.stdout.split()
 
 
 def launcher_store(launcher: Launcher) -> Any:

@@ -24,13 +24,12 @@ from hvd_bert.distributed.horovod_world import HorovodWorld, ready_for_timeline
 from hvd_bert.distributed.launch import (
     Launcher,
     LaunchError,
-    accelerate_note,
     find_launcher,
-    ignored,
     is_elastic,
-    requested_tasks,
+    note_on_one_process,
     speaks_first,
 )
+from hvd_bert.distributed.slurm import check_tasks, requested_tasks
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, abort_mpi, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError, reason_of
 from hvd_bert.streams import INTERRUPTED, in_main_thread, interruptible, keep_running
@@ -184,7 +183,8 @@ def join(strategy: str = "horovod", generation: int = 0) -> World:
     launcher = group or find_launcher(os.environ)
     if strategy in ("none", "dp"):
         return _alone(strategy, launcher)
-    requested = requested_tasks(os.environ)
+    if group is None:
+        check_tasks(launcher, os.environ)
     world: World
     if strategy == "horovod":
         world = HorovodWorld.join(generation, group)
@@ -192,15 +192,8 @@ def join(strategy: str = "horovod", generation: int = 0) -> World:
         from hvd_bert.distributed.torch_world import DistributedWorld  # Horovod's runs do not need it
 
         world = DistributedWorld.join(group)
-    if group is not None:
-        return world
-    if world.size == 1 and "RANK" not in os.environ and "WORLD_SIZE" in ignored(launcher, os.environ):
-        log.warning(
-            "WORLD_SIZE=%s is ignored, since RANK is not set: this process trains alone. To start several, use a"
-            " launcher (docs/guides/strategies.md).",
-            os.environ["WORLD_SIZE"][:40],
-        )
-    if world.size < requested and world.rank == 0 and not world.elastic:
+    requested = requested_tasks(os.environ)
+    if group is None and world.size < requested and world.rank == 0 and not world.elastic:
         log.warning(
             "The job requested %s tasks, but only %s rank(s) run. Start all of them (`srun --mpi=pmix`, -np %s), or"
             " request fewer (sbatch --ntasks-per-node).",
@@ -208,8 +201,8 @@ def join(strategy: str = "horovod", generation: int = 0) -> World:
             world.size,
             requested,
         )
-    note = accelerate_note(os.environ)
-    if note and world.size == 1:
+    note = note_on_one_process(launcher, os.environ)
+    if note:
         log.warning(note)
     return world
 

@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 import torch
 
 from hvd_bert.distributed import logs, watchdog
-from hvd_bert.distributed.launch import find_job
 from hvd_bert.distributed.logs import log
+from hvd_bert.distributed.slurm import find_job
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 
 MAX_THREADS = 1024  # as for --num_threads

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import said
-from harness import HOROVODRUN_SCRIPT, JOB_SCRIPT, SMALL, Cluster
+from harness import HOROVODRUN_SCRIPT, JOB_SCRIPT, SMALL, Cluster, results
 from launch import Outcome
 
 pytestmark = pytest.mark.cluster
@@ -78,6 +78,19 @@ def test_srun_without_pmi_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     assert outcome.output.count("hvd_bert: srun started 2 processes without PMIx") == 1, outcome
     assert "srun --mpi=pmix" in outcome.output, outcome
     assert not (tmp_path / "out").exists()
+
+
+def test_job_of_several_tasks_without_srun_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    train = f"python -m hvd_bert.train {SMALL} 2"
+    for ntasks in ("--ntasks=2", "--nodes=2"):
+        for strategy in ("horovod", "ddp"):
+            job = cluster.submit([ntasks, "--wrap", f"{train} --strategy {strategy} --output_dir out"], tmp_path)
+            ended = cluster.ended(job).expect(2)
+            assert ended.out.count("hvd_bert: ") == 1 and "--strategy none" in ended.out, ended
+            assert not (tmp_path / "out").exists()
+    job = cluster.submit(["--ntasks=2", "--wrap", f"{train} --strategy none --output_dir out"], tmp_path)
+    cluster.ended(job).expect(0)
+    assert results(tmp_path / "out")["world_size"] == 1
 
 
 def test_launcher_in_each_task_of_srun_is_refused(cluster: Cluster, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from tables import each, refused
 from hvd_bert.distributed.launch import (
     Launcher,
     LaunchError,
-    accelerate_note,
     check_mpi,
     check_pmi,
     check_size,
@@ -17,11 +16,12 @@ from hvd_bert.distributed.launch import (
     find_launcher,
     ignored,
     is_nested,
+    note_on_one_process,
     platform_of,
-    requested_tasks,
     speaks_first,
     without_local_rank,
 )
+from hvd_bert.distributed.slurm import check_tasks, requested_tasks
 from hvd_bert.distributed.world import RankInfo, check_devices, choose_device, choose_threads, share_cores
 
 # Variables that the launchers set for rank 3 of 4.
@@ -166,10 +166,9 @@ def test_local_rank_is_no_setting(words, rest):
 
 @each("words", [["--local_rank=0"], ["--local-rank", "0"], ["--local_rank=1", "--local_rank=0"]])
 def test_local_rank_is_the_launchers(words):
-    with refused("0", "LOCAL_RANK=1"):
-        without_local_rank(words, {"LOCAL_RANK": "1"})
-    with refused("LOCAL_RANK", error=LaunchError):
-        without_local_rank(words, {})
+    for environ, own in (({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1"), ({}, "LOCAL_RANK is not set")):
+        with refused("--local_rank 0", own):
+            without_local_rank(words, environ)
 
 
 # By `accelerate launch`
@@ -178,13 +177,17 @@ ONE_OF_TWO = ONE_OF_ONE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  
 MULTI_GPU = TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}
 
 
-@each(
-    ("environ", "noted"), [({}, False), (ONE_OF_ONE, False), (MULTI_GPU, False), (TORCHRUN, False), (ONE_OF_TWO, True)]
+@pytest.mark.parametrize("environ", [{}, ONE_OF_ONE, MULTI_GPU, TORCHRUN, TORCHS, {"WORLD_SIZE": "1"}])
+def test_no_note_on_a_process_that_should_be_alone_or_is_not(environ):
+    assert note_on_one_process(find_launcher(environ), environ) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"), [(ONE_OF_TWO, ["--multi_gpu", "torchrun"]), ({"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "RANK"])]
 )
-def test_accelerate_that_starts_one_process(environ, noted):
-    note = accelerate_note(environ)
-    assert (note is not None) is noted
-    assert note is None or ("--multi_gpu" in note and "torchrun" in note)
+def test_note_on_a_process_that_is_alone_by_mistake(environ, named):
+    note = note_on_one_process(find_launcher(environ), environ)
+    assert note is not None and all(name in note for name in named)
 
 
 # The first lines of what the libraries print
@@ -338,11 +341,19 @@ def test_launchers_in_tasks_of_srun_report_it_once():
         (INSIDE_SRUN | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "2"}, 4),
         # a rank of mpirun on another node: the step of mpirun's daemons
         ({"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NUM_NODES": "2"}, 2),
+        ({"SLURM_NNODES": "2"}, 2),  # sbatch --nodes=2 alone
         (BATCH_STEP | {"HVD_BERT_IN_SWEEP": "1"}, 1),
     ],
 )
 def test_tasks_that_the_job_requested(environ, requested):
     assert requested_tasks(environ) == requested
+
+
+def test_process_without_launcher_in_a_job_of_several_tasks():
+    with refused("8 tasks", "srun", "--strategy none", error=LaunchError):
+        check_tasks(find_launcher(BATCH_STEP), BATCH_STEP)
+    for environ in (MPIRUN | BATCH_STEP, BATCH_STEP | {"HVD_BERT_IN_SWEEP": "1"}):
+        check_tasks(find_launcher(environ), environ)
 
 
 @each(

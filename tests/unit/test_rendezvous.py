@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tables import each, refused
 
-from hvd_bert.distributed import rendezvous
+from hvd_bert.distributed import rendezvous, slurm
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import CollectiveError
 
@@ -163,14 +163,14 @@ def scontrol(folder: Path, script: str) -> str:
 def test_hosts_of_slurms_list(monkeypatch, tmp_path, listed):
     script = f'[ "$*" = "show hostnames {listed}" ] && printf "%s\\n" {HOSTS[listed]}'
     monkeypatch.setenv("PATH", scontrol(tmp_path, script))
-    assert rendezvous.expand_hosts(listed) == HOSTS[listed].split()
+    assert slurm.expand_hosts(listed) == HOSTS[listed].split()
 
 
 def test_hosts_where_slurms_commands_are_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", scontrol(tmp_path, "echo no configuration >&2; exit 1"))
-    assert rendezvous.expand_hosts("n1,n2") == ["n1", "n2"]
+    assert slurm.expand_hosts("n1,n2") == ["n1", "n2"]
     with refused("gpu[1-2]", "torchrun"):
-        rendezvous.expand_hosts("gpu[1-2]")
+        slurm.expand_hosts("gpu[1-2]")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_hosts_where_slurms_commands_are_missing(monkeypatch, tmp_path):
     ],
 )
 def test_store_of_slurm_tasks_listens_towards_the_other_nodes(environ, monkeypatch, nodes, node, address):
-    monkeypatch.setattr(rendezvous, "slurm_port", lambda environ: port)
+    monkeypatch.setattr(rendezvous, "step_port", lambda environ: port)
     port = free_port()
     environ.update(SLURM_STEP_NODELIST=nodes, SLURMD_NODENAME=node)
     store = rendezvous._slurm_store.__wrapped__(0)

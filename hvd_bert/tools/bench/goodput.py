@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from hvd_bert.config.parser import LARGEST, MAX_SECONDS, Limits, Parser
-from hvd_bert.distributed.launch import IN_SWEEP
+from hvd_bert.distributed.slurm import IN_SWEEP
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UserError
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import writing_to

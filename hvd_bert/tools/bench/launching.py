@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_bert.config.parser import MAX_SECONDS, Limits, shortened
-from hvd_bert.distributed.launch import number, requested
+from hvd_bert.distributed.launch import number
+from hvd_bert.distributed.slurm import requested
 from hvd_bert.errors import UserError
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.tools.bench.points import ONE_PROCESS, Point

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from hvd_bert.distributed.launch import IN_SWEEP
+from hvd_bert.distributed.slurm import IN_SWEEP
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_STOPPED, UserError
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import make_folder, writing_to

@@ -18,6 +18,7 @@ import torch
 from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import Launcher, LaunchError
 from hvd_bert.distributed.logs import describe_ranks, ranges
+from hvd_bert.distributed.slurm import check_tasks
 from hvd_bert.distributed.world import CollectiveError, RankInfo, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.machine import PACKAGES, version_of
@@ -80,7 +81,9 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
         step_timeout.done()
         return _no_world(error, flags, launcher, report)
     try:
-        if not alone:
+        if alone:
+            report.add(_task_lines(launcher))
+        else:
             step_timeout.step("Hosts", "a host does not finish its checks", "Run `hvd-bert doctor` alone on each host.")
             _examine_hosts(flags, launcher, world, report)
         step_timeout.step(
@@ -125,6 +128,14 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
     hint = "" if isinstance(error, UserError) else rebuild
     report.add([Line("World", FAILURE, failure, hint)])
     return report.close()
+
+
+def _task_lines(launcher: Launcher) -> list[Line]:
+    try:
+        check_tasks(launcher, os.environ)
+    except LaunchError as error:  # a warning: the check of a host is a process without a launcher
+        return [Line("Tasks", WARNING, str(error))]
+    return []
 
 
 def _examine_hosts(flags: argparse.Namespace, launcher: Launcher, world: World, report: Report) -> None:
