@@ -308,8 +308,8 @@ def without_local_rank(words: Sequence[str], environ: Mapping[str, str]) -> list
     own = environ.get("LOCAL_RANK", "not set")
     if given.local_rank not in (None, own):
         raise UserError(
-            f"--local_rank {given.local_rank[:40]}: LOCAL_RANK is {own}. Remove the flag: launchers that need it add it,"
-            " and set the variable."
+            f"--local_rank {given.local_rank[:40]}: LOCAL_RANK is {own}. Remove the flag: launchers that need it add"
+            " it, and set the variable."
         )
     return rest
 

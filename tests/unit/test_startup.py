@@ -111,16 +111,8 @@ def test_only_rank_0_prints(script: Path) -> None:
 
 @each("module", ["hvd_bert.train", "hvd_bert.predict", "hvd_bert.tools.evaluate", "hvd_bert.tools.doctor"])
 def test_another_ranks_local_rank_is_refused(module: str) -> None:
-    done = run(
-        Path(sys.executable),
-        "-m",
-        module,
-        "--local_rank=0",
-        LOCAL_RANK="1",
-        RANK="1",
-        WORLD_SIZE="2",
-        TORCHELASTIC_RUN_ID="none",
-    )
+    second = {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    done = run(Path(sys.executable), "-m", module, "--local_rank=0", **second)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1 and "--local_rank 0" in done.stderr and "LOCAL_RANK is 1" in done.stderr
 
