@@ -17,8 +17,9 @@ pytestmark = pytest.mark.integration
 
 # How the ranks are started, with the strategy. tests/cluster has those of several hosts.
 STARTED = [
-    ("torch", "horovod"), ("torch", "ddp"), ("torch", "fsdp"), ("JSM", "horovod"), ("FLUX", "ddp"), ("PMIX", "horovod"),
-]  # fmt: skip
+    *[("torch", "horovod"), ("torch", "ddp"), ("torch", "fsdp"), ("deepspeed", "deepspeed"), ("accelerate", "ddp")],
+    *[("JSM", "horovod"), ("FLUX", "ddp"), ("PMIX", "horovod")],
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,10 @@ def test_two_ranks_are_one_world(tmp_path: Path, horovodruns: list[float], by: s
     assert not stopped.hung and stopped.status != 0, stopped
     assert said(stopped).count("Stopped after step 3 by SIGTERM to rank 1") == 1, stopped
     assert (out / "latest").read_text().strip() == "checkpoint-3"
-    run([*launcher(2, by), *TRAIN, *words], tmp_path).expect(0)
+    command = [*launcher(2, by), *TRAIN]
+    if by == "deepspeed":  # which gives a program of Python the flag --local_rank
+        command = [*command[: command.index("--no_local_rank")], "--module", TRAIN[-1]]
+    run([*command, *words], tmp_path).expect(0)
     results = json.loads((out / "train_results.json").read_text())
     assert results["world_size"] == 2 and [rank["local_rank"] for rank in results["ranks"]] == [0, 1]
     assert losses(out) == pytest.approx(horovodruns, abs=1e-5)

@@ -7,7 +7,6 @@ mpirun ... by_variables.py JSM|FLUX|PMIX COMMAND...    those of another launcher
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,13 +16,15 @@ OF_MPI = {"JSM": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"), "FLUX": ("FLUX_JO
 MPIRUNS = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 
 
-def of_torch(size: int, command: list[str]) -> int:
-    """Start the ranks on this host. Returns the largest status. Passes SIGTERM on."""
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    job = os.environ | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return int(server.getsockname()[1])
+
+
+def of_torch(size: int, command: list[str]) -> int:
+    """Start the ranks on this host. Returns the largest status."""
+    job = os.environ | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [subprocess.Popen(command, env=job | {"RANK": str(rank)}) for rank in range(size)]
-    signal.signal(signal.SIGTERM, lambda number, frame: [rank.send_signal(number) for rank in ranks] and None)
     return max(rank.wait() for rank in ranks)
 
 

@@ -139,7 +139,8 @@ def built() -> frozenset[str]:
 def launcher(size: int, by: str) -> list[str]:
     """The words that start `size` ranks `by` horovodrun ("mpi", "gloo"), "mpirun", "torchrun", or one by nothing.
 
-    Or by variables: "torch", under mpirun "JSM", "FLUX", "PMIX". Skips the test where that launcher is not there.
+    Or "deepspeed", "accelerate"; by variables: "torch", under mpirun "JSM", "FLUX", "PMIX". Skips the test where that
+    launcher is not there.
     """
     if by == "none":
         assert size == 1
@@ -147,6 +148,13 @@ def launcher(size: int, by: str) -> list[str]:
     if by == "torchrun":
         torchrun = str(Path(sys.executable).with_name("torchrun"))
         return [torchrun, "--standalone", f"--nproc-per-node={size}", "--no-python"]
+    if by in ("deepspeed", "accelerate"):
+        program = Path(sys.executable).with_name(by)
+        if not program.exists():
+            pytest.skip(f"{by} is not installed (env/setup.sh --dev --deepspeed)")
+        ours = {"deepspeed": "--num_gpus {} --master_port {} --no_local_rank --no_python"}
+        ours |= {"accelerate": "launch --multi_gpu --num_processes {} --main_process_port {} --no_python"}
+        return [str(program), *ours[by].format(size, by_variables.free_port()).split()]
     if by == "torch":
         return [sys.executable, by_variables.__file__, by, str(size)]
     if by in by_variables.OF_MPI:
