@@ -1,6 +1,7 @@
 """Starts a launcher, and signals it alone once its ranks train: `python signalled.py SIGNAL COMMAND...`
 
-Prints the command's output and, when nothing can write to it any more, how long after the signal that was.
+Prints the command's output and, when nothing can write to it any more, how long after the signal that was. Exits with
+the launcher's status.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import time
 
 
-def main() -> None:
+def main() -> int:
     number = getattr(signal, sys.argv[1])
     with subprocess.Popen(sys.argv[2:], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
         assert launcher.stdout
@@ -23,7 +24,8 @@ def main() -> None:
                 launcher.send_signal(number)
                 signalled = time.monotonic()
         print(f"all ended {time.monotonic() - signalled:.1f} s after the signal", flush=True)
+    return launcher.returncode
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
