@@ -14,7 +14,14 @@ import psutil
 import torch
 
 from hvd_bert.distributed import rendezvous, watchdog
-from hvd_bert.distributed.interfaces import address_of, address_towards, apply_setting, avoid_inner_networks
+from hvd_bert.distributed.interfaces import (
+    address_of,
+    address_towards,
+    apply_setting,
+    avoid_inner_networks,
+    check_own_name,
+    is_loopback,
+)
 from hvd_bert.distributed.launch import (
     ASKS_MPI,
     BY_TORCH,
@@ -25,7 +32,9 @@ from hvd_bert.distributed.launch import (
     check_size,
     checked_launcher,
     extend_gloo_timeout,
+    horovodrun_address,
     is_elastic,
+    number,
 )
 from hvd_bert.distributed.signals import NOTICES
 from hvd_bert.distributed.world import CollectiveError, World, log
@@ -88,6 +97,8 @@ class HorovodWorld(World):
         if elastic:
             NOTICES.watch()
         stalled_after_s = watchdog.inspect(os.environ, elastic)
+        if not by_mpi:
+            _check_own_name()
         before = _connections_now() if elastic else set()
         hvd.init()
         if not by_mpi:
@@ -243,6 +254,17 @@ def _mpi_world(launcher: Launcher) -> Any:
             " it, or `horovodrun --gloo`."
         )
     return MPI.COMM_WORLD.Dup()  # keeps our messages apart from Horovod's
+
+
+def _check_own_name() -> None:
+    """Raise an error, which one rank per host reports, if Horovod's Gloo cannot listen at this host's own name."""
+    where = horovodrun_address(os.environ)
+    address = address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or (where and address_towards(where[0]))
+    several = (number(os.environ, "HOROVOD_CROSS_SIZE") or 1) > 1  # which may be names of one host
+    try:
+        check_own_name(address, beyond_this_host=several and address is not None and not is_loopback(address))
+    except UserError as error:
+        raise CollectiveError(str(error), mine=os.environ.get("HOROVOD_LOCAL_RANK", "0") == "0") from None
 
 
 def _pause_between_polls() -> None:

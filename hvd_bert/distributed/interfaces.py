@@ -70,18 +70,18 @@ def choose_interface(environ: MutableMapping[str, str], variable: str, others: S
     """Set a library's variable to the interface through which this host reaches the world's other hosts.
 
     Keeps what is set. Gloo's default is the interface of the host's own name, which on many systems is the loopback.
-    `others`: names or addresses of other hosts; the first that can be resolved counts. Raises UserError if none can.
+    `others`: names or addresses of other hosts; the first that can be resolved counts. Raises UserError if none can, or
+    without any if the loopback is down.
     """
     if environ.get(variable):
         return
-    name = next((name for other in others or ["localhost"] if (name := interface_to(other))), None)
-    if name is not None:
-        environ[variable] = name
-    elif others:
+    name = next((name for other in others if (name := interface_to(other))), None) if others else loopback()
+    if name is None:
         raise UserError(
             f"{socket.gethostname()} has no route to {', '.join(dict.fromkeys(others))}, and so the interface towards"
             f" the other ranks is unknown. Set {SETTING} to its name or its subnet (docs/guides/cluster.md)."
         )
+    environ[variable] = name
 
 
 def avoid_inner_networks(environ: MutableMapping[str, str]) -> None:
@@ -111,6 +111,53 @@ def address_of(interface: str | None) -> str | None:
     """An IPv4 address of a network interface of this host; None if it has none."""
     addresses = psutil.net_if_addrs().get(interface or "", [])
     return next((str(address.address) for address in addresses if address.family == socket.AF_INET), None)
+
+
+def check_own_name(address: str | None, beyond_this_host: bool) -> None:
+    """Raise UserError unless this host's own name leads to one of its addresses, which other hosts can reach.
+
+    Horovod 0.28's Gloo listens there whatever HOROVOD_GLOO_IFACE names (GlooContext::InitializeForProcessSet), and ends
+    the process if it cannot. `address`: the one that the name should lead to; None: the loopback's.
+    """
+    name = socket.gethostname()
+    found = own_address_at(name)
+    if found is not None and not (beyond_this_host and is_loopback(found)):
+        return
+    address = address or host_addresses()[loopback()][0]
+    wrong = f"leads to {found}, which other hosts cannot reach" if found else "does not lead to an address of this host"
+    raise UserError(
+        f"The name {name} {wrong}. Horovod's Gloo listens there, whatever the interface. Set the address in /etc/hosts"
+        f" (`{address} {name}`), or use MPI (`horovodrun --mpi`) or, in one process, --strategy none."
+    )
+
+
+def loopback() -> str:
+    """This host's loopback interface. Raises UserError if it is down."""
+    addresses = host_addresses()
+    found = next((name for name, own in addresses.items() if any(map(is_loopback, own))), None)
+    if found is None:
+        raise UserError(
+            f"{socket.gethostname()} has no loopback address (127.0.0.1, ::1), through which processes of one host"
+            " communicate. Start the interface (`ip link set lo up`), or use --strategy none."
+        )
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address leads to this host only."""
+    return ipaddress.ip_address(address.split("%")[0]).is_loopback
+
+
+def own_address_at(name: str) -> str | None:
+    """The address of this host to which its name leads, chosen as Gloo does; None if there is none."""
+    try:
+        found = [str(place[0]) for *_, place in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return None
+    own = {address.split("%")[0] for addresses in host_addresses().values() for address in addresses}
+    if "127.0.0.1" in own:  # and all of 127.0.0.0/8
+        own |= {address for address in found if address.startswith("127.")}
+    return next((address for address in found if address.split("%")[0] in own), None)
 
 
 def address_towards(host: str) -> str | None:

@@ -12,14 +12,19 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from ipaddress import ip_address
-from itertools import chain, count
+from itertools import count
 from typing import Any
 
 from torch import distributed
 from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its stubs
 
-from hvd_bert.distributed.interfaces import address_of, address_towards, choose_interface, host_addresses
+from hvd_bert.distributed.interfaces import (
+    address_of,
+    address_towards,
+    choose_interface,
+    is_loopback,
+    own_address_at,
+)
 from hvd_bert.distributed.launch import (
     BY_TORCH,
     Launcher,
@@ -245,12 +250,8 @@ def _is_own(host: str) -> bool:
 
     Not if it is the address of a service (Kubernetes), or the loopback as which many hosts resolve their own name.
     """
-    addresses = list(chain(*host_addresses().values()))
-    try:
-        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:  # a service's name may be unknown until its pod is ready
-        return False
-    return address in addresses and (host in ("localhost", address) or not ip_address(address).is_loopback)
+    address = own_address_at(host)
+    return address is not None and (host in ("localhost", address) or not is_loopback(address))
 
 
 def _master() -> tuple[str, int]:

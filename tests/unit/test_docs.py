@@ -59,7 +59,7 @@ FOREIGN_FLAGS = {
     "mpiexec": {"--ppn"},
     "pip-licenses": {"--format", "--from", "--packages", "--with-system"},
     "tensorboard": {"--logdir"},
-    "torchrun": {"--master-port", "--max-restarts", "--rdzv-conf"},
+    "torchrun": {"--local-addr", "--master-port", "--max-restarts", "--rdzv-conf"},
 }
 GROUPS_OF_FLAGS = {"--save_*"}  # as a page writes them
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import nullcontext
 
 import pytest
 from tables import each, refused
@@ -47,7 +48,7 @@ def test_interface_to_this_host_is_the_loopback():
 
 
 def test_interface_is_the_one_towards_another_host(monkeypatch):
-    monkeypatch.setattr(interfaces, "interface_to", {"other": "ib0", "localhost": "lo"}.get)
+    monkeypatch.setattr(interfaces, "interface_to", {"other": "ib0"}.get)
     for others, name in ((["unknown", "other"], "ib0"), ([], "lo")):
         environ: dict[str, str] = {}
         interfaces.choose_interface(environ, "GLOO_SOCKET_IFNAME", others)
@@ -57,6 +58,28 @@ def test_interface_is_the_one_towards_another_host(monkeypatch):
     assert environ == {"GLOO_SOCKET_IFNAME": "eth7"}
     with refused(socket.gethostname(), "unknown", "HVD_BERT_INTERFACE"):
         interfaces.choose_interface({}, "GLOO_SOCKET_IFNAME", ["unknown"])
+
+
+def test_own_name_at_which_gloo_would_listen(monkeypatch):
+    for name, beyond, named in (
+        ("localhost", False, None),
+        ("localhost", True, "127.0.0.1"),
+        ("name.invalid", False, "10.1.0.7 name.invalid"),
+        ("192.0.2.77", True, "10.1.0.7 192.0.2.77"),  # of another host
+    ):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        with refused(name, named, "/etc/hosts") if named else nullcontext():
+            interfaces.check_own_name("10.1.0.7", beyond)
+
+
+def test_host_without_loopback(monkeypatch):
+    monkeypatch.setattr(interfaces, "host_addresses", lambda: {"lo": [], "eth0": ["10.77.0.11"]})
+    with refused(socket.gethostname(), "ip link set lo up"):
+        interfaces.choose_interface({}, "GLOO_SOCKET_IFNAME", [])
+    monkeypatch.setattr(interfaces, "host_addresses", lambda: {"eth0": ["10.77.0.11"], "lo": ["::1"]})
+    environ: dict[str, str] = {}
+    interfaces.choose_interface(environ, "GLOO_SOCKET_IFNAME", [])
+    assert environ == {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 SITES = "mca:btl:tcp:param:btl_tcp_if_include:source:file (/etc/openmpi/openmpi-mca-params.conf)"

@@ -72,7 +72,6 @@ def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):
 
 def test_rank_0_serves_where_the_others_come_from(environ, monkeypatch):
     """At its own address; at all of them where MASTER_ADDR is a service's, or the loopback for the host's own name."""
-    monkeypatch.setattr(rendezvous, "host_addresses", lambda: {"lo": ["127.0.0.1"], "eth0": ["127.0.0.5"]})
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolving({"localhost": "127.0.0.1", "here": "127.0.1.1"}))
     own = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1"}
     for name, address in (own | dict.fromkeys(["192.0.2.77", "service.invalid", "here"], "0.0.0.0")).items():

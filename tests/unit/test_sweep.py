@@ -133,7 +133,7 @@ PYTHON = Path(sys.executable).name
 def test_commands() -> None:
     hosts, job = "a100-01:2,a100-02:2", Machine(cores=64, gpus=2, allocation=Allocation(2, 2, 32))
     auto, gloo, slurm = by("auto"), by("horovodrun", TWO_CORES, hosts, "--gloo"), by("auto", job)
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node=2"
+    torchrun = "-m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=2"
     srun = "srun --mpi=pmix --kill-on-bad-exit=1 --wait=60"
     for launch, strategy, ranks, expected in (
         (auto, "none", 1, PYTHON),

@@ -143,9 +143,11 @@ class Launching:
         train = [*TRAIN, *flags]
         if launcher_name == "none":
             return train
-        if launcher_name == "torchrun":  # standalone: a free port, or two sweeps on one host would collide
-            own = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
-            return [*own, *self.extra_args, *train[1:]]
+        if launcher_name == "torchrun":
+            # standalone: a free port, or two sweeps on one host would collide. Without the address torchrun waits for
+            # itself forever on a host whose own name does not resolve.
+            own = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+            return [*own, f"--nproc-per-node={number}", *self.extra_args, *train[1:]]
         program = program_path(launcher_name) or launcher_name
         if launcher_name == "srun":
             export = ["--export=ALL"] if exported else []  # even if sbatch was given another --export

@@ -118,7 +118,7 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
     if not report.shown:
         # Rank 0 reports problems of all ranks, and this rank must not fail before it. This rank prints only its own.
         no_horovod = isinstance(probes.horovod(), ProbeError)
-        found_by_all = isinstance(error, LaunchError)
+        found_by_all = isinstance(error, LaunchError) or (isinstance(error, CollectiveError) and not error.mine)
         if no_horovod or not found_by_all:
             print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {failure}", file=sys.stderr, flush=True)
         return EXIT_OK if found_by_all or (no_horovod and isinstance(error, UserError)) else EXIT_BAD_INPUT

@@ -1,0 +1,61 @@
+"""A host whose own name does not resolve, or whose loopback is down: one message, or a training."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from pathlib import Path
+
+import pytest
+from commands import small_run
+from launch import Outcome, launcher, run
+
+pytestmark = pytest.mark.integration
+UNRESOLVED, NO_LOOPBACK = "hostname unresolved", "true"  # in new namespaces, where no interface is up
+
+
+@functools.cache
+def may_unshare() -> bool:
+    return subprocess.run(["unshare", "--uts", "--net", "true"], capture_output=True).returncode == 0
+
+
+def run_on(host: str, command: list[str], folder: Path) -> Outcome:
+    """Run a command on a host of its own."""
+    if not may_unshare():
+        pytest.skip("needs root, or another right to make namespaces")
+    namespaces = ["--uts"] if host == UNRESOLVED else ["--net"]
+    return run(["unshare", *namespaces, "sh", "-c", f'{host} && exec "$@"', "sh", *command], folder, cold=True)
+
+
+@pytest.mark.parametrize(
+    ("host", "by", "strategy"),
+    [
+        (UNRESOLVED, "none", "horovod"),
+        (UNRESOLVED, "gloo", "horovod"),
+        (NO_LOOPBACK, "none", "horovod"),
+        (NO_LOOPBACK, "none", "ddp"),
+    ],
+)
+def test_is_refused_before_joining(host: str, by: str, strategy: str, tmp_path: Path) -> None:
+    size = 2 if by == "gloo" else 1
+    outcome = run_on(host, [*launcher(size, by), *small_run(size, "out", "--strategy", strategy)], tmp_path)
+    assert outcome.status == (1 if by == "gloo" else 2), outcome  # horovodrun ends with 1
+    assert outcome.output.count("hvd_bert: ") == 1 and (by == "gloo" or outcome.output.count("\n") == 1), outcome
+    assert ("/etc/hosts" if host == UNRESOLVED else "ip link set lo up") in outcome.output, outcome
+    assert not (tmp_path / "out").exists()
+
+
+def test_doctor_reports_it_once(tmp_path: Path) -> None:
+    command = [*launcher(2, "gloo"), "hvd-bert", "doctor", "--size", "1"]
+    outcome = run_on(UNRESOLVED, command, tmp_path)
+    assert (outcome.status, outcome.output.count("/etc/hosts")) == (1, 1), outcome
+
+
+@pytest.mark.parametrize(
+    ("host", "by", "strategy"),
+    [(UNRESOLVED, "none", "ddp"), (UNRESOLVED, "mpi", "horovod"), (NO_LOOPBACK, "none", "none")],
+)
+def test_trains_where_it_can(host: str, by: str, strategy: str, tmp_path: Path) -> None:
+    size = 1 if by == "none" else 2
+    command = [*launcher(size, by), *small_run(size, "out", "--strategy", strategy, "--max_steps", 2)]
+    run_on(host, command, tmp_path).expect(0)
