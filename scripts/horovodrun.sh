@@ -171,6 +171,8 @@ if [ -n "$interface" ]; then
   export HVD_BERT_INTERFACE=$interface # each rank looks up its host's own
   command+=(--network-interfaces "$network_interface")
 fi
+# horovodrun fails where it cannot write its cache of checked hosts.
+{ mkdir -p ~/.horovod && [ -w ~/.horovod ]; } 2>/dev/null || command+=(--disable-cache)
 [ -z "$port" ] || command+=(--ssh-port "$port")
 [ -z "$key" ] || command+=(--ssh-identity-file "$key")
 command+=(python -m hvd_bert.train "${trainer_arguments[@]}")

@@ -130,7 +130,8 @@ def test_a_flag_of_one_strategy_is_passed_to_that_strategy_only(tmp_path: Path) 
 PYTHON = Path(sys.executable).name
 
 
-def test_commands() -> None:
+def test_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # where horovodrun can write its cache
     hosts, job = "a100-01:2,a100-02:2", Machine(cores=64, gpus=2, allocation=Allocation(2, 2, 32))
     auto, gloo, slurm = by("auto"), by("horovodrun", TWO_CORES, hosts, "--gloo"), by("auto", job)
     torchrun = "-m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=2"
@@ -147,6 +148,8 @@ def test_commands() -> None:
     ):
         words = [Path(word).name for word in launch.command(point(strategy, ranks), ["--bf16"])]
         assert " ".join(words) == f"{expected} -m hvd_bert.train --bf16"
+    monkeypatch.setenv("HOME", str(tmp_path / "missing"))
+    assert "--disable-cache" in auto.command(point("horovod", 2), [])
 
 
 def test_allocation_of_a_job() -> None:

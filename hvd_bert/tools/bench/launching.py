@@ -153,7 +153,7 @@ class Launching:
             export = ["--export=ALL"] if exported else []  # even if sbatch was given another --export
             return [program, *self._srun_args(number), *export, *self.extra_args, *train]
         if launcher_name == "horovodrun":  # which exports all variables
-            return [program, "-np", str(number), *hosts, *self.extra_args, *train]
+            return [program, "-np", str(number), *hosts, *without_cache(), *self.extra_args, *train]
         # As many slots as ranks: Open MPI refuses more ranks than cores otherwise. Ranks are not bound to cores.
         place = hosts or ([] if self.machine.allocation else ["-H", f"localhost:{number}"])
         export = [word for name in exported for word in ("-x", name)]
@@ -264,6 +264,12 @@ def _missing(launcher: str) -> str:
     """The error if a launcher's program is missing; "" if it is installed or none is needed."""
     absent = launcher in PROGRAMS and program_path(launcher) is None
     return f"{launcher} is not on PATH: {PROGRAMS[launcher]}" if absent else ""
+
+
+def without_cache() -> list[str]:
+    """horovodrun's flag where it cannot write its cache of checked hosts, without which it would fail."""
+    folder = Path(os.path.expanduser("~/.horovod"))
+    return [] if os.access(folder if folder.exists() else folder.parent, os.W_OK) else ["--disable-cache"]
 
 
 def program_path(name: str) -> str | None:

@@ -1,30 +1,35 @@
-"""A host whose own name does not resolve, or whose loopback is down: one message, or a training."""
+"""A host whose own name does not resolve, whose loopback is down, or whose home is read-only."""
 
 from __future__ import annotations
 
 import functools
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from commands import small_run
-from launch import Outcome, launcher, run
+from launch import REPOSITORY, TRAIN, Outcome, launcher, run
 
 pytestmark = pytest.mark.integration
-UNRESOLVED, NO_LOOPBACK = "hostname unresolved", "true"  # in new namespaces, where no interface is up
+# What is run in new namespaces. In that of the network no interface is up.
+UNRESOLVED, NO_LOOPBACK, NO_HOME = "hostname unresolved", "true", 'mount -t tmpfs -o ro tmpfs "$HOME"'
+NAMESPACE = {UNRESOLVED: "--uts", NO_LOOPBACK: "--net", NO_HOME: "--mount"}
 
 
 @functools.cache
 def may_unshare() -> bool:
-    return subprocess.run(["unshare", "--uts", "--net", "true"], capture_output=True).returncode == 0
+    return subprocess.run(["unshare", *NAMESPACE.values(), "true"], capture_output=True).returncode == 0
 
 
 def run_on(host: str, command: list[str], folder: Path) -> Outcome:
     """Run a command on a host of its own."""
     if not may_unshare():
         pytest.skip("needs root, or another right to make namespaces")
-    namespaces = ["--uts"] if host == UNRESOLVED else ["--net"]
-    return run(["unshare", *namespaces, "sh", "-c", f'{host} && exec "$@"', "sh", *command], folder, cold=True)
+    inside = ["unshare", NAMESPACE[host], "sh", "-c", f'{host} && exec "$@"', "sh", *command]
+    home = folder / "home"
+    home.mkdir()
+    return run(inside, folder, env={"HOME": str(home), "HVD_BERT_CACHE": str(folder / "cache")}, cold=True)
 
 
 @pytest.mark.parametrize(
@@ -59,3 +64,9 @@ def test_trains_where_it_can(host: str, by: str, strategy: str, tmp_path: Path) 
     size = 1 if by == "none" else 2
     command = [*launcher(size, by), *small_run(size, "out", "--strategy", strategy, "--max_steps", 2)]
     run_on(host, command, tmp_path).expect(0)
+
+
+def test_script_starts_with_a_read_only_home(tmp_path: Path) -> None:
+    script = [REPOSITORY / "scripts" / "horovodrun.sh", "-H", "localhost:2", "--", *small_run(2, "out")[len(TRAIN) :]]
+    environ = f"HVD_BERT_VENV={Path(sys.executable).parent.parent}"
+    run_on(NO_HOME, ["env", environ, "bash", *map(str, script), "--max_steps", "2"], tmp_path).expect(0)
