@@ -4,6 +4,7 @@ This module can be called, so that `from hvd_bert import train` gives a function
 """
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,10 @@ class _Train(ModuleType):
         from hvd_bert.train.api import train
 
         return train(**settings)
+
+    def __reduce__(self) -> Any:
+        """For cloudpickle, by which Ray and submitit send a program's functions: it knows only plain modules."""
+        return import_module, (__name__,)
 
 
 sys.modules[__name__].__class__ = _Train

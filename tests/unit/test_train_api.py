@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import random
 import signal
 import sys
@@ -74,6 +75,10 @@ def test_errors_are_raised_and_the_run_resumes(tmp_path: Path) -> None:
         with refused(named):
             start(tmp_path / "none", **settings)
     assert of_the_process() == before
+
+
+def test_function_that_calls_it_can_be_sent_to_other_processes() -> None:
+    assert pickle.loads(pickle.dumps(train)) is train
 
 
 def test_other_thread_than_the_main_one(tmp_path: Path) -> None:
