@@ -28,6 +28,7 @@ NEEDS = {
     "containers": r"(docker|apptainer|srun (--[-=\w]+ )+apptainer) ",
     "cores": r"mpirun -np 4",
     "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/|run_qa\.py)",  # that the reader replaces
+    "ray": r".*ray_train",  # test_programs.py runs it
     "server": r"tensorboard|hf upload\b",
     "time": r".*(hvd-bert (bench|tune)\b|scripts/(demo|test)\.sh|--config sample\b)",
 }

@@ -22,14 +22,6 @@ STARTED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def horovodruns(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of two ranks of horovodrun."""
-    out = tmp_path_factory.mktemp("horovodrun") / "out"
-    run([*launcher(2, "gloo"), *small_run(2, out)], out.parent).expect(0)
-    return losses(out)
-
-
 @pytest.mark.parametrize(("by", "strategy"), STARTED)
 def test_two_ranks_are_one_world(tmp_path: Path, horovodruns: list[float], by: str, strategy: str) -> None:
     out = tmp_path / "out"

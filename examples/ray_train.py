@@ -1,0 +1,36 @@
+"""Fine-tune BERT on the workers of Ray Train: the ranks are those of the process group that Ray has initialized.
+
+    python examples/ray_train.py 2 config=sample output_dir=runs/ray        NAME=VALUE for the trainer's --NAME VALUE
+
+On several hosts all must see the output folder and the data under the same paths.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import ray
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from hvd_bert import train
+
+
+def train_on_worker(settings: dict[str, Any]) -> None:
+    run = train(**settings)
+    ray.train.report(run.scores)
+
+
+def main(workers: str, *words: str) -> None:
+    settings = {"strategy": "ddp", **dict(word.split("=", 1) for word in words)}
+    settings["output_dir"] = os.path.abspath(settings["output_dir"])
+    ray.init(include_dashboard=False)
+    has_gpus = ray.cluster_resources().get("GPU", 0) >= int(workers)
+    scaling = ScalingConfig(num_workers=int(workers), use_gpu=has_gpus)
+    TorchTrainer(train_on_worker, train_loop_config=settings, scaling_config=scaling).fit()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,127 @@
+"""Programs that train on two ranks, for test_programs.py: programs.py KIND STRATEGY OUT
+
+group, thread: in a process group that the program has initialized; in its main thread or another one.
+failing: there, with a strategy for one process, then with an error on one rank.
+launched: in a thread, without such a group.
+submitit1, submitit2: on one or two tasks of submitit's LocalExecutor.
+ray: examples/ray_train.py.
+
+The ranks stop after step 3 and resume, except under Ray. Each writes what happened to rankN.json in the working folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from hvd_bert import Callback, train
+
+SETTINGS = {"config": "sample", "max_train_samples": 33, "max_eval_samples": 7, "num_train_epochs": 2}  # `small_run`
+SETTINGS |= {"per_device_train_batch_size": 8, "logging_steps": 1, "dropout": 0}
+
+
+class AtStep2(Callback):
+    """On the last rank: a signal, or an error."""
+
+    def __init__(self, number: signal.Signals | None = signal.SIGTERM) -> None:
+        self.number = number
+
+    def on_start(self, task: Any, world: Any) -> None:
+        self.is_last = world.rank == world.size - 1
+
+    def on_step(self, step: int) -> None:
+        if self.is_last and step == 2:
+            if self.number is None:
+                raise LookupError("in a callback")
+            os.kill(os.getpid(), self.number)
+
+
+def write(rank: int, **found: Any) -> None:
+    Path(f"rank{rank}.json").write_text(json.dumps(found))
+
+
+def summed() -> float:
+    """The sum over the ranks of the process group: their number."""
+    ones = torch.ones(1)
+    distributed.all_reduce(ones)
+    return float(ones)
+
+
+def status_of(**settings: Any) -> Any:
+    """The status of a UserError, the name of another error, or None if the training ends."""
+    try:
+        train(**SETTINGS | settings)
+    except Exception as error:
+        return getattr(error, "status", type(error).__name__)
+
+
+def in_group(kind: str, **settings: Any) -> None:
+    distributed.init_process_group("gloo")
+    stopped = status_of(callbacks=[AtStep2()] if kind == "group" else [], **settings)
+    resumed = status_of(**settings) if kind == "group" else None
+    write(distributed.get_rank(), stopped=stopped, resumed=resumed, sum=summed())
+
+
+def failing(**settings: Any) -> None:
+    distributed.init_process_group("gloo")
+    alone = status_of(**settings | {"strategy": "none"})
+    write(distributed.get_rank(), alone=alone, failed=status_of(callbacks=[AtStep2(None)], **settings))
+
+
+def submitted(ranks: int, **settings: Any) -> None:
+    import submitit
+    from submitit.helpers import TorchDistributedEnvironment
+
+    def job(*callbacks: Callback) -> dict[str, Any]:
+        if ranks > 1:
+            TorchDistributedEnvironment().export()
+        batch = {"per_device_train_batch_size": 16 // ranks}
+        return train(**SETTINGS | settings | batch, callbacks=callbacks).scores
+
+    executor = submitit.LocalExecutor("logs")
+    executor.update_parameters(tasks_per_node=ranks, timeout_min=3)
+    executor.submit(job, AtStep2(signal.SIGUSR2)).wait()  # submitit's signal of a preemption
+    stopped = Path(settings["output_dir"], "latest").read_text().strip()
+    write(0, stopped=stopped, resumed=[scores["total"] for scores in executor.submit(job).results()])
+
+
+def by_ray(**settings: Any) -> None:
+    import ray
+    import ray_train
+
+    trained = ray_train.train_on_worker
+
+    def train_on_worker(settings: dict[str, Any]) -> None:
+        trained(settings)
+        (Path(settings["output_dir"]).parent / f"sum{distributed.get_rank()}").write_text(str(summed()))
+
+    ray_train.train_on_worker = train_on_worker
+    ray.init = functools.partial(ray.init, num_cpus=2)
+    ray_train.main("2", *(f"{name}={value}" for name, value in (SETTINGS | settings).items()))
+
+
+if __name__ == "__main__":
+    kind, strategy, out = sys.argv[1:]
+    settings = {"strategy": strategy, "output_dir": os.path.abspath(out)}
+    if kind in ("group", "failing"):
+        in_group(kind, **settings) if kind == "group" else failing(**settings)
+    elif kind.startswith("submitit"):
+        submitted(int(kind[-1]), **settings)
+    elif kind == "ray":
+        by_ray(**settings)
+    else:
+        trains = functools.partial(in_group, kind) if kind == "thread" else status_of
+        thread = threading.Thread(target=trains, kwargs=settings)
+        thread.start()
+        thread.join()
+    sys.stdout.flush()
+    os._exit(0)  # torch's Gloo threads can abort a process whose optimizer was made while there was a group

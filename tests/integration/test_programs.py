@@ -1,0 +1,85 @@
+"""Programs that train in a process group of their own, in a thread, under submitit or Ray Train: one world each.
+
+programs.py has the programs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import programs
+import pytest
+from commands import losses, said, skip_without
+from launch import REPOSITORY, Outcome, launcher, run
+
+from hvd_bert.errors import EXIT_STOPPED
+
+pytestmark = pytest.mark.integration
+
+
+def start(folder: Path, by: str, kind: str, strategy: str, **options: Any) -> Outcome:
+    """Run one of the programs, on two ranks by a launcher or as one process, into the folder `out`."""
+    words = launcher(2, by) if by != "none" else []
+    return run([*words, sys.executable, programs.__file__, kind, strategy, "out"], folder, **options).expect(0)
+
+
+def check(folder: Path, expected: list[float], size: int = 2) -> None:
+    """One world has trained to the end, as horovodrun's ranks did."""
+    results = json.loads((folder / "out" / "train_results.json").read_text())
+    assert results["world_size"] == size
+    assert losses(folder / "out") == pytest.approx(expected, abs=1e-5)
+
+
+def found(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed", "horovod"])
+def test_group_of_the_program(tmp_path: Path, horovodruns: list[float], strategy: str) -> None:
+    skip_without(strategy)
+    start(tmp_path, "torch", "group", strategy)
+    assert found(tmp_path) == [{"stopped": EXIT_STOPPED, "resumed": None, "sum": 2.0}] * 2
+    check(tmp_path, horovodruns)
+
+
+def test_error_in_a_group_is_raised(tmp_path: Path) -> None:
+    """The process of the rank that failed goes on, and the other one does not wait for it."""
+    start(tmp_path, "torch", "failing", "ddp")
+    one, other = found(tmp_path)
+    assert one["alone"] == other["alone"] == "LaunchError"
+    assert other["failed"] == "LookupError" and one["failed"] == "RuntimeError"
+
+
+def test_thread_in_a_group(tmp_path: Path, horovodruns: list[float]) -> None:
+    outcome = start(tmp_path, "torch", "thread", "ddp")
+    assert said(outcome).count("SIGTERM") == 1, "says once that it is not handled"
+    assert found(tmp_path) == [{"stopped": None, "resumed": None, "sum": 2.0}] * 2
+    check(tmp_path, horovodruns)
+
+
+def test_thread_under_a_launcher(tmp_path: Path, horovodruns: list[float]) -> None:
+    start(tmp_path, "gloo", "launched", "horovod")
+    check(tmp_path, horovodruns)
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "horovod")])
+def test_submitit(tmp_path: Path, horovodruns: list[float], ranks: int, strategy: str) -> None:
+    pytest.importorskip("submitit")
+    start(tmp_path, "none", f"submitit{ranks}", strategy, cold=True)
+    assert found(tmp_path) == [{"stopped": "checkpoint-3", "resumed": [7] * ranks}]
+    check(tmp_path, horovodruns, ranks)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "horovod"])
+def test_ray_train(tmp_path: Path, horovodruns: list[float], strategy: str) -> None:
+    pytest.importorskip("ray")
+    with tempfile.TemporaryDirectory(prefix="ray") as short:  # the paths of its sockets have at most 107 characters
+        of_ray = {"HOME": str(tmp_path), "RAY_TMPDIR": short, "RAY_AUTH_MODE": "disabled"}
+        of_ray |= {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'examples'}"}
+        start(tmp_path, "none", "ray", strategy, cold=True, env=of_ray)
+    assert [path.read_text() for path in sorted(tmp_path.glob("sum*"))] == ["2.0", "2.0"]
+    check(tmp_path, horovodruns)
