@@ -4,9 +4,10 @@ group, thread: in a process group that the program has initialized; in its main 
 failing: there, with a strategy for one process, then with an error on one rank.
 launched: in a thread, without such a group.
 submitit1, submitit2: on one or two tasks of submitit's LocalExecutor.
-ray: examples/ray_train.py.
+ray, actors: examples/ray_train.py; two actors of Ray, with torch's variables.
 
-The ranks stop after step 3 and resume, except under Ray. Each writes what happened to rankN.json in the working folder.
+The ranks stop after step 3 and resume, except under Ray. Except for actors, each writes what happened to rankN.json in
+the working folder.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -109,6 +111,22 @@ def by_ray(**settings: Any) -> None:
     ray_train.main("2", *(f"{name}={value}" for name, value in (SETTINGS | settings).items()))
 
 
+def by_actors(**settings: Any) -> None:
+    import ray
+
+    class Rank:
+        def train(self, rank: int, port: int) -> None:
+            four = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in four.items()})
+            train(**SETTINGS | settings)
+
+    ray.init(num_cpus=2, include_dashboard=False)
+    actors = [ray.remote(num_cpus=1)(Rank).remote() for _ in range(2)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ray.get([actor.train.remote(rank, port) for rank, actor in enumerate(actors)])
+
+
 if __name__ == "__main__":
     kind, strategy, out = sys.argv[1:]
     settings = {"strategy": strategy, "output_dir": os.path.abspath(out)}
@@ -118,6 +136,8 @@ if __name__ == "__main__":
         submitted(int(kind[-1]), **settings)
     elif kind == "ray":
         by_ray(**settings)
+    elif kind == "actors":
+        by_actors(**settings)
     else:
         trains = functools.partial(in_group, kind) if kind == "thread" else status_of
         thread = threading.Thread(target=trains, kwargs=settings)
