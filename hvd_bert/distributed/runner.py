@@ -52,14 +52,14 @@ def run_in_program(entry: Callable[[World], None], strategy: str = "horovod", re
     """As `run_as_rank`, but return afterwards. Errors are raised, and not reported, by a single process and by the
     ranks of a process group that the program has initialized: whoever started them decides what ends.
     """
-    in_group = distributed.is_initialized()
-    if not in_group and ((find_launcher(os.environ).size or 1) > 1 or is_elastic(os.environ)):
+    launcher = None if distributed.is_initialized() else find_launcher(os.environ)
+    if launcher and ((launcher.size or 1) > 1 or is_elastic(os.environ)):
         _run(entry, strategy, records_timeline).close()
         return
     keep_running()
     if records_timeline:
         ready_for_timeline(os.environ)
-    logs.start(distributed.get_rank() if in_group else 0)
+    logs.start((launcher.rank or 0) if launcher else distributed.get_rank())
     world = join(strategy)
     try:
         with interruptible():

@@ -56,7 +56,8 @@ class DistributedWorld(World):
             meeting = HorovodWorld.join()
             rank, size, comm = meeting.rank, meeting.size, meeting._comm
             others = [host for host in meeting.allgather(meeting.host) if host != meeting.host]
-            choose_interface(os.environ, interface, others)
+            with meeting.raise_on_all_ranks():
+                choose_interface(os.environ, interface, others)
             store = rendezvous.store_of(meeting, address_of(os.environ.get(interface)) or meeting.host)
             meeting.close()
         if group is not None:
