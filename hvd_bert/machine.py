@@ -41,11 +41,32 @@ def version_of(package: str) -> str | None:
 
 def free_memory() -> int:
     """Bytes of free memory on the host or, if less, in the job's cgroup."""
-    free = int(psutil.virtual_memory().available)
-    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        if line.startswith("0::"):  # version 2
-            free = min([free, *_cgroup_free(Path("/sys/fs/cgroup") / line[3:].lstrip("/"))])
-    return free
+    return min([int(psutil.virtual_memory().available), *_cgroup_free(_cgroup())])
+
+
+def cpu_limit() -> float | None:
+    """The cores' worth of time that the job's cgroup allows, as a container's limit on CPUs; None without a limit."""
+    return min(_cgroup_cores(_cgroup()), default=None)
+
+
+def _cgroup() -> Path:
+    """This process's cgroup. Only of version 2: with version 1 the folder of all."""
+    lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    own = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
+    return Path("/sys/fs/cgroup") / own
+
+
+def _cgroup_cores(folder: Path) -> list[float]:
+    """The limits of a cgroup and its parents on CPU time, in cores."""
+    cores = []
+    for group in (folder, *folder.parents):
+        try:
+            quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
+        except OSError:
+            continue  # no limit here
+        if quota != "max":
+            cores.append(int(quota) / int(period))
+    return cores
 
 
 def _cgroup_free(folder: Path) -> list[int]:

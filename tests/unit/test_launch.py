@@ -267,6 +267,12 @@ def test_share_cores(allocated, threads):
     assert [share_cores(mine, sets) for mine in sets] == threads
 
 
+def test_share_of_a_container_with_a_limit_on_cpus():
+    ranks = [frozenset(range(64))] * 2
+    for limit, threads in ((None, 32), (100.0, 32), (9.0, 4), (0.5, 1)):
+        assert share_cores(ranks[0], ranks, limit) == threads
+
+
 @each(
     ("environ", "threads"),
     [
