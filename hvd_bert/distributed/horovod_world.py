@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,23 +76,16 @@ class HorovodWorld(World):
         if launcher.size in (None, 1) and launcher.name != ASKS_MPI:
             # A single process needs no MPI, which on some clusters only starts inside a job.
             os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
-        try:
-            if launcher.name in (rendezvous.IN_GROUP, "torchrun", BY_TORCH) and launcher.size != 1:
-                rendezvous.serve_horovod(launcher)
-            elif launcher.name == "horovodrun":
-                rendezvous.check_horovodrun()
-                rendezvous.serve_again()
+        with _loading():
             import horovod.torch as hvd
-
-            by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi"
+        if launcher.name in (rendezvous.IN_GROUP, "torchrun", BY_TORCH) and launcher.size != 1:
+            rendezvous.serve_horovod(launcher)
+        elif launcher.name == "horovodrun":
+            rendezvous.check_horovodrun()
+            rendezvous.serve_again()
+        by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi"
+        with _loading():
             comm = _mpi_world(launcher) if by_mpi else None
-        except (ImportError, OSError, RuntimeError) as error:
-            if isinstance(error, ModuleNotFoundError) and error.name == "horovod":
-                raise UserError(f"Horovod is not installed. `bash env/setup.sh` builds it. {WITHOUT_HOROVOD}") from None
-            raise UserError(
-                f"Horovod or MPI cannot be loaded ({error}). Load the modules that were loaded at set-up, or rerun"
-                f" `bash env/setup.sh` with the current ones. {WITHOUT_HOROVOD}"
-            ) from None
         elastic = is_elastic(os.environ)
         if elastic:
             NOTICES.watch()
@@ -213,6 +206,20 @@ class HorovodWorld(World):
         Ranks that wait for this one, and not for the lost one, would notice only after HOROVOD_GLOO_TIMEOUT_SECONDS.
         """
         _disconnect()
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Turn errors of loading Horovod or MPI into a UserError."""
+    try:
+        yield
+    except (ImportError, OSError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "horovod":
+            raise UserError(f"Horovod is not installed. `bash env/setup.sh` builds it. {WITHOUT_HOROVOD}") from None
+        raise UserError(
+            f"Horovod or MPI cannot be loaded ({error}). Load the modules that were loaded at set-up, or rerun"
+            f" `bash env/setup.sh` with the current ones. {WITHOUT_HOROVOD}"
+        ) from None
 
 
 _CONNECTIONS: set[tuple[Any, ...]] = set()  # Gloo's, under Horovod elastic
