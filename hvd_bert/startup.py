@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from hvd_bert.config.parser import HELP
-from hvd_bert.distributed.launch import find_launcher, speaks_first, without_local_rank
+from hvd_bert.distributed.launch import find_launcher, speaks_first
 from hvd_bert.distributed.signals import watch_launcher
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.streams import end_when_lost
@@ -37,10 +38,27 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     run_as_rank(main, **command_line.before_joining(argv, parse))
 
 
+def _without_local_rank(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """The words of a command line without --local_rank, which deepspeed and torch.distributed.launch add.
+
+    Raises UserError if its value is not the launcher's.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--local_rank", "--local-rank", nargs="?", const="")
+    given, rest = parser.parse_known_args(words)
+    own = environ.get("LOCAL_RANK", "not set")
+    if given.local_rank not in (None, own):
+        raise UserError(
+            f"--local_rank {given.local_rank[:40]}: LOCAL_RANK is {own}. Remove the flag: launchers that need it add"
+            " it, and set the variable."
+        )
+    return rest
+
+
 def take_local_rank() -> None:
     """Remove a launcher's --local_rank from this process's command line. Exits if it is wrong."""
     try:
-        sys.argv[1:] = without_local_rank(sys.argv[1:], os.environ)
+        sys.argv[1:] = _without_local_rank(sys.argv[1:], os.environ)
     except UserError as error:
         print(f"hvd_bert: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)

@@ -5,7 +5,6 @@ Rank 0 writes it. Another rank adds the reason why it ends, if it sees the same 
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
@@ -13,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import JsonLines
 
@@ -33,8 +31,7 @@ def begin(folder: Path, writes: bool, facts: dict[str, Any]) -> None:
     if writes:
         written.add(folder, NAME)
         _open(_path)
-        launcher = find_launcher(os.environ).name
-        add("start", command=shlex.join(["python", *sys.orig_argv[1:]]), launcher=launcher, **facts)
+        add("start", command=shlex.join(["python", *sys.orig_argv[1:]]), **facts)
 
 
 def _open(path: Path) -> None:

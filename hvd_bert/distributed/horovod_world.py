@@ -13,23 +13,17 @@ from typing import Any
 import psutil
 import torch
 
-from hvd_bert.distributed import rendezvous, watchdog
+from hvd_bert.distributed import mpi, rendezvous, watchdog
 from hvd_bert.distributed.interfaces import (
     address_of,
     address_towards,
     apply_setting,
-    avoid_inner_networks,
     check_own_name,
     is_loopback,
 )
 from hvd_bert.distributed.launch import (
-    ASKS_MPI,
     BY_TORCH,
     WITHOUT_HOROVOD,
-    Launcher,
-    check_mpi,
-    check_pmi,
-    check_size,
     checked_launcher,
     extend_gloo_timeout,
     horovodrun_address,
@@ -72,20 +66,21 @@ class HorovodWorld(World):
         """
         launcher = group or checked_launcher(os.environ)
         extend_gloo_timeout(launcher, os.environ)
-        apply_setting(os.environ)
-        if launcher.size in (None, 1) and launcher.name != ASKS_MPI:
+        if launcher.is_alone:
             # A single process needs no MPI, which on some clusters only starts inside a job.
             os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
         with _loading():
             import horovod.torch as hvd
         if launcher.name in (rendezvous.IN_GROUP, "torchrun", BY_TORCH) and launcher.size != 1:
             rendezvous.serve_horovod(launcher)
-        elif launcher.name == "horovodrun":
+        else:
+            apply_setting(os.environ)
+        if launcher.name == "horovodrun":
             rendezvous.check_horovodrun()
             rendezvous.serve_again()
         by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi"
         with _loading():
-            comm = _mpi_world(launcher) if by_mpi else None
+            comm = mpi.join(launcher) if by_mpi else None
         elastic = is_elastic(os.environ)
         if elastic:
             NOTICES.watch()
@@ -97,7 +92,7 @@ class HorovodWorld(World):
         if not by_mpi:
             _pause_between_polls()
         if not elastic:  # there the launcher's variables describe the first world
-            check_size(launcher, hvd.size(), os.environ)
+            mpi.check_size(launcher, hvd.size(), os.environ)
         controller = "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo"
         world = HorovodWorld(hvd, controller, comm, stalled_after_s)
         world.elastic, world.generation = elastic, generation
@@ -234,33 +229,6 @@ def _disconnect() -> None:
 def _connections_now() -> set[tuple[Any, ...]]:
     """Descriptor and addresses of this process's TCP connections."""
     return {(tcp.fd, tcp.laddr, tcp.raddr) for tcp in psutil.Process().net_connections("tcp")}
-
-
-def _mpi_world(launcher: Launcher) -> Any:
-    """mpi4py's communicator of all ranks. Initializes MPI before Horovod does.
-
-    Whoever initializes MPI finalizes it. Horovod 0.28.1 would when the first rank leaves, while other ranks still use
-    MPI (segmentation faults). mpi4py does at the end of its own process.
-    """
-    import mpi4py
-
-    mpi4py.rc(initialize=False, finalize=True)
-    from mpi4py import MPI
-
-    check_pmi(launcher, os.environ, MPI.Get_library_version())
-    check_mpi(os.environ, MPI.Get_library_version())
-    avoid_inner_networks(os.environ)
-    if not torch.cuda.is_available():
-        # Open MPI polls while it waits: on CPUs Horovod's thread would take the core from the training of its own rank.
-        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-        raise UserError(
-            "This MPI does not provide THREAD_MULTIPLE, which Horovod's background thread needs. Use an MPI built with"
-            " it, or `horovodrun --gloo`."
-        )
-    return MPI.COMM_WORLD.Dup()  # keeps our messages apart from Horovod's
 
 
 def _check_own_name() -> None:

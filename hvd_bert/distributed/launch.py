@@ -5,10 +5,9 @@ These functions only read their arguments, so that tests need no cluster.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -32,10 +31,15 @@ class Launcher:
     size: int | None
     rank: int | None
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only process. Not where MPI is asked."""
+        return self.name == "none" or self.size == 1
+
 
 @dataclass(frozen=True)
 class Variables:
-    """A launcher's variables of the world size and of the rank, and those that must be set as well."""
+    """A launcher's variables of the world size and of the rank. `others` distinguish it where another has the same."""
 
     launcher: str
     size: str
@@ -63,13 +67,16 @@ _LAUNCHERS = (
     Variables("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     Variables(BY_TORCH, "WORLD_SIZE", "RANK"),
 )
-# Ranks of launchers that tell no size (PRRTE, Hydra with -pmi-port, PALS, ALPS) or whose size is missing: MPI is asked.
+# Ranks of launchers that set no size (PRRTE, Hydra with -pmi-port, PALS, ALPS) or whose size is missing: MPI is asked.
 _RANKS_OF_MPI = (
     *("PMIX_RANK", "PMI_ID", "PALS_RANKID", "ALPS_APP_PE"),
     *(row.rank for row in _LAUNCHERS if row.launcher in ("mpirun", "jsrun", "flux")),
 )
-# Variables that tell of several processes, but not the rank of this one.
-_SIZES_ALONE = ("PET_NNODES", _PER_NODE, "TF_CONFIG", "SM_HOSTS", "SUBMITIT_LOCAL_NTASKS")
+# Numbers or lists of processes or hosts, without a rank of this process: torchrun's options, TensorFlow's, Vertex AI's,
+# SageMaker's, SkyPilot's, submitit's.
+_SIZES_ALONE = (
+    *("PET_NNODES", _PER_NODE, "TF_CONFIG", "CLUSTER_SPEC", "SM_HOSTS", "SKYPILOT_NUM_NODES", "SUBMITIT_LOCAL_NTASKS"),
+)
 # Which platform has set torch's variables.
 _PLATFORMS = {
     "PET_NNODES": "Kubeflow", "VC_TASK_INDEX": "Volcano", "AZUREML_RUN_ID": "Azure ML", "RUNAI_JOB_NAME": "Run:ai",
@@ -101,10 +108,10 @@ def number(environ: Mapping[str, str], name: str, minimum: int = 0) -> int | Non
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
     """The launcher of this process, from its environment. Raises UserError if its variables are no ranks of a world."""
     rows = [row for row in _LAUNCHERS if {row.size, row.rank, *row.others} <= environ.keys()]
-    if len(rows) > 1 and rows[0].launcher == "srun" and environ[rows[0].size] == "1":
-        del rows[0]  # one step per node, each a rank of torch's variables
+    if len(rows) > 1 and environ[rows[0].size] == "1" and rows[-1].launcher == BY_TORCH:
+        rows = rows[-1:]  # one process per node, with torch's variables for the world of all
     if not rows:
-        ranks = _ranks_of_mpi(environ)
+        ranks = ranks_of_mpi(environ)
         return Launcher(ASKS_MPI, None, number(environ, ranks[0])) if ranks else Launcher("none", None, None)
     row = rows[0]
     size, rank = number(environ, row.size, 1), number(environ, row.rank)
@@ -117,9 +124,9 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
 
 
 def ignored(launcher: Launcher, environ: Mapping[str, str]) -> list[str]:
-    """The variables that tell of several processes, but of another number than the launcher's."""
+    """The variables for several processes, but for another number than the launcher's."""
     names = dict.fromkeys([*(row.size for row in _LAUNCHERS), *_SIZES_ALONE])
-    return [name for name in names if _told(environ.get(name, "")) not in (1, launcher.size)]
+    return [name for name in names if _process_count(environ.get(name, "")) not in (1, launcher.size)]
 
 
 def platform_of(launcher: Launcher, environ: Mapping[str, str]) -> str:
@@ -130,16 +137,16 @@ def platform_of(launcher: Launcher, environ: Mapping[str, str]) -> str:
     return f"{found[0]} ({BY_TORCH})" if found and launcher.name == BY_TORCH else launcher.name
 
 
-def _told(text: str) -> int:
-    """The number of processes in a variable: a number, min:max, or JSON with the names of hosts; else 1."""
+def _process_count(text: str) -> int:
+    """The processes in a variable: a number, min:max, or JSON with lists of hosts; else 1."""
     if re.fullmatch(r"(?:[0-9]{1,9}:)?[0-9]{1,9}", text):
         return max(1, int(text.rpartition(":")[2]))
     try:
-        told = json.loads(text)
-        hosts = chain(*told["cluster"].values()) if isinstance(told, dict) else told
-        return max(1, len(list(hosts)))
+        parsed = json.loads(text)
+        hosts = list(chain(*parsed["cluster"].values())) if isinstance(parsed, dict) else parsed
     except (ValueError, TypeError, LookupError, AttributeError):
         return 1
+    return max(1, len(hosts)) if isinstance(hosts, list) else 1
 
 
 def speaks_first(environ: Mapping[str, str]) -> bool:
@@ -172,7 +179,7 @@ def is_nested(
     return launcher.name == "mpirun" and not {"mpirun", "mpiexec", "orterun", "prterun"}.isdisjoint(programs())
 
 
-def _ranks_of_mpi(environ: Mapping[str, str]) -> list[str]:
+def ranks_of_mpi(environ: Mapping[str, str]) -> list[str]:
     return [name for name in _RANKS_OF_MPI if name in environ]
 
 
@@ -194,9 +201,9 @@ def _check_nesting(launcher: Launcher, environ: Mapping[str, str]) -> None:
 
 
 def _check_variables(launcher: Launcher, environ: Mapping[str, str]) -> None:
-    """Refuse variables that tell of several processes, but not how they find each other: each would train alone."""
+    """Refuse variables for several processes that cannot find each other: each would train alone."""
     missing = [name for name in TORCHS if not environ.get(name)]
-    if launcher.name == BY_TORCH and _told(environ.get(_PER_NODE, "")) > 1:
+    if launcher.name == BY_TORCH and _process_count(environ.get(_PER_NODE, "")) > 1:
         raise UserError(
             f"{_PER_NODE}={environ[_PER_NODE]}: WORLD_SIZE={launcher.size} counts processes of torchrun. Start with"
             " `torchrun -m hvd_bert.train`, which takes the number of nodes and processes from these variables."
@@ -206,10 +213,16 @@ def _check_variables(launcher: Launcher, environ: Mapping[str, str]) -> None:
             f"RANK={launcher.rank} and WORLD_SIZE={launcher.size} are set, but not {' and '.join(missing)}, through"
             " which the ranks find each other. Set all of them, or unset RANK to train in this process alone."
         )
-    if launcher.name != "none":
+    if launcher.name == "srun" and launcher.size != 1 and not missing and environ["WORLD_SIZE"] != str(launcher.size):
+        raise LaunchError(
+            f"srun started {launcher.size} tasks, but WORLD_SIZE={environ['WORLD_SIZE']} and RANK={environ['RANK']} are"
+            " set, too. Start all ranks with srun and unset RANK, or start one task per node with torchrun in it."
+        )
+    if not launcher.is_alone:
         return
     unused = [name for name in ignored(launcher, environ) if name != "WORLD_SIZE"]  # which job scripts export
-    if "RANK" in environ and (environ["RANK"] != "0" or len(missing) < len(TORCHS) - 1):
+    others = any(environ.get(name) for name in TORCHS if name != "RANK")
+    if launcher.name == "none" and environ.get("RANK") and (others or environ["RANK"] != "0"):
         unused.append("RANK")
     if unused:
         raise UserError(
@@ -244,74 +257,6 @@ def extend_gloo_timeout(launcher: Launcher, environ: MutableMapping[str, str]) -
 def is_elastic(environ: Mapping[str, str]) -> bool:
     """Whether this is Horovod elastic: horovodrun with --min-np and --host-discovery-script."""
     return environ.get("HOROVOD_ELASTIC") == "1"
-
-
-def check_size(launcher: Launcher, horovod_size: int, environ: Mapping[str, str]) -> None:
-    """Raise LaunchError if Horovod's world size is not the launcher's: N worlds of one would train N times."""
-    if launcher.name == ASKS_MPI and horovod_size == 1:
-        raise UserError(  # of each, since each is alone
-            f"{_ranks_of_mpi(environ)[0]} is set: a launcher of MPI started this process. But it did not tell the size,"
-            " and Horovod sees a world of one. Start with the launcher of the MPI that Horovod was built with. To train"
-            " in this process alone: --strategy none."
-        )
-    if launcher.size is None or launcher.size == horovod_size:
-        return
-    rebuild = "Use the launcher of the MPI that Horovod was built with, or rebuild it with this one (env/setup.sh)."
-    hint = WITH_PMIX if launcher.name == "srun" else rebuild
-    raise LaunchError(
-        f"{launcher.name} started {launcher.size} processes, but Horovod sees a world of {horovod_size}: they cannot"
-        f" find each other, and each would train alone. {hint}"
-    )
-
-
-def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
-    """Raise LaunchError if srun started the tasks without PMI: Open MPI would abort each in MPI_Init.
-
-    Other MPIs are left to `check_size`: those based on MPICH may use Slurm's oldest PMI, which sets no variable.
-    """
-    if launcher.name != "srun" or launcher.size == 1 or not mpi.startswith("Open MPI"):
-        return
-    if not any(name.startswith(("PMIX_", "PMI_", "PMI2_")) for name in environ):
-        raise LaunchError(
-            f"srun started {launcher.size} processes without PMIx: they cannot find each other, and each would be a"
-            f" world of one. {WITH_PMIX}"
-        )
-
-
-def check_mpi(environ: Mapping[str, str], mpi: str) -> None:
-    """Raise LaunchError if another MPI's mpirun started this process. MPICH would abort it in MPI_Init.
-
-    `mpi`: the version text of the MPI library. Of others than these two families nothing is known.
-    """
-    mpich = re.search(r"MPICH|MVAPICH|Intel\(R\) MPI", mpi) is not None
-    if "OMPI_COMM_WORLD_SIZE" in environ and mpich:
-        started_by = "Open MPI"
-    elif "MPI_LOCALNRANKS" in environ and mpi.startswith("Open MPI"):
-        started_by = "MPICH or Intel MPI"
-    else:
-        return
-    own = " ".join(mpi.splitlines()[0].partition(",")[0].split())
-    raise LaunchError(
-        f"The mpirun of {started_by} started this job, but Horovod and mpi4py use {own}: the processes cannot find each"
-        " other. Use the mpirun of that MPI, or load this one's module and rerun `bash env/setup.sh`."
-    )
-
-
-def without_local_rank(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """The words of a command line without --local_rank, which deepspeed and torch.distributed.launch add.
-
-    Raises UserError if its value is not the launcher's.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--local_rank", "--local-rank", nargs="?", const="")
-    given, rest = parser.parse_known_args(words)
-    own = environ.get("LOCAL_RANK", "not set")
-    if given.local_rank not in (None, own):
-        raise UserError(
-            f"--local_rank {given.local_rank[:40]}: LOCAL_RANK is {own}. Remove the flag: launchers that need it add"
-            " it, and set the variable."
-        )
-    return rest
 
 
 def note_on_one_process(launcher: Launcher, environ: Mapping[str, str]) -> str | None:

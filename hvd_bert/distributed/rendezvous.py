@@ -1,6 +1,7 @@
 """Rendezvous of the ranks for torch.distributed and Horovod, from what each launcher provides.
 
-What is served here listens only on the address through which the other ranks come.
+What is served here listens only on the address through which the other ranks come, unless that is another's: a
+service's in Kubernetes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -21,6 +24,8 @@ from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ign
 from hvd_bert.distributed.interfaces import (
     address_of,
     address_towards,
+    apply_setting,
+    check_own_name,
     choose_interface,
     is_loopback,
     own_address_at,
@@ -35,12 +40,14 @@ from hvd_bert.distributed.launch import (
 )
 from hvd_bert.distributed.logs import describe_ranks, log
 from hvd_bert.distributed.slurm import expand_hosts, step_nodes, step_port
+from hvd_bert.distributed.watchdog import answered
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError
 
 START_S = 300  # for ranks that start late; later the group's own timeout applies
 IN_GROUP = "a process group"
 WITH_STORES = (IN_GROUP, "torchrun", "srun", BY_TORCH)  # the launchers of `launcher_store`
+MAX_PORT = 65535
 NOTICE_S = 10  # after which the missing ranks are named
 SAME_ADDRESS = (
     "All hosts must resolve that host's name to the same address and accept connections from each other, and that rank"
@@ -74,14 +81,17 @@ def group_of_program() -> Group | None:
     return Group(IN_GROUP, distributed.get_world_size(), rank, PrefixStore(f"hvd_bert/{joins}", store))
 
 
-def serve_store(address: str, port: int = 0) -> Any:
+def serve_store(address: str | None, port: int = 0) -> Any:
     """A key-value store that this process serves at `address` only, a name or an IP address; port 0: at a free port.
 
-    Raises UserError if it cannot.
+    None: at all addresses. Raises UserError if it cannot.
     """
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(place[:2], family=family, backlog=socket.SOMAXCONN)
+        if address is None and socket.has_dualstack_ipv6():
+            listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            family, _, _, _, place = socket.getaddrinfo(address or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(place[:2], family=family, backlog=socket.SOMAXCONN)
     except OSError as error:
         raise UserError(
             f"{socket.gethostname()} cannot serve the other ranks at {address}{f':{port}' if port else ''} ({error})."
@@ -89,7 +99,7 @@ def serve_store(address: str, port: int = 0) -> Any:
         ) from None
     host, port = listener.getsockname()[:2]
     descriptor = listener.detach()  # the store closes it
-    return _store(host, port, is_master=True, master_listen_fd=descriptor)
+    return _store(host if address else "localhost", port, is_master=True, master_listen_fd=descriptor)
 
 
 def reach_store(host: str, port: int, patience_s: float, hint: str = SAME_ADDRESS) -> Any:
@@ -110,9 +120,10 @@ def reach_store(host: str, port: int, patience_s: float, hint: str = SAME_ADDRES
 
 
 def _store(host: str, port: int, **serving: Any) -> Any:
-    patience = timedelta(seconds=gloo_timeout_s(os.environ))
-    try:
-        store = TCPStore(host, port, timeout=patience, wait_for_workers=False, **serving)
+    patience_s = gloo_timeout_s(os.environ)
+    options: dict[str, Any] = {"timeout": timedelta(seconds=patience_s), "wait_for_workers": False, **serving}
+    try:  # a TCPStore waits forever for another program that listens there
+        store = answered(lambda: TCPStore(host, port, **options), patience_s)
     except RuntimeError as error:
         raise _unreachable(host, port, error, SAME_ADDRESS) from None
     store.set_timeout(timedelta(seconds=_start_s()))
@@ -166,20 +177,28 @@ def meet(store: Any, launcher: Launcher, variable: str) -> list[str]:
     CollectiveError on all ranks if some do not start, or one has no such interface.
     """
     rank, size, here, server = launcher.rank or 0, launcher.size or 1, socket.gethostname(), _host_of(store)
-    hosts = hosts_of(store, rank, size)
-    addresses = _exchange(store, rank, size, "address", address_towards(server) or "")
+    places = _exchange(store, rank, size, "place", f"{here} {address_towards(server) or ''}")
+    hosts, addresses = zip(*(place.split(" ") for place in places), strict=True)
     # Rank 0 may reach the store by the loopback: the others know a better address of it.
     others = [server] if hosts[0] != here else []
     others += [address for host, address in zip(hosts[1:], addresses[1:], strict=True) if host != here and address]
+    with _raise_on_all_ranks(store, rank, size, "interface"):
+        apply_setting(os.environ)
+        choose_interface(os.environ, variable, others)
+    return list(hosts)
+
+
+@contextmanager
+def _raise_on_all_ranks(store: Any, rank: int, size: int, name: str) -> Iterator[None]:
+    """Turn a UserError of one rank inside into a CollectiveError on all ranks. `name`: of what is done inside."""
     problem = ""
     try:
-        choose_interface(os.environ, variable, others)
+        yield
     except UserError as error:
         problem = str(error)
-    for other, text in enumerate(_exchange(store, rank, size, "problem", problem)):
+    for other, text in enumerate(_exchange(store, rank, size, name, problem)):
         if text:
             raise CollectiveError(f"rank {other}: {text}", other, mine=rank == other)
-    return hosts
 
 
 def _host_of(store: Any) -> str:
@@ -204,10 +223,9 @@ def store_of(world: World, address: str) -> Any:
 
 
 @cache
-def _slurm_store(rank: int) -> Any:
-    """A key-value store for the tasks of a Slurm step, which rank 0 serves on the step's first node."""
-    first, *others = expand_hosts(step_nodes(os.environ))
-    port = step_port(os.environ)
+def _slurm_store(rank: int, nodes: str, port: int) -> Any:
+    """A key-value store for the tasks of a Slurm step, which rank 0 serves on the first of the step's `nodes`."""
+    first, *others = expand_hosts(nodes)
     if others and os.environ.get("SLURMD_NODENAME", socket.gethostname()) == first:
         # A host may resolve its own name to the loopback, where other hosts do not reach it.
         first = address_towards(others[0]) or first
@@ -223,8 +241,10 @@ def launcher_store(launcher: Launcher) -> Any:
         return launcher.store
     if launcher.name == "torchrun":
         return of_this_world(_torchrun_store())
-    served = _slurm_store if launcher.name == "srun" else _master_store
-    return of_this_world(served(launcher.rank or 0))
+    rank = launcher.rank or 0
+    if launcher.name == "srun":
+        return of_this_world(_slurm_store(rank, step_nodes(os.environ), step_port(os.environ)))
+    return of_this_world(_master_store(rank, *_master()))
 
 
 def _torchrun_store() -> Any:
@@ -236,11 +256,10 @@ def _torchrun_store() -> Any:
 
 
 @cache
-def _master_store(rank: int) -> Any:
+def _master_store(rank: int, host: str, port: int) -> Any:
     """A key-value store that rank 0 serves at MASTER_ADDR and MASTER_PORT, as torch's env:// rendezvous does."""
-    host, port = _master()
     if rank == 0:
-        return serve_store(host if _is_own(host) else "0.0.0.0", port)
+        return serve_store(host if _is_own(host) else None, port)
     hint = f"Rank 0 must run, and serve at MASTER_ADDR={host}, MASTER_PORT={port}: give all ranks the same values."
     return reach_store(host, port, _start_s(), hint)
 
@@ -255,7 +274,14 @@ def _is_own(host: str) -> bool:
 
 
 def _master() -> tuple[str, int]:
-    return os.environ["MASTER_ADDR"], number(os.environ, "MASTER_PORT", 1) or 0
+    host, port = os.environ["MASTER_ADDR"], number(os.environ, "MASTER_PORT", 1) or 0
+    if port > MAX_PORT:
+        raise UserError(f"MASTER_PORT={port}: must be at most {MAX_PORT}. Set another, the same for all ranks.")
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise UserError(f"MASTER_ADDR={host[:80]}: is no name of a host ({error}). Set that of rank 0's.") from None
+    return host, port
 
 
 def check_horovodrun() -> None:
@@ -313,6 +339,8 @@ def serve_horovod(launcher: Launcher) -> None:
     rank = launcher.rank or 0
     store = launcher_store(launcher)
     hosts = meet(store, launcher, "HOROVOD_GLOO_IFACE")
+    with _raise_on_all_ranks(store, rank, len(hosts), "name"):
+        check_own_name(address_of(os.environ["HOROVOD_GLOO_IFACE"]), beyond_this_host=len(set(hosts)) > 1)
     if rank == 0:
         own, its_port = _serve_addresses(address_towards(_host_of(store)) or "127.0.0.1")
         store.set("hvd_bert.horovod", f"{own} {its_port}")

@@ -22,6 +22,7 @@ from torch import distributed
 from hvd_bert.distributed import events, logs, rendezvous
 from hvd_bert.distributed.horovod_world import HorovodWorld, ready_for_timeline
 from hvd_bert.distributed.launch import (
+    BY_TORCH,
     Launcher,
     LaunchError,
     find_launcher,
@@ -53,7 +54,7 @@ def run_in_program(entry: Callable[[World], None], strategy: str = "horovod", re
     ranks of a process group that the program has initialized: whoever started them decides what ends.
     """
     launcher = None if distributed.is_initialized() else find_launcher(os.environ)
-    if launcher and ((launcher.size or 1) > 1 or is_elastic(os.environ)):
+    if launcher and (not launcher.is_alone or is_elastic(os.environ)):
         _run(entry, strategy, records_timeline).close()
         return
     keep_running()
@@ -123,8 +124,10 @@ def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool) 
 
 
 def _join(strategy: str, generation: int) -> World:
+    launcher = Launcher("none", None, None)
     try:
-        logs.start(find_launcher(os.environ).rank or 0)
+        launcher = find_launcher(os.environ)
+        logs.start(launcher.rank or 0)
         world = join(strategy, generation)
     except UserError as error:
         if not in_main_thread():
@@ -134,7 +137,9 @@ def _join(strategy: str, generation: int) -> World:
         shown = error.mine if isinstance(error, CollectiveError) else True
         if isinstance(error, LaunchError):
             shown = speaks_first(os.environ)
-        sys.exit(_report(error, shown=True) if shown else EXIT_OK)
+        if shown:
+            sys.exit(_report(error, shown=True))
+        sys.exit(EXIT_BAD_INPUT if launcher.name == BY_TORCH else EXIT_OK)  # by which each process ends on its own
     except Exception as error:
         logs.report(_failure(error, f"a rank on {socket.gethostname()}"))
         _abort_all()
@@ -182,7 +187,14 @@ def join(strategy: str = "horovod", generation: int = 0) -> World:
     group = rendezvous.group_of_program()
     launcher = group or find_launcher(os.environ)
     if strategy in ("none", "dp"):
-        return _alone(strategy, launcher)
+        world = _alone(strategy, launcher)
+    else:
+        world = _together(strategy, generation, launcher, group)
+    world.launcher = launcher.name
+    return world
+
+
+def _together(strategy: str, generation: int, launcher: Launcher, group: rendezvous.Group | None) -> World:
     if group is None:
         check_tasks(launcher, os.environ)
     world: World

@@ -17,7 +17,7 @@ from torch import distributed
 from hvd_bert.distributed import rendezvous, watchdog
 from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.interfaces import address_of, apply_setting, choose_interface
-from hvd_bert.distributed.launch import ASKS_MPI, checked_launcher, is_elastic
+from hvd_bert.distributed.launch import checked_launcher, is_elastic
 from hvd_bert.distributed.world import World
 
 # Ranks wait for one that writes a checkpoint or finishes its share of an evaluation. Gloo notices a dead rank at once,
@@ -42,13 +42,13 @@ class DistributedWorld(World):
     def join(group: rendezvous.Group | None = None) -> DistributedWorld:
         """Join the launcher's world, or the program's `group`. Raises UserError if the ranks are not in one world."""
         launcher = group or checked_launcher(os.environ)
-        apply_setting(os.environ)
         rank, size, comm = launcher.rank or 0, launcher.size or 1, None
         interface = "GLOO_SOCKET_IFNAME"
         if launcher.name in rendezvous.WITH_STORES and size > 1:
             store = rendezvous.launcher_store(launcher)
             rendezvous.meet(store, launcher, interface)
-        elif size == 1 and launcher.name != ASKS_MPI:
+        elif launcher.is_alone:
+            apply_setting(os.environ)
             store = distributed.HashStore()  # type: ignore[attr-defined]  # missing in its type stubs
             choose_interface(os.environ, interface, [])
         else:

@@ -132,13 +132,13 @@ class Watchdog:
 
     def _announce(self, number: int) -> None:
         try:
-            _answered(lambda: self._arrivals.announce(number))
+            answered(lambda: self._arrivals.announce(number), ANSWER_S)
         except RuntimeError as error:  # rank 0 is gone with its store: other ranks report that
             logs.report(f"rank {self._rank} cannot reach rank 0: {error}")
 
     def _end(self, number: int, waited_s: float, names: Sequence[str]) -> None:
         try:
-            missing = _answered(lambda: self._arrivals.missing(number))
+            missing = answered(lambda: self._arrivals.missing(number), ANSWER_S)
         except RuntimeError:
             missing = [0]
         ranks = _shortened([f"rank {rank} on {self._hosts[rank]}" for rank in missing])
@@ -152,8 +152,8 @@ class Watchdog:
         self._abort(EXIT_FAILURE)
 
 
-def _answered(question: Callable[[], Any]) -> Any:
-    """What `question` returns. Raises RuntimeError if it fails or takes too long."""
+def answered(question: Callable[[], Any], limit_s: float) -> Any:
+    """What `question` returns. Raises RuntimeError if it fails or takes longer than `limit_s`."""
     answers: queue.SimpleQueue[tuple[Any, RuntimeError | None]] = queue.SimpleQueue()
 
     def ask() -> None:
@@ -164,9 +164,9 @@ def _answered(question: Callable[[], Any]) -> Any:
 
     threading.Thread(target=ask, name="stall question", daemon=True).start()
     try:
-        answer, error = answers.get(timeout=ANSWER_S)
+        answer, error = answers.get(timeout=limit_s)
     except queue.Empty:
-        raise RuntimeError(f"no answer in {ANSWER_S:.0f} s") from None
+        raise RuntimeError(f"no answer in {limit_s:.0f} s") from None
     if error is not None:
         raise error
     return answer

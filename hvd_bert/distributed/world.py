@@ -130,6 +130,7 @@ class World:
         rank, size: This rank, and the number of ranks.
         local_rank, local_size: The same among the ranks of this host.
         cross_rank: The number of this host.
+        launcher: What started the ranks, by launch.py's names.
         controller: What the ranks communicate through: "mpi", "gloo", "torch.distributed" or "none".
         device, devices: The device of this rank, and the number of GPUs that it uses.
         elastic: Whether ranks may be lost or added.
@@ -138,7 +139,7 @@ class World:
         host_ranks: The ranks on this host.
     """
 
-    controller = "none"
+    launcher = controller = "none"
     rank = local_rank = cross_rank = 0
     size = local_size = 1
     devices = 1

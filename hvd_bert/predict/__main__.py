@@ -58,7 +58,7 @@ def _on_all_ranks(flags: argparse.Namespace, launcher: Launcher) -> NoReturn:
         from hvd_bert.distributed.runner import run_as_rank
         from hvd_bert.predict.answering import answer_file
     # torch.distributed joins the ranks of any launcher, and a single process needs neither it nor Horovod.
-    run_as_rank(partial(answer_file, flags), "none" if launcher.size in (None, 1) else "ddp")
+    run_as_rank(partial(answer_file, flags), "none" if launcher.is_alone else "ddp")
 
 
 def parse_flags(argv: list[str] | None, launcher: Launcher) -> argparse.Namespace:
@@ -72,10 +72,10 @@ def parse_flags(argv: list[str] | None, launcher: Launcher) -> argparse.Namespac
         raise UserError(f"--output {flags.output}: its name must end with {', '.join(OUTPUTS)}.")
     if flags.n_best is not None and flags.n_best < 0:
         raise UserError(f"--n_best {flags.n_best}: must be at least 0.")
-    if (launcher.size or 1) > 1 and not flags.output:
+    if not launcher.is_alone and not flags.output:
         raise UserError(
-            f"{launcher.size} processes were started (by {launcher.name}), but only --input with --output uses them."
-            " Start the command without a launcher, or add these flags."
+            f"{launcher.size or 'Several'} processes were started (by {launcher.name}), but only --input with --output"
+            " uses them. Start the command without a launcher, or add these flags."
         )
     if not flags.input and not ((flags.question or "").strip() and flags.context):
         raise UserError("No question or no context is given. Give --question and --context, or --input FILE.")

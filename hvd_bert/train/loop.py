@@ -78,7 +78,7 @@ def _begin_output(
     folder, settings = config.train.folder, config.as_flat()  # which has the folder's name now
     facts = run_folder.of_task(task) | run_folder.facts(settings, config.train.precision, world)
     with run_folder.writing(folder, world, EXIT_BAD_INPUT) as writes:
-        events.begin(folder, writes, facts | effective)
+        events.begin(folder, writes, {"launcher": world.launcher} | facts | effective)
         started = reporters.start(config.train.reporters, folder) if writes else []
         metrics_logger = MetricsLogger(folder, writes, started, task.unit)
     return facts, metrics_logger

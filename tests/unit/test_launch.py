@@ -8,9 +8,6 @@ from tables import each, refused
 from hvd_bert.distributed.launch import (
     Launcher,
     LaunchError,
-    check_mpi,
-    check_pmi,
-    check_size,
     checked_launcher,
     extend_gloo_timeout,
     find_launcher,
@@ -19,8 +16,8 @@ from hvd_bert.distributed.launch import (
     note_on_one_process,
     platform_of,
     speaks_first,
-    without_local_rank,
 )
+from hvd_bert.distributed.mpi import check_mpi, check_pmi, check_size
 from hvd_bert.distributed.slurm import check_tasks, requested_tasks
 from hvd_bert.distributed.world import RankInfo, check_devices, choose_device, choose_threads, share_cores
 
@@ -52,6 +49,8 @@ INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS":
         (TORCHS, ("torch's variables", 4, 3)),
         (TORCHS | SRUN, ("srun", 4, 3)),  # a job script exports them for its ranks
         (TORCHS | INSIDE_SRUN, ("torch's variables", 4, 3)),  # one step per node
+        (TORCHS | {"PMI_RANK": "0", "PMI_SIZE": "1"} | INSIDE_SRUN, ("torch's variables", 4, 3)),
+        (SRUN | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, ("mpirun", 1, 0)),  # mpirun's daemons
         ({"WORLD_SIZE": "4"}, ("none", None, None)),
         (HOROVODRUN | INSIDE_SRUN, ("horovodrun", 4, 3)),
         (MPIRUN, ("mpirun", 4, 3)),
@@ -85,6 +84,10 @@ LOST = {
     "TensorFlow's": ({"TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}}'}, ["TF_CONFIG="]),
     "SageMaker's": ({"SM_HOSTS": '["algo-1", "algo-2"]'}, ["SM_HOSTS="]),
     "submitit's": ({"SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_GLOBALID": "0"}, ["SUBMITIT_LOCAL_NTASKS=2"]),
+    "Vertex AI's": ({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a"], "workerpool1": ["b"]}}'}, ["CLUSTER_SPEC="]),
+    "SkyPilot's": ({"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"}, ["SKYPILOT_NUM_NODES=2"]),
+    "of SageMaker's hosts one": ({"RANK": "0", "WORLD_SIZE": "1", "SM_HOSTS": '["algo-1", "algo-2"]'}, ["SM_HOSTS="]),
+    "torch's in each task of srun": (TORCHS | SRUN | {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "4 tasks"]),
     "a size alone": ({"OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE=4"]),
 }
 
@@ -102,7 +105,8 @@ def test_processes_that_would_each_train_alone_are_refused(case):
         {"WORLD_SIZE": "4"},  # job scripts export it: a line says that it is ignored
         {"RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
         {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}', "SM_HOSTS": '["algo-1"]'},
-        {"TF_CONFIG": "{", "SM_HOSTS": "7 hosts", "PET_NNODES": ""},
+        {"TF_CONFIG": "{", "SM_HOSTS": "7 hosts", "PET_NNODES": "", "RANK": ""},
+        {"TF_CONFIG": '"chief"', "SM_HOSTS": '"algo"', "CLUSTER_SPEC": '{"cluster": 3}'},
     ],
 )
 def test_one_process_is_not_refused(environ):
@@ -149,26 +153,6 @@ def test_srun_without_pmi_where_it_is_needed():
     check_pmi(Launcher("srun", 4, 0), SRUN, "MPICH Version: 4.1")
     with refused("`srun --mpi=pmix`"):
         check_pmi(Launcher("srun", 4, 0), SRUN, "Open MPI v4.1.4, package: Debian OpenMPI")
-
-
-@each(
-    ("words", "rest"),
-    [
-        (["--bf16", "--seed=1"], ["--bf16", "--seed=1"]),
-        (["--local_rank=1", "train", "--bf16"], ["train", "--bf16"]),
-        (["--bf16", "--local-rank", "1", "--", "x"], ["--bf16", "--", "x"]),
-        (["--local-rank=1", "--local_rank", "1"], []),
-    ],
-)
-def test_local_rank_is_no_setting(words, rest):
-    assert without_local_rank(words, {"LOCAL_RANK": "1"}) == rest
-
-
-@each("words", [["--local_rank=0"], ["--local-rank", "0"], ["--local_rank=1", "--local_rank=0"]])
-def test_local_rank_is_the_launchers(words):
-    for environ, own in (({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1"), ({}, "LOCAL_RANK is not set")):
-        with refused("--local_rank 0", own):
-            without_local_rank(words, environ)
 
 
 # By `accelerate launch`
@@ -295,9 +279,13 @@ NUMBERS = {
     "horovodrun": "HOROVOD_SIZE HOROVOD_RANK",
     "mpirun": "OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK",
     "torchrun": "WORLD_SIZE RANK",
+    "jsrun": "JSM_NAMESPACE_SIZE JSM_NAMESPACE_RANK",
+    "flux": "FLUX_JOB_SIZE FLUX_TASK_RANK",
+    "by torch": "WORLD_SIZE RANK",
+    "by PALS": "PALS_RANKID",
     "srun": "SLURM_STEP_NUM_TASKS SLURM_PROCID SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_NNODES",
 }
-SET_BY = dict(zip(NUMBERS, (HOROVODRUN, MPIRUN, TORCHRUN, SRUN), strict=True))
+SET_BY = dict(zip(NUMBERS, (HOROVODRUN, MPIRUN, TORCHRUN, JSRUN, FLUX, TORCHS, PALS, SRUN), strict=True))
 
 
 @each("value", ["abc", "", "-1", "1.5", "٣", "9" * 5000])

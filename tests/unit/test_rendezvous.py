@@ -74,16 +74,29 @@ def test_rank_0_serves_where_the_others_come_from(environ, monkeypatch):
     """At its own address; at all of them where MASTER_ADDR is a service's, or the loopback for the host's own name."""
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolving({"localhost": "127.0.0.1", "here": "127.0.1.1"}))
     own = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1"}
-    for name, address in (own | dict.fromkeys(["192.0.2.77", "service.invalid", "here"], "0.0.0.0")).items():
-        environ.update(MASTER_ADDR=name, MASTER_PORT=str(free_port()))
-        store = rendezvous._master_store.__wrapped__(0)
+    for name, address in (own | dict.fromkeys(["192.0.2.77", "service.invalid", "here"], "::")).items():
+        store = rendezvous._master_store(0, name, free_port())
         assert listening(store.port) == {address}, name
+        rendezvous.reach_store("127.0.0.1", store.port, 0)
 
 
 def resolving(names: dict[str, str]) -> Any:
     """getaddrinfo with other names."""
     real = socket.getaddrinfo
     return lambda host, *arguments, **options: real(names.get(host, host), *arguments, **options)
+
+
+def test_another_program_at_the_port(environ):
+    environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "1"
+    with socket.create_server(("127.0.0.1", 0)) as silent, refused(str(silent.getsockname()[1]), "1 s"):
+        rendezvous.reach_store("127.0.0.1", silent.getsockname()[1], 0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("MASTER_PORT", "70000"), ("MASTER_PORT", "x"), ("MASTER_ADDR", "a..b")])
+def test_place_of_rank_0_that_cannot_be(environ, name, value):
+    environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} | {name: value})
+    with refused(name, value):
+        rendezvous.launcher_store(Launcher("torch's variables", 2, 1))
 
 
 def test_rank_0_that_does_not_come_is_named(environ, monkeypatch, caplog):
@@ -103,18 +116,14 @@ def test_hosts_whose_names_do_not_resolve(environ, monkeypatch):
     monkeypatch.setattr(rendezvous, "choose_interface", lambda _, variable, others: chosen.append(others))
     store = rendezvous.serve_store("127.0.0.1")
     here, launcher = socket.gethostname(), Launcher("torchrun", 4, 1)
-    for rank, (host, address) in {
-        0: (here, "127.0.0.1"),
-        2: ("pod-2", "10.77.0.12"),
-        3: ("pod-3", "10.77.0.13"),
-    }.items():
-        for name, value in (("host", host), ("address", address), ("problem", "")):
-            store.set(f"hvd_bert.{name}.{rank}", value)
+    for rank, place in {0: f"{here} 127.0.0.1", 2: "pod-2 10.77.0.12", 3: "pod-3 10.77.0.13"}.items():
+        store.set(f"hvd_bert.place.{rank}", place)
+        store.set(f"hvd_bert.interface.{rank}", "")
     assert rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME") == [here, here, "pod-2", "pod-3"]
-    store.set("hvd_bert.host.0", "pod-0")  # which itself reaches the store by the loopback
+    store.set("hvd_bert.place.0", "pod-0 127.0.0.1")  # which itself reaches the store by the loopback
     rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME")
     assert chosen == [["10.77.0.12", "10.77.0.13"], ["127.0.0.1", "10.77.0.12", "10.77.0.13"]]
-    store.set("hvd_bert.problem.3", "pod-3 has no route. Set HVD_BERT_INTERFACE")
+    store.set("hvd_bert.interface.3", "pod-3 has no route. Set HVD_BERT_INTERFACE")
     with refused("rank 3", "pod-3", "HVD_BERT_INTERFACE", error=CollectiveError):  # on all ranks: none waits
         rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME")
 
@@ -180,10 +189,9 @@ def test_hosts_where_slurms_commands_are_missing(monkeypatch, tmp_path):
     ],
 )
 def test_store_of_slurm_tasks_listens_towards_the_other_nodes(environ, monkeypatch, nodes, node, address):
-    monkeypatch.setattr(rendezvous, "step_port", lambda environ: port)
     port = free_port()
-    environ.update(SLURM_STEP_NODELIST=nodes, SLURMD_NODENAME=node)
-    store = rendezvous._slurm_store.__wrapped__(0)
+    environ.update(SLURMD_NODENAME=node)
+    store = rendezvous._slurm_store(0, nodes, port)
     assert listening(port) == {address}
     store.set("key", "value")
-    assert rendezvous._slurm_store.__wrapped__(1).get("key") == b"value", "a rank of the same node"
+    assert rendezvous._slurm_store(1, nodes, port).get("key") == b"value", "a rank of the same node"

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tables import each
+from tables import each, refused
 
 import hvd_bert
+from hvd_bert import startup
 
 HEAVY = {"torch", "horovod", "mpi4py", "datasets", "pandas", "scipy", "tensorboard", "deepspeed", "matplotlib"}
 HEAVY |= {"pyarrow", "transformers", "numpy"}
@@ -107,6 +108,26 @@ def test_only_rank_0_prints(script: Path) -> None:
     printed = [run(script, "trian", HOROVOD_RANK=rank, HOROVOD_SIZE="2") for rank in "01"]
     assert printed[0].stdout + printed[0].stderr
     assert (printed[1].returncode, printed[1].stdout, printed[1].stderr) == (0, "", "")
+
+
+@each(
+    ("words", "rest"),
+    [
+        (["--bf16", "--seed=1"], ["--bf16", "--seed=1"]),
+        (["--local_rank=1", "train", "--bf16"], ["train", "--bf16"]),
+        (["--bf16", "--local-rank", "1", "--", "x"], ["--bf16", "--", "x"]),
+        (["--local-rank=1", "--local_rank", "1"], []),
+    ],
+)
+def test_local_rank_is_no_setting(words, rest):
+    assert startup._without_local_rank(words, {"LOCAL_RANK": "1"}) == rest
+
+
+@each("words", [["--local_rank=0"], ["--local-rank", "0"], ["--local_rank=1", "--local_rank=0"]])
+def test_local_rank_is_the_launchers(words):
+    for environ, own in (({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1"), ({}, "LOCAL_RANK is not set")):
+        with refused("--local_rank 0", own):
+            startup._without_local_rank(words, environ)
 
 
 @each("module", ["hvd_bert.train", "hvd_bert.predict", "hvd_bert.tools.evaluate", "hvd_bert.tools.doctor"])

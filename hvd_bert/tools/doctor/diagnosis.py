@@ -65,7 +65,7 @@ class StepTimeout:
 
 def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> int:
     """Run all checks. Returns the exit status of this rank."""
-    alone = launcher.size is None
+    alone = launcher.name == "none"
     if alone:  # first: a crash of Horovod must not hide these
         report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
     step_timeout = StepTimeout(report, flags.timeout)
@@ -122,7 +122,7 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
         if no_horovod or not found_by_all:
             print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {failure}", file=sys.stderr, flush=True)
         return EXIT_OK if found_by_all or (no_horovod and isinstance(error, UserError)) else EXIT_BAD_INPUT
-    if launcher.size is not None:
+    if launcher.name != "none":
         report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
     rebuild = "Fix the failures above first, then run env/setup.sh to rebuild Horovod."
     hint = "" if isinstance(error, UserError) else rebuild

@@ -10,7 +10,6 @@ import argparse
 import copy
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import BatchPlan, Ids
 from hvd_bert.data.collate import Prefetcher
-from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.model.precision import autocast
@@ -242,7 +240,7 @@ def prove(task: Task, config: Config, world: World) -> Proof:
 
 def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     """The command. A collective. Raises CollectiveError on all ranks if the work is not equal."""
-    settings, launcher = config.as_flat(), find_launcher(os.environ).name
+    settings, launcher = config.as_flat(), world.launcher
     proof, report = prove(load(config, world)[0], config, world), Report(flags.json, shown=world.rank == 0)
     report.print_text(f"{world.size} rank(s), --strategy {settings['strategy']}, launcher {launcher}\n")
     report.add(list(proof.lines()))

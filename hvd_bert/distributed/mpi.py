@@ -1,0 +1,92 @@
+"""Join MPI, after checks that the launcher's MPI is Horovod's."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hvd_bert.distributed.interfaces import avoid_inner_networks
+from hvd_bert.distributed.launch import ASKS_MPI, WITH_PMIX, Launcher, LaunchError, ranks_of_mpi
+from hvd_bert.errors import UserError
+
+
+def join(launcher: Launcher) -> Any:
+    """mpi4py's communicator of all ranks. Initializes MPI before Horovod does.
+
+    Whoever initializes MPI finalizes it. Horovod 0.28.1 would when the first rank leaves, while other ranks still use
+    MPI (segmentation faults). mpi4py does at the end of its own process.
+    """
+    import mpi4py
+
+    mpi4py.rc(initialize=False, finalize=True)
+    from mpi4py import MPI
+
+    check_pmi(launcher, os.environ, MPI.Get_library_version())
+    check_mpi(os.environ, MPI.Get_library_version())
+    avoid_inner_networks(os.environ)
+    if not torch.cuda.is_available():
+        # Open MPI polls while it waits: on CPUs Horovod's thread would take the core from the training of its own rank.
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        raise UserError(
+            "This MPI does not provide THREAD_MULTIPLE, which Horovod's background thread needs. Use an MPI built with"
+            " it, or `horovodrun --gloo`."
+        )
+    return MPI.COMM_WORLD.Dup()  # keeps our messages apart from Horovod's
+
+
+def check_size(launcher: Launcher, horovod_size: int, environ: Mapping[str, str]) -> None:
+    """Raise LaunchError if Horovod's world size is not the launcher's: N worlds of one would train N times."""
+    if launcher.name == ASKS_MPI and horovod_size == 1:
+        raise UserError(  # of each, since each is alone
+            f"{ranks_of_mpi(environ)[0]} is set: a launcher of MPI started this process. But it set no size, and"
+            " Horovod sees a world of one. Start with the launcher of the MPI that Horovod was built with. To train"
+            " in this process alone: --strategy none."
+        )
+    if launcher.size is None or launcher.size == horovod_size:
+        return
+    rebuild = "Use the launcher of the MPI that Horovod was built with, or rebuild it with this one (env/setup.sh)."
+    hint = WITH_PMIX if launcher.name == "srun" else rebuild
+    raise LaunchError(
+        f"{launcher.name} started {launcher.size} processes, but Horovod sees a world of {horovod_size}: they cannot"
+        f" find each other, and each would train alone. {hint}"
+    )
+
+
+def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
+    """Raise LaunchError if srun started the tasks without PMI: Open MPI would abort each in MPI_Init.
+
+    Other MPIs are left to `check_size`: those based on MPICH may use Slurm's oldest PMI, which sets no variable.
+    """
+    if launcher.name != "srun" or launcher.size == 1 or not mpi.startswith("Open MPI"):
+        return
+    if not any(name.startswith(("PMIX_", "PMI_", "PMI2_")) for name in environ):
+        raise LaunchError(
+            f"srun started {launcher.size} processes without PMIx: they cannot find each other, and each would be a"
+            f" world of one. {WITH_PMIX}"
+        )
+
+
+def check_mpi(environ: Mapping[str, str], mpi: str) -> None:
+    """Raise LaunchError if another MPI's mpirun started this process. MPICH would abort it in MPI_Init.
+
+    `mpi`: the version text of the MPI library. Other MPIs are not checked.
+    """
+    mpich = re.search(r"MPICH|MVAPICH|Intel\(R\) MPI", mpi) is not None
+    if "OMPI_COMM_WORLD_SIZE" in environ and mpich:
+        started_by = "Open MPI"
+    elif "MPI_LOCALNRANKS" in environ and mpi.startswith("Open MPI"):
+        started_by = "MPICH or Intel MPI"
+    else:
+        return
+    own = " ".join(mpi.splitlines()[0].partition(",")[0].split())
+    raise LaunchError(
+        f"The mpirun of {started_by} started this job, but Horovod and mpi4py use {own}: the processes cannot find each"
+        " other. Use the mpirun of that MPI, or load this one's module and rerun `bash env/setup.sh`."
+    )
