@@ -17,7 +17,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def horovodruns(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of two ranks of horovodrun, by whose side other launchers' are put."""
+    """The losses of two ranks of horovodrun, with which other launchers' are compared."""
     out = tmp_path_factory.mktemp("horovodrun") / "out"
     run([*launcher(2, "gloo"), *small_run(2, out)], out.parent).expect(0)
     return losses(out)

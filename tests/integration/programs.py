@@ -4,10 +4,11 @@ group, thread: in a process group that the program has initialized; in its main 
 failing: there, with a strategy for one process, then with an error on one rank.
 launched: in a thread, without such a group.
 submitit1, submitit2: on one or two tasks of submitit's LocalExecutor.
-ray, actors: examples/ray_train.py; two actors of Ray, with torch's variables.
+spawn, actors: by torch's variables, in two processes of torch's `spawn` or two actors of Ray.
+ray: examples/ray_train.py.
 
-The ranks stop after step 3 and resume, except under Ray. Except for actors, each writes what happened to rankN.json in
-the working folder.
+In group, submitit1, submitit2 and spawn, the ranks stop after step 3 and resume. group, failing, thread, submitit1,
+submitit2 and spawn write what happened to rankN.json in the working folder.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from hvd_bert import Callback, train
 
@@ -111,37 +113,58 @@ def by_ray(**settings: Any) -> None:
     ray_train.main("2", *(f"{name}={value}" for name, value in (SETTINGS | settings).items()))
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def by_variables(rank: int, port: int, settings: dict[str, Any]) -> None:
+    """Train as one of two ranks that have torch's variables."""
+    four = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in four.items()})
+    train(**SETTINGS | settings)
+
+
+def by_spawn(**settings: Any) -> None:
+    status = None
+    try:
+        spawn(by_variables, (free_port(), settings | {"callbacks": [AtStep2()]}), nprocs=2)
+    except ProcessExitedException as error:
+        status = error.exit_code
+    stopped = Path(settings["output_dir"], "latest").read_text().strip()
+    spawn(by_variables, (free_port(), settings), nprocs=2)
+    write(0, status=status, stopped=stopped)
+
+
 def by_actors(**settings: Any) -> None:
     import ray
 
     class Rank:
         def train(self, rank: int, port: int) -> None:
-            four = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in four.items()})
-            train(**SETTINGS | settings)
+            by_variables(rank, port, settings)
 
     ray.init(num_cpus=2, include_dashboard=False)
     actors = [ray.remote(num_cpus=1)(Rank).remote() for _ in range(2)]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     ray.get([actor.train.remote(rank, port) for rank, actor in enumerate(actors)])
 
 
 if __name__ == "__main__":
     kind, strategy, out = sys.argv[1:]
     settings = {"strategy": strategy, "output_dir": os.path.abspath(out)}
-    if kind in ("group", "failing"):
-        in_group(kind, **settings) if kind == "group" else failing(**settings)
+    programs = {"failing": failing, "spawn": by_spawn, "ray": by_ray, "actors": by_actors}
+    if kind in programs:
+        programs[kind](**settings)
+    elif kind == "group":
+        in_group(kind, **settings)
     elif kind.startswith("submitit"):
         submitted(int(kind[-1]), **settings)
-    elif kind == "ray":
-        by_ray(**settings)
-    elif kind == "actors":
-        by_actors(**settings)
     else:
         trains = functools.partial(in_group, kind) if kind == "thread" else status_of
         thread = threading.Thread(target=trains, kwargs=settings)
         thread.start()
         thread.join()
     sys.stdout.flush()
-    os._exit(0)  # torch's Gloo threads can abort a process whose optimizer was made while there was a group
+    # When Python ends, torch's Gloo threads can abort such a process (status 134, pytorch#117762, pytorch#190489). All
+    # results are written by now.
+    os._exit(0)

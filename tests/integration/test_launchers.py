@@ -40,38 +40,6 @@ def test_two_ranks_are_one_world(tmp_path: Path, horovodruns: list[float], by: s
     assert losses(out) == pytest.approx(horovodruns, abs=1e-5)
 
 
-# Starts two ranks by torch's mp.spawn. The second one gets SIGTERM after the step of argument 1.
-SPAWNS = """
-import os, signal, socket, sys
-import torch
-from hvd_bert import Callback, train
-
-class Stop(Callback):
-    def on_step(self, step):
-        if (os.environ["RANK"], str(step)) == ("1", sys.argv[1]):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-def main(rank, port):
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    small = {"max_train_samples": 33, "max_eval_samples": 7, "num_train_epochs": 2, "per_device_train_batch_size": 8}
-    train(config="sample", **small, logging_steps=1, dropout=0, strategy="ddp", output_dir="out", callbacks=[Stop()])
-
-if __name__ == "__main__":
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    torch.multiprocessing.spawn(main, (str(port),), nprocs=2)
-"""
-
-
-def test_two_processes_of_mp_spawn_are_one_world(tmp_path: Path, horovodruns: list[float]) -> None:
-    (tmp_path / "spawns.py").write_text(SPAWNS)
-    stopped = run([sys.executable, "spawns.py", "3"], tmp_path, cold=True)
-    assert not stopped.hung and "Stopped after step 4 by SIGTERM to rank 1" in stopped.output, stopped
-    run([sys.executable, "spawns.py", "0"], tmp_path, cold=True).expect(0)
-    assert json.loads((tmp_path / "out" / "train_results.json").read_text())["world_size"] == 2
-    assert losses(tmp_path / "out") == pytest.approx(horovodruns, abs=1e-5)
-
-
 def test_rank_without_its_world(tmp_path: Path) -> None:
     def alone(**variables: str) -> Outcome:
         return run(small_run(1, "out"), tmp_path, env=variables)

@@ -10,7 +10,7 @@ import other_mpis
 import pytest
 import signalled
 from commands import losses, said, small_run
-from launch import TRAIN, Outcome, launcher, run
+from launch import TRAIN, Outcome, run
 from other_mpis import Mpi
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED
@@ -26,22 +26,14 @@ def mpi(request: pytest.FixtureRequest) -> Mpi:
     return request.param()
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of two ranks of horovodrun."""
-    folder = tmp_path_factory.mktemp("horovodrun")
-    run([*launcher(2, "mpi"), sys.executable, *FLAGS], folder).expect(0)
-    return losses(folder / "out")
-
-
 @pytest.mark.parametrize(("strategy", "controller"), [("horovod", "mpi"), ("ddp", "torch.distributed")])
 def test_two_ranks_are_one_world(
-    mpi: Mpi, expected: list[float], tmp_path: Path, strategy: str, controller: str
+    mpi: Mpi, horovodruns: list[float], tmp_path: Path, strategy: str, controller: str
 ) -> None:
     mpi.run(mpi.starts(*FLAGS, "--strategy", strategy), tmp_path).expect(0)
     results = json.loads((tmp_path / "out" / "train_results.json").read_text())
     assert (results["world_size"], results["controller"]) == (2, controller)
-    assert losses(tmp_path / "out") == pytest.approx(expected, abs=1e-5)
+    assert losses(tmp_path / "out") == pytest.approx(horovodruns, abs=1e-5)
 
 
 def test_ranks_save_when_their_launcher_is_stopped(mpi: Mpi, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Programs that train in a process group of their own, in a thread, under submitit or Ray Train: one world each.
+"""Programs that train in a group of their own, in a thread, under submitit, `spawn` or Ray: one world each.
 
 programs.py has the programs.
 """
@@ -72,6 +72,12 @@ def test_submitit(tmp_path: Path, horovodruns: list[float], ranks: int, strategy
     start(tmp_path, "none", f"submitit{ranks}", strategy, cold=True)
     assert found(tmp_path) == [{"stopped": "checkpoint-3", "resumed": [7] * ranks}]
     check(tmp_path, horovodruns, ranks)
+
+
+def test_spawn(tmp_path: Path, horovodruns: list[float]) -> None:
+    start(tmp_path, "none", "spawn", "ddp", cold=True)
+    assert found(tmp_path) == [{"status": EXIT_STOPPED, "stopped": "checkpoint-3"}]
+    check(tmp_path, horovodruns)
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("ray", "ddp"), ("actors", "horovod")])

@@ -19,8 +19,6 @@ from hvd_bert.distributed.world import CollectiveError
 
 TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 TORCHRUN |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-
-
 LAUNCHER = Launcher("torchrun", 1, 0)
 
 
