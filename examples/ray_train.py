@@ -2,7 +2,8 @@
 
     python examples/ray_train.py 2 config=sample output_dir=runs/ray        NAME=VALUE for the trainer's --NAME VALUE
 
-On several hosts all must see the output folder and the data under the same paths.
+By default there are 2 workers, and the output folder is runs/ray. On several hosts all must see the output folder and
+the data under the same paths.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def train_on_worker(settings: dict[str, Any]) -> None:
     ray.train.report(run.scores)
 
 
-def main(workers: str, *words: str) -> None:
-    settings = {"strategy": "ddp", **dict(word.split("=", 1) for word in words)}
+def main(workers: str = "2", *words: str) -> None:
+    settings = {"strategy": "ddp", "output_dir": "runs/ray", **dict(word.split("=", 1) for word in words)}
     settings["output_dir"] = os.path.abspath(settings["output_dir"])
     ray.init(include_dashboard=False)
     has_gpus = ray.cluster_resources().get("GPU", 0) >= int(workers)
