@@ -63,7 +63,7 @@ def test_commands_run(cluster: Cluster, tmp_path: Path, hub_home: Path) -> None:
             cluster.on("a100-01", [*allocated, program, *words], folder).expect(0)
     for job in jobs.values():
         cluster.ended(job).expect(0)
-    for number, command in enumerate(RUN_HERE):
+    for number in range(len(RUN_HERE)):
         (output_dir,) = (tmp_path / str(number) / "runs").iterdir()
         found = results(output_dir)
         assert (found["hosts"], found["world_size"], found["train_windows"]) == (HOSTS, 4, 40)

@@ -18,6 +18,10 @@ AGENTS = (
 )
 FOUR = "salloc --nodes=2 --ntasks-per-node=2 srun"
 ONE_EACH = "salloc --nodes=2 --ntasks-per-node=1 srun --mpi=none"
+BY_HAND = (
+    "bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=4 MASTER_ADDR=a100-01 MASTER_PORT=29556"
+    """ exec env -u SLURM_PROCID -u SLURM_STEP_NUM_TASKS "$@"' bash"""
+)
 SUBNET = "env HVD_BERT_INTERFACE=10.77.0.0/24"
 # The user has chosen an interface on one of the hosts only.
 SOME = (
@@ -28,6 +32,7 @@ STARTED = {
     "srun --mpi=pmix, deepspeed": f"{SUBNET} {FOUR} --mpi=pmix python -m {{train}} --strategy deepspeed",
     "torchrun, horovod": f"{ONE_EACH} {SOME} {TORCHRUN} -m {{train}}",
     "torchrun, ddp": f"{ONE_EACH} {AGENTS} -m {{train}} --strategy ddp",
+    "torch's variables, horovod": f"{FOUR} --mpi=none {BY_HAND} python -m {{train}}",
     "horovodrun, fsdp": "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m {train} --strategy fsdp",
 }
 # What listens on the host of rank 0 and on the other one, by docs/guides/cluster.md.
@@ -38,6 +43,7 @@ LISTENING = {
     "srun --mpi=pmix, deepspeed": (RANK | SLURM, RANK | SLURM),
     "torchrun, horovod": (RANK | LAUNCHER, set()),
     "torchrun, ddp": (RANK | LAUNCHER, RANK),
+    "torch's variables, horovod": (RANK, set()),
     "horovodrun, fsdp": (RANK | MPI | {("rank", "all")}, RANK | MPI | {("rank", "all")}),
 }
 
