@@ -86,15 +86,14 @@ def serve_store(address: str | None, port: int = 0) -> Any:
 
     None: at all addresses. Raises UserError if it cannot.
     """
+    both = address is None and socket.has_dualstack_ipv6()
+    named = address or ("::" if both else "0.0.0.0")
     try:
-        if address is None and socket.has_dualstack_ipv6():
-            listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            family, _, _, _, place = socket.getaddrinfo(address or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
-            listener = socket.create_server(place[:2], family=family, backlog=socket.SOMAXCONN)
+        family, _, _, _, place = socket.getaddrinfo(named, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(place[:2], family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
     except OSError as error:
         raise UserError(
-            f"{socket.gethostname()} cannot serve the other ranks at {address}{f':{port}' if port else ''} ({error})."
+            f"{socket.gethostname()} cannot serve the other ranks at {named}{f':{port}' if port else ''} ({error})."
             " The host's name must resolve to an address of its own, and no other program may listen at the port."
         ) from None
     host, port = listener.getsockname()[:2]
