@@ -56,13 +56,16 @@ INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS":
         (MPIRUN, ("mpirun", 4, 3)),
         (MPIRUN | BATCH_STEP, ("mpirun", 4, 3)),
         (MPIRUN | INSIDE_SRUN, ("mpirun", 4, 3)),
+        (MPIRUN | {"PMI_RANK": "0", "PMI_SIZE": "1"}, ("mpirun", 4, 3)),  # in a step of srun --mpi=pmi2
         (MVAPICH, ("mpirun", 4, 3)),
         (MVAPICH_4, ("mpirun", 4, 3)),
         (HYDRA, ("mpirun", 4, 3)),
         (JSRUN, ("jsrun", 4, 3)),
         (FLUX, ("flux", 4, 3)),
+        (FLUX | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, ("flux", 4, 3)),  # brokers by srun
         (PALS, ("MPI", None, 3)),  # it tells no size
-        ({"OMPI_COMM_WORLD_RANK": "3"}, ("MPI", None, 3)),
+        *(({rank: "3"}, ("MPI", None, 3)) for rank in ("PMI_ID", "ALPS_APP_PE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")),
+        *(({rank: "3"}, ("MPI", None, 3)) for rank in ("JSM_NAMESPACE_RANK", "FLUX_TASK_RANK")),
         (SRUN, ("srun", 4, 3)),
         (BATCH_STEP, ("none", None, None)),
         ({}, ("none", None, None)),
@@ -78,7 +81,8 @@ LOST = {
     "RANK MASTER_ADDR": ({"RANK": "0", "MASTER_ADDR": "a100-01"}, ["RANK=0", "WORLD_SIZE"]),
     "RANK above 0": ({"RANK": "1"}, ["RANK=1", "WORLD_SIZE"]),
     "no MASTER_*": ({"RANK": "0", "WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "MASTER_ADDR and MASTER_PORT"]),
-    "rank 5 of 2": (TORCHS | {"RANK": "5", "WORLD_SIZE": "2"}, ["RANK=5", "WORLD_SIZE=2"]),
+    "an empty MASTER_ADDR": (TORCHS | {"MASTER_ADDR": ""}, ["RANK=3", "MASTER_ADDR"]),
+    "rank 2 of 2": (TORCHS | {"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
     "processes per pod": (TORCHS | {"PET_NPROC_PER_NODE": "2"}, ["PET_NPROC_PER_NODE=2", "torchrun"]),
     "torchrun's options": ({"PET_NNODES": "1:2", "PET_NPROC_PER_NODE": "auto"}, ["PET_NNODES=1:2", "torchrun"]),
     "TensorFlow's": ({"TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}}'}, ["TF_CONFIG="]),
@@ -103,6 +107,7 @@ def test_processes_that_would_each_train_alone_are_refused(case):
     "environ",
     [
         {"WORLD_SIZE": "4"},  # job scripts export it: a line says that it is ignored
+        {"RANK": "0"},
         {"RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
         {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}', "SM_HOSTS": '["algo-1"]'},
         {"TF_CONFIG": "{", "SM_HOSTS": "7 hosts", "PET_NNODES": "", "RANK": ""},
@@ -111,6 +116,10 @@ def test_processes_that_would_each_train_alone_are_refused(case):
 )
 def test_one_process_is_not_refused(environ):
     assert checked_launcher(environ).size in (None, 1)
+
+
+def test_tasks_of_srun_may_have_torchs_variables_of_the_same_ranks():
+    assert checked_launcher(TORCHS | SRUN).name == "srun"
 
 
 def test_what_is_ignored_and_which_platform_started_the_ranks():
@@ -147,7 +156,8 @@ def test_launcher_of_mpi_without_its_size():
 
 
 def test_srun_without_pmi_where_it_is_needed():
-    check_pmi(Launcher("srun", 4, 0), {"PMIX_RANK": "1"}, "Open MPI v4.1.4")
+    for name in ("PMIX_RANK", "PMI_RANK", "PMI2_RANK"):
+        check_pmi(Launcher("srun", 4, 0), {name: "1"}, "Open MPI v4.1.4")
     check_pmi(Launcher("srun", 1, 0), SRUN, "Open MPI v4.1.4")
     check_pmi(Launcher("mpirun", 4, 0), SRUN, "Open MPI v4.1.4")
     check_pmi(Launcher("srun", 4, 0), SRUN, "MPICH Version: 4.1")
@@ -344,8 +354,10 @@ def test_tasks_that_the_job_requested(environ, requested):
 
 
 def test_process_without_launcher_in_a_job_of_several_tasks():
-    with refused("8 tasks", "srun", "--strategy none", error=LaunchError):
-        check_tasks(find_launcher(BATCH_STEP), BATCH_STEP)
+    for tasks in ("2", "8"):
+        environ = BATCH_STEP | {"SLURM_NTASKS": tasks}
+        with refused(f"{tasks} tasks", "srun", "--strategy none", error=LaunchError):
+            check_tasks(find_launcher(environ), environ)
     for environ in (MPIRUN | BATCH_STEP, BATCH_STEP | {"HVD_BERT_IN_SWEEP": "1"}):
         check_tasks(find_launcher(environ), environ)
 
