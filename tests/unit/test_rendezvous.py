@@ -45,7 +45,9 @@ def test_store_listens_at_its_address_only(environ):
     store = rendezvous.serve_store("127.0.0.1")
     assert listening(store.port) == {"127.0.0.1"}
     store.set("key", "value")
-    assert rendezvous.reach_store("127.0.0.1", store.port, 0).get("key") == b"value"
+    reached = rendezvous.reach_store("127.0.0.1", store.port, 0)
+    assert reached.get("key") == b"value"
+    assert reached.timeout.total_seconds() == rendezvous.START_S, "a slower rank may still start"
 
 
 def test_address_that_is_not_this_hosts(environ):
@@ -126,6 +128,32 @@ def test_hosts_whose_names_do_not_resolve(environ, monkeypatch):
         rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME")
 
 
+def test_setting_of_the_interface_counts_where_ranks_meet(environ):
+    store = rendezvous.serve_store("127.0.0.1")
+    environ["HVD_BERT_INTERFACE"] = "127.0.0.0/8"
+    rendezvous.meet(store, LAUNCHER, "GLOO_SOCKET_IFNAME")
+    assert environ["NCCL_SOCKET_IFNAME"] == "lo", "not only for the library that connects now"
+    environ["HVD_BERT_INTERFACE"] = "ib7"
+    with refused("rank 0", "HVD_BERT_INTERFACE=ib7", error=CollectiveError):
+        rendezvous.meet(store, LAUNCHER, "GLOO_SOCKET_IFNAME")
+
+
+def test_next_world_of_a_process_has_other_keys(environ, monkeypatch):
+    """Where rank 0 serves, at the same port; in a program's group as well."""
+    environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    first, second = (rendezvous.launcher_store(Launcher("torch's variables", 2, 0)) for _ in range(2))
+    first.set("key", "of the first")
+    assert not second.check(["key"])
+    for name, found in {"is_initialized": True, "get_rank": 0, "get_world_size": 2}.items():
+        monkeypatch.setattr(rendezvous.distributed, name, lambda found=found: found)
+    store = rendezvous.serve_store("127.0.0.1")
+    monkeypatch.setattr(rendezvous.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    first, second = (rendezvous.group_of_program() for _ in range(2))
+    assert first is not None and second is not None
+    first.store.set("key", "of the first")
+    assert not second.store.check(["key"])
+
+
 def test_launcher_that_is_gone_is_reported_at_once(environ):
     rendezvous.check_horovodrun()  # over MPI it serves nothing
     port = free_port()
@@ -146,6 +174,30 @@ def test_under_torchrun_nothing_listens_on_all_interfaces(environ):
     assert environ["HOROVOD_GLOO_IFACE"] == "lo" and environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
     assert listening(served.port) == listening(int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])) == {"127.0.0.1"}
     rendezvous.check_horovodrun()
+
+
+def test_places_of_ranks_on_uneven_hosts(environ, monkeypatch):
+    store, checked, here = rendezvous.serve_store("127.0.0.1"), [], socket.gethostname()
+    monkeypatch.setattr(rendezvous, "launcher_store", lambda launcher: store)
+    monkeypatch.setattr(rendezvous, "check_own_name", lambda *address, **beyond: checked.append((*address, beyond)))
+    environ["HOROVOD_GLOO_IFACE"] = "lo"
+    for rank, place in enumerate((f"{here} 127.0.0.1", "another 10.77.0.12")):
+        store.set(f"hvd_bert.place.{rank}", place)
+        store.set(f"hvd_bert.interface.{rank}", "")
+        store.set(f"hvd_bert.name.{rank}", "")
+    store.set("hvd_bert.horovod", "127.0.0.1 29500")
+    rendezvous.serve_horovod(Launcher("torchrun", 3, 2))
+    assert checked == [("127.0.0.1", {"beyond_this_host": True})]
+    places = {"LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+    assert {name: environ[f"HOROVOD_{name}"] for name in places} == places
+
+
+def test_ranks_that_torchrun_restarts_have_other_keys(environ):
+    served = rendezvous.serve_store("127.0.0.1")  # by the agent
+    environ.update(TORCHRUN, MASTER_PORT=str(served.port))
+    rendezvous._torchrun_store().set("key", "of the first start")
+    environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    assert not rendezvous._torchrun_store().check(["key"])
 
 
 # --- Slurm -----------------------------------------------------------------------------------------
@@ -177,6 +229,13 @@ def test_hosts_where_slurms_commands_are_missing(monkeypatch, tmp_path):
     assert slurm.expand_hosts("n1,n2") == ["n1", "n2"]
     with refused("gpu[1-2]", "torchrun"):
         slurm.expand_hosts("gpu[1-2]")
+
+
+def test_steps_of_slurm_do_not_share_nodes_and_ports():
+    step = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_STEP_NODELIST": "n2"}
+    assert slurm.step_nodes(step) == "n2"
+    others = [step, step | {"SLURM_STEP_ID": "1"}, step | {"SLURM_JOB_ID": "18"}]
+    assert len({slurm.step_port(other) for other in others}) == 3
 
 
 @pytest.mark.parametrize(
