@@ -143,14 +143,15 @@ def test_folders(tmp_path, monkeypatch, free, status):
     assert checks.folder_line("Windows", tmp_path / "file" / "folder", "name another").status == FAILURE
 
 
-def test_cpu_limit_is_that_of_the_cgroup_and_its_parents(tmp_path):
+def test_cpu_limit_is_that_of_the_cgroup_and_its_parents(tmp_path, monkeypatch):
     pod = tmp_path / "pod"
     pod.mkdir()
     (pod / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert machine._cgroup_cores(pod) == [1.5]
     (tmp_path / "cpu.max").write_text("50000 100000\n")
-    assert machine._cgroup_cores(pod / "task") == [1.5, 0.5]
+    monkeypatch.setattr(machine, "_cgroup", lambda: pod / "task")
+    assert machine.cpu_limit() == 0.5
 
 
 def test_free_memory_is_the_minimum_of_host_and_job(tmp_path):

@@ -14,7 +14,7 @@ from test_world import make_world
 from hvd_bert.distributed import runner as module
 from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import LaunchError
-from hvd_bert.distributed.runner import run_as_rank, run_in_program
+from hvd_bert.distributed.runner import join, run_as_rank, run_in_program
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
 
@@ -89,15 +89,34 @@ def test_missing_world_is_reported_by_one_rank(monkeypatch, capsys, error, rank,
     assert capsys.readouterr().err == ("hvd_bert: no world\n" if status else "")
 
 
+def test_ranks_without_a_launcher_each_have_the_status(monkeypatch):
+    """With torch's variables no launcher sees the status of another rank."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for error in (LaunchError("no world"), CollectiveError("no world", rank=0)):
+        assert ending_before_the_world(monkeypatch, error, None) == EXIT_BAD_INPUT
+
+
+def test_world_knows_its_launcher(monkeypatch):
+    unset_launchers(monkeypatch)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert join("none").launcher == "torch's variables"
+
+
+def unset_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("TORCHELASTIC_", "HOROVOD_", "OMPI_", "MV2_", "PMI_", "SLURM_")):
+            monkeypatch.delenv(name)
+
+
 def ending_before_the_world(monkeypatch: pytest.MonkeyPatch, error: Exception, rank: int | None) -> int | str | None:
     """The exit status of a rank of mpirun that raises `error` when it joins."""
 
     def start(strategy, generation):
         raise error
 
-    for name in os.environ:
-        if name.startswith(("TORCHELASTIC_", "HOROVOD_", "OMPI_", "MV2_", "PMI_", "SLURM_")):
-            monkeypatch.delenv(name)
+    unset_launchers(monkeypatch)
     if rank is not None:
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")

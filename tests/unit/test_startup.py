@@ -114,6 +114,7 @@ def test_only_rank_0_prints(script: Path) -> None:
     ("words", "rest"),
     [
         (["--bf16", "--seed=1"], ["--bf16", "--seed=1"]),
+        (["--local=1"], ["--local=1"]),  # reported as unknown
         (["--local_rank=1", "train", "--bf16"], ["train", "--bf16"]),
         (["--bf16", "--local-rank", "1", "--", "x"], ["--bf16", "--", "x"]),
         (["--local-rank=1", "--local_rank", "1"], []),
@@ -128,6 +129,8 @@ def test_local_rank_is_the_launchers(words):
     for environ, own in (({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1"), ({}, "LOCAL_RANK is not set")):
         with refused("--local_rank 0", own):
             startup._without_local_rank(words, environ)
+        with refused("--local_rank", own):
+            startup._without_local_rank(["--local_rank", "--bf16"], environ)
 
 
 @each("module", ["hvd_bert.train", "hvd_bert.predict", "hvd_bert.tools.evaluate", "hvd_bert.tools.doctor"])
