@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any
 
 from torch import distributed
-from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its stubs
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its stubs
 
 from hvd_bert.distributed.interfaces import (
     address_of,
@@ -94,7 +94,8 @@ def serve_store(address: str | None, port: int = 0) -> Any:
     except OSError as error:
         raise UserError(
             f"{socket.gethostname()} cannot serve the other ranks at {named}{f':{port}' if port else ''} ({error})."
-            " The host's name must resolve to an address of its own, and no other program may listen at the port."
+            " The host's name must resolve to an address of its own, and neither another program nor another rank 0 may"
+            " listen at the port."
         ) from None
     host, port = listener.getsockname()[:2]
     descriptor = listener.detach()  # the store closes it
@@ -107,7 +108,7 @@ def reach_store(host: str, port: int, patience_s: float, hint: str = SAME_ADDRES
     while True:
         try:  # a TCPStore would print its stack
             socket.create_connection((host, port), gloo_timeout_s(os.environ)).close()
-            return _store(host, port)
+            return _store(host, port, hint)
         except OSError as error:
             waited_s = time.monotonic() - start
             if waited_s > patience_s:
@@ -118,13 +119,13 @@ def reach_store(host: str, port: int, patience_s: float, hint: str = SAME_ADDRES
         time.sleep(0.1)
 
 
-def _store(host: str, port: int, **serving: Any) -> Any:
+def _store(host: str, port: int, hint: str = SAME_ADDRESS, **serving: Any) -> Any:
     patience_s = gloo_timeout_s(os.environ)
     options: dict[str, Any] = {"timeout": timedelta(seconds=patience_s), "wait_for_workers": False, **serving}
     try:  # a TCPStore waits forever for another program that listens there
         store = answered(lambda: TCPStore(host, port, **options), patience_s)
     except RuntimeError as error:
-        raise _unreachable(host, port, error, SAME_ADDRESS) from None
+        raise _unreachable(host, port, error, hint) from None
     store.set_timeout(timedelta(seconds=_start_s()))
     return store
 
@@ -147,25 +148,25 @@ def _exchange(store: Any, rank: int, size: int, name: str, value: str) -> list[s
     """The value of every rank. As `hosts_of`."""
     keys = [f"hvd_bert.{name}.{other}" for other in range(size)]
 
-    def missing() -> list[int]:
-        return [other for other in range(size) if not store.check([keys[other]])]
+    def missing() -> str:
+        return describe_ranks([other for other in range(size) if not store.check([keys[other]])])
 
     store.set(keys[rank], value)
-    try:
-        store.wait(keys, timedelta(seconds=NOTICE_S))
-    except DistStoreError:
-        log.info("Waiting for %s of %s to start", describe_ranks(missing()), size)
-        try:
-            store.wait(keys, timedelta(seconds=_start_s()))
-        except DistStoreError:
-            absent = missing()
-            reporter = min(set(range(size)) - {*absent})
+    start, noted = time.monotonic(), False
+    while not store.check(keys):  # store.wait would not let Ctrl-C through
+        waited_s = time.monotonic() - start
+        if waited_s > _start_s():
+            reporter = next(other for other in range(size) if store.check([keys[other]]))
             raise CollectiveError(
-                f"{describe_ranks(absent)} of {size} did not start in {_start_s()} s. See the reason above. If none is"
-                " there, the launcher's variables may be left over from another job: unset them.",
+                f"{missing()} of {size} did not start in {_start_s()} s. See the reason above. If none is there, the"
+                " launcher's variables may be left over from another job: unset them.",
                 reporter,
                 mine=rank == reporter,
-            ) from None
+            )
+        if waited_s > NOTICE_S and not noted:
+            noted = True
+            log.info("Waiting for %s of %s to start", missing(), size)
+        time.sleep(0.05)
     return [store.get(key).decode() for key in keys]
 
 
@@ -176,8 +177,10 @@ def meet(store: Any, launcher: Launcher, variable: str) -> list[str]:
     CollectiveError on all ranks if some do not start, or one has no such interface.
     """
     rank, size, here, server = launcher.rank or 0, launcher.size or 1, socket.gethostname(), _host_of(store)
-    places = _exchange(store, rank, size, "place", f"{here} {address_towards(server) or ''}")
-    hosts, addresses = zip(*(place.split(" ") for place in places), strict=True)
+    places = _exchange(store, rank, size, "place", f"{size} {here} {address_towards(server) or ''}")
+    sizes, hosts, addresses = zip(*(place.split(" ") for place in places), strict=True)
+    if len(set(sizes)) > 1:
+        raise UserError(f"The ranks were started for worlds of {' and '.join(sorted(set(sizes)))}. Give all one size.")
     # Rank 0 may reach the store by the loopback: the others know a better address of it.
     others = [server] if hosts[0] != here else []
     others += [address for host, address in zip(hosts[1:], addresses[1:], strict=True) if host != here and address]
@@ -259,7 +262,7 @@ def _master_store(rank: int, host: str, port: int) -> Any:
     """A key-value store that rank 0 serves at MASTER_ADDR and MASTER_PORT, as torch's env:// rendezvous does."""
     if rank == 0:
         return serve_store(host if _is_own(host) else None, port)
-    hint = f"Rank 0 must run, and serve at MASTER_ADDR={host}, MASTER_PORT={port}: give all ranks the same values."
+    hint = f"Rank 0 must serve at MASTER_ADDR={host}, MASTER_PORT={port}, and no other program: set both for all ranks."
     return reach_store(host, port, _start_s(), hint)
 
 

@@ -32,13 +32,13 @@ def read(folder: Path) -> list[dict[str, Any]]:
 def test_start_warnings_and_end(tmp_path):
     logs.start(rank=0)
     logs.log.warning("before the folder is known")
-    events.begin(tmp_path, True, {"world_size": 2})
+    events.begin(tmp_path, True, {"launcher": "srun", "world_size": 2})
     logs.log.info("no warning")
     logs.warn(["later \ud800"] * 2)
     logs.report("hvd_bert: the disk is full")
     early, start, later, end = read(tmp_path)
     assert early == {"event": "warning", "ranks": [0], "message": "before the folder is known"}
-    assert (start["event"], start["world_size"], start["launcher"]) == ("start", 2, "none")
+    assert (start["event"], start["world_size"], start["launcher"]) == ("start", 2, "srun")
     assert start["command"].startswith("python ")
     assert later == {"event": "warning", "ranks": [0, 1], "message": "later \ud800"}
     assert end == {"event": "end", "message": "hvd_bert: the disk is full"}

@@ -117,10 +117,10 @@ def test_hosts_whose_names_do_not_resolve(environ, monkeypatch):
     store = rendezvous.serve_store("127.0.0.1")
     here, launcher = socket.gethostname(), Launcher("torchrun", 4, 1)
     for rank, place in {0: f"{here} 127.0.0.1", 2: "pod-2 10.77.0.12", 3: "pod-3 10.77.0.13"}.items():
-        store.set(f"hvd_bert.place.{rank}", place)
+        store.set(f"hvd_bert.place.{rank}", f"4 {place}")
         store.set(f"hvd_bert.interface.{rank}", "")
     assert rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME") == [here, here, "pod-2", "pod-3"]
-    store.set("hvd_bert.place.0", "pod-0 127.0.0.1")  # which itself reaches the store by the loopback
+    store.set("hvd_bert.place.0", "4 pod-0 127.0.0.1")  # which itself reaches the store by the loopback
     rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME")
     assert chosen == [["10.77.0.12", "10.77.0.13"], ["127.0.0.1", "10.77.0.12", "10.77.0.13"]]
     store.set("hvd_bert.interface.3", "pod-3 has no route. Set HVD_BERT_INTERFACE")
@@ -154,6 +154,13 @@ def test_next_world_of_a_process_has_other_keys(environ, monkeypatch):
     assert not second.store.check(["key"])
 
 
+def test_ranks_of_worlds_of_different_sizes(environ):
+    store = rendezvous.serve_store("127.0.0.1")
+    store.set("hvd_bert.place.1", "3 pod-1 10.77.0.12")
+    with refused("2 and 3"):
+        rendezvous.meet(store, Launcher("torch's variables", 2, 0), "GLOO_SOCKET_IFNAME")
+
+
 def test_launcher_that_is_gone_is_reported_at_once(environ):
     rendezvous.check_horovodrun()  # over MPI it serves nothing
     port = free_port()
@@ -182,7 +189,7 @@ def test_places_of_ranks_on_uneven_hosts(environ, monkeypatch):
     monkeypatch.setattr(rendezvous, "check_own_name", lambda *address, **beyond: checked.append((*address, beyond)))
     environ["HOROVOD_GLOO_IFACE"] = "lo"
     for rank, place in enumerate((f"{here} 127.0.0.1", "another 10.77.0.12")):
-        store.set(f"hvd_bert.place.{rank}", place)
+        store.set(f"hvd_bert.place.{rank}", f"3 {place}")
         store.set(f"hvd_bert.interface.{rank}", "")
         store.set(f"hvd_bert.name.{rank}", "")
     store.set("hvd_bert.horovod", "127.0.0.1 29500")
