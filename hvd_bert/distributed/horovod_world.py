@@ -71,7 +71,8 @@ class HorovodWorld(World):
             os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
         with _loading():
             import horovod.torch as hvd
-        if launcher.name in (rendezvous.IN_GROUP, "torchrun", BY_TORCH) and launcher.size != 1:
+        served = launcher.name in (rendezvous.IN_GROUP, "torchrun", BY_TORCH) and not launcher.is_alone
+        if served:
             rendezvous.serve_horovod(launcher)
         else:
             apply_setting(os.environ)
@@ -85,7 +86,7 @@ class HorovodWorld(World):
         if elastic:
             NOTICES.watch()
         stalled_after_s = watchdog.inspect(os.environ, elastic)
-        if not by_mpi:
+        if not by_mpi and not served:  # `serve_horovod` has checked it
             _check_own_name()
         before = _connections_now() if elastic else set()
         hvd.init()

@@ -124,7 +124,7 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
 
 
 def ignored(launcher: Launcher, environ: Mapping[str, str]) -> list[str]:
-    """The variables for several processes, but for another number than the launcher's."""
+    """The variables for several processes whose number is not the launcher's."""
     names = dict.fromkeys([*(row.size for row in _LAUNCHERS), *_SIZES_ALONE])
     return [name for name in names if _process_count(environ.get(name, "")) not in (1, launcher.size)]
 
@@ -261,13 +261,15 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
 
 def note_on_one_process(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
     """Why this process trains alone, where several seem to be requested; None otherwise."""
+    if launcher.name != "none":
+        return None
     # accelerate sets MASTER_PORT only for several processes.
-    if launcher.name == "none" and {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= environ.keys():
+    if {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= environ.keys():
         return (
             "accelerate launch started a single process, although several were requested: it trains alone. On GPUs add"
             " --multi_gpu; on CPUs start with torchrun or horovodrun."
         )
-    if launcher.name == "none" and "WORLD_SIZE" in ignored(launcher, environ):
+    if "WORLD_SIZE" in ignored(launcher, environ):
         return (
             f"WORLD_SIZE={environ['WORLD_SIZE'][:40]} is ignored, since RANK is not set: this process trains alone. To"
             " start several, use a launcher (docs/guides/strategies.md)."

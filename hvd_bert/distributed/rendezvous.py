@@ -104,7 +104,7 @@ def serve_store(address: str | None, port: int = 0) -> Any:
 
 def reach_store(host: str, port: int, patience_s: float, hint: str = SAME_ADDRESS) -> Any:
     """A key-value store that another process serves. Raises UserError if nothing answers there in `patience_s`."""
-    start, told = time.monotonic(), False
+    start, noted = time.monotonic(), False
     while True:
         try:  # a TCPStore would print its stack
             socket.create_connection((host, port), gloo_timeout_s(os.environ)).close()
@@ -113,8 +113,8 @@ def reach_store(host: str, port: int, patience_s: float, hint: str = SAME_ADDRES
             waited_s = time.monotonic() - start
             if waited_s > patience_s:
                 raise _unreachable(host, port, error, hint) from None
-            if waited_s > NOTICE_S and not told:
-                told = True
+            if waited_s > NOTICE_S and not noted:
+                noted = True
                 log.warning("Waiting for rank 0 to serve at %s:%s (%s)", host, port, error)
         time.sleep(0.1)
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 
-# The variables of size and rank. PMIX: of PRRTE, which tells the rank only (Open MPI's mpirun sets it as well).
+# The variables of size and rank. PMIX: of PRRTE, which sets the rank only (Open MPI's mpirun sets it as well).
 OF_MPI = {"JSM": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"), "FLUX": ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"), "PMIX": ()}
 MPIRUNS = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 
@@ -31,8 +31,8 @@ def of_torch(size: int, command: list[str]) -> int:
 def main(kind: str, *words: str) -> None:
     if kind == "torch":
         sys.exit(of_torch(int(words[0]), list(words[1:])))
-    told = [os.environ.pop(name) for name in MPIRUNS]
-    os.environ.update(zip(OF_MPI[kind], told, strict=False))
+    values = [os.environ.pop(name) for name in MPIRUNS]
+    os.environ.update(zip(OF_MPI[kind], values, strict=False))
     os.execvp(words[0], words)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from by_variables import free_port
 from tables import each, refused
 
 from hvd_bert.distributed import rendezvous, slurm
@@ -34,11 +35,6 @@ def listening(port: int) -> set[str]:
     """The addresses at which this process listens on a port."""
     found = psutil.Process().net_connections("tcp")
     return {each.laddr.ip for each in found if each.laddr.port == port and each.status == psutil.CONN_LISTEN}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_store_listens_at_its_address_only(environ):
