@@ -61,6 +61,11 @@ class CheckpointArguments:
         None, "Stop after N evaluations in a row without an improvement.", default_text="never", minimum=1
     )
 
+    requeue: str = _distributed(
+        "auto",
+        "After a signal: requeue the Slurm job, if it allows this, has a time limit and made progress (auto), or not.",
+        choices=("auto", "no"),
+    )
     elastic: bool = _distributed(
         False, "Horovod elastic: continue after the last finished step if hosts are lost or added (needs its launcher)."
     )

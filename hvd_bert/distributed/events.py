@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_bert.storage import written
+from hvd_bert.storage.reading import open_regular, parse_json
 from hvd_bert.storage.writing import JsonLines
 
 NAME = "events.jsonl"
@@ -31,7 +32,24 @@ def begin(folder: Path, writes: bool, facts: dict[str, Any]) -> None:
     if writes:
         written.add(folder, NAME)
         _open(_path)
-        add("start", command=shlex.join(["python", *sys.orig_argv[1:]]), **facts)
+        add("start", command=command(), **facts)
+
+
+def command() -> str:
+    """The command line of this process."""
+    return shlex.join(["python", *sys.orig_argv[1:]])
+
+
+def commands_of_job(folder: Path, job: str) -> list[str]:
+    """The commands of the runs that a Slurm job has started in a folder."""
+    found = []
+    with suppress(OSError), open_regular(folder / NAME) as lines:
+        for line in lines:
+            with suppress(ValueError, LookupError, TypeError):  # another event, or a line that a kill cut short
+                event = parse_json(line)
+                if event["job"]["id"] == job:
+                    found.append(str(event["command"]))
+    return found
 
 
 def _open(path: Path) -> None:

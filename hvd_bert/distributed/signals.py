@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # From a scheduler that ends or preempts the job, the keyboard, job scripts (submitit sends SIGUSR2), a closed terminal.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+WARNINGS = {signal.SIGUSR1, signal.SIGUSR2}
 ENDING = {signal.SIGTERM, signal.SIGINT}  # the second one ends the run; launchers repeat the others
 SAME_S = 1.0  # within which a repeated signal is the same request: `timeout` and some schedulers send it twice
 HOSTS = "hosts"  # Horovod elastic has hosts to add or remove
@@ -74,7 +75,8 @@ class StopRequests:
         """Handle the signals inside, except an ignored SIGHUP (nohup). A second SIGTERM or SIGINT ends the run at once.
 
         After a signal the others stay ignored: a launcher may repeat one, which must not change the exit status. A
-        signal after the last vote is only noted, so the run completes. Only the main thread can handle signals.
+        signal after the last vote is only noted, so the run completes; under srun Slurm's warning before the time limit
+        is ignored from then on, since the final evaluation may fit in. Only the main thread can handle signals.
         """
         if not in_main_thread():
             log.info("Not in the main thread: signals such as SIGTERM are not handled, and save no checkpoint.")
@@ -93,7 +95,8 @@ class StopRequests:
             os.close(writer)
             for number, handler in before.items():
                 repeated = (self._stopping or self._received) and number != signal.SIGINT
-                signal.signal(number, signal.SIG_IGN if repeated else handler)
+                warning = self._world.launcher == "srun" and number in WARNINGS
+                signal.signal(number, signal.SIG_IGN if repeated or warning else handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = signal.Signals(number).name

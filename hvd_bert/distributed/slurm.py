@@ -1,15 +1,17 @@
-"""The Slurm job around a process, from Slurm's variables."""
+"""The Slurm job around a process, from Slurm's variables and commands."""
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 from collections.abc import Mapping
 
 from hvd_bert.distributed.launch import Launcher, LaunchError, number
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, reason_of
 
 IN_SWEEP = "HVD_BERT_IN_SWEEP"
+_COMMAND_S = 60  # a busy controller answers late
 
 
 def step_nodes(environ: Mapping[str, str]) -> str:
@@ -41,8 +43,11 @@ def step_port(environ: Mapping[str, str]) -> int:
 
 
 def find_job(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """The Slurm job around this process: its `id`, `name`, `partition`, `nodes` (Slurm's list), `array`; or None."""
+    """The Slurm job around this process: its `id`, `name`, `partition`, `nodes` (Slurm's list), `array`, and how often
+    it was requeued (`restarts`), each if it is known; None without a job.
+    """
     variables = {"id": "JOB_ID", "name": "JOB_NAME", "partition": "JOB_PARTITION", "nodes": "JOB_NODELIST"}
+    variables["restarts"] = "RESTART_COUNT"  # not set in the first attempt
     job = {key: environ[f"SLURM_{name}"] for key, name in variables.items() if f"SLURM_{name}" in environ}
     if "SLURM_ARRAY_JOB_ID" in environ:
         job["array"] = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"
@@ -74,3 +79,48 @@ def check_tasks(launcher: Launcher, environ: Mapping[str, str]) -> None:
             f"The Slurm job requested {tasks} tasks, but no launcher started this process, so it would train alone."
             " Start all tasks (`srun --mpi=pmix python ...`), or choose --strategy none."
         )
+
+
+def requeue(environ: Mapping[str, str], mode: str, progress: str) -> tuple[bool, str]:
+    """Requeue the Slurm job around this process, if `mode` (--requeue) and the job allow it.
+
+    Returns whether it is requeued, and a sentence on why or why not; "" outside of a batch job. Slurm ends the job's
+    processes then. `progress`: what this attempt has done; "" if nothing, since the next would do nothing either.
+    """
+    job = find_job(environ)
+    if job is None or IN_SWEEP in environ:
+        return False, ""
+    name = job.get("array", job["id"])  # in an array, the number of its last task alone means all tasks
+    try:
+        reason = "--requeue no" if mode == "no" else _obstacle(_scontrol("show", "job", name))
+        reason = reason or ("" if progress else "this attempt made no progress, so request more time")
+        if not reason:
+            _scontrol("requeue", name)
+    except UserError as error:
+        reason = str(error)
+    if reason:
+        return False, f"Slurm job {name} is not requeued: {reason}."
+    return True, f"Slurm job {name} has a time limit and is requeued after {progress}."
+
+
+def _obstacle(shown: str) -> str:
+    """Why a job must not be requeued, by `scontrol show job`; "" if it may be."""
+    fields = dict(re.findall(r"(\w+)=(\S*)", shown))
+    if fields.get("BatchFlag") == "0":
+        return "it is interactive"
+    if fields.get("JobState") != "RUNNING":
+        return f"Slurm is ending it ({fields.get('JobState')})"
+    if fields.get("Requeue") != "1":
+        return "it does not allow it (sbatch --requeue does)"
+    return "it has no time limit" if fields.get("TimeLimit") == "UNLIMITED" else ""
+
+
+def _scontrol(*words: str) -> str:
+    """The output of scontrol. Raises UserError if it fails."""
+    try:
+        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=_COMMAND_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"`scontrol {words[0]}` failed: {reason_of(error)}") from None
+    if done.returncode:
+        raise UserError(f"`scontrol {words[0]}` failed: {' '.join(done.stderr.split())}")
+    return done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from hvd_bert.checkpoint import files as checkpoint_files
 from hvd_bert.checkpoint.files import Contents
 from hvd_bert.checkpoint.resume import ResumePoint, identity, rank_batch
 from hvd_bert.config.settings import CheckpointArguments, TrainArguments
+from hvd_bert.distributed import slurm
+from hvd_bert.distributed.signals import FOLDER
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, log
 from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError, reason_of
 from hvd_bert.model.cpu import kernels
@@ -39,6 +42,7 @@ class Checkpoints:
         self._train, self._settings, self._task = train, settings, task
         self._writer = ThreadPoolExecutor(1, "checkpoint writer")  # the process ends after its jobs
         self._running: Future[tuple[Exception | None, float]] | None = None  # its error and its seconds
+        self._first_step = state.step
         self._last_saved = -1  # not the resumed step, which may be in another run's folder
         self._diverged = False
         self.folder_is_lost = False  # as rank 0 has seen
@@ -172,7 +176,7 @@ class Checkpoints:
     def save_and_stop(self, reason: str | None) -> None:
         """Save and stop: raises CollectiveError with EXIT_STOPPED. If `reason` is None, raises HostsChanged.
 
-        A folder that was moved or removed is created again.
+        A folder that was moved or removed is created again. After a signal, a Slurm job is requeued.
         """
         if reason is None:
             raise HostsChanged
@@ -184,11 +188,24 @@ class Checkpoints:
         self.wait_for_write()
         without = " and without --overwrite_output_dir" if self._train.overwrite_output_dir else ""
         where = self.folder / checkpoint_files.name_of(self.state.step)
+        requeued, why = self._requeue() if FOLDER not in reason else (False, "")
+        rerun = f"To resume, rerun the same command with --output_dir {self.folder}{without}."
+        then = " ".join(filter(None, (why, "" if requeued else rerun)))
         raise CollectiveError(
-            f"Stopped after step {self.state.step} by {reason}, saved in {where}. To resume, rerun the"
-            f" same command with --output_dir {self.folder}{without}.",
-            status=EXIT_STOPPED,
+            f"Stopped after step {self.state.step} by {reason}, saved in {where}. {then}", status=EXIT_STOPPED
         )
+
+    def _requeue(self) -> tuple[bool, str]:
+        """Requeue the Slurm job: whether, and why (`slurm.requeue`). The other ranks wait, since srun would end rank 0
+        after the first of them. A collective.
+        """
+        world, step, done = self.state.world, self.state.step, (False, "")
+        with world.raise_on_all_ranks():
+            if world.rank == 0:
+                progress = f"step {step}" if step > self._first_step else ""
+                done = slurm.requeue(os.environ, self.args.requeue, progress)
+        requeued, why = world.broadcast(done)
+        return requeued, why
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         """Record an evaluation. Save if it is the best one and --load_best_model_at_end is given."""

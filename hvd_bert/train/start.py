@@ -10,6 +10,7 @@ from transformers.utils import logging as transformers_logging
 from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.distributed import events
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import place
@@ -35,6 +36,11 @@ def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
         output_dir.unlock()  # locks from an earlier world of Horovod elastic
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
+    earlier = world.broadcast(earlier_attempt(args.output_dir, world) if world.rank == 0 else None)
+    if earlier:
+        log.info("The Slurm job was requeued: continuing its run in %s.", earlier)
+        args.output_dir = earlier
+        resume_own_run(config)
     with world.raise_on_all_ranks():
         if world.rank == 0:
             reporters.check(args.reporters)
@@ -85,9 +91,26 @@ def check_elastic(config: Config, world: World, kept: ResumePoint | None) -> Non
     if kept:
         args.output_dir = str(kept.folder.parent)
     if world.generation and args.output_dir in output_dir.TAKEN_OVER:  # by the previous world: resume where it was
-        args.overwrite_output_dir = False
-        if kept or (args.output_dir and files.candidates(Path(args.output_dir))):
-            checkpoint.resume_from_checkpoint = resume.LATEST
+        resume_own_run(config, kept is not None)
+
+
+def resume_own_run(config: Config, kept: bool = False) -> None:
+    """Resume the run in the output folder, whatever the command line says. `kept`: a rank has its state in memory."""
+    config.train.overwrite_output_dir = False
+    if kept or files.candidates(config.train.folder):
+        config.checkpoint.resume_from_checkpoint = resume.LATEST
+
+
+def earlier_attempt(output_dir: str | None, world: World) -> str | None:
+    """The folder of the run that this command has started before its Slurm job was requeued; None without one."""
+    job = world.job or {}
+    if "restarts" not in job:
+        return None
+    for folder in [Path(output_dir)] if output_dir else sorted(Path("runs").glob("*/"), reverse=True):
+        commands = events.commands_of_job(folder, job["id"])
+        if commands and (output_dir or events.command() in commands):
+            return str(folder)
+    return None
 
 
 def set_up(config: Config, world: World) -> None:

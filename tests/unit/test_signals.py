@@ -57,6 +57,15 @@ def test_repeated_signal_does_not_end_a_process_that_stops():
     assert signal.getsignal(signal.SIGINT) == before
 
 
+def test_slurms_warning_does_not_end_the_final_evaluation():
+    world = make_world()
+    world.launcher = "srun"
+    with StopRequests(world).watched():
+        pass
+    os.kill(os.getpid(), signal.SIGUSR1)  # would end the process
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 LONG_STEP = """
 import torch

@@ -45,7 +45,9 @@ if group:
 
 
 class Stopped(Exception):
-    """A signal asked this process, or a run, to stop."""
+    """A signal asked this process, or a run, to stop. `then`: how to resume."""
+
+    then = "Rerun the same command to resume."
 
 
 _received: list[str] = []  # names of signals: Python drops what a handler raises in a finalizer or inside a fork
@@ -87,7 +89,7 @@ def exit_status(command: Callable[[], int]) -> int:
         with signals():
             return command()
     except Stopped as stopped:
-        print(f"Stopped by {stopped}. Rerun the same command to resume.", flush=True)
+        print(f"Stopped by {stopped}. {stopped.then}", flush=True)
         return EXIT_STOPPED
     except UserError as error:
         print(f"hvd_bert: {error}", file=sys.stderr)

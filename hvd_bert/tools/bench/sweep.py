@@ -23,6 +23,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from hvd_bert.config.parser import LARGEST, MAX_RUNS, Limits, Parser, shortened
+from hvd_bert.distributed import slurm
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.storage import written
@@ -63,7 +64,7 @@ def _sweep(argv: Sequence[str]) -> int:
         epochs=flags.epochs,
         seeds=tuple(dict.fromkeys(flags.seeds)),
     )
-    return Sweep(plan, launching, flags.out, flags.timeout, argv).run(flags.report)
+    return Sweep(plan, launching, flags.out, flags.timeout, flags.requeue, argv).run(flags.report)
 
 
 def make_parser() -> Parser:
@@ -111,6 +112,10 @@ def make_parser() -> Parser:
     )  # fmt: skip
     launches.add_flags(parser, "runs/sweep")
     parser.add_argument(
+        "--requeue", choices=("auto", "no"), default="auto",
+        help="After a stop by a signal, requeue the Slurm job, as in training. (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--report", metavar="DIR", type=Path, help="Also write the report to this folder. (default: none)"
     )
     return parser
@@ -126,9 +131,11 @@ def _numbers(text: str, minimum: int = 1, name: str = "numbers of ranks") -> lis
 class Sweep:
     """A plan, its launcher and folder, and its progress."""
 
-    def __init__(self, plan: Plan, launching: Launching, out: Path, timeout: float, argv: Sequence[str]) -> None:
+    def __init__(
+        self, plan: Plan, launching: Launching, out: Path, timeout: float, requeue: str, argv: Sequence[str]
+    ) -> None:
         """Check everything before the first run starts. Raises UserError."""
-        self.plan, self.launching, self.out, self.timeout = plan, launching, out, timeout
+        self.plan, self.launching, self.out, self.timeout, self.requeue = plan, launching, out, timeout, requeue
         self.config, self.refused = planning.check_flags(plan)
         self.points = plan.points(self.config)
         now = {"command": ["hvd-bert", "bench", "sweep", *argv], **launching.machine.record()}
@@ -154,14 +161,16 @@ class Sweep:
 
     def run(self, report: Path | None) -> int:
         """Run all points, then write the report. Returns the exit status."""
+        waiting = len(self.points)
         try:
             with opened(self.out, SWEEP, lambda: self.record.begin(self.points)):
                 self._mark_done_and_skipped()
+                waiting = len(self.record.of_state(WAITING))
                 self.record.write()
                 self._announce()
                 self._run_all()
         except Stopped as stopped:
-            raise Stopped(f"{stopped}, {len(self.record.of_state(WAITING))} points left") from None
+            raise self._stopped(str(stopped), waiting) from None
         counts = ", ".join(f"{len(self.record.of_state(state))} {state}" for state in (DONE, SKIPPED, FAILED))
         print(f"In {self.out}: {counts}.")
         self._print_reasons(FAILED)
@@ -174,6 +183,15 @@ class Sweep:
         from hvd_bert.tools.report.__main__ import main as make_report  # brings matplotlib
 
         return make_report([str(self.out), "--out", str(report)]) or status
+
+    def _stopped(self, reason: str, waiting: int) -> Stopped:
+        """Requeue the Slurm job. `waiting`: the points that were left at the start."""
+        left = len(self.record.of_state(WAITING))
+        progress = f"{waiting - left} more points" if left < waiting else ""
+        requeued, why = slurm.requeue(os.environ, self.requeue, progress)
+        stopped = Stopped(f"{reason}, {left} points left")
+        stopped.then = why if requeued else f"{why} {stopped.then}".strip()
+        return stopped
 
     def _mark_done_and_skipped(self) -> None:
         """Find the points that are done, and those that cannot run here."""

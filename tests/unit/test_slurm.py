@@ -1,0 +1,74 @@
+"""Whether a Slurm job is requeued, by what scontrol prints about it. tests/cluster does it on a real Slurm."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvd_bert.distributed import slurm
+from hvd_bert.errors import UserError
+
+JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "mine"}
+ARRAY = JOB | {"SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}
+SHOWN = """JobId=12 JobName=mine
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+   RunTime=00:00:01 TimeLimit=1-00:00:00 TimeMin=N/A
+"""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The calls of scontrol, which shows SHOWN."""
+    made: list[tuple[str, ...]] = []
+
+    def scontrol(*words: str) -> str:
+        made.append(words)
+        return SHOWN
+
+    monkeypatch.setattr(slurm, "_scontrol", scontrol)
+    return made
+
+
+@pytest.mark.parametrize(("environ", "name"), [(JOB, "12"), (ARRAY, "10_3")])
+def test_job_is_requeued(calls: list[tuple[str, ...]], environ: dict[str, str], name: str) -> None:
+    requeued, why = slurm.requeue(environ, "auto", "step 8")
+    assert requeued and why == f"Slurm job {name} has a time limit and is requeued after step 8."
+    assert calls == [("show", "job", name), ("requeue", name)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ("BatchFlag=1", "BatchFlag=0", "it is interactive"),
+        ("RUNNING", "CANCELLED", "Slurm is ending it (CANCELLED)"),
+        ("Requeue=1", "Requeue=0", "it does not allow it (sbatch --requeue does)"),
+        ("1-00:00:00", "UNLIMITED", "it has no time limit"),
+    ],
+)
+def test_job_must_not_be_requeued(monkeypatch: pytest.MonkeyPatch, before: str, after: str, reason: str) -> None:
+    monkeypatch.setattr(slurm, "_scontrol", lambda *words: {"show": SHOWN.replace(before, after)}[words[0]])
+    assert slurm.requeue(JOB, "auto", "step 8") == (False, f"Slurm job 12 is not requeued: {reason}.")
+
+
+@pytest.mark.parametrize(
+    ("environ", "mode", "progress", "why"),
+    [
+        (JOB, "no", "step 8", "Slurm job 12 is not requeued: --requeue no."),
+        (JOB, "auto", "", "Slurm job 12 is not requeued: this attempt made no progress, so request more time."),
+        (JOB | {slurm.IN_SWEEP: "1"}, "auto", "step 8", ""),  # the sweep requeues
+        ({}, "auto", "step 8", ""),
+    ],
+)
+def test_no_requeue(calls: list[tuple[str, ...]], environ: dict[str, str], mode: str, progress: str, why: str) -> None:
+    assert slurm.requeue(environ, mode, progress) == (False, why)
+    assert ("requeue", "12") not in calls
+
+
+def test_scontrol_fails(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"`scontrol requeue` failed: .*No such file"):
+        slurm._scontrol("requeue", "12")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'requeue is disabled\nfor job 12' >&2; exit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    _, why = slurm.requeue(JOB, "auto", "step 8")
+    assert why == "Slurm job 12 is not requeued: `scontrol show` failed: requeue is disabled for job 12."
