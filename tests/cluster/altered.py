@@ -2,8 +2,9 @@
 
 SLOWED_RANK, SLOWED_S: this rank sleeps so many seconds in each step, before the backward pass.
 WAITING_STEP: before the backward pass of this step, counted from 1, a job's first attempt waits for the time limit's
-  signal. One that arrives while the trainer starts is delayed until then, so that the test does not depend on the speed
-  of the machine.
+  signal, or SIGTERM. One that arrives while the trainer starts is delayed until then, so that the test does not depend
+  on the speed of the machine.
+SIGNALLED_AGAIN: later attempts get the signal as soon as the trainer handles it.
 GATED_FOLDER: where each rank writes its process id to `RANK.pid`; has the pipes `reached` and `go`.
 GATED_STEP: before this step, counted from 1, rank 0 writes to the first and reads from the second; 0: never.
 WATCHED_LOG: file for a line "HOST RANK tokenises" per table of windows that is built, and "failed TIME".
@@ -21,7 +22,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import psutil
 
 from hvd_bert.distributed.launch import find_launcher
 
+AWAITED = {signal.SIGUSR1, signal.SIGTERM}
 MISSING = "hvd_bert.evaluation.evaluator"
 
 
@@ -127,9 +130,23 @@ def before_each_backward(act: Callable[[int], object]) -> None:
 
 def wait_for_the_signal(step: int) -> None:
     if step == int(os.environ["WAITING_STEP"]):
-        signal.sigwait({signal.SIGUSR1})
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-        os.kill(os.getpid(), signal.SIGUSR1)  # for the trainer's handler
+        received = signal.sigwait(AWAITED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
+        os.kill(os.getpid(), received)  # for the trainer's handler
+
+
+def signal_at_the_start() -> None:
+    from hvd_bert.distributed.signals import StopRequests
+
+    watched = StopRequests.watched
+
+    @contextmanager
+    def signalled(self: StopRequests) -> Iterator[None]:
+        with watched(self):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            yield
+
+    StopRequests.watched = signalled  # type: ignore[method-assign]
 
 
 def wait_at_the_gate(folder: Path, rank: int) -> None:
@@ -152,8 +169,11 @@ assert sys.argv[1] == "-m"
 rank = find_launcher(os.environ).rank
 if os.environ.get("SLOWED_RANK") == str(rank):
     before_each_backward(lambda step: time.sleep(float(os.environ["SLOWED_S"])))  # simulates a slow device
-if "WAITING_STEP" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # inherited by later threads
+if "SLURM_RESTART_COUNT" in os.environ:
+    if "SIGNALLED_AGAIN" in os.environ:
+        signal_at_the_start()
+elif "WAITING_STEP" in os.environ:
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)  # inherited by later threads
     before_each_backward(wait_for_the_signal)
 if "GATED_FOLDER" in os.environ:
     wait_at_the_gate(Path(os.environ["GATED_FOLDER"]), rank or 0)

@@ -14,13 +14,21 @@ from harness import FOLDER, Cluster, script
 from launch import programs, served
 
 CANNOT_RUN_HERE = 3
-# The scripts also run Python to ask for a host's interface.
-ASKED_FOR_INTERFACE = f'case "$*" in "-m hvd_bert.distributed.interfaces "*) exec "{sys.executable}" "$@" ;; esac'
 
 
 def new_folder() -> Path:
     """A folder for a separate cluster. Short, because paths of sockets are limited."""
     return Path(f"/tmp/hvd_{uuid.uuid4().hex[:8]}")
+
+
+def new_environment(folder: Path, python: str) -> Path:
+    """Make an environment whose `python` is this shell script. Returns the folder of its programs."""
+    programs = folder / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").write_text(f"#!/usr/bin/env bash\n{python}\n")
+    (programs / "python").chmod(0o755)
+    (programs / "activate").write_text(f"PATH={programs}:$PATH\n")
+    return programs
 
 
 @pytest.fixture(scope="session")
@@ -49,35 +57,23 @@ def folder(cluster: Cluster) -> Iterator[Path]:
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> dict[str, str]:
+def altered(tmp_path: Path) -> dict[str, str]:
     """An environment whose `python` starts the trainer through altered.py."""
-    folder = tmp_path / "watched" / "bin"
-    folder.mkdir(parents=True)
-    python = folder / "python"
-    python.write_text(
-        f'#!/bin/sh\n{ASKED_FOR_INTERFACE}\nexec "{served(sys.executable)}" "{FOLDER / "altered.py"}" "$@"\n'
-    )
-    python.chmod(0o755)
-    (folder / "horovodrun").symlink_to(programs() / "horovodrun")
-    return {
-        "HVD_BERT_VENV": str(folder.parent),
-        "PATH": f"{folder}:{programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "WATCHED_LOG": str(tmp_path / "watched.log"),
-    }
+    folder = new_environment(tmp_path / "altered", f'exec "{served(sys.executable)}" "{FOLDER / "altered.py"}" "$@"')
+    path = f"{folder}:{programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {"HVD_BERT_VENV": str(folder.parent), "PATH": path}
+
+
+@pytest.fixture
+def watched(tmp_path: Path, altered: dict[str, str]) -> dict[str, str]:
+    """The environment `altered`, with a log."""
+    return altered | {"WATCHED_LOG": str(tmp_path / "watched.log")}
 
 
 @pytest.fixture
 def pretended(tmp_path: Path) -> Callable[[str], dict[str, str]]:
     """pretended(script) -> environment of a job whose `python` is a shell script, to test hvd.slurm alone."""
-
-    def make(script: str) -> dict[str, str]:
-        folder = tmp_path / "pretended" / "bin"
-        folder.mkdir(parents=True)
-        (folder / "python").write_text(f"#!/usr/bin/env bash\n{ASKED_FOR_INTERFACE}\n{script}\n")
-        (folder / "python").chmod(0o755)
-        return {"HVD_BERT_VENV": str(folder.parent)}
-
-    return make
+    return lambda script: {"HVD_BERT_VENV": str(new_environment(tmp_path / "pretended", script).parent)}
 
 
 @pytest.fixture

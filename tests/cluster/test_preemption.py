@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
+import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import resuming
 import stopping_at
-from harness import FOLDER, HOSTS, JOB_SCRIPT, SMALL, Cluster
-from launch import REPOSITORY, programs, served
+from harness import FINAL, HOSTS, JOB_SCRIPT, SMALL, TIMEOUT_S, Cluster
+from launch import REPOSITORY
+from test_job_script import script_by
 
 pytestmark = pytest.mark.cluster
-Pretended = Callable[[str], dict[str, str]]
 
 DROPOUT = f"{SMALL.replace('--dropout 0', '--dropout 0.1')} 12 --per_device_train_batch_size 8 --save_steps 5"
 
@@ -30,58 +28,110 @@ def start_again(cluster: Cluster, job: str, folder: Path) -> None:
     cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now+3"], folder, timeout=60).expect(0)
 
 
-@pytest.mark.campaign  # Slurm checks time limits twice a minute
-def test_time_limit_saves_requeues_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
-    """One `sbatch` trains to the end, bit-identical, with a real time limit and Slurm's signal before it."""
-    python = tmp_path / "waiting" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec "{served(sys.executable)}" "{FOLDER / "altered.py"}" "$@"\n')
-    python.chmod(0o755)
-    waiting = {"HVD_BERT_VENV": str(python.parents[1]), "WAITING_STEP": "8"}
-    waiting |= {"PATH": f"{python.parent}:{programs()}:{os.environ['PATH']}"}
-    # Slurm checks time limits twice a minute, and sends the signal up to half a minute early: here after 60 to 90 s,
-    # long after the training has started, even on a slow machine.
-    options = "--nodes=2 --ntasks-per-node=1 --time=3 --signal=B:USR1@90"
-    flags = f"{DROPOUT} --output_dir limited --overwrite_output_dir"
-    job = cluster.submit(f"{options} {JOB_SCRIPT} {flags}", tmp_path, waiting)
+def wait_for(cluster: Cluster, job: str, text: str, log: Path | None = None) -> None:
+    """Wait until a file, by default the job's output, has `text`."""
+    log, deadline = log or Path(cluster.show(job)["StdOut"]), time.monotonic() + TIMEOUT_S
+    while not (log.exists() and text in log.read_text()):
+        if time.monotonic() > deadline or cluster.show(job)["JobState"] in FINAL:
+            pytest.fail(f"no {text!r} in\n{cluster.ended(job)}", pytrace=False)
+        time.sleep(0.2)  # between polls, which the deadline ends
+
+
+def cancel(cluster: Cluster, *words: str) -> None:
+    cluster.on("login", ["scancel", *words], cluster.state, timeout=60).expect(0)
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a run that nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    command = f"srun --nodes=2 --ntasks-per-node=1 --mpi=pmix python -m hvd_bert.train {DROPOUT} --output_dir out"
+    cluster.on("login", command, folder).expect(0)
+    return folder / "out"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "time_limit"),
+    [
+        ("pmix", False),
+        ("mpirun", False),
+        pytest.param("pmix", True, marks=pytest.mark.campaign),  # Slurm checks time limits twice a minute
+    ],
+)
+def test_stopped_job_requeues_and_resumes(
+    cluster: Cluster, tmp_path: Path, altered: dict[str, str], whole: Path, launcher: str, time_limit: bool
+) -> None:
+    """One `sbatch` trains to the end, bit-identical, though its flags would start again."""
+    script = tmp_path / JOB_SCRIPT.name
+    script.write_text(script_by(launcher, tmp_path).read_text().replace("ppr:2:node", "ppr:1:node"))
+    # Slurm sends the signal up to half a minute early: here after 60 to 90 s, when the ranks wait for it.
+    limit = ["--time=3", "--signal=USR1@90"] if time_limit else []
+    flags = f"{DROPOUT} --output_dir out --overwrite_output_dir".split()
+    options = ["--nodes=2", "--ntasks-per-node=1", *limit, str(script), *flags]
+    job = cluster.submit(options, tmp_path, altered | {"WAITING_STEP": "8"})
+    if not time_limit:
+        wait_for(cluster, job, "Training:")
+        cancel(cluster, "--signal=USR1", *(["--batch"] if launcher == "mpirun" else []), job)
     start_again(cluster, job, tmp_path)
     ended = cluster.ended(job).expect(0)
-    first, second = ended.out.split("attempt 2", 1)
-    assert first.count("warning: the time limit is near (signal USR1): saving") == 1, ended
-    assert "requeueing: the next attempt resumes from limited/checkpoint-8" in first, ended
-    assert ended.err.count("Stopped after step 8 by SIGUSR1") == 1, ended
-    assert "Resuming from step 8: limited/checkpoint-8" in second, ended
-    assert "--overwrite_output_dir=false --resume_from_checkpoint=latest" in second, ended
-
-    whole = cluster.submit(f"--nodes=2 --ntasks-per-node=1 {JOB_SCRIPT} {DROPOUT} --output_dir whole", tmp_path)
-    cluster.ended(whole).expect(0)
-    assert resuming.differences(tmp_path / "whole", tmp_path / "limited") == []
+    done = f"saved in out/checkpoint-8. Slurm job {job} has a time limit and is requeued after step 8.\n"
+    assert ended.err.count("Stopped after step 8 by SIGUSR1") == ended.err.count(done) == 1, ended
+    assert "The Slurm job was requeued: continuing its run in out." in ended.out, ended
+    assert "Resuming from step 8: out/checkpoint-8" in ended.out, ended
+    assert resuming.differences(whole, tmp_path / "out") == []
 
 
-# Each attempt reports through a pipe that it runs, and waits for the signal. Neither gets beyond checkpoint-1.
-STUCK = r"""
-if [ "$SLURM_PROCID" = 0 ]; then
-  mkdir -p out
-  [ -e out/latest ] || echo checkpoint-1 >out/latest
-  echo >"$STARTED"
-fi
-exec tail -f /dev/null
-"""
+def test_node_failure(cluster: Cluster, tmp_path: Path, altered: dict[str, str], whole: Path) -> None:
+    options = f"--nodes=2 --ntasks-per-node=1 {JOB_SCRIPT} {DROPOUT} --output_dir out"
+    job = cluster.submit(options, tmp_path, altered | {"WAITING_STEP": "8"})
+    wait_for(cluster, job, "checkpoint-5", tmp_path / "out" / "latest")
+    down = f"scontrol update nodename={HOSTS[1]} state=down reason=test"  # until its slurmd registers again
+    cluster.on("login", down, tmp_path, timeout=60).expect(0)
+    start_again(cluster, job, tmp_path)
+    ended = cluster.ended(job).expect(0)
+    assert re.search(r"Resuming from step [58]: out/checkpoint-", ended.out), ended  # the ranks may still save
+    assert resuming.differences(whole, tmp_path / "out") == []
 
 
-def test_attempt_without_progress_is_not_requeued(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
-    started = tmp_path / "started"
-    os.mkfifo(started)
-    job = cluster.submit(f"{JOB_SCRIPT} --output_dir out", tmp_path, pretended(STUCK) | {"STARTED": str(started)})
-    for attempt, name in ((1, "USR2"), (2, "TERM")):  # some sites send only one of them
-        cluster.on("login", ["cat", str(started)], tmp_path, timeout=100).expect(0)
-        cluster.on("login", ["scancel", "--batch", f"--signal={name}", job], tmp_path, timeout=60).expect(0)
-        if attempt == 1:
-            start_again(cluster, job, tmp_path)
+def test_array_of_a_users_own_script(cluster: Cluster, tmp_path: Path, altered: dict[str, str]) -> None:
+    """Without --output_dir: one task of the array is requeued and resumes its run, another one is cancelled."""
+    train = f"srun --mpi=pmix python -m hvd_bert.train {SMALL} 4"
+    options = ["--array=0-1", "--nodes=1", "--time=60", "--requeue", "--wrap", train]
+    job = cluster.submit(options, tmp_path, altered | {"WAITING_STEP": "2"})
+    for task in (f"{job}_0", f"{job}_1"):
+        wait_for(cluster, task, "Training:")
+    cancel(cluster, "--signal=USR1", f"{job}_1")
+    start_again(cluster, f"{job}_1", tmp_path)
+    facts = cluster.show(f"{job}_0")
+    assert (facts["JobState"], facts["Restarts"]) == ("RUNNING", "0")
+    cancel(cluster, f"{job}_0")
+    cancelled, requeued = (cluster.ended(f"{job}_{task}") for task in (0, 1))
+    assert (cancelled.state, requeued.expect(0).state) == ("CANCELLED", "COMPLETED")
+    assert f"Slurm job {job}_0 is not requeued: Slurm is ending it" in cancelled.out, cancelled
+    assert "Resuming from step 2: runs/" in requeued.out, requeued
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_refused_requeue(cluster: Cluster, tmp_path: Path, altered: dict[str, str]) -> None:
+    options = f"--nodes=2 --ntasks-per-node=1 --no-requeue {JOB_SCRIPT} {SMALL} 4 --output_dir out"
+    job = cluster.submit(options, tmp_path, altered | {"WAITING_STEP": "2"})
+    wait_for(cluster, job, "Training:")
+    cancel(cluster, "--signal=USR1", job)
     ended = cluster.ended(job)
-    assert ended.state == "FAILED" and ended.status != 0, ended
-    assert ended.out.count("requeueing: the next attempt resumes from out/checkpoint-1") == 1, ended
-    assert "not requeued: this attempt wrote no checkpoint" in ended.out, ended
+    reason = "it does not allow it (sbatch --requeue does). To resume, rerun the same command with --output_dir out.\n"
+    assert f"Slurm job {job} is not requeued: {reason}" in ended.err, ended
+    assert ended.state == "FAILED" and (tmp_path / "out" / "checkpoint-2").exists(), ended
+
+
+def test_attempt_without_progress_is_not_requeued(cluster: Cluster, tmp_path: Path, altered: dict[str, str]) -> None:
+    options = f"--nodes=2 --ntasks-per-node=1 {JOB_SCRIPT} {SMALL} 2 --output_dir out"
+    job = cluster.submit(options, tmp_path, altered | {"WAITING_STEP": "2", "SIGNALLED_AGAIN": "yes"})
+    wait_for(cluster, job, "Training:")
+    cancel(cluster, "--signal=USR1", job)
+    start_again(cluster, job, tmp_path)
+    ended = cluster.ended(job)
+    assert ended.state == "FAILED" and ended.err.count("is requeued after step 2.") == 1, ended
+    assert "is not requeued: this attempt made no progress" in ended.err, ended
 
 
 def elastic(hosts: str, size: int, steps: int, stop: str) -> list[str]:

@@ -78,7 +78,8 @@ def test_array_of_jobs_on_one_node_each(cluster: Cluster, tmp_path: Path) -> Non
     job = cluster.submit(f"--nodes=1 --array=0-1 {JOB_SCRIPT} {SMALL} 2 --seed 7", tmp_path)
     for task, node in enumerate(HOSTS):
         cluster.ended(f"{job}_{task}").expect(0)
-        found = results(tmp_path / "runs" / f"hvd_bert-{job}_{task}")
+        own_id = cluster.show(f"{job}_{task}")["JobId"]
+        found = results(tmp_path / "runs" / f"hvd_bert-{own_id}")
         assert (found["world_size"], found["hosts"], found["job"]["array"]) == (2, [node], f"{job}_{task}")
 
 

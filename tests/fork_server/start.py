@@ -18,7 +18,7 @@ LIMIT_S = 60.0
 
 
 def programs(environ: Mapping[str, str]) -> Path:
-    """A folder bin/ with the programs NAMES. They run their commands by a server, which starts now, with `environ`."""
+    """A folder bin/ with `activate` and the programs NAMES. A server runs them with `environ`, and starts now."""
     place = Path(tempfile.mkdtemp(prefix="hvd_", dir="/tmp"))  # short: it is part of a socket's name
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     folder = place / "bin"
@@ -27,6 +27,7 @@ def programs(environ: Mapping[str, str]) -> Path:
     for name in NAMES:
         (folder / name).write_text(client, encoding="utf-8")
         (folder / name).chmod(0o755)
+    (folder / "activate").write_text(f"PATH={folder}:$PATH\n", encoding="utf-8")
     (folder / "server.json").write_text(
         json.dumps({"python": sys.executable, "environ": dict(environ)}), encoding="utf-8"
     )

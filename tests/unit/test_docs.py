@@ -48,7 +48,7 @@ FOREIGN_FLAGS = {
         *("--full_determinism", "--greater_is_better", "--group_by_length", "--max_predict_samples", "--push_to_hub"),
         *("--test_file", "--token", "--trust_remote_code"),
     },
-    "Slurm": {"--mem", "--no-requeue", "--partition"},
+    "Slurm": {"--gpus-per-task", "--mem", "--no-requeue"},
     "hf": {"--include", "--private"},
     "jupytext": {"--to"},
     "apptainer": {"--nv"},
