@@ -78,3 +78,14 @@ def test_a_full_disk_is_reported_once(tmp_path, capsys, monkeypatch):
     assert f"{tmp_path}/{events.NAME}" in reason and "No space left" in reason
     assert logged == ["first", "second", "third"]
     assert [line["message"] for line in read(tmp_path)[1:]] == ["first", reason, "second", "third"]
+
+
+def test_commands_of_a_slurm_job(tmp_path):
+    assert events.commands_of_job(tmp_path, "12") == []
+    for job in ({"id": "12"}, {"id": "11"}, None):
+        events.begin(tmp_path, True, {"job": job})
+        events.failed("stopped")
+        events.end()
+    with (tmp_path / events.NAME).open("ab") as file:
+        file.write(b'[1]\n\xff\n{"event": "start", "job": {"id": "12"')
+    assert events.commands_of_job(tmp_path, "12") == [events.command()]
