@@ -59,6 +59,7 @@ FOREIGN_FLAGS = {
     "mpiexec": {"--ppn"},
     "pip-licenses": {"--format", "--from", "--packages", "--with-system"},
     "tensorboard": {"--logdir"},
+    "timeout": {"--foreground", "--preserve-status"},
     "torchrun": {"--local-addr", "--master-port", "--max-restarts", "--rdzv-conf"},
 }
 GROUPS_OF_FLAGS = {"--save_*"}  # as a page writes them
