@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_bert.config.parser import MAX_SECONDS, Limits, shortened
+from hvd_bert.config.parser import MAX_SECONDS, Limits
+from hvd_bert.distributed.horovodrun import slots_of, without_cache
 from hvd_bert.distributed.launch import number
 from hvd_bert.distributed.slurm import requested
 from hvd_bert.errors import UserError
@@ -77,17 +78,6 @@ class Machine:
     def record(self) -> dict[str, object]:
         """Describe this host, for a record of runs."""
         return {"host": socket.gethostname(), "processor": cpu_name(), "cores": self.cores, "gpus": self.gpus}
-
-
-def slots_of(hosts: str) -> int:
-    """Total number of slots of HOST:SLOTS,... Raises UserError if the list is malformed."""
-    total = 0
-    for entry in hosts.split(","):
-        host, _, count = entry.partition(":")
-        if not host or not (count or "1").isdecimal() or len(count) > 9 or not int(count or 1):
-            raise UserError(f"-H {shortened(hosts)}: '{shortened(entry)}' must be HOST:SLOTS.")
-        total += int(count or 1)
-    return total
 
 
 @dataclass(frozen=True)
@@ -201,7 +191,7 @@ class Launching:
         if launcher_name == "srun" and allocation is not None:
             return self._obstacle_in_job(point.ranks, allocation)
         if self.hosts:
-            slots = slots_of(self.hosts)
+            slots = sum(slots_of(self.hosts).values())
             return f"{point.ranks} ranks, but -H {self.hosts} has {slots} slots" if slots < point.ranks else ""
         if gpus and point.ranks > gpus:
             return f"{point.ranks} ranks, but {gpus} GPU{'s' * (gpus > 1)}: each rank needs its own"
@@ -264,12 +254,6 @@ def _missing(launcher: str) -> str:
     """The error if a launcher's program is missing; "" if it is installed or none is needed."""
     absent = launcher in PROGRAMS and program_path(launcher) is None
     return f"{launcher} is not on PATH: {PROGRAMS[launcher]}" if absent else ""
-
-
-def without_cache() -> list[str]:
-    """horovodrun's flag where it cannot write its cache of checked hosts, without which it would fail."""
-    folder = Path(os.path.expanduser("~/.horovod"))
-    return [] if os.access(folder if folder.exists() else folder.parent, os.W_OK) else ["--disable-cache"]
 
 
 def program_path(name: str) -> str | None:

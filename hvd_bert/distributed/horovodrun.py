@@ -1,0 +1,46 @@
+"""What horovodrun needs: hosts with their slots, and settings that depend on the user."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvd_bert.errors import UserError
+from hvd_bert.storage.reading import read_text
+
+_HOST = re.compile(r"(\w[\w.-]*)(?::([1-9][0-9]{0,3}))?", re.ASCII)  # "-" first would be an option of ssh
+_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+
+
+def slots_of(hosts: str, source: str = "-H") -> dict[str, int]:
+    """The slots of each host of HOST:SLOTS,... Raises UserError, which names the source, if the list is malformed."""
+    slots: dict[str, int] = {}
+    for entry in hosts.split(","):
+        match = _HOST.fullmatch(entry)
+        if match is None:
+            raise UserError(f"{source}: {entry[:80]!r} must be HOST:SLOTS, such as a100-01:2.")
+        slots[match[1]] = slots.get(match[1], 0) + int(match[2] or 1)
+    return slots
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """The slots of each host of a file with lines of `a100-01 slots=2` or `a100-01:2`. Raises UserError."""
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--hostfile {path} cannot be read: {error}") from None
+    lines = (re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip()) for line in text.splitlines())
+    return slots_of(",".join(line for line in lines if line), f"--hostfile {path}")
+
+
+def without_cache() -> list[str]:
+    """horovodrun's flag where it cannot write its cache of checked hosts, without which it would fail."""
+    folder = Path(os.path.expanduser("~/.horovod"))
+    return [] if os.access(folder if folder.exists() else folder.parent, os.W_OK) else ["--disable-cache"]
+
+
+def missing_for_root(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are not set and without which Open MPI refuses to start as root."""
+    return {name: "1" for name in _AS_ROOT if os.geteuid() == 0 and name not in environ}
