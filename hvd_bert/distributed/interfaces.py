@@ -66,6 +66,11 @@ def resolve(setting: str, addresses: Mapping[str, Sequence[str]]) -> str:
     return setting
 
 
+def interface_named(environ: Mapping[str, str], controller: str) -> str:
+    """The interfaces that are named for Horovod's ranks on this host, which have joined; "" if they use all."""
+    return environ.get(TCP_INTERFACES[0] if controller == "mpi" else "HOROVOD_GLOO_IFACE", "")
+
+
 def choose_interface(environ: MutableMapping[str, str], variable: str, others: Sequence[str]) -> None:
     """Set a library's variable to the interface through which this host reaches the world's other hosts.
 

@@ -23,8 +23,8 @@ from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command
 from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, probes, prove
 from hvd_bert.tools.doctor.collective import Timing
-from hvd_bert.tools.doctor.diagnosis import Rank, rank_lines, ranks_table
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm
+from hvd_bert.tools.doctor.ranks import Rank, rank_lines, ranks_table
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, Line, Report, merged
 
 NO_DRIVER = NvmlError("NVML Shared Library Not Found")
@@ -176,7 +176,14 @@ def test_failing_commands():
 
 def world(*hosts: str, device: str = "cpu", cores: frozenset[int] = frozenset(range(8)), host_cores: int = 8):
     rank_infos = [RankInfo(number, host, number % 2, device, None, cores) for number, host in enumerate(hosts)]
-    return [Rank(info, {"python": "3.11.7", "torch": "2.8.0"}, host_cores) for info in rank_infos]
+    gpus = () if device == "cpu" else ("A100",)
+    return [Rank(info, {"python": "3.11.7", "torch": "2.8.0"}, host_cores, gpus, "570.86") for info in rank_infos]
+
+
+def mixed(**differing: object) -> list[Rank]:
+    """Two ranks on GPUs, the second of which differs."""
+    first, second = world("a", "b", device="cuda:0")
+    return [first, replace(second, **differing)]
 
 
 @each(
@@ -184,6 +191,8 @@ def world(*hosts: str, device: str = "cpu", cores: frozenset[int] = frozenset(ra
     [
         (world("a", "a", "b", "b"), {}, "on CPUs"),
         (world("a", "b", device="cuda:0"), {}, "each with a GPU"),
+        (mixed(gpus=("V100",)), {"GPUs": WARNING}, "model is A100 on rank 0 and V100 on rank 1"),
+        (mixed(driver="550.1"), {"GPUs": WARNING}, "driver is 570.86 on rank 0 and 550.1 on rank 1"),
         (world("a", "a", cores=frozenset({0}), host_cores=2), {"Cores": WARNING}, "2 ranks share 1 core(s) on a"),
         (world("a", "a", cores=frozenset({3}), host_cores=64), {"Cores": WARNING}, "may use only one of 64 cores"),
     ],
@@ -204,9 +213,10 @@ def test_differing_versions():
     assert "torch is 2.8.0 on ranks 0, 1 and 2.6.0 on ranks 2, 3" in line.found
     assert "python is 3.11.7 on ranks 0-2 and missing on rank 3" in line.found
     shown = ranks_table(found).splitlines()
-    assert shown[0].split() == ["host", "rank", "local", "rank", "device", "cores", "versions"]
-    assert shown[3].split()[:5] == ["b", "2", "0", "cpu", "0-7"]
+    assert shown[0].split() == ["host", "rank", "local", "rank", "device", "interface", "cores", "versions"]
+    assert shown[3].split()[:6] == ["b", "2", "0", "cpu", "all", "0-7"]
     assert shown[3].endswith("python 3.11.7, torch 2.6.0")
+    assert "cuda:0 A100  ib0 " in ranks_table(mixed(interface="ib0"))
 
 
 def test_figures():

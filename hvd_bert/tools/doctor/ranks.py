@@ -1,0 +1,171 @@
+"""What the doctor reports about the ranks: one table of all, and whether they fit together."""
+
+from __future__ import annotations
+
+import os
+import platform
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from hvd_bert.distributed.interfaces import host_addresses, interface_named
+from hvd_bert.distributed.logs import describe_ranks, ranges
+from hvd_bert.distributed.world import RankInfo, World
+from hvd_bert.machine import PACKAGES, version_of
+from hvd_bert.tools.doctor import collective, probes
+from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, WIDTH, Line
+from hvd_bert.tools.rendering.page import Grid
+from hvd_bert.version import __version__
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank's host and device, the versions of its packages, and facts of its host.
+
+    Attributes:
+        host_cores: Number of cores of the host.
+        gpus: The models of the GPUs that the rank sees.
+        driver: Version of their driver; "" without one.
+        interface: Network interface that is named for the ranks; "": all.
+        addresses: Those of each network interface.
+    """
+
+    info: RankInfo
+    versions: dict[str, str] = field(default_factory=dict)
+    host_cores: int = 1
+    gpus: tuple[str, ...] = ()
+    driver: str = ""
+    interface: str = ""
+    addresses: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def gpu(self) -> str:
+        """The model of its GPU; "" on a CPU."""
+        return self.gpus[int(self.info.device.removeprefix("cuda:"))] if self.gpus else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        found = asdict(self) | asdict(self.info) | {"cores": sorted(self.info.cores)}
+        del found["info"]
+        return found
+
+
+def rank_here(world: World) -> Rank:
+    """This process's rank, once its device is set up."""
+    found = probes.gpus()
+    return Rank(
+        world.rank_infos[world.rank],
+        versions(collective.mpi_library(world)),
+        os.cpu_count() or 1,
+        tuple(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())),
+        found.driver if isinstance(found, probes.Gpus) else "",
+        interface_named(os.environ, world.controller),
+        host_addresses(),
+    )
+
+
+def versions(mpi_library: str) -> dict[str, str]:
+    """The versions of this process's packages. `mpi_library`: version of the MPI in use, if any."""
+    found = {"hvd_bert": __version__, "python": platform.python_version()}
+    found |= {package: number for package in PACKAGES if (number := version_of(package))}
+    found["torch"] = torch.__version__  # with the CUDA that it was built for
+    if torch.version.cuda:
+        found["CUDA of torch"] = torch.version.cuda
+        found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if mpi_library:
+        found["MPI"] = mpi_library
+    return found
+
+
+def ranks_table(ranks: Sequence[Rank]) -> str:
+    """One row per rank. Versions that all ranks share are listed once, below."""
+    common = set.intersection(*(set(rank.versions.items()) for rank in ranks))
+    rows = []
+    for rank in ranks:
+        own = ", ".join(f"{name} {value}" for name, value in rank.versions.items() if (name, value) not in common)
+        info, device = rank.info, f"{rank.info.device} {rank.gpu}".strip()
+        place = [info.host, str(info.rank), str(info.local_rank), device, rank.interface or "all"]
+        rows.append([*place, ranges(sorted(info.cores)), own or "as all"])
+    grid = Grid(["host", "rank", "local rank", "device", "interface", "cores", "versions"], rows, words=7)
+    same = ", ".join(f"{name} {value}" for name, value in ranks[0].versions.items() if (name, value) in common)
+    shared = textwrap.fill(f"all ranks: {same}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return f"{grid.for_terminal()}\n{shared}"
+
+
+def rank_lines(ranks: Sequence[Rank], controller: str) -> list[Line]:
+    """The world of ranks that have joined, and whether they fit together."""
+    connection = {"mpi": "MPI", "gloo": "Gloo"}.get(controller, "nothing (one rank)")
+    return [Line("World", OK, f"{described(ranks)}, connected through {connection}"), *fit_lines(ranks)]
+
+
+def described(ranks: Sequence[Rank]) -> str:
+    """The numbers of ranks and hosts, and the kind of device."""
+    hosts = {rank.info.host for rank in ranks}
+    device = "on CPUs" if ranks[0].info.device == "cpu" else "each with a GPU"  # World has checked that all agree
+    return f"{len(ranks)} rank(s) on {len(hosts)} host(s), {device}"
+
+
+def fit_lines(ranks: Sequence[Rank]) -> list[Line]:
+    """Whether the ranks fit together."""
+    return [*([_versions_line(ranks)] if len(ranks) > 1 else []), *_gpus_lines(ranks), *_cores_lines(ranks)]
+
+
+def _versions_line(ranks: Sequence[Rank]) -> Line:
+    names = dict.fromkeys(name for rank in ranks for name in rank.versions)
+    found = _differences(ranks, {name: [rank.versions.get(name, "missing") for rank in ranks] for name in names})
+    if not found:
+        return Line("Versions", OK, "the same on all ranks")
+    return Line(
+        "Versions",
+        FAILURE,
+        found,
+        "Use one environment on all hosts: on a shared file system, or set up by the same env/setup.sh command on each."
+        " Load the same modules on each.",
+    )
+
+
+def _gpus_lines(ranks: Sequence[Rank]) -> list[Line]:
+    """A warning if models or drivers of the ranks' GPUs differ."""
+    values = {"model": [rank.gpu for rank in ranks], "driver": [rank.driver for rank in ranks]}
+    found = _differences(ranks, values) if ranks[0].gpus else ""
+    hint = "The slowest GPU sets the speed of all. Use hosts with the same GPUs and drivers."
+    return [Line("GPUs", WARNING, found, hint)] if found else []
+
+
+def _differences(ranks: Sequence[Rank], values: Mapping[str, Sequence[str]]) -> str:
+    """The names whose values differ, with the ranks of each value; "" if none do. `values`: each rank's by name."""
+    differing = []
+    for name, each in values.items():
+        ranks_of: dict[str, list[int]] = {}
+        for rank, value in zip(ranks, each, strict=True):
+            ranks_of.setdefault(value, []).append(rank.info.rank)
+        if len(ranks_of) > 1:
+            parts = (f"{value} on {describe_ranks(which)}" for value, which in ranks_of.items())
+            differing.append(f"{name} is {' and '.join(parts)}")
+    return "; ".join(differing)
+
+
+def _cores_lines(ranks: Sequence[Rank]) -> list[Line]:
+    """A warning if there are more ranks than cores, or if ranks leave most of a host unused."""
+    on_host = Counter(rank.info.host for rank in ranks)
+    bound = [rank for rank in ranks if len(rank.info.cores) == 1 and rank.host_cores >= 2 * on_host[rank.info.host]]
+    if bound:
+        return [
+            Line(
+                "Cores",
+                WARNING,
+                f"{describe_ranks([rank.info.rank for rank in bound])} may use only one of"
+                f" {bound[0].host_cores} cores on {bound[0].info.host}; Horovod's own thread needs a second",
+                "mpirun binds up to 2 ranks to a core each: add `--bind-to none`. Slurm: --cpus-per-task=N.",
+            )
+        ]
+    sharers = Counter((rank.info.host, rank.info.cores) for rank in ranks)
+    crowded = [
+        f"{n} ranks share {len(cores)} core(s) on {host}" for (host, cores), n in sharers.items() if n > len(cores)
+    ]
+    hint = "Start fewer ranks per host, or request more cores (Slurm: --cpus-per-task=N)."
+    return [Line("Cores", WARNING, f"{'; '.join(crowded)}: they slow each other down", hint)] if crowded else []
