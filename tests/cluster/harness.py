@@ -20,7 +20,6 @@ from launch import REPOSITORY, Outcome, environment, programs, run
 
 FOLDER = Path(__file__).resolve().parent
 JOB_SCRIPT = REPOSITORY / "scripts" / "hvd.slurm"
-HOROVODRUN_SCRIPT = REPOSITORY / "scripts" / "horovodrun.sh"
 # Far above the 15 to 25 s that a test needs on two idle cores.
 TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "190")) * 2
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}

@@ -18,14 +18,15 @@ from launch import REPOSITORY
 pytestmark = pytest.mark.cluster
 
 NODES_ELSEWHERE = r"h100|--nodes=4"
+DOCTOR = "hvd-bert doctor --hosts a100-01:2,a100-02:2"
+PRINTED = "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train"
 # One for each way to start ranks. Other tests of this folder start the other commands' ranks with flags of their own.
 RUN_HERE = (
-    "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train",
+    DOCTOR,
     "sbatch scripts/hvd.slurm",
-    "scripts/horovodrun.sh -H a100-01:2,a100-02:2 -- --config squad_v2 --output_dir runs/v2",
     "srun --mpi=pmix --kill-on-bad-exit=1 --wait=60 python -m hvd_bert.train",
 )
-LAUNCHES = ("horovodrun ", "scripts/horovodrun.sh ", "srun ", "sbatch ")
+LAUNCHES = ("horovodrun ", "hvd-bert doctor --hosts ", "srun ", "sbatch ")
 ALLOCATION = "salloc --nodes=2 --ntasks-per-node=2 --gres=gpu:a100:2"
 
 
@@ -47,7 +48,7 @@ def test_sbatch_commands_are_accepted(cluster: Cluster) -> None:
 
 def test_commands_run(cluster: Cluster, tmp_path: Path, hub_home: Path) -> None:
     """They find model and data in `hub_home`, which is their HF_HOME. Each has a folder of its own."""
-    assert set(RUN_HERE) <= set(launches())
+    assert {*RUN_HERE, PRINTED} <= set(launches())
     assert f"{ALLOCATION}\n" in documented.text_of("docs/guides/cluster.md")
     jobs = {}
     for number, command in enumerate(RUN_HERE):
@@ -56,6 +57,10 @@ def test_commands_run(cluster: Cluster, tmp_path: Path, hub_home: Path) -> None:
         for name in ("hvd_bert", "scripts"):
             (folder / name).symlink_to(REPOSITORY / name)
         program, *words = shlex.split(command)
+        if command == DOCTOR:
+            *_, line = cluster.on("a100-01", command, folder).expect(0).output.splitlines()
+            program, *words = shlex.split(line)
+            assert [Path(word).name for word in (program, *words)] == PRINTED.split()
         if program == "sbatch":
             jobs[number] = cluster.submit(words, folder)
         else:

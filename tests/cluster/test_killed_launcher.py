@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import signalled
-from harness import HOROVODRUN_SCRIPT, SMALL, Cluster
+from harness import SMALL, Cluster
 from launch import Outcome
 
 pytestmark = pytest.mark.cluster
@@ -19,7 +19,6 @@ COLD = "HVD_BERT_TEST_COLD"  # horovodrun must be the process that is signalled;
 HOROVODRUN = f"env {COLD}=1 horovodrun -np 2 %s --mpi env -u {COLD} python -m hvd_bert.train {TRAINER}"
 ONE_HOST = ("a100-01", HOROVODRUN % "-H a100-01:2")
 TWO_HOSTS = ("login", HOROVODRUN % HOSTS)  # from a host without ranks
-SCRIPT = ("login", f"bash {HOROVODRUN_SCRIPT} {HOSTS} --mpi -- {TRAINER}")  # signals horovodrun itself
 
 
 def stop(cluster: Cluster, folder: Path, number: str, launcher: tuple[str, str]) -> Outcome:
@@ -31,8 +30,8 @@ def stop(cluster: Cluster, folder: Path, number: str, launcher: tuple[str, str])
 def test_ranks_save_when_their_launcher_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
     before = {"one": 0, "two": 0}  # hosts and the last step; each run resumes what the one before saved
     with ThreadPoolExecutor() as pool:
-        for number, two_hosts in (("SIGKILL", TWO_HOSTS), ("SIGTERM", SCRIPT)):
-            launchers = {"one": ONE_HOST, "two": two_hosts}
+        for number in ("SIGKILL", "SIGTERM"):
+            launchers = {"one": ONE_HOST, "two": TWO_HOSTS}
             stops = {hosts: pool.submit(stop, cluster, tmp_path / hosts, number, launchers[hosts]) for hosts in before}
             for hosts, stopped in stops.items():
                 outcome = stopped.result()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from commands import small_run
-from launch import REPOSITORY, TRAIN, Outcome, launcher, run
+from launch import TRAIN, Outcome, launcher, run
 
 pytestmark = pytest.mark.integration
 # What is run in new namespaces. In that of the network no interface is up.
@@ -66,7 +66,11 @@ def test_trains_where_it_can(host: str, by: str, strategy: str, tmp_path: Path) 
     run_on(host, command, tmp_path).expect(0)
 
 
-def test_script_starts_with_a_read_only_home(tmp_path: Path) -> None:
-    script = [REPOSITORY / "scripts" / "horovodrun.sh", "-H", "localhost:2", "--", *small_run(2, "out")[len(TRAIN) :]]
-    environ = f"HVD_BERT_VENV={Path(sys.executable).parent.parent}"
-    run_on(NO_HOME, ["env", environ, "bash", *map(str, script), "--max_steps", "2"], tmp_path).expect(0)
+def test_doctors_line_starts_with_a_read_only_home(tmp_path: Path) -> None:
+    for name in ("doctor", "train"):
+        (tmp_path / name).mkdir()
+    outcome = run_on(NO_HOME, ["hvd-bert", "doctor", "-H", "localhost:2"], tmp_path / "doctor").expect(0)
+    line = shlex.split(outcome.output.splitlines()[-1])
+    assert "--disable-cache" in line, outcome
+    flags = small_run(2, "out", "--max_steps", 2)[len(TRAIN) :]
+    run_on(NO_HOME, [*line, *flags], tmp_path / "train").expect(0)

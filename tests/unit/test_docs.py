@@ -31,7 +31,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FOREIGN_FLAGS = {
     "horovodrun": {
         *("--autotune", "--no-stall-check", "--stall-check-shutdown-time-seconds", "--timeline-filename"),
-        *("--binding-args", "--blacklist-cooldown-range"),
+        *("--binding-args", "--blacklist-cooldown-range", "--disable-cache"),
     },
     "mpirun": {"--oversubscribe"},
     "run_qa and TrainingArguments": {

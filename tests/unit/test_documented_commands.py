@@ -117,10 +117,6 @@ def check_script(script: str, arguments: list[str]) -> None:
     text = (REPOSITORY / script).read_text(encoding="utf-8")
     if script in JOBS:
         check_command([*JOBS[script].split(), *arguments])
-    elif "--" in arguments:  # scripts/horovodrun.sh: the trainer's follow
-        split = arguments.index("--")
-        check_script(script, arguments[:split])
-        check_command(["train", *arguments[split + 1 :]])
     elif script not in ("scripts/demo.sh", "scripts/test.sh"):  # these hand their arguments on
         unknown = [word for word in arguments if word.startswith("--") and word.split("=")[0] not in text]
         assert not unknown, f"{script} has no {unknown}"

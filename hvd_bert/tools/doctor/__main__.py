@@ -1,6 +1,7 @@
 """Preflight check: find problems of hosts, ranks and network before a training starts.
 
     hvd-bert doctor                                                this host
+    hvd-bert doctor --hosts a100-01:2,a100-02:2                    hosts without Slurm, over ssh (remote.py, hosts.py)
     horovodrun -np 4 -H a100-01:2,a100-02:2 hvd-bert doctor        a run's hosts, ranks and network
     srun --mpi=pmix hvd-bert doctor                                the same in a Slurm job
     horovodrun -np 4 hvd-bert doctor --prove                       whether 4 ranks do the work of one process (prove.py)
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser
+from hvd_bert.distributed.horovodrun import read_hostfile, slots_of
 from hvd_bert.distributed.launch import find_launcher, ignored, platform_of, speaks_first
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, print_on_one_rank, start_rank, take_local_rank
 from hvd_bert.streams import end_when_lost, keep_running
+from hvd_bert.tools.doctor.remote import check_hosts
 from hvd_bert.tools.doctor.report import FAILURE, Line, Report
 
 if TYPE_CHECKING:
@@ -46,6 +49,29 @@ def make_parser() -> Parser:
         "--output_dir", metavar="FOLDER", type=Path, default=Path("runs"),
         help="Folder that a run would write to. (default: %(default)s)",
     )  # fmt: skip
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "-H", "--hosts", metavar="HOST:SLOTS,...",
+        help="Check these hosts over ssh, and print the horovodrun line that starts a training. (default: this host)",
+    )  # fmt: skip
+    hosts.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        type=Path,
+        help="The same from a file with lines of `a100-01:2` or `a100-01 slots=2`.",
+    )
+    parser.add_argument(
+        "--ssh_port", "--ssh-port", metavar="N", type=int, limits=Limits(minimum=1, maximum=65535),
+        help="Port of ssh on the hosts. (default: ssh's)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ssh_identity_file", "--ssh-identity-file", metavar="FILE", type=Path,
+        help="Private key for ssh. (default: ssh's)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--slots", metavar="N", type=int, default=1, limits=Limits(minimum=1),
+        help="Ranks on this host, for the check of its memory. (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--timeout", type=float, default=180.0, metavar="S", limits=Limits(above=0, maximum=MAX_SECONDS),
         help="Maximum seconds per step of the check. (default: %(default)g)",
@@ -68,6 +94,8 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     fixed = ["--do_train", "--no_do_eval", "--eval_strategy=no", "--save_steps=0", "--report_to=none"]
     config = command_line.parse(command_line.overriding(words, [*fixed, "--max_steps=5", "--logging_steps=1"]))
     args = config.train
+    if flags.hosts or flags.hostfile:
+        raise UserError("--prove trains on the ranks of a launcher: start it with horovodrun in place of --hosts.")
     args.refuse_auto("hvd-bert doctor --prove")
     args.output_dir = None  # a --config file may name a run, which stays as it is
     if config.parallel.strategy == "dp" or args.fp16 or args.torch_compile or args.optim != "adamw_torch_fused":
@@ -91,6 +119,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         launcher = find_launcher(os.environ)
         flags = make_parser().parse_args(argv)
+        slots = slots_of(flags.hosts) if flags.hosts else read_hostfile(flags.hostfile) if flags.hostfile else {}
+        if slots and not launcher.is_alone:
+            raise UserError(f"--hosts: start the check once, not in each process of {launcher.name}.")
     except UserError as error:
         if first:
             print(f"hvd_bert: {error}", file=sys.stderr)
@@ -104,6 +135,8 @@ def main(argv: list[str] | None = None) -> int:
     shown = f"{started}; ignored: {', '.join(unused)}" if unused else started
     report.print_text(f"hvd_bert doctor on {platform.node()} ({shown})\n")
     try:
+        if slots:
+            return check_hosts(slots, flags, report)
         with collector_paused():
             from hvd_bert.tools.doctor.diagnosis import diagnose
     except ModuleNotFoundError as error:

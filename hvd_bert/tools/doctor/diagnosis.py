@@ -57,7 +57,7 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
     """Run all checks. Returns the exit status of this rank."""
     alone = launcher.name == "none"
     if alone:  # first: a crash of Horovod must not hide these
-        report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
+        report.add(checks.host_lines(launcher.name, flags.slots, flags.output_dir))
     step_timeout = StepTimeout(report, flags.timeout)
     step_timeout.step(
         "World",

@@ -66,6 +66,14 @@ def merged(by_host: Sequence[tuple[str, Sequence[Line]]]) -> list[Line]:
     ]
 
 
+@dataclass(frozen=True)
+class HostReport:
+    """What the doctor of a host prints with --json. Without `ranks` it found no world."""
+
+    checks: tuple[Line, ...]
+    ranks: tuple[dict[str, Any], ...] = ()
+
+
 class Report:
     """Prints sections as they are added or, with `as_json`, one object at the end. Only rank 0's is `shown`."""
 

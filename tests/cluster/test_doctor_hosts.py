@@ -1,0 +1,92 @@
+"""`hvd-bert doctor --hosts` on two hosts by ssh: hosts that pass, and each reason why one does not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import report_of
+from harness import RANK_INFOS, Cluster, Environment
+
+pytestmark = pytest.mark.cluster
+DOCTOR = "hvd-bert doctor --hosts"
+BOTH = "a100-01:2,a100-02:2"
+
+
+@pytest.fixture
+def changed_key(cluster: Cluster) -> None:
+    """a100-03 is another name of a100-02, under which ssh knows another key."""
+    with (cluster.state / "etc" / "hosts").open("a") as hosts:
+        hosts.write("10.77.0.12 a100-03\n")
+    known = cluster.state / "home" / ".ssh" / "known_hosts"
+    (key,) = [line.split(" ", 1)[1] for line in known.read_text().splitlines() if line.startswith("a100-01,")]
+    with known.open("a") as lines:
+        lines.write(f"a100-03 {key}\n")
+
+
+@pytest.fixture
+def without_environment(cluster: Cluster) -> Iterator[None]:
+    """a100-02 lacks the environment."""
+    cluster.on("a100-02", ["mount", "-t", "tmpfs", "tmpfs", sys.prefix], Path("/")).expect(0)
+    yield
+    cluster.on("a100-02", ["umount", "--lazy", sys.prefix], Path("/")).expect(0)
+
+
+def failures(
+    cluster: Cluster, cwd: Path, arguments: str, env: Environment | None = None
+) -> list[tuple[str, list[str], str]]:
+    """Name, hosts and finding of each check that fails."""
+    report = report_of(cluster.on("login", f"{DOCTOR} {arguments} --json", cwd, env).expect(2))
+    assert not report["ready"] and not report["command"]
+    return [(line["name"], line["hosts"], line["found"]) for line in report["checks"] if line["status"] == "failure"]
+
+
+def test_hosts_that_pass(cluster: Cluster, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# two nodes\na100-01 slots=2\n\na100-02:2\n")
+    env = {"HVD_BERT_INTERFACE": "10.77.0.0/16"}
+    outcome = cluster.on("login", f"hvd-bert doctor --hostfile {hostfile}", tmp_path, env).expect(0)
+    cells = [line.split() for line in outcome.output.splitlines()]
+    table = [tuple(row[:5]) for row in cells if row[3:4] == ["cpu"]]
+    assert table == [(host, str(rank), str(local), "cpu", "eth0") for rank, host, local, _ in RANK_INFOS], outcome
+    setting, _, *words = cells[-1]
+    assert setting == "HVD_BERT_INTERFACE=10.77.0.0/16", outcome
+    assert words[:6] == ["-np", "4", "-H", BOTH, "--network-interfaces", "eth0"], outcome
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "words"),
+    [
+        ("a100-08:2,a100-09:2", "Name", "does not resolve"),
+        (f"{BOTH} --ssh-port 2222", "ssh", "port 2222: Connection refused"),
+        (f"{BOTH} --ssh-identity-file /etc/hostname", "ssh", "Permission denied (publickey,password)."),
+        (f"{BOTH} --timeout 1", "Doctor", "not finished after 1 s"),
+    ],
+    ids=["name", "port", "password", "timeout"],
+)
+def test_hosts_that_cannot_be_reached(cluster: Cluster, tmp_path: Path, arguments: str, name: str, words: str) -> None:
+    hosts = [entry.split(":")[0] for entry in arguments.split()[0].split(",")]
+    found = failures(cluster, tmp_path, arguments)
+    assert [(*row[:2], words in row[2]) for row in found] == [(name, [host], True) for host in hosts], found
+
+
+def test_host_with_another_key(cluster: Cluster, tmp_path: Path, changed_key: None) -> None:
+    found = failures(cluster, tmp_path, "a100-03:2")
+    assert found == [("ssh", [], "Host key verification failed.")]
+
+
+def test_host_without_the_environment(cluster: Cluster, tmp_path: Path, without_environment: None) -> None:
+    ((name, hosts, text),) = failures(cluster, tmp_path, BOTH)
+    assert (name, hosts) == ("Clone", ["a100-02"]) and sys.executable in text
+
+
+def test_host_without_the_interface(cluster: Cluster, tmp_path: Path) -> None:
+    ((name, _, text),) = failures(cluster, tmp_path, "a100-02:2", {"HVD_BERT_INTERFACE": "10.99.0.0/16"})
+    assert name == "World" and "no interface in this subnet" in text and "eth0 10.77.0.12" in text
+
+
+def test_malformed_slots(cluster: Cluster, tmp_path: Path) -> None:
+    outcome = cluster.on("login", f"{DOCTOR} a100-01:two", tmp_path).expect(2)
+    assert outcome.output == "hvd_bert: -H: 'a100-01:two' must be HOST:SLOTS, such as a100-01:2.\n"

@@ -1,0 +1,148 @@
+"""What the doctor concludes from the reports of several hosts, and the horovodrun line that it prints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from documented import undocumented
+from tables import each
+
+from hvd_bert.distributed import horovodrun
+from hvd_bert.distributed.horovodrun import read_hostfile, slots_of
+from hvd_bert.distributed.world import RankInfo
+from hvd_bert.errors import UserError
+from hvd_bert.tools.doctor import __main__ as command
+from hvd_bert.tools.doctor import hosts
+from hvd_bert.tools.doctor.ranks import Rank
+from hvd_bert.tools.doctor.report import FAILURE, OK, HostReport, Line, Report
+
+ADDRESSES = {"a": "10.1.0.5", "b": "10.1.0.6", "c": "10.1.0.7"}
+RANK = Rank(RankInfo(0, "its-name", 0, "cpu", None, frozenset(range(8))), {"torch": "2.13"}, 8)
+START, TRAIN = "horovodrun -np 4 -H a:2,b:2", "python -m hvd_bert.train"
+SUBNET = "10.1.0.0/16"
+SSH = "--ssh-port 22 --ssh-identity-file"
+
+
+@each(
+    ("text", "slots"),
+    [
+        ("a100-01:2,a100-02:2", {"a100-01": 2, "a100-02": 2}),
+        ("a,b.c:3,a:2", {"a": 3, "b.c": 3}),
+        ("a:two", None),
+        ("a:0", None),
+        ("a:2,", None),
+        ("-oProxyCommand=x:2", None),
+        ("a b:2", None),
+    ],
+)
+def test_slots(text, slots):
+    if slots is None:
+        with pytest.raises(UserError, match=r"-H: .* must be HOST:SLOTS"):
+            slots_of(text)
+    else:
+        assert slots_of(text) == slots
+
+
+def test_hostfile(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# two nodes\na100-01 slots=2\n\na100-02:2  # the other\n")
+    assert read_hostfile(file) == {"a100-01": 2, "a100-02": 2}
+    file.write_text("a100-01 2")
+    for path, words in ((file, "hosts: 'a100-01 2' must be"), (tmp_path / "none", "cannot be read")):
+        with pytest.raises(UserError, match=words):
+            read_hostfile(path)
+
+
+@pytest.fixture
+def concluded(monkeypatch, capsys):
+    """concluded(reports, *flags) -> the JSON report on hosts a, b, ... with two slots each."""
+    monkeypatch.setattr(hosts, "own_address_at", lambda host: None)
+    monkeypatch.setattr(hosts, "_address", lambda host, _: ADDRESSES[host])
+    monkeypatch.setattr(hosts.shutil, "which", lambda name: str(Path(hosts.sys.executable).with_name(name)))
+    monkeypatch.setattr(hosts, "without_cache", list)
+    monkeypatch.setattr(horovodrun.os, "geteuid", lambda: 1000)
+    monkeypatch.delenv("HVD_BERT_INTERFACE", raising=False)
+
+    def conclude(reports: dict[str, HostReport], *flags: str):
+        parsed, report = command.make_parser().parse_args([*flags]), Report(as_json=True, shown=True)
+        status = hosts.conclude(reports, dict.fromkeys(reports, 2), parsed, report)
+        found = json.loads(capsys.readouterr().out)
+        assert found["ready"] == (status == 0) == bool(found["command"])
+        return found
+
+    return conclude
+
+
+def host(name: str, *lines: Line, interface: str = "ib0", **different: object) -> HostReport:
+    rank = replace(RANK, addresses={"lo": ["127.0.0.1"], interface: [ADDRESSES[name]]}, **different)
+    own = [Line("Python", OK, "3.11"), Line("Output", OK, "runs"), Line("World", OK, "1 rank(s)")]
+    return HostReport((*own, *lines), (rank.as_dict(),))
+
+
+def with_gpus(name: str, *models: str) -> HostReport:
+    return host(name, info=replace(RANK.info, device="cuda:0", device_id=f"GPU-{name}"), gpus=models, driver="570.86")
+
+
+def test_ranks_of_all_hosts(concluded):
+    found = concluded({"a": with_gpus("a", "A100", "A100"), "b": with_gpus("b", "A100", "A100")})
+    shown = [(rank["rank"], rank["host"], rank["local_rank"], rank["device"]) for rank in found["ranks"]]
+    assert shown == [(0, "a", 0, "cuda:0"), (1, "a", 1, "cuda:1"), (2, "b", 0, "cuda:0"), (3, "b", 1, "cuda:1")]
+    assert {rank["interface"] for rank in found["ranks"]} == {"ib0"}
+    assert undocumented(found, "Preflight check JSON", without=("versions", "addresses")) == []
+    lines = [(check["name"], check["found"], check["hosts"]) for check in found["checks"]]
+    assert lines[:2] == [("Python", "3.11", []), ("Output", "runs", ["a"])]
+    assert lines[2:] == [
+        ("Ranks", "4 rank(s) on 2 host(s), each with a GPU", []),
+        ("Versions", "the same on all ranks", []),
+    ]
+    assert found["command"] == f"{START} {TRAIN}"
+
+
+@each(
+    ("second", "words"),
+    [
+        (host("b", Line("Output", FAILURE, "on another host than rank 0's"), Line("Disk", FAILURE, "full")), "full"),
+        (HostReport((Line("ssh", FAILURE, "Permission denied"),)), "Permission denied"),
+        (with_gpus("b", "A100", "A100"), "those on a have none"),
+        (host("b", versions={"torch": "2.12"}), "torch is 2.13 on ranks 0, 1 and 2.12 on ranks 2, 3"),
+        (host("b", Line("World", FAILURE, "no such interface")), "no such interface"),
+    ],
+)
+def test_hosts_that_do_not_fit(concluded, second, words):
+    found = concluded({"a": host("a"), "b": second})
+    assert [words in check["found"] for check in found["checks"] if check["status"] == FAILURE] == [True]
+
+
+@each(("models", "words"), [(["A100"], "2 ranks on b would share one GPU (GPU-b)"), (["A100"] * 3, "")])
+def test_too_few_gpus(concluded, models, words):
+    found = concluded({"a": with_gpus("a", "A100", "A100"), "b": with_gpus("b", *models)})
+    assert found["ready"] == (not words) and words in str(found["checks"])
+
+
+@each(
+    ("setting", "interfaces", "flags", "line"),
+    [
+        ("", ("ib0", "ib0"), [*SSH.split(), "a key"], f"{START} {SSH} 'a key' {TRAIN}"),
+        ("", ("ib0", "ib1"), [], f"HVD_BERT_INTERFACE=10.1.0.4/30 {START} --network-interfaces ib0 {TRAIN}"),
+        (SUBNET, ("ib0", "ib0"), [], f"HVD_BERT_INTERFACE={SUBNET} {START} --network-interfaces ib0 {TRAIN}"),
+    ],
+)
+def test_command(concluded, monkeypatch, setting, interfaces, flags, line):
+    monkeypatch.setenv("HVD_BERT_INTERFACE", setting)
+    reports = {name: host(name, interface=interface) for name, interface in zip("ab", interfaces, strict=True)}
+    assert concluded(reports, *flags)["command"] == line
+
+
+def test_command_of_root_without_an_active_environment(concluded, monkeypatch):
+    monkeypatch.setattr(horovodrun.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(hosts.shutil, "which", lambda name: None)
+    monkeypatch.setattr(hosts, "without_cache", lambda: ["--disable-cache"])
+    monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    words = concluded({"a": host("a")})["command"].split()
+    folder = Path(hosts.sys.executable).parent
+    assert words[:2] == ["OMPI_ALLOW_RUN_AS_ROOT=1", str(folder / "horovodrun")]
+    assert words[-4:] == ["--disable-cache", str(folder / "python"), "-m", "hvd_bert.train"]
