@@ -1,7 +1,4 @@
-"""Which network interface the ranks of this host use.
-
-`python -m hvd_bert.distributed.interfaces SETTING` prints this host's interface; the scripts check each host with it.
-"""
+"""Which network interface the ranks of this host use."""
 
 from __future__ import annotations
 
@@ -9,13 +6,12 @@ import ipaddress
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 
 import psutil
 
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.errors import UserError
 
 SETTING = "HVD_BERT_INTERFACE"
 # From these torch's Gloo, Horovod's Gloo, NCCL and Open MPI read the name of the interface.
@@ -188,18 +184,3 @@ def host_addresses() -> dict[str, list[str]]:
         name: [str(address.address) for address in addresses if address.family in families]
         for name, addresses in psutil.net_if_addrs().items()
     }
-
-
-def main(argv: Sequence[str]) -> int:
-    try:
-        if len(argv) != 1:
-            raise UserError("usage: python -m hvd_bert.distributed.interfaces NAME|SUBNET")
-        print(resolve(argv[0], host_addresses()))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return EXIT_BAD_INPUT
-    return EXIT_OK
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

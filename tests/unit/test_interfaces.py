@@ -9,7 +9,7 @@ import pytest
 from tables import each, refused
 
 from hvd_bert.distributed import interfaces
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.errors import UserError
 
 ADDRESSES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.77.0.11", "fe80::1%eth0"], "ib0": ["192.168.4.11"], "down": []}
 
@@ -30,14 +30,6 @@ def test_setting_goes_to_all_libraries(monkeypatch):
     assert [environ[name] for name in names] == ["eth0"] * 4
     with refused("HVD_BERT_INTERFACE=ib7", socket.gethostname(), "available: lo, eth0, ib0, down"):
         interfaces.apply_setting({"HVD_BERT_INTERFACE": "ib7"})
-
-
-def test_command_prints_the_interface_of_this_host(capsys):
-    assert interfaces.main(["127.0.0.0/8"]) == EXIT_OK
-    assert capsys.readouterr() == ("lo\n", "")
-    assert interfaces.main(["ib7"]) == EXIT_BAD_INPUT
-    out, err = capsys.readouterr()
-    assert (out, err.startswith("no such interface; available: ")) == ("", True)
 
 
 def test_interface_to_this_host_is_the_loopback():
