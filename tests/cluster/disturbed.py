@@ -6,7 +6,6 @@ import json
 import os
 import select
 import shlex
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness import FOLDER, HOSTS, SMALL, Cluster
-from launch import REPOSITORY, Outcome
+from harness import FOLDER, SMALL, Cluster
+from launch import Outcome
 
 STEPS, SAVE_STEPS, GATE = 12, 4, 7  # disturbed before step 7, three steps after a checkpoint
 STALL_S = 20  # in place of 600
@@ -105,13 +104,6 @@ class Disturbed:
     def on(self, host: str, *words: str | Path) -> str:
         """Run a command on a host. Returns its output."""
         return self.cluster.on(host, [str(word) for word in words], self.folder, timeout=60).expect(0).output
-
-
-def first_failure(output: str) -> str:
-    """The cause that the job scripts print last."""
-    command = ["awk", "-v", f"hosts={' '.join(HOSTS)}", "-f", str(REPOSITORY / "scripts" / "first_failure.awk")]
-    done = subprocess.run(command, input=output, capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout.strip()
 
 
 def ends(folder: Path) -> dict[str, float | None]:

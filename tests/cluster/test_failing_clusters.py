@@ -14,9 +14,11 @@ from pathlib import Path
 import faults
 import pytest
 import resuming
-from disturbed import STALL_S, Disturbed, ends, first_failure
+from disturbed import STALL_S, Disturbed, ends
 from faults import Fault
-from harness import Cluster
+from harness import HOSTS, Cluster
+
+from hvd_bert.tools.runs.failure import first_failure
 
 pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(1800)]
 MEASURED = os.environ.get("HVD_BERT_MEASURED")  # a file for one line per case, for docs/evidence/failing-clusters.md
@@ -112,7 +114,7 @@ def test_failing_cluster(
     (tmp_path / "log").write_text(outcome.output)
     ended = ends(run.gates)
     seconds = {who: at and round(at - begin, 1) for who, at in ended.items()}
-    first = first_failure(outcome.output)
+    first = first_failure(outcome.output.splitlines(), HOSTS)
     record(name, launcher, outcome.status, seconds, first)
     assert not outcome.hung, outcome
     assert {who for who, at in ended.items() if at is None} == set(case.remains), outcome

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +13,9 @@ from typing import NamedTuple
 
 import pytest
 from commands import said, small_run
-from launch import REPOSITORY, Outcome, launcher, programs, run
+from launch import Outcome, launcher, programs, run
+
+from hvd_bert.tools.runs.failure import first_failure
 
 pytestmark = pytest.mark.integration
 
@@ -63,10 +64,8 @@ def test_stalled_rank_ends_the_job_and_is_named(case: Case, trainings: dict[Case
     assert ended - float(stalled_at) < END_S + 30, outcome
     text, host = said(outcome), os.uname().nodename
     assert text.count(" has waited ") == 1 and "Traceback" not in text, outcome
-    script = REPOSITORY / "scripts" / "first_failure.awk"
-    command = ["awk", "-f", str(script)]
-    first = subprocess.run(command, input=outcome.output, capture_output=True, text=True, check=True, timeout=60).stdout
-    waited = rf"rank 0 on {host} has waited {END_S} s for rank 1 on {host} to reach {NAMES} and \d+ more\n"
+    first = first_failure(outcome.output.splitlines())
+    waited = rf"rank 0 on {host} has waited {END_S} s for rank 1 on {host} to reach {NAMES} and \d+ more"
     assert re.fullmatch(waited, first), first
 
 

@@ -1,13 +1,18 @@
-"""scripts/first_failure.awk: the first failure, from logs in the formats of srun, mpirun and horovodrun."""
+"""The first failure, from logs in the formats of srun, mpirun, horovodrun and torchrun."""
 
 from __future__ import annotations
 
-import subprocess
+import json
+import os
 from pathlib import Path
 
-from tables import each
+import pytest
+from tables import check_refusal
 
-PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "first_failure.awk"
+from hvd_bert.tools.doctor import __main__ as doctor
+from hvd_bert.tools.runs.failure import first_failure
+
+HOSTS = ["a100-01", "a100-01", "a100-02", "a100-02"]
 RAISED = "rank 1 on a100-02 failed:\nTraceback (most recent call last):\n  File x\nRuntimeError: broken: twice\n"
 MARKED = "".join(f"[1,1]<stderr>:{line}" for line in RAISED.splitlines(keepends=True))
 CHAINED = RAISED.replace("RuntimeError", "KeyError") + "\nDuring handling of the above exception, ...\nOSError: last\n"
@@ -21,18 +26,28 @@ LOST = "[0]<stderr>:rank 0 on a100-01 lost another rank: Horovod has been shut d
 WAITED = "rank 0 on a100-01 has waited 600 s for rank 1 on a100-02 to reach a.b, c.d"
 KILLED = "hvd_bert: the launcher was killed: stopping this rank\n"
 STALLED = f"[1,0]<stderr>:{WAITED}. Check the file systems\n"
+MESSAGE = "hvd_bert: rank 0 on a100-01: --output_dir /x\n"
+TORCHRUN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\nFailures:\n{}-----\n"
+TORCHRUN += "Root Cause (first observed failure):\n{}=====\n"
+AGENTS = "[0]:\n  time : now\n  host : a100-0{1}\n  rank : {0} (local_rank: 0)\n  exitcode : {2} (pid: 7)\n"
+START = "[1,0]<stdout>:2026-11-26 20:22:57 INFO 4 rank(s) on a100-01, a100-02, cpu, controller mpi\n"
+REQUEUED = "slurmstepd: error: *** JOB 7 ON a100-01 CANCELLED AT 2026-11-26T20:35:43 DUE TO JOB REQUEUE ***\n"
+STOPPED = "hvd_bert: Stopped after step 3 by SIGUSR1\nsrun: error: a100-01: task 0: Exited with exit code 75\n"
+STOPPED += "srun: error: a100-01: task 1: Terminated\n"
 
 
-@each(
+@pytest.mark.parametrize(
     ("log", "first"),
     [
-        (
-            "hvd_bert: rank 0 on a100-01: --output_dir /x\nsrun: error: a100-02: task 1: Killed\n",
-            "rank 0 on a100-01: --o",
-        ),
+        (MESSAGE + "srun: error: a100-02: task 1: Killed\n", "rank 0 on a100-01: --output_dir /x"),
         (RAISED + SRUN, "rank 1 on a100-02: RuntimeError: broken: twice"),
         (CHAINED, "rank 1 on a100-02: OSError: last"),
+        (RAISED + CHAINED, "rank 1 on a100-02: RuntimeError: broken: twice"),
         (MARKED + RAISED.replace("rank 1", "rank 0") + SIGNAL, "rank 1 on a100-02: RuntimeError: broken: twice"),
+        (
+            MARKED.replace("[1,1]<stderr>:  ", "[1,0]<stderr>:OSError: x\n[1,1]<stderr>:  "),
+            "rank 1 on a100-02: RuntimeError: broken: twice",
+        ),
         (LOST + MARKED, "rank 1 on a100-02: RuntimeError: broken: twice"),
         (SRUN, "rank 2 on a100-02: Killed"),
         ("srun: error: a100-02: tasks 2-3: Exited with exit code 7\n", "ranks 2-3 on a100-02: Exited with exit code 7"),
@@ -40,23 +55,60 @@ STALLED = f"[1,0]<stderr>:{WAITED}. Check the file systems\n"
         (IMPORT + MPIRUN, "rank 2 on a100-02: ModuleNotFoundError: No module named 'x'"),
         (PIECES + MPIRUN, "rank 2 on a100-02: ModuleNotFoundError: No module named 'x'"),
         (SIGNAL, "rank 3 on a100-02: signal 9 (Killed)"),
-        (LOST + GLOO.format(1, 255), "rank 1 on a100-01: exit code 255 of ssh: killed by a signal"),
+        (
+            LOST + GLOO.format(1, 255),
+            "rank 1 on a100-01: exit code 255 of ssh: killed by a signal, or the connection broke",
+        ),
         (
             LOST + "Process 0 exit with status code 1.\nProcess 1 exit with status code 143.\n" + GLOO.format(0, 1),
             "rank 1 on a100-01: exit code 143",
         ),
         (GLOO.format(0, 137), "rank 0 on a100-01: exit code 137"),
-        (LOST, "rank 0 on a100-01 lost another rank"),
-        (STALLED + MPIRUN, f"{WAITED}\n"),
-        (KILLED + WAITED + "\n", f"{WAITED}\n"),
+        (GLOO.format(4, 137), "rank 4: exit code 137"),
+        # torchrun calls the rank that it noticed first the cause.
+        (
+            LOST.partition(":")[2] + TORCHRUN.format(AGENTS.format(1, 2, -9), AGENTS.format(0, 1, 1)),
+            "rank 1 on a100-02: signal 9",
+        ),
+        (TORCHRUN.format(AGENTS.format(0, 1, -15), AGENTS.format(1, 2, 7)), "rank 1 on a100-02: exit code 7"),
+        (TORCHRUN.format(AGENTS.format(0, 1, -6), AGENTS.format(1, 2, -9)), "rank 1 on a100-02: signal 9"),
+        ("[rank1]: " + "[rank1]: ".join(IMPORT.splitlines(True)), "ModuleNotFoundError: No module named 'x'"),
+        (LOST, "rank 0 on a100-01 lost another rank: Horovod has been shut down."),
+        (LOST + IMPORT, "ModuleNotFoundError: No module named 'x'"),
+        (STALLED + MPIRUN, WAITED),
+        (KILLED + WAITED + "\n", WAITED),
         (KILLED + SIGNAL, "rank 3 on a100-02: signal 9 (Killed)"),
         (KILLED + LOST, "the launcher was killed: stopping this rank"),
         ("step 1/4\n", ""),
+        # Several attempts in one log.
+        (MESSAGE + REQUEUED + STOPPED + START, ""),
+        (MESSAGE + START + SIGNAL, "rank 3 on a100-02: signal 9 (Killed)"),
+        (MESSAGE + REQUEUED + STOPPED + SRUN, "rank 2 on a100-02: Killed"),
     ],
 )
 def test_first_failure(log: str, first: str) -> None:
-    hosts = "hosts=a100-01 a100-01 a100-02 a100-02"
-    command = ["awk", "-v", hosts, "-f", str(PROGRAM)]
-    done = subprocess.run(command, input=log, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stderr == ""
-    assert done.stdout.startswith(first) and len(done.stdout.splitlines()) == bool(first), done.stdout
+    assert first_failure(log.splitlines(), HOSTS) == first
+
+
+def test_doctor_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"\r 50%|\xff \x1b[A" * 50_000 + GLOO.format(2, 137).replace("\n", "\r\n").encode())
+    first = "rank 2 on a100-02: exit code 137"
+    assert doctor.main(["--log", str(log), "-H", "a100-01:2,a100-02"]) == 0
+    assert doctor.main(["--log", str(log), "--hosts", "a100-01:2,a100-02:2", "--json"]) == 0
+    log.write_text("KeyError: '\x1b[A'")
+    assert doctor.main(["--log", str(log)]) == 0
+    log.write_text("")
+    assert doctor.main(["--log", str(log)]) == 0
+    shown = [f"First failure: {first}", json.dumps({"first_failure": first}), "First failure: KeyError: '\u241b[A'"]
+    assert capsys.readouterr().out.splitlines() == [*shown, f"No failure found in {log}."]
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert (doctor.main(["--log", str(log)]), *capsys.readouterr()) == (0, "", "")
+
+
+@pytest.mark.parametrize("make", [lambda path: None, os.mkfifo, os.mkdir], ids=["missing", "pipe", "folder"])
+def test_log_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], make) -> None:
+    make(tmp_path / "log")
+    assert doctor.main(["--log", str(tmp_path / "log")]) == 2
+    check_refusal(capsys.readouterr().err.strip(), "--log", tmp_path / "log")

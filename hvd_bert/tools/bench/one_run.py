@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from hvd_bert.storage import written
 from hvd_bert.storage.writing import make_folder, writing_to
 from hvd_bert.tools.bench.record import locked
 from hvd_bert.tools.runs import reading
+from hvd_bert.tools.runs.failure import first_failure, read_lines, split_mark
 from hvd_bert.tools.runs.reading import Run
 from hvd_bert.tools.runs.record import RESULTS
 
@@ -239,20 +239,7 @@ def _send(number: signal.Signals, processes: Sequence[psutil.Process]) -> None:
             process.send_signal(number)
 
 
-# "[1,0]<stderr>:" of horovodrun --mpi, "[0]<stderr>:" of --gloo; then time and level of a log line
-_MARK = re.compile(r"^(\[\d+(,\d+)?\]<std(out|err)>:)?(\d{4}-\d\d-\d\d [\d:]{8} [A-Z]+ )?")
-_EXCEPTION = re.compile(r"^[A-Za-z_.]*(Error|Exception|Interrupt)\b")
-
-
 def failure_in(path: Path) -> str:
-    """Why a run failed, as one line of its log: the trainer's message, else an exception, else the last line."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    lines = [_MARK.sub("", line).strip() for line in text.splitlines()]
-    messages = [line.removeprefix("hvd_bert: ") for line in lines if line.startswith("hvd_bert: ")]
-    failed = [place for place, line in enumerate(lines) if re.match(r"rank \d+ on \S+ failed:$", line)]
-    if not messages and failed:
-        raised = [line for line in lines[failed[0] :] if _EXCEPTION.match(line)]
-        messages = [f"{lines[failed[0]].removesuffix(' failed:')}: {raised[0]}"] if raised else []
-    return (
-        messages or [line for line in lines if _EXCEPTION.match(line)] or [line for line in reversed(lines) if line]
-    )[0]
+    """Why a run failed, as one line: the first failure in its log, else the last line."""
+    lines = list(read_lines(path))
+    return first_failure(lines) or next(text for _, text in map(split_mark, reversed(lines)) if text)

@@ -5,27 +5,31 @@
     horovodrun -np 4 -H a100-01:2,a100-02:2 hvd-bert doctor        a run's hosts, ranks and network
     srun --mpi=pmix hvd-bert doctor                                the same in a Slurm job
     horovodrun -np 4 hvd-bert doctor --prove                       whether 4 ranks do the work of one process (prove.py)
+    hvd-bert doctor --log FILE                                     which rank of a run failed first
 
 Exit status: 0 if a training would start, else 2 (docs/guides/preflight-check.md). With --prove 0 or, if it fails, 1.
+With --log 0, also if no failure is found.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser
+from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser, path
 from hvd_bert.distributed.horovodrun import read_hostfile, slots_of
 from hvd_bert.distributed.launch import find_launcher, ignored, platform_of, speaks_first
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError, visible
 from hvd_bert.startup import collector_paused, print_on_one_rank, start_rank, take_local_rank
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.doctor.remote import check_hosts
 from hvd_bert.tools.doctor.report import FAILURE, Line, Report
+from hvd_bert.tools.runs.failure import first_failure, read_lines
 
 if TYPE_CHECKING:
     from hvd_bert.config.settings import Config
@@ -52,14 +56,13 @@ def make_parser() -> Parser:
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument(
         "-H", "--hosts", metavar="HOST:SLOTS,...",
-        help="Check these hosts over ssh, and print the horovodrun line that starts a training. (default: this host)",
+        help="Check these hosts over ssh, and print the horovodrun line that starts a training; with --log, the run's"
+        " hosts. (default: this host)",
     )  # fmt: skip
     hosts.add_argument(
-        "--hostfile",
-        metavar="FILE",
-        type=Path,
-        help="The same from a file with lines of `a100-01:2` or `a100-01 slots=2`.",
-    )
+        "--hostfile", metavar="FILE", type=path,
+        help="The same from a file with lines of `a100-01:2` or `a100-01 slots=2`. (default: none)",
+    )  # fmt: skip
     parser.add_argument(
         "--ssh_port", "--ssh-port", metavar="N", type=int, limits=Limits(minimum=1, maximum=65535),
         help="Port of ssh on the hosts. (default: ssh's)",
@@ -76,12 +79,25 @@ def make_parser() -> Parser:
         "--timeout", type=float, default=180.0, metavar="S", limits=Limits(above=0, maximum=MAX_SECONDS),
         help="Maximum seconds per step of the check. (default: %(default)g)",
     )  # fmt: skip
-    parser.add_argument(
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument(
         "--prove", action="store_true",
         help="In place of the checks, train a few steps and compare each with the same step in one process. Takes the"
         " training's flags, except for the length, outputs, and what cannot be compared. (default: False)",
     )  # fmt: skip
+    modes.add_argument(
+        "--log", metavar="FILE", type=path,
+        help="In place of the checks, print the first failure in the log of a run, with its rank and host."
+        " (default: none)",
+    )  # fmt: skip
     return parser
+
+
+def slots_by(flags: argparse.Namespace) -> dict[str, int]:
+    """The slots of each host of --hosts or --hostfile; empty without them. Raises UserError."""
+    if flags.hostfile:
+        return read_hostfile(flags.hostfile)
+    return slots_of(flags.hosts) if flags.hosts else {}
 
 
 def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
@@ -112,6 +128,20 @@ def prove(world: World) -> None:
     prove.run(flags, config, world)
 
 
+def show_first_failure(flags: argparse.Namespace) -> None:
+    """Print the first failure in the log of --log. Raises UserError."""
+    hosts = [host for host, slots in slots_by(flags).items() for _ in range(slots)]
+    try:
+        failure = visible(first_failure(read_lines(flags.log), hosts))
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"--log {flags.log}: cannot be read: {reason}. Give a file with a launcher's output.") from None
+    if flags.json:
+        print(json.dumps({"first_failure": failure or None}))
+    else:
+        print(f"First failure: {failure}" if failure else f"No failure found in {flags.log}.")
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
     print_on_one_rank(sys.argv[1:] if argv is None else argv)
@@ -119,7 +149,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         launcher = find_launcher(os.environ)
         flags = make_parser().parse_args(argv)
-        slots = slots_of(flags.hosts) if flags.hosts else read_hostfile(flags.hostfile) if flags.hostfile else {}
+        if flags.log:
+            if first:
+                show_first_failure(flags)
+            return EXIT_OK
+        slots = slots_by(flags)
         if slots and not launcher.is_alone:
             raise UserError(f"--hosts: start the check once, not in each process of {launcher.name}.")
     except UserError as error:

@@ -1,1 +1,1 @@
-"""Reads the folder of a finished run; bench, report and tune share it."""
+"""Reads the folder and the log of a run; bench, doctor, report and tune share it."""
