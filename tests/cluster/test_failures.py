@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import JOB_SCRIPT, SMALL, Cluster, results
+from harness import HOSTS, JOB_SCRIPT, SMALL, Cluster, results
+
+from hvd_bert.tools.runs.failure import first_failure
 
 pytestmark = pytest.mark.cluster
 
@@ -41,23 +43,20 @@ def test_failing_rank_ends_the_job(
     assert (ended.state, ended.status != 0) == ("FAILED", True), ended
     assert ended.err.count(once) == 1, ended
     assert not re.findall(FAILED, ended.err), ended
-    last = ended.out.splitlines()[-1]
-    if fault == "stall":  # and the names of parameters
-        last = last[: last.rindex(" to reach ") + len(" to reach ")]
-    assert last == f"hvd.slurm: first failure: {first}", ended
+    assert first_failure(ended.err.splitlines()).startswith(first), ended
 
 
 @pytest.mark.parametrize(
-    ("by", "fault", "once"),
+    ("by", "fault", "once", "first"),
     [
-        ("--mpi", "kill", "on node a100-02 exited on signal 9"),
-        ("--mpi", "raise", RAISED),
-        ("--gloo", "kill", "Process 1 exit with status code"),
-        ("--gloo", "import", IMPORT),
+        ("--mpi", "kill", "on node a100-02 exited on signal 9", "rank 1 on a100-02: signal 9 (Killed)"),
+        ("--mpi", "raise", RAISED, "rank 1 on a100-02: RuntimeError: broken on purpose"),
+        ("--gloo", "kill", "Process 1 exit with status code", "rank 1 on a100-02: exit code"),
+        ("--gloo", "import", IMPORT, f"rank 1 on a100-02: {IMPORT}"),
     ],
 )
 def test_failing_rank_ends_horovodrun(
-    cluster: Cluster, tmp_path: Path, watched: dict[str, str], by: str, fault: str, once: str
+    cluster: Cluster, tmp_path: Path, watched: dict[str, str], by: str, fault: str, once: str, first: str
 ) -> None:
     launch = f"horovodrun -np 2 -H a100-01:1,a100-02:1 {by} --network-interfaces eth0"
     command = f"{launch} python -m hvd_bert.train {SMALL} 4 --output_dir out"
@@ -66,6 +65,7 @@ def test_failing_rank_ends_horovodrun(
     assert not outcome.hung and outcome.status != 0, outcome
     assert outcome.output.count(once) == 1, outcome
     assert len(re.findall(FAILED, outcome.output)) == (fault in ("raise", "import")), outcome
+    assert first_failure(outcome.output.splitlines(), HOSTS).startswith(first), outcome
 
 
 def test_srun_without_pmi_is_refused(cluster: Cluster, tmp_path: Path) -> None:
