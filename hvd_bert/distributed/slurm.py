@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from hvd_bert.distributed.launch import Launcher, LaunchError, number
 from hvd_bert.errors import UserError, reason_of
@@ -81,11 +81,11 @@ def check_tasks(launcher: Launcher, environ: Mapping[str, str]) -> None:
         )
 
 
-def requeue(environ: Mapping[str, str], mode: str, progress: str) -> tuple[bool, str]:
+def requeue(environ: Mapping[str, str], mode: str, progress: str, announce: Callable[[str], None]) -> tuple[bool, str]:
     """Requeue the Slurm job around this process, if `mode` (--requeue) and the job allow it.
 
-    Returns whether it is requeued, and a sentence on why or why not; "" outside of a batch job. Slurm ends the job's
-    processes then. `progress`: what this attempt has done; "" if nothing, since the next would do nothing either.
+    `progress`: what this attempt has done; "" if nothing, since the next would do nothing either. `announce`: prints a
+    line before Slurm ends the job's processes. Returns whether it is requeued, and a sentence if it is not.
     """
     job = find_job(environ)
     if job is None or IN_SWEEP in environ:
@@ -95,12 +95,12 @@ def requeue(environ: Mapping[str, str], mode: str, progress: str) -> tuple[bool,
         reason = "--requeue no" if mode == "no" else _obstacle(_scontrol("show", "job", name))
         reason = reason or ("" if progress else "this attempt made no progress, so request more time")
         if not reason:
+            announce(f"Slurm job {name} has a time limit: requeueing it after {progress}.")
             _scontrol("requeue", name)
+            return True, ""
     except UserError as error:
         reason = str(error)
-    if reason:
-        return False, f"Slurm job {name} is not requeued: {reason}."
-    return True, f"Slurm job {name} has a time limit and is requeued after {progress}."
+    return False, f"Slurm job {name} is not requeued: {reason}."
 
 
 def _obstacle(shown: str) -> str:
@@ -121,6 +121,6 @@ def _scontrol(*words: str) -> str:
         done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=_COMMAND_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"`scontrol {words[0]}` failed: {reason_of(error)}") from None
-    if done.returncode:
+    if done.returncode > 0:  # < 0: ended by a signal, since Slurm is ending the job
         raise UserError(f"`scontrol {words[0]}` failed: {' '.join(done.stderr.split())}")
     return done.stdout

@@ -188,24 +188,24 @@ class Checkpoints:
         self.wait_for_write()
         without = " and without --overwrite_output_dir" if self._train.overwrite_output_dir else ""
         where = self.folder / checkpoint_files.name_of(self.state.step)
-        requeued, why = self._requeue() if FOLDER not in reason else (False, "")
-        rerun = f"To resume, rerun the same command with --output_dir {self.folder}{without}."
-        then = " ".join(filter(None, (why, "" if requeued else rerun)))
-        raise CollectiveError(
-            f"Stopped after step {self.state.step} by {reason}, saved in {where}. {then}", status=EXIT_STOPPED
-        )
+        message = f"Stopped after step {self.state.step} by {reason}, saved in {where}."
+        requeued, why_not = self._requeue() if FOLDER not in reason else (False, "")
+        if not requeued:
+            message = f"{message} {why_not}".rstrip()
+            message += f" To resume, rerun the same command with --output_dir {self.folder}{without}."
+        raise CollectiveError(message, status=EXIT_STOPPED)
 
     def _requeue(self) -> tuple[bool, str]:
-        """Requeue the Slurm job: whether, and why (`slurm.requeue`). The other ranks wait, since srun would end rank 0
-        after the first of them. A collective.
+        """Requeue the Slurm job: whether, or why not (`slurm.requeue`). The other ranks wait, since srun would end rank
+        0 after the first of them. A collective.
         """
         world, step, done = self.state.world, self.state.step, (False, "")
         with world.raise_on_all_ranks():
             if world.rank == 0:
                 progress = f"step {step}" if step > self._first_step else ""
-                done = slurm.requeue(os.environ, self.args.requeue, progress)
-        requeued, why = world.broadcast(done)
-        return requeued, why
+                done = slurm.requeue(os.environ, self.args.requeue, progress, log.info)
+        requeued, why_not = world.broadcast(done)
+        return requeued, why_not
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         """Record an evaluation. Save if it is the best one and --load_best_model_at_end is given."""

@@ -74,8 +74,7 @@ def test_stopped_job_requeues_and_resumes(
         cancel(cluster, "--signal=USR1", *(["--batch"] if launcher == "mpirun" else []), job)
     start_again(cluster, job, tmp_path)
     ended = cluster.ended(job).expect(0)
-    done = f"saved in out/checkpoint-8. Slurm job {job} has a time limit and is requeued after step 8.\n"
-    assert ended.err.count("Stopped after step 8 by SIGUSR1") == ended.err.count(done) == 1, ended
+    assert ended.out.count(f"Slurm job {job} has a time limit: requeueing it after step 8.\n") == 1, ended
     assert "The Slurm job was requeued: continuing its run in out." in ended.out, ended
     assert "Resuming from step 8: out/checkpoint-8" in ended.out, ended
     assert resuming.differences(whole, tmp_path / "out") == []
@@ -130,7 +129,7 @@ def test_attempt_without_progress_is_not_requeued(cluster: Cluster, tmp_path: Pa
     cancel(cluster, "--signal=USR1", job)
     start_again(cluster, job, tmp_path)
     ended = cluster.ended(job)
-    assert ended.state == "FAILED" and ended.err.count("is requeued after step 2.") == 1, ended
+    assert ended.state == "FAILED" and ended.out.count("requeueing it after step 2.") == 1, ended
     assert "is not requeued: this attempt made no progress" in ended.err, ended
 
 

@@ -31,9 +31,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize(("environ", "name"), [(JOB, "12"), (ARRAY, "10_3")])
 def test_job_is_requeued(calls: list[tuple[str, ...]], environ: dict[str, str], name: str) -> None:
-    requeued, why = slurm.requeue(environ, "auto", "step 8")
-    assert requeued and why == f"Slurm job {name} has a time limit and is requeued after step 8."
-    assert calls == [("show", "job", name), ("requeue", name)]
+    assert slurm.requeue(environ, "auto", "step 8", lambda text: calls.append((text,))) == (True, "")
+    announced = f"Slurm job {name} has a time limit: requeueing it after step 8."
+    assert calls == [("show", "job", name), (announced,), ("requeue", name)]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_job_is_requeued(calls: list[tuple[str, ...]], environ: dict[str, str], 
 )
 def test_job_must_not_be_requeued(monkeypatch: pytest.MonkeyPatch, before: str, after: str, reason: str) -> None:
     monkeypatch.setattr(slurm, "_scontrol", lambda *words: {"show": SHOWN.replace(before, after)}[words[0]])
-    assert slurm.requeue(JOB, "auto", "step 8") == (False, f"Slurm job 12 is not requeued: {reason}.")
+    assert slurm.requeue(JOB, "auto", "step 8", print) == (False, f"Slurm job 12 is not requeued: {reason}.")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_job_must_not_be_requeued(monkeypatch: pytest.MonkeyPatch, before: str, 
     ],
 )
 def test_no_requeue(calls: list[tuple[str, ...]], environ: dict[str, str], mode: str, progress: str, why: str) -> None:
-    assert slurm.requeue(environ, mode, progress) == (False, why)
+    assert slurm.requeue(environ, mode, progress, print) == (False, why)
     assert ("requeue", "12") not in calls
 
 
@@ -70,5 +70,5 @@ def test_scontrol_fails(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
         slurm._scontrol("requeue", "12")
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'requeue is disabled\nfor job 12' >&2; exit 1\n")
     (tmp_path / "scontrol").chmod(0o755)
-    _, why = slurm.requeue(JOB, "auto", "step 8")
+    _, why = slurm.requeue(JOB, "auto", "step 8", print)
     assert why == "Slurm job 12 is not requeued: `scontrol show` failed: requeue is disabled for job 12."

@@ -18,6 +18,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -188,9 +189,9 @@ class Sweep:
         """Requeue the Slurm job. `waiting`: the points that were left at the start."""
         left = len(self.record.of_state(WAITING))
         progress = f"{waiting - left} more points" if left < waiting else ""
-        requeued, why = slurm.requeue(os.environ, self.requeue, progress)
+        requeued, why_not = slurm.requeue(os.environ, self.requeue, progress, partial(print, flush=True))
         stopped = Stopped(f"{reason}, {left} points left")
-        stopped.then = why if requeued else f"{why} {stopped.then}".strip()
+        stopped.then = "" if requeued else f"{why_not} {stopped.then}".strip()
         return stopped
 
     def _mark_done_and_skipped(self) -> None:
