@@ -16,7 +16,11 @@ MAX_LINE, MAX_LINES = 2**14, 100_000  # characters per line; lines at the end of
 # Before each line of a rank: of horovodrun or `mpirun --tag-output`, of `torchrun --tee`, and of torch's tracebacks.
 _MARK = re.compile(r"\[(?:(?:\d+,)?\d+\]<std(?:out|err)>|(?:default|rank)\d+\]): ?")
 # The trainer's first line, or Slurm's about the end of an attempt: a requeued job appends to its log.
-_BEGIN = re.compile(r"(?:\S+ \S+ INFO )?\d+ rank\(s\) on |slurmstepd.*: error: .* DUE TO JOB REQUEUE")
+_BEGIN = re.compile(
+    r"(?:\S+ \S+ INFO )?\d+ rank\(s\) on |slurmstepd.*: error: .* DUE TO (?:JOB REQUEUE|PREEMPTION|NODE FAILURE)"
+)
+# After Slurm's line, of the attempt that it has ended.
+_REQUEUED = re.compile(r"srun: error: .*: Terminated$|hvd_bert: Stopped after step .*, saved in [^ ]+\.$")
 _NO_CAUSE = "Stopped after step|the launcher was killed"
 _MESSAGE = re.compile(rf"^hvd_bert: (?!{_NO_CAUSE})(.*)", re.MULTILINE)
 _FAILED = re.compile(r"(rank \d+ on \S+) failed:$")
@@ -56,10 +60,13 @@ def first_failure(lines: Iterable[str], hosts: Sequence[str] = ()) -> str:
     `hosts`: the host of each rank, for launchers that do not name it.
     """
     attempt: deque[tuple[str, str]] = deque(maxlen=MAX_LINES)
+    requeued = False
     for mark, line in map(split_mark, lines):
         if _BEGIN.match(line):
             attempt.clear()
-        attempt.append((mark, line))
+            requeued = " DUE TO " in line
+        if not (requeued and _REQUEUED.match(line)):
+            attempt.append((mark, line))
     text = "\n".join(line for _, line in attempt)
     exception, others = _exception(line for _, line in attempt), _OTHERS.findall(text)
     found = [*_MESSAGE.findall(text), *_raised(attempt), *_WAITED.findall(text)]
