@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from fork_server import start as fork_server
-from harness import FOLDER, Cluster, script
+from harness import FOLDER, Cluster, new_environment, script
 from launch import programs, served
 
 CANNOT_RUN_HERE = 3
@@ -19,16 +19,6 @@ CANNOT_RUN_HERE = 3
 def new_folder() -> Path:
     """A folder for a separate cluster. Short, because paths of sockets are limited."""
     return Path(f"/tmp/hvd_{uuid.uuid4().hex[:8]}")
-
-
-def new_environment(folder: Path, python: str) -> Path:
-    """Make an environment whose `python` is this shell script. Returns the folder of its programs."""
-    programs = folder / "bin"
-    programs.mkdir(parents=True)
-    (programs / "python").write_text(f"#!/usr/bin/env bash\n{python}\n")
-    (programs / "python").chmod(0o755)
-    (programs / "activate").write_text(f"PATH={programs}:$PATH\n")
-    return programs
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,16 @@ class Ended:
         return self
 
 
+def new_environment(folder: Path, python: str) -> Path:
+    """Make an environment whose `python` is this shell script. Returns the folder of its programs."""
+    programs = folder / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").write_text(f"#!/usr/bin/env bash\n{python}\n")
+    (programs / "python").chmod(0o755)
+    (programs / "activate").write_text(f"PATH={programs}:$PATH\n")
+    return programs
+
+
 def script(name: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a script of this folder. `env`: additional variables."""
     command = ["bash", str(FOLDER / name), *arguments]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import FINAL, FOLDER, JOB_SCRIPT, SMALL, Cluster, losses, script
+from harness import FINAL, FOLDER, JOB_SCRIPT, SMALL, Cluster, losses, new_environment, script
 
 # Campaigns: 16 interpreters start one by one, since the fork server serves only the other cluster.
 pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(3600)]
@@ -34,11 +34,8 @@ def eight(folder: Path) -> Cluster:
 
 def waiting(tmp_path: Path) -> dict[str, str]:
     """An environment whose ranks wait for the signal at a step (altered.py)."""
-    python = tmp_path / "waiting" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FOLDER / "altered.py"}" "$@"\n')
-    python.chmod(0o755)
-    return {"HVD_BERT_VENV": str(python.parents[1]), "WAITING_STEP": str(STOP_STEP), "PATH": f"{python.parent}:{PATH}"}
+    folder = new_environment(tmp_path / "waiting", f'exec "{sys.executable}" "{FOLDER / "altered.py"}" "$@"')
+    return {"HVD_BERT_VENV": str(folder.parent), "WAITING_STEP": str(STOP_STEP), "PATH": f"{folder}:{PATH}"}
 
 
 def test_eight_hosts_stop_and_resume_on_four(eight: Cluster, tmp_path: Path) -> None:
@@ -51,12 +48,12 @@ def test_eight_hosts_stop_and_resume_on_four(eight: Cluster, tmp_path: Path) -> 
     while not (log.exists() and '"loss"' in log.read_text()):
         assert time.monotonic() < deadline and eight.show(job)["JobState"] not in FINAL, eight.ended(job)
         time.sleep(0.2)  # between polls, which the deadline ends
-    eight.on("login", ["scancel", "--batch", "--signal=TERM", job], tmp_path, timeout=60).expect(0)
+    eight.on("login", ["scancel", "--signal=TERM", job], tmp_path, timeout=60).expect(0)
     facts = eight.wait(job, "PENDING", restarts=1, timeout=TIMEOUT_S)
     eight.on("login", ["scancel", job], tmp_path, timeout=60).expect(0)
     out = Path(facts["StdOut"]).read_text()
     assert "16 rank(s) on a100-01, a100-02, a100-03, a100-04, a100-05, a100-06, a100-07, a100-08" in out
-    assert f"requeueing: the next attempt resumes from out/checkpoint-{STOP_STEP}" in out
+    assert f"requeueing it after step {STOP_STEP}." in out
 
     job = eight.submit(f"--nodes=4 --ntasks-per-node=2 {JOB_SCRIPT} {TRAIN} --output_dir out", tmp_path, COLD)
     ended = eight.ended(job, timeout=TIMEOUT_S).expect(0)
