@@ -81,15 +81,15 @@ def check_tasks(launcher: Launcher, environ: Mapping[str, str]) -> None:
         )
 
 
-def requeue(environ: Mapping[str, str], mode: str, progress: str, announce: Callable[[str], None]) -> tuple[bool, str]:
+def requeue(environ: Mapping[str, str], mode: str, progress: str, announce: Callable[[str], None]) -> str | None:
     """Requeue the Slurm job around this process, if `mode` (--requeue) and the job allow it.
 
-    `progress`: what this attempt has done; "" if nothing, since the next would do nothing either. `announce`: prints a
-    line before Slurm ends the job's processes. Returns whether it is requeued, and a sentence if it is not.
+    Returns None if it is requeued, a sentence on why it is not, or "" without a job. `progress`: what this attempt has
+    done; "" if nothing, since the next would do nothing either. `announce`: prints a line before Slurm ends the job.
     """
     job = find_job(environ)
     if job is None or IN_SWEEP in environ:
-        return False, ""
+        return ""
     name = job.get("array", job["id"])  # in an array, the number of its last task alone means all tasks
     try:
         reason = "--requeue no" if mode == "no" else _obstacle(_scontrol("show", "job", name))
@@ -97,15 +97,15 @@ def requeue(environ: Mapping[str, str], mode: str, progress: str, announce: Call
         if not reason:
             announce(f"Slurm job {name} has a time limit: requeueing it after {progress}.")
             _scontrol("requeue", name)
-            return True, ""
+            return None
     except UserError as error:
         reason = str(error)
-    return False, f"Slurm job {name} is not requeued: {reason}."
+    return f"Slurm job {name} is not requeued: {reason}."
 
 
 def _obstacle(shown: str) -> str:
     """Why a job must not be requeued, by `scontrol show job`; "" if it may be."""
-    fields = dict(re.findall(r"(\w+)=(\S*)", shown))
+    fields = dict(reversed(re.findall(r"(\w+)=(\S*)", shown)))  # the first of each: paths and comments come later
     if fields.get("BatchFlag") == "0":
         return "it is interactive"
     if fields.get("JobState") != "RUNNING":

@@ -189,23 +189,25 @@ class Checkpoints:
         without = " and without --overwrite_output_dir" if self._train.overwrite_output_dir else ""
         where = self.folder / checkpoint_files.name_of(self.state.step)
         message = f"Stopped after step {self.state.step} by {reason}, saved in {where}."
-        requeued, why_not = self._requeue() if FOLDER not in reason else (False, "")
-        if not requeued:
-            message = f"{message} {why_not}".rstrip()
-            message += f" To resume, rerun the same command with --output_dir {self.folder}{without}."
+        by_hand = FOLDER in reason or "SIGINT" in reason  # Ctrl-C in a session inside of a batch job
+        why_not = "" if by_hand else self._requeue()
+        if why_not is not None:
+            rerun = f"To resume, rerun the same command with --output_dir {self.folder}{without}."
+            message = " ".join(filter(None, (message, why_not, rerun)))
         raise CollectiveError(message, status=EXIT_STOPPED)
 
-    def _requeue(self) -> tuple[bool, str]:
-        """Requeue the Slurm job: whether, or why not (`slurm.requeue`). The other ranks wait, since srun would end rank
-        0 after the first of them. A collective.
+    def _requeue(self) -> str | None:
+        """Requeue the Slurm job, or return why not (`slurm.requeue`). The other ranks wait, since srun would end rank 0
+        after the first of them. A collective.
         """
-        world, step, done = self.state.world, self.state.step, (False, "")
+        world, step = self.state.world, self.state.step
+        why_not: str | None = None
         with world.raise_on_all_ranks():
             if world.rank == 0:
                 progress = f"step {step}" if step > self._first_step else ""
-                done = slurm.requeue(os.environ, self.args.requeue, progress, log.info)
-        requeued, why_not = world.broadcast(done)
-        return requeued, why_not
+                why_not = slurm.requeue(os.environ, self.args.requeue, progress, log.info)
+        why_not = world.broadcast(why_not)
+        return why_not
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         """Record an evaluation. Save if it is the best one and --load_best_model_at_end is given."""

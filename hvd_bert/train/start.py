@@ -17,6 +17,7 @@ from hvd_bert.model.bert import place
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.precision import set_precision
 from hvd_bert.output import output_dir
+from hvd_bert.output.output_dir import TAKEN_OVER
 from hvd_bert.output.reporters import base as reporters
 from hvd_bert.strategies.base import strategy_class
 from hvd_bert.tasks.base import Task, load_task
@@ -90,7 +91,7 @@ def check_elastic(config: Config, world: World, kept: ResumePoint | None) -> Non
         )
     if kept:
         args.output_dir = str(kept.folder.parent)
-    if world.generation and args.output_dir in output_dir.TAKEN_OVER:  # by the previous world: resume where it was
+    if world.generation and args.output_dir in TAKEN_OVER:  # by the previous world: resume where it was
         resume_own_run(config, kept is not None)
 
 
@@ -106,7 +107,9 @@ def earlier_attempt(output_dir: str | None, world: World) -> str | None:
     job = world.job or {}
     if "restarts" not in job:
         return None
-    for folder in [Path(output_dir)] if output_dir else sorted(Path("runs").glob("*/"), reverse=True):
+    # A program that trains several times has begun their folders in this order, and does so again.
+    new = (folder for folder in sorted(Path("runs").glob("*/")) if str(folder) not in TAKEN_OVER)
+    for folder in [Path(output_dir)] if output_dir else new:
         commands = events.commands_of_job(folder, job["id"])
         if commands and (output_dir or events.command() in commands):
             return str(folder)

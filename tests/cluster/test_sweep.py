@@ -22,7 +22,7 @@ def test_sweep_over_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
     cancel(cluster, "--batch", "--signal=USR1", job)
     start_again(cluster, job, tmp_path)
     ended = cluster.ended(job, timeout=900).expect(0)
-    assert f"Slurm job {job} has a time limit: requeueing it after 1 more points.\n" in ended.out, ended
+    assert f"Slurm job {job} has a time limit: requeueing it after 1 of 5 points.\n" in ended.out, ended
     assert ended.out.count("[1/5]") == 1, ended
     points = {point["name"]: point for point in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]}
     states = {name: (point["state"], point["reason"]) for name, point in points.items()}

@@ -163,6 +163,27 @@ def test_stop_reports_how_to_resume(run, tmp_path):
     assert found(tmp_path) == ["checkpoint-7"]
 
 
+@pytest.mark.parametrize(
+    ("steps", "reason", "asked"),
+    [
+        (7, "SIGUSR1 to rank 0", ["step 7"]),
+        (0, "SIGUSR1 to rank 0", [""]),
+        (7, "SIGINT to rank 0", []),
+        (7, "a move or removal of --output_dir", []),
+    ],
+)
+def test_stop_requeues(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, reason: str, asked: list[str]
+) -> None:
+    progress: list[str] = []
+    monkeypatch.setattr(saving.slurm, "requeue", lambda environ, mode, done, announce: progress.append(done))
+    checkpoints = run()
+    checkpoints.state.step = steps
+    with pytest.raises(CollectiveError) as stopped:
+        checkpoints.save_and_stop(reason)
+    assert progress == asked and ("rerun" in str(stopped.value)) == (not asked)
+
+
 def test_stop_saves_in_a_new_folder_if_it_was_removed(run, tmp_path):
     folder = tmp_path / "a" / "out"
     checkpoints = run("--output_dir", str(folder))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from hvd_bert.distributed import slurm
+from hvd_bert.distributed import events, slurm
+from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
+from hvd_bert.train import start
 
 JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "mine"}
 ARRAY = JOB | {"SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}
@@ -13,6 +17,7 @@ SHOWN = """JobId=12 JobName=mine
    JobState=RUNNING Reason=None Dependency=(null)
    Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
    RunTime=00:00:01 TimeLimit=1-00:00:00 TimeMin=N/A
+   Comment=TimeLimit=UNLIMITED Requeue=0
 """
 
 
@@ -31,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize(("environ", "name"), [(JOB, "12"), (ARRAY, "10_3")])
 def test_job_is_requeued(calls: list[tuple[str, ...]], environ: dict[str, str], name: str) -> None:
-    assert slurm.requeue(environ, "auto", "step 8", lambda text: calls.append((text,))) == (True, "")
+    assert slurm.requeue(environ, "auto", "step 8", lambda text: calls.append((text,))) is None
     announced = f"Slurm job {name} has a time limit: requeueing it after step 8."
     assert calls == [("show", "job", name), (announced,), ("requeue", name)]
 
@@ -47,7 +52,7 @@ def test_job_is_requeued(calls: list[tuple[str, ...]], environ: dict[str, str], 
 )
 def test_job_must_not_be_requeued(monkeypatch: pytest.MonkeyPatch, before: str, after: str, reason: str) -> None:
     monkeypatch.setattr(slurm, "_scontrol", lambda *words: {"show": SHOWN.replace(before, after)}[words[0]])
-    assert slurm.requeue(JOB, "auto", "step 8", print) == (False, f"Slurm job 12 is not requeued: {reason}.")
+    assert slurm.requeue(JOB, "auto", "step 8", print) == f"Slurm job 12 is not requeued: {reason}."
 
 
 @pytest.mark.parametrize(
@@ -60,15 +65,33 @@ def test_job_must_not_be_requeued(monkeypatch: pytest.MonkeyPatch, before: str, 
     ],
 )
 def test_no_requeue(calls: list[tuple[str, ...]], environ: dict[str, str], mode: str, progress: str, why: str) -> None:
-    assert slurm.requeue(environ, mode, progress, print) == (False, why)
+    assert slurm.requeue(environ, mode, progress, print) == why
     assert ("requeue", "12") not in calls
 
 
-def test_scontrol_fails(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_scontrol_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"`scontrol requeue` failed: .*No such file"):
         slurm._scontrol("requeue", "12")
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'requeue is disabled\nfor job 12' >&2; exit 1\n")
     (tmp_path / "scontrol").chmod(0o755)
-    _, why = slurm.requeue(JOB, "auto", "step 8", print)
-    assert why == "Slurm job 12 is not requeued: `scontrol show` failed: requeue is disabled for job 12."
+    why_not = slurm.requeue(JOB, "auto", "step 8", print)
+    assert why_not == "Slurm job 12 is not requeued: `scontrol show` failed: requeue is disabled for job 12."
+
+
+def test_runs_of_a_requeued_program_are_found_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "TAKEN_OVER", taken_over := set[str | None]())
+    for name, value in (JOB | {"SLURM_RESTART_COUNT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    for name, job in (("1", "11"), ("2", "12"), ("3", "12")):
+        Path("runs", name).mkdir(parents=True)
+        events.begin(Path("runs", name), True, {"job": {"id": job}})
+        events.end()
+    found = []
+    for _ in range(3):
+        found.append(start.earlier_attempt(None, World()))
+        taken_over.add(found[-1])
+    assert found == ["runs/2", "runs/3", None]
+    assert start.earlier_attempt("runs/1", World()) is None
+    assert start.earlier_attempt("runs/3", World()) == "runs/3"

@@ -15,6 +15,7 @@ from made_runs import PretendedRuns, make_run
 from tables import each, refused
 
 from hvd_bert.config.command_line import parse
+from hvd_bert.distributed import slurm
 from hvd_bert.storage import writing
 from hvd_bert.tools.bench import launching, one_run, sweep
 from hvd_bert.tools.bench.launching import Allocation, Launching, Machine, find_allocation
@@ -272,6 +273,17 @@ def test_an_interrupted_sweep_resumes(pretended, start, tmp_path, capsys) -> Non
     assert start() == 0 and pretended.started == []
     (tmp_path / "out" / "none-1-strong-1" / "metrics.jsonl").write_text("{")  # its results cannot be read
     assert start() == 0 and pretended.started == ["none-1-strong-1"]
+
+
+def test_a_requeue_needs_a_point_that_is_done(pretended, start, monkeypatch) -> None:
+    asked: list[tuple[str, str]] = []
+    requeue = lambda environ, mode, progress, announce: asked.append((mode, progress)) or ""  # noqa: E731
+    monkeypatch.setattr(slurm, "requeue", requeue)
+    pretended.ends = {"horovod-2-strong-1": Stopped("SIGUSR1")}
+    assert start() == start("--requeue", "no") == 75
+    pretended.ends = {ORDER[2]: 1, ORDER[3]: Stopped("SIGUSR1")}
+    assert start() == 75
+    assert asked == [("auto", "2 of 6 points"), ("no", ""), ("auto", "")]
 
 
 def test_a_failing_point_is_a_row_and_the_sweep_continues(pretended, start, tmp_path, capsys) -> None:

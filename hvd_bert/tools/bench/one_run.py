@@ -89,7 +89,7 @@ def exit_status(command: Callable[[], int]) -> int:
         with signals():
             return command()
     except Stopped as stopped:
-        print(f"Stopped by {stopped}. {stopped.then}", flush=True)
+        print(f"Stopped by {stopped}. {stopped.then}".rstrip(), flush=True)
         return EXIT_STOPPED
     except UserError as error:
         print(f"hvd_bert: {error}", file=sys.stderr)

@@ -162,16 +162,16 @@ class Sweep:
 
     def run(self, report: Path | None) -> int:
         """Run all points, then write the report. Returns the exit status."""
-        waiting = len(self.points)
+        done = 0
         try:
             with opened(self.out, SWEEP, lambda: self.record.begin(self.points)):
                 self._mark_done_and_skipped()
-                waiting = len(self.record.of_state(WAITING))
+                done = len(self.record.of_state(DONE))
                 self.record.write()
                 self._announce()
                 self._run_all()
         except Stopped as stopped:
-            raise self._stopped(str(stopped), waiting) from None
+            raise self._stopped(str(stopped), done) from None
         counts = ", ".join(f"{len(self.record.of_state(state))} {state}" for state in (DONE, SKIPPED, FAILED))
         print(f"In {self.out}: {counts}.")
         self._print_reasons(FAILED)
@@ -185,13 +185,13 @@ class Sweep:
 
         return make_report([str(self.out), "--out", str(report)]) or status
 
-    def _stopped(self, reason: str, waiting: int) -> Stopped:
-        """Requeue the Slurm job. `waiting`: the points that were left at the start."""
-        left = len(self.record.of_state(WAITING))
-        progress = f"{waiting - left} more points" if left < waiting else ""
-        requeued, why_not = slurm.requeue(os.environ, self.requeue, progress, partial(print, flush=True))
+    def _stopped(self, reason: str, done: int) -> Stopped:
+        """Requeue the Slurm job. `done`: the points that were done at the start; a failed one is run again."""
+        left, now = len(self.record.of_state(WAITING)), len(self.record.of_state(DONE))
+        progress = f"{now} of {len(self.points)} points" if now > done else ""
+        why_not = slurm.requeue(os.environ, self.requeue, progress, partial(print, flush=True))
         stopped = Stopped(f"{reason}, {left} points left")
-        stopped.then = "" if requeued else f"{why_not} {stopped.then}".strip()
+        stopped.then = "" if why_not is None else f"{why_not} {stopped.then}".strip()
         return stopped
 
     def _mark_done_and_skipped(self) -> None:

@@ -45,7 +45,7 @@ def conclude(
 
 
 def _lines(found: HostReport, first: bool) -> list[Line]:
-    """The lines of a host. Omits its world, which is of one rank, and the output folder where rank 0 is not."""
+    """The lines of a host. Omits its world of one rank, and the output folder where rank 0 is not."""
     lines = [line for line in found.checks if line.name != "World" or line.status != OK]
     return lines if first else [line for line in lines if line.name != "Output"]
 
