@@ -281,6 +281,8 @@ def test_a_requeue_needs_a_point_that_is_done(pretended, start, monkeypatch) -> 
     monkeypatch.setattr(slurm, "requeue", requeue)
     pretended.ends = {"horovod-2-strong-1": Stopped("SIGUSR1")}
     assert start() == start("--requeue", "no") == 75
+    pretended.ends = {"horovod-2-strong-1": Stopped("SIGINT")}
+    assert start() == 75
     pretended.ends = {ORDER[2]: 1, ORDER[3]: Stopped("SIGUSR1")}
     assert start() == 75
     assert asked == [("auto", "2 of 6 points"), ("no", ""), ("auto", "")]

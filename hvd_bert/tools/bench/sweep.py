@@ -189,7 +189,9 @@ class Sweep:
         """Requeue the Slurm job. `done`: the points that were done at the start; a failed one is run again."""
         left, now = len(self.record.of_state(WAITING)), len(self.record.of_state(DONE))
         progress = f"{now} of {len(self.points)} points" if now > done else ""
-        why_not = slurm.requeue(os.environ, self.requeue, progress, partial(print, flush=True))
+        why_not: str | None = ""
+        if "SIGINT" not in reason:  # Ctrl-C in a session inside of a batch job
+            why_not = slurm.requeue(os.environ, self.requeue, progress, partial(print, flush=True))
         stopped = Stopped(f"{reason}, {left} points left")
         stopped.then = "" if why_not is None else f"{why_not} {stopped.then}".strip()
         return stopped
