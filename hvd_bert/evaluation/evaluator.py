@@ -7,14 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from tqdm import tqdm
 
 from hvd_bert.config.settings import DataArguments
-from hvd_bert.data.collate import Collator
+from hvd_bert.data.batch_plan import Ids
+from hvd_bert.data.collate import Batch
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE
@@ -27,7 +26,7 @@ Whole = TypeVar("Whole")
 Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor, ...])
 
 
-def evaluated(
+def evaluate_on_ranks(
     world: World, compute: Callable[[], Part], score: Callable[[list[Part]], tuple[dict[str, float], Whole]]
 ) -> tuple[dict[str, float], Whole | None]:
     """The metrics that `score` makes of what all ranks `compute`, on every rank, and what else it returns, on rank 0.
@@ -45,45 +44,52 @@ def evaluated(
     return world.broadcast(metrics), rest
 
 
+@torch.no_grad()
+def batch_outputs(
+    forward: Callable[[Any], tuple[torch.Tensor, torch.Tensor]],
+    collate: Callable[[Ids], Any],
+    ids: Ids,
+    batch_size: int,
+    device: torch.device,
+    precision: str,
+    show_progress: bool = False,
+) -> Iterator[tuple[Ids, torch.Tensor, torch.Tensor]]:
+    """The examples `ids` in batches: their ids, and the losses and outputs that `forward` returns, on the CPU."""
+    parts = [ids[first : first + batch_size] for first in range(0, len(ids), batch_size)]
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for part in tqdm(parts, "Evaluating", unit="batch", leave=False, disable=not show_progress):
+            batch = collate(part)
+            with autocast(device, precision):
+                losses, outputs = forward(batch)
+            yield losses.float(), outputs
+
+    for part, (losses, outputs) in zip(parts, read_late(batches()), strict=True):
+        yield part, losses, outputs
+
+
+# --- spans ---------------------------------------------------------------------------------------
+
+
 def span_options(data: DataArguments) -> SpanOptions:
     """The settings that define what counts as an answer."""
     return SpanOptions(**{field.name: getattr(data, field.name) for field in dataclasses.fields(SpanOptions)})
 
 
-@torch.no_grad()
-def window_logits(
-    model: nn.Module,
-    windows: WindowTable,
-    ids: NDArray[np.int64],
-    device: torch.device,
-    batch_size: int,
-    precision: str,
-    losses: list[float],
-    pad_to: int | None = None,
-    show_progress: bool = False,
-) -> Iterator[WindowLogits]:
-    """The logits of `model` for the rows `ids` of `windows`, in that order; appends each window's loss to `losses`.
+def span_outputs(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each window [B], and its start and end logits, one after the other [B, 2T]."""
+    starts, ends = span_logits(model, batch)
+    return span_losses(starts, ends, batch), torch.cat((starts, ends), 1)
 
-    `pad_to`: see `Collator`.
-    """
-    collate, lengths = Collator(windows, device, pad_to), windows.lengths
-    parts = [ids[first : first + batch_size] for first in range(0, len(ids), batch_size)]
 
-    def batches() -> Iterator[tuple[torch.Tensor]]:
-        for part in tqdm(parts, "Evaluating", unit="batch", leave=False, disable=not show_progress):
-            batch = collate(part)
-            with autocast(device, precision):
-                starts, ends = span_logits(model, batch)
-            # One tensor, so one copy to the host.
-            yield (torch.cat((starts, ends, span_losses(starts, ends, batch)[:, None]), 1),)
-
-    for number, (values,) in enumerate(read_late(batches())):
-        batch_ids = parts[number]
-        losses.extend(values[:, -1].tolist())
-        start_rows, end_rows = (side.numpy() for side in values[:, :-1].chunk(2, 1))
-        questions, context_starts = (windows.numbers(name, batch_ids) for name in ("question", "context_start"))
-        char_starts, char_ends = (windows.lists(name, batch_ids) for name in ("char_starts", "char_ends"))
-        for i, length in enumerate(lengths[batch_ids]):
+def window_logits(windows: WindowTable, outputs: Iterable[tuple[Ids, torch.Tensor]]) -> Iterator[WindowLogits]:
+    """The logits of each window, from the ids of batches and what `span_outputs` returned for them."""
+    lengths = windows.lengths
+    for ids, values in outputs:
+        start_rows, end_rows = (side.numpy() for side in values.chunk(2, 1))
+        questions, context_starts = (windows.numbers(name, ids) for name in ("question", "context_start"))
+        char_starts, char_ends = (windows.lists(name, ids) for name in ("char_starts", "char_ends"))
+        for i, length in enumerate(lengths[ids]):
             yield WindowLogits(
                 question=int(questions[i]),
                 context_start=int(context_starts[i]),
@@ -92,6 +98,9 @@ def window_logits(
                 start_logits=start_rows[i, :length],
                 end_logits=end_rows[i, :length],
             )
+
+
+# --- copies --------------------------------------------------------------------------------------
 
 
 def read_late(batches: Iterable[Tensors]) -> Iterator[Tensors]:

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,13 @@ from hvd_bert.config.data import QUESTION_ANSWERING
 from hvd_bert.config.flag import require
 from hvd_bert.config.parser import path_problem, shortened
 from hvd_bert.config.settings import DataArguments, ModelArguments
+from hvd_bert.data.collate import Collator
 from hvd_bert.data.sources.questions import text_mistake
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
 from hvd_bert.data.window_table import check_lengths, in_memory
 from hvd_bert.errors import UserError, as_user_error
-from hvd_bert.evaluation.evaluator import span_options, window_logits
+from hvd_bert.evaluation.evaluator import batch_outputs, span_options, span_outputs, window_logits
 from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.model.bert import load_model, load_tokenizer, place
 from hvd_bert.model.families import check_precision, max_tokens
@@ -191,7 +193,15 @@ class QuestionAnswerer:
                 " Further questions are truncated without a warning."
             )
         longest_first = np.argsort(-windows.lengths, kind="stable")
-        logits = window_logits(self.model, windows, longest_first, self.device, self.batch_size, self.precision, [])
+        batches = batch_outputs(
+            partial(span_outputs, self.model),
+            Collator(windows, self.device),
+            longest_first,
+            self.batch_size,
+            self.device,
+            self.precision,
+        )
+        logits = window_logits(windows, ((ids, values) for ids, _, values in batches))
         return answers_of(block, logits, self.span_options)
 
 

@@ -48,11 +48,12 @@ class Work(Protocol):
 @dataclass(frozen=True)
 class EvaluationResult:
     """`metrics`: on every rank. `summary`: one line for the log. `files`: names and JSON content of further output
-    files (of `run_folder.RUN_FILES`) on rank 0."""
+    files (of `run_folder.RUN_FILES`) on rank 0. `outputs`: what was scored, on rank 0."""
 
     metrics: dict[str, float]
     summary: str
     files: dict[str, Any] = field(default_factory=dict)
+    outputs: Any = None
 
 
 class Task(ABC):

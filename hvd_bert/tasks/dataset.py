@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +24,8 @@ from hvd_bert.config.settings import DEFAULT_MODEL, TASKS, Config, DataArguments
 from hvd_bert.data.batch_plan import Ids, Lengths, Parts, balanced_partition, window_costs
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError, as_user_error
-from hvd_bert.evaluation.evaluator import evaluated, read_late
-from hvd_bert.model.precision import autocast, evaluating
+from hvd_bert.evaluation.evaluator import batch_outputs, evaluate_on_ranks
+from hvd_bert.model.precision import evaluating
 from hvd_bert.storage.reading import open_regular
 from hvd_bert.tasks.base import EvaluationResult, Task, make_plan
 
@@ -39,12 +40,15 @@ class Examples:
         lengths: Tokens per example, or any other whole number that its cost grows with.
         digest: A hash of the content. A resumed run must have the same, and all ranks.
         parts: For training on several files, as in `BatchPlan`.
+        groups: The number of each example's group, from 0. A group, such as the windows of a question, is evaluated by
+            one rank. None: each example is one.
     """
 
     collate: Callable[[Ids], Any]
     lengths: Lengths
     digest: str
     parts: Parts = ()
+    groups: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -75,7 +79,7 @@ class ExampleBatch:
     num_positions: int
 
 
-Outputs = tuple[Ids, Tensor, Tensor]  # examples of a validation set, their losses and the model's outputs
+Share = tuple[Ids, Tensor, Any]  # a rank's examples of the validation set, their losses and what `collect` returned
 
 
 class DatasetTask(Task):
@@ -119,14 +123,14 @@ class DatasetTask(Task):
         """The loss of each example of a batch [n], and the model's output for each [n, ...], such as its class."""
 
     @abstractmethod
-    def score(self, outputs: Tensor) -> dict[str, float]:
+    def score(self, outputs: Any) -> dict[str, float]:
         """The metrics, from the outputs for all examples of `dev` in their order. Called on rank 0."""
 
     def mean_losses(self, losses: Tensor) -> dict[str, float]:
         """`eval_loss`, from the losses of all examples of `dev` in their order. Called on rank 0."""
         return {"eval_loss": float(losses.mean(dtype=torch.float64))}
 
-    def predictions(self, outputs: Tensor) -> Any:
+    def predictions(self, outputs: Any) -> Any:
         """What eval_predictions.json holds; None: no such file. Called on rank 0."""
         return None
 
@@ -147,44 +151,66 @@ class DatasetTask(Task):
         return self.forward(model, batch.content)[0]
 
     def evaluate(self, model: nn.Module) -> EvaluationResult:
-        metrics, files = evaluated(self.world, lambda: self._outputs(model), self._scored)
-        return EvaluationResult(metrics, self.summary(metrics), files or {})
-
-    def _scored(self, ranks: list[Outputs]) -> tuple[dict[str, float], dict[str, Any]]:
-        """Metrics and files, from all ranks' outputs, which are put in order."""
-        ids, losses, outputs = zip(*(found for found in ranks if len(found[0])), strict=True)
-        order = torch.from_numpy(np.argsort(np.concatenate(ids)))
-        ordered = torch.cat(outputs)[order]
-        metrics = self.score(ordered) | self.mean_losses(torch.cat(losses)[order])
-        predictions = self.predictions(ordered)
-        return metrics, {} if predictions is None else {"eval_predictions.json": predictions}
+        metrics, found = evaluate_on_ranks(self.world, lambda: self._evaluate_share(model), self._scored)
+        outputs, files = found or (None, {})
+        return EvaluationResult(metrics, self.summary(metrics), files, outputs)
 
     @cached_property
-    def _share(self) -> NDArray[np.int64]:
-        """This rank's examples of `dev`, as expensive as the others'; the longest first, as they need most memory."""
+    def _share(self) -> Ids:
+        """This rank's examples of `dev`, as expensive as the others'.
+
+        Examples of similar length share a batch, the longest first: if memory runs out, it does so at once.
+        """
         assert self.dev is not None
         costs = window_costs(self.dev.lengths, self.crossover)
-        mine = balanced_partition(costs, self.world.size)[self.world.rank]
+        groups = np.arange(len(costs)) if self.dev.groups is None else self.dev.groups
+        of_groups = np.zeros(groups.max() + 1, dtype=np.int64)
+        np.add.at(of_groups, groups, costs)
+        mine = np.flatnonzero(np.isin(groups, balanced_partition(of_groups, self.world.size)[self.world.rank]))
         return mine[np.argsort(-self.dev.lengths[mine], kind="stable")]
 
-    def _outputs(self, model: nn.Module) -> Outputs:
-        """This rank's examples, with losses and outputs on the CPU."""
-        assert self.dev is not None
-        dev, ids, size = self.dev, self._share, self.config.train.per_device_eval_batch_size
+    def _evaluate_share(self, model: nn.Module) -> Share:
+        dev, ids, args, all_losses = self.dev, self._share, self.config.train, [torch.empty(0)]
+        assert dev is not None
+        batches = batch_outputs(
+            lambda batch: self.forward(model, batch.content),
+            lambda part: self._batch(dev, part),
+            ids,
+            args.per_device_eval_batch_size,
+            self.world.device,
+            args.precision,
+            show_progress=self.world.rank == 0 and sys.stderr.isatty(),
+        )
 
-        def batches() -> Iterator[tuple[Tensor, Tensor]]:
-            for first in range(0, len(ids), size):
-                batch = self._batch(dev, ids[first : first + size])
-                with autocast(self.world.device, self.config.train.precision):
-                    losses, outputs = self.forward(model, batch.content)
-                yield losses.float(), outputs
+        def outputs_of_batches() -> Iterator[tuple[Ids, Tensor]]:
+            for part, losses, outputs in batches:
+                all_losses.append(losses)
+                yield part, outputs
 
         with evaluating(model):
-            found = list(read_late(batches()))
-        if not found:
-            return ids, torch.empty(0), torch.empty(0)
-        losses, outputs = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return ids, losses, outputs
+            collected = self.collect(outputs_of_batches()) if len(ids) else None
+        return ids, torch.cat(all_losses), collected
+
+    def collect(self, outputs: Iterable[tuple[Ids, Tensor]]) -> Any:
+        """What rank 0 gets of this rank's outputs, which come batch by batch with their ids: all, as one tensor."""
+        return torch.cat([values for _, values in outputs])
+
+    def join(self, collected: Sequence[Any], order: Tensor) -> Any:
+        """What `score` gets, from what the ranks have collected. `order`: sorts their examples by id."""
+        return torch.cat(tuple(collected))[order]
+
+    def _scored(self, ranks: list[Share]) -> tuple[dict[str, float], tuple[Any, dict[str, Any]]]:
+        """Metrics, outputs and files, from the shares of all ranks."""
+        ids, losses, collected = zip(*(share for share in ranks if len(share[0])), strict=True)
+        order = torch.from_numpy(np.argsort(np.concatenate(ids)))
+        outputs = self.join(collected, order)
+        metrics = self.score(outputs) | self.mean_losses(torch.cat(losses)[order])
+        return metrics, (outputs, self.files(outputs))
+
+    def files(self, outputs: Any) -> dict[str, Any]:
+        """Names and content of output files (`EvaluationResult.files`). Called on rank 0."""
+        predictions = self.predictions(outputs)
+        return {} if predictions is None else {"eval_predictions.json": predictions}
 
     def summary(self, metrics: dict[str, float]) -> str:
         """An evaluation in one line."""
@@ -195,9 +221,9 @@ class DatasetTask(Task):
     def fingerprint(self) -> dict[str, object]:
         sets = {"training": self.train, "validation": self.dev}
         return {
-            f"the {name} data": f"{examples.digest[:12]}, {len(examples)} {self.unit}"
-            for name, examples in sets.items()
-            if examples is not None
+            f"the {name} data": f"{part.digest[:12]}, {len(part)} {self.unit}, total length {part.lengths.sum()}"
+            for name, part in sets.items()
+            if part is not None
         }
 
     def identity(self) -> dict[str, object]:

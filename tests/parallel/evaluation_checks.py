@@ -17,7 +17,7 @@ from hvd_bert.config.settings import PACKAGE, save
 from hvd_bert.data.sources import squad
 from hvd_bert.distributed.world import World
 from hvd_bert.tasks.base import load_task
-from hvd_bert.tasks.question_answering import QuestionAnswering, load_inputs
+from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.evaluate.__main__ import main as evaluate
 from hvd_bert.train.__main__ import main as train
 
@@ -32,31 +32,32 @@ def evaluation_name(preset: str, num_questions: int) -> str:
 
 def _evaluate(ranks: Ranks, preset: str, num_questions: int) -> None:
     world, tiny = ranks.world, Path(sys.argv[1]) / "tiny"
-    words = ["--config", preset, "--config_name", tiny, "--tokenizer_name", tiny, "--no_do_train"]
+    words = ["--config", preset, "--config_name", tiny, "--tokenizer_name", tiny, "--max_train_samples", 16]
     # Short windows, so that most questions have several.
     words += ["--max_eval_samples", num_questions, "--max_seq_length", 24, "--doc_stride", 4]
     words += ["--per_device_eval_batch_size", 4, "--n_best_size", 5]
     config = command_line.parse([str(word) for word in words])
-    inputs = load_inputs(config, world)
-    assert inputs.dev is not None
-    assert len(inputs.dev.windows) > num_questions == len(inputs.dev.questions)
-    inputs.model.train()
-    config.train.do_train = True  # a model with new weights
-    evaluation = QuestionAnswering(config, world, inputs).answer(inputs.model)
-    assert inputs.model.training, "scoring must leave the model in the mode it was in"
+    task = QuestionAnswering(config, world)
+    assert task.validation is not None
+    questions = task.validation.questions
+    assert len(task.validation.windows) > num_questions == len(questions)
+    task.model.train()
+    evaluation = task.evaluate(task.model)
+    answers = evaluation.outputs
+    assert task.model.training, "scoring must leave the model in the mode it was in"
     assert world.allgather(evaluation.metrics) == [evaluation.metrics] * world.size
     assert evaluation.metrics["total"] == num_questions
     if world.rank > 0:
-        assert evaluation.answers == []
+        assert answers is None
         return
-    assert [answer.id for answer in evaluation.answers] == [question.id for question in inputs.dev.questions]
-    assert all((answer.null_odds is not None) == (preset == "sample_v2") for answer in evaluation.answers)
+    assert [answer.id for answer in answers] == [question.id for question in questions]
+    assert all((answer.null_odds is not None) == (preset == "sample_v2") for answer in answers)
     left = {
         "metrics": evaluation.metrics,
-        "predictions": {answer.id: answer.text for answer in evaluation.answers},
-        "best_spans": {answer.id: answer.best_span for answer in evaluation.answers},
-        "null_odds": {answer.id: answer.null_odds for answer in evaluation.answers},
-        "nbest": {answer.id: answer.nbest for answer in evaluation.answers},
+        "predictions": {answer.id: answer.text for answer in answers},
+        "best_spans": {answer.id: answer.best_span for answer in answers},
+        "null_odds": {answer.id: answer.null_odds for answer in answers},
+        "nbest": {answer.id: answer.nbest for answer in answers},
     }
     (ranks.folder / evaluation_name(preset, num_questions)).write_text(json.dumps(left), encoding="utf-8")
 
@@ -84,7 +85,7 @@ def files_are_mixed_by_weight_and_scored_as_alone(ranks: Ranks) -> None:
     words += [f"--per_device_train_batch_size={8 // world.size}", "--per_device_eval_batch_size=4"]
     task = load_task(command_line.parse(words), world)
     one = load_task(command_line.parse([*words, "--per_device_train_batch_size=8"]), World())
-    assert isinstance(task, QuestionAnswering) and task.plan and one.plan and task.inputs.train
+    assert isinstance(task, QuestionAnswering) and task.plan and one.plan and task.training
     assert (task.plan.num_windows, task.plan.steps_per_epoch) == (3 + 10, 2)
     counts = np.zeros(11, np.int64)
     for step in range(8):  # four epochs
@@ -95,11 +96,11 @@ def files_are_mixed_by_weight_and_scored_as_alone(ranks: Ranks) -> None:
         if step % 4 == 3:
             assert counts.tolist() == [(step + 1) // 4] * 6 + [step + 1] * 5
     assert len(set(task.window_names(np.arange(11)))) == 11
-    found = task.answer(task.model).metrics
+    found = task.evaluate(task.model).metrics
     for name, file in (("C", c), ("D", d)):
         alone = load_task(command_line.parse(command_line.overriding(words, [f"--validation_file={file}"])), world)
         assert isinstance(alone, QuestionAnswering)
-        scores = alone.answer(task.model).metrics
+        scores = alone.evaluate(task.model).metrics
         assert all(scores[key] == found[f"{name}_{key}"] for key in ("exact_match", "f1", "total")) and scores["f1"] > 0
 
 
@@ -108,10 +109,9 @@ def command_evaluate_has_the_trainers_scores_and_those_of_one_rank(ranks: Ranks)
     world, model, out = ranks.world, ranks.folder / "evaluated", ranks.folder / "scores"
     tiny = ["--config_name", str(ranks.folder / "tiny"), "--tokenizer_name", str(ranks.folder / "tiny")]
     if world.rank == 0:
-        config = command_line.parse(["--config", "sample_v2", *tiny, "--no_do_train"])
-        inputs = load_inputs(config, world)
-        inputs.model.save_pretrained(model)
-        inputs.tokenizer.save_pretrained(model)
+        config = command_line.parse(["--config", "sample_v2", *tiny])
+        model.mkdir()
+        QuestionAnswering(config, world).save(model)
         save(config.as_flat(), model / "train_config.yaml")
     world.allgather(None)
     few = ["--max_eval_samples", 10, "--max_seq_length", 24, "--doc_stride", 4]

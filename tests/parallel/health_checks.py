@@ -88,7 +88,7 @@ def training_that_skips_all_its_steps_fails_and_leaves_no_model(ranks: Ranks) ->
         for weight in training.model.parameters():
             weight.data.fill_(math.nan)
         training.model.save_pretrained(model)
-        training.inputs.tokenizer.save_pretrained(model)
+        training.task.tokenizer.save_pretrained(model)
     world.allgather(None)
     flags = ["--per_device_train_batch_size", GLOBAL_BATCH // world.size, "--max_steps", LIMIT - 1, "--no_do_eval"]
     words = sample("--model_name_or_path", model, *flags, "--report_to", "none", "--output_dir", out)

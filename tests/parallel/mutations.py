@@ -21,12 +21,12 @@ from torch import Tensor
 
 from hvd_bert.config.data import TASKS
 from hvd_bert.data.batch_plan import BatchPlan, Ids
-from hvd_bert.data.collate import Batch
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.distributed.world import World
 from hvd_bert.strategies import base
 from hvd_bert.strategies.horovod import HorovodStrategy
 from hvd_bert.tasks.base import load_task
+from hvd_bert.tasks.dataset import ExampleBatch
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.doctor import __main__ as doctor
 from hvd_bert.tools.doctor import prove
@@ -140,21 +140,21 @@ class MutantPlan(BatchPlan):
 
 
 class MutantTask(QuestionAnswering):
-    def batch(self, ids: Ids) -> Batch:
+    def batch(self, ids: Ids) -> ExampleBatch:
         batch = super().batch(ids)
         assert self.plan
-        (expected,) = self.plan.rank_windows(Now.step - 1, self._world.rank)
+        (expected,) = self.plan.rank_windows(Now.step - 1, self.world.rank)
         # One process makes its batches in the main thread.
         if np.array_equal(ids, expected) and threading.current_thread() is not threading.main_thread():
-            Now.mutated("batch", self._world.rank, Now.step, batch.input_ids[0, 1])
+            Now.mutated("batch", self.world.rank, Now.step, batch.content.input_ids[0, 1])
         return batch
 
-    def losses(self, model: Any, batch: Batch) -> Any:
+    def losses(self, model: Any, batch: ExampleBatch) -> Any:
         losses = super().losses(model, batch)
         if model is not self.model or not self.plan:  # in one process
             return losses
         total = len(self.plan.step_windows(Now.number - 1))
-        return Now.mutated("losses", self._world.rank, Now.number, total, losses)
+        return Now.mutated("losses", self.world.rank, Now.number, total, losses)
 
 
 def main(world: World) -> None:

@@ -54,15 +54,15 @@ class Training:
         batch = ["--per_device_train_batch_size", rank_batch, "--gradient_accumulation_steps", accumulation]
         self.world = world
         self.config: Config = command_line.parse(sample("--no_do_eval", *batch, *flags))
-        task = QuestionAnswering(self.config, world)
-        self.inputs, self.plan = task.inputs, task.plan
-        assert self.inputs.train and self.plan
+        self.task = task = QuestionAnswering(self.config, world)
+        assert task.training and task.plan
+        self.plan = task.plan
         assert (self.plan.num_windows, self.plan.steps_per_epoch) == (WINDOWS, 2)
-        self.model: nn.Module = self.inputs.model
+        self.model: nn.Module = task.model
         self.frozen = [weight for name, weight in self.model.named_parameters() if frozen in name]
         for weight in self.frozen:
             weight.requires_grad_(False)
-        self.collate = Collator(self.inputs.train.windows, world.device, self.config.data.pad_to)
+        self.collate = Collator(task.training.windows, world.device, self.config.data.pad_to)
         self.model.train()
 
     def wrap(self) -> Strategy:

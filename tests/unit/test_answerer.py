@@ -17,7 +17,7 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.model.cpu import kernels
 from hvd_bert.predict import answerer
 from hvd_bert.predict.answerer import FoundAnswer
-from hvd_bert.tasks.question_answering import QuestionAnswering, load_inputs
+from hvd_bert.tasks.question_answering import QuestionAnswering
 
 SETTINGS = {"max_seq_length": 40, "doc_stride": 8, "n_best_size": 5, "max_answer_length": 6}
 
@@ -109,13 +109,12 @@ def test_answers_are_those_of_evaluation(model, questions, write_squad, tmp_path
     flags = ["--no_do_train", "--model_name_or_path", str(model), "--validation_file", str(write_squad(questions))]
     flags += [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
     config = parse([*flags, "--null_score_diff_threshold", "-5.5", *["--version_2_with_negative"] * version_2])
-    inputs = load_inputs(config, make_world())
-    evaluation = QuestionAnswering(config, make_world(), inputs).answer(inputs.model)
-    evaluated = [FoundAnswer.of(answer) for answer in evaluation.answers]
+    task = QuestionAnswering(config, make_world())
+    evaluated = [FoundAnswer.of(answer) for answer in task.evaluate(task.model).outputs]
     assert {bool(answer.text) for answer in evaluated} == ({True, False} if version_2 else {True})
 
     monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 7)
-    asked = inputs.dev.questions  # in the file's order, with the answers, which must not matter
+    asked = task.validation.questions  # in the file's order, with the answers, which must not matter
     for batch_size, order in ((8, 1), (3, -1), (1, 1)):
         qa = QuestionAnswerer(
             model, batch_size=batch_size, version_2_with_negative=version_2, null_score_diff_threshold=-5.5

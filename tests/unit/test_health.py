@@ -21,7 +21,7 @@ from hvd_bert.distributed import events
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.strategies.base import StrategyOptions, strategy_class
-from hvd_bert.tasks.question_answering import QuestionAnswering
+from hvd_bert.tasks.question_answering import QuestionAnswering, QuestionSet
 from hvd_bert.train.health import LIMIT, LIMIT_LATER, LIMIT_SCALED, MAX_EVENTS, Health
 from hvd_bert.train.meter import Meter
 
@@ -205,5 +205,5 @@ def test_windows_are_named_by_their_questions_or_numbered(make_questions, write_
         (unknown, lost, ["number 2", "number 0"]),
     ):
         task = QuestionAnswering.__new__(QuestionAnswering)
-        task.inputs = SimpleNamespace(train=SimpleNamespace(windows=table, source=source))  # type: ignore[assignment]
+        task.training = QuestionSet(source, table)
         assert task.window_names(np.array([2, 0])) == names

@@ -26,7 +26,7 @@ from hvd_bert.predict.__main__ import main, parse_flags
 from hvd_bert.predict.answerer import FoundAnswer
 from hvd_bert.predict.answering import COLUMNS, answer_file
 from hvd_bert.storage import written
-from hvd_bert.tasks.question_answering import load_inputs
+from hvd_bert.tasks.question_answering import QuestionAnswering
 
 ALONE = Launcher("none", None, None)
 
@@ -65,8 +65,8 @@ def test_model_without_a_span_head_is_refused_unless_it_is_trained(tokenizer, tm
     with refused(*named):
         QuestionAnswerer(tmp_path)
     with refused(*named):
-        load_inputs(parse([*flags, "--no_do_train"]), make_world())
-    load_inputs(parse(flags), make_world())
+        QuestionAnswering(parse([*flags, "--no_do_train"]), make_world())
+    QuestionAnswering(parse(flags), make_world())
 
 
 @each(

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_world import make_world
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, BertForQuestionAnswering
 
-from hvd_bert.config.command_line import parse
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.output import run_folder
 from hvd_bert.storage import written
 from hvd_bert.tasks import question_answering
 from hvd_bert.tasks.base import EvaluationResult
-from hvd_bert.tasks.question_answering import Inputs, QuestionAnswering
+from hvd_bert.tasks.question_answering import QuestionAnswering
 
 
 def found_names(folder: Path) -> set[str]:
@@ -52,7 +50,9 @@ def model_of(tokenizer: Any) -> BertForQuestionAnswering:
 
 
 def task_of(model: BertForQuestionAnswering, tokenizer: Any) -> QuestionAnswering:
-    return QuestionAnswering(parse([]), make_world(), Inputs(tokenizer, model, None, None))
+    task = QuestionAnswering.__new__(QuestionAnswering)
+    task.model, task.tokenizer = model, tokenizer
+    return task
 
 
 def test_saved_model_is_loaded_by_transformers(tmp_path, tokenizer):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,8 @@ import torch
 
 from hvd_bert.distributed import world as world_module
 from hvd_bert.distributed.world import CollectiveError, RankInfo, World
-from hvd_bert.tasks.question_answering import Inputs
+from hvd_bert.tasks.dataset import Examples
+from hvd_bert.tasks.question_answering import QuestionAnswering
 
 
 def make_world(rank: int = 0, size: int = 1) -> World:
@@ -49,27 +49,20 @@ def test_rank_infos_for_the_log(monkeypatch):
     assert world.describe()[1].startswith("Slurm job id 17")
 
 
-class Table:
-    lengths = np.array([3, 4])
-
-    def __len__(self) -> int:
-        return 2
-
-
 @pytest.mark.parametrize(
     ("path", "digest", "message"),
     [
         ("/b/train.json", "1" * 12, r"--train_file differs: /a/train.json on a \(rank 0\), /b/train.json on b"),
-        ("/a/train.json", "2" * 12, r"the training data differs: 1{12}, 2 windows of 7 tokens \(/a/train.json\) on a"),
+        ("/a/train.json", "2" * 12, r"the training data differs: 1{12}, 2 windows, total length 7 on a"),
     ],
     ids=["path", "content"],
 )
 def test_training_files_that_differ_between_hosts(path: str, digest: str, message: str) -> None:
     def values(path: str, digest: str) -> dict[str, object]:
-        source = SimpleNamespace(name=path, digest=digest)
-        data: Any = SimpleNamespace(source=source, windows=Table())
-        tokenizer = SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=lambda: "rules"))
-        return {"--train_file": path} | Inputs(tokenizer, None, data, None).fingerprint()  # type: ignore[arg-type]
+        task = QuestionAnswering.__new__(QuestionAnswering)
+        task.tokenizer = SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=lambda: "rules"))
+        task.train = Examples(list, np.array([3, 4]), digest)
+        return {"--train_file": path} | task.fingerprint()
 
     world = heard(make_world(size=2), [None, values(path, digest)])
     world.rank_infos = on_hosts("a", "b")

@@ -34,7 +34,7 @@ from hvd_bert.output import run_folder
 from hvd_bert.storage.reading import GIB
 from hvd_bert.storage.writing import check_file, write_named, writing_to
 from hvd_bert.tasks.base import Task, load_task, weight_copies
-from hvd_bert.tasks.question_answering import Inputs, QuestionAnswering, QuestionSet
+from hvd_bert.tasks.question_answering import QuestionAnswering, QuestionSet
 from hvd_bert.tools.bench import measure
 from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.train.loop import Training
@@ -202,6 +202,12 @@ def random_task(model: str | None, num_windows: int, config: Config, world: Worl
     with reported(model or "BERT-base"):
         padded, flags = data.pad_to is not None, config.model
         network = new_model(shape, flags.dropout, args.seed, padded, attention_dropout=flags.attention_dropout)
-    task = QuestionAnswering(config, world, Inputs(None, network, QuestionSet(source, table), None))
+
+    class RandomWindows(QuestionAnswering):
+        def load(self, config: Config) -> None:
+            self.model = network
+            self.use(QuestionSet(source, table), None)
+
+    task = RandomWindows(config, world)
     task.add_adapters(config)
     return task

@@ -48,12 +48,12 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
     for task, config in zip(tasks, configs, strict=True):
         world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | task.fingerprint())
 
-    evaluated = [_evaluate(task, config, world) for task, config in zip(tasks, configs, strict=True)]
+    found = [_evaluate(task, config, world) for task, config in zip(tasks, configs, strict=True)]
     if configs[0].train.output_dir:
         output_dir.begin(configs[0].train, configs[0].as_flat(), None, world)
     with world.raise_on_all_ranks(EXIT_FAILURE):
         if world.rank == 0:
-            evaluations, scored_models = zip(*evaluated, strict=True)
+            evaluations, scored_models = zip(*found, strict=True)
             metrics = [evaluation.metrics for evaluation in evaluations]
             models = [model for model in scored_models if model is not None]
             results = results_of(configs, metrics, models, flags.mistakes)
@@ -70,14 +70,10 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
 def _evaluate(task: Task, config: Config, world: World) -> tuple[EvaluationResult, Scored | None]:
     """What the task returns and, on rank 0 and for question answering, each answer with its scores. A collective."""
     place(task.model, world.device)
-    found = None
-    if isinstance(task, QuestionAnswering):
-        answered = task.answer(task.model)
-        evaluation = task.described(answered)
-        if world.rank == 0 and task.inputs.dev:
-            found = replace(scored(task.inputs.dev.questions, answered.answers, config), sets=task.inputs.dev.sets)
-    else:
-        evaluation = task.evaluate(task.model)
+    evaluation, found = task.evaluate(task.model), None
+    if isinstance(task, QuestionAnswering) and task.validation and world.rank == 0:
+        questions = task.validation
+        found = replace(scored(questions.questions, evaluation.outputs, config), sets=questions.sets)
     task.model.to(device="cpu")  # frees the GPU's memory for the other model
     return evaluation, found
 
