@@ -8,26 +8,23 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import safetensors.torch
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
-from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.settings import DEFAULT_MODEL, TASKS, Config, DataArguments, ModelArguments
+from hvd_bert.config.settings import DEFAULT_MODEL, TASKS, Config, DataArguments
 from hvd_bert.data.batch_plan import Ids, Lengths, Parts, balanced_partition, window_costs
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import UserError, as_user_error
+from hvd_bert.errors import UserError
 from hvd_bert.evaluation.evaluator import batch_outputs, evaluate_on_ranks
 from hvd_bert.model.precision import evaluating
-from hvd_bert.storage.reading import open_regular
 from hvd_bert.tasks.base import EvaluationResult, Task, make_plan
+from hvd_bert.tasks.trained import as_trained, load_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,19 +80,30 @@ Share = tuple[Ids, Tensor, Any]  # a rank's examples of the validation set, thei
 
 
 class DatasetTask(Task):
-    """Subclass it, create `model`, `train` and `dev` in `load`, and define `forward` and `score`."""
+    """Subclass it, create `model`, `train` and `dev` in `load`, and define `forward` and `score`.
+
+    `trained`: when a model is evaluated, the folder of its training, whose weights it gets after `load`.
+    """
 
     train: Examples | None = None
     dev: Examples | None = None
+    trained: str | None = None
     limits: ClassVar[bool] = False  # whether `load` applies --max_train_samples and --max_eval_samples
     crossover: int = 1  # where the cost of an example begins to grow faster than its length (`batch_plan.window_costs`)
 
     def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world = config, world
-        torch.manual_seed(config.train.seed)  # for new weights
-        self.load(config)
-        if not config.train.do_train and config.data.task not in TASKS:  # a task of this package does so itself
-            load_weights(self.model, config.model)
+        of_training, name = None, config.model.model_name_or_path
+        evaluates_own = not config.train.do_train and config.data.task not in TASKS  # those load weights themselves
+        if evaluates_own:
+            of_training = as_trained(config)
+        self.config, self.world = of_training or config, world
+        self.trained = name if of_training else None
+        torch.manual_seed(self.config.train.seed)  # for new weights
+        self.load(self.config)
+        if evaluates_own and (self.trained or not isinstance(self.model, PreTrainedModel)):
+            if name in (None, DEFAULT_MODEL):
+                raise UserError("--no_do_train: name the output folder of a training with --model_name_or_path.")
+            load_weights(self.model, str(name))
         if not self.limits:
             self._limit(config.data)
         if self.train is not None and config.train.do_train:
@@ -115,7 +123,8 @@ class DatasetTask(Task):
     def load(self, config: Config) -> None:
         """Create `model`, `train` (for training) and `dev` (for evaluations). Called by every rank, by itself.
 
-        With --no_do_train, the model then gets the weights of the run in --model_name_or_path.
+        When a trained model is evaluated, `config` has its training's --model_name_or_path, --train_file and so on, and
+        the model then gets the trained weights.
         """
 
     @abstractmethod
@@ -229,23 +238,6 @@ class DatasetTask(Task):
     def identity(self) -> dict[str, object]:
         assert self.train is not None
         return {"the training data": self.train.digest[:12]}
-
-
-def load_weights(model: nn.Module, args: ModelArguments) -> None:
-    """Load the weights that a run saved in --model_name_or_path. Raises UserError if there are none, or others.
-
-    A model of transformers may also be from elsewhere, such as the hub: then it is left as it is.
-    """
-    if isinstance(model, PreTrainedModel) and not trained_settings(str(args.model_name_or_path)):
-        return
-    if args.model_name_or_path in (None, DEFAULT_MODEL):
-        raise UserError("--no_do_train: name the output folder of a training with --model_name_or_path.")
-    file = Path(str(args.model_name_or_path)) / "model.safetensors"
-    with as_user_error(
-        lambda reason: f"{file} cannot be loaded ({reason}). Name the output folder of a training with this task."
-    ):
-        open_regular(file).close()
-        safetensors.torch.load_model(model, file)
 
 
 def to_device(content: Any, device: torch.device) -> Any:

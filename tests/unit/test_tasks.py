@@ -9,12 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tables import each, refused
 from test_world import make_world
+from transformers import BertConfig, BertForMaskedLM
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import save
 from hvd_bert.output import run_folder
 from hvd_bert.tasks.base import load_task, task_class
 from hvd_bert.tasks.dataset import Examples, to_device
+from hvd_bert.tasks.trained import as_trained
 
 
 @pytest.fixture
@@ -61,55 +63,114 @@ def test_own_task_is_evaluated_and_saved(own_task, tmp_path):
     assert task.dev.digest != task.train.digest
 
 
+def evaluating(task, folder, *flags):
+    return load_task(
+        parse(["--task", task, "--no_do_train", "--model_name_or_path", str(folder), *flags]), make_world()
+    )
+
+
 def test_evaluation_takes_the_saved_weights(own_task, tmp_path):
-    flags = ["--task", "digits:Digits", "--no_do_train"]
     trained = load_task(parse(["--task", "digits:Digits", "--seed", "1"]), make_world())
     run_folder.save_model(tmp_path, trained)
-    task = load_task(parse([*flags, "--model_name_or_path", str(tmp_path)]), make_world())
+    task = evaluating("digits:Digits", tmp_path)
     assert task.evaluate(task.model).metrics == trained.evaluate(trained.model).metrics
     with refused("--no_do_train", "--model_name_or_path"):
-        load_task(parse(flags), make_world())
-    save_file({"0.weight": torch.zeros(128, 64)}, tmp_path / "model.safetensors")
-    for folder, named in ((tmp_path / "nowhere", "No such file"), (tmp_path, "Missing key")):
-        with refused(folder / "model.safetensors", named):
-            load_task(parse([*flags, "--model_name_or_path", str(folder)]), make_world())
+        load_task(parse(["--task", "digits:Digits", "--no_do_train"]), make_world())
+    for weights, named in (({"0.weight": (128, 64)}, "Missing key"), ({"0.lora_A.0.weight": (8, 8)}, "--lora_rank")):
+        save_file({name: torch.zeros(shape) for name, shape in weights.items()}, tmp_path / "model.safetensors")
+        with refused(tmp_path, named):
+            evaluating("digits:Digits", tmp_path)
+    with refused(tmp_path / "nowhere" / "model.safetensors", "No such file"):
+        evaluating("digits:Digits", tmp_path / "nowhere")
 
 
-MASKED = """
+# Loads by the settings of the training. Its own layer makes that its folder is none of transformers'.
+SCORED = """
 import torch
-from transformers import BertConfig, BertForMaskedLM
+from transformers import AutoModel, AutoTokenizer, BertForMaskedLM
 from hvd_bert.tasks.dataset import DatasetTask, Examples
 
-class Masked(DatasetTask):
+class Scored(DatasetTask):
     metrics = {"eval_loss": "min"}
 
     def load(self, config):
-        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-        self.model = BertForMaskedLM(BertConfig(vocab_size=50, **sizes))  # its input and output embeddings are tied
-        tokens = torch.arange(40).reshape(4, 10)
+        name = config.model.model_name_or_path
+        tokenizer, self.settings = AutoTokenizer.from_pretrained(name), config
+        encoder = AutoModel.from_pretrained(name, add_pooling_layer=False)
+        self.model = torch.nn.ModuleDict({"encoder": encoder, "head": torch.nn.Linear(16, 1)})
+        tokens = torch.tensor(tokenizer(open(config.data.train_file).read().split("\\n"), padding=True)["input_ids"])
         self.train = self.dev = Examples.of_tensors(tokens)
+
+    def forward(self, model, batch):
+        states = model["encoder"](*batch).last_hidden_state[:, 0]
+        return model["head"](states)[:, 0].exp(), states
+
+    def score(self, outputs):
+        return {}
+
+class Masked(Scored):
+    def load(self, config):
+        super().load(config)
+        self.model = BertForMaskedLM.from_pretrained(config.model.model_name_or_path)  # its embeddings are tied
 
     def forward(self, model, batch):
         losses = torch.nn.functional.cross_entropy(model(*batch).logits.mT, batch[0], reduction="none").mean(1)
         return losses, losses
-
-    def score(self, outputs):
-        return {}
 """
 
 
-def test_evaluation_takes_the_saved_weights_of_a_model_of_transformers(tmp_path, monkeypatch):
-    (tmp_path / "masked.py").write_text(MASKED)
+@pytest.fixture
+def base_model(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    config = parse(["--task", "masked:Masked", "--seed", "1"])
+    (tmp_path / "scored.py").write_text(SCORED)
+    (tmp_path / "texts.txt").write_text("the box\nis red")
+    tokenizer.save_pretrained("base")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained("base")
+
+
+@pytest.mark.parametrize("task", ["scored:Scored", "scored:Masked"])
+def test_evaluation_gets_the_settings_of_the_training_and_its_weights(base_model, tmp_path, task):
+    config = parse(["--task", task, "--model_name_or_path=base", "--train_file=texts.txt", "--seed=1"])
     trained = load_task(config, make_world())
-    run_folder.save_model(tmp_path, trained)
-    flags = ["--task", "masked:Masked", "--no_do_train", "--model_name_or_path", str(tmp_path)]
-    left_as_it_is = load_task(parse(flags), make_world())  # no run has written the folder
-    save(config.as_flat(), tmp_path / "train_config.yaml")
-    task = load_task(parse(flags), make_world())
-    loss = trained.evaluate(trained.model).metrics
-    assert task.evaluate(task.model).metrics == loss != left_as_it_is.evaluate(left_as_it_is.model).metrics
+    for weights in trained.model.parameters():
+        weights.data += 0.1 * torch.randn(weights.shape)
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    for folder in (checkpoint.parent, checkpoint):
+        run_folder.save_model(folder, trained)
+    save(config.as_flat(), checkpoint.parent / "train_config.yaml")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    for folder in (tmp_path / "moved", tmp_path / "moved" / "checkpoint-3"):
+        again = evaluating(task, folder)
+        assert again.evaluate(again.model).metrics == trained.evaluate(trained.model).metrics
+        assert (again.trained, again.settings.model.model_name_or_path) == (str(folder), "base")
+        assert again.settings.train.seed == 1 and trained.trained is None
+    (tmp_path / "other.txt").write_text("green")
+    assert len(evaluating(task, folder, "--train_file=other.txt").dev) == 1
+
+
+def test_evaluation_of_a_model_from_elsewhere(base_model):
+    """No training has left its settings there: a model of transformers stays as `load` made it."""
+    task = evaluating("scored:Masked", "base", "--train_file=texts.txt")
+    assert task.trained is None and task.settings.model.model_name_or_path == "base"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], {"train_file": "a.csv", "validation_file": "b.csv", "dataset_name": None, "max_seq_length": 50}),
+        (["--max_seq_length=9"], {"train_file": "a.csv", "max_seq_length": 9}),
+        (["--validation_file=c.csv"], {"train_file": "a.csv", "validation_file": "c.csv"}),
+        (["--dataset_name=me/mine"], {"train_file": None, "validation_file": None, "dataset_name": "me/mine"}),
+    ],
+)
+def test_data_of_an_evaluation(tmp_path, given, expected):
+    files = ["--train_file=a.csv", "--validation_file=b.csv"]
+    save(parse(["--task=a:A", *files, "--max_seq_length=50"]).as_flat(), tmp_path / "train_config.yaml")
+    found = as_trained(parse(["--task=a:A", "--no_do_train", f"--model_name_or_path={tmp_path}", *given])).as_flat()
+    assert {name: found[name] for name in expected} == expected
 
 
 def test_batch_without_examples_has_one_that_does_not_count(own_task):

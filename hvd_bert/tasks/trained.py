@@ -1,0 +1,59 @@
+"""An evaluation of a trained model by a task of one's own: the settings of its training, and its weights."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import nn
+
+from hvd_bert.config.command_line import trained_settings
+from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.errors import UserError, as_user_error
+from hvd_bert.storage.reading import open_regular
+
+_HUB, _FILES = {"dataset_name", "dataset_config_name"}, {"train_file", "validation_file"}
+_OF_TRAINING = {name for name, flag in FLAGS.items() if flag.group in ("model", "data")} | {"seed"}
+_OF_TRAINING -= {"task", "max_eval_samples"}
+
+
+def as_trained(config: Config) -> Config | None:
+    """The settings with those of the training in --model_name_or_path for the model, the data and the seed.
+
+    Settings that are given stay, and given data replace other data. None if no training left its settings there.
+    """
+    trained = trained_settings(str(config.model.model_name_or_path))
+    if not trained:
+        return None
+    replaced: set[str] = set()
+    if config.data.dataset_name:
+        replaced = _HUB | _FILES
+    elif config.data.train_file or config.data.validation_file:
+        replaced = _HUB
+    sections: dict[str, Any] = {}
+    for name in ("model", "data", "train"):
+        sections[name] = section = copy.copy(getattr(config, name))
+        for flag in vars(section).keys() & _OF_TRAINING - replaced:
+            if getattr(section, flag) == FLAGS[flag].default:
+                setattr(section, flag, trained.get(flag, FLAGS[flag].default))
+    sections["model"].model_name_or_path = trained.get("model_name_or_path")
+    return replace(config, **sections)
+
+
+def load_weights(model: nn.Module, folder: str) -> None:
+    """Load the weights that a run saved in its folder. Raises UserError if there are none, or others."""
+    file = Path(folder) / "model.safetensors"
+    with as_user_error(
+        lambda reason: f"{file} cannot be loaded ({reason}). Name the output folder of a training with this task."
+    ):
+        open_regular(file).close()
+        with safetensors.safe_open(file, "pt") as content:
+            if any(".lora_A." in name for name in content.keys()):  # noqa: SIM118  # it is no mapping
+                raise UserError(
+                    f"{folder} is a checkpoint of a training with --lora_rank, which can only be resumed. Name the"
+                    " output folder of the finished training."
+                )
+        safetensors.torch.load_model(model, file)
