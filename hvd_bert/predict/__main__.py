@@ -1,12 +1,12 @@
-"""Answer questions with a trained model.
+"""Answer questions with a trained model, or predict with a task of one's own.
 
     hvd-bert predict MODEL --context "Ada was born in London." --question "Where was Ada born?"
     hvd-bert predict MODEL --input dev-v1.1.json                   prints a few answers
     horovodrun -np 4 hvd-bert predict MODEL --input questions.csv --output answers.csv
 
-With --output, all ranks of any launcher share the questions. The file appears once it is complete.
+With --output, all ranks of any launcher share the questions or rows. The file appears once it is complete.
 
-Exit status: 0 answered, 1 failure, 2 bad input.
+Exit status: 0 predicted, 1 failure, 2 bad input.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from hvd_bert.config.command_line import trained_settings
+from hvd_bert.config.data import QUESTION_ANSWERING
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.distributed.launch import Launcher, find_launcher, speaks_first
@@ -40,25 +42,35 @@ def main(argv: list[str] | None = None) -> int:
     try:
         launcher = find_launcher(os.environ)
         flags = parse_flags(argv, launcher)
+        task = trained_settings(flags.model).get("task", QUESTION_ANSWERING)
     except UserError as error:
         first = speaks_first(os.environ)
         if first:
             print(f"hvd_bert: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT if first else EXIT_OK
     if flags.output:
-        _on_all_ranks(flags, launcher)
+        _on_all_ranks(flags, task, launcher)
     with collector_paused():
         from hvd_bert.predict import answering
     return answering.run(flags)
 
 
-def _on_all_ranks(flags: argparse.Namespace, launcher: Launcher) -> NoReturn:
+def _on_all_ranks(flags: argparse.Namespace, task: str, launcher: Launcher) -> NoReturn:
     watch_launcher(launcher.name)
+    # torch.distributed joins the ranks of any launcher, and a single process needs neither it nor Horovod.
+    flags.strategy = "none" if launcher.is_alone else "ddp"
     with collector_paused():
         from hvd_bert.distributed.runner import run_as_rank
-        from hvd_bert.predict.answering import answer_file
-    # torch.distributed joins the ranks of any launcher, and a single process needs neither it nor Horovod.
-    run_as_rank(partial(answer_file, flags), "none" if launcher.is_alone else "ddp")
+
+        if task == QUESTION_ANSWERING:
+            from hvd_bert.predict.answering import answer_file
+
+            predict = partial(answer_file, flags)
+        else:
+            from hvd_bert.predict.rows import predict_file
+
+            predict = partial(predict_file, flags, task)
+    run_as_rank(predict, flags.strategy)
 
 
 def parse_flags(argv: list[str] | None, launcher: Launcher) -> argparse.Namespace:
@@ -84,7 +96,7 @@ def parse_flags(argv: list[str] | None, launcher: Launcher) -> argparse.Namespac
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
-    parser = Parser(prog="hvd-bert predict", description="Answer questions about passages with a trained model.")
+    parser = Parser(prog="hvd-bert predict", description="Answer questions with a trained model, or predict.")
     parser.add_argument(
         "model", metavar="MODEL", type=str, help="Output folder of a training, a checkpoint, or a hub name."
     )
@@ -94,13 +106,15 @@ def make_parser() -> argparse.ArgumentParser:
         "--input",
         metavar="FILE",
         type=str,
-        help="Questions in a data file of any format that the trainer reads. It needs no answers. (default: none)",
+        help="File of questions, or of rows for a task of your own, in any format that the trainer reads. It needs no"
+        " answers or labels. (default: none)",
     )
     parser.add_argument(
         "--output",
         metavar="FILE",
         type=Path,
-        help="Write the answers to all questions of --input: .jsonl, .csv or .parquet. (default: print a few)",
+        help="Write the answers or predictions for all of --input: .jsonl, .csv or .parquet. (default: print a few"
+        " answers)",
     )
     parser.add_argument(
         "--n_best",

@@ -225,8 +225,8 @@ def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
     task = trained.get("task", QUESTION_ANSWERING)
     if task != QUESTION_ANSWERING:
         raise UserError(
-            f"{model} was trained with --task {task}: it answers no questions. To predict with it, run the trainer with"
-            " --no_do_train and a --validation_file."
+            f"{model} was trained with --task {task}: it answers no questions. To predict with it, run"
+            f" `hvd-bert predict {model} --input FILE --output FILE`."
         )
     length = given["max_seq_length"]
     if length is not None:

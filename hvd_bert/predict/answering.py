@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
-from pyarrow.csv import CSVWriter
-from pyarrow.parquet import ParquetWriter
 from tqdm import tqdm
 
 from hvd_bert.data.sources import squad
@@ -32,14 +27,11 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError, vi
 from hvd_bert.model.bert import tokenizer_digest
 from hvd_bert.model.cpu import kernels
 from hvd_bert.predict.answerer import FoundAnswer, QuestionAnswerer, blocks
-from hvd_bert.storage import written
-from hvd_bert.storage.writing import make_folder, replacing, writing_to
+from hvd_bert.predict.writing import Write, appearing, writing
 
 PRINTED = 3  # answers of a file
 WIDTH = 100
-COMMAND = "predict"  # in the record of a folder
 Row = dict[str, Any]
-Write = Callable[[list[Row]], object]
 COLUMNS = dict.fromkeys(("id", "question", "context", "answer"), pa.string())
 COLUMNS |= {"start": pa.int64(), "end": pa.int64(), "probability": pa.float64(), "null_odds": pa.float64()}
 NUMBERS = dict.fromkeys(("probability", "start_logit", "end_logit"), pa.float64())
@@ -108,9 +100,11 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
     quiet = world.rank > 0 or not sys.stderr.isatty()
     with ExitStack() as stack, tqdm(total=len(questions), desc="Answering", unit="question", disable=quiet) as bar:
         write: Write | None = None
-        with _writing(flags, world, EXIT_BAD_INPUT):
+        with writing(flags.output, world, EXIT_BAD_INPUT):
             if world.rank == 0:
-                write = stack.enter_context(_appearing(flags.output, flags.n_best != 0))
+                columns = COLUMNS | ({"nbest": CANDIDATES} if flags.n_best != 0 else {})
+                schema = pa.schema(list(columns.items()))
+                write = stack.enter_context(appearing(flags.output, schema))
         for first in range(0, len(parts), world.size):
             mine = parts[first : first + world.size][world.rank :][:1]  # in the last round, some ranks may have none
             rows: list[Row] = []
@@ -118,51 +112,13 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
                 for part in mine:
                     rows += map(partial(_row, flags), part, map(FoundAnswer.of, qa.answers_of_block(part)))
             gathered = list(chain.from_iterable(world.gather(rows)))  # on rank 0
-            with _writing(flags, world):
+            with writing(flags.output, world):
                 if write:
-                    write(gathered)
+                    write(pa.Table.from_pylist(gathered, schema))
             bar.update(len(gathered))
-        with _writing(flags, world):
+        with writing(flags.output, world):
             stack.close()
     log.info("%s: %d question(s) answered", flags.output, len(questions))
-
-
-@contextmanager
-def _writing(flags: argparse.Namespace, world: World, status: int = EXIT_FAILURE) -> Iterator[None]:
-    with world.raise_on_all_ranks(status), writing_to("--output", flags.output):
-        yield
-
-
-@contextmanager
-def _appearing(path: Path, candidates: bool) -> Iterator[Write]:
-    """Writes rows to a file that replaces `path` unless the block raises. Raises OSError, also if `path` is of another
-    program. `candidates`: whether the rows have them."""
-    make_folder(path.parent)
-    written.claim(path.parent, path.name, command=COMMAND)
-    columns = COLUMNS | ({"nbest": pa.string() if path.suffix == ".csv" else CANDIDATES} if candidates else {})
-    schema = pa.schema(list(columns.items()))
-    with replacing(path, durable=True) as new:
-        if path.suffix == ".jsonl":
-            file: Any = new.open("w", encoding="utf-8", newline="")  # closed below
-            write = partial(_write_lines, file)
-        else:
-            file = (ParquetWriter if path.suffix == ".parquet" else CSVWriter)(new, schema)
-            write = partial(_write_table, file, schema)
-        try:
-            yield write
-        except BaseException:
-            with suppress(OSError):  # that of what is still in its buffer
-                file.close()
-            raise
-        file.close()
-
-
-def _write_lines(file: Any, rows: list[Row]) -> None:
-    file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
-
-
-def _write_table(writer: Any, schema: pa.Schema, rows: list[Row]) -> None:
-    writer.write_table(pa.Table.from_pylist(rows, schema))
 
 
 def _inputs_of(qa: QuestionAnswerer, source: Source) -> dict[str, object]:
@@ -188,4 +144,4 @@ def _row(flags: argparse.Namespace, question: Question, answer: FoundAnswer) -> 
     nbest = [asdict(candidate) for candidate in answer.nbest[: flags.n_best]]
     for entry in nbest:
         entry["probability"] = entry.pop("score")
-    return row | {"nbest": json.dumps(nbest, ensure_ascii=False) if flags.output.suffix == ".csv" else nbest}
+    return row | {"nbest": nbest}

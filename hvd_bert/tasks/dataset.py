@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from hvd_bert.evaluation.evaluator import batch_outputs, evaluate_on_ranks
 from hvd_bert.model.precision import evaluating
 from hvd_bert.tasks.base import EvaluationResult, Task, make_plan
 from hvd_bert.tasks.trained import as_trained, load_weights
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +143,26 @@ class DatasetTask(Task):
         return {"eval_loss": float(losses.mean(dtype=torch.float64))}
 
     def predictions(self, outputs: Any) -> Any:
-        """What eval_predictions.json holds; None: no such file. Called on rank 0."""
+        """What eval_predictions.json holds; None: no such file. Called on rank 0.
+
+        For `hvd-bert predict`: a dict of columns, which are lists with a value for each example, or one such list.
+        """
         return None
+
+    def inputs(self, rows: Dataset) -> Examples:
+        """The rows of a file as examples, for `hvd-bert predict`. Any labels will do: the losses do not count."""
+        raise UserError(f"--task {self.config.data.task}: to predict, it needs a method `inputs`. Add it.")
+
+    def predict(self, rows: Dataset) -> Any:
+        """The `predictions` for the rows of a file, on rank 0. A collective."""
+        with self.world.raise_on_all_ranks():
+            self.dev = self.inputs(rows)
+        self.world.check_same(self.fingerprint())
+
+        def predictions(ranks: list[Share]) -> tuple[dict[str, float], Any]:
+            return {}, self.predictions(self._joined(ranks)[0])
+
+        return evaluate_on_ranks(self.world, lambda: self._evaluate_share(self.model), predictions)[1]
 
     def positions(self, batch: Any, tokens: int) -> int:
         """The `tokens` of a batch, with padding."""
@@ -210,11 +231,14 @@ class DatasetTask(Task):
 
     def _scored(self, ranks: list[Share]) -> tuple[dict[str, float], tuple[Any, dict[str, Any]]]:
         """Metrics, outputs and files, from the shares of all ranks."""
+        outputs, losses = self._joined(ranks)
+        return self.score(outputs) | self.mean_losses(losses), (outputs, self.files(outputs))
+
+    def _joined(self, ranks: list[Share]) -> tuple[Any, Tensor]:
+        """Outputs and losses of all examples in their order, from the shares of all ranks."""
         ids, losses, collected = zip(*(share for share in ranks if len(share[0])), strict=True)
         order = torch.from_numpy(np.argsort(np.concatenate(ids)))
-        outputs = self.join(collected, order)
-        metrics = self.score(outputs) | self.mean_losses(torch.cat(losses)[order])
-        return metrics, (outputs, self.files(outputs))
+        return self.join(collected, order), torch.cat(losses)[order]
 
     def files(self, outputs: Any) -> dict[str, Any]:
         """Names and content of output files (`EvaluationResult.files`). Called on rank 0."""

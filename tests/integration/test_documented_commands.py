@@ -82,6 +82,7 @@ def clone(
     for name, count in (("train.jsonl", 16), ("dev.jsonl", 4)):
         rows = [{"sentence": f"The box {n} is red.", "label": n % 2} for n in range(count)]
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "images.jsonl").write_text(json.dumps({"pixels": [0] * 64}) + "\n")
     (folder / "digits.py").write_text(documented.own_task())
     (folder / "models").mkdir()
     (snapshot,) = (hub_home / "hub" / "models--bert-base-uncased" / "snapshots").iterdir()

@@ -39,8 +39,8 @@ def test_trained_settings_of_a_wrong_type(tmp_path, value):
 
 
 def test_model_of_another_task_is_refused(tmp_path):
-    record(tmp_path, task="text-classification")
-    with refused("--task text-classification", tmp_path):
+    record(tmp_path, task="digits:Digits")
+    with refused("--task digits:Digits", f"hvd-bert predict {tmp_path} --input"):
         QuestionAnswerer(tmp_path)
 
 
@@ -121,8 +121,10 @@ def test_printed_texts_are_no_commands_to_the_terminal(model, make_questions, wr
     assert "\x1b" not in printed and printed.count("\u241b") == 3
 
 
-def answered(*words: object, world: World | None = None) -> None:
-    answer_file(parse_flags([str(word) for word in words], ALONE), world or one_rank())
+def answered(*words: object, world: World | None = None, by: Any = answer_file) -> None:
+    flags = parse_flags([str(word) for word in words], ALONE)
+    flags.strategy = "none"
+    by(flags, world or one_rank())
 
 
 def one_rank() -> World:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+
 import documented
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tables import each, refused
+from test_predict import answered, rows_of
 from test_world import make_world
 from transformers import BertConfig, BertForMaskedLM
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import save
+from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.output import run_folder
+from hvd_bert.predict.rows import predict_file
 from hvd_bert.tasks.base import load_task, task_class
-from hvd_bert.tasks.dataset import Examples, to_device
+from hvd_bert.tasks.dataset import DatasetTask, Examples, to_device
 from hvd_bert.tasks.trained import as_trained
 
 
@@ -171,6 +176,26 @@ def test_data_of_an_evaluation(tmp_path, given, expected):
     save(parse(["--task=a:A", *files, "--max_seq_length=50"]).as_flat(), tmp_path / "train_config.yaml")
     found = as_trained(parse(["--task=a:A", "--no_do_train", f"--model_name_or_path={tmp_path}", *given])).as_flat()
     assert {name: found[name] for name in expected} == expected
+
+
+def test_predictions_of_a_file(own_task, tmp_path, monkeypatch):
+    trained = load_task(parse(["--task", "digits:Digits"]), make_world())
+    run_folder.save_model(tmp_path, trained)
+    pixels = trained.dev.collate(np.arange(3))[0]
+    rows = [{"name": str(n), "pixels": (image * 16).tolist()} for n, image in enumerate(pixels)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [tmp_path, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.csv"]
+    answered(*words, by=lambda flags, world: predict_file(flags, "digits:Digits", world))
+    found = rows_of(tmp_path / "out.csv")
+    classes = trained.model(pixels).argmax(1).tolist()
+    assert [(row["name"], json.loads(row["pixels"]), row["prediction"]) for row in found] == [
+        (n, row["pixels"], label) for n, (row, label) in enumerate(zip(rows, classes, strict=True))
+    ]
+    for name, named in (("inputs", "`inputs`"), ("predictions", "`predictions`")):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(trained), name, getattr(DatasetTask, name))
+            with refused("--task digits:Digits", named, error=CollectiveError):
+                answered(*words, by=lambda flags, world: predict_file(flags, "digits:Digits", world))
 
 
 def test_batch_without_examples_has_one_that_does_not_count(own_task):

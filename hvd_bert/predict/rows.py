@@ -1,0 +1,71 @@
+"""Predictions of a task of one's own for the rows of a file, by all ranks."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pyarrow as pa
+
+from hvd_bert.config import command_line
+from hvd_bert.config.command_line import words_of
+from hvd_bert.distributed.world import World, log
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError
+from hvd_bert.model.bert import place
+from hvd_bert.model.cpu import kernels
+from hvd_bert.model.precision import set_precision
+from hvd_bert.predict.writing import appearing, claim, writing
+from hvd_bert.tasks.base import task_class
+from hvd_bert.tasks.dataset import DatasetTask
+from hvd_bert.tasks.rows import read_rows
+
+
+def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> None:
+    """Predict for the rows of --input and write them, with the predictions as columns, to --output. A collective."""
+    with world.raise_on_all_ranks():
+        config = command_line.parse(_words(flags, task_name))
+        set_precision(config.train)
+        kernels.start(config.train.cpu_kernels, config.train.precision, world.device)
+        kind = task_class(task_name)
+        if not issubclass(kind, DatasetTask):
+            raise UserError(f"--task {task_name} is no subclass of DatasetTask, so it cannot predict.")
+        rows = read_rows(flags.input, "--input")
+        task = kind(config, world)
+    world.check_same({f"--{name}": value for name, value in config.as_flat().items()})
+    with writing(flags.output, world, EXIT_BAD_INPUT):
+        if world.rank == 0:
+            claim(flags.output)
+    place(task.model, world.device)
+    found = task.predict(rows)
+    with writing(flags.output, world):
+        if world.rank == 0:
+            table = _with_columns(rows.with_format("arrow")[:], task_name, found)
+            with appearing(flags.output, table.schema) as write:
+                write(table)
+    log.info("%s: predictions for %d row(s)", flags.output, len(rows))
+
+
+def _words(flags: argparse.Namespace, task_name: str) -> list[str]:
+    """The command line with which the trainer would evaluate the model."""
+    given = {name: getattr(flags, name) for name in flags.settings if getattr(flags, name) is not None}
+    given |= {
+        "task": task_name, "model_name_or_path": flags.model, "bf16": flags.bf16, "cpu_kernels": flags.cpu_kernels,
+        "per_device_eval_batch_size": flags.per_device_eval_batch_size, "strategy": flags.strategy,
+    }  # fmt: skip
+    words = [word for name, value in given.items() for word in words_of(name, value)]
+    return [*words, "--no_do_train", "--no_do_eval"]
+
+
+def _with_columns(table: pa.Table, task_name: str, found: Any) -> pa.Table:
+    """The rows of the input with the predictions, in place of columns of the same names."""
+    columns = {"prediction": found} if isinstance(found, list) else found
+    if not isinstance(columns, dict) or any(len(values) != len(table) for values in columns.values()):
+        raise UserError(
+            f"--task {task_name}: its method `predictions` must return a list with a value for each example, or a dict"
+            " of such lists."
+        )
+    for name, values in columns.items():
+        table = (table.drop_columns(name) if name in table.column_names else table).append_column(
+            name, pa.array(values)
+        )
+    return table
