@@ -11,7 +11,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
 
 from hvd_bert.model.families import FAMILIES, model_class
 
@@ -22,7 +21,8 @@ INTRODUCTION = """\
 # Model families
 
 `--model_name_or_path` takes encoders of the families below. The family is the `model_type` in the model's
-`config.json`. `--task text-classification` takes the same families if transformers has a classification head for them.
+`config.json`. [Tasks of your own](../guides/tasks.md#encoders-and-texts) take the same families if transformers has the
+head for them.
 
 - **Packed** families run without padding: each token attends to its own window only.
 - **Padded** families have an attention that takes no packed windows. Their windows are padded to the longest of the
@@ -47,7 +47,6 @@ def page() -> str:
         checkpointing = model_class(config).supports_gradient_checkpointing
         without = ["--bf16", "--fp16"] if family.only_fp32 else []
         without += [] if checkpointing else ["--gradient_checkpointing"]
-        without += [] if type(config) in CLASSES else ["--task text-classification"]
         flags = ", ".join(f"`{flag}`" for flag in without) or "none"
         since = f" (transformers {family.since} or later)" if family.since else ""
         rows["Packed" if family.packed else "Padded"].append(f"| `{name}`{since} | {flags} |")

@@ -103,7 +103,8 @@ def _keys(value: Any, without: tuple[str, ...]) -> set[str]:
 OUTPUT_FILES = "docs/reference/output-files.md"
 
 
-def own_task() -> str:
-    """The Python file of the guide to tasks, digits.py."""
-    (code,) = re.findall(r"^```python\n(.*?)^```$", text_of("docs/guides/tasks.md"), re.DOTALL | re.MULTILINE)
+def own_task(name: str = "Digits") -> str:
+    """The Python file of the guide to tasks with this class."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", text_of("docs/guides/tasks.md"), re.DOTALL | re.MULTILINE)
+    (code,) = [block for block in blocks if f"\nclass {name}(" in f"\n{block}"]
     return str(code)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 
 from hvd_bert.config.data_files import DataFile, data_files
@@ -13,44 +12,10 @@ from hvd_bert.errors import UserError
 DEFAULT_MODEL = "bert-base-uncased"
 DEFAULT_DATASET = "squad"
 QUESTION_ANSWERING = "question-answering"
-# A new task is a line here and a file in `hvd_bert/tasks`.
-TASKS = {
-    QUESTION_ANSWERING: "hvd_bert.tasks.question_answering:QuestionAnswering",
-    "text-classification": "hvd_bert.tasks.text_classification:TextClassification",
-}
-GLUE_DATASET = "nyu-mll/glue"  # its name on the hub
-_PAIR = ("sentence1", "sentence2")
-
-
-@dataclass(frozen=True)
-class GlueTask:
-    """A task of GLUE (`--task_name`), as in run_glue.
-
-    `texts`: columns. `metrics`: GLUE's for this task. `validation`: splits -> the ending of their metrics' names.
-    """
-
-    texts: tuple[str, ...]
-    metrics: tuple[str, ...] = ("accuracy",)
-    validation: Mapping[str, str] = field(default_factory=lambda: {"validation": ""})
-
-
-GLUE = {
-    "cola": GlueTask(("sentence",), ("matthews_correlation",)),
-    "mnli": GlueTask(("premise", "hypothesis"), validation={"validation_matched": "", "validation_mismatched": "_mm"}),
-    "mrpc": GlueTask(_PAIR, ("accuracy", "f1")),
-    "qnli": GlueTask(("question", "sentence")),
-    "qqp": GlueTask(("question1", "question2"), ("accuracy", "f1")),
-    "rte": GlueTask(_PAIR),
-    "sst2": GlueTask(("sentence",)),
-    "stsb": GlueTask(_PAIR, ("pearson", "spearmanr")),
-    "wnli": GlueTask(_PAIR),
-}
-# The endings of the metrics' names.
-GLUE_ENDINGS = tuple({ending: None for task in GLUE.values() for ending in task.validation.values()})
+TASKS = {QUESTION_ANSWERING: "hvd_bert.tasks.question_answering:QuestionAnswering"}
 
 _model = partial(flag, "model")
 _data = partial(flag, "data")
-_classification = partial(flag, "text-classification")
 _answering = partial(flag, "question-answering")
 
 
@@ -133,7 +98,7 @@ class ModelArguments:
 class DataArguments:
     task: str = _data(
         QUESTION_ANSWERING,
-        f"What to train for: {', '.join(TASKS)}, or a class of your own.",
+        "What to train for: question-answering, or a class of your own.",
         metavar="NAME|MODULE:CLASS",
     )
     dataset_name: str | None = _data(
@@ -142,7 +107,7 @@ class DataArguments:
         default_text=f"{DEFAULT_DATASET}; with --version_2_with_negative squad_v2; with a data file none",
         metavar="NAME",
         may_change_on_resume=True,
-        replaces=("train_file", "validation_file", "task_name"),
+        replaces=("train_file", "validation_file"),
     )
     dataset_config_name: str | None = _data(
         None,
@@ -153,12 +118,12 @@ class DataArguments:
     )
     train_file: str | tuple[str, ...] | None = _data(
         None,
-        "Training data: JSON (for questions only), JSON Lines, CSV or Parquet, also gzipped.",
+        "Training data: JSON, JSON Lines, CSV or Parquet, also gzipped.",
         default_text="none",
         metavar="FILE[:WEIGHT] ...",
         several=True,
         may_change_on_resume=True,
-        replaces=("dataset_name", "validation_file", "task_name"),
+        replaces=("dataset_name", "validation_file"),
     )
     validation_file: str | tuple[str, ...] | None = _data(
         None,
@@ -167,32 +132,7 @@ class DataArguments:
         metavar="[NAME=]FILE ...",
         several=True,
         may_change_on_resume=True,
-        replaces=("dataset_name", "task_name"),
-    )
-    task_name: str | None = _classification(
-        None,
-        "Task of GLUE, whose data are read from the hub, as in run_glue.",
-        default_text="none",
-        choices=tuple(GLUE),
-        replaces=("dataset_name", "train_file", "validation_file"),
-    )
-    train_split_name: str = _classification(
-        "train", "Split of --dataset_name to train on.", metavar="NAME", may_change_on_resume=True
-    )
-    validation_split_name: str = _classification(
-        "validation", "Split of --dataset_name to evaluate on.", metavar="NAME", may_change_on_resume=True
-    )
-    text_column_names: str | None = _classification(
-        None,
-        "Column of the texts, or two columns of pairs with a comma between them.",
-        default_text="sentence1,sentence2 if there are such columns, else the first one or two",
-        metavar="NAME,...",
-    )
-    label_column_name: str = _classification("label", "Column of the labels.", metavar="NAME")
-    do_regression: bool = _classification(
-        False,
-        "Learn the labels as numbers, not as classes.",
-        default_text="True if labels are fractions, such as 3.5; otherwise False",
+        replaces=("dataset_name",),
     )
     question_column: str = _answering("question", "Column of the questions, in data of flat rows.", metavar="NAME")
     context_column: str = _answering("context", "Column of the contexts, in data of flat rows.", metavar="NAME")
@@ -246,13 +186,8 @@ class DataArguments:
         )
         self.padding, self.pad_to_max_length = padding, padding == "max_length"
         files = [name for name in ("train_file", "validation_file") if self.files(name)]
-        sources = [*(name for name in ("task_name", "dataset_name") if getattr(self, name)), *files[:1]]
-        if len(sources) > 1:
-            raise UserError(f"--{sources[0]} and --{sources[1]} are both given: choose one source of data.")
-        require(
-            not (self.task_name and self.text_column_names),
-            f"--text_column_names: the columns of --task_name {self.task_name} are known. Remove one of the two flags.",
-        )
+        if self.dataset_name and files:
+            raise UserError(f"--dataset_name and --{files[0]} are both given: choose one source of data.")
         for f in fields(self):
             group = properties_of(f).group  # of a task, or of all tasks
             others = group in TASKS and group != self.task and getattr(self, f.name) != f.default

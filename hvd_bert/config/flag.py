@@ -14,8 +14,8 @@ from hvd_bert.errors import UserError
 
 # Sections of --help and of docs/reference/flags.md, in their order there.
 Group = Literal[
-    "model", "data", "training", "evaluation", "question-answering", "text-classification", "checkpoints",
-    "distributed", "profiling", "output",
+    "model", "data", "training", "evaluation", "question-answering", "checkpoints", "distributed", "profiling",
+    "output",
 ]  # fmt: skip
 GROUPS: tuple[Group, ...] = get_args(Group)
 KEY = "flag"

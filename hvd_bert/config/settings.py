@@ -54,7 +54,7 @@ class CheckpointArguments:
     metric_for_best_model: str | None = _checkpoints(
         None,
         "Metric that decides which model is best, for example f1, exact_match, accuracy or eval_loss.",
-        default_text="f1; with --task text-classification accuracy",
+        default_text="f1, or the first metric of a task of your own",
         may_change_on_resume=False,
     )
     early_stopping_patience: int | None = _checkpoints(

@@ -17,7 +17,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.config.data import GLUE_ENDINGS, QUESTION_ANSWERING, TASKS
+from hvd_bert.config.data import QUESTION_ANSWERING, TASKS
 from hvd_bert.output.public import Data, changed, command, public_settings
 from hvd_bert.storage import written
 from hvd_bert.storage.reading import read_json, read_text
@@ -31,6 +31,7 @@ Record = Mapping[str, Any]
 HEADS = {
     "ForQuestionAnswering": ("question-answering", "AutoModelForQuestionAnswering"),
     "ForSequenceClassification": ("text-classification", "AutoModelForSequenceClassification"),
+    "ForTokenClassification": ("token-classification", "AutoModelForTokenClassification"),
 }
 # Settings that other rows of the table show, or the text.
 SHOWN = {
@@ -85,22 +86,22 @@ def text(folder: Path, settings: Record, results: Record, scores: Record) -> str
     tag, auto_class = _head(model)
     title = folder.resolve().name
     numbers = {name: float(scores[name]) for name in results["scores"] if _is_number(scores.get(name))}
-    train, dev = Data.of_training(settings), Data.of_evaluation(settings)
+    train, dev = Data.of(settings, "train"), Data.of(settings, "validation")
     card_data = ModelCardData(
         library_name="transformers" if auto_class else None,
         base_model=hub.get("model_name_or_path"),
-        datasets=train.name if settings["task_name"] else hub.get("dataset_name"),
+        datasets=hub.get("dataset_name"),
         pipeline_tag=tag,
         tags=["hvd_bert", *([results["strategy"]] if results["strategy"] == "horovod" else [])],
-        metrics=list(dict.fromkeys(dev.metric(name)[0] for name in numbers)) or None,
+        metrics=list(numbers) or None,
         model_name=title,
         eval_results=[
             EvalResult(
                 task_type=tag or "other", dataset_type=dev.name, dataset_name=dev.name, dataset_config=dev.config,
-                dataset_split=split, metric_type=name, metric_value=value,
+                dataset_split=dev.split, metric_type=name, metric_value=value,
                 metric_name=name.replace("_", " ").capitalize(),
             )
-            for (name, split), value in ((dev.metric(name), value) for name, value in numbers.items())
+            for name, value in numbers.items()
         ] or None,
     )  # fmt: skip
     card = ModelCard.from_template(
@@ -108,14 +109,12 @@ def text(folder: Path, settings: Record, results: Record, scores: Record) -> str
         template_str=resources.files("hvd_bert.output").joinpath("card.md").read_text(encoding="utf-8"),
         title=title,
         name=json.dumps(title),
-        summary=_summary(model, tag, settings, hub),
+        summary=_summary(model, settings, hub),
         scores=_scores(scores, settings, dev),
         auto_class=auto_class,
         max_length=settings["max_seq_length"],
         # A BERT always gets them; other families, only if their tokenizer returns them by itself.
         token_types="return_token_type_ids=True, " if model.get("model_type") == "bert" else "",
-        labels=", ".join(map(code, model.get("id2label", {}).values())),
-        regression=_is_regression(model),
         data=_data(settings, results, train),
         settings=_table([("Setting", "Value"), *_settings(settings, results)]),
         command=command(settings),
@@ -134,10 +133,6 @@ def _head(model: Record) -> tuple[str | None, str | None]:
     return known[0] if known else (None, "AutoModel" if model else None)
 
 
-def _is_regression(model: Record) -> bool:
-    return model.get("problem_type") == "regression"
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
@@ -152,14 +147,11 @@ def _table(rows: Iterable[tuple[str, object]]) -> str:
     return "\n".join([head, "| --- | --- |", *others])
 
 
-def _summary(model: Record, tag: str | None, settings: Record, hub: Record) -> str:
-    number = _is_regression(model)
+def _summary(model: Record, settings: Record, hub: Record) -> str:
     kind = f"A model of the family {code(model['model_type'])}" if "model_type" in model else "A model"
-    does = {
-        "question-answering": " for question answering: it marks the answer to a question in a passage",
-        "text-classification": f" for {'regression' if number else 'text classification'}: it gives"
-        f" {'a number for a text or for' if number else 'the class of a text or of'} a pair of texts",
-    }.get(str(tag), f" of the task {code(settings['task'])}")
+    does = f" of the task {code(settings['task'])}"
+    if settings["task"] == QUESTION_ANSWERING:
+        does = " for question answering: it marks the answer to a question in a passage"
     base = hub.get("model_name_or_path")
     origin = "trained from new weights"
     if base:
@@ -171,21 +163,14 @@ def _summary(model: Record, tag: str | None, settings: Record, hub: Record) -> s
 
 def _named(data: Data) -> str:
     config = f", configuration {code(data.config)}" if data.config else ""
-    splits = " and ".join(map(code, data.splits.values()))
-    return f"{code(data.name)}{config}{', split ' if splits else ''}{splits}"
+    return f"{code(data.name)}{config}{f', split {code(data.split)}' if data.split else ''}"
 
 
 def _scores(scores: Record, settings: Record, data: Data) -> str:
-    totals = [f"total{ending}" for ending in GLUE_ENDINGS]
-    shown = [
-        (code(name), f"{value:.4g}")
-        for name, value in scores.items()
-        if _is_number(value) and not name.endswith(tuple(totals))
-    ]
+    shown = [(code(name), f"{value:.4g}") for name, value in scores.items() if _is_number(value) and name != "total"]
     if not shown:
         return "The model was not evaluated."
-    total = sum(scores[name] for name in totals if _is_number(scores.get(name)))
-    count = f": {total:,.0f} examples" if total else ""
+    count = f": {scores['total']:,.0f} examples" if _is_number(scores.get("total")) else ""
     limit = ", the first of the data" if settings["max_eval_samples"] else ""
     percent = " Exact match and F1 are in percent." if settings["task"] == QUESTION_ANSWERING else ""
     return f"{_table([('Metric', 'Value'), *shown])}\n\nEvaluated on {_named(data)}{count}{limit}.{percent}"

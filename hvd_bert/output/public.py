@@ -5,22 +5,18 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.config.data import GLUE, GLUE_DATASET, QUESTION_ANSWERING, TASKS
-from hvd_bert.config.data_files import Given
+from hvd_bert.config.data import QUESTION_ANSWERING, TASKS
 from hvd_bert.config.settings import DEFAULT_MODEL, FLAGS
 
 # Where this machine keeps files, and what only matters there.
 _PRIVATE_GROUPS = ("output", "profiling")
 _PRIVATE = ("cache_dir", "resume_from_checkpoint", "num_threads")
 # Never paths, also with a slash, as in refs/pr/1. Of every other flag, what looks like a path loses its folders.
-NO_PATHS = (
-    "model_revision", "dataset_config_name", "train_split_name", "validation_split_name", "text_column_names",
-    "label_column_name", "question_column", "context_column", "answer_column",
-)  # fmt: skip
+NO_PATHS = ("model_revision", "dataset_config_name", "question_column", "context_column", "answer_column")
 
 
 def from_hub(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -75,34 +71,18 @@ def command(settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Data:
-    """A training or validation set.
-
-    `splits`: the endings of the metrics' names -> splits on the hub; empty for a file.
-    """
+    """A training or validation set. `config` and `split`: of a data set on the hub; a task of one's own chooses."""
 
     name: str
     config: str | None = None
-    splits: Mapping[str, str] = field(default_factory=dict)
+    split: str | None = None
 
     @classmethod
-    def of_training(cls, settings: Mapping[str, Any]) -> Data:
-        return cls._of(settings, settings["train_file"], {"": settings["train_split_name"]})
-
-    @classmethod
-    def of_evaluation(cls, settings: Mapping[str, Any]) -> Data:
-        glue = GLUE.get(settings["task_name"])
-        splits = {ending: split for split, ending in glue.validation.items()} if glue else None
-        return cls._of(settings, settings["validation_file"], splits or {"": settings["validation_split_name"]})
-
-    @classmethod
-    def _of(cls, settings: Mapping[str, Any], file: Given, splits: Mapping[str, str]) -> Data:
-        if settings["task_name"]:
-            return cls(GLUE_DATASET, settings["task_name"], splits)
+    def of(cls, settings: Mapping[str, Any], split: str) -> Data:
+        """The "train" or "validation" data of a run."""
+        task = settings["task"]
         if settings["dataset_name"]:
-            return cls(settings["dataset_name"], settings["dataset_config_name"], splits)
-        return cls(", ".join([file] if isinstance(file, str) else file or [settings["task"]]))
-
-    def metric(self, name: str) -> tuple[str, str | None]:
-        """A metric's name without its ending, and its split."""
-        ending = next((end for end in self.splits if end and name.endswith(end)), "")
-        return name.removesuffix(ending), self.splits.get(ending)
+            known = split if task in TASKS else None
+            return cls(settings["dataset_name"], settings["dataset_config_name"], known)
+        file = settings[f"{split}_file"]
+        return cls(", ".join([file] if isinstance(file, str) else file or [task]))

@@ -74,7 +74,7 @@ def split_windows(tokens: dict[str, Any], parts: int) -> list[dict[str, Any]]:
 def join_windows(outputs: list[Any], device: Any) -> Any:
     """Concatenate the outputs of `split_windows`' batches on `device`."""
     first = outputs[0]
-    for name in first:  # logits have a row per window, start_logits and end_logits all windows in one row
-        dimension = 0 if name == "logits" else 1
+    for name in first:  # logits of classes have a row per window, those of tokens all windows in one row
+        dimension = 0 if name == "logits" and first[name].ndim == 2 else 1
         first[name] = torch.cat([output[name].to(device) for output in outputs], dim=dimension)
     return first

@@ -218,8 +218,8 @@ def load_task(config: Config, world: World) -> Task:
 
 
 def metric_of(name: str, data: str) -> str:
-    """The name of a metric of a validation set. `data`: the set's name, or an ending such as GLUE's _mm."""
-    return f"{data}_{name}" if data and not data.startswith("_") else name + data
+    """The name of a metric of the validation set `data`; "": of all of them."""
+    return f"{data}_{name}" if data else name
 
 
 def members(sizes: Mapping[str, int]) -> dict[str, range]:

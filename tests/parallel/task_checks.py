@@ -1,4 +1,4 @@
-"""Other tasks over the ranks: stopped and resumed to the bit. test_worlds.py compares the worlds' losses and scores."""
+"""Examples over the ranks: stopped and resumed to the bit. test_worlds.py compares the worlds' losses and scores."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import signal
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import resuming
-import torch
 from ranks import Ranks, call, check, check_every_strategy
 from resume_checks import run
 from stopping_at import signal_at
 from training_checks import GLOBAL_BATCH, sample
 
-from hvd_bert.config.command_line import overriding, parse
+from hvd_bert.config.command_line import overriding
+from hvd_bert.distributed.launch import Launcher
 from hvd_bert.errors import EXIT_STOPPED
-from hvd_bert.tasks.base import load_task
-from hvd_bert.tasks.text_classification import TextClassification
+from hvd_bert.predict.__main__ import parse_flags
+from hvd_bert.predict.rows import predict_file
 from hvd_bert.tools.doctor import __main__ as doctor
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+TASK = "text_classification:TextClassification"
 TEXTS = 17  # so that the second step of an epoch has one, and all ranks but one have none
 STEPS = 5
 PASSAGE = "The box in the hall is red. What colour is the green house, and where did it stand?"
@@ -44,7 +45,7 @@ def flags(ranks: Ranks, out: str) -> list[str]:
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(count)))
     world.allgather(None)
     strategy, _, stage = sys.argv[3].partition(":")
-    words = ["--task=text-classification", f"--strategy={strategy}", *([f"--zero_stage={stage}"] if stage else [])]
+    words = [f"--task={TASK}", f"--strategy={strategy}", *([f"--zero_stage={stage}"] if stage else [])]
     words += [f"--train_file={folder}/train.jsonl", f"--validation_file={folder}/dev.jsonl", "--max_seq_length=64"]
     words += [f"--config_name={folder}/tiny", f"--tokenizer_name={folder}/tiny", "--dropout=0"]
     words += [f"--per_device_train_batch_size={GLOBAL_BATCH // world.size}", f"--max_steps={STEPS}"]
@@ -77,20 +78,20 @@ def stopped_classification_ends_as_one_never_stopped(ranks: Ranks) -> None:
         assert resuming.differences(ranks.folder / "classified", ranks.folder / "stopped_texts") == []
 
 
-@check
-def regression_is_scored_as_on_one_rank(ranks: Ranks) -> None:
-    """As one pass over all of the validation data is; 10 texts leave no or few to some ranks."""
-    words, numbers = flags(ranks, "numbers"), ranks.folder / "numbers.jsonl"
-    if ranks.world.rank == 0:
-        numbers.write_text("".join(json.dumps(row | {"label": n / 2}) + "\n" for n, row in enumerate(rows(10))))
-    ranks.world.allgather(None)
-    task = load_task(parse(overriding(words, [f"--train_file={numbers}", f"--validation_file={numbers}"])), ranks.world)
-    assert isinstance(task, TextClassification) and task.dev is not None
-    found = task.evaluate(task.model).metrics
-    with torch.no_grad():
-        losses, values = task.forward(task.model.eval(), task.dev.collate(np.arange(10)))
-    assert found == pytest.approx(task.score(values) | task.mean_losses(losses), abs=1e-5)
-    assert ranks.world.allgather(found) == [found] * ranks.world.size
+@check_every_strategy
+def texts_of_a_file_are_predicted(ranks: Ranks) -> None:
+    """As in the training's last evaluation."""
+    folder, world = ranks.folder, ranks.world
+    words = [folder / "classified", "--input", folder / "dev.jsonl", "--output", folder / "predicted_texts.jsonl"]
+    arguments = parse_flags([str(word) for word in words], Launcher("test", world.size, world.rank))
+    arguments.strategy = "none" if world.size == 1 else "ddp"
+    predict_file(arguments, TASK, world)
+    if world.rank == 0:
+        found = [json.loads(line) for line in (folder / "predicted_texts.jsonl").read_text().splitlines()]
+        evaluated = json.loads((folder / "classified" / "eval_predictions.json").read_text())
+        assert [row["prediction"] for row in found] == evaluated["prediction"]
+        assert [row["probability"] for row in found] == pytest.approx(evaluated["probability"], abs=1e-5)
+        assert [{name: row[name] for name in ("sentence1", "sentence2", "label")} for row in found] == rows(10)
 
 
 @check
@@ -100,6 +101,4 @@ def task_of_ones_own_ends_well(ranks: Ranks) -> None:
     words = ["--config", str(EXAMPLES / "mnist_rnn.yaml"), "--num_train_epochs=1", "--logging_steps=1"]
     words += [f"--strategy={strategy}", *([f"--zero_stage={stage}"] if stage else []), "--eval_strategy=no"]
     words += [f"--output_dir={ranks.folder / 'digits'}", f"--per_device_train_batch_size={64 // ranks.world.size}"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        assert run(ranks.world, words) == 0
+    assert run(ranks.world, words) == 0

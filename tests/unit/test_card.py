@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
@@ -14,12 +15,12 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
-from test_classification import make_task  # noqa: F401  # a fixture
+from test_text_classification import made, saved, workdir  # noqa: F401  # a fixture
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
-from hvd_bert.output import card, output_dir, public, run_folder
+from hvd_bert.output import card, output_dir, public
 
 
 def code_of(content: str, language: str) -> str:
@@ -96,20 +97,17 @@ def test_a_users_card_stays(tmp_path, caplog):
     assert rewritten(5) == content and path.is_symlink()
 
 
-def test_card_of_a_classification(make_task, tmp_path, monkeypatch):  # noqa: F811
-    task, out = make_task("--output_dir", str(tmp_path / "out")), tmp_path / "out"
-    out.mkdir()
-    run_folder.save_model(out, task)
-    scores = {"accuracy": 0.5, "f1": float("nan"), "matthews_correlation": 0.1, "eval_loss": 1.0, "total": 12.0}
-    settings = task.config.as_flat() | {"train_file": str(tmp_path / "a|b`.jsonl")}
+def test_card_of_a_classification(workdir, monkeypatch):  # noqa: F811
+    task, scores = made(), {"accuracy": 0.5, "f1": float("nan"), "matthews_correlation": 0.1, "eval_loss": 1.0}
+    out, settings = workdir / saved(task), task.config.as_flat() | {"train_file": str(workdir / "a|b`.jsonl")}
     card.write(out, settings, results_of(scores=["accuracy", "f1", "matthews_correlation"], unit="texts"), scores)
     content = (out / "README.md").read_text()
     found = ModelCard(content).data
     assert found.pipeline_tag == "text-classification" and found.metrics == ["accuracy", "matthews_correlation"]
-    assert "The classes: `maybe`, `no`, `yes`." in content and ", return_token_type_ids=True, return_t" in content
+    assert "`text_classification:TextClassification`" in content and "| `f1`" not in content
     assert r"Trained on `a\|b'.jsonl`: 1,500 texts." in content and "are in percent" not in content
-    label, probability = printed_by(code_of(content, "python"), out, monkeypatch).split()
-    assert label in ("maybe", "no", "yes") and 1 / 3 <= float(probability) <= 1
+    (answer,) = ast.literal_eval(printed_by(code_of(content, "python"), out, monkeypatch))
+    assert answer["label"] in ("maybe", "no", "yes") and 1 / 3 <= answer["score"] <= 1
 
 
 def test_card_of_an_own_task_and_a_model_that_is_not_transformers(tmp_path):
@@ -123,38 +121,16 @@ def test_card_of_an_own_task_and_a_model_that_is_not_transformers(tmp_path):
     assert "```python" not in content and "load_state_dict" in content and "secret" not in content
     assert str(tmp_path) not in content and found.datasets is None
     assert found.base_model is None and "bert-base-uncased" not in content
-    (tmp_path / "config.json").write_text(
-        json.dumps({"architectures": ["BertForSequenceClassification"], "problem_type": "regression"})
-    )
-    regression = card.text(tmp_path, settings, results, {})
-    assert "for regression: it gives a number" in regression and "print(float(logits[0, 0]))" in regression
-    assert "The classes" not in regression and "softmax" not in regression
     assert "A launcher started it on 2 ranks." in content and "| Training time | 1:02:05, " in content
 
 
-def test_data_sets_and_splits_of_the_hub(tmp_path):
-    settings = parse(["--task", "text-classification", "--task_name", "mnli"]).as_flat()
-    scores = {"accuracy": 0.5, "total": 4.0, "eval_loss": 1.0, "accuracy_mm": 0.6, "total_mm": 3.0}
-    results = results_of(scores=["accuracy", "accuracy_mm"], from_hub=public.from_hub(settings), unit="texts")
-    content = card.text(tmp_path, settings, results, scores)
-    found = ModelCard(content).data
-    assert (found.datasets, found.metrics) == ("nyu-mll/glue", ["accuracy"])
-    of_split = [(r.dataset_type, r.dataset_config, r.dataset_split, r.metric_value) for r in found.eval_results]
-    assert of_split == [
-        ("nyu-mll/glue", "mnli", "validation_matched", 0.5), ("nyu-mll/glue", "mnli", "validation_mismatched", 0.6),
-    ]  # fmt: skip
-    glue = "`nyu-mll/glue`, configuration `mnli`, split"
-    assert f"Evaluated on {glue} `validation_matched` and `validation_mismatched`: 7 examples." in content
-    assert f"Trained on {glue} `train`: " in content and "| `total" not in content
-
-    # Names of columns are no paths.
-    flags = ["--dataset_name", "me/more", "--validation_split_name", "test", "--text_column_names", "a,b/c"]
-    later = parse(["--task", "text-classification", *flags]).as_flat()
-    content = card.text(tmp_path, later, results | {"from_hub": public.from_hub(later)}, {"accuracy": 0.5})
-    assert "Evaluated on `me/more`, split `test`." in content
-    assert {r.dataset_type for r in ModelCard(content).data.eval_results} == {"me/more"}
-    shown = public.command(public.public_settings(later, public.from_hub(later)))
-    assert "--text_column_names a,b/c" in shown
+def test_data_set_of_an_own_task(tmp_path):
+    settings = parse(["--task", "a:A", "--dataset_name", "nyu-mll/glue", "--dataset_config_name", "b/c"]).as_flat()
+    results = results_of(from_hub=public.from_hub(settings))
+    content = card.text(tmp_path, settings, results, {"accuracy": 0.5})
+    (result,) = ModelCard(content).data.eval_results
+    assert (result.dataset_type, result.dataset_config, result.dataset_split) == ("nyu-mll/glue", "b/c", None)
+    assert "Evaluated on `nyu-mll/glue`, configuration `b/c`." in content, "it is no path; the task chooses the split"
 
 
 def test_names_on_the_hub_and_paths(tmp_path, monkeypatch):

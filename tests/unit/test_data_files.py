@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tables import each, refused
 from test_card import code_of
-from test_classification import make_task  # noqa: F401  # a fixture
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
 
 from hvd_bert.config.command_line import overriding, parse, words_of
@@ -89,22 +88,3 @@ def test_run_with_several_files(base, tmp_path, make_questions, write_squad, mon
     with refused("squad.json and ", "'q0'"):
         write_squad(make_questions(1), "b.json")
         train(base, *files)
-
-
-def test_classification_with_several_files(make_task, tmp_path):  # noqa: F811
-    rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
-    number = '{"sentence1": "a", "sentence2": "b", "label": 1}'
-    for name, part in (("a", rows[:5]), ("b", rows[5:]), ("numbers", [number])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(part))
-    a, b = (f"{tmp_path}/{name}.jsonl" for name in "ab")
-    task = make_task("--train_file", a, f"{b}:2", "--validation_file", b, f"A={a}", "--max_train_samples", "4")
-    assert task.plan.parts == ((4, 4), (4, 8)) and len(task.plan.lengths) == 8
-    found = task.evaluate(task.model)
-    assert list(found.files["eval_predictions.json"]) == [*(f"b_{n}" for n in range(7)), *(f"A_{n}" for n in range(5))]
-    assert {"accuracy", "A_accuracy", "b_f1", "eval_loss"} <= task.metrics.keys() <= found.metrics.keys()
-    for name, file in (("A_", a), ("b_", b), ("", f"{tmp_path}/train.jsonl")):
-        alone = make_task("--train_file", a, f"{b}:2", "--validation_file", file)
-        scores = alone.evaluate(task.model).metrics
-        assert {key: found.metrics[name + key] for key in ("accuracy", "f1", "total")}.items() <= scores.items()
-    with refused("a.jsonl", "numbers.jsonl", "labels"):
-        make_task("--train_file", a, f"{tmp_path}/numbers.jsonl")

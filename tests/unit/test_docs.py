@@ -48,6 +48,7 @@ FOREIGN_FLAGS = {
         *("--full_determinism", "--greater_is_better", "--group_by_length", "--max_predict_samples", "--push_to_hub"),
         *("--test_file", "--token", "--trust_remote_code"),
     },
+    "run_glue": {"--do_regression", "--label_column_name", "--task_name", "--text_column_names"},
     "Slurm": {"--gpus-per-task", "--mem", "--no-requeue"},
     "hf": {"--include", "--private"},
     "jupytext": {"--to"},

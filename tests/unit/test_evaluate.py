@@ -11,8 +11,9 @@ import pytest
 import torch
 from documented import undocumented
 from tables import each, refused
+from test_text_classification import made, saved, workdir  # noqa: F401  # a fixture
 from test_world import make_world
-from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification
+from transformers import BertConfig, BertForQuestionAnswering
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
@@ -212,16 +213,14 @@ def test_comparison(make_model, capsys):
     assert (same["compared"]["f1"], same["only_right"]) == (same["f1"], 0)
 
 
-def test_text_classification_has_its_metrics(make_model, tmp_path, capsys):
-    rows = [{"sentence": f"The box {n} is red.", "label": f"LABEL_{n % 2}"} for n in range(6)]
-    file = tmp_path / "dev.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {"task": "text-classification", "validation_file": str(file), "max_seq_length": 32}
-    one, other = (make_model(name, BertForSequenceClassification, **task | UNUSED) for name in ("one", "other"))
-    results = evaluated(one, "--compare", other, "--output_dir", tmp_path / "out")
-    assert results["metrics"]["total"] == 6 and results["slices"] == {} and results["mistakes"] == []
+def test_own_task_has_its_metrics(workdir, capsys):  # noqa: F811
+    one, other = saved(made(), "one"), saved(made("--seed=1"), "other")
+    results = evaluated(workdir / one, "--compare", workdir / other, "--output_dir", workdir / "out")
+    for key, run in (("metrics", one), ("compared_metrics", other)):
+        assert results[key] == evaluated(workdir / run)["metrics"]
+    assert results["slices"] == {} and results["mistakes"] == []
     assert "matthews_correlation" in capsys.readouterr().out
-    assert len(json.loads((tmp_path / "out" / "eval_predictions.json").read_text())) == 6
+    assert len(json.loads((workdir / "out" / "eval_predictions.json").read_text())["prediction"]) == 12
 
 
 # --- Refusals -------------------------------------------------------------------------------------
@@ -248,9 +247,11 @@ def test_training_without_validation_data(make_model):
     with refused(folder, "--validation_file"):
         flags.parse([str(folder)])
     assert settings_of(folder, "--validation_file", "dev.json")[0]["validation_file"] == "dev.json"
-    settings = {"task": "text-classification", "validation_file": None} | UNUSED
+
+
+def test_own_task_without_validation_data(workdir):  # noqa: F811
     with refused("--validation_file", "--dataset_name", error=CollectiveError):
-        evaluate(make_model("texts", BertForSequenceClassification, **settings))
+        evaluate(workdir / saved(made(files=["--train_file=train.jsonl"])))
 
 
 def test_own_task_gets_the_training_file(make_model):

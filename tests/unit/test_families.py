@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as TAGGERS
 
 from hvd_bert.config.settings import DataArguments, ModelArguments
 from hvd_bert.data.collate import Collator
@@ -26,6 +27,7 @@ from hvd_bert.model import attention
 from hvd_bert.model.bert import (
     JoinedAttention,
     compile_layers,
+    configure,
     join_products,
     load_model,
     new_model,
@@ -34,8 +36,8 @@ from hvd_bert.model.bert import (
     window_losses,
     with_torch_layers,
 )
-from hvd_bert.model.classifier import class_logits, new_classifier
 from hvd_bert.model.families import FAMILIES, fit_flags, max_tokens, model_class
+from hvd_bert.model.heads import head_logits, with_inputs
 from hvd_bert.model.loading import load_config, load_encoder, num_weights
 from hvd_bert.model.lora import FILES, add_adapters, merge
 from hvd_bert.model.precision import autocast
@@ -82,7 +84,9 @@ def models(name: str, padded: bool = False, pooling: str | None = None, classes:
             config.classifier_pooling = pooling
     if classes:
         token_types = getattr(configs[0], "type_vocab_size", 0) >= 2
-        ours = new_classifier(configs[0], 0.0, seed=1, padded=padded, token_types=token_types).eval()
+        configure(configs[0], 0.0, padded)
+        torch.manual_seed(1)
+        ours = with_inputs(CLASSIFIERS[type(configs[0])](configs[0]), token_types).eval()
     else:
         ours = new_model(configs[0], 0.0, seed=1, padded=padded).eval()
     generator = torch.Generator().manual_seed(1)
@@ -133,7 +137,7 @@ def transformers_logits(model, windows: WindowTable):
 def compare(models, windows: WindowTable, pad_to: int | None = None, classes: bool = False) -> None:
     """Logits to 1e-5 of the largest, gradients to 1e-4 of each tensor's norm."""
     (ours, own), batch = models, Collator(windows, CPU, pad_to)(range(len(LENGTHS)))
-    found = class_logits(ours, batch) if classes else torch.stack(span_logits(ours, batch))
+    found = head_logits(ours, batch) if classes else torch.stack(span_logits(ours, batch))
     expected = transformers_logits(own, windows)
     real = expected != -torch.inf
     assert torch.equal(found != -torch.inf, real)
@@ -178,6 +182,26 @@ def test_padded_windows_give_the_logits_and_gradients_of_transformers(name, pad_
 def test_texts_give_the_logits_and_gradients_of_transformers(name, pooling, pad_to, windows):
     if name in PACKED or pad_to is not None:  # padded families have no packed texts
         compare(models(name, pad_to is not None, pooling, classes=True), windows, pad_to, classes=True)
+
+
+@each("pad_to", [None, 0], ids=["packed batch", "padded batch"])
+@each("name", TRAINED)
+def test_head_for_tokens_gives_the_logits_of_transformers(name, pad_to, windows):
+    if CONFIGS[name] not in TAGGERS or (name in PADDED and pad_to is None):
+        return
+    kind, configs = TAGGERS[CONFIGS[name]], (small(name), small(name))
+    for config in configs:
+        config.num_labels = 3
+    configure(configs[0], 0.0, pad_to is not None)
+    own = kind._from_config(configs[1], attn_implementation="eager").eval()
+    ours = with_inputs(kind(configs[0]), getattr(configs[0], "type_vocab_size", 0) >= 2).eval()
+    ours.load_state_dict(own.state_dict())
+    found, expected = (
+        head_logits(ours, Collator(windows, CPU, pad_to)(range(len(LENGTHS)))),
+        transformers_logits(own, windows),
+    )
+    for row, other, length in zip(found, expected, LENGTHS, strict=True):
+        assert (row - other[: len(row)])[:length].abs().max() <= 1e-5 * other.abs().max()
 
 
 @each("name", TRAINED)
@@ -337,7 +361,7 @@ def test_sharded_copies_compute_the_same(name, classes, windows, mesh):
     padded = classes and name in PADDED
     ours, _ = models(name, padded, "mean" if name == "modernbert" and classes else None, classes)
     batch = Collator(windows, CPU, 0 if padded else None)(range(len(LENGTHS)))
-    outputs = class_logits if classes else window_losses
+    outputs = head_logits if classes else window_losses
     expected, found = (outputs(model, batch) for model in (ours, sharded_copy(ours, mesh)))
     torch.testing.assert_close(found, expected)
     found.mean().backward()

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from documented import REPOSITORY
 from family_tokenizers import MAKERS, unigram
 from hypothesis import given, settings
 from tables import each, refused
@@ -26,7 +27,8 @@ from transformers import (
 )
 
 from hvd_bert.config.command_line import parse
-from hvd_bert.config.settings import TASKS, ModelArguments
+from hvd_bert.config.data import QUESTION_ANSWERING
+from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.data.window_table import check_lengths
 from hvd_bert.model.bert import load_model
@@ -111,16 +113,19 @@ def rembert():
 @pytest.mark.parametrize(
     ("kind", "make"), [(AlbertConfig, MAKERS["albert"]), (SplinterConfig, MAKERS["splinter"]), (RemBertConfig, rembert)]
 )
-@pytest.mark.parametrize("task", [*TASKS])
-def test_model_that_was_pretrained_with_token_types_gets_them(kind, make, task, tmp_path, make_questions, write_squad):
-    """In both tasks, whatever its tokenizer returns by default, and the saved tokenizer then returns them."""
+@pytest.mark.parametrize("task", [QUESTION_ANSWERING, "text_classification:TextClassification"])
+def test_model_that_was_pretrained_with_token_types_gets_them(
+    kind, make, task, tmp_path, make_questions, write_squad, monkeypatch
+):
+    """In any task, whatever its tokenizer returns by default, and the saved tokenizer then returns them."""
     tokenizer, folder = make(), tmp_path / "model"
     assert "token_type_ids" not in tokenizer.model_input_names
     sizes = {"embedding_size": 16} if kind is AlbertConfig else {"input_embedding_size": 16}
     kind(vocab_size=len(tokenizer), **SPACES, **sizes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     file = str(write_squad(make_questions(3), "train.json"))
-    if task == "text-classification":
+    if task != QUESTION_ANSWERING:
+        monkeypatch.syspath_prepend(REPOSITORY / "examples")
         if kind is SplinterConfig:
             pytest.skip("transformers has no classification head for it")
         file = str(tmp_path / "train.jsonl")
@@ -129,7 +134,7 @@ def test_model_that_was_pretrained_with_token_types_gets_them(kind, make, task, 
     flags = ["--task", task, "--config_name", str(folder), "--train_file", file, "--max_seq_length", "200"]
     made = load_task(parse([*flags, "--strategy", "none", "--dropout", "0"]), make_world())
     batch = made.batch(np.arange(3))
-    inputs = batch if task == "question-answering" else batch.content[0]
+    inputs = batch.content if task == QUESTION_ANSWERING else batch.content[0]
     inputs.token_type_ids[:] = 1 - inputs.token_type_ids
     other = made.losses(made.model, batch)
     inputs.token_type_ids[:] = 1 - inputs.token_type_ids

@@ -20,12 +20,11 @@ FIXED_ON_RESUME = {
     *("adam_epsilon", "max_grad_norm", "num_train_epochs", "max_steps", "lr_scheduler_type"),
     *("warmup_ratio", "warmup_steps", "lr_scaling", "lr_scaling_limit", "seed", "bf16", "fp16", "deterministic"),
     *("question_column", "context_column", "answer_column"),
-    *("task_name", "text_column_names", "label_column_name", "do_regression"),
     *("task", "optim", "torch_compile", "tf32", "metric_for_best_model", "fp16_allreduce", "bf16_allreduce"),
 }
 MAY_CHANGE_ON_RESUME = {
     *("model_name_or_path", "config_name", "tokenizer_name", "cache_dir", "model_revision", "dataset_name"),
-    *("dataset_config_name", "train_file", "validation_file", "train_split_name", "validation_split_name"),
+    *("dataset_config_name", "train_file", "validation_file"),
     *("n_best_size", "max_answer_length", "null_score_diff_threshold", "max_eval_samples", "output_dir"),
     *("overwrite_output_dir", "do_eval", "per_device_train_batch_size", "per_device_eval_batch_size"),
     *("gradient_accumulation_steps", "global_batch", "logging_steps", "report_to", "eval_strategy", "eval_steps"),

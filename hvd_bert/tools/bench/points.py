@@ -20,7 +20,7 @@ SCALINGS = {STRONG: (STRONG,), WEAK: (WEAK,), "both": (STRONG, WEAK)}
 ONE_PROCESS = ("none", "dp")
 PRESET = "sweep"
 # Flags that name the training data. Without any of them the preset is trained.
-DATA_FLAGS = {"config", "task", "dataset_name", "train_file", "task_name"}
+DATA_FLAGS = {"config", "task", "dataset_name", "train_file"}
 # Flags that belong to one strategy -> that strategy.
 OWNERS = {name: flag.owner for name, flag in FLAGS.items() if flag.owner}
 # Only steps are timed and, without dropout, all strategies have the same losses. The user's flags override these.

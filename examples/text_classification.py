@@ -1,0 +1,116 @@
+"""Classify texts or pairs of texts: a task of your own, on packed texts.
+
+    export PYTHONPATH=examples
+    python -m hvd_bert.train --task text_classification:TextClassification --strategy none \
+        --train_file train.csv --validation_file dev.csv --max_seq_length 128 --output_dir runs/texts
+    horovodrun -np 2 -H localhost:2 python -m hvd_bert.train --task text_classification:TextClassification \
+        --dataset_name glue --dataset_config_name sst2 --max_seq_length 128 --output_dir runs/sst2
+    hvd-bert predict runs/texts --input new.csv --output classes.csv
+
+Files are CSV, TSV, JSON Lines or Parquet with the class in `label`. For other columns or splits, write a subclass with
+other class attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import datasets
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForSequenceClassification
+
+from hvd_bert.config.settings import Config
+from hvd_bert.errors import UserError
+from hvd_bert.tasks.dataset import Examples
+from hvd_bert.tasks.encoder import EncoderTask, Labelled
+from hvd_bert.tasks.rows import column, load_rows
+
+
+class TextClassification(EncoderTask):
+    """The class of a text, or of a pair of texts."""
+
+    metrics: Mapping[str, Literal["max", "min"]] = {
+        "accuracy": "max", "f1": "max", "matthews_correlation": "max", "eval_loss": "min"
+    }  # fmt: skip
+    label_column: ClassVar[str] = "label"
+    # One column or two. By default sentence1 and sentence2, or else the first one or two columns of texts.
+    text_columns: ClassVar[Sequence[str]] = ()
+    # Of --dataset_name. By default MNLI is evaluated on validation_matched.
+    train_split: ClassVar[str] = "train"
+    validation_split: ClassVar[str | None] = None
+
+    def load(self, config: Config) -> None:
+        of_mnli = "validation_matched" if config.data.dataset_config_name == "mnli" else None
+        train = load_rows(config, "train", self.train_split)
+        dev = load_rows(config, "validation", self.validation_split or of_mnli)
+        rows = dev if train is None else train
+        self.load_model(AutoModelForSequenceClassification, self.class_names(rows, train is not None))
+        if not self.trained:
+            self.model.config.text_columns = self.found_columns(rows)  # config.json keeps them for predictions
+        self.train = None if train is None else self.labelled(train)
+        self.dev = None if dev is None else self.labelled(dev)
+        self.labels = [] if dev is None else self.targets(dev)
+
+    def class_names(self, rows: datasets.Dataset | None, trains: bool) -> list[str]:
+        """Those of the data set on the hub, else all labels of the training data; empty: those of the model."""
+        if rows is None:
+            return []
+        labels, kind = column(rows, self.label_column), rows.features[self.label_column]
+        if isinstance(kind, datasets.ClassLabel):
+            return list(kind.names)
+        if any(isinstance(label, float) for label in labels):
+            raise UserError(f"`{self.label_column}` has fractions: see docs/guides/tasks.md for learning numbers.")
+        names = [str(label) for label in sorted(set(labels))] if trains else []
+        if len(names) == 1:
+            raise UserError(f"All labels in `{self.label_column}` are {names[0]}. Give data with two or more classes.")
+        return names
+
+    def found_columns(self, rows: datasets.Dataset | None) -> list[str]:
+        if self.text_columns or rows is None:
+            return list(self.text_columns)
+        strings = [name for name, kind in rows.features.items() if getattr(kind, "dtype", "").endswith("string")]
+        texts = [name for name in strings if name not in ("id", "idx", self.label_column)]
+        if not texts:
+            raise UserError(f"No column has texts: {', '.join(rows.column_names)}. Set `text_columns` in a subclass.")
+        return ["sentence1", "sentence2"] if {"sentence1", "sentence2"} <= set(texts) else texts[:2]
+
+    def targets(self, rows: datasets.Dataset) -> list[Any]:
+        """What to predict for each row: the number of its class."""
+        labels, kind = column(rows, self.label_column), rows.features[self.label_column]
+        if isinstance(kind, datasets.ClassLabel):
+            labels = [kind.names[label] if label >= 0 else label for label in labels]  # GLUE's test sets have -1
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        for row, label in enumerate(labels, start=1):
+            if str(label) not in numbers:
+                raise UserError(f"Row {row}: the label {label} is not one of {', '.join(self.classes)}. Fix the data.")
+        return [numbers[str(label)] for label in labels]
+
+    def labelled(self, rows: datasets.Dataset) -> Examples:
+        return self.examples(self.encoded(rows), self.targets(rows))
+
+    def inputs(self, rows: datasets.Dataset) -> Examples:
+        return self.examples(self.encoded(rows), [0] * len(rows))
+
+    def encoded(self, rows: datasets.Dataset) -> Any:
+        return self.encode(*(column(rows, name) for name in self.model.config.text_columns))
+
+    def forward(self, model: nn.Module, batch: Labelled) -> tuple[Tensor, Tensor]:
+        texts, labels = batch
+        logits = self.logits(model, texts)
+        return cross_entropy(logits, labels, reduction="none"), logits.softmax(dim=1)
+
+    def score(self, outputs: Tensor) -> dict[str, float]:
+        classes = outputs.argmax(dim=1)
+        average = "binary" if len(self.classes) == 2 else "macro"
+        return {
+            "accuracy": float(accuracy_score(self.labels, classes)),
+            "f1": float(f1_score(self.labels, classes, average=average, zero_division=0)),
+            "matthews_correlation": float(matthews_corrcoef(self.labels, classes)),
+        }
+
+    def predictions(self, outputs: Tensor) -> dict[str, list[Any]]:
+        probabilities, classes = outputs.max(dim=1)
+        return {"prediction": [self.classes[number] for number in classes], "probability": probabilities.tolist()}

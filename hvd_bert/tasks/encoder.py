@@ -1,0 +1,105 @@
+"""A task of an encoder with a head of transformers for texts or for tokens, on packed or padded texts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from hvd_bert.data.batch_plan import Ids
+from hvd_bert.data.collate import Batch, Collator
+from hvd_bert.data.window_table import WindowTable
+from hvd_bert.errors import UserError
+from hvd_bert.model.bert import compile_layers, load_tokenizer, tokenizer_digest
+from hvd_bert.model.flops import forward_flops
+from hvd_bert.model.heads import head_logits, load_with_head
+from hvd_bert.tasks.base import encoder_config
+from hvd_bert.tasks.dataset import DatasetTask, Examples
+
+IGNORED = -100  # the label of a token without a loss, as torch's cross_entropy has it
+Labelled = tuple[Batch, Tensor]  # texts, and a label for each or for each of their tokens
+
+
+class EncoderTask(DatasetTask):
+    """`load` calls `load_model` and makes `train` and `dev` by `encode` and `examples`; `forward` calls `logits`."""
+
+    unit: ClassVar[str] = "texts"
+    model: Any
+    classes: list[str]  # those of the model; one for a model that gives a number
+
+    def load_model(self, head: Any, classes: Sequence[str] = ()) -> None:
+        """Create `tokenizer`, `model` and `classes` from the settings. Raises UserError.
+
+        `head`: transformers' AutoModelForSequenceClassification or AutoModelForTokenClassification. `classes`: names,
+        which config.json keeps; in the model's own order if it has the same, whatever their case. Without names, and
+        for a trained model, they are the model's.
+        """
+        args, config = self.config.model, self.config
+        if self.trained:
+            args = replace(args, model_name_or_path=self.trained, config_name=None, tokenizer_name=None)
+        self.tokenizer = load_tokenizer(args)
+        shape = encoder_config(args, config.data, config.train, config.parallel.strategy, self.world, self.unit)
+        own = [str(shape.id2label[i]) for i in range(shape.num_labels)]
+        order = [name.lower() for name in own]
+        if self.trained or not classes:
+            self.classes = own
+        elif sorted(map(str.lower, classes)) == sorted(order):  # as in run_glue
+            self.classes = sorted(classes, key=lambda name: order.index(name.lower()))
+        else:
+            self.classes = list(classes)
+        shape.num_labels = len(self.classes)
+        shape.problem_type = "regression" if len(self.classes) == 1 else None
+        shape.id2label = dict(enumerate(self.classes))
+        shape.label2id = {name: i for i, name in enumerate(self.classes)}
+        length, padded = config.data.max_seq_length, config.data.pad_to is not None
+        self.model, new = load_with_head(head, args, shape, self.tokenizer, length, config.train.seed, padded)
+        if new and not config.train.do_train:
+            raise UserError(
+                f"{args.configuration} has no trained head for this task ({', '.join(new[:3])} would be random). Name a"
+                f" model that was trained with --task {config.data.task}."
+            )
+        self.forward_flops = forward_flops(self.model)
+        self.crossover = self.forward_flops.crossover
+
+    def encode(self, *texts: Any, **options: Any) -> Any:
+        """Texts, or texts and their second parts, as the tokenizer returns them, cut off at --max_seq_length."""
+        length = self.config.data.max_seq_length
+        special = self.tokenizer.num_special_tokens_to_add(pair=len(texts) > 1)
+        if length <= special:
+            raise UserError(f"--max_seq_length {length}: {special} special tokens leave no room for a text. Raise it.")
+        return self.tokenizer(*texts, truncation=True, max_length=length, return_token_type_ids=True, **options)
+
+    def examples(self, encoded: Any, labels: Sequence[Any]) -> Examples:
+        """Examples of what `encode` returned. `labels`: a number for each text, or a list of one for each token."""
+        ids, types = encoded["input_ids"], encoded["token_type_ids"]
+        starts = [row.index(1) if 1 in row else len(row) for row in types]
+        none = np.zeros(len(ids), dtype=np.int32)
+        columns = {"input_ids": ids, "context_start": starts, "start_position": none, "end_position": none}
+        table = WindowTable.from_columns(columns)
+        collate = Collator(table, self.world.device, self.config.data.pad_to)
+
+        def batch(numbers: Ids) -> Labelled:
+            rows = [torch.tensor(labels[i]) for i in numbers.tolist()]
+            return collate(numbers), pad_sequence(rows, True, IGNORED) if rows[0].ndim else torch.stack(rows)
+
+        digest = hashlib.sha256(repr((ids, starts, list(labels))).encode()).hexdigest()
+        return Examples(batch, table.lengths, digest)
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """[texts, classes] or [texts, tokens of the longest, classes], in float32."""
+        return head_logits(model, batch)
+
+    def positions(self, batch: Labelled, tokens: int) -> int:
+        return batch[0].num_positions
+
+    def identity(self) -> dict[str, object]:
+        return {"the tokenizer": tokenizer_digest(self.tokenizer), **super().identity()}
+
+    def compile(self, model: nn.Module) -> None:
+        compile_layers(model)
