@@ -32,8 +32,8 @@ The run refuses other families. Most of them are decoders, need more than text, 
 (FNet, Funnel, MobileBERT). It also refuses a tokenizer that pads on the left.
 
 Windows equal run_qa's. Special tokens and token types follow the model's own tokenizer; a model with two token types
-always gets them, also where the tokenizer returns none by default (ALBERT, RemBERT, Splinter). `--torch_compile` needs
-layers that are built as BERT's.
+always gets them, also where the tokenizer returns none by default (ALBERT, RemBERT, Splinter), and a model with one
+type gets type 0. `--torch_compile` needs layers that are built as BERT's.
 
 Tests compare each family with transformers: logits to 1e-5, gradients to 1e-4 of their size.
 """

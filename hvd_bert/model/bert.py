@@ -22,7 +22,15 @@ from hvd_bert.model.cpu import linear
 from hvd_bert.model.cpu.dropout import AddAndNorm, Dropout, with_fused_norm
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.flops import try_once
-from hvd_bert.model.loading import lacks_model_type, load_config, load_encoder, load_tokenizer_files, reported
+from hvd_bert.model.loading import (
+    LFS_POINTER,
+    lacks_model_type,
+    lfs_pointers,
+    load_config,
+    load_encoder,
+    load_tokenizer_files,
+    reported,
+)
 
 # For speed, vocabularies are padded: by fewer tokens than this, or than this share if they are large. A larger surplus
 # means another vocabulary.
@@ -35,8 +43,10 @@ def load_tokenizer(args: ModelArguments) -> Any:
     if args.config_name and lacks_model_type(args.tokenizer):  # the configuration tells which tokenizer it is
         extra["config"] = load_config(args.config_name, args)
     tokenizer = load_tokenizer_files(args, **extra)
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers' result for a folder without a vocabulary
-        raise UserError(f"'{args.tokenizer}' has no vocabulary. Name a tokenizer's folder (--tokenizer_name FOLDER).")
+    # transformers returns a tokenizer for a folder without a vocabulary, too.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens) or LFS_POINTER in tokenizer.get_vocab():
+        found = lfs_pointers(args.tokenizer) or "Name a tokenizer's folder (--tokenizer_name FOLDER)"
+        raise UserError(f"'{args.tokenizer}' has no vocabulary. {found}.")
     if not isinstance(tokenizer.model_max_length, int | float):
         raise UserError(
             f"'{args.tokenizer}': tokenizer_config.json: model_max_length must be a number, not"
@@ -68,19 +78,14 @@ def load_model(
     source = args.configuration
     config = config or load_config(source, args)
     check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
-    token_types = takes_token_types(config, source, tokenizer)
+    token_types = takes_token_types(config, tokenizer)
     if args.model_name_or_path is None:
         with reported(source):
             return try_once(new_model(config, args.dropout, seed, padded, token_types, args.attention_dropout))
     config.num_labels = 2  # start and end, whatever head the checkpoint has
     configure(config, args.dropout, padded, args.attention_dropout)
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
-    model, new = load_encoder(families.model_class(config), args, config)
-    if needs_head and new:
-        raise UserError(
-            f"{args.model_name_or_path} has no span head ({', '.join(new[:3])}), so its answers would be random. Train"
-            " it first, or name a model that is fine-tuned for question answering."
-        )
+    model = load_encoder(families.model_class(config), args, config, needs_head)
     with reported(source):
         return try_once(_prepared(model, token_types))
 
@@ -125,22 +130,16 @@ def _dropout_settings(config: Any) -> list[str]:
     ]
 
 
-def takes_token_types(config: Any, model_name: str, tokenizer: Any) -> bool:
+def takes_token_types(config: Any, tokenizer: Any) -> bool:
     """Whether the model gets token types 0 and 1: if it has both, and its tokenizer lays out a pair of texts with them.
 
     A tokenizer that does so may still not list them among its inputs (`model_input_names`): since transformers 5 those
-    of ALBERT, RemBERT and others do not, though these models were pretrained with both types.
+    of ALBERT, RemBERT and others do not, though these models were pretrained with both types. A RoBERTa with BERT's
+    tokenizer has type 0 only.
     """
     taken = "token_type_ids" in inspect.signature(families.model_class(config).forward).parameters
-    if not (taken and Layout.of(tokenizer).token_types):
-        return False
     types, listed = getattr(config, "type_vocab_size", 0), "token_type_ids" in tokenizer.model_input_names
-    if types == 1 and listed:
-        raise UserError(
-            f"{model_name} has only one token type, but its tokenizer gives the context another than the question."
-            " Give the model's own tokenizer (--tokenizer_name)."
-        )
-    return types >= 2 or listed
+    return taken and Layout.of(tokenizer).token_types and (types >= 2 or (listed and types != 1))
 
 
 def _prepared(model: Any, token_types: bool) -> Any:

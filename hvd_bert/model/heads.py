@@ -19,11 +19,19 @@ from hvd_bert.model.loading import load_encoder, reported
 
 
 def load_with_head(
-    head: Any, args: ModelArguments, config: Any, tokenizer: Any, max_seq_length: int, seed: int, padded: bool
-) -> tuple[Any, list[str]]:
-    """The model of `config` on the CPU, in fp32, and the names of its new weights, which are a function of `seed`.
+    head: Any,
+    args: ModelArguments,
+    config: Any,
+    tokenizer: Any,
+    max_seq_length: int,
+    seed: int,
+    padded: bool,
+    needs_head: bool,
+) -> Any:
+    """The model of `config` on the CPU, in fp32. New weights are a function of `seed`. Raises UserError.
 
-    `head`: AutoModelForSequenceClassification or AutoModelForTokenClassification. `padded`: see `load_model`.
+    `head`: AutoModelForSequenceClassification or AutoModelForTokenClassification. `padded`, `needs_head`: see
+    `load_model`.
     """
     source = args.configuration
     if type(config) not in head._model_mapping:
@@ -32,16 +40,12 @@ def load_with_head(
             " encoder."
         )
     check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
-    kind, token_types = head._model_mapping[type(config)], takes_token_types(config, source, tokenizer)
+    kind, token_types = head._model_mapping[type(config)], takes_token_types(config, tokenizer)
     configure(config, args.dropout, padded, args.attention_dropout)
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
-    if args.model_name_or_path:
-        model, new = load_encoder(kind, args, config, other_head=True)
-        with reported(source):
-            return try_once(with_inputs(model, token_types)), new
+    model = load_encoder(kind, args, config, needs_head) if args.model_name_or_path else None
     with reported(source):
-        model = kind(config)
-        return try_once(with_inputs(model, token_types)), [name for name, _ in model.named_parameters()]
+        return try_once(with_inputs(model or kind(config), token_types))
 
 
 def with_inputs(model: Any, token_types: bool) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import pickle
 import re
 from contextlib import AbstractContextManager
@@ -41,6 +42,8 @@ OWNERS = {
 }
 HUB_NAMES = {name: f"{owner}/{name}" for owner, names in OWNERS.items() for name in names}
 
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1"  # the first line of one
+
 _UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # not in special tokens, such as [CLS] and <S>
 
 # Settings that transformers' encoders would ignore or fail with -> the supported value.
@@ -53,10 +56,17 @@ def reported(name: str) -> AbstractContextManager[None]:
     """Turn any error inside into a UserError that says that `name` cannot be loaded, why, and what to do."""
     return as_user_error(
         lambda reason: (
-            f"'{name}' cannot be loaded ({reason}). Check the name and the files, name another model or a local folder,"
-            " or try `python -m hvd_bert.train --config sample`, which has a model of its own."
+            f"'{name}' cannot be loaded ({lfs_pointers(name) or reason}). Check the name and the files, name another"
+            " model or a local folder, or try `python -m hvd_bert.train --config sample`, which has a model of its own."
         )
     )
+
+
+def lfs_pointers(name: str) -> str:
+    """Names the files of a folder that git-lfs has not downloaded; "" if there are none."""
+    files = (path for path in sorted(Path(name).glob("*")) if path.is_file() and os.access(path, os.R_OK))
+    found = [path.name for path in files if path.open("rb").read(len(LFS_POINTER)) == LFS_POINTER.encode()]
+    return f"{', '.join(found)}: only a git-lfs pointer; run `git lfs pull` in the folder" if found else ""
 
 
 def load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
@@ -82,36 +92,56 @@ def load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
             raise
 
 
-def load_encoder(kind: Any, args: ModelArguments, config: Any, other_head: bool = False) -> tuple[Any, list[str]]:
-    """The model in --model_name_or_path, in fp32, and the names of its new weights: those of the head and the pooler.
+def load_encoder(kind: Any, args: ModelArguments, config: Any, needs_head: bool) -> Any:
+    """The model in --model_name_or_path, in fp32; its pooler and, unless `needs_head`, its head may have new weights.
 
-    `other_head`: replace a saved head of another size. Raises UserError if the encoder's weights are not all there.
+    Raises UserError if weights are missing.
     """
+    name = args.model_name_or_path
     model, info = load(
         kind,
-        str(args.model_name_or_path),
+        str(name),
         args,
         config=config,
         dtype=torch.float32,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # refused below with a better message
     )
-    resized = {name for name, *_ in info["mismatched_keys"]}
-    new = resized | info["missing_keys"]
+    sizes = {key: f"{key}: {[*saved]} instead of {[*needed]}" for key, saved, needed in info["mismatched_keys"]}
+    new, encoder = sizes.keys() | info["missing_keys"], f"{model.base_model_prefix}."
     # Not every pretrained model has a pooler.
-    lost = {name for name in new if name.startswith(f"{model.base_model_prefix}.") and ".pooler." not in name}
-    lost |= set() if other_head else resized
+    lost = [key for key in sorted(new) if key.startswith(encoder) and (key in sizes or ".pooler." not in key)]
     if lost:
-        if any(".lora_A." in name for name in info["unexpected_keys"]):
-            raise UserError(
-                f"{args.model_name_or_path} is a checkpoint of a training with --lora_rank, which can only be resumed."
-                " Name the output folder of the finished training."
-            )
-        names = ", ".join(sorted(lost)[:3])
+        saved = sorted(info["unexpected_keys"])
+        raise UserError(f"{name} {_why_lost(lost, saved, encoder, ', '.join(sizes.get(key, key) for key in lost[:3]))}")
+    described = ", ".join(sizes.get(key, key) for key in sorted(new)[:3])
+    if needs_head and new:
         raise UserError(
-            f"{args.model_name_or_path} lacks weights that its configuration needs ({names}, ...). Name another model."
+            f"{name} has no trained head for this task ({described}), so its results would be random. Train it first,"
+            " or name a model that is fine-tuned for this task."
         )
-    return model, sorted(new)
+    if sizes:
+        log.info("%s: the saved head has another size (%s), so it gets new weights.", name, described)
+    return model
+
+
+def _why_lost(lost: list[str], saved: list[str], encoder: str, described: str) -> str:
+    """Why weights of an encoder are missing, from their names and those of unknown weights, and what to do."""
+    if any(".lora_A." in key for key in saved):
+        return (
+            "is a checkpoint of a training with --lora_rank, which can only be resumed. Name the output folder of the"
+            " finished training."
+        )
+    ending = lost[0].removeprefix(encoder)
+    prefixes = [key.removesuffix(ending).removesuffix(encoder) for key in saved if key.endswith(f".{ending}")]
+    if prefixes:
+        return (
+            f"has weights whose names begin with {prefixes[0]!r} ({saved[0]}). If they come from a wrapper such as DDP,"
+            " save the model inside it (`model.module`). Otherwise remove the prefix from the names."
+        )
+    if saved and not any("." in key for key in saved):
+        return f"has a weights file with the entries {', '.join(saved[:3])}. Save only the one that has the weights."
+    return f"lacks weights that its configuration needs ({described}, ...). Name another model."
 
 
 def _load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:

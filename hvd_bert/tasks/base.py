@@ -155,10 +155,11 @@ class Task(ABC):
         """Save the tokenizer, so that `from_pretrained` loads one that gives the inputs the model was trained with."""
         if self.tokenizer is None:
             return
-        inputs = self.tokenizer.model_input_names
-        if getattr(self.model, "takes_token_types", False) and "token_type_ids" not in inputs:
-            self.tokenizer.model_input_names = [*inputs, "token_type_ids"]
-            self.tokenizer.init_kwargs["model_input_names"] = self.tokenizer.model_input_names  # is what is saved
+        types, inputs = "token_type_ids", self.tokenizer.model_input_names
+        takes = getattr(self.model, "takes_token_types", types in inputs)
+        if takes != (types in inputs):
+            names = [*inputs, types] if takes else [name for name in inputs if name != types]
+            self.tokenizer.model_input_names = self.tokenizer.init_kwargs["model_input_names"] = names  # 2nd: is saved
         self.tokenizer.save_pretrained(folder, save_jinja_files=False)  # a chat template's file could replace a user's
 
 

@@ -58,12 +58,10 @@ class EncoderTask(DatasetTask):
         shape.id2label = dict(enumerate(self.classes))
         shape.label2id = {name: i for i, name in enumerate(self.classes)}
         length, padded = config.data.max_seq_length, config.data.pad_to is not None
-        self.model, new = load_with_head(head, args, shape, self.tokenizer, length, config.train.seed, padded)
-        if new and not config.train.do_train:
-            raise UserError(
-                f"{args.configuration} has no trained head for this task ({', '.join(new[:3])} would be random). Name a"
-                f" model that was trained with --task {config.data.task}."
-            )
+        evaluates = not config.train.do_train
+        if evaluates and args.model_name_or_path is None:
+            raise UserError("--no_do_train: name a trained model with --model_name_or_path, not only --config_name.")
+        self.model = load_with_head(head, args, shape, self.tokenizer, length, config.train.seed, padded, evaluates)
         self.forward_flops = forward_flops(self.model)
         self.crossover = self.forward_flops.crossover
 

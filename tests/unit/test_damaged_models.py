@@ -13,6 +13,7 @@ from typing import Any
 import hostile
 import pytest
 import torch
+from safetensors.torch import load_file
 from tables import each, refused
 from test_families import small
 from transformers import BertConfig, BertForQuestionAnswering
@@ -24,7 +25,7 @@ from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.errors import UserError
 from hvd_bert.model import loading
 from hvd_bert.model.bert import load_model, load_tokenizer
-from hvd_bert.model.loading import load_config, num_weights
+from hvd_bert.model.loading import LFS_POINTER, load_config, num_weights
 
 LENGTH = 32  # max_seq_length of these tests
 
@@ -136,6 +137,45 @@ CASES["no config"] = without("config.json"), "config.json"
 CASES["no vocabulary"] = without("tokenizer.json", "tokenizer_config.json"), ""
 
 
+POINTER = f"{LFS_POINTER}\noid sha256:{'0' * 64}\nsize 12345\n"
+
+
+def with_pointer(file: str, *removed: str) -> Damage:
+    def damage(folder: Path) -> None:
+        without(*removed)(folder)
+        (folder / file).write_text(POINTER)
+
+    return damage
+
+
+for file, *removed in (
+    ["config.json"],
+    ["tokenizer.json"],
+    ["model.safetensors"],
+    ["pytorch_model.bin", "model.safetensors"],
+    ["vocab.txt", "tokenizer.json", "tokenizer_config.json"],
+):
+    CASES[f"{file}: a git-lfs pointer"] = with_pointer(file, *removed), f"{file}: .*`git lfs pull`"
+
+
+def with_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        with_pickle(lambda path, _: torch.save(change(weights), path))(folder)
+
+    return damage
+
+
+for prefix in ("module.", "_orig_mod.", "model.", "module._orig_mod."):
+    renamed = with_weights(lambda weights, prefix=prefix: {prefix + key: value for key, value in weights.items()})
+    CASES[f"weights: {prefix}bert"] = renamed, f"'{prefix}'"
+    renamed = with_weights(lambda weights, p=prefix: {p + k.removeprefix("bert."): v for k, v in weights.items()})
+    CASES[f"weights: {prefix}embeddings"] = renamed, f"'{prefix}'"
+for entry in ("model", "state_dict"):
+    wrapped = with_weights(lambda weights, entry=entry: {"epoch": 3, entry: weights})
+    CASES[f"weights: under {entry}"] = wrapped, f"entries epoch, {entry}"
+
+
 @each("name", CASES)
 def test_damage_is_one_message(good, tmp_path, make_questions, name):
     folder = shutil.copytree(good, tmp_path / "damaged")
@@ -152,6 +192,20 @@ def test_pickled_tensors_alone_are_loaded(good, tmp_path, make_questions):
     weights = BertForQuestionAnswering.from_pretrained(good).state_dict()
     with_pickle(lambda path, _: torch.save(weights, path))(folder)
     load_all(folder, make_questions)
+
+
+def test_head_of_another_size_gets_new_weights(tokenizer, tmp_path, caplog):
+    caplog.set_level("INFO")
+    config = BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config.num_labels = 5
+    saved = BertForQuestionAnswering(config)
+    saved.save_pretrained(tmp_path)
+    args = ModelArguments(model_name_or_path=str(tmp_path))
+    model = load_model(args, tokenizer, LENGTH, seed=1)
+    assert "qa_outputs.weight: [5, 16] instead of [2, 16]" in caplog.text
+    assert torch.equal(model.bert.encoder.layer[0].output.dense.weight, saved.bert.encoder.layer[0].output.dense.weight)
+    with refused(tmp_path, "qa_outputs.weight: [5, 16] instead of [2, 16]"):
+        load_model(args, tokenizer, LENGTH, seed=1, needs_head=True)
 
 
 def test_memory_for_all_copies(good, monkeypatch):

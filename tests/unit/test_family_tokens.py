@@ -16,6 +16,7 @@ from test_tokenization import answer_of, ask, cases, spans_of, to_windows
 from test_world import make_world
 from transformers import (
     AlbertConfig,
+    AutoModelForQuestionAnswering,
     AutoTokenizer,
     BertConfig,
     ElectraConfig,
@@ -153,9 +154,26 @@ def test_token_types_are_those_of_the_tokenizer(tokenizer, tmp_path):
     assert "token_type_ids" not in words.model_input_names
     assert typed(ElectraConfig(**electra), words, tmp_path), "it was pretrained with both"
     assert not typed(ElectraConfig(**electra, type_vocab_size=1), words, tmp_path)
-    words = PreTrainedTokenizerFast(
-        tokenizer_object=words.backend_tokenizer, model_input_names=["input_ids", "token_type_ids"]
-    )
+    words = listing_token_types(words)
     assert typed(ElectraConfig(**electra), words, tmp_path)
-    with refused("--tokenizer_name"):
-        typed(RobertaConfig(vocab_size=len(words), type_vocab_size=1, **SPACES), words, tmp_path)
+
+
+def listing_token_types(tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, model_input_names=["input_ids", "token_type_ids"],
+        pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]",
+    )  # fmt: skip
+
+
+def test_roberta_with_the_tokenizer_of_bert_is_trained_with_type_0(tokenizer, tmp_path, make_questions, write_squad):
+    folder, saved = tmp_path / "model", tmp_path / "saved"
+    RobertaConfig(vocab_size=len(tokenizer), pad_token_id=0, type_vocab_size=1, **SPACES).save_pretrained(folder)
+    listing_token_types(tokenizer).save_pretrained(folder)
+    flags = ["--config_name", str(folder), "--train_file", str(write_squad(make_questions(3), "train.json"))]
+    made = load_task(parse([*flags, "--strategy", "none", "--max_seq_length", "200"]), make_world())
+    assert made.batch(np.arange(3)).token_type_ids.any()
+    assert made.losses(made.model, made.batch(np.arange(3))).isfinite().all()
+    saved.mkdir()
+    made.save(saved)
+    inputs = AutoTokenizer.from_pretrained(saved)("the red box", "the hall", return_tensors="pt")
+    AutoModelForQuestionAnswering.from_pretrained(saved)(**inputs)  # fails for type 1
