@@ -171,7 +171,7 @@ def test_roberta_with_the_tokenizer_of_bert_is_trained_with_type_0(tokenizer, tm
     listing_token_types(tokenizer).save_pretrained(folder)
     flags = ["--config_name", str(folder), "--train_file", str(write_squad(make_questions(3), "train.json"))]
     made = load_task(parse([*flags, "--strategy", "none", "--max_seq_length", "200"]), make_world())
-    assert made.batch(np.arange(3)).token_type_ids.any()
+    assert made.batch(np.arange(3)).content.token_type_ids.any()
     assert made.losses(made.model, made.batch(np.arange(3))).isfinite().all()
     saved.mkdir()
     made.save(saved)
