@@ -137,6 +137,11 @@ class DataArguments:
     question_column: str = _answering("question", "Column of the questions, in data of flat rows.", metavar="NAME")
     context_column: str = _answering("context", "Column of the contexts, in data of flat rows.", metavar="NAME")
     answer_column: str = _answering("answers", "Column of the answers, in data of flat rows.", metavar="NAME")
+    bad_examples: str = _answering(
+        "error",
+        "Questions with a mistake, such as a misplaced answer: refuse the data, or skip these questions.",
+        choices=("error", "skip"),
+    )
     version_2_with_negative: bool = _answering(
         False,
         "Some questions have no answer, as in SQuAD 2.0.",

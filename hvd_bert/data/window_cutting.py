@@ -161,7 +161,7 @@ class CutQuestions:
         first, last = spans[self.question].T
         self.labelled = (first >= self.start) & (last < self.stop) & (first >= 0)
         self.first, self.last = first, last
-        answerable = sum(bool(question.answer_texts) for question in questions)
+        answerable = sum(question.answer_starts[:1] not in ((), (None,)) for question in questions)
         tokenless = answerable - int(np.count_nonzero(spans[:, 0] >= 0))
         found = len(np.unique(self.question[self.labelled]))
         self.counts = WindowCounts(
@@ -178,9 +178,10 @@ class CutQuestions:
 
         This includes tokens in which the answer begins or ends. Blanks around the answer are ignored.
         """
-        if not question.answer_texts:
+        start = next(iter(question.answer_starts), None)
+        if start is None:
             return -1, -1
-        text, start = question.answer_texts[0], question.answer_starts[0]
+        text = question.answer_texts[0]
         stop = start + len(text.rstrip())
         start += len(text) - len(text.lstrip())
         char_starts, char_ends = self.contexts.characters(row)

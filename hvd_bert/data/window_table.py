@@ -21,7 +21,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from tqdm.auto import tqdm
 
 from hvd_bert.data import cache
 from hvd_bert.data.cache import default_cache_dir
-from hvd_bert.data.sources.squad import Question, Source
+from hvd_bert.data.sources.squad import Findings, Question, Source
 from hvd_bert.data.window_cutting import SCHEMA, CutQuestions, WindowCounts, WindowOptions, WindowTokenizer
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import convert, read_json
@@ -52,11 +52,15 @@ _DATA, _META = "windows.arrow", "windows.json"
 class WindowTable:
     """Windows as Arrow record batches with the columns above, memory-mapped if they come from the cache.
 
-    `counts`: statistics of the tokenization. `path`: the file; None for a table in memory.
+    `counts`: statistics of the tokenization. `findings`: of the source. `path`: the file; None for a table in memory.
     """
 
     def __init__(
-        self, batches: Sequence[pa.RecordBatch], counts: WindowCounts | None = None, path: Path | None = None
+        self,
+        batches: Sequence[pa.RecordBatch],
+        counts: WindowCounts | None = None,
+        findings: Findings | None = None,
+        path: Path | None = None,
     ) -> None:
         self._batches = list(batches)
         sizes = [len(batch) for batch in batches]
@@ -71,6 +75,7 @@ class WindowTable:
             else:
                 self._numbers[name] = np.concatenate([_view(column) for column in columns])
         self.counts = counts or WindowCounts()
+        self.findings = findings or Findings()
         self.path = path
 
     @staticmethod
@@ -84,7 +89,8 @@ class WindowTable:
         """The windows of several tables, whose questions are numbered consecutively."""
         if len(tables) == 1:
             return tables[0]
-        table = WindowTable([batch for table in tables for batch in table._batches])
+        findings = Findings.joined([table.findings for table in tables])
+        table = WindowTable([batch for table in tables for batch in table._batches], findings=findings)
         questions = np.cumsum([0, *(table.counts.questions for table in tables[:-1])], dtype=np.int32)
         table._numbers["question"] += np.repeat(questions, list(map(len, tables)))
         return table
@@ -171,6 +177,7 @@ def prepare(
         _opened,
     )
     if leader:
+        _log_findings(source.name, table.findings)
         _log_losses(source.name, table.counts)
     return table
 
@@ -179,6 +186,19 @@ def in_memory(questions: Sequence[Question], window_tokenizer: WindowTokenizer) 
     """The windows of a few questions, without the cache. Call `check_lengths` before."""
     batch = CutQuestions(window_tokenizer, questions, 0)
     return WindowTable(list(batch.record_batches()), batch.counts)
+
+
+def _log_findings(name: str, findings: Findings) -> None:
+    if findings.columns:
+        logger.info("%s: columns %s.", name, findings.columns)
+    if findings.mistakes:
+        total = sum(findings.mistakes.values())
+        kinds = ", ".join(f"{kind}: {number}" for kind, number in findings.mistakes.items())
+        scored = f", {total - findings.left_out} scored by their answers' texts" if findings.left_out < total else ""
+        logger.warning(
+            "%s: %d questions have mistakes (%s): %d left out%s. The first: %s",
+            name, total, kinds, findings.left_out, scored, "; ".join(findings.first),
+        )  # fmt: skip
 
 
 def _log_losses(name: str, counted: WindowCounts) -> None:
@@ -204,6 +224,7 @@ class _Meta:
 
     num_bytes: int
     counts: WindowCounts
+    findings: Findings = field(default_factory=Findings)  # the tables of earlier versions lack it
 
 
 def _key(source: Source, window_tokenizer: WindowTokenizer) -> str:
@@ -219,7 +240,8 @@ def _key(source: Source, window_tokenizer: WindowTokenizer) -> str:
 
 
 def _write(folder: Path, source: Source, window_tokenizer: WindowTokenizer, show_progress: bool) -> None:
-    questions = source.questions()[: window_tokenizer.options.max_samples]
+    questions, findings = source.load()
+    questions = questions[: window_tokenizer.options.max_samples]
     total = WindowCounts()
     title = f"Tokenizing {source.name}"
     with (
@@ -234,7 +256,7 @@ def _write(folder: Path, source: Source, window_tokenizer: WindowTokenizer, show
                 writer.write_batch(table_batch)
             total += batch.counts
             bar.update(len(some))
-    (folder / _META).write_text(json.dumps(asdict(_Meta((folder / _DATA).stat().st_size, total))))
+    (folder / _META).write_text(json.dumps(asdict(_Meta((folder / _DATA).stat().st_size, total, findings))))
 
 
 def _opened(entry: Path) -> WindowTable | None:
@@ -244,6 +266,10 @@ def _opened(entry: Path) -> WindowTable | None:
         if (entry / _DATA).stat().st_size != meta.num_bytes:
             return None
         with pa.ipc.open_stream(pa.memory_map(str(entry / _DATA))) as stream:
-            return WindowTable(list(stream), meta.counts, entry / _DATA) if stream.schema == SCHEMA else None
+            return (
+                WindowTable(list(stream), meta.counts, meta.findings, entry / _DATA)
+                if stream.schema == SCHEMA
+                else None
+            )
     except (OSError, ValueError, LookupError):  # pyarrow's errors are among them
         return None

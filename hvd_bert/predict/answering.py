@@ -65,7 +65,7 @@ def load_model(flags: argparse.Namespace, **options: Any) -> QuestionAnswerer:
 def open_input(flags: argparse.Namespace, qa: QuestionAnswerer) -> Source:
     """The questions of --input."""
     columns = flags.question_column, flags.context_column, flags.answer_column
-    reading = squad.Reading(*columns, needs_answers=False)
+    reading = squad.Reading(*columns, purpose="prediction")
     return squad.open_file(flags.input, qa.span_options.version_2_with_negative, reading)
 
 

@@ -105,6 +105,10 @@ class Task(ABC):
     def fingerprint(self) -> dict[str, object]:
         """What must be equal on all ranks besides the settings, such as the content of the data."""
 
+    def facts(self) -> dict[str, object]:
+        """What train_results.json records of the task besides, on rank 0."""
+        return {}
+
     @abstractmethod
     def identity(self) -> dict[str, object]:
         """What must not change on resume besides the settings and the model's shape, such as the training data."""

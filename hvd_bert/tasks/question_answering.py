@@ -173,6 +173,12 @@ class QuestionAnswering(DatasetTask):
         assert self.training is not None
         return [question.id for question in self.training.source.questions()]
 
+    def facts(self) -> dict[str, object]:
+        sets = {"training": self.training, "validation": self.validation}
+        findings = {name: part.windows.findings for name, part in sets.items() if part}
+        counts = {name: {"left_out": found.left_out, "mistakes": found.mistakes} for name, found in findings.items()}
+        return {"bad_examples": counts} if self.config.data.bad_examples == "skip" else {}
+
     def fingerprint(self) -> dict[str, object]:
         return {"the tokenizer": tokenizer_digest(self.tokenizer), **super().fingerprint()}
 
@@ -203,7 +209,8 @@ def files(answers: list[Answer]) -> dict[str, Any]:
 
 def open_split(data: DataArguments, split: str, cache_dir: str | None) -> list[tuple[DataFile, Source]]:
     """The "train" or "validation" questions, from files or from the hub."""
-    reading = squad.Reading(data.question_column, data.context_column, data.answer_column)
+    columns = data.question_column, data.context_column, data.answer_column
+    reading = squad.Reading(*columns, data.bad_examples, "training" if split == "train" else "evaluation")
     if data.dataset_name:
         source = squad.open_hub(
             data.dataset_name, split, data.version_2_with_negative, data.dataset_config_name, cache_dir, reading

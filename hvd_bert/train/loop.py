@@ -105,7 +105,7 @@ def _write_output(
         if writes and evaluation:
             run_folder.write_evaluation(folder, evaluation)
         if writes and task.plan:
-            results |= {"work": resume.identity(settings, task)}
+            results |= task.facts() | {"work": resume.identity(settings, task)}
             run_folder.write_results(folder, results, settings, evaluation)
 
 

@@ -133,9 +133,10 @@ def test_rows_of_csv_that_cannot_be_read(tmp_path, make_questions, to_rows):
     rows = to_rows(make_questions(2))
     content = as_csv(rows)
     for wrong, named in (
-        (as_csv([{**row, "answers": str(row["answers"])} for row in rows]), ("2 mistakes", "line 2.answers", "JSON")),
-        (content + b"one,two\n", ("line 4", "2 columns", "has 5")),
-        (content.replace(b"title", b"context", 1), ("column context",)),  # twice
+        (as_csv([{**row, "answers": "[red"} for row in rows]), ("2 mistakes", "(line 2, column answers)", "JSON")),
+        (content + b"one,two\n", ("line 4", "cells")),
+        (content + b"1,2,3,4,5,6\n", ("line 4", "cells")),
+        (content.replace(b"title", b"context", 1), ("one column context",)),
         (content + b'"one,two\n', ("damaged CSV", "line 4")),
     ):
         with refused(*named):
@@ -172,25 +173,26 @@ def test_hub_columns(monkeypatch, make_questions, to_rows):
 @each("name", FORMATS)
 def test_prediction_needs_no_answers(tmp_path, questions, to_rows, name):
     rows = [{"context": row["context"], "question": row["question"]} for row in to_rows(questions)]
-    found = read(tmp_path, FORMATS[name](rows), Reading(needs_answers=False))
+    found = read(tmp_path, FORMATS[name](rows), Reading(purpose="prediction"))
     assert [(q.context, q.question, q.answer_texts) for q in found] == [(q.context, q.question, ()) for q in questions]
     assert len({q.id for q in found}) == len(questions)
-    with refused("no column answers"):
+    with refused("one column answers"):
         read(tmp_path, FORMATS[name](rows))
 
 
 def test_prediction_ignores_mistakes_in_answers(tmp_path, make_questions, to_squad, to_rows):
-    predicting = Reading(needs_answers=False)
+    predicting = Reading(purpose="prediction")
     wrong = [dataclasses.replace(q, id="same", answer_starts=(-1,)) for q in make_questions(2)]
     content = to_squad(wrong)
     del content["data"][0]["paragraphs"][1]["qas"][0]["answers"]
     first, second = read(tmp_path, json.dumps(content).encode(), predicting)
     assert first.answer_texts == ("red",)  # shown next to the prediction
     assert second.answer_texts == ()
-    for answers in ("London", ["London"], 3, {"text": ["London"]}):
+    for answers in ("London", ["London"], 3.5, {"text": ["London"]}):
         content = as_lines([{**row, "answers": answers} for row in to_rows(make_questions(2))])
-        assert [question.answer_texts for question in read(tmp_path, content, predicting)] == [(), ()]
-        with refused("2 mistakes", "[0].answers"):
+        texts = () if answers == 3.5 else ("London",)
+        assert [question.answer_texts for question in read(tmp_path, content, predicting)] == [texts] * 2
+        with refused("2 mistakes", "line 1, column answers"):
             read(tmp_path, content)
     with refused("its question is empty"):
         read(tmp_path, json.dumps([{"context": "a", "question": ""}]).encode(), predicting)

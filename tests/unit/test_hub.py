@@ -49,7 +49,7 @@ def test_unanswered_rows_need_the_flag(no_network, write_hub_cache, make_questio
     questions = make_questions(6, unanswered_every=3)
     write_hub_cache(no_network, {"train": questions}, "rajpurkar/squad_v2")
     assert squad.open_hub("squad_v2", "train", True).questions() == questions
-    with refused("2 of 6", "'q0'", "row 0", "--version_2_with_negative"):
+    with refused("2 mistakes in 6", "'q0'", "row 0", "--version_2_with_negative"):
         squad.open_hub("squad_v2", "train", False).questions()
 
 
@@ -71,7 +71,7 @@ def test_folders_are_no_data_sets(tmp_path, monkeypatch, name):
 def test_other_columns_are_refused(no_network, monkeypatch):
     rows = datasets.Dataset.from_dict({"text": ["a"], "label": [0]})
     monkeypatch.setattr(hub, "load", lambda *_: rows)
-    with refused("imdb[train]", "context, question, answers", "text, label", "--answer_column"):
+    with refused("imdb[train]", "one column context", "answers", "text, label", "--answer_column"):
         squad.open_hub("imdb", "train", False)
 
 

@@ -66,7 +66,7 @@ def test_digest_is_that_of_the_content_and_of_how_it_is_read(tmp_path, make_ques
     path, same = (write(tmp_path, to_squad(make_questions(3)), name) for name in ("a.json", "b.json"))
     digest = squad.open_file(path, False).digest
     assert squad.open_file(same, False).digest == digest
-    readings = [Reading(), Reading(answer_column="text"), Reading(needs_answers=False)]
+    readings = [Reading(), Reading(answer_column="text"), Reading(purpose="prediction")]
     others = {squad.open_file(path, v2, reading).digest for reading in readings for v2 in (False, True)}
     assert len(others) == 6 and digest in others
     monkeypatch.setattr(squad, "_PIECE_BYTES", 7)
@@ -90,7 +90,7 @@ def test_digests_are_those_of_earlier_versions(tmp_path):
 
 def test_files_that_cannot_be_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for path, named in (("nowhere.json", "no such file"), ("", "Is a directory"), ("pipe", "a pipe or a device")):
+    for path, named in (("nowhere.json", "no such file"), ("", "is a directory"), ("pipe", "a pipe or a device")):
         with refused(tmp_path / path, named):
             squad.open_file(tmp_path / path, False)
 
@@ -116,12 +116,12 @@ JSON = b'{"data": [' + b'"text", ' * 100 + b"1]}"
         ('{"id": "a"}\n{"id" "b"}', ["line 2"]),
         ("[" * 20_000, ["not JSON"]),
         ('{"id": "a"}\n' + "9" * 5000, ["line 2"]),
-        ('{"' + "x" * 10**6 + '": 1}', ["'xxx"]),
-        ('{"data": {"a": 1}}', ['"data"']),
+        ('{"' + "x" * 10**6 + '": 1}', ["found xxx"]),
+        ('{"data": {"a": 1}}', ["data", "'a'"]),
         ('{"data": [{"title": "t", "paragraphs": []}]}', ["no questions"]),
         ('{"data": ["text"]}', ["data[0]", '"text"']),
-        ('[{"id": "a"}]', ["context, question, answers", "found: id"]),
-        ('[{"id": "a"}, {"context": "c", "question": "q", "answers": []}]', ["[0]", '"context"']),
+        ('[{"id": "a"}]', ["context", "question", "answers", "found id"]),
+        ('[{"id": "a"}, {"context": "c", "question": "q", "answers": []}]', ["[0]", '"paragraphs"']),
     ],
 )
 def test_files_that_are_not_questions(tmp_path, content, named):
@@ -134,15 +134,16 @@ def test_files_that_are_not_questions(tmp_path, content, named):
 @each(
     ("place", "value", "named"),
     [
-        (("title",), 3, "data[1].title"),
+        (("title",), [3], "data[1].paragraphs[0].qas[0].title"),
         (("paragraphs",), None, "data[1].paragraphs"),
-        (("paragraphs", 2, "context"), ["a"], "data[1].paragraphs[2].context"),
-        (("paragraphs", 2, "qas", 0), [], "data[1].paragraphs[2].qas[0]"),
+        (("paragraphs", 2, "context"), ["a"], "data[1].paragraphs[2].qas[0].context"),
+        (("paragraphs", 2, "qas", 0), "text", "data[1].paragraphs[2].qas[0]"),
         (("paragraphs", 2, "qas", 0, "id"), 7.5, "data[1].paragraphs[2].qas[0].id"),
         (("paragraphs", 2, "qas", 0, "answers", 0, "answer_start"), "35.5", "answers[0].answer_start"),
         (("paragraphs", 2, "qas", 0, "answers", 0, "answer_start"), True, "answers[0].answer_start"),
-        (("paragraphs", 2, "qas", 0, "answers", 0), {"text": "red"}, '"answer_start"'),
-        (("paragraphs", 2, "qas", 0, "is_impossible"), True, "data[1].paragraphs[2].qas[0]"),
+        (("paragraphs", 2, "qas", 0, "answers", 0), {"answer": "red"}, "answers[0]"),
+        (("paragraphs", 2, "qas", 0, "is_impossible"), True, "data[1].paragraphs[2].qas[0].is_impossible"),
+        (("paragraphs", 2, "qas", 0, "is_impossible"), "maybe", '"maybe"'),
     ],
 )
 def test_wrong_structure_names_the_place(tmp_path, make_questions, to_squad, place, value, named):
@@ -158,7 +159,8 @@ def test_wrong_structure_names_the_place(tmp_path, make_questions, to_squad, pla
     ("answers", "named"),
     [
         ({"text": ["a"], "answer_start": []}, "[0].answers"),
-        ({"text": [1], "answer_start": [0]}, "[0].answers[0].text"),
+        ({"text": ["a", "b"], "answer_start": [1]}, "[0].answers"),
+        ({"text": [[1]], "answer_start": [0]}, "[0].answers[0].text"),
         ({"text": ["a"], "answer_start": [0.5]}, "[0].answers[0].answer_start"),
         ([], "'q0' ([0])"),
     ],
@@ -172,12 +174,13 @@ def test_wrong_answers_in_a_flat_row(tmp_path, make_questions, to_rows, answers,
     [
         ({"context": " \n"}, ["context"]),
         ({"question": ""}, ["question"]),
-        ({"answer_texts": (" ",), "answer_starts": (3,)}, ["answer"]),
+        ({"answer_texts": (" ",), "answer_starts": (3,)}, ["no answer"]),
+        ({"answer_texts": (" ", "blue"), "answer_starts": (3, 47)}, ["empty"]),
         ({"answer_starts": (-1,)}, ["the answer 'blue'", "character -1"]),
         ({"answer_starts": (4000,)}, ["4000"]),
         ({"question": "what \ud83d?"}, ["'\\ud83d'"]),
         ({"id": "q\udcff"}, ["'\\udcff'"]),
-        ({"answer_starts": (4,)}, ["character 4 of its context", "'2 is'"]),
+        ({"answer_starts": (4,)}, ["character 4", "'2 is'"]),
         ({"answer_texts": ("Blue",)}, ["'blue'"]),
         ({"id": "q0"}, ["[0]"]),
     ],
@@ -185,7 +188,7 @@ def test_wrong_answers_in_a_flat_row(tmp_path, make_questions, to_rows, answers,
 def test_mistakes_name_the_question_and_its_place(tmp_path, make_questions, to_rows, change, named):
     questions = make_questions(3)
     questions[2] = dataclasses.replace(questions[2], **change)
-    check(write(tmp_path, to_rows(questions)), f"question {questions[2].id!r} ([2])", *named)
+    check(write(tmp_path, to_rows(questions)), f"question {questions[2].id!r} ([2]", *named)
 
 
 @each("start", [1, 10**6])
@@ -195,16 +198,20 @@ def test_long_data_are_shortened_in_messages(tmp_path, make_questions, to_rows, 
     check(write(tmp_path, to_rows([question])), "question 'xxx", "the answer 'xxx")
 
 
-def test_all_mistakes_are_counted_and_the_first_is_shown(tmp_path, make_questions, to_squad):
+def test_the_first_five_mistakes_are_shown_and_all_are_counted(tmp_path, make_questions, to_squad):
     content = to_squad(make_questions(10))
     for article in content["data"]:
         for paragraph in article["paragraphs"]:
             paragraph["context"] = "X" + paragraph["context"]
-    content["data"][1]["paragraphs"][1] = "text"  # ends its article
-    check(write(tmp_path, content), "question 'q0' (data[0].paragraphs[0].qas[0])", "7 mistakes")
+    content["data"][1]["paragraphs"][1] = "text"
+    path = write(tmp_path, content)
+    check(path, *(f"question 'q{n}' (data[0].paragraphs[{n}].qas[0].answers)" for n in range(5)), "10 mistakes")
+    with pytest.raises(UserError) as caught:
+        squad.open_file(path, False).questions()
+    assert "'q5'" not in str(caught.value)
 
 
 def test_unanswered_questions_need_the_flag(tmp_path, make_questions, to_squad):
     path = write(tmp_path, to_squad(make_questions(10, unanswered_every=3)))
     assert len(squad.open_file(path, True).questions()) == 10
-    check(path, "4 of 10", "'q0' (data[0].paragraphs[0].qas[0])", "--version_2_with_negative")
+    check(path, "4 mistakes in 10", "'q0' (data[0].paragraphs[0].qas[0])", "--version_2_with_negative")

@@ -1,136 +1,193 @@
-"""One entry of a data file -> a `Question`, or the mistake in it."""
+"""Rows and nested entries of data files -> `Question`s, or the mistake in each."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import zip_longest
 from typing import Any
+from unicodedata import normalize
 
-from hvd_bert.data.sources.questions import SHORT, Mistake, Question, Reading
+import msgspec
 
-_TYPES = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
-_WHOLE_NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*")
+from hvd_bert.data.sources.questions import SHORT, Found, Mistake, Question, Reading
 
-
-def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's value, or the Mistake that it raises."""
-    try:
-        return function(*arguments)
-    except Mistake as mistake:
-        return mistake
-
-
-# --- the two kinds of entries --------------------------------------------------------------------
+LEVELS = ("data", "paragraphs", "qas")  # of SQuAD's nesting, each a list of the next
+SQUAD = Reading().names
+_Text = str | int  # 1912.0 is 1912
+_WHOLE = re.compile(r"\A(-?[0-9]+)\.0\Z")  # as pandas writes the ids of a column with a missing value
+_ARRAY = re.compile(r"\barray\(|, dtype=\w+\)|(?<=\])\)")  # of numpy, in an object that pandas writes
+_EXAMPLE = '{"text": ["London"], "answer_start": [16]}'
 
 
-def squad_question(where: str, title: str, context: str, entry: Any, reading: Reading) -> Question:
-    """An entry of "qas" in SQuAD's JSON. Raises Mistake."""
-    id_ = _id(where, entry)
-    texts, starts = _answers(f"{where}.answers", reading, lambda: get(where, entry, "answers", list))
-    if texts and entry.get("is_impossible") and reading.needs_answers:
-        raise Mistake(f'{where} has "is_impossible": true, but also answers. Remove one of the two')
-    return Question(id_, title, context, get(where, entry, "question", str), texts, starts)
+class _Entry(msgspec.Struct):
+    context: _Text = ""
+    question: _Text = ""
+    title: _Text = ""
+    id: _Text = ""
+    is_impossible: bool = False
 
 
-def row_question(where: str, row: Any, reading: Reading, contexts: dict[str, str]) -> Question:
-    """A flat row. Its answers are an object of two lists, or a list of objects as SQuAD's, or one such object.
+# --- SQuAD's nesting -----------------------------------------------------------------------------
 
-    With a column "answer_start", they may be the text of one answer. Raises Mistake.
 
-    `contexts`: those of earlier rows. About five rows share a context, of which one copy is kept.
+def questions_in(where: str, node: Any, reading: Reading, outer: Mapping[str, Any] | None = None) -> Iterator[Found]:
+    """The questions of a row or of a part of SQuAD's nesting, in which levels may be missing or repeated.
+
+    `outer`: the title and the context of the levels above.
     """
-    context, column = get(where, row, reading.context_column, str), reading.answer_column
-    texts, starts = _answers(f"{where}.{column}", reading, lambda: _row_answers(where, row, column))
-    return Question(
-        id=_id(where, row),
-        title=get(where, row, "title", str, ""),
-        context=contexts.setdefault(context, context),
-        question=get(where, row, reading.question_column, str),
-        answer_texts=texts,
-        answer_starts=starts,
-    )
+    outer = outer or {}
+    names = SQUAD if "context" in outer else reading.names
+    if isinstance(node, list):
+        for number, part in enumerate(node):
+            yield from questions_in(f"{where}[{number}]", part, reading, outer)
+    elif not isinstance(node, dict):
+        yield where, Mistake("wrong structure", f"should be an object or a list ({shown(node)})", where)
+    elif names["question"] in node:
+        where = where or "[0]"
+        try:
+            yield where, _question(where, {**outer, **node}, names, reading)
+        except Mistake as mistake:
+            yield where, mistake
+    else:
+        inner = {**outer, **{key: node[key] for key in ("title", "context") if key in node}}
+        level = next((level for level in LEVELS if level in node), "")
+        if level and (level != "qas" or "context" in inner):
+            yield from questions_in(f"{where}.{level}".lstrip("."), node[level], reading, inner)
+            return
+        has_context = "context" in inner or names["context"] in node
+        needed = '"context"' if level else f'"qas" or "{names["question"]}"' if has_context else '"paragraphs" or "qas"'
+        yield where, Mistake("wrong structure", f"has no {needed} ({shown(node)})", where)
 
 
-def _row_answers(where: str, row: dict[str, Any], column: str) -> list[Any]:
-    """The answers of a row as objects."""
-    answers, at_answers = row.get(column), f"{where}.{column}"
-    if "answer_start" in row and not isinstance(answers, dict | list):
-        if answers in (None, "") and row["answer_start"] in (None, ""):
-            return []
-        return [{"text": answers, "answer_start": row["answer_start"]}]
-    if isinstance(answers, str):
-        answers = _parsed(at_answers, column, answers)
-    if isinstance(answers, dict) and isinstance(answers.get("text"), list):
-        pairs = zip_longest(answers["text"], get(at_answers, answers, "answer_start", list))
-        return [{"text": text, "answer_start": start} for text, start in pairs]
+def is_nested(node: Mapping[str, Any]) -> bool:
+    """Whether an object has a level of SQuAD's nesting, perhaps by another name; answers have texts."""
+    parts = (part for value in node.values() for part in (value if isinstance(value, list) else [value]))
+    return bool(set(LEVELS) & set(node)) or any(isinstance(part, dict) and "text" not in part for part in parts)
+
+
+# --- questions and answers -----------------------------------------------------------------------
+
+
+def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], reading: Reading) -> Question:
+    """A question with its answers. Raises Mistake, with its place and what an evaluation can use."""
+    given = {field: row[name] for field, name in names.items() if name in row}
+    values = {field: value for field, value in given.items() if value == value and value not in (None, "")}  # not NaN
+    question: Question | None = None
+    try:
+        entry: _Entry = _converted("", values, _Entry)
+        id_, context = _WHOLE.sub(r"\1", str(entry.id)) or where, sys.intern(str(entry.context))
+        asked = partial(Question, id_, str(entry.title), context, str(entry.question))
+        question = asked((), ())
+        if "answers" not in given and not entry.is_impossible:
+            raise Mistake("wrong structure", f"is missing ({shown(row)})", "answers")
+        answers, start = (_parsed(field, values.get(field), context) for field in ("answers", "answer_start"))
+        pairs = _pairs("answers", answers, start)
+        texted = [pair for pair in pairs if not _is_missing(pair[0], context)]
+        texts = tuple(text for text, _ in texted if isinstance(text, str))
+        question = asked(texts, (None,) * len(texts))
+        if len(texted) not in (0, len(pairs)):
+            raise Mistake("empty answer", "an answer's text is empty", "answers")
+        if texted and entry.is_impossible:
+            raise Mistake("contradiction", "is true, but there are answers. Remove one", "is_impossible")
+        found = [_located(f"answers[{number}]", context, *pair) for number, pair in enumerate(texted)]
+        return asked(tuple(text for text, _ in found), tuple(start for _, start in found))
+    except Mistake as mistake:
+        if question and reading.purpose == "prediction":
+            return question
+        mistake.question = question if question and question.answer_texts else None
+        path = mistake.place.removeprefix("answers[0]." if "answer_start" in given else "")
+        field = re.split(r"\b", path)[1]
+        path = path.replace(field, names.get(field, field), 1)
+        mistake.place = f"{where}.{path}" if where.endswith("]") else f"{where}, column {path}"
+        if question and question.id != where:
+            mistake.place = f"question {SHORT.repr(question.id)} ({mistake.place})"
+        raise
+
+
+def _pairs(at: str, answers: Any, starts: Any) -> list[tuple[Any, Any]]:
+    """Texts and starts of answers: an object, a text or a list of either, and a start or a list of them."""
     if isinstance(answers, dict):
-        return [answers]
-    found: list[Any] = get(where, row if answers is None else {column: answers}, column, list)
-    return found
+        if "text" not in answers:
+            raise Mistake("wrong structure", f'has no "text" ({shown(answers)})', at)
+        return _pairs(at, answers["text"], answers.get("answer_start"))
+    if isinstance(answers, list) and any(isinstance(answer, dict) for answer in answers):
+        return [pair for n, answer in enumerate(answers) for pair in _pairs(f"{at}[{n}]", answer, None)]
+    texts = answers if isinstance(answers, list) else [answers]
+    starts = starts if isinstance(starts, list) else [] if _is_missing(starts) else [starts]
+    texts = texts * len(starts) if len(texts) == 1 < len(starts) else texts  # one text that occurs several times
+    if starts and len(starts) != len(texts):
+        raise Mistake("wrong structure", f"there are {len(texts)} texts, but {len(starts)} answer_start", at)
+    return list(zip_longest(texts, starts))
 
 
-def _parsed(where: str, column: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        example = '{"text": ["London"], "answer_start": [16]}'
-        raise Mistake(
-            f"{where} should be JSON such as {example} ({shown(text)}). If `{column}` is plain text, add a column"
-            " answer_start"
-        ) from None
-
-
-def _answers(where: str, reading: Reading, read: Callable[[], list[Any]]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Texts and starts. If answers are not needed, those that cannot be read are left out."""
-    try:
-        places = [(f"{where}[{number}]", answer) for number, answer in enumerate(read())]
-        texts = tuple(get(place, answer, "text", str) for place, answer in places)
-        return texts, tuple(_start(place, answer) for place, answer in places)
-    except Mistake:
-        if reading.needs_answers:
-            raise
-        return (), ()
+def _located(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None]:
+    """The text of an answer in the context's Unicode form, and its place. Raises Mistake."""
+    text = str(_converted(f"{at}.text", text, _Text))
+    start = None if _is_missing(start) else _converted(f"{at}.answer_start", start, int)
+    for form in (None, "NFC", "NFD"):
+        answer = normalize(form, text) if form else text
+        place = context.find(answer) if start is None else start
+        if place >= 0 and context.startswith(answer, place):
+            if start is not None or context.find(answer, place + 1) < 0:
+                return answer, place
+            break
+    if start is None and at != "answers[0]":
+        return text, None  # for the metric
+    reason = f"the answer {SHORT.repr(text)} is not in its context"
+    if start is not None:
+        found = context[start : start + len(text)] if start >= 0 else ""
+        reason = f"the context has {SHORT.repr(found)} at character {start}, not the answer {SHORT.repr(text)}"
+    elif text in context:
+        reason = f"the answer {SHORT.repr(text)} is in its context more than once: add its answer_start"
+    if text not in context and normalize("NFC", text) in normalize("NFC", context):
+        reason += ". Their Unicode forms differ: normalize both to NFC, and count answer_start in the result"
+    raise Mistake("misplaced answer", reason, "answers")
 
 
 # --- values --------------------------------------------------------------------------------------
 
 
-def get(where: str, parent: Any, key: str, kind: type, default: Any = None) -> Any:
-    """The value of a key, of the given type. Raises Mistake."""
-    _expect(where, parent, dict)
-    if parent.get(key) is None:
-        if default is not None:
-            return default
-        if key not in parent:
-            raise Mistake(f'{where} has no "{key}" ({shown(parent)})')
-    return _expect(f"{where}.{key}", parent[key], kind)
+def parse_json(text: str) -> Any:
+    """A JSON value; NaN and Infinity, which pandas' users write, are missing values. Raises ValueError."""
+    return json.loads(text, parse_constant=lambda _: None)
 
 
-def _id(where: str, entry: Any) -> str:
-    """The entry's id, or its place if it has none: unique, and the same on all ranks."""
-    _expect(where, entry, dict)
-    value = entry.get("id")
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    text: str = get(where, entry, "id", str, where)
-    return text or where
+def _parsed(field: str, value: Any, context: str) -> Any:
+    """The content of a text cell in the notation of JSON, Python or numpy; another text as it is. Raises Mistake."""
+    if not isinstance(value, str) or not value.startswith(("{", "[")):
+        return value
+    for parse in (parse_json, ast.literal_eval, lambda text: ast.literal_eval(_ARRAY.sub("", text))):
+        try:
+            return parse(value)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    if value in context:
+        return value
+    raise Mistake("wrong structure", f"should be JSON such as {_EXAMPLE}, or an answer's text ({shown(value)})", field)
 
 
-def _start(where: str, parent: Any) -> int:
-    """A whole number, which may be in quotes."""
-    value = parent.get("answer_start")
-    if isinstance(value, str) and _WHOLE_NUMBER.fullmatch(value):
-        return int(value)
-    number: int = get(where, parent, "answer_start", int)
-    return number
+def _converted(path: str, value: Any, kind: Any) -> Any:
+    """The value as msgspec reads it: "16" and 16.0 are 16, "False" is False. Raises Mistake."""
+    try:
+        return msgspec.convert(value.strip() if kind is int and isinstance(value, str) else value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        reason, _, inner = str(error).partition(" - at ")
+        field = inner.strip("`$.")
+        found = shown(value[field] if field else value)
+        raise Mistake("wrong type", f"{reason[0].lower()}{reason[1:]} ({found})", path or field) from None
 
 
-def _expect(where: str, value: Any, kind: type) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise Mistake(f"{where} should be {_TYPES[kind]} ({shown(value)})")
-    return value
+def _is_missing(value: Any, context: str = "") -> bool:
+    """Whether a value is None, NaN, empty or, unless the context has it, a program's word for these."""
+    if isinstance(value, str):
+        word = value.strip().lower()
+        return not word or (word in ("nan", "none", "null", "na", "<na>") and value not in context)
+    return value is None or bool(value != value)
 
 
 def shown(value: Any) -> str:

@@ -1,4 +1,8 @@
-"""Data files -> texts and rows. Content that is not data gets a message that names it and the remedy."""
+"""Data files -> objects with their places. Content that is no data gets a message that names it and the remedy.
+
+The readers of `datasets` turn texts of JSON that look like dates into dates, move the cells of CSV rows that are longer
+than the first line, and report no lines. msgspec decides the types (entries.py).
+"""
 
 from __future__ import annotations
 
@@ -6,103 +10,109 @@ import contextlib
 import csv
 import gzip
 import io
-import json
 import os
-import zlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
+from hvd_bert.data.sources.entries import is_nested, parse_json
 from hvd_bert.data.sources.questions import Mistake
-from hvd_bert.errors import UserError, as_user_error, reason_of
+from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.storage.reading import open_regular
 
-Row = tuple[str, Any]  # its place, and its columns or the mistake in it
-Choose = Callable[[list[str]], list[str]]  # the columns of a file -> those to read
-_GZIP = b"\x1f\x8b"
-_PARQUET = b"PAR1"
+Placed = tuple[str, Any]  # a place, and an object or the mistake in it
+Choose = Callable[[list[str]], list[str]]  # the columns of a file -> those to read; raises UserError
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_JSON = re.compile(r"\s*[\[{]")
+_DELIMITERS = ",\t;"
+_MAX_HEADER = 2**16
 
 
 @contextlib.contextmanager
 def opened(path: str, name: str = "") -> Iterator[BinaryIO]:
     """Open a data file for reading; errors inside the block become a UserError. `name`: of the file, for messages."""
-    name = name or path
     try:
         with open_regular(path) as file:
             yield file
-    except FileNotFoundError as error:
-        raise UserError(f"{name}: no such file (working directory: {os.getcwd()}). Check the path.") from error
     except OSError as error:
-        raise UserError(f"{name}: cannot be read: {error.strerror or error}. Give a readable data file.") from error
+        reason = str(error.strerror or error).lower()
+        place = f"working directory: {os.getcwd()}"
+        raise UserError(f"{name or path}: {reason} ({place}). Give a readable data file.") from error
 
 
-def parsed(name: str, content: bytes, choose: Choose = list) -> Iterator[Row] | str:
-    """The rows of a Parquet file, or the text of another file; either may be gzipped. Raises UserError."""
+def parsed(name: str, content: bytes, choose: Choose) -> Iterable[Placed]:
+    """The rows of CSV or Parquet, the lines of JSON Lines, or the one value of JSON; also gzipped. Raises UserError."""
     if content.startswith(_GZIP):
-        try:
+        with as_user_error(lambda reason: f"{name}: damaged gzip file ({reason}). Copy or download it again."):
             content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise UserError(f"{name}: damaged gzip file ({reason_of(error)}). Copy or download it again.") from error
     if content.startswith(_PARQUET):
         return _parquet_rows(name, content, choose)
     try:
-        return content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{name}: neither UTF-8 text (byte {error.start}) nor Parquet, also in gzip. Decompress it, or save it as"
-            " UTF-8."
-        ) from error
+        reason, way_out = "nor Parquet, also in gzip", "Decompress it, or save it as UTF-8."
+        with contextlib.suppress(UnicodeDecodeError):
+            if b"\0" not in content and content.decode("cp1252"):
+                reason = "but probably Windows-1252 (cp1252), as Excel saves CSV"
+                way_out = 'Save it as "CSV UTF-8".'
+        raise UserError(f"{name}: not UTF-8 text (byte {error.start}), {reason}. {way_out}") from error
+    return _json_values(name, text, choose) if _JSON.match(text) else _csv_rows(name, text, choose)
 
 
-# --- rows ----------------------------------------------------------------------------------------
+def _json_values(name: str, text: str, choose: Choose) -> list[Placed]:
+    """The one value of JSON, or the lines of JSON Lines. Flat rows must have the columns to choose."""
+    try:
+        values = [("", parse_json(text))]
+    except (ValueError, RecursionError) as error:
+        if getattr(error, "msg", "") != "Extra data":  # a whole value, then more: one per line
+            raise UserError(f"{name}: not JSON: {error}. Fix the file.") from error
+        values = list(_json_lines(name, text))
+    rows = values[0][1] if isinstance(values[0][1], list) else [value for _, value in values]
+    rows = rows[0]["data"] if len(rows) == 1 and isinstance(rows[0], dict) and "data" in rows[0] else rows
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    if rows and not any(map(is_nested, rows)):
+        choose(list(dict.fromkeys(key for row in rows for key in row)))
+    return values
 
 
-def json_lines(name: str, text: str) -> Iterator[Row]:
-    """The rows of JSON Lines."""
+def _json_lines(name: str, text: str) -> Iterator[Placed]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                row = json.loads(line)
+                yield f"line {number}", parse_json(line)
             except (ValueError, RecursionError) as error:
                 reason = getattr(error, "msg", error)
-                raise UserError(f"{name}: line {number}: not a JSON row: {reason}. Fix the file.") from error
-            yield f"line {number}", row
+                raise UserError(f"{name}: line {number}: not JSON: {reason}. Fix the file.") from error
 
 
-def csv_rows(name: str, text: str, delimiter: str, choose: Choose = list, quotes: bool = True) -> Iterator[Row]:
-    """The rows of CSV under the names in its first line. `quotes`: whether a text in quotes is one cell."""
+def _csv_rows(name: str, text: str, choose: Choose) -> Iterator[Placed]:
+    """Rows under the names in the first line. Strict: pandas and pyarrow read `"a" b` as `a b`, which moves offsets."""
     csv.field_size_limit(2**31 - 1)  # a long text is not an error
-    rows = csv.reader(
-        io.StringIO(text, newline=""),
-        delimiter=delimiter,
-        quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
-        strict=True,
-    )
-    columns: list[str] = []
+    text = text.lstrip("\r\n")
+    header = re.split(r"[\r\n]", text[:_MAX_HEADER], maxsplit=1)[0]
+    rows = csv.DictReader(
+        io.StringIO(text, newline=""), delimiter=max(_DELIMITERS, key=header.count), strict=True
+    )  # a cell too many is under None, one too few is None
     try:
-        for cells in filter(None, rows):
-            if not columns:
-                columns = cells
-                repeated = [column for column in choose(columns) if columns.count(column) > 1]
-                if repeated:
-                    raise UserError(f"{name}: the first line names the column {repeated[0]} more than once. Rename it.")
-            elif len(cells) == len(columns):
-                yield f"line {rows.line_num}", dict(zip(columns, cells, strict=True))
-            else:
-                where = f"line {rows.line_num}"
-                yield where, Mistake(f"{where} has {len(cells)} columns, the first line has {len(columns)}")
+        choose(list(rows.fieldnames or []))
+        for row in rows:
+            where = f"line {rows.line_num}"
+            complete = None not in row and None not in row.values()
+            yield where, row if complete else Mistake("wrong structure", "not as many cells as the first line", where)
     except csv.Error as error:
+        where = f"line {rows.reader.line_num}"
         raise UserError(
-            f"{name}: damaged CSV: {error} at line {rows.line_num}. Put texts with commas or line breaks in quotes."
+            f"{name}: {where}: damaged CSV: {error}. Put texts with commas or line breaks in quotes."
         ) from error
 
 
-def _parquet_rows(name: str, content: bytes, choose: Choose) -> Iterator[Row]:
-    """The rows of a Parquet file."""
+def _parquet_rows(name: str, content: bytes, choose: Choose) -> Iterator[Placed]:
     from pyarrow import BufferReader
     from pyarrow.parquet import ParquetFile
 
     with as_user_error(lambda reason: f"{name}: damaged Parquet file: {reason}. Copy or download it again."):
         file = ParquetFile(BufferReader(content))
-        batches = file.iter_batches(columns=choose(file.schema_arrow.names))
-        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+    columns = choose(file.schema_arrow.names)
+    with as_user_error(lambda reason: f"{name}: damaged Parquet file: {reason}. Copy or download it again."):
+        for number, row in enumerate(row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist()):
             yield f"row {number}", row

@@ -29,18 +29,16 @@ def load(
     dataset_config_name: str | None = None,
     cache_dir: str | None = None,
     ways_out: str = _WAYS_OUT,
-    flag: str = "",
 ) -> Dataset:
     """One split of a data set. Raises `UserError` with `ways_out` if it is not available.
 
-    `flag`: the flag that asks for it, with its value, if it is not --dataset_name.
     The local cache comes first: it needs no network, and N ranks do not all contact the hub.
     """
     import datasets  # slow to import, and not needed for files
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 
-    flag = flag or f"--dataset_name {dataset_name}"
+    flag = f"--dataset_name {dataset_name}"
     try:
         validate_repo_id(dataset_name)
     except HFValidationError:

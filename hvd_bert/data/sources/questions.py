@@ -1,25 +1,30 @@
-"""Questions, how they are read, and which are refused: data with a mistake are."""
+"""Questions, how they are read, and which of them are refused or left out because of a mistake."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import reprlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 
 from hvd_bert.errors import UserError
 
 SHORT = reprlib.Repr()
 SHORT.maxstring = 80  # of data in messages
+_SHOWN = 5  # mistakes
+UNANSWERED = "unanswered question"
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """One question about one context.
 
-    `answer_texts[i]` starts at character `answer_starts[i]` of `context`. Both are empty if the question has no answer
-    (SQuAD v2.0).
+    `answer_texts[i]` starts at character `answer_starts[i]` of `context`; None: unknown, and only the metric uses the
+    text. Both are empty if the question has no answer (SQuAD v2.0).
     """
 
     id: str
@@ -27,23 +32,29 @@ class Question:
     context: str
     question: str
     answer_texts: tuple[str, ...]
-    answer_starts: tuple[int, ...]
+    answer_starts: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the questions of a source are read. The columns are those of flat rows. Prediction needs no answers."""
+    """How the questions of a source are read. The columns are those of flat rows.
+
+    `bad_examples`: "error", or "skip" to leave out questions with a mistake. `purpose`: "training" needs the places of
+    the answers, "evaluation" their texts, "prediction" neither.
+    """
 
     question_column: str = "question"
     context_column: str = "context"
     answer_column: str = "answers"
-    needs_answers: bool = True
+    bad_examples: str = "error"
+    purpose: str = "training"
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that must exist."""
-        needed = (self.context_column, self.question_column, self.answer_column)
-        return needed if self.needs_answers else needed[:2]
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """SQuAD's keys -> the columns of flat rows. The order is a part of the digest of hub data sets."""
+        names = ("id", "title", "context", "question", "answers", "answer_start", "is_impossible")
+        own = {"context": self.context_column, "question": self.question_column, "answers": self.answer_column}
+        return {name: own.get(name, name) for name in names}
 
     def digest(self, content_digest: str, version_2_with_negative: bool) -> str:
         """SHA-256 of a content and of everything that decides which questions it gives, or whether it is refused.
@@ -51,87 +62,115 @@ class Reading:
         Otherwise windows that were cached by a run with one setting would hide an error from a run with another.
         """
         text = f"{content_digest} {version_2_with_negative}"
-        if self != Reading():
-            settings = {
-                "question_column": self.question_column,
-                "context_column": self.context_column,
-                "answer_column": self.answer_column,
-                "bad_examples": "error",  # these two as in earlier versions, whose checkpoints can be resumed
-                "purpose": "training" if self.needs_answers else "prediction",
-            }
-            text += json.dumps(settings, sort_keys=True)
+        same_questions = self.bad_examples == "error" and self.purpose == "evaluation"
+        reading = replace(self, purpose="training") if same_questions else self
+        if reading != Reading():
+            text += json.dumps(asdict(reading), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Mistake(Exception):
-    """A mistake in the data. Its text begins with the place."""
+    """A mistake in the data. `kind`: for counts. `question`: with the answers by which an evaluation can score it."""
+
+    question: Question | None = None
+
+    def __init__(self, kind: str, reason: str, place: str) -> None:
+        super().__init__()
+        self.kind, self.reason, self.place = kind, reason, place
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}" if self.place else self.reason
+
+
+Found = tuple[str, Question | Mistake]  # a place of the data, and what is there
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the reader of a source found besides its questions.
+
+    Attributes:
+        columns: Which columns of flat rows are used as what; "" if they are SQuAD's.
+        mistakes: How many questions have each kind of mistake, with `--bad_examples skip`.
+        first: The first of them, with their places.
+        left_out: How many questions are left out.
+    """
+
+    columns: str = ""
+    mistakes: dict[str, int] = field(default_factory=dict)
+    first: list[str] = field(default_factory=list)
+    left_out: int = 0
+
+    @staticmethod
+    def joined(several: Sequence[Findings]) -> Findings:
+        """The counts of several sources."""
+        mistakes: Counter[str] = Counter()
+        for findings in several:
+            mistakes.update(findings.mistakes)
+        return Findings(mistakes=dict(mistakes), left_out=sum(findings.left_out for findings in several))
 
 
 def checked(
-    name: str, items: Iterable[tuple[str, Question | Mistake]], version_2_with_negative: bool, reading: Reading
-) -> list[Question]:
-    """The questions, from their places and what is there. Raises UserError for mistakes."""
+    name: str, found: Iterable[Found], version_2_with_negative: bool, reading: Reading
+) -> tuple[list[Question], Findings]:
+    """The questions to use, and what is wrong. Raises UserError for mistakes unless they are to be skipped."""
     questions: list[Question] = []
-    mistakes: list[str] = []
-    unanswered: list[str] = []
+    mistakes: list[Mistake] = []
     places: dict[str, str] = {}  # by id
-    for where, item in items:
-        if isinstance(item, Mistake):
-            mistakes.append(str(item))
-            continue
-        questions.append(item)
-        label = f"question {SHORT.repr(item.id)} ({where})"
-        reason = text_mistake(item)
-        if reading.needs_answers:
-            first = places.setdefault(item.id, where)
-            reason = reason or _answer_mistake(item) or ("" if first == where else f"{first} has the same id")
-            if not item.answer_texts and not version_2_with_negative:
-                unanswered.append(label)
-        if reason:
-            mistakes.append(f"{label}: {reason}")
-    refuse(name, mistakes)
-    if unanswered:
-        raise UserError(
-            f"{name}: {len(unanswered)} of {len(questions)} questions have no answer. The first is {unanswered[0]}."
-            " For SQuAD v2.0, add --version_2_with_negative."
-        )
+    left_out = 0
+    for where, item in found:
+        mistake, question = (item, item.question) if isinstance(item, Mistake) else (None, item)
+        unusable = _unusable(where, question, places, version_2_with_negative, reading) if question else mistake
+        mistake = mistake or unusable
+        if mistake:
+            mistakes.append(mistake)
+        if question and not unusable and (mistake is None or reading.purpose == "evaluation"):
+            questions.append(question)
+        else:
+            left_out += 1
+    if mistakes and (reading.bad_examples == "error" or not questions):
+        first, *others = map(str, mistakes[:_SHOWN])
+        shown = "; ".join([first, *(textwrap.shorten(other, 120, placeholder="...") for other in others)])
+        total = f" ({len(mistakes)} mistakes in {len(questions) + left_out} questions)" if others else ""
+        ways_out = "Fix the file."
+        if any(mistake.kind == UNANSWERED for mistake in mistakes):
+            ways_out += " For questions without an answer, as in SQuAD v2.0, add --version_2_with_negative."
+        if questions and reading.purpose != "prediction":
+            ways_out += " To leave out the questions with mistakes, add --bad_examples skip."
+        raise UserError(f"{name}: {shown}{total}. {ways_out}")
     if not questions:
         raise UserError(f"{name}: no questions found. Give a file with questions.")
-    return questions
+    kinds = dict(Counter(mistake.kind for mistake in mistakes).most_common())
+    return questions, Findings(mistakes=kinds, first=[*map(str, mistakes[:_SHOWN])], left_out=left_out)
 
 
-def refuse(name: str, mistakes: list[str]) -> None:
-    """Raise UserError if there are mistakes."""
-    if mistakes:
-        total = f" ({len(mistakes)} mistakes in total)" if len(mistakes) > 1 else ""
-        raise UserError(f"{name}: {mistakes[0]}{total}. Fix the file.")
+def _unusable(
+    where: str, question: Question, places: dict[str, str], version_2_with_negative: bool, reading: Reading
+) -> Mistake | None:
+    """A mistake with which a question can be neither trained on nor scored."""
+    label = where if question.id == where else f"question {SHORT.repr(question.id)} ({where})"
+    if reason := text_mistake(question):
+        return Mistake("unusable text", reason, label)
+    if reading.purpose == "prediction":
+        return None
+    if (first := places.setdefault(question.id, where)) != where:
+        return Mistake("duplicate id", f"{first} has the same id", label)
+    if not question.answer_texts and not version_2_with_negative:
+        return Mistake(UNANSWERED, "it has no answer", label)
+    return None
 
 
 def text_mistake(question: Question) -> str:
     """A mistake that makes the question unusable; "" if there is none."""
     if not question.context.strip():
-        return "its context is empty"
+        return "its context is empty or missing"
     # A question of blanks has no tokens but does no harm, so it is accepted.
     if not question.question:
-        return "its question is empty"
+        return "its question is empty or missing"
     answers = [("answer", text) for text in question.answer_texts]
     for part, text in (("id", question.id), ("context", question.context), ("question", question.question), *answers):
         try:
             text.encode()
         except UnicodeEncodeError as error:
             return f"its {part} contains an unpaired surrogate ({text[error.start]!a}), which is not a character"
-    return ""
-
-
-def _answer_mistake(question: Question) -> str:
-    context = question.context
-    for text, start in zip(question.answer_texts, question.answer_starts, strict=True):
-        if not text.strip():
-            return "an answer text is empty"
-        if not (0 <= start < len(context) and context.startswith(text, start)):
-            found = context[max(0, start) : start + len(text)] if start >= 0 else ""
-            return (
-                f"the answer {SHORT.repr(text)} does not start at character {start} of its context, which has"
-                f" {len(context)} characters and {SHORT.repr(found)} there (offsets count Unicode characters from 0)"
-            )
     return ""

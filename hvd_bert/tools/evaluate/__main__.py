@@ -44,6 +44,7 @@ OF_OWN_TASKS = ("train_file",)  # a task of one's own may read its model's shape
 # Settings that are taken from the model's training by default. Both models of a comparison have equal `SHARED` ones.
 OF_DATA = (
     *("dataset_name", "dataset_config_name", "validation_file", "question_column", "context_column", "answer_column"),
+    "bad_examples",
 )
 RULES = ("task", "version_2_with_negative")
 SHARED = (*OF_DATA, *RULES)

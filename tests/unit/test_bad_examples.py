@@ -1,0 +1,112 @@
+"""--bad_examples: error names the flag; skip leaves questions out, or scores them by their answers' texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tables import refused
+from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
+
+from hvd_bert.data.sources import squad
+from hvd_bert.data.sources.squad import Reading
+from hvd_bert.data.window_cutting import WindowOptions
+from hvd_bert.data.window_table import prepare
+
+TRAINING = Reading(bad_examples="skip")
+EVALUATION = Reading(bad_examples="skip", purpose="evaluation")
+MISTAKES = {
+    "misplaced answer": 4, "unusable text": 2, "duplicate id": 1, "wrong type": 1, "unanswered question": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def bad_file(tmp_path, make_questions, to_squad) -> Path:
+    """SQuAD's JSON of 12 questions, of which the first 9 have mistakes."""
+    content: dict[str, Any] = to_squad(make_questions(12))
+    qas = [entry for article in content["data"] for paragraph in article["paragraphs"] for entry in paragraph["qas"]]
+    qas[0]["answers"][0]["answer_start"] = -1
+    qas[1]["question"] = ""
+    qas[2]["answers"][0]["answer_start"] += 1
+    qas[3]["answers"][0]["text"] = "Pale grey"
+    qas[4]["id"] = "q9"  # so that q9 is the duplicate
+    qas[5]["answers"] = [{"text": "is"}]  # twice in its context
+    qas[6]["answers"][0]["answer_start"] = "here"
+    qas[7]["question"] = "\ud83d?"
+    qas[8]["answers"] = []
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def test_error_names_the_flag(bad_file):
+    for reading in (Reading(), Reading(purpose="evaluation")):
+        with refused("9 mistakes in 12", "'q0'", "--bad_examples skip", "--version_2_with_negative"):
+            squad.open_file(bad_file, False, reading).questions()
+    with refused("2 mistakes") as raised:
+        squad.open_file(bad_file, False, Reading(purpose="prediction")).questions()
+    assert "--bad_examples" not in str(raised.value)
+
+
+def test_training_leaves_every_mistake_out(bad_file):
+    questions, findings = squad.open_file(bad_file, False, TRAINING).load()
+    assert [question.id for question in questions] == ["q9", "q10", "q11"]
+    assert (findings.mistakes, findings.left_out, len(findings.first)) == (MISTAKES, 9, 5)
+    assert findings.first[0].startswith("question 'q0' (data[0].paragraphs[0].qas[0].answers): ")
+
+
+def test_evaluation_scores_what_has_a_text(bad_file, make_questions):
+    questions, findings = squad.open_file(bad_file, False, EVALUATION).load()
+    assert [question.id for question in questions] == ["q0", "q2", "q3", "q9", "q5", "q6", "q10", "q11"]
+    assert [question.answer_starts for question in questions[:3]] == [(None,)] * 3
+    assert questions[0].answer_texts == make_questions(1)[0].answer_texts
+    assert (findings.mistakes, findings.left_out) == (MISTAKES, 4)
+
+
+def test_nothing_left_and_clean_data(tmp_path, make_questions, to_rows, write_squad):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{**row, "answers": "Paris"} for row in to_rows(make_questions(2))]))
+    for reading in (Reading(), TRAINING):
+        with refused("2 mistakes in 2") as raised:
+            squad.open_file(path, False, reading).questions()
+        assert "--bad_examples" not in str(raised.value)
+    for reading in (TRAINING, EVALUATION):
+        assert squad.open_file(write_squad(make_questions(5)), False, reading).load() == (
+            make_questions(5),
+            squad.Findings(),
+        )
+
+
+def test_rows_of_csv_with_too_many_cells(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("context,question,answers\na b,?,b\na, b,?,b\na b,?\n")
+    questions, findings = squad.open_file(path, False, TRAINING).load()
+    assert len(questions) == 1 and findings.mistakes == {"wrong structure": 2}
+
+
+def test_windows_and_their_record_are_the_same_wherever_they_are_built(bad_file, tokenizer, tmp_path, caplog):
+    """Two nodes without a shared cache, and a start that finds the cache."""
+    tables = [
+        prepare(squad.open_file(bad_file, False, TRAINING), tokenizer, WindowOptions(32, 8), cache_dir=tmp_path / node)
+        for node in ("a", "b", "a")
+    ]
+    assert all(table.arrow.equals(tables[0].arrow) and table.findings.mistakes == MISTAKES for table in tables)
+    assert len(caplog.messages) == 3 and len(set(caplog.messages)) == 1
+    for words in ("9 questions have mistakes", "misplaced answer: 4", "9 left out", "question 'q0' (data[0]"):
+        assert words in caplog.messages[0]
+
+
+def test_a_run_records_the_counts_of_all_files(base, bad_file, tmp_path):  # noqa: F811
+    files = ["--train_file", str(bad_file), str(tmp_path / "squad.json"), "--validation_file", str(bad_file)]
+    flags = [*files, "--output_dir", str(tmp_path / "out")]
+    with refused("--bad_examples skip"):
+        train(base, *flags)
+    train(base, *flags, "--bad_examples", "skip", "--per_device_train_batch_size", "3")
+    results = json.loads((tmp_path / "out" / "train_results.json").read_text())
+    assert results["bad_examples"] == {
+        "training": {"left_out": 9, "mistakes": MISTAKES},
+        "validation": {"left_out": 4, "mistakes": MISTAKES},
+    }
+    assert json.loads((tmp_path / "out" / "eval_results.json").read_text())["total"] == 8
