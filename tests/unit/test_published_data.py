@@ -1,0 +1,154 @@
+"""Published data sets in their own shapes, and with mistakes as they have them: all are read, to the same windows."""
+# ruff: noqa: RUF001  # other scripts
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+from tables import refused
+from test_tokenization import answer_of, to_windows
+
+from hvd_bert.data.sources import squad
+from hvd_bert.data.sources.squad import Reading
+
+Entry = dict[str, Any]
+
+
+def nested(entries: list[Entry], context: str, **keys: Any) -> Any:
+    """SQuAD's own layout. `keys`: further ones of a paragraph."""
+    return {"version": "1.1", "data": [{"title": "t", "paragraphs": [{"context": context, "qas": entries, **keys}]}]}
+
+
+def flat(entries: list[Entry], context: str, **keys: Any) -> Any:
+    """The hub's layout, as JSON. `keys`: further columns."""
+    columns = ("text", "answer_start")
+    return [
+        {**entry, **keys, "context": context, "answers": {key: [a[key] for a in entry["answers"]] for key in columns}}
+        for entry in entries
+    ]
+
+
+def off_by(number: int) -> Callable[[Entry], None]:
+    """Answers whose places are wrong."""
+
+    def change(answer: Entry) -> None:
+        answer["answer_start"] += number
+
+    return change
+
+
+def text(change_text: Callable[[str], str]) -> Callable[[Entry], None]:
+    """Answers whose texts are not as in the context."""
+
+    def change(answer: Entry) -> None:
+        answer["text"] = change_text(answer["text"])
+
+    return change
+
+
+class Published(NamedTuple):
+    """`answers`: of two questions; [] if the second has none. `change`: of an answer of the second.
+
+    `ids`: of both. `mistake`: of the second with that change. `of_answers`, `others`: further keys.
+    """
+
+    layout: Callable[..., Any]
+    context: str
+    answers: tuple[list[str], list[str]]
+    ids: tuple[Any, Any] = ("a1", "a2")
+    change: Callable[[Entry], None] | None = None
+    of_answers: Mapping[str, Any] = MappingProxyType({})
+    others: Mapping[str, Any] = MappingProxyType({})
+    v2: bool = False
+    mistake: str = "misplaced answer"
+
+
+SETS = {
+    "SQuAD 1.1": Published(nested, "In 1858 Ada met Bernadette.", (["1858", "In 1858"], ["Bernadette"])),
+    "SQuAD 2.0": Published(nested, "In 1858 Ada met Bernadette.", (["1858"], []), v2=True),
+    "XQuAD": Published(nested, "球队在 2015 年赢得 24 场比赛。", (["2015"], ["24"])),
+    "MLQA": Published(nested, "Der Rat tagt in Wien.", (["Wien"], ["Der Rat"])),
+    "DRCD": Published(
+        nested, "梵語在社交中口耳相傳。", (["口耳相傳"], ["梵語"]), of_answers={"id": "1"}, others={"id": "1001-10"}
+    ),
+    "CMRC 2018": Published(
+        nested, "《三国》由光荣开发。", (["光荣", "由光荣"], ["三国"]), change=off_by(-1), others={"id": "DEV_0"}
+    ),
+    "KorQuAD 1.0": Published(nested, "바그너는 1839년 책을 읽었다.", (["1839년"], ["책을"]), ("65-0-0", "65-0-1")),
+    "JaQuAD": Published(
+        flat, "東京 都知事 は 2020 年", (["東京"], ["2020"]), ("tr-0", "tr-1"),
+        text(lambda year: year.replace("0", "０")), of_answers={"answer_type": "Location"},
+    ),
+    "ARCD": Published(
+        nested, "جمال عبد الناصر رئيس مصر.", (["جمال"], ["رئيس مصر"]), (969331847642, 115150665555), off_by(1)
+    ),
+    "SQuAD-es": Published(
+        nested, "Los Broncos ganaron en Santa Clara.", (["Santa Clara"], ["Los Broncos"]), change=text(str.lower)
+    ),
+    "SQuAD-it": Published(
+        nested, "La squadra vinse nel 2015.", (["2015"], ["squadra"]), change=text(lambda _: ""),
+        mistake="unanswered question",
+    ),
+    "COVID-QA": Published(
+        nested, "The virus spreads fast.", (["spreads"], ["virus"]), (262, 276), others={"document_id": 630}
+    ),
+    "TQuAD": Published(nested, "Fatih 1453 yılında aldı.", (["1453"], ["Fatih"]), change=off_by(400)),
+    "PersianQA": Published(
+        nested, "شرکت در تهران است.", (["تهران"], ["شرکت"]), (9318, 9319), off_by(2), v2=True
+    ),
+    "FQuAD": Published(nested, "L'église date de 1842.", (["1842"], ["L'église"])),
+    "PIAF": Published(nested, "Il naît à Paris.", (["Il"], ["Paris"]), ("p1", "p2"), text(lambda place: f"{place} ")),
+    "GermanQuAD": Published(
+        nested, "Köln liegt am Rhein.", (["Rhein"], ["Köln"]), (38544, 38545), others={"document_id": 43958},
+        of_answers={"answer_id": 53778, "document_id": 43958, "answer_category": None},
+    ),
+    "SberQuAD": Published(flat, "О городе пишут с 1147 года.", (["1147"], ["городе"]), (62310, 28101), text(str.title)),
+    "UIT-ViQuAD 2.0": Published(nested, "Hà Nội là thủ đô.", (["Hà Nội"], []), ("0001-1", "0001-2"), v2=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_published_data_set(tmp_path, tokenizer, name):
+    published = SETS[name]
+    path = write(tmp_path, published)
+    mistakes = {published.mistake: 1} if published.change else {}
+    if mistakes:
+        with refused(repr(str(published.ids[1])), "--bad_examples skip"):
+            squad.open_file(path, published.v2).questions()
+    for purpose in ("training", "evaluation"):
+        reading = Reading(bad_examples="skip" if mistakes else "error", purpose=purpose)
+        questions, findings = squad.open_file(path, published.v2, reading).load()
+        scored = purpose == "evaluation" and "misplaced answer" in mistakes  # by its text
+        assert [question.id for question in questions] == [*map(str, published.ids)][
+            : 2 if scored or not mistakes else 1
+        ]
+        assert findings.mistakes == mistakes
+        windows, _ = to_windows(tokenizer, questions)
+        labels = [
+            answer_of(*pair) if pair[1]["end_position"] else None for pair in zip(questions, windows, strict=True)
+        ]
+        first, second = (texts[0] if texts else None for texts in published.answers)
+        assert labels == [first, None if mistakes else second][: len(questions)]
+        assert questions[0].answer_texts == tuple(published.answers[0])
+
+
+def write(tmp_path: Path, published: Published) -> Path:
+    entries: list[Entry] = []
+    for id_, texts in zip(published.ids, published.answers, strict=True):
+        answers = [{"text": t, "answer_start": published.context.index(t), **published.of_answers} for t in texts]
+        entry = {"id": id_, "question": "what is it?", "answers": answers}
+        entries.append(entry | ({"is_impossible": not texts, "plausible_answers": []} if published.v2 else {}))
+    for answer in entries[1]["answers"] if published.change else ():
+        published.change(answer)
+    path = tmp_path / "published.json"
+    path.write_text(json.dumps(published.layout(entries, published.context, **published.others)))
+    return path
+
+
+def test_nine_of_19_have_mistakes():
+    assert (len(SETS), sum(bool(published.change) for published in SETS.values())) == (19, 9)
