@@ -10,9 +10,9 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from inspect import isabstract
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal, Protocol
 
 import safetensors.torch
@@ -30,8 +30,8 @@ from hvd_bert.model.loading import load_config
 from hvd_bert.model.lora import add_adapters, merge
 
 
-class Work(Protocol):
-    """A micro-batch, as far as the loop counts it: windows, their tokens, and the same with padding.
+class MicroBatch(Protocol):
+    """A micro-batch, as far as the loop counts it: windows, their tokens, and tokens with padding.
 
     With 0 windows the rank has none left in this step: the batch holds one whose loss must not count, so that all
     ranks run the same passes.
@@ -86,7 +86,7 @@ class Task(ABC):
     def __init__(self, config: Config, world: World) -> None: ...
 
     @abstractmethod
-    def batch(self, ids: Ids) -> Work:
+    def batch(self, ids: Ids) -> MicroBatch:
         """The training windows `ids` as a micro-batch on this rank's device. Runs in a background thread.
 
         It must be a function of `ids`, or a resumed run differs. For random numbers, use a generator seeded by the ids:
@@ -167,35 +167,32 @@ class Task(ABC):
         self.tokenizer.save_pretrained(folder, save_jinja_files=False)  # a chat template's file could replace a user's
 
 
-_OF_PROGRAM: dict[str, type[Task]] = {}  # their own names need not be importable
+_registered_tasks: dict[str, type[Task]] = {}  # of the running program: their names need not be importable
 
 
 def name_of(task: type[Task]) -> str:
     """The --task of a program's own class. For a script's, the name by which other commands can import it."""
     script = task.__module__ == "__main__" and getattr(sys.modules["__main__"], "__file__", None)
     name = f"{Path(script).stem if script else task.__module__}:{task.__qualname__}"
-    _OF_PROGRAM[name] = task
+    _registered_tasks[name] = task
     return name
 
 
 def task_class(name: str) -> type[Task]:
     """The class of a task by its name in TASKS, or by MODULE:CLASS. Raises UserError if there is none."""
-    if name in _OF_PROGRAM:
-        return _OF_PROGRAM[name]
-    module, _, class_name = TASKS.get(name, name).partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), class_name)):
-        raise UserError(f"--task {name}: not a module and a class. Give MODULE:CLASS, such as digits:Digits.")
+    if name in _registered_tasks:
+        return _registered_tasks[name]
     try:
-        found = getattr(import_module(module), class_name, None)
+        found = resolve_name(TASKS.get(name, name))
     except Exception as error:
         if name in TASKS or isinstance(error, UserError):  # this package or one that it needs is damaged
             raise
         raise UserError(
-            f"--task {name}: {module} cannot be imported ({type(error).__name__}: {error}). Run `python -c 'import"
-            f" {module}'` to see where. If it is not found, run in its folder, or add that folder to PYTHONPATH."
+            f"--task {name}: cannot be imported ({type(error).__name__}: {error}). Give MODULE:CLASS, such as"
+            " digits:Digits. Run in the folder of the module, or add that folder to PYTHONPATH."
         ) from None
     if not (isinstance(found, type) and issubclass(found, Task)):
-        raise UserError(f"--task {name}: {module} has no class {class_name} that is a subclass of Task. Add it.")
+        raise UserError(f"--task {name}: no subclass of Task. Name a class that is one.")
     if isabstract(found):
         raise UserError(
             f"--task {name}: it lacks the methods {', '.join(sorted(found.__abstractmethods__))}. Add them."

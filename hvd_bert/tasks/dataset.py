@@ -71,7 +71,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """`content`: what `collate` returned, on the rank's device. See `Work` for the counts."""
+    """`content`: what `collate` returned, on the rank's device. See `MicroBatch` for the counts."""
 
     content: Any
     num_windows: int

@@ -13,7 +13,7 @@ import torch
 
 from hvd_bert.distributed.world import World
 from hvd_bert.monitoring import PHASES
-from hvd_bert.tasks.base import Work
+from hvd_bert.tasks.base import MicroBatch
 
 Item = TypeVar("Item")
 
@@ -171,7 +171,7 @@ class Meter:
         self.lap("compute")
         self._phase = "exposed_comm"
 
-    def add(self, loss: torch.Tensor, batch: Work) -> None:
+    def add(self, loss: torch.Tensor, batch: MicroBatch) -> None:
         """Count one forward pass. `loss`: this rank's share of the step's loss, as passed to the strategy."""
         self._step_loss += loss.detach()
         self._windows += batch.num_windows

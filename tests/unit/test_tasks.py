@@ -41,8 +41,8 @@ def own_task(tmp_path, monkeypatch):
         ("..digits:Digits", "MODULE:CLASS"),
         ("needy:Digits", "No module named 'nowhere'"),
         ("syntax:Digits", "syntax.py, line 2"),
-        ("digits:Digit", "no class Digit"),
-        ("digits:load_digits", "no class load_digits"),
+        ("digits:Digit", "has no attribute 'Digit'"),
+        ("digits:load_digits", "no subclass of Task"),
         ("digits:DatasetTask", "forward, load, score"),
     ],
 )
