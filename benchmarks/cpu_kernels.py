@@ -33,7 +33,7 @@ from hvd_bert.data import window_table
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad
 from hvd_bert.data.window_cutting import WindowOptions
-from hvd_bert.model.bert import load_model, load_tokenizer, window_losses
+from hvd_bert.model.bert import load_model, load_tokenizer, place, window_losses
 from hvd_bert.model.cpu import dropout, kernels, linear
 from hvd_bert.model.cpu.kernels import FUSED, ONEDNN, OPENBLAS, OWN, Kernels
 from hvd_bert.model.cpu.malloc import keep_memory
@@ -176,6 +176,7 @@ def main() -> None:
         order = np.random.default_rng(0).permutation(len(collate.windows))
         batches = [collate(order[i * flags.batch :][: flags.batch]) for i in range(flags.batches)]
     model = load_model(args, tokenizer, options.max_seq_length, seed=0).train()
+    place(model, CPU)
     hidden, inner, rows = model.config.hidden_size, model.config.intermediate_size, batches[0].num_tokens
     tokens = [batch.num_tokens for batch in batches]
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, tokens per batch: {tokens}")

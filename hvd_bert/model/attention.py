@@ -303,7 +303,5 @@ def _pairs(memory: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return memory[: heads * length**2].view(heads, length, length)
 
 
-def register() -> None:
-    """Register this attention with transformers as NAME. It needs no mask, since the kernels separate the windows."""
-    AttentionInterface.register(NAME, attend_within_windows)
-    AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+AttentionInterface.register(NAME, attend_within_windows)
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # the kernels separate the windows

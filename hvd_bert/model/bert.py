@@ -19,7 +19,7 @@ from hvd_bert.data.window_cutting import Layout
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention, families
 from hvd_bert.model.cpu import linear
-from hvd_bert.model.cpu.dropout import AddAndNorm, Dropout, with_fused_norm
+from hvd_bert.model.cpu.dropout import ADD_AND_NORM, AddAndNorm, Dropout
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.flops import try_once
 from hvd_bert.model.loading import (
@@ -87,7 +87,7 @@ def load_model(
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     model = load_encoder(families.model_class(config), args, config, needs_head)
     with reported(source):
-        return try_once(_prepared(model, token_types))
+        return try_once(families.adapt(model, token_types, families.family_of(config)))
 
 
 def new_model(
@@ -106,7 +106,8 @@ def new_model(
     configure(config, dropout, padded, attention_dropout)
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     model = families.model_class(config)(config)
-    return _prepared(model, getattr(config, "type_vocab_size", 0) >= 2 if token_types is None else token_types)
+    types = getattr(config, "type_vocab_size", 0) >= 2 if token_types is None else token_types
+    return families.adapt(model, types, families.family_of(config))
 
 
 def configure(config: Any, dropout: float | None, padded: bool, attention_dropout: float | None = None) -> None:
@@ -114,7 +115,6 @@ def configure(config: Any, dropout: float | None, padded: bool, attention_dropou
     for name in _dropout_settings(config):
         given = (attention_dropout if name.startswith("attention") else None, dropout, getattr(config, name))
         setattr(config, name, next(value for value in given if value is not None))
-    attention.register()
     linear.keep_few_kernels()
     packed = families.family_of(config).packed
     own = "sdpa" if families.model_class(config)._supports_sdpa else "eager"
@@ -142,42 +142,41 @@ def takes_token_types(config: Any, tokenizer: Any) -> bool:
     return taken and Layout.of(tokenizer).token_types and (types >= 2 or (listed and types != 1))
 
 
-def _prepared(model: Any, token_types: bool) -> Any:
-    """The same model with its family's inputs and this package's layers."""
-    families.adapt(model, token_types, families.family_of(model.config))
-    return with_own_layers(model)
-
-
-def with_own_layers(model: Any) -> Any:
-    """The same model with torch's layers replaced by their subclasses that are faster on the CPU."""
-    own: dict[type, type] = {nn.Dropout: Dropout, nn.Linear: Linear}
-    for module in model.modules():
-        kind = type(module)
-        module.__class__ = own.get(kind) or with_fused_norm(kind)  # type: ignore[arg-type]
-    return model
-
-
-def with_torch_layers(model: Any) -> Any:
-    """The same model as before `with_own_layers`."""
-    for module in model.modules():
-        if type(module) in (Dropout, Linear) or isinstance(module, AddAndNorm):
-            module.__class__ = type(module).__bases__[-1]
-    return model
-
-
-def place(model: nn.Module, device: torch.device) -> None:
+def place(model: nn.Module, device: torch.device, compiled: bool = False) -> None:
     """Move a model to the device that it is trained or evaluated on, with the layers that are fastest there.
 
-    Names and shapes in state_dict stay the same. On a GPU, this package's layers would only look up in Python that they
-    have nothing to do there.
+    `compiled`: torch.compile will compile it, which does not support this package's layers for CPUs. Models of other
+    families keep their layers. Names and shapes in state_dict stay the same.
     """
-    if device.type == "cuda":
-        join_products(with_torch_layers(model))
+    family = families.FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+    if family and (device.type == "cuda" or compiled):
+        join_products(model, family)
+    elif family:
+        with_own_layers(model)
     model.to(device=device)
 
 
+def with_own_layers(module: Any) -> Any:
+    """The same model, with layers that are faster on the CPU in place of torch's and transformers'."""
+    for name, part in module.named_children():
+        setattr(module, name, with_own_layers(part))
+    kind = type(module)
+    if kind.__module__.startswith("transformers.") and kind.__name__ in ADD_AND_NORM:
+        return _as(AddAndNorm, module)
+    own: dict[type, type[nn.Module]] = {nn.Dropout: Dropout, nn.Linear: Linear}
+    return _as(own[kind], module) if kind in own else module
+
+
+def _as(kind: type[nn.Module], module: nn.Module) -> nn.Module:
+    """A module of another class with the weights, settings and hooks of this one."""
+    made = kind.__new__(kind)
+    made.__dict__.update(module.__dict__)
+    return made
+
+
 def compile_layers(model: nn.Module) -> None:
-    """Compile each layer, for any number of tokens; names in state_dict do not change.
+    """Compile each layer of a model that `place` has prepared for it, for any number of tokens; names in state_dict do
+    not change.
 
     Raises UserError if the layers are not built as BERT's.
     """
@@ -189,7 +188,6 @@ def compile_layers(model: nn.Module) -> None:
         raise UserError(
             f"--torch_compile does not support {network.config.model_type} models. Remove the flag."
         ) from None
-    join_products(with_torch_layers(model))  # the compiler does not support this package's
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # all layers share their code
     torch._dynamo.config.specialize_float = True  # dropout's probability, by which the attention is chosen
     for layer in layers:
@@ -220,14 +218,13 @@ class JoinedAttention(nn.Module):
         return output.flatten(2), None
 
 
-def join_products(model: Any) -> None:
+def join_products(model: Any, family: families.Family) -> None:
     """Make the attentions of a model of torch's layers, over packed windows, JoinedAttention, except with adapters."""
-    family = families.FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
-    if family and family.attention_of_bert and model.config._attn_implementation == attention.NAME:
+    if family.attention_of_bert and model.config._attn_implementation == attention.NAME:
         for layer in model.base_model.encoder.layer:
             own = layer.attention.self
             if all(type(part) is nn.Linear for part in (own.query, own.key, own.value)):
-                own.__class__ = JoinedAttention
+                layer.attention.self = _as(JoinedAttention, own)
 
 
 def window_losses(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -7,18 +7,16 @@ tests/unit/test_families.py, whose tests then compare it with transformers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING
 
 from hvd_bert.config.settings import DataArguments
 from hvd_bert.distributed.logs import log
 from hvd_bert.errors import UserError
-from hvd_bert.model.attention import Windows
 
 
 @dataclass(frozen=True)
@@ -117,68 +115,38 @@ def check_precision(config: Any, precision: str) -> None:
         )
 
 
-def adapt(model: nn.Module, token_types: bool, family: Family) -> None:
-    """Let `model` take this trainer's batches, packed or padded, whatever the inputs of its `family`.
+def adapt(model: Any, token_types: bool, family: Family) -> Any:
+    """The same model, which takes this trainer's batches, packed or padded, whatever the inputs of its `family`.
 
-    `token_types`: whether the model gets token types. A model that takes BERT's inputs stays as it is.
+    `token_types`: whether the model gets token types.
     """
-    model.takes_token_types = token_types  # type: ignore[assignment]
-    if family in (_PACKED, _LIKE_BERT) and token_types:
-        return
-    model.family = family  # type: ignore[assignment]
-    kind = type(model)
-    # A subclass, so that copies and wrappers of the model keep it. transformers saves the class's name.
-    model.__class__ = type(kind.__name__, (_Adapted, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    model.takes_token_types = token_types
+    if family not in (_PACKED, _LIKE_BERT) or not token_types:  # these take BERT's inputs
+        model.register_forward_pre_hook(partial(_inputs_of_family, family), with_kwargs=True)
+    return model
 
 
-class _Adapted:
-    """The forward pass of an adapted model: the batch's inputs -> its family's -> the output, packed if they were."""
-
-    family: Family
-    takes_token_types: bool
-    config: Any
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        windows: Windows | None = None,
-        **others: Any,
-    ) -> Any:
-        forward: Any = super().forward  # type: ignore[misc]
-        if self.takes_token_types and token_type_ids is not None:
-            others["token_type_ids"] = token_type_ids
-        if self.family.question_attends_globally and token_type_ids is not None:
-            # transformers takes what is before the first separator, and fails if a text contains another separator.
-            question = (token_type_ids == 0) & (input_ids != self.config.sep_token_id)
-            others["global_attention_mask"] = question.long()
-        if windows and self.family.packed:
-            assert position_ids is not None
-            if self.family.positions_after_padding:
-                position_ids = _positions_after_padding(input_ids, position_ids, self.config.pad_token_id)
-            return forward(input_ids=input_ids, position_ids=position_ids, windows=windows, **others)
-        if windows:
-            others = {name: _padded(row, windows.lengths, 0) for name, row in others.items()}
-            input_ids = _padded(input_ids, windows.lengths, 0)
-            lengths = torch.tensor(windows.lengths, device=input_ids.device)
-            attention_mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
-        if attention_mask is not None:
-            input_ids = input_ids.masked_fill(~attention_mask, self.config.pad_token_id or 0)
-            attention_mask = attention_mask.long()  # as tokenizers give it
-        # Without position_ids, the family counts its positions itself.
-        output = forward(input_ids=input_ids, attention_mask=attention_mask, **others)
-        if windows:
-            for name in ("start_logits", "end_logits"):
-                rows = zip(output[name], windows.lengths, strict=True)
-                output[name] = torch.cat([row[:length] for row, length in rows])[None]
-        return output
-
-
-def _padded(row: torch.Tensor, lengths: list[int], value: int) -> torch.Tensor:
-    """Packed windows [1, N] as a row each, [B, T]."""
-    return pad_sequence(row[0].split(lengths), batch_first=True, padding_value=value)
+def _inputs_of_family(family: Family, model: Any, _: Any, inputs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    """The arguments of a model's forward pass from those that `bert.model_inputs` makes of a batch."""
+    inputs = {"token_type_ids": None, "attention_mask": None, **inputs}
+    ids, types, mask = inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"]
+    if types is None or not model.takes_token_types:
+        del inputs["token_type_ids"]
+    if family.question_attends_globally and types is not None:
+        # transformers takes what is before the first separator, and fails if a text contains another separator.
+        inputs["global_attention_mask"] = ((types == 0) & (ids != model.config.sep_token_id)).long()
+    if inputs.get("windows"):
+        assert family.packed
+        del inputs["attention_mask"]
+        if family.positions_after_padding:
+            positions, padding = inputs["position_ids"], model.config.pad_token_id
+            inputs["position_ids"] = _positions_after_padding(ids, positions, padding)
+        return (), inputs
+    inputs.pop("position_ids", None)  # the family counts its positions itself
+    if mask is not None:
+        inputs["input_ids"] = ids.masked_fill(~mask, model.config.pad_token_id or 0)
+        inputs["attention_mask"] = mask.long()  # as tokenizers give it
+    return (), inputs
 
 
 def _positions_after_padding(ids: torch.Tensor, positions: torch.Tensor, padding: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.collate import Batch
 from hvd_bert.errors import UserError
 from hvd_bert.model import families
-from hvd_bert.model.bert import check_fit, configure, model_inputs, takes_token_types, with_own_layers
+from hvd_bert.model.bert import check_fit, configure, model_inputs, takes_token_types
 from hvd_bert.model.flops import try_once
 from hvd_bert.model.loading import load_encoder, reported
 
@@ -49,7 +49,7 @@ def load_with_head(
 
 
 def with_inputs(model: Any, token_types: bool) -> Any:
-    """The same model with its family's inputs, packed texts, and this package's layers."""
+    """The same model with its family's inputs, and packed texts."""
     # Longformer's heads choose the tokens that attend globally themselves.
     family = replace(families.family_of(model.config), question_attends_globally=False)
     families.adapt(model, token_types, family)
@@ -58,7 +58,7 @@ def with_inputs(model: Any, token_types: bool) -> Any:
         last = getattr(encoder, "encoder", encoder)  # the layers, which come before a pooler
         mean = getattr(model.config, "classifier_pooling", "cls") == "mean"  # ModernBERT's
         last.register_forward_hook(partial(_one_token_per_text, mean=mean), with_kwargs=True)
-    return with_own_layers(model)
+    return model
 
 
 def _one_token_per_text(_: nn.Module, __: Any, inputs: dict[str, Any], output: Any, mean: bool) -> Any:

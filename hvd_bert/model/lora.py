@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.errors import UserError
-from hvd_bert.model.bert import with_own_layers
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 # The families' names of the query and value layers, or of one layer with both.
@@ -50,9 +49,7 @@ def add_adapters(model: nn.Module, args: ModelArguments, seed: int) -> Any:
     alpha = args.lora_alpha or 2 * args.lora_rank
     settings = peft.LoraConfig(r=args.lora_rank, lora_alpha=alpha, target_modules=layers, modules_to_save=trained)
     torch.default_generator.manual_seed(seed)
-    wrapper = peft.get_peft_model(model, settings)
-    with_own_layers(model)
-    return wrapper
+    return peft.get_peft_model(model, settings)
 
 
 def merge(wrapper: Any) -> dict[str, bytes]:

@@ -30,7 +30,7 @@ from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.evaluation.evaluator import batch_outputs, span_options, span_outputs, window_logits
 from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.model.bert import load_model, load_tokenizer, place
-from hvd_bert.model.families import check_precision, max_tokens
+from hvd_bert.model.families import check_precision, family_of, max_tokens
 from hvd_bert.model.precision import AUTOCAST
 
 logger = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class QuestionAnswerer:
         longest_first = np.argsort(-windows.lengths, kind="stable")
         batches = batch_outputs(
             partial(span_outputs, self.model),
-            Collator(windows, self.device),
+            Collator(windows, self.device, None if family_of(self.model.config).packed else 0),
             longest_first,
             self.batch_size,
             self.device,

@@ -55,7 +55,7 @@ def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
     with world.raise_on_all_ranks():
         if world.rank == 0 and not resume_point:
             resume_point = resume.find(config.checkpoint.resume_from_checkpoint, args)
-    place(task.model, world.device)
+    place(task.model, world.device, args.torch_compile)
     batch_size.choose(task, config, resume_point, world)
     with world.raise_on_all_ranks():
         if resume_point and resume_point.kept_by is None:

@@ -20,7 +20,7 @@ from hvd_bert.config import command_line
 from hvd_bert.config.settings import Config
 from hvd_bert.data.collate import Collator
 from hvd_bert.distributed.world import World
-from hvd_bert.model.bert import window_losses
+from hvd_bert.model.bert import place, window_losses
 from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.base import Strategy, strategy_class
 from hvd_bert.strategies.word_rows import word_embedding
@@ -59,6 +59,7 @@ class Training:
         self.plan = task.plan
         assert (self.plan.num_windows, self.plan.steps_per_epoch) == (WINDOWS, 2)
         self.model: nn.Module = task.model
+        place(self.model, world.device, self.config.train.torch_compile)
         self.frozen = [weight for name, weight in self.model.named_parameters() if frozen in name]
         for weight in self.frozen:
             weight.requires_grad_(False)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import multiprocessing
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tables import each, refused
+from test_families import small
 from test_world import make_world
 from transformers import BertConfig, BertForQuestionAnswering
 
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.command_line import parse
+from hvd_bert.model.bert import place
 from hvd_bert.model.cpu import kernels
+from hvd_bert.model.families import model_class
 from hvd_bert.predict import answerer
 from hvd_bert.predict.answerer import FoundAnswer
 from hvd_bert.tasks.question_answering import QuestionAnswering
@@ -110,6 +116,7 @@ def test_answers_are_those_of_evaluation(model, questions, write_squad, tmp_path
     flags += [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
     config = parse([*flags, "--null_score_diff_threshold", "-5.5", *["--version_2_with_negative"] * version_2])
     task = QuestionAnswering(config, make_world())
+    place(task.model, torch.device("cpu"))
     evaluated = [FoundAnswer.of(answer) for answer in task.evaluate(task.model).outputs]
     assert {bool(answer.text) for answer in evaluated} == ({True, False} if version_2 else {True})
 
@@ -121,6 +128,21 @@ def test_answers_are_those_of_evaluation(model, questions, write_squad, tmp_path
         )
         answers = [FoundAnswer.of(answer) for answer in qa.answers(asked[::order])]
         same(answers[::order], evaluated)
+
+
+def test_copies_also_in_another_process_give_the_same_answers(tokenizer, questions, tmp_path):
+    asked = [{"question": q.question, "context": q.context} for q in questions[:3]]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        for name in ("bert", "roberta", "distilbert", "longformer"):
+            config = small(name)
+            config.vocab_size = len(tokenizer)
+            model_class(config)(config).save_pretrained(tmp_path / name)
+            tokenizer.save_pretrained(tmp_path / name)
+            qa = QuestionAnswerer(tmp_path / name, max_seq_length=40, doc_stride=8)
+            expected = qa(asked)
+            same(pool.apply(qa, (asked,)), expected)
+            for copied in (pickle.loads(pickle.dumps(qa)), copy.deepcopy(qa)):
+                same(copied(asked), expected)
 
 
 def test_the_models_threshold_decides(model):

@@ -26,7 +26,7 @@ from hvd_bert.config.settings import ModelArguments, TrainArguments
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.model import attention
-from hvd_bert.model.bert import JoinedAttention, compile_layers, load_model, window_losses
+from hvd_bert.model.bert import JoinedAttention, compile_layers, load_model, place, window_losses
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import autocast, set_precision
@@ -56,11 +56,10 @@ def folders(tmp_path_factory, bert, tokenizer) -> Path:
     return folder
 
 
-def load(
-    tokenizer, seed: int = 1, max_seq_length: int = LENGTH, padded: bool = False, **names
-) -> BertForQuestionAnswering:
-    args = ModelArguments(**{name: str(value) for name, value in names.items()})
-    return load_model(args, tokenizer, max_seq_length, seed, padded)
+def load(tokenizer, seed: int = 1, compiled: bool = False, **names) -> BertForQuestionAnswering:
+    model = load_model(ModelArguments(**{name: str(value) for name, value in names.items()}), tokenizer, LENGTH, seed)
+    place(model, CPU, compiled)
+    return model
 
 
 # --- sources ---------------------------------------------------------------------------------------
@@ -139,7 +138,7 @@ def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model
     monkeypatch.setattr(gpu_kernels, "LIMITS", False)  # fp32
     monkeypatch.setattr(attention, "choose", lambda *_: attention.by_flash)
     torch._dynamo.reset()
-    compiled = load(tokenizer, config_name=folders / "large")
+    compiled = load(tokenizer, compiled=True, config_name=folders / "large")
     compile_layers(compiled)
     assert all(isinstance(layer.attention.self, JoinedAttention) for layer in compiled.bert.encoder.layer)
     compiled.load_state_dict(model.state_dict())  # the names are the same

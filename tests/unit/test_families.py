@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -28,14 +29,16 @@ from hvd_bert.model.bert import (
     JoinedAttention,
     compile_layers,
     configure,
-    join_products,
     load_model,
     new_model,
+    place,
     span_logits,
     span_losses,
     window_losses,
-    with_torch_layers,
+    with_own_layers,
 )
+from hvd_bert.model.cpu import kernels
+from hvd_bert.model.cpu.dropout import ADD_AND_NORM, AddAndNorm
 from hvd_bert.model.families import FAMILIES, fit_flags, max_tokens, model_class
 from hvd_bert.model.heads import head_logits, with_inputs
 from hvd_bert.model.loading import load_config, load_encoder, num_weights
@@ -73,7 +76,7 @@ def small(name: str):
 
 
 def models(name: str, padded: bool = False, pooling: str | None = None, classes: bool = False) -> tuple:
-    """A small model with random weights as this package makes it, and transformers' own of the same weights.
+    """A small model with random weights as this package trains it, and transformers' own of the same weights.
 
     With a span head, or with a head for three `classes`.
     """
@@ -96,6 +99,7 @@ def models(name: str, padded: bool = False, pooling: str | None = None, classes:
     kind = CLASSIFIERS[type(configs[1])] if classes else model_class(configs[1])
     own = kind._from_config(configs[1], attn_implementation="eager")
     own.load_state_dict(ours.state_dict())
+    place(ours, CPU)
     return ours, own.eval()
 
 
@@ -116,6 +120,10 @@ def windows() -> WindowTable:
             "end_position": [start + 1 for start in starts],
         }
     )
+
+
+def collator(name: str, windows: WindowTable) -> Collator:
+    return Collator(windows, CPU, None if name in PACKED else 0)
 
 
 def transformers_logits(model, windows: WindowTable):
@@ -170,11 +178,9 @@ def test_packed_windows_give_the_logits_and_gradients_of_transformers(name, kern
     compare(both, windows)
 
 
-@each("pad_to", [None, 0], ids=["packed batch", "padded batch"])
 @each("name", TRAINED)
-def test_padded_windows_give_the_logits_and_gradients_of_transformers(name, pad_to, windows):
-    if name in PADDED or pad_to is not None:  # packed batches of packed families: above
-        compare(models(name, padded=pad_to is not None), windows, pad_to)
+def test_padded_windows_give_the_logits_and_gradients_of_transformers(name, windows):
+    compare(models(name, padded=True), windows, pad_to=0)
 
 
 @each("pad_to", [None, 0], ids=["packed batch", "padded batch"])
@@ -232,15 +238,32 @@ def test_encoder_without_a_head_is_loaded(name, tokenizer, tmp_path):
 def test_half_precision(name, windows):
     model = new_model(small(name), 0.1, seed=1).train()
     with autocast(CPU, "bf16"):
-        window_losses(model, Collator(windows, CPU)(range(len(LENGTHS)))).mean().backward()
+        window_losses(model, collator(name, windows)(range(len(LENGTHS)))).mean().backward()
     assert all(weights.grad.isfinite().all() for weights in model.parameters() if weights.grad is not None)
+
+
+def test_layers_with_residual_and_norm_compute_what_those_of_transformers_do():
+    found, inputs = set(), [torch.randn(1, 9, 24), torch.randn(1, 9, 16)]
+    for name in TRAINED:
+        own = models(name)[1]
+        for layer in own.modules():
+            if type(layer).__name__ in ADD_AND_NORM:
+                found.add(type(layer).__name__)
+                results = []
+                for module in (layer, with_own_layers(copy.deepcopy(layer))):
+                    rows = [inputs[layer.dense.in_features == 16].requires_grad_(), inputs[1].requires_grad_()]
+                    with kernels.override(kernels.TORCHS):
+                        output = module(*rows)
+                    results.append([output, *torch.autograd.grad(output.square().sum(), [*rows, *module.parameters()])])
+                assert type(module) is AddAndNorm and all(map(torch.equal, *results)), type(layer)
+    assert found == ADD_AND_NORM
 
 
 @each("name", [name for name, family in FAMILIES.items() if family.attention_of_bert])
 def test_query_key_and_value_as_one_product(name, windows):
-    batch, own = Collator(windows, CPU)(range(len(LENGTHS))), with_torch_layers(models(name)[0])
+    batch, own = Collator(windows, CPU)(range(len(LENGTHS))), new_model(small(name), 0.0, seed=1).eval()
     joined = copy.deepcopy(own)
-    join_products(joined)
+    place(joined, CPU, compiled=True)
     assert sum(type(part) is JoinedAttention for part in joined.modules()) == own.config.num_hidden_layers
     assert torch.equal(window_losses(joined, batch), window_losses(own, batch))  # in fp32 they stay three
     gradients = []
@@ -260,7 +283,7 @@ def test_sparse_gradient_of_the_words(name, windows):
         words = word_embedding(model)
         assert words is not None
         rows = WordRows(words) if sparse else None
-        window_losses(model, Collator(windows, CPU)(range(len(LENGTHS)))).mean().backward()
+        window_losses(model, collator(name, windows)(range(len(LENGTHS)))).mean().backward()
         if rows:
             rows.make_dense()
         gradients.append(words.weight.grad)
@@ -317,7 +340,7 @@ def test_number_of_weights_and_dropout_everywhere(name):
 
 @each("name", TRAINED)
 def test_adapters_begin_with_the_models_results_and_are_merged(name, windows, tmp_path):
-    model, batch = new_model(small(name), 0.0, seed=1).eval(), Collator(windows, CPU)([1, 0])
+    model, batch = new_model(small(name), 0.0, seed=1).eval(), collator(name, windows)([1, 0])
     before, logits = dict(model.named_parameters()), span_logits(model, batch)[0]
     wrapper = add_adapters(model, ModelArguments(lora_rank=2), seed=1)
     torch.testing.assert_close(span_logits(model, batch)[0], logits)
@@ -335,8 +358,9 @@ def test_adapters_begin_with_the_models_results_and_are_merged(name, windows, tm
 @each("name", TRAINED)
 def test_copies_keep_the_adapted_inputs_and_the_saved_class(name, windows, tmp_path):
     ours, _ = models(name)
-    batch = Collator(windows, CPU)([1, 0])
-    assert torch.equal(span_logits(copy.deepcopy(ours), batch)[0], span_logits(ours, batch)[0])
+    batch = collator(name, windows)([1, 0])
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert torch.equal(span_logits(copied, batch)[0], span_logits(ours, batch)[0])
     ours.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [model_class(ours.config).__name__]
 
@@ -359,9 +383,8 @@ def mesh() -> Iterator[DeviceMesh]:
 @each("classes", [False, True])
 @each("name", ["albert", "modernbert", "roberta", "deberta-v2"])
 def test_sharded_copies_compute_the_same(name, classes, windows, mesh):
-    padded = classes and name in PADDED
-    ours, _ = models(name, padded, "mean" if name == "modernbert" and classes else None, classes)
-    batch = Collator(windows, CPU, 0 if padded else None)(range(len(LENGTHS)))
+    ours, _ = models(name, name in PADDED, "mean" if name == "modernbert" and classes else None, classes)
+    batch = collator(name, windows)(range(len(LENGTHS)))
     outputs = head_logits if classes else window_losses
     expected, found = (outputs(model, batch) for model in (ours, sharded_copy(ours, mesh)))
     torch.testing.assert_close(found, expected)

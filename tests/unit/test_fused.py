@@ -6,10 +6,11 @@ import pytest
 import torch
 from tables import each
 from transformers import ElectraConfig
+from transformers.models.electra.modeling_electra import ElectraSelfOutput
 
 from hvd_bert.model import attention
+from hvd_bert.model.bert import with_own_layers
 from hvd_bert.model.cpu import fused, kernels
-from hvd_bert.model.cpu.dropout import with_fused_norm
 from hvd_bert.model.cpu.kernels import FUSED, OWN, Kernels
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import autocast
@@ -121,14 +122,7 @@ def test_dropout_residual_and_layer_norm_equal_their_formula(dtype, tolerance):
 @needs_fused
 @each("precision", ["fp32", "bf16"])
 def test_layer_with_the_fused_norm(precision):
-    # The classes of other families are copies of BERT's; one that computes something else stays as it is.
-    from transformers.models.electra.modeling_electra import ElectraSelfOutput
-    from transformers.models.mpnet.modeling_mpnet import MPNetIntermediate
-
-    assert with_fused_norm(MPNetIntermediate) is MPNetIntermediate
-    config = ElectraConfig(hidden_size=64, hidden_dropout_prob=0.0)
-    layer = ElectraSelfOutput(config)
-    layer.__class__ = with_fused_norm(ElectraSelfOutput)
+    layer = with_own_layers(ElectraSelfOutput(ElectraConfig(hidden_size=64, hidden_dropout_prob=0.0)))
     inputs, results = (torch.randn(1, 9, 64, requires_grad=True), torch.randn(1, 9, 64, requires_grad=True)), []
     for chosen in (Kernels(norm=FUSED), kernels.TORCHS):
         with kernels.override(chosen), autocast(torch.device("cpu"), precision):

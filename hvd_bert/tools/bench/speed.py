@@ -75,7 +75,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     assert task.plan is not None
     inputs = {"the model": str(getattr(task.model, "config", task.model)), "tokens": int(task.plan.lengths.sum())}
     world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | inputs)
-    place(task.model, world.device)
+    place(task.model, world.device, config.train.torch_compile)
     figures = _measure(task, flags, config, world, before)
     with world.raise_on_all_ranks(EXIT_FAILURE):
         if world.rank == 0:
