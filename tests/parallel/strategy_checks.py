@@ -5,6 +5,7 @@ Gradients are read from AdamW's first moments after one step, which every strate
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -14,9 +15,11 @@ from ranks import Ranks, check_every_strategy
 from torch import nn
 from training_checks import Gradients, Training, assert_close, same
 from transformers import AutoModelForQuestionAnswering
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import window_losses
+from hvd_bert.model.families import FAMILIES
 from hvd_bert.model.precision import recompute_layers
 from hvd_bert.train.optim import check_optimizer, make_optimizer
 
@@ -64,6 +67,29 @@ def first_step(
 @check_every_strategy
 def first_gradients_are_those_of_one_process(ranks: Ranks) -> None:
     first_step(ranks)
+
+
+@check_every_strategy
+def first_gradients_of_every_packed_family_are_those_of_one_process(ranks: Ranks) -> None:
+    """As one vector: each family has other weights whose gradients are zero in theory.
+
+    FSDP shards by a family's layers, and DDP needs a gradient of each weight.
+    """
+    if ranks.strategy not in ("fsdp", "ddp"):
+        return
+    sizes = json.loads((ranks.folder / "tiny" / "config.json").read_text())
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    for name in (name for name, family in FAMILIES.items() if family.packed and name in CONFIG_MAPPING):
+        folder = ranks.folder / f"{name}-{ranks.world.rank}"
+        CONFIG_MAPPING[name](pad_token_id=0, **{size: sizes[size] for size in names}).save_pretrained(folder)
+        training = Training(ranks.world, "--config_name", folder, "--max_grad_norm", 0)
+        expected = training.plain_gradients(0)
+        training.wrap()
+        found = applied_gradients(training, 0)
+        if found:
+            assert found.keys() == expected.keys(), name
+            one, other = (torch.cat([gradients[key].flatten() for key in expected]) for gradients in (found, expected))
+            assert (one - other).norm() <= 1e-5 * other.norm(), name
 
 
 @check_every_strategy

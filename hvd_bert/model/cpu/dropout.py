@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hvd_bert.model.cpu import kernels
-from hvd_bert.model.cpu.fused import MULTIPLE, AddNorm
+from hvd_bert.model.cpu.fused import MULTIPLE, AddNorm, in_shape
 
 LEVELS = 2**16  # p is rounded to a multiple of 1 / LEVELS
 WORD_BITS = 64
@@ -109,5 +109,5 @@ class AddAndNorm(nn.Module):
             result: torch.Tensor = norm(self.dropout(rows) + input_tensor)
             return result
         tensors = (rows.reshape(-1, size), input_tensor.reshape(-1, size), norm.weight, norm.bias)
-        output: torch.Tensor = AddNorm.apply(*tensors, norm.eps, dropped_of(self.dropout.p))  # type: ignore[no-untyped-call]
-        return output.view(input_tensor.shape)
+        output = AddNorm.apply(*tensors, norm.eps, dropped_of(self.dropout.p))  # type: ignore[no-untyped-call]
+        return in_shape(output, input_tensor.shape)

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,12 @@ class AddNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         options = (*ctx.saved_tensors, *ctx.options)
         return *torch.ops.hvd_bert.add_norm_backward(gradient.contiguous(), *options), None, None
+
+
+def in_shape(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The rows in another shape, as torch's linear layers return theirs: no view, after which FSDP would lose the
+    gradients of an in-place operation."""
+    return torch.ops.aten._unsafe_view(rows, shape)  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hvd_bert.model.cpu import kernels
-from hvd_bert.model.cpu.fused import MULTIPLE, LinearInBf16
+from hvd_bert.model.cpu.fused import MULTIPLE, LinearInBf16, in_shape
 from hvd_bert.model.cpu.kernels import FUSED, ONEDNN, OPENBLAS, TORCH
 
 
@@ -71,15 +71,15 @@ class Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., in] -> [..., out]."""
         if self._is_fused(input):
-            out: torch.Tensor = LinearInBf16.apply(input.reshape(-1, self.in_features), self.weight, self.bias)  # type: ignore[no-untyped-call]
-            return out.view(*input.shape[:-1], self.out_features)
+            out = LinearInBf16.apply(input.reshape(-1, self.in_features), self.weight, self.bias)  # type: ignore[no-untyped-call]
+            return in_shape(out, (*input.shape[:-1], self.out_features))
         supported = input.device.type == "cpu" and input.dtype == self.weight.dtype == torch.float32
         own = supported and kernels.chosen(torch.float32).linear != TORCH
         if not own or torch.is_autocast_enabled("cpu") or not input.numel():
             return super().forward(input)
         rows = input.reshape(-1, self.in_features)
-        result: torch.Tensor = _Linear.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
-        return result.view(*input.shape[:-1], self.out_features)
+        result = _Linear.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return in_shape(result, (*input.shape[:-1], self.out_features))
 
     def _is_fused(self, input: torch.Tensor) -> bool:
         in_bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
