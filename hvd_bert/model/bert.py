@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForQuestionAnswering
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.collate import Batch
@@ -68,26 +69,27 @@ def load_model(
     padded: bool = False,
     needs_head: bool = False,
     config: Any = None,
+    head: Any = AutoModelForQuestionAnswering,
 ) -> Any:
-    """The model on the CPU, in fp32. New weights (the span head, or all from scratch) are a function of `seed`.
+    """The model on the CPU, in fp32. New weights (the head, or all from scratch) are a function of `seed`.
 
     `padded`: whether batches are padded, for transformers' own attention, or packed. `needs_head`: whether saved
-    weights must include the span head. `config`: the configuration, if `load_config` has loaded it before.
+    weights must include the head. `config`: the configuration, if `load_config` has loaded it before. `head`: see
+    `families.class_with_head`.
     Raises UserError if the model's family is not supported, or it does not fit the tokenizer or `max_seq_length`.
     """
     source = args.configuration
     config = config or load_config(source, args)
+    kind = families.class_with_head(head, config, source)
     check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
     token_types = takes_token_types(config, tokenizer)
-    if args.model_name_or_path is None:
-        with reported(source):
-            return try_once(new_model(config, args.dropout, seed, padded, token_types, args.attention_dropout))
-    config.num_labels = 2  # start and end, whatever head the checkpoint has
+    if head is AutoModelForQuestionAnswering:
+        config.num_labels = 2  # start and end, whatever head the checkpoint has
     configure(config, args.dropout, padded, args.attention_dropout)
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
-    model = load_encoder(families.model_class(config), args, config, needs_head)
+    model = load_encoder(kind, args, config, needs_head) if args.model_name_or_path else None
     with reported(source):
-        return try_once(families.adapt(model, token_types, families.family_of(config)))
+        return try_once(families.adapt(model or kind(config), token_types))
 
 
 def new_model(
@@ -107,7 +109,7 @@ def new_model(
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     model = families.model_class(config)(config)
     types = getattr(config, "type_vocab_size", 0) >= 2 if token_types is None else token_types
-    return families.adapt(model, types, families.family_of(config))
+    return families.adapt(model, types)
 
 
 def configure(config: Any, dropout: float | None, padded: bool, attention_dropout: float | None = None) -> None:
@@ -250,6 +252,21 @@ def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Ten
     else:
         starts, ends = (_window_rows(row.flatten(), batch) for row in logits)
     return starts, ends
+
+
+def head_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The logits of a batch in float32: [B, classes], or of a head for tokens [B, T, classes].
+
+    `model`: as wrapped by the strategy. T: tokens of the longest text.
+    """
+    logits: torch.Tensor = model(**model_inputs(batch)).logits.float()
+    if logits.ndim == 2:
+        return logits
+    longest = max(batch.lengths)
+    if batch.cells is None:
+        return logits[:, :longest]
+    rows = logits.new_zeros(len(batch.lengths) * longest, logits.shape[-1])
+    return rows.index_copy(0, batch.cells, logits[0]).view(len(batch.lengths), longest, -1)
 
 
 def _window_rows(row: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -6,7 +6,7 @@ tests/unit/test_families.py, whose tests then compare it with transformers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -90,6 +90,19 @@ def model_class(config: Any) -> Any:
     return MODEL_FOR_QUESTION_ANSWERING_MAPPING[type(config)]
 
 
+def class_with_head(head: Any, config: Any, source: str) -> Any:
+    """The class of a model of `config`, named `source`, with a head. Raises UserError if transformers has none.
+
+    `head`: one of transformers' classes such as AutoModelForSequenceClassification.
+    """
+    if type(config) not in head._model_mapping:
+        raise UserError(
+            f"{source} is a {config.model_type} model: transformers has no {head.__name__} for it. Name another"
+            " encoder."
+        )
+    return head._model_mapping[type(config)]
+
+
 def max_tokens(config: Any) -> int:
     """The number of positions of a model, which limits the length of a window."""
     offset = config.pad_token_id + 1 if family_of(config).positions_after_padding else 0
@@ -115,14 +128,21 @@ def check_precision(config: Any, precision: str) -> None:
         )
 
 
-def adapt(model: Any, token_types: bool, family: Family) -> Any:
-    """The same model, which takes this trainer's batches, packed or padded, whatever the inputs of its `family`.
+def adapt(model: Any, token_types: bool) -> Any:
+    """The same model, which takes this trainer's batches, packed or padded, whatever the inputs of its family.
 
     `token_types`: whether the model gets token types.
     """
-    model.takes_token_types = token_types
+    model.takes_token_types, family = token_types, family_of(model.config)
+    if not isinstance(model, model_class(model.config)):
+        # Longformer's other heads choose the tokens that attend globally themselves.
+        family = replace(family, question_attends_globally=False)
     if family not in (_PACKED, _LIKE_BERT) or not token_types:  # these take BERT's inputs
         model.register_forward_pre_hook(partial(_inputs_of_family, family), with_kwargs=True)
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        layers = getattr(model.base_model, "encoder", model.base_model)  # without the pooler, which comes after them
+        mean = getattr(model.config, "classifier_pooling", "cls") == "mean"  # ModernBERT's
+        layers.register_forward_hook(partial(_one_token_per_text, mean=mean), with_kwargs=True)
     return model
 
 
@@ -147,6 +167,15 @@ def _inputs_of_family(family: Family, model: Any, _: Any, inputs: dict[str, Any]
         inputs["input_ids"] = ids.masked_fill(~mask, model.config.pad_token_id or 0)
         inputs["attention_mask"] = mask.long()  # as tokenizers give it
     return (), inputs
+
+
+def _one_token_per_text(_: Any, __: Any, inputs: dict[str, Any], output: Any, mean: bool) -> Any:
+    """Turn packed texts into rows of one token, which is all that a head takes: the first one, or the mean."""
+    windows = inputs.get("windows")
+    if windows:
+        texts = output.last_hidden_state[0].split(windows.lengths)
+        output.last_hidden_state = torch.stack([text.mean(0) if mean else text[0] for text in texts])[:, None]
+    return output
 
 
 def _positions_after_padding(ids: torch.Tensor, positions: torch.Tensor, padding: int) -> torch.Tensor:

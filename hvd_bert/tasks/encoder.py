@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForQuestionAnswering
 
 from hvd_bert.data.batch_plan import Ids
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.errors import UserError
-from hvd_bert.model.bert import compile_layers, load_tokenizer, tokenizer_digest
+from hvd_bert.model.bert import compile_layers, head_logits, load_model, load_tokenizer, tokenizer_digest
 from hvd_bert.model.flops import forward_flops
-from hvd_bert.model.heads import head_logits, load_with_head
 from hvd_bert.tasks.base import encoder_config
 from hvd_bert.tasks.dataset import DatasetTask, Examples
 
@@ -31,7 +31,7 @@ class EncoderTask(DatasetTask):
 
     unit: ClassVar[str] = "texts"
     model: Any
-    classes: list[str]  # those of the model; one for a model that gives a number
+    classes: Sequence[str] = ()  # those of the model; one for a model that gives a number; none for spans
 
     def load_model(self, head: Any, classes: Sequence[str] = ()) -> None:
         """Create `tokenizer`, `model` and `classes` from the settings. Raises UserError.
@@ -40,29 +40,21 @@ class EncoderTask(DatasetTask):
         which config.json keeps; in the model's own order if it has the same, whatever their case. Without names, and
         for a trained model, they are the model's.
         """
-        args, config = self.config.model, self.config
+        args, data, train = self.config.model, self.config.data, self.config.train
         if self.trained:
             args = replace(args, model_name_or_path=self.trained, config_name=None, tokenizer_name=None)
-        self.tokenizer = load_tokenizer(args)
-        shape = encoder_config(args, config.data, config.train, config.parallel.strategy, self.world, self.unit)
-        own = [str(shape.id2label[i]) for i in range(shape.num_labels)]
-        order = [name.lower() for name in own]
-        if self.trained or not classes:
-            self.classes = own
-        elif sorted(map(str.lower, classes)) == sorted(order):  # as in run_glue
-            self.classes = sorted(classes, key=lambda name: order.index(name.lower()))
-        else:
-            self.classes = list(classes)
-        shape.num_labels = len(self.classes)
-        shape.problem_type = "regression" if len(self.classes) == 1 else None
-        shape.id2label = dict(enumerate(self.classes))
-        shape.label2id = {name: i for i, name in enumerate(self.classes)}
-        length, padded = config.data.max_seq_length, config.data.pad_to is not None
-        evaluates = not config.train.do_train
-        if evaluates and args.model_name_or_path is None:
+        if not train.do_train and args.model_name_or_path is None:
             raise UserError("--no_do_train: name a trained model with --model_name_or_path, not only --config_name.")
-        self.model = load_with_head(head, args, shape, self.tokenizer, length, config.train.seed, padded, evaluates)
-        self.forward_flops = forward_flops(self.model)
+        self.tokenizer = load_tokenizer(args)
+        shape = encoder_config(args, data, train, self.config.parallel.strategy, self.world, self.unit)
+        if head is not AutoModelForQuestionAnswering:
+            self.classes = _named_classes(shape, () if self.trained else classes)
+        padded, evaluates = data.pad_to is not None, not train.do_train
+        model = load_model(args, self.tokenizer, data.max_seq_length, train.seed, padded, evaluates, shape, head)
+        self.use_model(model)
+
+    def use_model(self, model: Any) -> None:
+        self.model, self.forward_flops = model, forward_flops(model)
         self.crossover = self.forward_flops.crossover
 
     def encode(self, *texts: Any, **options: Any) -> Any:
@@ -96,8 +88,25 @@ class EncoderTask(DatasetTask):
     def positions(self, batch: Labelled, tokens: int) -> int:
         return batch[0].num_positions
 
+    def fingerprint(self) -> dict[str, object]:
+        return {"the tokenizer": tokenizer_digest(self.tokenizer), **super().fingerprint()}
+
     def identity(self) -> dict[str, object]:
         return {"the tokenizer": tokenizer_digest(self.tokenizer), **super().identity()}
 
     def compile(self, model: nn.Module) -> None:
         compile_layers(model)
+
+
+def _named_classes(config: Any, classes: Sequence[str]) -> list[str]:
+    """The names of the classes, which become those of the configuration."""
+    own = [str(config.id2label[i]) for i in range(config.num_labels)]
+    order = [name.lower() for name in own]
+    if not classes:
+        classes = own
+    elif sorted(map(str.lower, classes)) == sorted(order):  # as in run_glue
+        classes = sorted(classes, key=lambda name: order.index(name.lower()))
+    config.num_labels = len(classes)
+    config.problem_type = "regression" if len(classes) == 1 else None
+    config.id2label, config.label2id = dict(enumerate(classes)), {name: i for i, name in enumerate(classes)}
+    return list(classes)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from torch import Tensor, nn
+from transformers import AutoModelForQuestionAnswering
 
 from hvd_bert.config.data_files import DataFile
 from hvd_bert.config.settings import Config, DataArguments
@@ -27,10 +28,10 @@ from hvd_bert.evaluation.evaluator import span_options, span_outputs, window_log
 from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.evaluation.samples import sample_answers
 from hvd_bert.evaluation.squad_metric import score
-from hvd_bert.model.bert import compile_layers, load_model, load_tokenizer, tokenizer_digest, window_losses
-from hvd_bert.model.flops import forward_flops
-from hvd_bert.tasks.base import encoder_config, members, metric_of
-from hvd_bert.tasks.dataset import DatasetTask, ExampleBatch, Examples
+from hvd_bert.model.bert import window_losses
+from hvd_bert.tasks.base import members, metric_of
+from hvd_bert.tasks.dataset import ExampleBatch, Examples
+from hvd_bert.tasks.encoder import EncoderTask
 
 SCORES = ("exact_match", "f1")
 
@@ -49,7 +50,7 @@ class QuestionSet:
     parts: Parts = ()
 
 
-class QuestionAnswering(DatasetTask):
+class QuestionAnswering(EncoderTask):
     """An example is a window, and the windows of a question give its answer."""
 
     unit: ClassVar[str] = "windows"
@@ -60,14 +61,7 @@ class QuestionAnswering(DatasetTask):
 
     def load(self, config: Config) -> None:
         data, args = config.data, config.train
-        if not args.do_train and config.model.model_name_or_path is None:
-            raise UserError("--no_do_train: name a trained model with --model_name_or_path, not only --config_name.")
-        self.tokenizer = load_tokenizer(config.model)
-        shape = encoder_config(config.model, data, args, config.parallel.strategy, self.world, self.unit)
-        padded = data.pad_to is not None
-        self.model = load_model(
-            config.model, self.tokenizer, data.max_seq_length, args.seed, padded, not args.do_train, shape
-        )
+        self.load_model(AutoModelForQuestionAnswering)
         training = self._question_set("train") if args.do_train else None
         validation = None
         if args.do_eval and data.train_file and not data.validation_file:
@@ -81,8 +75,6 @@ class QuestionAnswering(DatasetTask):
         self.training, self.validation = training, validation
         self.train = self._examples(training) if training else None
         self.dev = self._examples(validation) if validation else None
-        self.forward_flops = forward_flops(self.model)
-        self.crossover = self.forward_flops.crossover
         if validation and len(validation.sets) > 1:
             names = [metric_of(name, data) for data in ("macro", *validation.sets) for name in SCORES]
             self.metrics = {**self.metrics, **dict.fromkeys(names, "max")}
@@ -111,8 +103,8 @@ class QuestionAnswering(DatasetTask):
         sets = members({file.name: len(some) for file, some in zip(files, questions, strict=True)})
         return QuestionSet(source, windows, [*chain.from_iterable(questions)], sets)
 
-    def positions(self, batch: Batch, tokens: int) -> int:
-        return batch.num_positions
+    def positions(self, batch: Any, tokens: int) -> int:
+        return int(batch.num_positions)
 
     def losses(self, model: nn.Module, batch: ExampleBatch) -> Tensor:
         return window_losses(model, batch.content)
@@ -178,15 +170,6 @@ class QuestionAnswering(DatasetTask):
         findings = {name: part.windows.findings for name, part in sets.items() if part}
         counts = {name: {"left_out": found.left_out, "mistakes": found.mistakes} for name, found in findings.items()}
         return {"bad_examples": counts} if self.config.data.bad_examples == "skip" else {}
-
-    def fingerprint(self) -> dict[str, object]:
-        return {"the tokenizer": tokenizer_digest(self.tokenizer), **super().fingerprint()}
-
-    def identity(self) -> dict[str, object]:
-        return {"the tokenizer": tokenizer_digest(self.tokenizer), **super().identity()}
-
-    def compile(self, model: nn.Module) -> None:
-        compile_layers(model)
 
 
 def summary(metrics: dict[str, float]) -> str:

@@ -279,13 +279,10 @@ def an_evaluation_waits_once_per_batch_with_the_next_one_queued() -> None:
         def synchronize(self, *_: Any) -> None:
             happened.append("waited")
 
-    def drained(batches: Any) -> Any:  # fake logits have no values to extract answers from
-        happened.extend("read" for _ in read_late(batches))
-        return iter(())
-
-    model, rows, read_late = small_bert().eval(), table([5, 9, 3, 4, 8, 6]), evaluator.read_late
-    with patch("torch.cuda.Event", Noted), patch.object(evaluator, "read_late", drained), Waits() as waits:
-        list(evaluator.window_logits(model, rows, np.arange(6), GPU, 2, "bf16", []))
+    collate, forward = Collator(table([5, 9, 3, 4, 8, 6]), GPU), partial(evaluator.span_outputs, small_bert().eval())
+    with patch("torch.cuda.Event", Noted), Waits() as waits:
+        for _ in evaluator.batch_outputs(forward, collate, np.arange(6), 2, GPU, "bf16"):
+            happened.append("read")
     assert not waits.found
     assert happened == ["queued", *["queued", "waited", "read"] * 2, "waited", "read"], happened
 

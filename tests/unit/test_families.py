@@ -29,6 +29,7 @@ from hvd_bert.model.bert import (
     JoinedAttention,
     compile_layers,
     configure,
+    head_logits,
     load_model,
     new_model,
     place,
@@ -39,8 +40,7 @@ from hvd_bert.model.bert import (
 )
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.cpu.dropout import ADD_AND_NORM, AddAndNorm
-from hvd_bert.model.families import FAMILIES, fit_flags, max_tokens, model_class
-from hvd_bert.model.heads import head_logits, with_inputs
+from hvd_bert.model.families import FAMILIES, adapt, fit_flags, max_tokens, model_class
 from hvd_bert.model.loading import load_config, load_encoder, num_weights
 from hvd_bert.model.lora import FILES, add_adapters, merge
 from hvd_bert.model.precision import autocast
@@ -89,7 +89,7 @@ def models(name: str, padded: bool = False, pooling: str | None = None, classes:
         token_types = getattr(configs[0], "type_vocab_size", 0) >= 2
         configure(configs[0], 0.0, padded)
         torch.manual_seed(1)
-        ours = with_inputs(CLASSIFIERS[type(configs[0])](configs[0]), token_types).eval()
+        ours = adapt(CLASSIFIERS[type(configs[0])](configs[0]), token_types).eval()
     else:
         ours = new_model(configs[0], 0.0, seed=1, padded=padded).eval()
     generator = torch.Generator().manual_seed(1)
@@ -201,7 +201,7 @@ def test_head_for_tokens_gives_the_logits_of_transformers(name, pad_to, windows)
     configure(configs[0], 0.0, pad_to is not None)
     torch.manual_seed(1)
     own = kind._from_config(configs[1], attn_implementation="eager").eval()
-    ours = with_inputs(kind(configs[0]), getattr(configs[0], "type_vocab_size", 0) >= 2).eval()
+    ours = adapt(kind(configs[0]), getattr(configs[0], "type_vocab_size", 0) >= 2).eval()
     ours.load_state_dict(own.state_dict())
     found, expected = (
         head_logits(ours, Collator(windows, CPU, pad_to)(range(len(LENGTHS)))),

@@ -205,7 +205,7 @@ def random_task(model: str | None, num_windows: int, config: Config, world: Worl
 
     class RandomWindows(QuestionAnswering):
         def load(self, config: Config) -> None:
-            self.model = network
+            self.use_model(network)
             self.use(QuestionSet(source, table), None)
 
     task = RandomWindows(config, world)
