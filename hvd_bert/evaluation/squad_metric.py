@@ -63,46 +63,18 @@ def score(
     Every question needs a prediction and odds, and for v1.1 an answer. Entries for other ids are ignored. Equal odds
     are processed in the order of `questions`.
     """
+    exact, f1 = zip(*(question_scores(q, predictions[q.id], version_2_with_negative) for q in questions), strict=True)
     if not version_2_with_negative:
-        return _dataset_v1(questions, predictions)
-    return _dataset_v2(questions, predictions, null_odds, null_score_diff_threshold)
-
-
-def question_scores(question: Question, prediction: str, version_2_with_negative: bool) -> tuple[float, float]:
-    """Exact match and F1 of one prediction, from 0 to 1."""
-    return (_question_v2 if version_2_with_negative else _question_v1)(question, prediction)
-
-
-def _dataset_v1(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
-    return _means(*zip(*(_question_v1(q, predictions[q.id]) for q in questions), strict=True))
-
-
-def _means(exact: Sequence[float], f1: Sequence[float]) -> dict[str, float]:
-    total = len(exact)
-    return {"exact_match": 100.0 * sum(exact) / total, "f1": 100.0 * sum(f1) / total, "total": total}
-
-
-def _question_v1(question: Question, prediction: str) -> tuple[float, float]:
-    """Exact match and F1 (0 to 1) of one prediction by v1.1's rules."""
-    prediction = normalize(prediction)
-    golds = [normalize(text) for text in question.answer_texts]
-    return float(prediction in golds), max(_f1(gold, prediction) for gold in golds)
-
-
-def _dataset_v2(
-    questions: Sequence[Question],
-    predictions: Mapping[str, str],
-    null_odds: Mapping[str, float] | None,
-    threshold: float,
-) -> dict[str, float]:
+        return _means(exact, f1)
     has_answer = [bool(q.answer_texts) for q in questions]
-    exact, f1 = zip(*(_question_v2(q, predictions[q.id]) for q in questions), strict=True)
     if null_odds is None:
         return _means_v2(exact, f1, has_answer)
-
     odds = [null_odds[q.id] for q in questions]
     nulled = [
-        [float(not has) if odd > threshold else value for value, odd, has in zip(values, odds, has_answer, strict=True)]
+        [
+            float(not has) if odd > null_score_diff_threshold else value
+            for value, odd, has in zip(values, odds, has_answer, strict=True)
+        ]
         for values in (exact, f1)
     ]
     result = _means_v2(nulled[0], nulled[1], has_answer)
@@ -113,12 +85,20 @@ def _dataset_v2(
     return result
 
 
-def _question_v2(question: Question, prediction: str) -> tuple[float, float]:
-    """Exact match and F1 (0 to 1) of one prediction by v2.0's rules."""
+def question_scores(question: Question, prediction: str, version_2_with_negative: bool) -> tuple[float, float]:
+    """Exact match and F1 of one prediction, from 0 to 1."""
     prediction = normalize(prediction)
-    golds = [gold for gold in map(normalize, question.answer_texts) if gold] or [""]
-    f1 = float(prediction in golds) if not prediction else max(_f1(gold, prediction) for gold in golds)
-    return float(prediction in golds), f1
+    golds = [normalize(text) for text in question.answer_texts]
+    if version_2_with_negative:
+        golds = [gold for gold in golds if gold] or [""]
+    exact = float(prediction in golds)
+    without_words = version_2_with_negative and not prediction
+    return exact, exact if without_words else max(_f1(gold, prediction) for gold in golds)
+
+
+def _means(exact: Sequence[float], f1: Sequence[float]) -> dict[str, float]:
+    total = len(exact)
+    return {"exact_match": 100.0 * sum(exact) / total, "f1": 100.0 * sum(f1) / total, "total": total}
 
 
 def _means_v2(exact: Sequence[float], f1: Sequence[float], has_answer: Sequence[bool]) -> dict[str, float]:
