@@ -111,13 +111,14 @@ def test_unanswered(tmp_path, name, answers):
         read(tmp_path, content)
 
 
+@pytest.mark.parametrize(("yes", "no"), [("True", "False"), (1.0, 0.0), ("1", "nan")])
 @pytest.mark.parametrize("name", FORMATS)
-def test_is_impossible_as_text(tmp_path, name):
-    rows = [{**ROW, "answers": "London", "answer_start": "16", "is_impossible": "False"}]
-    assert read(tmp_path, FORMATS[name](rows)) == [EXPECTED]
+def test_is_impossible_as_other_types(tmp_path, name, yes, no):
+    row = {**ROW, "answers": "London", "answer_start": "16"}
+    assert read(tmp_path, FORMATS[name]([{**row, "is_impossible": no}])) == [EXPECTED]
     with refused("is_impossible"):
-        read(tmp_path, FORMATS[name]([{**rows[0], "is_impossible": "True"}]), v2=True)
-    unanswered = FORMATS[name]([{**rows[0], "is_impossible": "True", "answers": "", "answer_start": ""}])
+        read(tmp_path, FORMATS[name]([{**row, "is_impossible": yes}]), v2=True)
+    unanswered = FORMATS[name]([{**row, "is_impossible": yes, "answers": "", "answer_start": ""}])
     assert placed(read(tmp_path, unanswered, v2=True)) == [("q", (), ())]
 
 
@@ -174,6 +175,8 @@ def test_texts_stay_texts(tmp_path, name):
         "[{'text': 'London', 'answer_start': 16}]",
         '{"text": "London", "answer_start": [16]}',
         "['London']",
+        "[{'text': np.str_('London'), 'answer_start': np.int64(16)}]",
+        "{'text': array(['London'], dtype='<U6'), 'answer_start': nan}",
     ],
 )
 def test_objects_in_cells(tmp_path, cell):
@@ -220,6 +223,11 @@ def test_unicode_forms(tmp_path, of_context, of_answer):
     rows[0]["answers"]["answer_start"] = [normalize(of_answer, context).index(answer)]
     with refused("'q'", "Unicode forms differ", "NFC"):
         read(tmp_path, rows)
+
+
+def test_a_missing_context_is_named(tmp_path):
+    with refused("[1]: its context is empty or missing"):
+        read(tmp_path, [{**ROW, "id": "p", "answers": "London"}, {"question": "Where?", "answers": "London"}])
 
 
 def test_excel(tmp_path):

@@ -20,7 +20,9 @@ LEVELS = ("data", "paragraphs", "qas")  # of SQuAD's nesting, each a list of the
 SQUAD = Reading().names
 _Text = str | int  # 1912.0 is 1912
 _WHOLE = re.compile(r"\A(-?[0-9]+)\.0\Z")  # as pandas writes the ids of a column with a missing value
-_ARRAY = re.compile(r"\barray\(|, dtype=\w+\)|(?<=\])\)")  # of numpy, in an object that pandas writes
+_NUMPY = re.compile(r"\b(?:np\.\w+|array)(?=\()|, dtype=[^)]+(?=\))")  # in an object that pandas writes
+_NAN = re.compile(r"(?<=[ (\[])nan(?=[,)\]}])")
+_KINDS = {"answer_start": "a whole number", "is_impossible": "true or false"}  # of values that are not texts
 _EXAMPLE = '{"text": ["London"], "answer_start": [16]}'
 
 
@@ -29,7 +31,7 @@ class _Entry(msgspec.Struct):
     question: _Text = ""
     title: _Text = ""
     id: _Text = ""
-    is_impossible: bool = False
+    is_impossible: bool | int = False  # 0.0 is 0
 
 
 # --- SQuAD's nesting -----------------------------------------------------------------------------
@@ -47,6 +49,9 @@ def questions_in(where: str, node: Any, reading: Reading, outer: Mapping[str, An
             yield from questions_in(f"{where}[{number}]", part, reading, outer)
     elif not isinstance(node, dict):
         yield where, Mistake("wrong structure", f"should be an object or a list ({shown(node)})", where)
+    elif isinstance(node.get(names["question"]), dict | list):
+        reason = 'holds columns, not rows. Write rows, as pandas does with to_json(orient="records")'
+        yield where, Mistake("wrong structure", reason, where)
     elif names["question"] in node:
         where = where or "[0]"
         try:
@@ -77,6 +82,8 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
     """A question with its answers. Raises Mistake, with its place and what an evaluation can use."""
     given = {field: row[name] for field, name in names.items() if name in row}
     values = {field: value for field, value in given.items() if value == value and value not in (None, "")}  # not NaN
+    if _is_missing(values.get("is_impossible")):
+        values.pop("is_impossible", None)
     question: Question | None = None
     try:
         entry: _Entry = _converted("", values, _Entry)
@@ -103,7 +110,7 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
         path = mistake.place.removeprefix("answers[0]." if "answer_start" in given else "")
         field = re.split(r"\b", path)[1]
         path = path.replace(field, names.get(field, field), 1)
-        mistake.place = f"{where}.{path}" if where.endswith("]") else f"{where}, column {path}"
+        mistake.place = f"{where}, column {path}" if re.fullmatch(r"\w+ \d+", where) else f"{where}.{path}"
         if question and question.id != where:
             mistake.place = f"question {SHORT.repr(question.id)} ({mistake.place})"
         raise
@@ -161,7 +168,7 @@ def _parsed(field: str, value: Any, context: str) -> Any:
     """The content of a text cell in the notation of JSON, Python or numpy; another text as it is. Raises Mistake."""
     if not isinstance(value, str) or not value.startswith(("{", "[")):
         return value
-    for parse in (parse_json, ast.literal_eval, lambda text: ast.literal_eval(_ARRAY.sub("", text))):
+    for parse in (parse_json, ast.literal_eval, lambda text: ast.literal_eval(_NAN.sub("None", _NUMPY.sub("", text)))):
         try:
             return parse(value)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -176,10 +183,10 @@ def _converted(path: str, value: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(value.strip() if kind is int and isinstance(value, str) else value, kind, strict=False)
     except msgspec.ValidationError as error:
-        reason, _, inner = str(error).partition(" - at ")
-        field = inner.strip("`$.")
-        found = shown(value[field] if field else value)
-        raise Mistake("wrong type", f"{reason[0].lower()}{reason[1:]} ({found})", path or field) from None
+        field = path or str(error).partition(" - at ")[2].strip("`$.")
+        expected = _KINDS.get(field.rpartition(".")[2], "text")
+        found = shown(value if path else value[field])
+        raise Mistake("wrong type", f"should be {expected} ({found})", field) from None
 
 
 def _is_missing(value: Any, context: str = "") -> bool:

@@ -6,6 +6,7 @@ than the first line, and report no lines. msgspec decides the types (entries.py)
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import gzip
@@ -50,12 +51,16 @@ def parsed(name: str, content: bytes, choose: Choose) -> Iterable[Placed]:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        reason, way_out = "nor Parquet, also in gzip", "Decompress it, or save it as UTF-8."
+        likely = "compressed, an Excel workbook or in another encoding"
         with contextlib.suppress(UnicodeDecodeError):
             if b"\0" not in content and content.decode("cp1252"):
-                reason = "but probably Windows-1252 (cp1252), as Excel saves CSV"
-                way_out = 'Save it as "CSV UTF-8".'
-        raise UserError(f"{name}: not UTF-8 text (byte {error.start}), {reason}. {way_out}") from error
+                likely = "in Windows-1252 (cp1252) or another encoding in which Excel saves CSV"
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            likely = "in UTF-16"
+        raise UserError(
+            f"{name}: not UTF-8 text (byte {error.start}), but probably {likely}. Decompress it, or save it as UTF-8"
+            ' (in Excel: "CSV UTF-8").'
+        ) from error
     return _json_values(name, text, choose) if _JSON.match(text) else _csv_rows(name, text, choose)
 
 
@@ -94,7 +99,8 @@ def _csv_rows(name: str, text: str, choose: Choose) -> Iterator[Placed]:
         io.StringIO(text, newline=""), delimiter=max(_DELIMITERS, key=header.count), strict=True
     )  # a cell too many is under None, one too few is None
     try:
-        choose(list(rows.fieldnames or []))
+        if rows.fieldnames:
+            choose(list(rows.fieldnames))
         for row in rows:
             where = f"line {rows.line_num}"
             complete = None not in row and None not in row.values()

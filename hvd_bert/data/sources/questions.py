@@ -121,7 +121,7 @@ def checked(
     for where, item in found:
         mistake, question = (item, item.question) if isinstance(item, Mistake) else (None, item)
         unusable = _unusable(where, question, places, version_2_with_negative, reading) if question else mistake
-        mistake = mistake or unusable
+        mistake = unusable or mistake
         if mistake:
             mistakes.append(mistake)
         if question and not unusable and (mistake is None or reading.purpose == "evaluation"):

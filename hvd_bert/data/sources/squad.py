@@ -152,10 +152,13 @@ class Columns:
         needed = [names[field] for field in ("context", "question", "answers") if field not in optional]
         wrong = [column for column in needed if present.count(column) != 1]
         if wrong:
-            found = SHORT.repr(", ".join(present)).strip("'")
+            ways_out = "Name the columns with --question_column, --context_column and --answer_column."
+            if len(present) < 2:
+                ways_out = "Give JSON, JSON Lines, Parquet, or CSV with commas, tabs or semicolons."
+            found = ", ".join(map(SHORT.repr, present[:20])) or "none"
             raise UserError(
                 f"{self.name}: not in SQuAD's format: needs one column {' and one '.join(wrong)} (found {found})."
-                " Name the columns with --question_column, --context_column and --answer_column."
+                f" {ways_out}"
             )
         used = {field: column for field, column in names.items() if column in present}
         index = [column for column in present if column in ("", "__index_level_0__") or column.startswith("Unnamed: ")]
