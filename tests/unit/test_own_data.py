@@ -144,6 +144,8 @@ def test_numbers_of_pandas(tmp_path, name):
     assert questions[0].id == "7"
     with refused("answer_start", "16.5"):
         read(tmp_path, FORMATS[name]([{**first, "answer_start": 16.5}]))
+    with refused("answers[0].text", "2.5"):
+        read(tmp_path, FORMATS[name]([{**first, "answers": 2.5}]))
     years = [{**ROW, "context": "In 1912.", "answers": 1912.0, "answer_start": 3}]  # a column of years
     assert placed(read(tmp_path, FORMATS[name](years))) == [("q", ("1912",), (3,))]
 
@@ -159,6 +161,8 @@ def test_texts_stay_texts(tmp_path, name):
             ("1e3", "NA or None", "NA", 0),
             ("x", "NA or None", "None", 6),
             ("y", "true", "true", 0),
+            ("z", "see [1]", "[1]", 4),
+            ("set", "see {1}", "{1}", 4),
         ]
     ]
     found = read(tmp_path, FORMATS[name](rows))

@@ -92,7 +92,8 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
         question = asked((), ())
         if "answers" not in given and not entry.is_impossible:
             raise Mistake("wrong structure", f"is missing ({shown(row)})", "answers")
-        answers, start = (_parsed(field, values.get(field), context) for field in ("answers", "answer_start"))
+        answers = _parsed("answers", values.get("answers"), context)
+        start = _parsed("answer_start", values.get("answer_start"), "")
         pairs = _pairs("answers", answers, start)
         texted = [pair for pair in pairs if not _is_missing(pair[0], context)]
         texts = tuple(text for text, _ in texted if isinstance(text, str))
@@ -107,7 +108,9 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
         if question and reading.purpose == "prediction":
             return question
         mistake.question = question if question and question.answer_texts else None
-        path = mistake.place.removeprefix("answers[0]." if "answer_start" in given else "")
+        path = mistake.place
+        if "answer_start" in given and path.endswith(".answer_start"):
+            path = "answer_start"
         field = re.split(r"\b", path)[1]
         path = path.replace(field, names.get(field, field), 1)
         mistake.place = f"{where}, column {path}" if re.fullmatch(r"\w+ \d+", where) else f"{where}.{path}"
@@ -168,13 +171,13 @@ def _parsed(field: str, value: Any, context: str) -> Any:
     """The content of a text cell in the notation of JSON, Python or numpy; another text as it is. Raises Mistake."""
     if not isinstance(value, str) or not value.startswith(("{", "[")):
         return value
+    if value in context and value.strip("[{}] "):  # such as [1], the number of a footnote
+        return value
     for parse in (parse_json, ast.literal_eval, lambda text: ast.literal_eval(_NAN.sub("None", _NUMPY.sub("", text)))):
         try:
             return parse(value)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-    if value in context:
-        return value
     raise Mistake("wrong structure", f"should be JSON such as {_EXAMPLE}, or an answer's text ({shown(value)})", field)
 
 
