@@ -69,6 +69,17 @@ def test_levels_that_are_missing_or_repeated(tmp_path, name):
     assert placed(read(tmp_path, NESTED[name])) == [("q", ("London",), (16,))]
 
 
+@pytest.mark.parametrize("name", ["JSON", "JSON Lines", "Parquet"])
+def test_nested_rows_keep_squads_names(tmp_path, name):
+    content = FORMATS[name]([ARTICLE])
+    assert placed(read(tmp_path, content, question_column="query")) == [("q", ("London",), (16,))]
+
+
+def test_one_row(tmp_path):
+    row = {"context": CONTEXT, "question": "Where?", "answers": {"text": ["London"], "answer_start": [float("nan")]}}
+    assert placed(read(tmp_path, row)) == [("[0]", ("London",), (16,))]
+
+
 @pytest.mark.parametrize("copies", [ARTICLE, PARAGRAPH], ids=["articles", "paragraphs"])
 def test_several_lines(tmp_path, copies):
     lines = [json.dumps(copies).replace('"q"', f'"q{n}"') for n in range(3)]

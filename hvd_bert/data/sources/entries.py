@@ -162,18 +162,13 @@ def _located(at: str, context: str, text: Any, start: Any) -> tuple[str, int | N
 # --- values --------------------------------------------------------------------------------------
 
 
-def parse_json(text: str) -> Any:
-    """A JSON value; NaN and Infinity, which pandas' users write, are missing values. Raises ValueError."""
-    return json.loads(text, parse_constant=lambda _: None)
-
-
 def _parsed(field: str, value: Any, context: str) -> Any:
     """The content of a text cell in the notation of JSON, Python or numpy; another text as it is. Raises Mistake."""
     if not isinstance(value, str) or not value.startswith(("{", "[")):
         return value
     if value in context and value.strip("[{}] "):  # such as [1], the number of a footnote
         return value
-    for parse in (parse_json, ast.literal_eval, lambda text: ast.literal_eval(_NAN.sub("None", _NUMPY.sub("", text)))):
+    for parse in (json.loads, ast.literal_eval, lambda text: ast.literal_eval(_NAN.sub("None", _NUMPY.sub("", text)))):
         try:
             return parse(value)
         except (ValueError, SyntaxError, RecursionError, MemoryError):

@@ -11,12 +11,13 @@ import contextlib
 import csv
 import gzip
 import io
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
-from hvd_bert.data.sources.entries import is_nested, parse_json
+from hvd_bert.data.sources.entries import is_nested
 from hvd_bert.data.sources.questions import Mistake
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.storage.reading import open_regular
@@ -67,7 +68,7 @@ def parsed(name: str, content: bytes, choose: Choose) -> Iterable[Placed]:
 def _json_values(name: str, text: str, choose: Choose) -> list[Placed]:
     """The one value of JSON, or the lines of JSON Lines. Flat rows must have the columns to choose."""
     try:
-        values = [("", parse_json(text))]
+        values = [("", json.loads(text))]
     except (ValueError, RecursionError) as error:
         if getattr(error, "msg", "") != "Extra data":  # a whole value, then more: one per line
             raise UserError(f"{name}: not JSON: {error}. Fix the file.") from error
@@ -84,7 +85,7 @@ def _json_lines(name: str, text: str) -> Iterator[Placed]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                yield f"line {number}", parse_json(line)
+                yield f"line {number}", json.loads(line)
             except (ValueError, RecursionError) as error:
                 reason = getattr(error, "msg", error)
                 raise UserError(f"{name}: line {number}: not JSON: {reason}. Fix the file.") from error
