@@ -20,13 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hvd_bert.config.parser import AUTO
-from hvd_bert.config.settings import TASKS, Config, DataArguments, ModelArguments, TrainArguments
+from hvd_bert.config.settings import TASKS, Config, TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths, Parts
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.model.families import fit_flags
 from hvd_bert.model.flops import ForwardFlops, with_adapters
-from hvd_bert.model.loading import load_config
 from hvd_bert.model.lora import add_adapters, merge
 
 
@@ -259,20 +257,6 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
             " --per_device_train_batch_size."
         )
     return plan
-
-
-def encoder_config(
-    model: ModelArguments, data: DataArguments, train: TrainArguments, strategy: str, world: World, unit: str
-) -> Any:
-    """The configuration of the encoder, which fits the flags and this host's free memory. Raises UserError.
-
-    Sets --padding if its windows cannot be packed. `unit`: what it is trained on, for the message.
-    """
-    config = load_config(
-        model.configuration, model, weight_copies(train.do_train and not model.lora_rank, strategy, world)
-    )
-    fit_flags(config, train.precision, data, unit)
-    return config
 
 
 def weight_copies(trains: bool, strategy: str, world: World) -> int:

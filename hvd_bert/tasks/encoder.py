@@ -18,8 +18,10 @@ from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import compile_layers, head_logits, load_model, load_tokenizer, tokenizer_digest
+from hvd_bert.model.families import fit_flags
 from hvd_bert.model.flops import forward_flops
-from hvd_bert.tasks.base import encoder_config
+from hvd_bert.model.loading import load_config
+from hvd_bert.tasks.base import weight_copies
 from hvd_bert.tasks.dataset import DatasetTask, Examples
 
 IGNORED = -100  # the label of a token without a loss, as torch's cross_entropy has it
@@ -46,7 +48,9 @@ class EncoderTask(DatasetTask):
         if not train.do_train and args.model_name_or_path is None:
             raise UserError("--no_do_train: name a trained model with --model_name_or_path, not only --config_name.")
         self.tokenizer = load_tokenizer(args)
-        shape = encoder_config(args, data, train, self.config.parallel.strategy, self.world, self.unit)
+        copies = weight_copies(train.do_train and not args.lora_rank, self.config.parallel.strategy, self.world)
+        shape = load_config(args.configuration, args, copies)
+        fit_flags(shape, train.precision, data, self.unit)
         if head is not AutoModelForQuestionAnswering:
             self.classes = _named_classes(shape, () if self.trained else classes)
         padded, evaluates = data.pad_to is not None, not train.do_train
