@@ -157,6 +157,7 @@ class DatasetTask(Task):
         """The `predictions` for the rows of a file, on rank 0. A collective."""
         with self.world.raise_on_all_ranks():
             self.dev = self.inputs(rows)
+        vars(self).pop("_share", None)  # that of other rows
         self.world.check_same(self.fingerprint())
 
         def predictions(ranks: list[Share]) -> tuple[dict[str, float], Any]:
