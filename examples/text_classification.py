@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification
 
 from hvd_bert.config.settings import Config
+from hvd_bert.distributed.world import log
 from hvd_bert.errors import UserError
 from hvd_bert.tasks.dataset import Examples
 from hvd_bert.tasks.encoder import EncoderTask, Labelled
@@ -50,6 +51,7 @@ class TextClassification(EncoderTask):
         self.load_model(AutoModelForSequenceClassification, self.class_names(rows, train is not None))
         if not self.trained:
             self.model.config.text_columns = self.found_columns(rows)  # config.json keeps them for predictions
+        log.info("Texts: %s. Classes: %s.", ", ".join(self.model.config.text_columns), ", ".join(self.classes))
         self.train = None if train is None else self.labelled(train)
         self.dev = None if dev is None else self.labelled(dev)
         self.labels = [] if dev is None else self.targets(dev)
@@ -58,15 +60,27 @@ class TextClassification(EncoderTask):
         """Those of the data set on the hub, else all labels of the training data; empty: those of the model."""
         if rows is None:
             return []
-        labels, kind = column(rows, self.label_column), rows.features[self.label_column]
+        kind = rows.features.get(self.label_column)
         if isinstance(kind, datasets.ClassLabel):
             return list(kind.names)
-        if any(isinstance(label, float) for label in labels):
-            raise UserError(f"`{self.label_column}` has fractions: see docs/guides/tasks.md for learning numbers.")
-        names = [str(label) for label in sorted(set(labels))] if trains else []
+        names = [str(label) for label in sorted(set(self.given_labels(rows)))] if trains else []
         if len(names) == 1:
             raise UserError(f"All labels in `{self.label_column}` are {names[0]}. Give data with two or more classes.")
         return names
+
+    def given_labels(self, rows: datasets.Dataset) -> list[Any]:
+        """The label of each row: a text or a whole number, which pandas may have as 1.0."""
+        labels, kind = column(rows, self.label_column), rows.features[self.label_column]
+        if isinstance(kind, datasets.ClassLabel):
+            return [kind.names[label] if label >= 0 else label for label in labels]  # GLUE's test sets have -1
+        labels = [int(label) if isinstance(label, float) and label.is_integer() else label for label in labels]
+        for row, label in enumerate(labels, start=1):
+            if not isinstance(label, str | int):
+                raise UserError(
+                    f"Row {row} of the {rows.split} data: the label {label!r} is neither a text nor a whole number. Fix"
+                    " it, or see docs/guides/tasks.md for learning numbers."
+                )
+        return labels
 
     def found_columns(self, rows: datasets.Dataset | None) -> list[str]:
         if self.text_columns or rows is None:
@@ -79,13 +93,11 @@ class TextClassification(EncoderTask):
 
     def targets(self, rows: datasets.Dataset) -> list[Any]:
         """What to predict for each row: the number of its class."""
-        labels, kind = column(rows, self.label_column), rows.features[self.label_column]
-        if isinstance(kind, datasets.ClassLabel):
-            labels = [kind.names[label] if label >= 0 else label for label in labels]  # GLUE's test sets have -1
-        numbers = {name: number for number, name in enumerate(self.classes)}
+        labels, numbers = self.given_labels(rows), {name: number for number, name in enumerate(self.classes)}
         for row, label in enumerate(labels, start=1):
             if str(label) not in numbers:
-                raise UserError(f"Row {row}: the label {label} is not one of {', '.join(self.classes)}. Fix the data.")
+                known = ", ".join(self.classes)
+                raise UserError(f"Row {row} of the {rows.split} data: {label!r} is no class. Choose from {known}.")
         return [numbers[str(label)] for label in labels]
 
     def labelled(self, rows: datasets.Dataset) -> Examples:

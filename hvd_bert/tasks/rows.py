@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,24 +30,27 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
 def load_rows(config: Config, name: Literal["train", "validation"], split: str | None = None) -> Dataset | None:
     """The rows of --train_file or --validation_file, or those of --dataset_name in its `split` (default: `name`).
 
-    None if the run does not train or does not evaluate, or no data are given. Of the validation rows there are at most
-    --max_eval_samples. Raises UserError.
+    None if the run does not train or does not evaluate, or has no validation data. Index columns of pandas are left
+    out. Of the validation rows there are at most --max_eval_samples. Raises UserError.
     """
-    from datasets import concatenate_datasets
+    from datasets import Split, concatenate_datasets
 
     data, args = config.data, config.train
     if not (args.do_train if name == "train" else args.do_eval):
         return None
-    found = data.files(f"{name}_file")
+    flag, found = f"--{name}_file", data.files(f"{name}_file")
     if data.dataset_name:
         rows = hub.load(data.dataset_name, split or name, data.dataset_config_name, config.model.cache_dir)
     elif found:
         if any(file.weight != 1 for file in found):
-            raise UserError(f"--{name}_file: --task {data.task} does not support weights. Remove them.")
-        with as_user_error(lambda reason: f"--{name}_file: the files differ ({reason}). Give files of one format."):
-            rows = concatenate_datasets([read_rows(file.path, f"--{name}_file") for file in found])
+            raise UserError(f"{flag}: --task {data.task} does not support weights. Remove them.")
+        with as_user_error(lambda reason: f"{flag}: the files differ ({reason}). Give files of one format."):
+            rows = concatenate_datasets([read_rows(file.path, flag) for file in found], split=Split(name))
+    elif name == "train":
+        raise UserError("--train_file is missing: give a file of rows, or evaluate a trained model by --no_do_train.")
     else:
         return None
+    rows = rows.remove_columns([*filter(files.is_index, rows.column_names)])
     limit = data.max_eval_samples if name == "validation" else None
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
@@ -55,22 +59,24 @@ def read_rows(path: str, flag: str) -> Dataset:
     """The rows of a file that `flag` names, in memory. Raises UserError."""
     import datasets
 
+    split = flag.removeprefix("--").removesuffix("_file")  # for messages
     reader, options = _READERS.get(Path(path.lower().removesuffix(".gz")).suffix, ("", {}))
     if not reader:
         raise UserError(f"{flag} {path}: its name must end with {', '.join(_READERS)}, or with one of them and .gz.")
     with files.opened(path, f"{flag} {path}"):  # for a message if it is missing
         pass
     datasets.disable_progress_bars()  # which every rank would show
-    datasets.logging.set_verbosity_error()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs the errors that it raises
     with TemporaryDirectory() as cache:  # no cache stays, since a rank would wait for another's lock on it
         try:
             rows = datasets.load_dataset(
-                reader, data_files=path, split="train", cache_dir=cache, keep_in_memory=True, trust_remote_code=False,
-                **options,
+                reader, data_files={split: path}, split=split, cache_dir=cache, keep_in_memory=True,
+                trust_remote_code=False, **options,
             )  # fmt: skip
-        except Exception as error:  # `datasets` wraps the reader's own
-            reason = reason_of(error.__cause__ or error)
-            raise UserError(f"{flag} {path}: cannot be read ({reason}). Fix the file.") from None
+        except Exception as error:
+            cause = error.__cause__ or error  # `datasets` wraps the reader's own
+            remedy = "Save it as UTF-8, in Excel as 'CSV UTF-8'" if isinstance(cause, UnicodeError) else "Fix the file"
+            raise UserError(f"{flag} {path}: cannot be read ({reason_of(cause)}). {remedy}.") from None
     if not len(rows):
         raise UserError(f"{flag} {path}: there are no rows. Give a file with rows.")
     return rows
@@ -79,9 +85,12 @@ def read_rows(path: str, flag: str) -> Dataset:
 def column(rows: Dataset, name: str) -> list[Any]:
     """The values of a column. Raises UserError without the column, or if a value is missing."""
     if name not in rows.column_names:
-        raise UserError(f"The data have no column `{name}`, only {', '.join(rows.column_names)}. Rename one.")
+        found = ", ".join(rows.column_names)
+        raise UserError(f"The {rows.split} data have no column `{name}`, only {found}. Rename one.")
     values = list(rows[name])
     for number, value in enumerate(values, start=1):
         if value is None or value == "" or value != value:  # NaN
-            raise UserError(f"Row {number} of the data has no value in `{name}`. Fill it, or leave the row out.")
+            raise UserError(
+                f"Row {number} of the {rows.split} data has no value in `{name}`. Fill it, or leave the row out."
+            )
     return values

@@ -165,18 +165,31 @@ def test_columns_of_texts(workdir, row, columns):
     assert task.model.config.text_columns == columns
 
 
+@each("name", ["t.csv", "t.parquet", "t.jsonl"])
+def test_index_and_whole_numbers_of_pandas(workdir, name):
+    rows = pandas.DataFrame({"text": ["a", "b"], "label": [10, 9]}, index=["first", "second"])
+    for part, frame in ((name, rows), (f"dev_{name}", rows.astype({"label": float}))):
+        if name.endswith("jsonl"):
+            frame.to_json(part, orient="records", lines=True)
+        else:
+            (frame.to_csv if name.endswith("csv") else frame.to_parquet)(part)
+    task = made(files=[f"--train_file={name}", f"--validation_file=dev_{name}"])
+    assert task.model.config.text_columns == ["text"] and task.classes == ["9", "10"] and task.labels == [1, 0]
+
+
 GOOD = {"text": "a", "label": "x"}
 
 
 @each(
     ("rows", "named"),
     [
-        ([GOOD, {"text": "a", "label": None}], ["Row 2", "`label`"]),
+        ([GOOD, {"text": "a", "label": None}], ["Row 2 of the train data", "`label`"]),
         ([{"text": "", "label": "y"}, GOOD], ["Row 1", "`text`"]),
         ([{"text": "a"}], ["`label`", "text"]),
         ([{"size": 1, "label": "x"}, {"size": 2, "label": "y"}], ["size", "text_columns"]),
         ([GOOD, GOOD], ["are x"]),
-        ([{"text": "a", "label": 0.5}, {"text": "b", "label": 1.0}], ["fractions", "tasks.md"]),
+        ([{"text": "a", "label": 0.5}, {"text": "b", "label": 1.0}], ["Row 1", "0.5", "tasks.md"]),
+        ([{"text": "a", "label": [0, 1]}], ["Row 1", "[0, 1]"]),
         ([GOOD, ["a"]], ["--train_file t.jsonl", "cannot be read"]),
     ],
 )
@@ -193,7 +206,12 @@ def test_mistakes_in_the_data(workdir, rows, named):
         (["--train_file=nowhere.csv"], ["--train_file nowhere.csv", "no such file"]),
         (["--train_file=empty.csv"], ["--train_file empty.csv", "no data"]),
         (["--train_file", "train.jsonl", "dev.jsonl:2"], ["--train_file", "weights"]),
-        (["--train_file=train.jsonl", "--validation_file=odd.jsonl"], ["Row 1", "'never'", "maybe, no, yes"]),
+        (
+            ["--train_file=train.jsonl", "--validation_file=odd.jsonl"],
+            ["Row 1 of the valid", "never", "maybe, no, yes"],
+        ),
+        (["--validation_file=dev.jsonl"], ["--train_file", "--no_do_train"]),
+        (["--train_file=cp1252.csv"], ["--train_file cp1252.csv", "'CSV UTF-8'"]),
         (["--train_file=train.jsonl", "--max_seq_length=2"], ["--max_seq_length 2"]),
         (["--train_file=train.jsonl", "--doc_stride=9"], ["--doc_stride", "--task question-answering"]),
     ],
@@ -201,6 +219,7 @@ def test_mistakes_in_the_data(workdir, rows, named):
 def test_wrong_uses(workdir, flags, named):
     Path("empty.csv").write_text("text,label\n")
     Path("t.txt").touch()
+    Path("cp1252.csv").write_text("text,label\né,1\n", encoding="cp1252")
     write("odd.jsonl", {"sentence1": "a", "sentence2": "b", "label": "'never'"})
     with refused(*named):
         made(files=flags)

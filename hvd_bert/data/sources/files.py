@@ -42,6 +42,11 @@ def opened(path: str, name: str = "") -> Iterator[BinaryIO]:
         raise UserError(f"{name or path}: {reason} ({place}). Give a readable data file.") from error
 
 
+def is_index(column: str) -> bool:
+    """Whether a column has this name because pandas wrote its index, which is never data."""
+    return column in ("", "__index_level_0__") or column.startswith("Unnamed: ")
+
+
 def parsed(name: str, content: bytes, choose: Choose) -> Iterable[Placed]:
     """The rows of CSV or Parquet, the lines of JSON Lines, or the one value of JSON; also gzipped. Raises UserError."""
     if content.startswith(_GZIP):

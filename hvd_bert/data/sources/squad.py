@@ -161,7 +161,7 @@ class Columns:
                 f" {ways_out}"
             )
         used = {field: column for field, column in names.items() if column in present}
-        index = [column for column in present if column in ("", "__index_level_0__") or column.startswith("Unnamed: ")]
+        index = [*filter(files.is_index, present)]
         if index or any(field != column for field, column in used.items()):
             self.used = ", ".join(c if c == field else f"{c} as {field}" for field, c in used.items())
             self.used += f"; the index column {index[0]!r} is ignored" if index else ""
