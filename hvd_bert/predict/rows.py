@@ -10,7 +10,7 @@ import pyarrow as pa
 from hvd_bert.config import command_line
 from hvd_bert.config.command_line import words_of
 from hvd_bert.distributed.world import World, log
-from hvd_bert.errors import EXIT_BAD_INPUT, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError, as_user_error
 from hvd_bert.model.bert import place
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.precision import set_precision
@@ -65,7 +65,7 @@ def _with_columns(table: pa.Table, task_name: str, found: Any) -> pa.Table:
             " of such lists."
         )
     for name, values in columns.items():
-        table = (table.drop_columns(name) if name in table.column_names else table).append_column(
-            name, pa.array(values)
-        )
+        table = table.drop_columns(name) if name in table.column_names else table
+        with as_user_error(lambda reason: f"--task {task_name}: `predictions`: {reason}. Give values of one type."):
+            table = table.append_column(name, pa.array(values))
     return table

@@ -143,7 +143,7 @@ class DatasetTask(Task):
         return {"eval_loss": float(losses.mean(dtype=torch.float64))}
 
     def predictions(self, outputs: Any) -> Any:
-        """What eval_predictions.json holds; None: no such file. Called on rank 0.
+        """What eval_predictions.json holds, tensors as lists; None: no such file. Called on rank 0.
 
         For `hvd-bert predict`: a dict of columns, which are lists with a value for each example, or one such list.
         """
@@ -161,7 +161,7 @@ class DatasetTask(Task):
         self.world.check_same(self.fingerprint())
 
         def predictions(ranks: list[Share]) -> tuple[dict[str, float], Any]:
-            return {}, self.predictions(self._joined(ranks)[0])
+            return {}, as_lists(self.predictions(self._joined(ranks)[0]))
 
         return evaluate_on_ranks(self.world, lambda: self._evaluate_share(self.model), predictions)[1]
 
@@ -179,7 +179,13 @@ class DatasetTask(Task):
         return ExampleBatch(content, len(ids), tokens, self.positions(content, tokens) if len(ids) else 0)
 
     def losses(self, model: nn.Module, batch: ExampleBatch) -> Tensor:
-        return self.forward(model, batch.content)[0]
+        losses = self.forward(model, batch.content)[0]
+        if losses.ndim != 1:
+            raise UserError(
+                f"--task {self.config.data.task}: `forward` must return a loss for each example, but the shape is"
+                f' {[*losses.shape]}. For one of torch\'s losses, set reduction="none".'
+            )
+        return losses
 
     def evaluate(self, model: nn.Module) -> EvaluationResult:
         metrics, found = evaluate_on_ranks(self.world, lambda: self._evaluate_share(model), self._scored)
@@ -233,7 +239,14 @@ class DatasetTask(Task):
     def _scored(self, ranks: list[Share]) -> tuple[dict[str, float], tuple[Any, dict[str, Any]]]:
         """Metrics, outputs and files, from the shares of all ranks."""
         outputs, losses = self._joined(ranks)
-        return self.score(outputs) | self.mean_losses(losses), (outputs, self.files(outputs))
+        metrics = self.score(outputs) | self.mean_losses(losses)
+        missing = self.metrics.keys() - metrics
+        if missing:
+            raise UserError(
+                f"--task {self.config.data.task}: `score` does not return {', '.join(sorted(missing))}. Add it, or"
+                " remove it from `metrics`."
+            )
+        return metrics, (outputs, self.files(outputs))
 
     def _joined(self, ranks: list[Share]) -> tuple[Any, Tensor]:
         """Outputs and losses of all examples in their order, from the shares of all ranks."""
@@ -243,7 +256,7 @@ class DatasetTask(Task):
 
     def files(self, outputs: Any) -> dict[str, Any]:
         """Names and content of output files (`EvaluationResult.files`). Called on rank 0."""
-        predictions = self.predictions(outputs)
+        predictions = as_lists(self.predictions(outputs))
         return {} if predictions is None else {"eval_predictions.json": predictions}
 
     def summary(self, metrics: dict[str, float]) -> str:
@@ -263,6 +276,15 @@ class DatasetTask(Task):
     def identity(self) -> dict[str, object]:
         assert self.train is not None
         return {"the training data": self.train.digest[:12]}
+
+
+def as_lists(content: Any) -> Any:
+    """The same content with lists in place of the tensors and arrays in it."""
+    if isinstance(content, dict):
+        return {key: as_lists(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [as_lists(value) for value in content]
+    return content.tolist() if hasattr(content, "tolist") else content
 
 
 def to_device(content: Any, device: torch.device) -> Any:

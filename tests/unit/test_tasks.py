@@ -17,6 +17,7 @@ from transformers import BertConfig, BertForMaskedLM
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import save
 from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.errors import UserError
 from hvd_bert.output import run_folder
 from hvd_bert.predict.rows import predict_file
 from hvd_bert.tasks.base import load_task, task_class
@@ -196,6 +197,28 @@ def test_predictions_of_a_file(own_task, tmp_path, monkeypatch):
             patch.setattr(type(trained), name, getattr(DatasetTask, name))
             with refused("--task digits:Digits", named, error=CollectiveError):
                 answered(*words, by=lambda flags, world: predict_file(flags, "digits:Digits", world))
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "named"),
+    [
+        ("forward", lambda model, batch: (model(batch[0]).mean(), None), ["`forward`", "[]", 'reduction="none"']),
+        ("score", lambda classes: {"f1": 1.0}, ["`score`", "accuracy", "`metrics`"]),
+    ],
+)
+def test_wrong_results_of_a_method_are_named(own_task, method, returned, named):
+    task = load_task(parse(["--task", "digits:Digits"]), make_world())
+    setattr(task, method, returned)
+    use = task.evaluate if method == "score" else lambda model: task.losses(model, task.batch(np.arange(2)))
+    with refused("digits:Digits", *named, error=CollectiveError if method == "score" else UserError):
+        use(task.model)
+
+
+def test_predictions_may_be_tensors(own_task):
+    task = load_task(parse(["--task", "digits:Digits"]), make_world())
+    task.predictions = lambda classes: {"digit": classes, "all": [*classes[:2]]}
+    found = task.evaluate(task.model).files["eval_predictions.json"]
+    assert len(found["digit"]) == 297 and json.loads(json.dumps(found))["all"] == found["digit"][:2]
 
 
 def test_batch_without_examples_has_one_that_does_not_count(own_task):
