@@ -138,10 +138,6 @@ class DatasetTask(Task):
     def score(self, outputs: Any) -> dict[str, float]:
         """The metrics, from the outputs for all examples of `dev` in their order. Called on rank 0."""
 
-    def mean_losses(self, losses: Tensor) -> dict[str, float]:
-        """`eval_loss`, from the losses of all examples of `dev` in their order. Called on rank 0."""
-        return {"eval_loss": float(losses.mean(dtype=torch.float64))}
-
     def predictions(self, outputs: Any) -> Any:
         """What eval_predictions.json holds, tensors as lists; None: no such file. Called on rank 0.
 
@@ -239,7 +235,7 @@ class DatasetTask(Task):
     def _scored(self, ranks: list[Share]) -> tuple[dict[str, float], tuple[Any, dict[str, Any]]]:
         """Metrics, outputs and files, from the shares of all ranks."""
         outputs, losses = self._joined(ranks)
-        metrics = self.score(outputs) | self.mean_losses(losses)
+        metrics = self.score(outputs) | {"eval_loss": float(losses.mean(dtype=torch.float64))}
         missing = self.metrics.keys() - metrics
         if missing:
             raise UserError(
