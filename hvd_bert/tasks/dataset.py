@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -91,7 +91,6 @@ class DatasetTask(Task):
     train: Examples | None = None
     dev: Examples | None = None
     trained: str | None = None
-    limits: ClassVar[bool] = False  # whether `load` applies --max_train_samples and --max_eval_samples
     crossover: int = 1  # where the cost of an example begins to grow faster than its length (`batch_plan.window_costs`)
 
     def __init__(self, config: Config, world: World) -> None:
@@ -107,13 +106,12 @@ class DatasetTask(Task):
             if name in (None, DEFAULT_MODEL):
                 raise UserError("--no_do_train: name the output folder of a training with --model_name_or_path.")
             load_weights(self.model, str(name))
-        if not self.limits:
-            self._limit(config.data)
+        self.limit(config.data)
         if self.train is not None and config.train.do_train:
             self.plan = make_plan(self.train.lengths, config.train, self.crossover, world, self.train.parts)
         self.evaluates = self.dev is not None and config.train.do_eval
 
-    def _limit(self, data: DataArguments) -> None:
+    def limit(self, data: DataArguments) -> None:
         """Apply --max_train_samples. `load` has to apply --max_eval_samples, since `score` knows the examples."""
         count = data.max_train_samples
         if self.train is not None and count is not None:

@@ -55,7 +55,6 @@ class QuestionAnswering(EncoderTask):
 
     unit: ClassVar[str] = "windows"
     metrics: Mapping[str, Literal["max", "min"]] = {"f1": "max", "exact_match": "max", "eval_loss": "min"}
-    limits: ClassVar[bool] = True
     training: QuestionSet | None = None
     validation: QuestionSet | None = None
 
@@ -102,6 +101,9 @@ class QuestionAnswering(EncoderTask):
         squad.check_ids(sources, questions)
         sets = members({file.name: len(some) for file, some in zip(files, questions, strict=True)})
         return QuestionSet(source, windows, [*chain.from_iterable(questions)], sets)
+
+    def limit(self, data: DataArguments) -> None:
+        """`load` has applied the limits, to questions."""
 
     def positions(self, batch: Any, tokens: int) -> int:
         return int(batch.num_positions)
