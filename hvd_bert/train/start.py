@@ -68,8 +68,8 @@ def check_evaluation(config: Config, task: Task) -> None:
     """Raise UserError if nothing is to be done, or the best model is requested without evaluations during training."""
     if task.plan is None and not task.evaluates:
         raise UserError(
-            "The run would neither train nor evaluate. Remove --no_do_train, or give data to evaluate on"
-            " (--validation_file) without --no_do_eval."
+            "The run would neither train nor evaluate. Give data to train on (--train_file) without --no_do_train, or"
+            " data to evaluate on (--validation_file) without --no_do_eval."
         )
     asked = config.checkpoint.load_best_model_at_end or config.checkpoint.early_stopping_patience
     if asked and (not task.evaluates or config.train.eval_strategy == "no"):

@@ -105,6 +105,28 @@ def files_are_mixed_by_weight_and_scored_as_alone(ranks: Ranks) -> None:
 
 
 @check
+def questions_with_mistakes_are_left_out_on_all_ranks(ranks: Ranks) -> None:
+    world, file = ranks.world, ranks.folder / "mistakes.json"
+    if world.rank == 0:
+        questions = squad.open_file(PACKAGE / "sample" / "dev-v1.1.json.gz", False).questions()[:12]
+        rows = [asdict(q) | {"answers": {"text": q.answer_texts, "answer_start": q.answer_starts}} for q in questions]
+        rows[3]["answers"]["answer_start"] = [start + 1 for start in questions[3].answer_starts]
+        file.write_text(json.dumps(rows))
+    world.allgather(None)
+    words = sample("--train_file", file, "--validation_file", file, "--bad_examples", "skip")
+    task = load_task(command_line.parse([*words, f"--per_device_train_batch_size={8 // world.size}"]), world)
+    assert isinstance(task, QuestionAnswering) and task.training
+    windows = [row.tolist() for row in task.training.windows.lists("input_ids", range(11))]
+    assert world.allgather(windows) == [windows] * world.size and len(task.training.windows) == 11
+    found = {
+        name: {"left_out": left_out, "mistakes": {"misplaced answer": 1}}
+        for name, left_out in (("training", 1), ("validation", 0))
+    }
+    assert task.facts() == {"bad_examples": found}
+    assert task.evaluate(task.model).metrics["total"] == 12
+
+
+@check
 def command_evaluate_has_the_trainers_scores_and_those_of_one_rank(ranks: Ranks) -> None:
     world, model, out = ranks.world, ranks.folder / "evaluated", ranks.folder / "scores"
     tiny = ["--config_name", str(ranks.folder / "tiny"), "--tokenizer_name", str(ranks.folder / "tiny")]

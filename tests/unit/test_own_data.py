@@ -198,6 +198,17 @@ def test_objects_in_cells(tmp_path, cell):
     assert read(tmp_path, FORMATS["CSV"]([{**ROW, "answers": cell}])) == [EXPECTED]
 
 
+def test_array_of_texts_in_a_cell_is_no_single_text(tmp_path):
+    with refused("column answers", "should be JSON"):
+        read(tmp_path, FORMATS["CSV"]([{**ROW, "answers": "['London' 'Ada']"}]))
+
+
+def test_predictions_need_no_answers_that_fit(tmp_path):
+    path = write(tmp_path, [{**ROW, "is_impossible": "perhaps", "answers": 2.5}])
+    (question,) = squad.open_file(path, False, Reading(purpose="prediction")).questions()
+    assert (question.id, question.answer_texts) == ("q", ())
+
+
 def test_one_text_with_a_list_of_places(tmp_path):
     context = "Ada met Ada."
     (question,) = read(tmp_path, [{**ROW, "context": context, "answers": "Ada", "answer_start": [8, 0]}])

@@ -22,6 +22,7 @@ _Text = str | int  # 1912.0 is 1912
 _WHOLE = re.compile(r"\A(-?[0-9]+)\.0\Z")  # as pandas writes the ids of a column with a missing value
 _NUMPY = re.compile(r"\b(?:np\.\w+|array)(?=\()|, dtype=[^)]+(?=\))")  # in an object that pandas writes
 _NAN = re.compile(r"(?<=[ (\[])nan(?=[,)\]}])")
+_NO_COMMA = re.compile(r"(['\"])\s+\1")
 _KINDS = {"answer_start": "a whole number", "is_impossible": "true or false"}  # of values that are not texts
 _EXAMPLE = '{"text": ["London"], "answer_start": [16]}'
 
@@ -82,7 +83,7 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
     """A question with its answers. Raises Mistake, with its place and what an evaluation can use."""
     given = {field: row[name] for field, name in names.items() if name in row}
     values = {field: value for field, value in given.items() if value == value and value not in (None, "")}  # not NaN
-    if _is_missing(values.get("is_impossible")):
+    if reading.purpose == "prediction" or _is_missing(values.get("is_impossible")):
         values.pop("is_impossible", None)
     question: Question | None = None
     try:
@@ -168,12 +169,19 @@ def _parsed(field: str, value: Any, context: str) -> Any:
         return value
     if value in context and value.strip("[{}] "):  # such as [1], the number of a footnote
         return value
-    for parse in (json.loads, ast.literal_eval, lambda text: ast.literal_eval(_NAN.sub("None", _NUMPY.sub("", text)))):
+    for parse in (json.loads, _literal, lambda text: _literal(_NAN.sub("None", _NUMPY.sub("", text)))):
         try:
             return parse(value)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
     raise Mistake("wrong structure", f"should be JSON such as {_EXAMPLE}, or an answer's text ({shown(value)})", field)
+
+
+def _literal(text: str) -> Any:
+    """The value of a literal in Python's notation. Raises ValueError or what ast.literal_eval raises."""
+    if _NO_COMMA.search(text):
+        raise ValueError("texts without a comma between them, as in numpy's arrays, which Python would join")
+    return ast.literal_eval(text)
 
 
 def _converted(path: str, value: Any, kind: Any) -> Any:
