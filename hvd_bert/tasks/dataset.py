@@ -224,11 +224,20 @@ class DatasetTask(Task):
 
     def collect(self, outputs: Iterable[tuple[Ids, Tensor]]) -> Any:
         """What rank 0 gets of this rank's outputs, which come batch by batch with their ids: all, as one tensor."""
-        return torch.cat([values for _, values in outputs])
+        return self._concatenated([values for _, values in outputs])
 
     def join(self, collected: Sequence[Any], order: Tensor) -> Any:
         """What `score` gets, from what the ranks have collected. `order`: sorts their examples by id."""
-        return torch.cat(tuple(collected))[order]
+        return self._concatenated(collected)[order]
+
+    def _concatenated(self, outputs: Sequence[Tensor]) -> Tensor:
+        shapes = sorted({str([*values.shape[1:]]) for values in outputs})
+        if len(shapes) > 1:
+            raise UserError(
+                f"--task {self.config.data.task}: the outputs of `forward` have different shapes per example,"
+                f" {shapes[0]} and {shapes[1]}. Give them one shape, or override `collect` and `join`."
+            )
+        return torch.cat(tuple(outputs))
 
     def _scored(self, ranks: list[Share]) -> tuple[dict[str, float], tuple[Any, dict[str, Any]]]:
         """Metrics, outputs and files, from the shares of all ranks."""

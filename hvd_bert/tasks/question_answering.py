@@ -14,6 +14,8 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import AutoModelForQuestionAnswering
 
+from hvd_bert.config.command_line import trained_settings
+from hvd_bert.config.data import QUESTION_ANSWERING
 from hvd_bert.config.data_files import DataFile
 from hvd_bert.config.settings import Config, DataArguments
 from hvd_bert.data.batch_plan import Ids, Parts, mixture
@@ -59,7 +61,10 @@ class QuestionAnswering(EncoderTask):
     validation: QuestionSet | None = None
 
     def load(self, config: Config) -> None:
-        data, args = config.data, config.train
+        data, args, name = config.data, config.train, str(config.model.model_name_or_path)
+        task = QUESTION_ANSWERING if args.do_train else trained_settings(name).get("task", QUESTION_ANSWERING)
+        if task != QUESTION_ANSWERING:
+            raise UserError(f"{name} was trained with --task {task}. Add this flag.")
         self.load_model(AutoModelForQuestionAnswering)
         training = self._question_set("train") if args.do_train else None
         validation = None

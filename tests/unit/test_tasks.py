@@ -251,3 +251,16 @@ def test_items_of_a_data_set():
     batch = to_device(examples.collate(np.array([4, 1])), torch.device("cpu"))
     assert batch["x"].tolist() == [[4.0, 1.0], [1.0, 1.0]] and batch["y"].tolist() == [4, 1]
     assert len(examples) == 5 and Examples.of_dataset(items, "digest").lengths.tolist() == [1] * 5
+
+
+def test_outputs_of_different_shapes_are_named(own_task):
+    task = load_task(parse(["--task", "digits:Digits"]), make_world())
+    task.forward = lambda model, batch: (torch.zeros(len(batch[1])), torch.zeros(len(batch[1]), len(batch[1])))
+    with refused("--task digits:Digits", "`forward`", "[1]", "[8]", error=CollectiveError):
+        task.evaluate(task.model)
+
+
+def test_run_of_an_own_task_is_no_model_for_questions(own_task, tmp_path):
+    save(parse(["--task", "digits:Digits"]).as_flat(), tmp_path / "train_config.yaml")
+    with refused(tmp_path, "--task digits:Digits"):
+        load_task(parse(["--no_do_train", "--model_name_or_path", str(tmp_path)]), make_world())
