@@ -87,10 +87,11 @@ def submitted(ranks: int, **settings: Any) -> None:
 
     def job(*callbacks: Callback) -> dict[str, Any]:
         if ranks > 1:
-            TorchDistributedEnvironment().export()
+            TorchDistributedEnvironment().export(overwrite=True)
         batch = {"per_device_train_batch_size": 16 // ranks}
         return train(**SETTINGS | settings | batch, callbacks=callbacks).scores
 
+    os.environ["MASTER_PORT"] = str(free_port())  # submitit's own choice, a function of the job's number, may be in use
     executor = submitit.LocalExecutor("logs")
     executor.update_parameters(tasks_per_node=ranks, timeout_min=3)
     executor.submit(job, AtStep2(signal.SIGUSR2)).wait()  # submitit's signal of a preemption
