@@ -42,6 +42,10 @@ OWNERS = {
 }
 HUB_NAMES = {name: f"{owner}/{name}" for owner, names in OWNERS.items() for name in names}
 
+LORA_CHECKPOINT = (  # after the name of a folder
+    "is a checkpoint of a training with --lora_rank, which can only be resumed. Name the output folder of the finished"
+    " training."
+)
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1"  # the first line of one
 
 _UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # not in special tokens, such as [CLS] and <S>
@@ -128,10 +132,7 @@ def load_encoder(kind: Any, args: ModelArguments, config: Any, needs_head: bool)
 def _why_lost(lost: list[str], saved: list[str], encoder: str, described: str) -> str:
     """Why weights of an encoder are missing, from their names and those of unknown weights, and what to do."""
     if any(".lora_A." in key for key in saved):
-        return (
-            "is a checkpoint of a training with --lora_rank, which can only be resumed. Name the output folder of the"
-            " finished training."
-        )
+        return LORA_CHECKPOINT
     ending = lost[0].removeprefix(encoder)
     prefixes = [key.removesuffix(ending).removesuffix(encoder) for key in saved if key.endswith(f".{ending}")]
     if prefixes:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -215,18 +214,6 @@ def load_task(config: Config, world: World) -> Task:
             f" Choose one of {', '.join(task.metrics)}."
         )
     return task
-
-
-def metric_of(name: str, data: str) -> str:
-    """The name of a metric of the validation set `data`; "": of all of them."""
-    return f"{data}_{name}" if data else name
-
-
-def members(sizes: Mapping[str, int]) -> dict[str, range]:
-    """The examples of each validation set by its name, and by "" all of them unless a set has that name."""
-    ends = list(itertools.accumulate(sizes.values()))
-    sets = {name: range(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
-    return {"": range(ends[-1])} | sets
 
 
 def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: World, parts: Parts = ()) -> BatchPlan:

@@ -6,7 +6,7 @@ from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
@@ -31,7 +31,6 @@ from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.evaluation.samples import sample_answers
 from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.model.bert import window_losses
-from hvd_bert.tasks.base import members, metric_of
 from hvd_bert.tasks.dataset import ExampleBatch, Examples
 from hvd_bert.tasks.encoder import EncoderTask
 
@@ -195,6 +194,18 @@ def files(answers: list[Answer]) -> dict[str, Any]:
     }
     odds = {answer.id: answer.null_odds for answer in answers if answer.null_odds is not None}
     return contents | ({"eval_null_odds.json": odds} if odds else {})
+
+
+def metric_of(name: str, data: str) -> str:
+    """The name of a metric of the validation set `data`; "": of all of them."""
+    return f"{data}_{name}" if data else name
+
+
+def members(sizes: Mapping[str, int]) -> dict[str, range]:
+    """The examples of each validation set by its name, and by "" all of them unless a set has that name."""
+    ends = list(accumulate(sizes.values()))
+    sets = {name: range(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+    return {"": range(ends[-1])} | sets
 
 
 def open_split(data: DataArguments, split: str, cache_dir: str | None) -> list[tuple[DataFile, Source]]:

@@ -13,6 +13,7 @@ from torch import nn
 from hvd_bert.config.command_line import trained_settings
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import UserError, as_user_error
+from hvd_bert.model.loading import LORA_CHECKPOINT
 from hvd_bert.storage.reading import open_regular
 
 _HUB, _FILES = {"dataset_name", "dataset_config_name"}, {"train_file", "validation_file"}
@@ -52,8 +53,5 @@ def load_weights(model: nn.Module, folder: str) -> None:
         open_regular(file).close()
         with safetensors.safe_open(file, "pt") as content:
             if any(".lora_A." in name for name in content.keys()):  # noqa: SIM118  # it is no mapping
-                raise UserError(
-                    f"{folder} is a checkpoint of a training with --lora_rank, which can only be resumed. Name the"
-                    " output folder of the finished training."
-                )
+                raise UserError(f"{folder} {LORA_CHECKPOINT}")
         safetensors.torch.load_model(model, file)
