@@ -23,7 +23,7 @@ from random_training import end, prepare
 from hvd_bert.distributed.world import World
 from hvd_bert.model.precision import autocast, evaluating
 from hvd_bert.tasks.base import Task
-from hvd_bert.train.loop import Training
+from hvd_bert.training.loop import Training
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
-import hvd_bert.train.loop  # noqa: F401  # which the command imports late, and here the child would
+import hvd_bert.training.loop  # noqa: F401  # which the command imports late, and here the child would
 from hvd_bert.data.collate import Batch, Prefetcher
 from hvd_bert.distributed.rendezvous import serve_store
 from hvd_bert.distributed.runner import run_as_rank
-from hvd_bert.train.__main__ import main as train
+from hvd_bert.training.api import main as train
 
 NUMBER_BYTES = 8
 served: list[Any] = []  # stores of `start_ranks`, in place of those of torchrun's agent, until this process ends

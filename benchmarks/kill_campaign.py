@@ -39,7 +39,7 @@ from shared import killed_before_change
 from hvd_bert.checkpoint import files
 from hvd_bert.errors import EXIT_STOPPED
 from hvd_bert.storage.writing import flush
-from hvd_bert.train.state import TrainState
+from hvd_bert.training.state import TrainState
 
 SAVE_STEPS = 8
 SLOWER_S = 0.1  # at most, per file of a checkpoint; a third on average

@@ -34,7 +34,7 @@ from kill_campaign import differences
 from shared import REPOSITORY, launch_environment
 
 from hvd_bert.distributed.runner import run_as_rank
-from hvd_bert.train.__main__ import main as train
+from hvd_bert.training.api import main as train
 
 RANKS = 2
 EVERY, BLOCK = 100, 10  # steps between two records; steps of a block, the fastest of which is recorded

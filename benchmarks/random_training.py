@@ -18,8 +18,8 @@ from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.bench import __main__ as bench_flags
 from hvd_bert.tools.bench.measure import Recorder
 from hvd_bert.tools.bench.speed import random_task
-from hvd_bert.train.loop import Training
-from hvd_bert.train.start import set_up
+from hvd_bert.training.loop import Training
+from hvd_bert.training.start import set_up
 
 
 @dataclass(frozen=True)

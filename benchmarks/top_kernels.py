@@ -16,7 +16,7 @@ from random_training import end, prepare
 from shared import markdown_table
 from torch.profiler import ProfilerActivity, profile
 
-from hvd_bert.train.loop import Training
+from hvd_bert.training.loop import Training
 
 ROWS = 10
 

@@ -9,7 +9,7 @@ from hvd_bert.version import __version__
 if TYPE_CHECKING:
     from hvd_bert.output.callback import Callback
     from hvd_bert.predict.answerer import QuestionAnswerer
-    from hvd_bert.train.api import train
+    from hvd_bert.training.api import train
 
 __all__ = ["Callback", "QuestionAnswerer", "__version__", "train"]
 
@@ -20,7 +20,11 @@ if sys.argv[:1] == ["-m"] and any(word.startswith(f"{__name__}.") for word in sy
     end_when_interrupted()
 
 
-_PLACES = {"Callback": "hvd_bert.output.callback", "QuestionAnswerer": "hvd_bert.predict.answerer"}
+_PLACES = {
+    "Callback": "hvd_bert.output.callback",
+    "QuestionAnswerer": "hvd_bert.predict.answerer",
+    "train": "hvd_bert.training.api",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@
     horovodrun -np 4 hvd-bert train --config sample
     hvd-bert --help                                     lists the commands
 
-A command is a folder with a `__main__.py`, whose docstring begins with the line that `--help` shows.
+A command is a folder with a `__main__.py`, or train.py. Its docstring begins with the line that `--help` shows.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ def main() -> int:
 def commands() -> dict[str, str]:
     """All commands by name, with their modules."""
     files = [*PACKAGE.glob("*/__main__.py"), *PACKAGE.glob("tools/*/__main__.py")]
-    folders = sorted((file.parent for file in files), key=lambda folder: folder.name)
-    return {folder.name: ".".join(("hvd_bert", *folder.relative_to(PACKAGE).parts)) for folder in folders}
+    places = [PACKAGE / "train", *(file.parent for file in files)]
+    return {
+        place.name: ".".join(("hvd_bert", *place.relative_to(PACKAGE).parts))
+        for place in sorted(places, key=lambda place: place.name)
+    }
 
 
 def description() -> str:
@@ -60,8 +63,9 @@ def description() -> str:
 
 def _purpose(module: str) -> str:
     """The first line of a command's docstring."""
-    folder = PACKAGE.joinpath(*module.split(".")[1:])
-    tree = ast.parse((folder / "__main__.py").read_text(encoding="utf-8"))
+    place = PACKAGE.joinpath(*module.split(".")[1:])
+    file = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
+    tree = ast.parse(file.read_text(encoding="utf-8"))
     return (ast.get_docstring(tree) or "").partition("\n")[0]
 
 

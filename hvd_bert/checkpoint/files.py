@@ -3,8 +3,8 @@
     OUTPUT_DIR/checkpoint-120/   model.safetensors, config.json, tokenizer: loads as a model
                                  optimizer.safetensors, rng.safetensors, state.json: needed to resume; with --ema_decay
                                  also unaveraged.safetensors
-                                 (their content: `TrainState.snapshot`, train/state.py, and
-                                 `Checkpoints`, train/saving.py)
+                                 (their content: `TrainState.snapshot`, training/state.py, and
+                                 `Checkpoints`, training/saving.py)
                                  manifest.json: format version; size and SHA-256 of each file above
     OUTPUT_DIR/latest            the name of the newest one, for people and scripts
 

@@ -1,5 +1,5 @@
 """Stop requests: signals set a flag, and all ranks vote on stopping in each step. Then `Checkpoints.save_and_stop`
-(train/saving.py) saves, and ends the run.
+(training/saving.py) saves, and ends the run.
 
 Ranks of the launchers in _WATCHED watch the process that started them. Otherwise they would outlive a killed launcher,
 and keep their GPU and the lock of the output folder. Slurm ends its tasks itself.

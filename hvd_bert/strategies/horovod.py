@@ -1,5 +1,5 @@
 """Horovod's strategy: ring-allreduce averages gradients while the backward pass still runs. A factor of the loss in
-`Training._step` (train/loop.py) makes that the mean over all windows of the step.
+`Training._step` (training/loop.py) makes that the mean over all windows of the step.
 
 Comments name the pitfalls of Horovod 0.28 that the code avoids.
 """

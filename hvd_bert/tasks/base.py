@@ -227,7 +227,7 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
             f" than the {len(lengths)} windows of the training data. Use a smaller number or more data."
         )
     rank_batch, passes = args.per_device_train_batch_size * world.devices, args.gradient_accumulation_steps
-    rank_batch = rank_batch or 1  # until it is chosen (train/batch_size.py)
+    rank_batch = rank_batch or 1  # until it is chosen (training/batch_size.py)
     plan = replace(BatchPlan.of_rank_batch(lengths, rank_batch, passes, world.size, args.seed, crossover), parts=parts)
     if args.global_batch == -1:
         return plan

@@ -81,12 +81,12 @@ def watch(rank: int | None) -> None:
     fault = os.environ.get("WATCHED_FAULT") if rank == 1 else None
     if fault == "import":
         sys.meta_path.insert(0, Lacking())
-        for name in ("hvd_bert.train.loop", "hvd_bert.tasks.question_answering", MISSING):
+        for name in ("hvd_bert.training.loop", "hvd_bert.tasks.question_answering", MISSING):
             sys.modules.pop(name, None)  # the fork server has imported them
         return
     from hvd_bert.data import window_table
     from hvd_bert.strategies.horovod import HorovodStrategy
-    from hvd_bert.train.meter import Meter
+    from hvd_bert.training.meter import Meter
 
     listeners = os.environ.get("WATCHED_LISTENERS")
     write, step, steps = window_table._write, HorovodStrategy.step, []

@@ -31,7 +31,7 @@ from hvd_bert.strategies.base import Strategy, StrategyOptions
 from hvd_bert.strategies.dp import DPStrategy
 from hvd_bert.tasks.dataset import to_device
 from hvd_bert.tools.bench.speed import lengths_like_squad
-from hvd_bert.train.meter import LastStep, Meter
+from hvd_bert.training.meter import LastStep, Meter
 
 GPU, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 LENGTHS = [5, 9, 3]

@@ -29,7 +29,7 @@ import threading
 from typing import Any, NoReturn
 
 PRELOADED = [
-    "hvd_bert.train.loop", "hvd_bert.output.reporters.tensorboard", "hvd_bert.predict.answering",
+    "hvd_bert.training.loop", "hvd_bert.output.reporters.tensorboard", "hvd_bert.predict.answering",
     "hvd_bert.config.command_line", "transformers.models.bert.modeling_bert",
     "transformers.models.bert.tokenization_bert", "transformers.conversion_mapping",
     "hvd_bert.distributed.runner", "hvd_bert.distributed.torch_world", "hvd_bert.strategies.horovod",

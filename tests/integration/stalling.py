@@ -24,7 +24,7 @@ from hvd_bert.data.collate import Prefetcher
 from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.tasks import encoder, question_answering
-from hvd_bert.train.__main__ import main
+from hvd_bert.training.api import main
 
 HELD_S = 6.0  # the test's inspector warns within 4 s, the watchdog ends a step after 4
 STEP = 4  # by then Horovod has cached the steps' tensors

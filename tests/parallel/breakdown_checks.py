@@ -11,8 +11,8 @@ import pytest
 from ranks import Ranks, call, check
 from training_checks import GLOBAL_BATCH, sample
 
-from hvd_bert.train.__main__ import main as train
-from hvd_bert.train.meter import Meter, Stopwatch
+from hvd_bert.training.api import main as train
+from hvd_bert.training.meter import Meter, Stopwatch
 
 STEPS = 7
 TOLERANCE = 0.02

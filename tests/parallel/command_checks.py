@@ -18,8 +18,8 @@ from hvd_bert.checkpoint import files
 from hvd_bert.config.command_line import parse
 from hvd_bert.errors import UserError
 from hvd_bert.strategies.base import Strategy, strategy_class
-from hvd_bert.train import saving
-from hvd_bert.train.__main__ import main as train
+from hvd_bert.training import saving
+from hvd_bert.training.api import main as train
 
 
 def run_command(ranks: Ranks, name: str, *flags: str | float, passes: int = 1) -> None:

@@ -19,7 +19,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.tasks.base import load_task
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.evaluate.__main__ import main as evaluate
-from hvd_bert.train.__main__ import main as train
+from hvd_bert.training.api import main as train
 
 NUM_QUESTIONS = (3, 10)  # fewer than 4 ranks; not divisible by 4
 PRESETS = ("sample", "sample_v2")

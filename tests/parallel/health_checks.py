@@ -19,8 +19,8 @@ from hvd_bert.data.collate import Batch
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.tasks.question_answering import QuestionAnswering
-from hvd_bert.train.__main__ import main as train
-from hvd_bert.train.health import LIMIT
+from hvd_bert.training.api import main as train
+from hvd_bert.training.health import LIMIT
 
 STEPS, ALONE, FIRST = 9, 2, 4  # steps; one without a finite gradient; the first of several in a row
 

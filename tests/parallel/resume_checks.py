@@ -19,8 +19,8 @@ from hvd_bert import machine
 from hvd_bert.distributed.signals import NOTICES
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
 from hvd_bert.errors import EXIT_STOPPED
-from hvd_bert.train import elastic
-from hvd_bert.train.__main__ import main as train
+from hvd_bert.training import elastic
+from hvd_bert.training.api import main as train
 
 STEPS = 6  # of 2 passes each, if the rank's batch allows; an epoch has 2 steps, the last of one window
 

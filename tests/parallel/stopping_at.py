@@ -32,8 +32,8 @@ from hvd_bert.output import run_folder
 from hvd_bert.strategies.base import Strategy
 from hvd_bert.strategies.horovod import HorovodStrategy
 from hvd_bert.tasks.question_answering import QuestionAnswering
-from hvd_bert.train.loop import Evaluations
-from hvd_bert.train.saving import Checkpoints
+from hvd_bert.training.loop import Evaluations
+from hvd_bert.training.saving import Checkpoints
 
 # The trainer's functions that a thread is in during a phase. A checkpoint's write runs alongside the next steps.
 PHASES = {
@@ -137,7 +137,7 @@ def wait_for_other_hosts(limit_s: float = 90) -> None:
 if __name__ == "__main__":
     from hvd_bert.config import command_line
     from hvd_bert.distributed.runner import run_as_rank
-    from hvd_bert.train.__main__ import main
+    from hvd_bert.training.api import main
 
     where = (int(sys.argv[1]), {int(rank) for rank in sys.argv[2].split(",")}, sys.argv[3], sys.argv[4])
     sys.argv[1:] = sys.argv[5:]

@@ -21,7 +21,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.model.bert import window_losses
 from hvd_bert.model.families import FAMILIES
 from hvd_bert.model.precision import recompute_layers
-from hvd_bert.train.optim import check_optimizer, make_optimizer
+from hvd_bert.training.optim import check_optimizer, make_optimizer
 
 
 def applied_gradients(training: Training, step: int) -> Gradients:

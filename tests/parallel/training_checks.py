@@ -25,8 +25,8 @@ from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.base import Strategy, strategy_class
 from hvd_bert.strategies.word_rows import word_embedding
 from hvd_bert.tasks.question_answering import QuestionAnswering
-from hvd_bert.train.optim import make_optimizer
-from hvd_bert.train.state import strategy_options
+from hvd_bert.training.optim import make_optimizer
+from hvd_bert.training.state import strategy_options
 
 WINDOWS = 17
 GLOBAL_BATCH = 16  # so the second step of each epoch has one window, and all ranks but one have none

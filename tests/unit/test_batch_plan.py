@@ -14,7 +14,7 @@ from test_world import make_world
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan, mixture
 from hvd_bert.tasks.base import make_plan
-from hvd_bert.train.optim import scaled_learning_rate
+from hvd_bert.training.optim import scaled_learning_rate
 
 MINILM, BERT_BASE = 2304, 4608  # length at which attention costs as much as the rest of a layer
 quick = settings(max_examples=60)

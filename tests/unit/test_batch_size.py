@@ -17,7 +17,7 @@ from hvd_bert import machine
 from hvd_bert.config.command_line import parse
 from hvd_bert.tasks.base import load_task, name_of
 from hvd_bert.tasks.dataset import DatasetTask, Examples
-from hvd_bert.train import batch_size
+from hvd_bert.training import batch_size
 
 MIB = 2**20
 

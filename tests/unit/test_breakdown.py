@@ -18,9 +18,9 @@ from hvd_bert.monitoring import PHASES
 from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.measure import Recorder
 from hvd_bert.tools.bench.speed import random_task
-from hvd_bert.train.breakdown import Breakdown, describe_steps
-from hvd_bert.train.loop import Training
-from hvd_bert.train.meter import Interval
+from hvd_bert.training.breakdown import Breakdown, describe_steps
+from hvd_bert.training.loop import Training
+from hvd_bert.training.meter import Interval
 
 LENGTHS = np.array([10, 20, 30, 40, 50, 60, 70], dtype=np.int32)
 

@@ -21,7 +21,7 @@ from hvd_bert.output import output_dir
 from hvd_bert.storage import written
 from hvd_bert.tools.evaluate import __main__ as flags
 from hvd_bert.tools.evaluate import running
-from hvd_bert.train import loop, start
+from hvd_bert.training import loop, start
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SETTINGS = {"max_seq_length": 64, "doc_stride": 8, "n_best_size": 5, "null_score_diff_threshold": 0.25}

@@ -23,7 +23,7 @@ from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters import tensorboard
 from hvd_bert.output.reporters.base import start
 from hvd_bert.storage.writing import JsonLines
-from hvd_bert.train import loop
+from hvd_bert.training import loop
 
 FULL = Path("/dev/full")
 

@@ -22,8 +22,8 @@ from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.strategies.base import StrategyOptions, strategy_class
 from hvd_bert.tasks.question_answering import QuestionAnswering, QuestionSet
-from hvd_bert.train.health import LIMIT, LIMIT_LATER, LIMIT_SCALED, MAX_EVENTS, Health
-from hvd_bert.train.meter import Meter
+from hvd_bert.training.health import LIMIT, LIMIT_LATER, LIMIT_SCALED, MAX_EVENTS, Health
+from hvd_bert.training.meter import Meter
 
 BAD, GOOD = math.nan, 1.0
 WINDOWS = 8

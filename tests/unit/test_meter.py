@@ -11,8 +11,8 @@ from tables import each
 from test_metrics_log import Clock
 
 from hvd_bert.monitoring import PHASES
-from hvd_bert.train import meter as module
-from hvd_bert.train.meter import Meter
+from hvd_bert.training import meter as module
+from hvd_bert.training.meter import Meter
 
 FINITE = torch.tensor(1.0)  # the norm of a gradient
 

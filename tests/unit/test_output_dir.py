@@ -18,7 +18,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.output import card, output_dir
 from hvd_bert.output.run_folder import RUN_FILES
 from hvd_bert.storage import written
-from hvd_bert.train import start
+from hvd_bert.training import start
 
 OVERWRITE = "--overwrite_output_dir"
 

@@ -16,7 +16,7 @@ from hvd_bert.model.precision import recompute_layers
 from hvd_bert.tools.bench import measure
 from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.speed import random_task
-from hvd_bert.train.loop import Training
+from hvd_bert.training.loop import Training
 
 TINY = {"model_type": "bert", "vocab_size": 1100, "hidden_size": 32, "num_hidden_layers": 3}
 TINY |= {"num_attention_heads": 2, "intermediate_size": 64}

@@ -23,7 +23,7 @@ from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.storage import written
-from hvd_bert.train import saving, start
+from hvd_bert.training import saving, start
 
 MODEL = torch.nn.Linear(3, 2)
 

@@ -22,10 +22,10 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, HostsChanged
 from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED
-from hvd_bert.train import saving
-from hvd_bert.train.meter import Meter
-from hvd_bert.train.saving import Checkpoints
-from hvd_bert.train.state import Best, TrainState
+from hvd_bert.training import saving
+from hvd_bert.training.meter import Meter
+from hvd_bert.training.saving import Checkpoints
+from hvd_bert.training.state import Best, TrainState
 
 FULL = OSError(28, "No space left on device")
 

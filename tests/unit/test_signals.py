@@ -158,10 +158,10 @@ sys.meta_path.insert(0, Interrupting())
 """
 # The command, and a module that it imports.
 COMMANDS = {
-    "train": (["hvd_bert.train", "--config", "sample"], "hvd_bert.train.loop"),  # once the ranks have met
+    "train": (["hvd_bert.train", "--config", "sample"], "hvd_bert.training.loop"),  # once the ranks have met
     "sweep": (["hvd_bert.tools.bench", "sweep"], "yaml"),
     "predict": (["hvd_bert.predict", "model", "--context", "a", "--question", "b"], "torch"),
-    "at its first import": (["hvd_bert.train"], "hvd_bert.train.__main__"),
+    "at its first import": (["hvd_bert.train"], "hvd_bert.training.api"),
 }
 
 

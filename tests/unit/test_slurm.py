@@ -9,7 +9,7 @@ import pytest
 from hvd_bert.distributed import events, slurm
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.train import start
+from hvd_bert.training import start
 
 JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "mine"}
 ARRAY = JOB | {"SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}

@@ -13,9 +13,9 @@ from safetensors.torch import load, save
 from tables import each
 from test_world import make_world
 
-from hvd_bert.train import state
-from hvd_bert.train.optim import WeightAverage
-from hvd_bert.train.state import Best, Copies, seed_ranks
+from hvd_bert.training import state
+from hvd_bert.training.optim import WeightAverage
+from hvd_bert.training.state import Best, Copies, seed_ranks
 
 
 def draw() -> list[float]:

@@ -26,7 +26,7 @@ from hvd_bert.storage import written
 from hvd_bert.strategies.base import Strategy
 from hvd_bert.tools.report import run_page
 from hvd_bert.tools.runs import record
-from hvd_bert.train import loop, start
+from hvd_bert.training import loop, start
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -83,7 +83,7 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
     output_dir.unlock()
     assert content(out) == before
     monkeypatch.setattr(start, "strategy_class", lambda name: None)
-    monkeypatch.setattr("hvd_bert.train.state.strategy_class", lambda name: Strategy)
+    monkeypatch.setattr("hvd_bert.training.state.strategy_class", lambda name: Strategy)
     for words, flags in refusals.items():
         with pytest.raises(CollectiveError, match=words):
             train(base, "--output_dir", str(out), "--overwrite_output_dir", *flags)
@@ -126,7 +126,7 @@ def test_the_final_evaluation_has_the_optimizers_memory(base, tmp_path, monkeypa
         alive.append(optimizers[-1]() is not None)
         return evaluate(*args)
 
-    monkeypatch.setattr("hvd_bert.train.state.strategy_class", lambda name: Noted)
+    monkeypatch.setattr("hvd_bert.training.state.strategy_class", lambda name: Noted)
     monkeypatch.setattr(loop.Evaluations, "evaluate", evaluated)
     train(base, "--output_dir", str(tmp_path / "out"), "--eval_strategy", "steps", "--eval_steps", "2")
     assert alive == [True, False]

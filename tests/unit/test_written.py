@@ -26,7 +26,7 @@ from hvd_bert.tools.evaluate import running as evaluation
 from hvd_bert.tools.report.__main__ import main as report
 from hvd_bert.tools.timeline.__main__ import main as timeline
 from hvd_bert.tools.tune import __main__ as tune
-from hvd_bert.train.meter import Meter
+from hvd_bert.training.meter import Meter
 
 NOT_OURS = "this program did not write"
 NOT_THE_COMMANDS = "this command did not write"

@@ -17,7 +17,7 @@ from hvd_bert.config import command_line
 from hvd_bert.output.callback import Callback
 from hvd_bert.startup import start_rank
 from hvd_bert.storage.writing import JsonLines
-from hvd_bert.train import api
+from hvd_bert.training import api
 
 if TYPE_CHECKING:
     from hvd_bert.distributed.world import World

@@ -37,8 +37,8 @@ from hvd_bert.tasks.base import Task, load_task, weight_copies
 from hvd_bert.tasks.question_answering import QuestionAnswering, QuestionSet
 from hvd_bert.tools.bench import measure
 from hvd_bert.tools.rendering.page import Grid
-from hvd_bert.train.loop import Training
-from hvd_bert.train.start import set_up
+from hvd_bert.training.loop import Training
+from hvd_bert.training.start import set_up
 
 GENERATOR = "hvd_bert.bench"  # the first value of --json's file, which marks it as this program's
 # name -> label and format

@@ -30,10 +30,10 @@ from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.strategies.base import slots_of
 from hvd_bert.tasks.base import Task
 from hvd_bert.tools.doctor.report import FAILURE, OK, Line, Report
-from hvd_bert.train.loop import Training
-from hvd_bert.train.optim import make_optimizer, make_schedule
-from hvd_bert.train.start import load
-from hvd_bert.train.state import random_numbers, seed_ranks, set_random_numbers
+from hvd_bert.training.loop import Training
+from hvd_bert.training.optim import make_optimizer, make_schedule
+from hvd_bert.training.start import load
+from hvd_bert.training.state import random_numbers, seed_ranks, set_random_numbers
 
 # The largest error of a gradient or an update, as a share of its norm. The whole norm, by which gradients are clipped,
 # has an error of up to 1e-5 in fp32.

@@ -30,7 +30,7 @@ from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.evaluate import slices
 from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
 from hvd_bert.tools.report.content import SHORT
-from hvd_bert.train.start import set_up
+from hvd_bert.training.start import set_up
 
 
 def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> None:

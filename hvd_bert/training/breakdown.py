@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvd_bert.data.batch_plan import BatchPlan, Lengths
-from hvd_bert.train.meter import Meter
+from hvd_bert.training.meter import Meter
 
 NAMES = {
     "data": "waiting for data", "compute": "forward and backward", "exposed_comm": "exposed communication",

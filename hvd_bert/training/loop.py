@@ -27,13 +27,13 @@ from hvd_bert.output.callback import Callback, RunResult
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters import base as reporters
 from hvd_bert.tasks.base import EvaluationResult, Task
-from hvd_bert.train import elastic
-from hvd_bert.train.breakdown import Breakdown, describe_steps
-from hvd_bert.train.health import Health
-from hvd_bert.train.optim import effective_settings, large_batch_note
-from hvd_bert.train.saving import Checkpoints, restore
-from hvd_bert.train.start import load
-from hvd_bert.train.state import Best, TrainState
+from hvd_bert.training import elastic
+from hvd_bert.training.breakdown import Breakdown, describe_steps
+from hvd_bert.training.health import Health
+from hvd_bert.training.optim import effective_settings, large_batch_note
+from hvd_bert.training.saving import Checkpoints, restore
+from hvd_bert.training.start import load
+from hvd_bert.training.state import Best, TrainState
 
 
 def run(config: Config, world: World, callbacks: Sequence[Callback] = ()) -> RunResult:

@@ -14,7 +14,7 @@ from hvd_bert.checkpoint.files import Contents, name_of
 from hvd_bert.checkpoint.resume import ResumePoint, rank_batch
 from hvd_bert.config.settings import TrainArguments
 from hvd_bert.distributed.world import World, log
-from hvd_bert.train.state import TrainState
+from hvd_bert.training.state import TrainState
 
 LAST_STATE: list[ResumePoint] = []  # at most one, of this process
 

@@ -26,7 +26,7 @@ from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError, reason_of
 from hvd_bert.model.cpu import kernels
 from hvd_bert.output import output_dir
 from hvd_bert.tasks.base import Task
-from hvd_bert.train.state import TrainState
+from hvd_bert.training.state import TrainState
 
 SECONDS = ("checkpoint_pause_s", "checkpoint_write_s")  # rank 0's: training waits; the writes take
 

@@ -21,8 +21,8 @@ from hvd_bert.output.output_dir import TAKEN_OVER
 from hvd_bert.output.reporters import base as reporters
 from hvd_bert.strategies.base import strategy_class
 from hvd_bert.tasks.base import Task, load_task
-from hvd_bert.train import batch_size, elastic
-from hvd_bert.train.optim import check_optimizer, layer_depths
+from hvd_bert.training import batch_size, elastic
+from hvd_bert.training.optim import check_optimizer, layer_depths
 
 
 def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:

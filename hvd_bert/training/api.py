@@ -43,7 +43,7 @@ def train(
     with _process_given_back():
         from hvd_bert.distributed.runner import run_in_program
         from hvd_bert.tasks.base import name_of
-        from hvd_bert.train import loop  # noqa: F401  here, or `run` would freeze the program's objects
+        from hvd_bert.training import loop  # noqa: F401  here, or `run` would freeze the program's objects
 
         given = {"config": config, "task": name_of(task) if isinstance(task, type) else task, **settings}
         given = {name: value for name, value in given.items() if value is not None}
@@ -54,14 +54,19 @@ def train(
     return results[-1]
 
 
+def main(world: World) -> None:
+    """The command, on one rank. Called by all ranks."""
+    run(None, world)
+
+
 def run(words: list[str] | None, world: World, callbacks: Sequence[Callback] = ()) -> RunResult:
     """A whole run on one rank, from a command line (None: this process's) to the output files. Called by all ranks."""
     with world.raise_on_all_ranks():
         config = command_line.parse(words)
         # Inside, so that warnings of the imports are shown once. In a later world of Horovod elastic, freezing again
         # would keep the previous world's memory.
-        with nullcontext() if "hvd_bert.train.loop" in sys.modules else collector_paused():
-            from hvd_bert.train import loop
+        with nullcontext() if "hvd_bert.training.loop" in sys.modules else collector_paused():
+            from hvd_bert.training import loop
     return loop.run(config, world, callbacks)
 
 

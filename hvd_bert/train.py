@@ -7,25 +7,13 @@
 Exit status: 0 done, 1 failure, 2 bad input (reported once, before any training), 75 stopped by a signal with everything
 saved (rerun with the same --output_dir, without --overwrite_output_dir, to resume), 130 interrupted without saving.
 
-A thin caller of `api.py`, which imports late, so that --help and a mistyped flag do not wait for torch.
+It calls `hvd_bert.training.api`, and imports late, so that --help and a mistyped flag do not wait for torch. It is a
+file, not a folder: importing a folder of this name would replace the function `hvd_bert.train`.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from hvd_bert.config import command_line
 from hvd_bert.startup import start_rank
-from hvd_bert.train import api
-
-if TYPE_CHECKING:
-    from hvd_bert.distributed.world import World
-
-
-def main(world: World) -> None:
-    """A whole run on one rank, from the command line to the output files. Called by all ranks."""
-    api.run(None, world)
-
+from hvd_bert.training import api
 
 if __name__ == "__main__":
-    start_rank(main, command_line.parse)
+    start_rank(api.main, command_line.parse)

@@ -22,8 +22,8 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.precision import recompute_layers
 from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
-from hvd_bert.train.meter import Meter
-from hvd_bert.train.optim import WeightAverage, make_optimizer, make_schedule
+from hvd_bert.training.meter import Meter
+from hvd_bert.training.optim import WeightAverage, make_optimizer, make_schedule
 
 Snapshot = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]  # tensors by file and name, and the rest for JSON
 

@@ -18,7 +18,7 @@ from hvd_bert.distributed import events
 from hvd_bert.distributed.logs import describe_ranks
 from hvd_bert.distributed.world import CollectiveError, World, log
 from hvd_bert.errors import EXIT_FAILURE
-from hvd_bert.train.meter import Meter
+from hvd_bert.training.meter import Meter
 
 # So many skipped steps in a row end the training. With fp16 and finite losses LIMIT_SCALED until a first step is made,
 # since loss scaling skips up to 16 until its scale fits, and then LIMIT_LATER.
