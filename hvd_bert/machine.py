@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 
+MAX_THREADS = 1024  # per process: starting more takes seconds, and a million end it with a segmentation fault
 CPUINFO = Path("/proc/cpuinfo")
 # Packages that affect a run's speed or its results.
 PACKAGES = ("torch", "horovod", "transformers", "tokenizers", "datasets", "mpi4py", "deepspeed")
@@ -56,30 +58,25 @@ def _cgroup() -> Path:
     return Path("/sys/fs/cgroup") / own
 
 
+def _cgroup_files(folder: Path, *names: str) -> Iterator[list[str]]:
+    """The content of these files, of a cgroup and of each of its parents that has them."""
+    for group in (folder, *folder.parents):
+        with suppress(OSError):  # no limit here
+            yield [(group / name).read_text(encoding="ascii") for name in names]
+
+
 def _cgroup_cores(folder: Path) -> list[float]:
     """The limits of a cgroup and its parents on CPU time, in cores."""
-    cores = []
-    for group in (folder, *folder.parents):
-        try:
-            quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
-        except OSError:
-            continue  # no limit here
-        if quota != "max":
-            cores.append(int(quota) / int(period))
-    return cores
+    limits = (text.split() for [text] in _cgroup_files(folder, "cpu.max"))
+    return [int(quota) / int(period) for quota, period in limits if quota != "max"]
 
 
 def _cgroup_free(folder: Path) -> list[int]:
     """Free bytes under the limits of a cgroup and its parents. Cached files count as free: the kernel drops them."""
     free = []
-    for group in (folder, *folder.parents):
-        try:
-            maximum = (group / "memory.max").read_text(encoding="ascii").strip()
-            used = int((group / "memory.current").read_text(encoding="ascii"))
-            stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-        except OSError:
-            continue  # no limit here
-        if maximum != "max":
+    for maximum, used, lines in _cgroup_files(folder, "memory.max", "memory.current", "memory.stat"):
+        if maximum.strip() != "max":
+            stat = dict(line.split() for line in lines.splitlines())
             cached = int(stat["active_file"]) + int(stat["inactive_file"])
-            free.append(max(0, int(maximum) - used + cached))
+            free.append(max(0, int(maximum) - int(used) + cached))
     return free

@@ -29,9 +29,8 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hvd_bert.storage import written
 from hvd_bert.storage.reading import Count, convert, open_regular, read_json, read_text
-from hvd_bert.storage.writing import flush, replacing
+from hvd_bert.storage.writing import delete, flush, replacing
 
 FORMAT = 1
 POINTER = "latest"
@@ -39,6 +38,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 _ASIDE = ".aside"
 _PARTIAL = ".partial-"
 _REPLACED = ".replaced-"  # whole, unlike `discard`'s
+_LEFTOVER = re.compile(rf"({re.escape(_PARTIAL)}(old-)?|{re.escape(_REPLACED)})checkpoint-\d+")
 _BLOCK = 1 << 20
 # A name inside the folder, without control characters and halves of characters.
 FileName = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z")]
@@ -91,10 +91,9 @@ def is_checkpoint(name: str) -> bool:
 
 def write(output_dir: Path, step: int, contents: Contents) -> Path:
     """Write a checkpoint, replacing one of the same step, and update `latest`. After an OSError nothing has changed."""
-    written.claim(output_dir, name_of(step), POINTER)
     folder = output_dir / name_of(step)
     partial, replaced = (folder.with_name(f"{prefix}{folder.name}") for prefix in (_PARTIAL, _REPLACED))
-    written.delete(partial)
+    delete(partial)
     try:
         partial.mkdir()
         for stem, tensors in contents.tensors.items():
@@ -110,7 +109,7 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
             flush(file)
         flush(partial)
         if folder.exists():
-            written.delete(replaced)
+            delete(replaced)
             folder.rename(replaced)
         try:
             partial.rename(folder)
@@ -122,9 +121,9 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
         raise OSError(str(error)) from None
     finally:
         with contextlib.suppress(OSError):
-            written.delete(partial)
+            delete(partial)
     with contextlib.suppress(OSError):  # the next write or resume removes it
-        written.delete(replaced)
+        delete(replaced)
     point_to(folder)
     return folder
 
@@ -132,10 +131,10 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
 def restore_replaced(output_dir: Path) -> None:
     """Give a checkpoint its name back if its writer was killed before the new one had it. The caller must hold the
     run's lock, or be its writer."""
-    for name in filter(is_checkpoint, written.names(output_dir)):
-        replaced = output_dir / f"{_REPLACED}{name}"
-        if replaced.exists() and not (output_dir / name).exists():
-            replaced.rename(output_dir / name)
+    for replaced in output_dir.glob(f"{_REPLACED}*"):
+        folder = output_dir / replaced.name.removeprefix(_REPLACED)
+        if step_of(folder) >= 0 and not folder.exists():
+            replaced.rename(folder)
 
 
 def lost(output_dir: Path) -> str:
@@ -200,54 +199,44 @@ def read(folder: Path) -> Contents:
 def discard(folder: Path) -> None:
     """Remove a checkpoint so that a crash meanwhile leaves no partial one under its name."""
     aside = folder.with_name(f"{_PARTIAL}old-{folder.name}")
-    written.delete(aside)
+    delete(aside)
     folder.rename(aside)
-    written.delete(aside)
-
-
-def _own(output_dir: Path) -> list[Path]:
-    """The candidates that this program wrote here."""
-    names = written.names(output_dir)
-    return [folder for folder in candidates(output_dir) if folder.name in names]
+    delete(aside)
 
 
 def prune(output_dir: Path, limit: int, keep: Collection[str] = ()) -> None:
-    """Discard all but the newest `limit` of this program's checkpoints and those named in `keep`."""
-    kept = 0
-    for folder in _own(output_dir):
-        if kept < limit:
-            kept += 1
-        elif folder.name not in keep:
+    """Discard all checkpoints but the newest `limit` and those named in `keep`."""
+    for folder in candidates(output_dir)[limit:]:
+        if folder.name not in keep:
             discard(folder)
 
 
 def remove_leftovers(output_dir: Path) -> None:
     """Remove files of a killed writer. The caller must hold the run's lock."""
-    for name in written.names(output_dir):
-        if is_checkpoint(name):
-            written.delete(output_dir / f"{_PARTIAL}{name}")
-            written.delete(output_dir / f"{_PARTIAL}old-{name}")
-            written.delete(output_dir / f"{_REPLACED}{name}")
+    for path in output_dir.iterdir():
+        if _LEFTOVER.fullmatch(path.name):
+            delete(path)
 
 
 def clear(output_dir: Path) -> None:
-    """Remove all checkpoints that this program wrote, also those set aside."""
+    """Remove all checkpoints, also those set aside."""
     remove_leftovers(output_dir)
-    for folder in _own(output_dir):
+    for folder in candidates(output_dir):
         discard(folder)
-    written.remove(output_dir, [POINTER, *filter(is_checkpoint, written.names(output_dir))])
+    for path in output_dir.iterdir():
+        if is_checkpoint(path.name) or path.name == POINTER:
+            delete(path)
 
 
 def set_aside_after(output_dir: Path, step: int) -> list[str]:
     """Rename the checkpoints of later steps, damaged or not. The run will write them again."""
-    later = [folder for folder in _own(output_dir) if step_of(folder) > step]
+    later = [folder for folder in candidates(output_dir) if step_of(folder) > step]
     if later:
         point_to(output_dir / name_of(step))
     renamed = []
     for folder in later:
         aside = folder.with_name(f"{folder.name}{_ASIDE}")
-        written.add(output_dir, aside.name)
-        written.delete(aside)
+        delete(aside)
         folder.rename(aside)
         renamed.append(aside.name)
     return renamed

@@ -6,6 +6,7 @@ Horovod can start a timeline during training only if HOROVOD_TIMELINE=DYNAMIC wa
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import tempfile
@@ -18,15 +19,13 @@ from typing import Any
 
 import torch
 
-from hvd_bert.config.settings import ProfilingArguments, TrainArguments
-from hvd_bert.distributed.world import World, log
-from hvd_bert.errors import UserError
-from hvd_bert.storage import written
-from hvd_bert.storage.writing import check_folder, make_folder, replacing, writing_to
+from hvd_bert.config.settings import ProfilingArguments
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import UserError, log
+from hvd_bert.storage.writing import check_folder, is_special, make_folder, replacing, writing_to
 
 TRACE = "trace.json.gz"
 _PHASE_ROW = 0  # no thread has this number
-COMMAND = "recording"  # in the record of a folder
 
 
 @dataclass
@@ -43,15 +42,13 @@ class RankTrace:
 class Recording:
     """Called before and after each step; starts at the first step to record and stops after the last."""
 
-    def __init__(
-        self, config: ProfilingArguments, args: TrainArguments, total_steps: int, meter: Any, world: World
-    ) -> None:
+    def __init__(self, config: ProfilingArguments, total_steps: int, meter: Any, world: World, replaces: bool) -> None:
         """A collective. Raises CollectiveError if the file cannot be written or the run has no such steps.
 
-        `meter`: a `Meter`, which splits a step into phases.
+        `meter`: a `Meter`, which splits a step into phases. `replaces`: whether the file may exist, as an earlier start
+        of the run left it.
         """
         self.config, self.meter, self.world = config, meter, world
-        self._train = args
         wanted = self.config.steps_to_record
         self.steps = range(wanted.start, min(wanted.stop, total_steps + 1))
         self.file = Path(config.timeline) if config.timeline else None  # Horovod's timeline
@@ -67,19 +64,12 @@ class Recording:
                     "--timeline_file: a single rank sends no gradients. Start more ranks, or use --profile instead."
                 )
             if self.file and world.rank == 0:
-                _check_file(self.file)
+                _check_file(self.file, replaces)
 
     def before(self, step: int) -> None:
         """Call before step `step` (1, 2, ...). A collective before the first step to record."""
-        if not self.running and step in self.steps:
-            self._start(step)
-
-    def after(self, step: int) -> None:
-        """Call after step `step`. A collective after the last step to record."""
-        if self.running and step == self.steps[-1]:
-            self._finish()
-
-    def _start(self, step: int) -> None:
+        if self.running or step not in self.steps:
+            return
         self.running, self.steps = True, range(step, self.steps[-1] + 1)
         if self.config.profile:
             self.profiler = torch.profiler.profile()
@@ -95,7 +85,6 @@ class Recording:
     def _start_timeline(self, file: Path) -> None:
         try:
             make_folder(file.parent)
-            written.add(file.parent, file.name, command=COMMAND)
         except OSError as error:
             reason = error.strerror or error
             log.warning("%s: the timeline cannot be recorded: %s. Training continues.", file, reason)
@@ -111,7 +100,10 @@ class Recording:
         if self.profiler:
             self.profiler.stop()
 
-    def _finish(self) -> None:
+    def after(self, step: int, folder: Path) -> None:
+        """Call after step `step`. A collective after the last step to record. `folder`: for the trace."""
+        if not self.running or step != self.steps[-1]:
+            return
         self._stop()
         self.world.allgather(None)  # no rank continues before rank 0 has closed the file
         steps = f"steps {self.steps[0]} to {self.steps[-1]}"
@@ -120,7 +112,7 @@ class Recording:
         if self.profiler:
             traces = [trace for trace in self.world.gather(self._my_trace()) if trace]
             if self.world.rank == 0:
-                self._write_trace(traces, steps)
+                self._write_trace(folder / TRACE, traces, steps)
         self.profiler = None
 
     def _my_trace(self) -> RankTrace | None:
@@ -135,10 +127,8 @@ class Recording:
             log.warning("The trace lacks this rank: %s", error)
             return None
 
-    def _write_trace(self, traces: Sequence[RankTrace], steps: str) -> None:
-        path = self._train.folder / TRACE
+    def _write_trace(self, path: Path, traces: Sequence[RankTrace], steps: str) -> None:
         try:
-            written.add(path.parent, TRACE)
             write_trace(path, traces)
         except (OSError, ValueError) as error:
             log.warning("The trace of %s could not be written: %s. Training continues.", steps, error)
@@ -153,11 +143,14 @@ class Recording:
         log.info("The recording of steps %s is incomplete: training was interrupted.", self.config.timeline_steps)
 
 
-def _check_file(path: Path) -> None:
-    """Raise UserError if the timeline cannot be written, or would replace a file that no recording wrote."""
+def _check_file(path: Path, replaces: bool) -> None:
+    """Raise UserError if the timeline cannot be written."""
     with writing_to("--timeline_file", path):
         check_folder(path.parent)
-        written.check(path.parent, [path.name], command=COMMAND)
+        if is_special(path) or path.is_dir():
+            raise OSError(errno.EINVAL, "it is a folder, a link, a pipe or a device: name a file")
+        if path.exists() and not replaces:
+            raise FileExistsError(errno.EEXIST, "it exists: name another file, or add --overwrite_output_dir")
 
 
 # The trace, for Perfetto and chrome://tracing: a process per rank, by its host's clock, with a row of the phases of its

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import torch
 
 from hvd_bert.distributed import logs
 from hvd_bert.distributed.world import World
-from hvd_bert.storage import written
 from hvd_bert.storage.reading import GIB
 from hvd_bert.storage.writing import JsonLines
 
@@ -79,10 +79,7 @@ def take_sample(module: Any, gpu: Any) -> Sample:
 
 def summarise(samples: list[Sample]) -> Sample:
     """Mean utilization and power, and maximum memory."""
-    found: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.items():
-            found.setdefault(name, []).append(value)
+    found = {name: [sample[name] for sample in samples if name in sample] for name in chain(*samples)}
     return {
         name: max(values) if name == "gpu_memory_gib" else sum(values) / len(values) for name, values in found.items()
     }
@@ -139,7 +136,6 @@ class GpuUsage:
         self._start = time.monotonic()
         self._file: JsonLines | None = None
         if self.enabled and world.rank == 0:
-            written.add(folder, FILE)
             self._file = JsonLines(folder / FILE)
         self._samplers = {str(gpu): Sampler(str(torch.cuda.get_device_properties(gpu).uuid)) for gpu in world.gpus}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import os
 import platform
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,18 +13,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.model.cpu import kernels
 from hvd_bert.output import card
 from hvd_bert.output.public import from_hub
-from hvd_bert.storage import written
-from hvd_bert.storage.writing import partial_of, write_json, writing_to
+from hvd_bert.storage.writing import delete, partial_of, write_json, writing_to
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.version import __version__
 
-# All files that a run may write. storage/written.py records which of them it wrote.
+# All files that a run may write. --overwrite_output_dir removes them.
 RUN_FILES = {
     "train_results.json": "time, throughput, loss, world, versions",
     "eval_results.json": "scores and validation loss",
@@ -68,7 +67,6 @@ def writing(folder: Path, world: World, status: int = EXIT_FAILURE) -> Iterator[
 def write_samples(folder: Path, evaluation: EvaluationResult) -> None:
     """Write an evaluation's sample answers, if the task has any, for a run that is still going."""
     if SAMPLES in evaluation.files:
-        written.add(folder, SAMPLES)
         write_json(folder / SAMPLES, evaluation.files[SAMPLES])
 
 
@@ -76,10 +74,10 @@ def write_evaluation(folder: Path, evaluation: EvaluationResult) -> None:
     """Write the metrics and the task's files. Those of an earlier evaluation that it does not replace are removed."""
     contents = {"eval_results.json": evaluation.metrics, **evaluation.files}
     assert contents.keys() <= RUN_FILES.keys(), "the next run would not replace them"
-    written.add(folder, *contents)
     for name, content in contents.items():
         write_json(folder / name, content)
-    written.remove(folder, OF_EVALUATION - contents.keys())
+    for name in OF_EVALUATION - contents.keys():
+        delete(folder / name)
 
 
 def write_results(
@@ -87,42 +85,42 @@ def write_results(
 ) -> None:
     """Write the model card, then train_results.json: a run with this file counts as finished."""
     card.write(folder, settings, results, evaluation.metrics if evaluation else {})
-    written.add(folder, "train_results.json")
     write_json(folder / "train_results.json", results)
 
 
 def save_model(folder: Path, task: Task) -> None:
-    """Write the task's trained model. Where a user's file is in its place, the model stays in the temporary folder."""
-    written.add(folder, "model.safetensors")  # the next run removes what a killed one leaves of it
+    """Write the task's trained model."""
     partial = partial_of(folder / "model.safetensors")
-    written.delete(partial)
+    delete(partial)
     try:
         partial.mkdir()
         task.save(partial)
         for file in partial.rglob("*.safetensors"):
-            shutil.copymode(folder / written.RECORD, file)  # safetensors gives nobody else access
-        written.remove(folder, ["adapter"])  # a folder cannot replace another one
-        written.claim(folder, *os.listdir(partial))
+            file.chmod(partial.stat().st_mode & 0o666)  # safetensors gives nobody else access
+        delete(folder / "adapter")  # a folder cannot replace another one
         # config.json makes the folder a model and comes last: a crash leaves no partial model.
         for file in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(file, folder / file.name)
         partial.rmdir()
     except SafetensorError as error:  # a full disk, for example
-        written.delete(partial)
+        delete(partial)
         raise OSError(str(error)) from None
 
 
-def of_task(task: Task) -> dict[str, Any]:
+def task_facts(task: Task) -> dict[str, Any]:
     """What tools need of a task: what a step takes, its scores, the metrics of which less is better."""
-    facts = {"unit": task.unit, "scores": sorted(name for name in task.metrics if not name.startswith("eval_loss"))}
-    facts["lower_is_better"] = [name for name, best in task.metrics.items() if best == "min"]
-    return facts
-
-
-def facts(settings: Mapping[str, Any], precision: str, world: World) -> dict[str, Any]:
-    """The run's environment: ranks with host and device, threads, precision, versions."""
     return {
-        "strategy": settings["strategy"],
+        "unit": task.unit,
+        "scores": sorted(name for name in task.metrics if not name.startswith("eval_loss")),
+        "lower_is_better": [name for name, best in task.metrics.items() if best == "min"],
+    }
+
+
+def environment_facts(config: Config, world: World) -> dict[str, Any]:
+    """The run's environment: ranks with host and device, threads, precision, versions."""
+    precision = config.train.precision
+    return {
+        "strategy": config.parallel.strategy,
         "devices_per_rank": world.devices,
         "controller": world.controller,
         "hosts": world.hosts,
@@ -135,8 +133,8 @@ def facts(settings: Mapping[str, Any], precision: str, world: World) -> dict[str
         "cpu_kernels": kernels.record(precision, world.device),
         "threads_per_rank": torch.get_num_threads(),
         "precision": precision,
-        "seed": settings["seed"],
-        "from_hub": from_hub(settings),
+        "seed": config.train.seed,
+        "from_hub": from_hub(config.as_flat()),
         "versions": {"python": platform.python_version(), "hvd_bert": __version__}
         | {package: version_of(package) for package in PACKAGES}
         | {"cuda": torch.version.cuda}

@@ -1,1 +1,1 @@
-"""Files that processes share or that must survive a crash: locks, atomic writes, the cache folder."""
+"""Files that processes share or that must survive a crash: locks, atomic writes, limited reads."""

@@ -12,12 +12,12 @@ import os
 import socket
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import filelock
 
+from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import open_regular, read_text
 
 # Errors of file systems that are mounted without locks (some Lustre, some NFS).
@@ -29,30 +29,17 @@ MAX_HOLDER = 300  # characters of the name of a process and its host
 BRIEFLY_S = 0.2  # `is_held` of another process takes the lock for a moment
 
 
-class InUse(Exception):
-    """Another process holds the lock. `holder`: that process, as named in the lock file."""
-
-    def __init__(self, holder: str) -> None:
-        super().__init__(holder)
-        self.holder = holder
+class InUse(UserError):
+    """Another process holds the lock, as named in the lock file."""
 
 
-@dataclass
-class Lock:
+class Lock(filelock.UnixFileLock):
     """A lock held by this process. `missing`: why it excludes only processes of this host; "" if it excludes all."""
 
-    _held: filelock.BaseFileLock
-    missing: str = ""
-
-    def release(self) -> None:
-        """Release the lock."""
-        self._held.release()
+    missing = ""
 
     def __enter__(self) -> Lock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+        return self  # `take` has acquired it, which must not count twice
 
 
 def take(path: Path, *, wait: bool) -> Lock:
@@ -61,13 +48,15 @@ def take(path: Path, *, wait: bool) -> Lock:
     If the file system has no locks, a file in the host's temporary folder is locked instead.
     """
     try:
-        return Lock(_acquired(path, wait))
+        return _acquired(path, wait)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         name = f"hvd_bert-{os.getuid()}-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]}.lock"
         on_this_host = Path(tempfile.gettempdir()) / name
-        return Lock(_acquired(on_this_host, wait, mode=0o600), error.strerror or str(error))
+        lock = _acquired(on_this_host, wait, mode=0o600)
+        lock.missing = error.strerror or str(error)
+        return lock
 
 
 def is_held(path: Path) -> bool:
@@ -86,19 +75,13 @@ def names_another_host(path: Path) -> bool:
     return bool(on) and host != socket.gethostname()
 
 
-def _acquired(path: Path, wait: bool, mode: int | None = None) -> filelock.BaseFileLock:
-    make = partial(
-        filelock.UnixFileLock,
-        path,
-        thread_local=False,  # one thread may release a lock that another acquired
-        fallback_to_soft=False,  # a soft lock is only a file and remains after its holder is killed
-        on_acquired=_sign,
-    )
-    lock = make() if mode is None else make(mode=mode)
+def _acquired(path: Path, wait: bool, **options: Any) -> Lock:
+    # One thread may release a lock that another acquired. A soft lock would remain after its holder is killed.
+    lock = Lock(path, thread_local=False, fallback_to_soft=False, on_acquired=_sign, **options)
     try:
         lock.acquire(timeout=-1 if wait else BRIEFLY_S)
     except filelock.Timeout:
-        raise InUse(_holder(path)) from None
+        raise InUse(f"{path.parent} is in use by another run ({_holder(path)}): wait for it to end.") from None
     return lock
 
 

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, log
 
-log = logging.getLogger("hvd_bert")
-PARTIAL = ".partial"
-OWN_PARTIAL = f".hvd_bert{PARTIAL}"  # no other program makes such files
-
-
-def open_to_append(path: Path) -> TextIO:
-    """Open a text file with a fixed name. A symbolic link in its place is an error, and its target does not change."""
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
-
-    return open(path, "a", encoding="utf-8", errors="surrogateescape", opener=opener)
+OWN_PARTIAL = ".hvd_bert.partial"  # no other program makes such files
 
 
 class JsonLines:
@@ -35,9 +24,9 @@ class JsonLines:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Raises OSError, also if `path` is a symbolic link: its target does not change."""
         self._path = path
-        self._file = open_to_append(path)  # its own buffer is not used: it cannot be limited
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         self._pending = b""
         self._failed = False
 
@@ -46,7 +35,7 @@ class JsonLines:
         self._pending += "".join(json.dumps(value, allow_nan=False) + "\n" for value in values).encode()
         try:
             while self._pending:
-                written = os.write(self._file.fileno(), self._pending)  # part of it, if the disk is nearly full
+                written = os.write(self._file, self._pending)  # part of it, if the disk is nearly full
                 self._pending = self._pending[written:]
         except OSError as error:
             warned, self._failed = self._failed, True  # first, since warnings are written to such a file too
@@ -58,7 +47,7 @@ class JsonLines:
         self.write()
         self._pending = b""
         with suppress(OSError):  # some network file systems report a failed write only here
-            self._file.close()
+            os.close(self._file)
 
 
 def check_folder(folder: Path) -> None:
@@ -124,27 +113,35 @@ def write_named(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def check_file(path: Path, *markers: str) -> Path:
+def check_output(path: Path, overwrite: bool) -> Path:
     """Raise OSError unless `path`, which a user names, can be written. Returns it; of a symbolic link, its target.
 
-    Creates nothing. A file with content must have the `markers` near its start, by which a command recognizes its own:
-    a record would be a second file next to it. A pipe would be replaced, and opening it could wait for its reader.
+    Creates nothing. A pipe would be replaced, and opening it could wait for its reader.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a folder: name a file")
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is a pipe or a device: name a file")
+    if os.path.lexists(path) and not overwrite:
+        raise FileExistsError(errno.EEXIST, "it exists: add --overwrite to replace it, or name another file")
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
     check_folder(target.parent)
     with tempfile.TemporaryFile(dir=target.parent):
         pass
-    start = b""
-    if target.exists():
-        with target.open("rb") as file:
-            start = file.read(1024)
-    if start and not all(marker.encode() in start for marker in markers):
-        raise FileExistsError(errno.EEXIST, "it exists, and this command did not write it: name another file")
     return target
+
+
+def is_special(path: Path) -> bool:
+    """Whether it is a symbolic link, a pipe or a device: no run makes any."""
+    return os.path.lexists(path) and (path.is_symlink() or not (path.is_file() or path.is_dir()))
+
+
+def delete(path: Path) -> None:
+    """Remove a file, a folder with its content, or a symbolic link, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:

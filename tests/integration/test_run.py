@@ -17,7 +17,6 @@ from launch import Outcome, launcher, run
 
 from hvd_bert.config import command_line
 from hvd_bert.monitoring import PHASES
-from hvd_bert.storage import written
 
 pytestmark = pytest.mark.integration
 
@@ -64,9 +63,8 @@ def test_files(finished: Run) -> None:
     expected = {"train_config.yaml", "train_results.json", "metrics.jsonl", "tb", "config.json", "model.safetensors"}
     expected |= {"eval_results.json", "eval_predictions.json", "eval_nbest_predictions.json", "eval_samples.json"}
     expected |= {"events.jsonl", "README.md"}
-    expected |= {"tokenizer.json", "tokenizer_config.json", "checkpoint-6", "latest", ".lock", written.RECORD}
+    expected |= {"tokenizer.json", "tokenizer_config.json", "checkpoint-6", "latest", ".lock"}
     assert {path.name for path in finished.out.iterdir()} == expected
-    assert written.names(finished.out) == expected - {".lock", written.RECORD}
 
 
 def test_metrics(finished: Run, alone: Run) -> None:

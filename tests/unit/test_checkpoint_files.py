@@ -22,7 +22,7 @@ from tables import each
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
-from hvd_bert.storage import writing, written
+from hvd_bert.storage import writing
 
 FILES = ["model.safetensors", "rng.safetensors", "state.json", "config.json", "manifest.json"]
 
@@ -47,8 +47,7 @@ def test_what_is_written_is_read(tmp_path, monkeypatch):
     assert torch.equal(found.tensors["model"]["weight"], torch.full((3, 2), 7.0))
     assert torch.equal(found.tensors["rng"]["rank0.torch"], torch.arange(5))
     assert found.state == {"step": 7, "learning_rate": 0.1}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [written.RECORD, "checkpoint-7", "latest"]
-    assert written.names(tmp_path) == {"checkpoint-7", "latest"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", "latest"]
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # readable as the umask allows
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers refuses others
@@ -95,9 +94,7 @@ def killed_at_each_change(output_dir: Path, action: Callable[[], object]) -> Ite
         yield
         files.remove_leftovers(output_dir)
         assert {path.name for path in output_dir.iterdir() if path.name.startswith(".")} <= {
-            written.RECORD,
             writing.partial_of(output_dir / "latest").name,
-            writing.partial_of(output_dir / written.RECORD).name,
         }
         if status == 0:
             return
@@ -195,30 +192,25 @@ def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails):
 
 def test_what_a_killed_writer_left_is_swept(tmp_path):
     files.write(tmp_path, 7, contents(7))
-    written.add(tmp_path, "checkpoint-8", "checkpoint-9.aside", "notes")  # before its files
-    own = [".partial-checkpoint-8", ".partial-old-checkpoint-9.aside"]
-    others = [".partial-checkpoint-9", ".partial-notes"]
+    own = [".partial-checkpoint-8", ".partial-old-checkpoint-6", ".replaced-checkpoint-7"]
+    others = [".partial-checkpoint-x", ".partial-notes"]
     for name in own + others:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
     files.remove_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".p")) == others
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == others
     assert steps(tmp_path) == [7]
 
 
-def test_later_steps_are_set_aside_and_another_trainers_checkpoints_stay(tmp_path):
-    (tmp_path / "checkpoint-500").mkdir()
+def test_later_steps_are_set_aside_and_other_names_stay(tmp_path):
     for step in (0, 1, 2, 3):
         files.write(tmp_path, step, contents(step))
     files.prune(tmp_path, 2, keep={"checkpoint-0"})
-    assert steps(tmp_path) == [500, 3, 2, 0]
+    assert steps(tmp_path) == [3, 2, 0]
     assert files.set_aside_after(tmp_path, 2) == ["checkpoint-3.aside"]
-    assert steps(tmp_path) == [500, 2, 0] and (tmp_path / "latest").read_text() == "checkpoint-2\n"
-    with pytest.raises(FileExistsError, match="checkpoint-500"):
-        files.write(tmp_path, 500, contents(500))
-    written.add(tmp_path, "metrics.jsonl")
-    (tmp_path / "metrics.jsonl").touch()
+    assert steps(tmp_path) == [2, 0] and (tmp_path / "latest").read_text() == "checkpoint-2\n"
+    left = ["checkpoint-2-copy", "metrics.jsonl"]
+    for name in left:
+        (tmp_path / name).touch()
     files.clear(tmp_path)
-    left = [written.RECORD, "checkpoint-500", "metrics.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
-    assert written.names(tmp_path) == {"metrics.jsonl"}

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from tables import each
 from test_metrics_log import SCORES, metrics, rows
+from test_output_dir import recording
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  fixtures
-from test_written import recording
 
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.monitoring import recording as recording_module
 from hvd_bert.output import metrics_log
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters import tensorboard
-from hvd_bert.output.reporters.base import start
+from hvd_bert.output.reporters.base import open_reporters
 from hvd_bert.storage.writing import JsonLines
 from hvd_bert.training import loop
 
@@ -36,7 +36,7 @@ def raising(number: int):
 
 
 @pytest.mark.parametrize(
-    ("module", "opener"), [(metrics_log, "JsonLines"), (tensorboard, "EventFileWriter"), (loop, "GpuUsage")]
+    ("module", "opener"), [(metrics_log, "JsonLines"), (tensorboard, "RecordWriter"), (loop, "GpuUsage")]
 )
 def test_files_that_cannot_be_opened_end_the_run_before_training(base, tmp_path, monkeypatch, module, opener):  # noqa: F811
     monkeypatch.setattr(module, opener, raising(errno.EROFS))
@@ -46,17 +46,16 @@ def test_files_that_cannot_be_opened_end_the_run_before_training(base, tmp_path,
     assert failed.value.status == 2
 
 
-def test_metrics_that_cannot_be_written_are_one_warning(tmp_path, monkeypatch, caplog):
-    reporters = start(["tensorboard"], tmp_path)
-    metrics_logger = MetricsLogger(tmp_path, enabled=True, reporters=reporters)
-    os.dup2(os.open(FULL, os.O_WRONLY), metrics_logger.jsonl._file.fileno())  # its own file does not open a device
+def test_metrics_that_cannot_be_written_are_one_warning(tmp_path, caplog):
+    (reporter,) = open_reporters(["tensorboard"], tmp_path)
+    metrics_logger = MetricsLogger(tmp_path, enabled=True, reporters=[reporter])
+    for descriptor in (metrics_logger.jsonl._file, reporter._writer._writer.fileno()):
+        os.dup2(os.open(FULL, os.O_WRONLY), descriptor)  # their own files do not open a device
     metrics_logger.begin(3, step=0, steps_per_epoch=3)
-    monkeypatch.setattr(tensorboard.EventFileWriter, "add_event", raising(errno.ENOSPC))
     with caplog.at_level(logging.WARNING, "hvd_bert"):
         for step in (1, 2):
             metrics_logger.logged(step, metrics(step))
         metrics_logger.evaluated(SCORES, "f1 60", 2)
-        reporters[0]._thread.join()
         metrics_logger.close()
     metrics_warning, of_tensorboard = sorted(caplog.messages)
     assert "metrics.jsonl" in metrics_warning and "TensorBoard" in of_tensorboard
@@ -66,7 +65,7 @@ def test_metrics_that_cannot_be_written_are_one_warning(tmp_path, monkeypatch, c
 @contextmanager
 def full_disk(lines: JsonLines) -> Iterator[None]:
     """Inside the block its file cannot be written."""
-    space = os.dup(descriptor := lines._file.fileno())
+    space = os.dup(descriptor := lines._file)
     full = os.open(FULL, os.O_WRONLY)
     os.dup2(full, descriptor)
     yield
@@ -107,10 +106,10 @@ def test_disk_that_fills_within_a_line(tmp_path, monkeypatch):
 
 def test_timeline_that_cannot_be_recorded_is_a_warning(tmp_path, monkeypatch, caplog):
     recorded = recording(tmp_path / "t.json")
-    monkeypatch.setattr(recording_module.written, "add", raising(errno.ENOSPC))
+    monkeypatch.setattr(recording_module, "make_folder", raising(errno.ENOSPC))
     with caplog.at_level(logging.INFO, "hvd_bert"):
         for step in (1, 2, 3):
             recorded.before(step)
-            recorded.after(step)
+            recorded.after(step, tmp_path)
         recorded.close()
     assert len(caplog.messages) == 1 and f"{tmp_path / 't.json'}" in caplog.text

@@ -12,7 +12,7 @@ import torch
 from documented import undocumented
 from tables import each
 
-from hvd_bert.distributed.world import RankInfo
+from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.monitoring import usage as module
 from hvd_bert.monitoring.usage import GIB, GpuUsage, NvmlError, nvml
 

@@ -10,9 +10,8 @@ import pytest
 from made_runs import make_run, make_samples
 from tables import each
 
-from hvd_bert.output import card, output_dir
-from hvd_bert.output.reporters.base import read_run_id
-from hvd_bert.storage import locks, written
+from hvd_bert.output import output_dir
+from hvd_bert.storage import locks
 from hvd_bert.tools.report import run_page
 from hvd_bert.tools.runs import reading, record
 
@@ -65,9 +64,7 @@ def test_a_run_is_shown_and_left_out(run: Path, name: str, what: str) -> None:
 # --- files that a run keeps for itself: it continues without them, or says what is in the way ---------
 
 KEPT: dict[str, Callable[[Path], object]] = {
-    "tracking.json": lambda folder: read_run_id(folder, "wandb"),
-    "README.md": lambda folder: (written.add(folder, "README.md"), card.is_ours(folder / "README.md")),
-    ".written_by_hvd_bert": written.names,
+    "tracking.json": lambda folder: pytest.importorskip("hvd_bert.output.reporters.wandb").read_run_id(folder),
     ".lock": lambda folder: locks.names_another_host(folder / ".lock"),
 }
 

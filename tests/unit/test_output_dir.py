@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,18 +16,21 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
-from hvd_bert.output import card, output_dir
+from hvd_bert.monitoring.recording import Recording
+from hvd_bert.output import output_dir
 from hvd_bert.output.run_folder import RUN_FILES
-from hvd_bert.storage import written
+from hvd_bert.storage import writing
 from hvd_bert.training import start
+from hvd_bert.training.meter import Meter
 
 OVERWRITE = "--overwrite_output_dir"
+HELD: output_dir.Locks = {}  # by this process
 
 
 @pytest.fixture(autouse=True)
 def no_lock_outlives_a_test() -> Iterator[None]:
     yield
-    output_dir.unlock()
+    HELD.clear()
 
 
 def config(folder: Path | None, *flags: str) -> Config:
@@ -34,11 +38,13 @@ def config(folder: Path | None, *flags: str) -> Config:
 
 
 def check(settings: Config) -> None:
-    output_dir.check(settings.as_flat())
+    output_dir.check(settings.as_flat(), HELD)
 
 
-def begin(settings: Config, resume_point: resume.ResumePoint | None = None) -> None:
-    output_dir.begin(settings.train, settings.as_flat(), resume_point, make_world())
+def begin(settings: Config, resume_point: resume.ResumePoint | None = None) -> Path:
+    world = make_world()
+    world.process.locks = HELD
+    return output_dir.take_over(settings.as_flat(), resume_point, world)
 
 
 def test_folder_is_made_with_the_settings(tmp_path):
@@ -52,21 +58,38 @@ def test_folder_is_made_with_the_settings(tmp_path):
 def test_dated_folders_are_never_shared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(output_dir.time, "strftime", lambda pattern: "runs/now")
-    runs = [config(None) for _ in range(3)]
-    for run in runs:
-        check(run)
-        begin(run)
-    assert [run.train.output_dir for run in runs] == ["runs/now", "runs/now-2", "runs/now-3"]
+    check(config(None))
+    assert [str(begin(config(None))) for _ in range(3)] == ["runs/now", "runs/now-2", "runs/now-3"]
 
 
-def test_folder_with_files_is_refused_and_left_alone(tmp_path):
-    for name in ("d", "a", "c", "b"):
-        (tmp_path / name).write_text(name)
-    with refused("(a, b, c, ...)", OVERWRITE):
+@each("flags", [[], [OVERWRITE], ["--no_do_train"], ["--resume_from_checkpoint", "latest"]])
+def test_folder_without_a_run_is_refused_and_left_alone(tmp_path, flags):
+    held = ["a", "checkpoint-500", "config.json", "train_config.yaml"]  # as of another trainer, with settings to train
+    for name in held:
+        (tmp_path / name).write_text("output_dir: .\nseed: 1\n")
+    with refused(f"--output_dir {tmp_path}", "(a, checkpoint-500, config.json, ...)", "use another one") as refusal:
+        check(config(tmp_path, *flags))
+    assert OVERWRITE not in str(refusal.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == held  # not even a lock
+
+
+def test_finished_run_is_refused_and_left_alone(tmp_path):
+    make_run(tmp_path, "train_config.yaml", "train_results.json")
+    with refused("(train_config.yaml, train_results.json)", OVERWRITE):
         check(config(tmp_path))
     check(config(tmp_path, OVERWRITE))
     check(config(tmp_path, "--no_do_train"))  # an evaluation adds to a folder
-    assert sorted(path.name for path in tmp_path.iterdir()) == [output_dir.LOCK, "a", "b", "c", "d"]
+    assert names(tmp_path) == {"train_config.yaml", "train_results.json"}
+
+
+def test_logs_and_leftovers_are_no_obstacle(tmp_path):
+    """Of a scheduler, and of a run that was killed before it wrote anything else."""
+    for name in ("slurm-7.out", "run.log", ".written_by_hvd_bert", ".train_config.yaml.hvd_bert.partial"):
+        (tmp_path / name).write_text("half")
+    for flags in ([], ["--no_do_train"]):
+        check(config(tmp_path, *flags))
+    begin(config(tmp_path))
+    assert names(tmp_path) >= {"slurm-7.out", "train_config.yaml"}
 
 
 @each("place", ["file", "file/below", "link to nowhere", "link to nowhere/below"])
@@ -86,8 +109,7 @@ def test_something_else_in_the_way(tmp_path, place):
     ],
 )
 def test_inputs_among_the_runs_files_are_refused(tmp_path, flag, name):
-    if name:
-        make_run(tmp_path, name)
+    make_run(tmp_path, *filter(None, ["train_config.yaml", name]))
     with refused(flag, tmp_path / name):
         check(config(tmp_path, OVERWRITE, flag, str(tmp_path / name)))
     check(config(tmp_path, "--no_do_train", "--model_name_or_path", str(tmp_path)))
@@ -96,91 +118,90 @@ def test_inputs_among_the_runs_files_are_refused(tmp_path, flag, name):
 def make_run(folder: Path, *names: str) -> None:
     """The files of an earlier run."""
     folder.mkdir(exist_ok=True)
-    written.add(folder, *names)
     for name in names:
         if name == "tb" or name.startswith("checkpoint-"):
             (folder / name).mkdir()
             (folder / name / "inside").write_text("a run's")
         else:
-            (folder / name).write_text("a run's")
+            (folder / name).write_text("a run's\nresume_from_checkpoint: null\n")
 
 
 def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()} - {output_dir.LOCK, written.RECORD}
+    return {path.name for path in folder.iterdir()} - {output_dir.LOCK}
 
 
-EVERY = [name for name in RUN_FILES if "*" not in name and name != card.NAME] + ["checkpoint-5", "checkpoint-7.aside"]
+EVERY = [name for name in RUN_FILES if "*" not in name] + ["checkpoint-5", "checkpoint-7.aside"]
 
 
-def test_only_files_that_a_run_wrote_are_removed(tmp_path):
-    mine = ["notes.txt", "checkpoint", "train-v1.1.json", "eval_mine.json", "config.json.partial", ".partial-x"]
-    make_run(tmp_path, *EVERY)
+@each("leftovers", [[], [".written_by_hvd_bert", ".partial-checkpoint-8", ".replaced-checkpoint-5"]])
+def test_only_a_runs_files_are_removed(tmp_path, leftovers):
+    mine = ["notes.txt", "checkpoint", "checkpoint-5-copy", "train-v1.1.json", "eval_mine.json", ".partial-x"]
+    make_run(tmp_path, *EVERY, *leftovers)
     for name in mine:
         (tmp_path / name).write_text("mine")
     wanted = config(tmp_path, OVERWRITE)
     check(wanted)
-    assert names(tmp_path) == {*EVERY, *mine}
+    assert names(tmp_path) == {*EVERY, *leftovers, *mine}
     begin(wanted)
     assert names(tmp_path) == {"train_config.yaml", *mine}
-    assert written.names(tmp_path) == {"train_config.yaml"}
 
 
-@each("name", EVERY)
-def test_folder_with_a_users_file_of_a_runs_name_is_refused(tmp_path, name):
-    make_run(tmp_path, *(other for other in EVERY if other != name))
-    (tmp_path / name).write_text("mine")
-    before = names(tmp_path)
-    for flags in ([OVERWRITE], ["--resume_from_checkpoint", "latest"]):
-        with refused(f"--output_dir {tmp_path}", f"({name})"):
-            check(config(tmp_path, *flags))
-    assert names(tmp_path) == before and (tmp_path / name).read_text() == "mine"
-    assert not (tmp_path / output_dir.LOCK).exists()  # nothing is left behind
+def test_card_stays_without_the_flag(tmp_path):
+    make_run(tmp_path, "train_config.yaml", "metrics.jsonl", "README.md")
+    check(config(tmp_path))  # stopped before its first checkpoint
+    begin(config(tmp_path))
+    assert names(tmp_path) == {"train_config.yaml", "README.md"}
 
 
-def test_every_file_in_the_way_is_listed(tmp_path):
-    """A link, too, whose target stays, and another program's settings, which make no unfinished run."""
+@each("make", [lambda path: path.symlink_to("../precious"), os.mkfifo], ids=["link", "pipe"])
+@each("name", ["train_config.yaml", "README.md", "metrics.jsonl", "tb", "checkpoint-5", "checkpoint-7.aside"])
+def test_links_and_pipes_in_the_place_of_a_runs_files_are_refused(tmp_path, name, make):
     (tmp_path / "precious").write_text("mine")
     out = tmp_path / "out"
-    make_run(out, "metrics.jsonl")
-    (out / "metrics.jsonl").unlink()
-    (out / "metrics.jsonl").symlink_to(tmp_path / "precious")
-    (out / "train_config.yaml").write_text("mine: true")
-    (out / "checkpoint-500").mkdir()
-    assert not resume.unfinished(out)
-    for flags in ([], [OVERWRITE]):
-        with refused("(checkpoint-500, metrics.jsonl, train_config.yaml)"):
+    make_run(out, *(other for other in EVERY if other != name))
+    make(out / name)
+    before = names(out)
+    for flags in ([OVERWRITE], ["--resume_from_checkpoint", "latest"]):
+        with refused(f"--output_dir {out}", f"({name})"):
             check(config(out, *flags))
-    with refused("(metrics.jsonl)"):
-        check(config(out, "--no_do_train"))
-    assert (tmp_path / "precious").read_text() == "mine"
-    written.add(out, "train_config.yaml")
-    assert resume.unfinished(out)
+    if name in ("metrics.jsonl", "tb"):
+        with refused(f"({name})"):
+            check(config(out, "--no_do_train"))
+    assert names(out) == before and (tmp_path / "precious").read_text() == "mine"
+    assert not (out / output_dir.LOCK).exists()  # nothing is left behind
 
 
-def test_copied_run_resumes_with_the_file_that_the_refusal_names(tmp_path):
+def test_copied_run_resumes(tmp_path):
     run, copy = tmp_path / "run", tmp_path / "copy"
-    make_run(run, "train_config.yaml", "checkpoint-5", "latest", "metrics.jsonl")
+    make_run(run, "train_config.yaml", "checkpoint-5", "latest", "metrics.jsonl", ".written_by_hvd_bert")
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns(".*"))  # as `cp -r run/* copy`
-    for flags in ([], [OVERWRITE], ["--resume_from_checkpoint", "latest"]):
-        with refused(written.RECORD) as refusal:
-            check(config(copy, *flags))
-        assert OVERWRITE not in str(refusal.value)
-    shutil.copy(run / written.RECORD, copy)
     check(config(copy))
     assert resume.unfinished(copy)
 
 
 def test_evaluation_replaces_only_an_evaluations_files(tmp_path):
-    make_run(tmp_path, "eval_results.json", "metrics.jsonl")
-    for name in ("config.json", "eval_mine.json"):
-        (tmp_path / name).write_text("mine")
+    run = {"train_config.yaml", "config.json", "eval_results.json", "metrics.jsonl"}
+    make_run(tmp_path, *run)
     check(config(tmp_path, "--no_do_train"))
     begin(config(tmp_path, "--no_do_train"))
-    mine = {"config.json", "eval_mine.json"}
-    assert names(tmp_path) == {"eval_results.json", "metrics.jsonl", "eval_config.yaml", *mine}
-    (tmp_path / "eval_predictions.json").write_text("run_qa's")
-    with refused("(eval_predictions.json)"):
-        check(config(tmp_path, "--no_do_train"))
+    assert names(tmp_path) == {"eval_config.yaml", *run}
+
+
+def test_evaluation_is_replaced_also_after_a_kill(tmp_path, monkeypatch):
+    make_run(tmp_path, "eval_config.yaml", "eval_results.json", "notes.txt")
+    wanted = config(tmp_path, OVERWRITE)
+    check(wanted)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):  # as if killed before it is a training's
+        patched.setattr(output_dir, "_save_settings", interrupted)
+        begin(wanted)
+    HELD.clear()
+    check(wanted)
+    begin(wanted)
+    assert names(tmp_path) == {"train_config.yaml", "notes.txt"}
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
 
 
 @each("meanwhile", ["train_results.json", "latest"])
@@ -191,43 +212,69 @@ def test_folder_that_was_filled_since_the_check_is_refused(tmp_path, meanwhile):
     with refused(tmp_path / "out", error=CollectiveError):
         begin(wanted)
     assert names(tmp_path / "out") == {"train_config.yaml", meanwhile}
-    output_dir.unlock()
 
 
 @each(("began", "saved"), [(False, False), (True, True), (True, False)])
 def test_next_elastic_world_resumes_only_what_an_earlier_one_began(tmp_path, began, saved):
     wanted = config(tmp_path / "out", OVERWRITE, "--save_steps", "2")
-    make_run(tmp_path / "out", "checkpoint-5")
+    make_run(tmp_path / "out", "train_config.yaml", "checkpoint-5")
     if began:
         check(wanted)
         begin(wanted)
     if saved:
         (tmp_path / "out" / "checkpoint-2").mkdir()
     world = make_world()
-    world.elastic, world.generation = True, 1
-    start.check_elastic(wanted, world, None)
-    assert wanted.train.overwrite_output_dir is not began
-    assert wanted.checkpoint.resume_from_checkpoint == ("latest" if saved else None)
+    world.elastic, world.process.generation = True, 1
+    decided = start.decide_folder(wanted, None, world).applied_to(wanted)
+    assert decided.train.overwrite_output_dir is not began
+    assert decided.checkpoint.resume_from_checkpoint == ("latest" if saved else None)
 
 
 def test_rank_0_of_a_next_elastic_world_replaces_another_runs_folder(tmp_path):
     """It was on a host without rank 0, whose folder of that name is another run's."""
     wanted, world = config(tmp_path, OVERWRITE), make_world(1, 2)
-    make_run(tmp_path, "train_results.json", "checkpoint-2")
+    make_run(tmp_path, "train_config.yaml", "train_results.json", "checkpoint-2")
     world.allgather = lambda mine: [(None, []) if isinstance(mine, tuple) else str(tmp_path), mine]  # type: ignore
-    output_dir.begin(wanted.train, wanted.as_flat(), None, world)
+    output_dir.take_over(wanted.as_flat(), None, world)
     world = make_world()
-    world.elastic, world.generation = True, 1
+    world.elastic, world.process.generation = True, 1
     kept = resume.ResumePoint(tmp_path / "checkpoint-3", files.Contents({}, {"step": 3}), 0)
-    start.check_elastic(wanted, world, kept)
+    wanted = start.decide_folder(wanted, kept, world).applied_to(wanted)
     check(wanted)
     begin(wanted, kept)
     assert names(tmp_path) == {"train_config.yaml"}
 
 
-def test_killed_run_that_wrote_nothing_yet_is_no_obstacle(tmp_path):
-    """The lock, the record, and the half of train_config.yaml."""
-    begin(config(tmp_path))
-    output_dir.unlock()
-    shutil.move(tmp_path / "train_config.yaml", tmp_path / ".train_config.yaml.hvd_bert.partial")
-    check(config(tmp_path))
+def test_links_under_fixed_names_are_not_written_through(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in (".x.json.hvd_bert.partial", "metrics.jsonl", "linked"):
+        (tmp_path / name).symlink_to(precious)
+    with writing.replacing(tmp_path / "x.json") as partial:
+        partial.write_text("{}")
+    with pytest.raises(OSError, match="symbolic link"):
+        writing.JsonLines(tmp_path / "metrics.jsonl")
+    with writing.replacing(tmp_path / "linked") as partial:
+        partial.write_text("new")
+    assert precious.read_text() == "mine" and (tmp_path / "linked").read_text() == "new"
+
+
+def recording(file: Path, replaces: bool = False) -> Recording:
+    world, wanted = make_world(size=2), parse(["--timeline_file", str(file), "--timeline_steps", "1:2"])
+    world.allgather = lambda value: [value, value]  # type: ignore[method-assign]
+    world.start_timeline = lambda path: path.write_text("[events")  # type: ignore[method-assign]
+    return Recording(wanted.profiling, 3, Meter(make_world()), world, replaces)
+
+
+def test_timeline_replaces_only_that_of_the_run(tmp_path):
+    file, pipe, link = (tmp_path / name for name in ("t.json", "pipe", "link"))
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    recording(file)
+    assert not file.exists()  # a check creates nothing
+    file.write_text("mine")
+    for path, replaces in ((file, False), (pipe, True), (link, True), (tmp_path, True), (file / "t.json", True)):
+        with pytest.raises(CollectiveError, match=f"{path} cannot be written: "):
+            recording(path, replaces)
+    recording(file, replaces=True).before(1)
+    assert file.read_text() == "[events"

@@ -46,9 +46,8 @@ def holder(tmp_path):
 
 
 def test_lock_names_its_holder_and_ends_with_it(tmp_path, holder):
-    with pytest.raises(locks.InUse) as refused:
+    with refused(f"process {holder.pid} on {socket.gethostname()}"):
         locks.take(tmp_path / ".lock", wait=False)
-    assert refused.value.holder == f"process {holder.pid} on {socket.gethostname()}"
     holder.kill()
     locks.take(tmp_path / ".lock", wait=True).release()
 
