@@ -11,6 +11,11 @@ Exit status: 0 predicted, 1 failure, 2 bad input.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from hvd_bert.streams import end_when_interrupted
+
+    end_when_interrupted()
+
 import argparse
 import os
 import sys
@@ -18,20 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.data import QUESTION_ANSWERING
-from hvd_bert.config.parser import Parser
+from hvd_bert.config.command_line import add_flag, trained_settings
+from hvd_bert.config.data import ANSWERING, QUESTION_ANSWERING
+from hvd_bert.config.parser import HelpFormatter, Limits, Parser
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.distributed.launch import Launcher, find_launcher, speaks_first
-from hvd_bert.distributed.signals import watch_launcher
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, print_on_one_rank, take_local_rank
 from hvd_bert.streams import end_when_lost
 
-# Flags of the trainer -> their types. The defaults are the settings of the model's training.
-SETTINGS = dict.fromkeys(("max_seq_length", "doc_stride", "n_best_size", "max_answer_length"), int) | {
-    "null_score_diff_threshold": float
-}
 SWITCH = "version_2_with_negative"
 OUTPUTS = (".jsonl", ".csv", ".parquet")
 
@@ -56,7 +56,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _on_all_ranks(flags: argparse.Namespace, task: str, launcher: Launcher) -> NoReturn:
-    watch_launcher(launcher.name)
     # torch.distributed joins the ranks of any launcher, and a single process needs neither it nor Horovod.
     flags.strategy = "none" if launcher.is_alone else "ddp"
     with collector_paused():
@@ -75,15 +74,12 @@ def _on_all_ranks(flags: argparse.Namespace, task: str, launcher: Launcher) -> N
 
 def parse_flags(argv: list[str] | None, launcher: Launcher) -> argparse.Namespace:
     flags = make_parser().parse_args(argv)
-    flags.settings = [*SETTINGS, SWITCH]
     if flags.input and (flags.question or flags.context):
         raise UserError("--input and --question or --context are both given: choose one source of questions.")
     if flags.output and not flags.input:
         raise UserError(f"--output {flags.output}: give the questions with --input.")
     if flags.output and flags.output.suffix not in OUTPUTS:
         raise UserError(f"--output {flags.output}: its name must end with {', '.join(OUTPUTS)}.")
-    if flags.n_best is not None and flags.n_best < 0:
-        raise UserError(f"--n_best {flags.n_best}: must be at least 0.")
     if not launcher.is_alone and not flags.output:
         raise UserError(
             f"{launcher.size or 'Several'} processes were started (by {launcher.name}), but only --input with --output"
@@ -96,7 +92,8 @@ def parse_flags(argv: list[str] | None, launcher: Launcher) -> argparse.Namespac
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
-    parser = Parser(prog="hvd-bert predict", description="Answer questions with a trained model, or predict.")
+    description = "Answer questions with a trained model, or predict."
+    parser = Parser(prog="hvd-bert predict", description=description, formatter_class=HelpFormatter)
     parser.add_argument(
         "model", metavar="MODEL", type=str, help="Output folder of a training, a checkpoint, or a hub name."
     )
@@ -116,38 +113,22 @@ def make_parser() -> argparse.ArgumentParser:
         help="Write the answers or predictions for all of --input: .jsonl, .csv or .parquet. (default: print a few"
         " answers)",
     )
+    parser.add_argument("--overwrite", action="store_true", help="Replace an existing --output FILE. (default: False)")
     parser.add_argument(
         "--n_best",
         metavar="N",
         type=int,
+        limits=Limits(minimum=0),
         help="Candidates per answer in the file; 0: leave them out. (default: all of --n_best_size)",
     )
-    for name, default in (("question", "question"), ("context", "context"), ("answer", "answers")):
-        parser.add_argument(
-            f"--{name}_column",
-            metavar="NAME",
-            type=str,
-            default=default,
-            help=f"Column of the {name}s, in files of flat rows. (default: %(default)s)",
-        )
-    for name, kind in SETTINGS.items():
-        default = "as trained, else at most 384" if name == "max_seq_length" else "as trained"
-        metavar = "N" if kind is int else "X"
-        parser.add_argument(f"--{name}", metavar=metavar, type=kind, help=f"{FLAGS[name].help} (default: {default})")
+    for name in ("question_column", "context_column", "answer_column", "cpu_kernels", "per_device_eval_batch_size"):
+        add_flag(parser, name, FLAGS[name].default, FLAGS[name].shown_default)
+    for name in (name for name in ANSWERING if name != SWITCH):
+        add_flag(parser, name, None, "as trained, else at most 384" if name == "max_seq_length" else "as trained")
+    # Not add_flag, whose switches take a value: MODEL may follow.
+    parser.add_argument("--bf16", action="store_true", help="Compute in bf16 instead of fp32. (default: False)")
     parser.add_argument(
         f"--{SWITCH}", action="store_true", default=None, help="Allow 'no answer'. (default: as trained)"
-    )
-    parser.add_argument("--bf16", action="store_true", help="Compute in bf16 instead of fp32. (default: False)")
-    kernels = FLAGS["cpu_kernels"]
-    parser.add_argument(
-        "--cpu_kernels", choices=kernels.choices, default="auto", help=f"{kernels.help} (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--per_device_eval_batch_size",
-        metavar="N",
-        type=int,
-        default=8,
-        help="Number of windows that the model takes at once. (default: %(default)s)",
     )
     return parser
 

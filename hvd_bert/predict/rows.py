@@ -8,13 +8,13 @@ from typing import Any
 import pyarrow as pa
 
 from hvd_bert.config import command_line
-from hvd_bert.config.command_line import words_of
-from hvd_bert.distributed.world import World, log
-from hvd_bert.errors import EXIT_BAD_INPUT, UserError, as_user_error
+from hvd_bert.config.data import ANSWERING
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import UserError, as_user_error, log
 from hvd_bert.model.bert import place
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.precision import set_precision
-from hvd_bert.predict.writing import appearing, claim, writing
+from hvd_bert.predict.writing import appearing, check, writing
 from hvd_bert.tasks.base import task_class
 from hvd_bert.tasks.dataset import DatasetTask
 from hvd_bert.tasks.rows import read_rows
@@ -22,8 +22,10 @@ from hvd_bert.tasks.rows import read_rows
 
 def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> None:
     """Predict for the rows of --input and write them, with the predictions as columns, to --output. A collective."""
+    check(flags.output, flags.overwrite, world)
     with world.raise_on_all_ranks():
-        config = command_line.parse(_words(flags, task_name))
+        # As the trainer evaluates the model.
+        config = command_line.parse(["--no_do_train", "--no_do_eval"], _settings(flags, task_name))
         set_precision(config.train)
         kernels.start(config.train.cpu_kernels, config.train.precision, world.device)
         kind = task_class(task_name)
@@ -32,9 +34,6 @@ def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> Non
         rows = read_rows(flags.input, "--input")
         task = kind(config, world)
     world.check_same({f"--{name}": value for name, value in config.as_flat().items()})
-    with writing(flags.output, world, EXIT_BAD_INPUT):
-        if world.rank == 0:
-            claim(flags.output)
     place(task.model, world.device)
     found = task.predict(rows)
     with writing(flags.output, world):
@@ -45,15 +44,12 @@ def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> Non
     log.info("%s: predictions for %d row(s)", flags.output, len(rows))
 
 
-def _words(flags: argparse.Namespace, task_name: str) -> list[str]:
-    """The command line with which the trainer would evaluate the model."""
-    given = {name: getattr(flags, name) for name in flags.settings if getattr(flags, name) is not None}
-    given |= {
+def _settings(flags: argparse.Namespace, task_name: str) -> dict[str, Any]:
+    given = {name: getattr(flags, name) for name in ANSWERING if getattr(flags, name) is not None}
+    return given | {
         "task": task_name, "model_name_or_path": flags.model, "bf16": flags.bf16, "cpu_kernels": flags.cpu_kernels,
         "per_device_eval_batch_size": flags.per_device_eval_batch_size, "strategy": flags.strategy,
     }  # fmt: skip
-    words = [word for name, value in given.items() for word in words_of(name, value)]
-    return [*words, "--no_do_train", "--no_do_eval"]
 
 
 def _with_columns(table: pa.Table, task_name: str, found: Any) -> pa.Table:

@@ -14,11 +14,9 @@ from pyarrow.csv import CSVWriter
 from pyarrow.parquet import ParquetWriter
 
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import EXIT_FAILURE
-from hvd_bert.storage import written
-from hvd_bert.storage.writing import make_folder, replacing, writing_to
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE
+from hvd_bert.storage.writing import check_output, make_folder, replacing, writing_to
 
-COMMAND = "predict"  # in the record of a folder
 Write = Callable[[pa.Table], object]
 
 
@@ -29,17 +27,18 @@ def writing(path: Path, world: World, status: int = EXIT_FAILURE) -> Iterator[No
         yield
 
 
-def claim(path: Path) -> None:
-    """Record that this program writes the file. Raises OSError, also if it is of another program."""
-    make_folder(path.parent)
-    written.claim(path.parent, path.name, command=COMMAND)
+def check(path: Path, overwrite: bool, world: World) -> None:
+    """Create the folder of --output, and refuse a file that cannot be written or replaced. A collective."""
+    with writing(path, world, EXIT_BAD_INPUT):
+        if world.rank == 0:
+            make_folder(path.parent)
+            check_output(path, overwrite)
 
 
 @contextmanager
 def appearing(path: Path, schema: pa.Schema) -> Iterator[Write]:
-    """Writes tables to a file that replaces `path` unless the block raises. Raises OSError, also as `claim`."""
-    claim(path)
-    with replacing(path, durable=True) as new:
+    """Writes tables to a file that replaces `path`, or its target, unless the block raises. Raises OSError."""
+    with replacing(path.resolve(), durable=True) as new:
         if path.suffix == ".jsonl":
             file: Any = new.open("w", encoding="utf-8", newline="")  # closed below
             write: Write = partial(_write_lines, file)

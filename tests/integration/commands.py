@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from launch import SAMPLE, TRAIN, Outcome
 
-from hvd_bert.config.command_line import overriding
+from hvd_bert.config.command_line import override_argv
 
 # "[1,0]<stdout>:" of horovodrun --mpi, "[0]<stdout>:" of --gloo
 _PREFIX = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
@@ -33,7 +33,7 @@ def small_run(size: int, out: Path | str, *flags: str | float | Path, preset: st
     words += ["--max_train_samples", 33, "--max_eval_samples", 7, "--num_train_epochs", 2]
     words += ["--per_device_train_batch_size", GLOBAL_BATCH // size, "--logging_steps", 1, "--dropout", 0]
     words += ["--output_dir", out]
-    return [*TRAIN, *overriding([str(word) for word in words], [str(flag) for flag in flags])]
+    return [*TRAIN, *override_argv([str(word) for word in words], [str(flag) for flag in flags])]
 
 
 def said(outcome: Outcome) -> str:

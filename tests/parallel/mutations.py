@@ -19,17 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_bert.config.data import TASKS
+from hvd_bert.config.settings import STRATEGIES, TASKS
 from hvd_bert.data.batch_plan import BatchPlan, Ids
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.distributed.world import World
-from hvd_bert.strategies import base
 from hvd_bert.strategies.horovod import HorovodStrategy
-from hvd_bert.tasks.base import load_task
-from hvd_bert.tasks.dataset import ExampleBatch
+from hvd_bert.tasks.base import MicroBatch, load_task
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.doctor import __main__ as doctor
 from hvd_bert.tools.doctor import prove
+from hvd_bert.training.start import Start
 
 ALL = ", on all ranks"
 
@@ -115,7 +114,7 @@ class Mutant(HorovodStrategy):
         self.mutate("average", self.weight.grad)
 
     def clip_to(self, norm: float) -> None:
-        self.options = replace(self.options, max_grad_norm=norm)
+        self.options = replace(self.options, train=replace(self.options.train, max_grad_norm=norm))
 
     def add(self, key: str, value: float) -> None:
         for group in self.optimizer.param_groups:
@@ -140,7 +139,7 @@ class MutantPlan(BatchPlan):
 
 
 class MutantTask(QuestionAnswering):
-    def batch(self, ids: Ids) -> ExampleBatch:
+    def batch(self, ids: Ids) -> MicroBatch:
         batch = super().batch(ids)
         assert self.plan
         (expected,) = self.plan.rank_windows(Now.step - 1, self.world.rank)
@@ -149,7 +148,7 @@ class MutantTask(QuestionAnswering):
             Now.mutated("batch", self.world.rank, Now.step, batch.content.input_ids[0, 1])
         return batch
 
-    def losses(self, model: Any, batch: ExampleBatch) -> Any:
+    def losses(self, model: Any, batch: MicroBatch) -> Any:
         losses = super().losses(model, batch)
         if model is not self.model or not self.plan:  # in one process
             return losses
@@ -160,7 +159,7 @@ class MutantTask(QuestionAnswering):
 def main(world: World) -> None:
     folder, stride = Path(sys.argv[1]), int(sys.argv[2])
     sys.argv[1:] = FLAGS
-    base.STRATEGY_CLASSES["horovod"] = "mutations:Mutant"
+    STRATEGIES["horovod"] = "mutations:Mutant"
     TASKS["question-answering"] = "mutations:MutantTask"
     _, config = doctor.parse_proof(sys.argv[1:])
     loaded, found, right = load_task(config, world), {}, None
@@ -168,7 +167,7 @@ def main(world: World) -> None:
         Now.kind = kind
         task = copy.copy(loaded)
         task.model, task.plan = copy.deepcopy(loaded.model), MutantPlan(**vars(loaded.plan) | {"parts": FILES})
-        proof = prove.prove(task, config, world)
+        proof = prove.prove(Start(config, task), world)
         after = [[row["Copies"] for row in step["ranks"]] for step in proof.steps[-1:]]
         right = right or after
         found[f"{kind}: rank {Now.rank}, step {Now.step}"] = {"changed": after != right, "failures": proof.failures}

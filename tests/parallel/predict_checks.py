@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.predict import answerer
 from hvd_bert.predict.__main__ import parse_flags
 from hvd_bert.predict.answering import answer_file
-from hvd_bert.storage import written
 
 ANSWERS = "predicted/answers.jsonl"
 
@@ -58,7 +58,7 @@ def file_is_answered_as_by_one_rank(ranks: Ranks) -> None:
             failing.setattr(answerer.QuestionAnswerer, "answers_of_block", fail_on_the_last_rank)
             answer_file(flags, world)
         if world.rank == 0:
-            assert [path.name for path in (folder / ANSWERS).parent.iterdir()] == [written.RECORD]
+            assert os.listdir((folder / ANSWERS).parent) == []
         answer_file(flags, world)
     if world.rank == 0:
-        assert {path.name for path in (folder / ANSWERS).parent.iterdir()} == {"answers.jsonl", written.RECORD}
+        assert os.listdir((folder / ANSWERS).parent) == ["answers.jsonl"]

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.storage import written
-
 WORK: dict[str, Any] = {
     "--dropout": 0.0,
     "--learning_rate": 5e-5,
@@ -130,29 +128,27 @@ class PretendedRuns:
         self.during: Callable[[Path, dict[str, str]], None] | None = None  # writes what a run has written half-way
 
     def __call__(
-        self, command: Sequence[str], environ: Mapping[str, str], log: object, timeout: float, watch: Any = None
+        self, command: Sequence[str], environ: Mapping[str, str], log: object, timeout: float, watch: Callable[[], None]
     ) -> int | None:
         given = dict(word.lstrip("-").split("=", 1) for word in command if word.startswith("--") and "=" in word)
         folder = Path(given["output_dir"])
         label = self.label_of(folder, command, environ)
         self.started.append(label)
         self.environs.append(environ)
-        if watch and self.during:
+        if self.during:
             self.during(folder, given)
             watch()
         end = next((end for part, end in self.ends.items() if part in label), 0)
         if isinstance(end, Exception):
-            written.add(folder, "train_config.yaml")
             (folder / "train_config.yaml").write_text("half: true\n")
             raise end
         if end == 0:
-            assert (folder / "log.txt").read_text().startswith("$ ")
+            assert (folder / "run.log").read_text().startswith("$ ")
             made = self.make(folder / "run", given, label)
             (made / "model.safetensors").write_bytes(b"")
-            written.add(folder, *(file.name for file in made.iterdir()))
             for file in made.iterdir():
                 file.rename(folder / file.name)
             made.rmdir()
         else:
-            (folder / "log.txt").write_text("noise\n[1,0]<stderr>:hvd_bert: bad input\nmessage of the launcher\n")
+            (folder / "run.log").write_text("noise\n[1,0]<stderr>:hvd_bert: bad input\nmessage of the launcher\n")
         return end

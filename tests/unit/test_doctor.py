@@ -10,14 +10,17 @@ import sys
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tables import each
 
 from hvd_bert import machine
+from hvd_bert.config.command_line import parse
+from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.launch import Launcher, LaunchError
-from hvd_bert.distributed.world import CollectiveError, RankInfo
+from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command
@@ -379,14 +382,10 @@ def test_kernels_next_to_torchs_own(seconds, chosen, status, words):
     ],
 )
 def test_an_error_is_right_only_within_its_bound_and_a_check_only_after_a_comparison(error, bound, right):
-    flags = SimpleNamespace(train=SimpleNamespace(adam_beta1=0.9), parallel=SimpleNamespace())
-    flags.parallel.fp16_allreduce = flags.parallel.bf16_allreduce = False
-    plan = SimpleNamespace(rank_windows=lambda step, rank: [[0]])
-    training = SimpleNamespace(plan=plan, task=SimpleNamespace(batch=list))
-    training.world, training.batches = SimpleNamespace(rank=0, gpus=[]), SimpleNamespace(close=lambda: None)
-    proof = prove.Proof(training, object(), flags)
+    state: Any = SimpleNamespace(strategy=None, world=SimpleNamespace(rank=0))
+    compared: Any = object()
+    proof = prove.Proof(state, compared, compared, parse([]))
     proof.steps.append({"errors": {}})
     proof._bounded("Gradients", "weight", torch.tensor(error), torch.tensor(bound))
     status = {line.name: line.status for line in proof.lines()}
     assert (status["Gradients"] == OK) == right and status["Updates"] == FAILURE
-    proof.training.batches.close()

@@ -11,8 +11,8 @@ from documented import undocumented
 from tables import each
 
 from hvd_bert.distributed import horovodrun
+from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.horovodrun import read_hostfile, slots_of
-from hvd_bert.distributed.world import RankInfo
 from hvd_bert.errors import UserError
 from hvd_bert.tools.doctor import __main__ as command
 from hvd_bert.tools.doctor import hosts

@@ -105,7 +105,7 @@ def test_doctor_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     assert doctor.main(["--log", str(log)]) == 0
     log.write_text("")
     assert doctor.main(["--log", str(log)]) == 0
-    shown = [f"First failure: {first}", json.dumps({"first_failure": first}), "First failure: KeyError: '\u241b[A'"]
+    shown = [f"First failure: {first}", json.dumps({"first_failure": first}), r"First failure: KeyError: '\x1b[A'"]
     assert capsys.readouterr().out.splitlines() == [*shown, f"No failure found in {log}."]
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from hvd_bert.tools.bench.goodput import Training
+from hvd_bert.errors import EXIT_STOPPED
+from hvd_bert.tools.bench.goodput import Goodput, Training, main
+from hvd_bert.tools.bench.launching import Launching
 from hvd_bert.tools.bench.noted import LOST, Account
+from hvd_bert.tools.bench.one_run import Stopped
 
 
 def notes(*rows: str) -> list[dict[str, Any]]:
@@ -38,5 +41,19 @@ def test_time_is_sorted_into_parts() -> None:
 
 def test_a_training_without_a_sign_of_life_ends(tmp_path: Path) -> None:
     command = ["sh", "-c", "echo waiting; sleep 600"]
-    training = Training(command, tmp_path / "log", tmp_path / "notes", kills=[], duration=600, timeout=0.5)
+    log, notes = tmp_path / "log", tmp_path / "notes"
+    training = Training(command, log, notes, kills=[], duration=600, timeout=0.5, check=lambda: None)
     assert training.run() == "waiting"
+
+
+def test_a_measurement_that_was_stopped_in_its_first_training_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(self: Goodput, *_: object) -> None:
+        (self.flags.out / "horovod-whole.log").write_text("")
+        raise Stopped("SIGTERM")
+
+    monkeypatch.setattr(Launching, "obstacle", lambda *_: "")
+    monkeypatch.setattr(Goodput, "_measure", stop)
+    for _ in range(2):
+        assert main(["--strategies", "horovod", "--out", str(tmp_path / "out")]) == EXIT_STOPPED

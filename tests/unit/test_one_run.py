@@ -32,9 +32,13 @@ def ends(number: str) -> bool:
     return bool(ready)
 
 
+def idle() -> None:
+    pass
+
+
 def test_a_run_that_takes_too_long_is_terminated(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
-        assert start_and_wait(["sh", "-c", LAUNCHER.format("")], os.environ, log, timeout=3) is None
+        assert start_and_wait(["sh", "-c", LAUNCHER.format("")], os.environ, log, 3, idle) is None
     assert ends((tmp_path / "log").read_text())
 
 
@@ -42,7 +46,7 @@ def test_a_launcher_that_cannot_be_started_fails_the_run(tmp_path: Path) -> None
     (tmp_path / "launcher").write_text("no program")  # and is not executable
     for name, reason in (("launcher", "Permission denied"), ("nowhere", "No such file or directory")):
         program = tmp_path / name
-        trained = one_run.train([str(program)], os.environ, tmp_path / "run", 60)
+        trained = one_run.train([str(program)], os.environ, tmp_path / "run", 60, idle)
         assert (trained.run, trained.status) == (None, 127)
         assert trained.reason == f"{program} cannot be started: {reason}"
 
@@ -50,13 +54,13 @@ def test_a_launcher_that_cannot_be_started_fails_the_run(tmp_path: Path) -> None
 @each("group", ["", "setsid "], ids=["the launcher's group", "its own session"])
 def test_ranks_of_a_launcher_that_was_killed_are_terminated(tmp_path: Path, group: str) -> None:
     with (tmp_path / "log").open("w") as log:
-        assert start_and_wait(["sh", "-c", f"{group}sleep 600 & echo $!; kill -9 $$"], os.environ, log, 60) == -9
+        assert start_and_wait(["sh", "-c", f"{group}sleep 600 & echo $!; kill -9 $$"], os.environ, log, 60, idle) == -9
     assert not psutil.pid_exists(int((tmp_path / "log").read_text()))  # before the next run starts
 
 
 def test_what_ran_before_a_run_is_not_terminated(tmp_path: Path) -> None:
     with started(["sleep", "600"]) as other, (tmp_path / "log").open("w") as log:
-        assert start_and_wait(["sh", "-c", "sleep 600 & kill -9 $$"], os.environ, log, 60) == -9
+        assert start_and_wait(["sh", "-c", "sleep 600 & kill -9 $$"], os.environ, log, 60, idle) == -9
         assert other.poll() is None
         other.kill()
 
@@ -64,9 +68,9 @@ def test_what_ran_before_a_run_is_not_terminated(tmp_path: Path) -> None:
 @each("name", ["INT", "USR1"])
 def test_a_signal_terminates_the_run_and_is_raised(tmp_path: Path, name: str) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match=f"SIG{name}"), signals():
+    with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match=f"SIG{name}"), signals() as check:
         command = ["sh", "-c", LAUNCHER.format(f"kill -{name} {os.getpid()}; ")]
-        start_and_wait(command, os.environ, log, 60)
+        start_and_wait(command, os.environ, log, 60, check)
     assert ends((tmp_path / "log").read_text())
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -79,22 +83,22 @@ def test_a_signal_during_a_finalizer_terminates_the_run(tmp_path: Path) -> None:
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
 
-    with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match="SIGINT"), signals():
-        start_and_wait(["sleep", "600"], os.environ, log, 20, watch=lambda: Kept() and None)
-    with (tmp_path / "log").open("w") as log, signals():
-        assert start_and_wait(["true"], os.environ, log, 60) == 0  # the earlier signal does not stop it
+    with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match="SIGINT"), signals() as check:
+        start_and_wait(["sleep", "600"], os.environ, log, 20, watch=lambda: check() or (Kept() and None))
+    with (tmp_path / "log").open("w") as log, signals() as check:
+        assert start_and_wait(["true"], os.environ, log, 60, check) == 0  # the earlier signal does not stop it
 
 
 def test_repeated_signals_terminate_the_run(tmp_path: Path) -> None:
     command = ["sh", "-c", LAUNCHER.format(f"for i in 1 2 3 4 5; do kill -INT {os.getpid()}; done; ")]
-    with (tmp_path / "log").open("w") as log, pytest.raises(Stopped), signals():
-        start_and_wait(command, os.environ, log, 60)
+    with (tmp_path / "log").open("w") as log, pytest.raises(Stopped), signals() as check:
+        start_and_wait(command, os.environ, log, 60, check)
     assert ends((tmp_path / "log").read_text())
 
 
 def test_a_run_ends_if_its_sweep_is_killed() -> None:
     program = "import os, sys; from hvd_bert.tools.bench.one_run import start_and_wait as s; "
-    program += f"s(['sh', '-c', {LAUNCHER.format('')!r}], os.environ, sys.stdout, 600)"
+    program += f"s(['sh', '-c', {LAUNCHER.format('')!r}], os.environ, sys.stdout, 600, lambda: None)"
     with started([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
         rank = os.pidfd_open(int(parent.stdout.readline()))

@@ -105,7 +105,7 @@ def test_a_page(browser: Any, tmp_path: Path, several: bool) -> None:
     assert browser.title.startswith("Report on 4 runs" if several else "Run ")
     assert browser.execute_script("return document.querySelectorAll('img:not([src^=\"data:\"]), main b').length") == 0
     text = browser.execute_script("return document.body.textContent")
-    assert text.count("onerror=") > 1 and "\x1b" not in text and "\u241b[31m" in text
+    assert text.count("onerror=") > 1 and "\x1b" not in text and r"\x1b[31m" in text
     assert drawn(browser, page, 360).keys() == charts.keys(), "on a phone"
     browser.execute_script("document.querySelectorAll('details').forEach(details => details.open = true)")
     root = "document.documentElement"

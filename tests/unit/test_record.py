@@ -32,7 +32,7 @@ def unfinished(folder: Path, *events: dict[str, Any]) -> Path:
 
 def page(folder: Path) -> str:
     """The page as Markdown, by the command."""
-    assert main([str(folder), "--out", str(folder.parent / "page")]) == 0
+    assert main([str(folder), "--out", str(folder.parent / "page"), "--overwrite"]) == 0
     return (folder.parent / "page" / "report.md").read_text()
 
 

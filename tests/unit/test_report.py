@@ -32,7 +32,7 @@ def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 def report(folder: Path, *flags: str) -> list[dict[str, str]]:
     """The rows of report.csv for the runs in `folder`/runs."""
-    assert main([str(folder / "runs"), "--out", str(folder / "out"), *flags]) == 0
+    assert main([str(folder / "runs"), "--out", str(folder / "out"), "--overwrite", *flags]) == 0
     return read_csv(folder / "out" / "report.csv")
 
 

@@ -295,7 +295,7 @@ def test_a_failing_point_is_a_row_and_the_sweep_continues(pretended, start, tmp_
     record = rows(tmp_path)
     failed = record["horovod-2-strong-1"]
     assert failed["state"] == "failed" and failed["reason"].startswith("bad input (status 1; ")
-    assert (tmp_path / "out" / "horovod-2-strong-1" / "log.txt").exists()
+    assert (tmp_path / "out" / "horovod-2-strong-1" / "run.log").exists()
     assert "--timeout 3600 s" in record["none-1-strong-2"]["reason"]
     assert record["horovod-2-strong-3"]["reason"].startswith("not run")
     assert "5 done, 0 skipped, 4 failed" in capsys.readouterr().out

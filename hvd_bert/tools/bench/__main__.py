@@ -12,6 +12,11 @@ Without a second word it trains on the ranks that the launcher starts (speed.py)
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from hvd_bert.streams import end_when_interrupted
+
+    end_when_interrupted()
+
 import argparse
 import importlib
 import sys
@@ -65,6 +70,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="Also write the figures to this JSON file. (default: none)"
     )
+    parser.add_argument("--overwrite", action="store_true", help="Replace an existing --json FILE. (default: False)")
     return parser
 
 
@@ -75,7 +81,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         parser.print_help()
         sys.exit(EXIT_OK)
     flags, rest = parser.parse_known_args(argv)
-    given = command_line.names_of(rest)
+    given = command_line.flag_names(rest)
     flags.random = not names_data(rest)
     if not flags.random and flags.model:
         raise UserError("--model applies to random windows only. Omit it if you name the data.")
@@ -87,7 +93,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         raise UserError("--do_train: the benchmark always trains and does nothing else. Remove the flag.")
     total = flags.steps * (flags.repeats + 1)
     ours = ["--no_do_eval", "--eval_strategy=no", "--save_steps=0", f"--max_steps={total}"]
-    config = command_line.parse(command_line.overriding(rest, [*ours, f"--logging_steps={flags.steps}"]))
+    config = command_line.parse(command_line.override_argv(rest, [*ours, f"--logging_steps={flags.steps}"]))
     config.train.refuse_auto("hvd-bert bench")
     return flags, config
 

@@ -28,14 +28,13 @@ import psutil
 from hvd_bert.config.parser import LARGEST, MAX_SECONDS, Limits, Parser
 from hvd_bert.distributed.slurm import IN_SWEEP
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UserError
-from hvd_bert.storage import written
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import keep_running
 from hvd_bert.tools.bench import noted, record
 from hvd_bert.tools.bench import points as planning
 from hvd_bert.tools.bench.launching import TRAIN, Launching, Machine
 from hvd_bert.tools.bench.noted import LOST, Account, Notes
-from hvd_bert.tools.bench.one_run import Stopped, exit_status, failure_in, start_and_wait
+from hvd_bert.tools.bench.one_run import Stopped, Watch, exit_status, failure_in, start_and_wait
 from hvd_bert.tools.bench.points import Plan, Point
 from hvd_bert.tools.rendering import percent, seconds
 from hvd_bert.tools.rendering.page import Grid
@@ -65,6 +64,7 @@ class Training:
     kills: list[tuple[float, float]]
     duration: float
     timeout: float
+    check: Watch  # raises Stopped after a signal
     launches: int = 0
 
     def run(self) -> str:
@@ -88,6 +88,7 @@ class Training:
 
     def _watch(self, notes: Notes) -> None:
         """Every second: kill a rank if that is due within the next. Raises Over."""
+        self.check()
         found, now = noted.read(self.path), time.time()  # once: an hour's steps take a while
         start = first_begin(found)
         heard = max([self.launched, *(note["time"] for note in found if note["what"] != "kill")])
@@ -131,6 +132,7 @@ class Goodput:
     flags: argparse.Namespace
     plan: Plan
     machine: Machine
+    check: Watch
 
     def run(self, argv: Sequence[str]) -> int:
         """Measure what the record lacks, then print the table and draw the figure. Returns the exit status."""
@@ -141,10 +143,12 @@ class Goodput:
         same = {f"--{name}": getattr(flags, name) for name in given} | self._launching("").record()
         same["the trainer's flags"] = self.plan.common_flags()
         now = {"command": ["hvd-bert", "bench", "goodput", *argv], **self.machine.record()}
+        content = {"same": same, **now, "strategies": rows}
 
         def begin() -> None:
             previous = record.read_previous(out / FILE, dict[str, Any], same, "measurement")
             rows.update(previous.get("strategies", {}))
+            record.replace(out / FILE, content)  # by which the folder is recognized if this is interrupted
 
         with record.opened(out, FILE, begin), writing_to("--out", out):
             for name in flags.strategies:
@@ -153,7 +157,7 @@ class Goodput:
                 if "share" not in rows.get(name, {}):
                     passes = config.train.gradient_accumulation_steps
                     rows[name] = {"skipped": obstacle} if obstacle else self._measure(name, point, passes)
-                    record.replace(out / FILE, {"same": same, **now, "strategies": rows})
+                    record.replace(out / FILE, content)
                 print(f"{name}: {', '.join(f'{key} {rows[name][key]}' for key in SHOWN if key in rows[name])}")
             measured = {name: row for name, row in rows.items() if "share" in row}
             if measured:
@@ -179,13 +183,16 @@ class Goodput:
         kills = kill_times(flags.every, flags.duration, flags.kill_seed)
         for label, times, duration in (("whole", [], min(flags.duration, WHOLE_S)), ("killed", kills, flags.duration)):
             folder, log, notes = (out / f"{name}-{label}{suffix}" for suffix in ("", ".log", ".jsonl"))
-            written.remove(folder, written.names(folder))  # of an earlier, interrupted command
+            if folder.exists():  # of an earlier, interrupted command
+                from hvd_bert.output import output_dir  # brings torch
+
+                output_dir.clear(folder)
             notes.unlink(missing_ok=True)
             words = [*self.plan.trainer_flags(point, passes, folder), "--overwrite_output_dir=false"]
             words += [f"--elastic={name == ELASTIC}"]
             command = self._launching(name).command(point, [str(notes), *words])
             command = [RANK if word == TRAIN[-1] else word for word in command]
-            training = Training(command, log, notes, times, duration, flags.timeout)
+            training = Training(command, log, notes, times, duration, flags.timeout, self.check)
             failure = training.run()
             if failure:
                 return {"failed": f"{failure} ({log})"}
@@ -232,10 +239,10 @@ def figure(rows: Mapping[str, Mapping[str, Any]]) -> bytes:
 
 def main(argv: Sequence[str]) -> int:
     """The command. Returns the exit status."""
-    return exit_status(lambda: _goodput(argv))
+    return exit_status(partial(_goodput, argv))
 
 
-def _goodput(argv: Sequence[str]) -> int:
+def _goodput(argv: Sequence[str], check: Watch) -> int:
     flags, rest = make_parser().parse_known_args(argv)
     for name in flags.strategies:
         if name not in STRATEGIES:
@@ -248,7 +255,7 @@ def _goodput(argv: Sequence[str]) -> int:
         threads=Launching("auto", (), None, machine).threads(os.environ),
         flags=("--save_steps=50", *rest),
     )
-    return Goodput(flags, plan, machine).run(argv)
+    return Goodput(flags, plan, machine, check).run(argv)
 
 
 def make_parser() -> Parser:

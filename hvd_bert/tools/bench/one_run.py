@@ -20,17 +20,16 @@ import psutil
 
 from hvd_bert.distributed.slurm import IN_SWEEP
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_STOPPED, UserError
-from hvd_bert.storage import written
-from hvd_bert.storage.writing import make_folder, writing_to
+from hvd_bert.storage.writing import delete, make_folder, writing_to
 from hvd_bert.tools.bench.record import locked
 from hvd_bert.tools.runs import reading
 from hvd_bert.tools.runs.failure import first_failure, read_lines, split_mark
 from hvd_bert.tools.runs.reading import Run
-from hvd_bert.tools.runs.record import RESULTS
+from hvd_bert.tools.runs.record import EVENTS, METRICS, RESULTS
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 TO_END_S = 40  # longer than torchrun gives ranks that do not respond; horovodrun over MPI waits for them
-LOG = "log.txt"
+LOG, MODEL = "run.log", "model.safetensors"
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 EXIT_NOT_STARTED = 127  # a shell's status for a missing program
 _GUARD = """
@@ -50,26 +49,31 @@ class Stopped(Exception):
     then = "Rerun the same command to resume."
 
 
-_received: list[str] = []  # names of signals: Python drops what a handler raises in a finalizer or inside a fork
+Watch = Callable[[], None]
 
 
 @contextmanager
-def signals() -> Iterator[None]:
-    """Make SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 raise Stopped inside the block."""
+def signals() -> Iterator[Watch]:
+    """Make SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 raise Stopped inside the block.
+
+    Yields a function that raises it again: Python drops what a handler raises in a finalizer or inside a fork.
+    """
+    received: list[str] = []
+
+    def check() -> None:
+        if received:
+            raise Stopped(received[-1])
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if _received:
+        if received:
             return  # the run is being terminated
         with suppress(OSError):  # not print: the signal may have interrupted one
             os.write(2, b"Stopping: terminating the current run.\n")
-        _received.append(signal.Signals(number).name)
-        raise Stopped(_received[-1])
+        received.append(signal.Signals(number).name)
+        check()
 
-    try:
-        with _handler(stop):
-            yield
-    finally:
-        _received.clear()
+    with _handler(stop):
+        yield check
 
 
 @contextmanager
@@ -83,11 +87,11 @@ def _handler(handle: Any) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def exit_status(command: Callable[[], int]) -> int:
+def exit_status(command: Callable[[Watch], int]) -> int:
     """Run a command made of trainings. Returns its status, 75 if a signal stops it, or 2 for bad input."""
     try:
-        with signals():
-            return command()
+        with signals() as check:
+            return command(check)
     except Stopped as stopped:
         print(f"Stopped by {stopped}. {stopped.then}".rstrip(), flush=True)
         return EXIT_STOPPED
@@ -107,13 +111,8 @@ class Trained:
     seconds: float
 
 
-Watch = Callable[[], None] | None
-
-
-def train(
-    command: Sequence[str], environ: Mapping[str, str], folder: Path, timeout: float, watch: Watch = None
-) -> Trained:
-    """Run a training with `folder`, without an earlier run's files, as its --output_dir; all output goes to its log.
+def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, timeout: float, watch: Watch) -> Trained:
+    """Run a training with `folder` as its --output_dir, which it overwrites; all output goes to its log.
 
     `watch`: see `start_and_wait`.
 
@@ -123,8 +122,9 @@ def train(
         with writing_to("--out", folder):
             make_folder(folder)
             with locked(folder, wait=True):
-                written.remove(folder, written.names(folder))
-                written.claim(folder, LOG)
+                # An earlier run's: the trainer removes them later, and not if it fails at the start.
+                for name in (RESULTS, METRICS, EVENTS, LOG, "log.txt"):
+                    delete(folder / name)
             log = stack.enter_context((folder / LOG).open("x", encoding="utf-8"))
             print(f"$ {shlex.join(command)}", file=log, flush=True)
         start = time.monotonic()
@@ -139,12 +139,12 @@ def train(
         except reading.Unusable as error:
             reason = str(error)
     with writing_to("--out", folder):
-        written.remove(folder, [RESULTS])  # else the point would count as done
+        delete(folder / RESULTS)  # else the point would count as done
     return Trained(None, reason, status, seconds)
 
 
 def start_and_wait(
-    command: Sequence[str], environ: Mapping[str, str], log: TextIO, timeout: float, watch: Watch = None
+    command: Sequence[str], environ: Mapping[str, str], log: TextIO, timeout: float, watch: Watch
 ) -> int | None:
     """Run a command; terminate it and its child processes after `timeout` s or at a signal. Returns its status.
 
@@ -163,12 +163,9 @@ def start_and_wait(
             )  # fmt: skip
             end = time.monotonic() + timeout
             while (left := end - time.monotonic()) > 0:
-                if _received:
-                    raise Stopped(_received[-1])
+                watch()
                 with suppress(subprocess.TimeoutExpired):
                     return process.wait(min(left, 1))
-                if watch:
-                    watch()
             return None
         except OSError as error:
             if process:

@@ -157,7 +157,7 @@ class Plan:
             f"--output_dir={folder}",
             "--overwrite_output_dir",  # the folder already holds the log
         ]
-        return command_line.overriding(self.flags_of(point.strategy), own)
+        return command_line.override_argv(self.flags_of(point.strategy), own)
 
     def length_flags(self) -> list[str]:
         """The trainer's flags for the length of a run."""
@@ -227,12 +227,12 @@ def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
     swept.
     """
     check_own(plan.flags, SET_BY_SWEEP, "a sweep")
-    if "per_device_train_batch_size" in command_line.names_of(plan.flags) and plan.scaling == STRONG:
+    if "per_device_train_batch_size" in command_line.flag_names(plan.flags) and plan.scaling == STRONG:
         raise UserError(
             "--per_device_train_batch_size: with --scaling strong the per-rank batch is --global_batch over the"
             " number of ranks. Use --global_batch, or --scaling weak."
         )
-    if plan.seeds and "seed" in command_line.names_of(plan.flags):
+    if plan.seeds and "seed" in command_line.flag_names(plan.flags):
         raise UserError("--seed: --seeds sets it for each run. Give one of the two flags.")
     _check_owned(plan)
     configs, refused = {}, {}
@@ -252,19 +252,19 @@ def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
 
 def names_data(flags: Sequence[str]) -> bool:
     """Whether the trainer's flags name the training data."""
-    return bool(command_line.names_of(flags) & DATA_FLAGS)
+    return bool(command_line.flag_names(flags) & DATA_FLAGS)
 
 
 def with_defaults(flags: Sequence[str], threads: int | None, defaults: Sequence[str] = DEFAULTS) -> list[str]:
     """The trainer's flags: defaults, then the user's, which override them. `threads`: per rank."""
     preset = [] if names_data(flags) else [f"--config={PRESET}"]
     ours = [*defaults, *([] if threads is None else [f"--num_threads={threads}"])]
-    return [*preset, *command_line.overriding(ours, flags)]
+    return [*preset, *command_line.override_argv(ours, flags)]
 
 
 def check_own(flags: Sequence[str], own: Mapping[str, str], who: str) -> None:
     """Raise UserError for a trainer's flag that `who` sets itself. `own`: those flags -> what to do instead."""
-    for name in sorted(command_line.names_of(flags) & own.keys()):
+    for name in sorted(command_line.flag_names(flags) & own.keys()):
         raise UserError(f"--{name}: {who} sets it for each run: {own[name]}.")
 
 

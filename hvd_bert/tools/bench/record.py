@@ -139,16 +139,14 @@ def _shown(value: Any) -> str:
 def locked(folder: Path, wait: bool) -> Iterator[None]:
     """Hold a folder's lock. A run locks its own folder in the same way.
 
-    If another process has locked it, waits or raises UserError.
+    If another process has locked it, waits or raises InUse.
     """
     try:
         lock = locks.take(folder / LOCK, wait=False)
     except locks.InUse as error:
         if not wait:
-            raise UserError(
-                f"--out {folder} is in use by another command ({error.holder}): wait until it ends."
-            ) from None
-        print(f"{folder} is still in use ({error.holder}): waiting until it is free", flush=True)
+            raise
+        print(f"{error} This command waits.", flush=True)
         lock = locks.take(folder / LOCK, wait=True)
     with lock:
         if lock.missing:

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -21,26 +22,27 @@ import torch
 from numpy.typing import NDArray
 from transformers import BertConfig
 
+from hvd_bert.config.run_plan import RunPlan
 from hvd_bert.config.settings import Config, ModelArguments
 from hvd_bert.data.sources import squad
 from hvd_bert.data.window_table import WindowTable
-from hvd_bert.distributed.world import World, log
-from hvd_bert.errors import EXIT_FAILURE, UserError
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import EXIT_FAILURE, UserError, log
 from hvd_bert.model.bert import new_model, place
-from hvd_bert.model.families import fit_flags, max_tokens
+from hvd_bert.model.families import check_precision, choose_padding, max_tokens
 from hvd_bert.model.loading import load_config, reported
+from hvd_bert.monitoring import PHASES
 from hvd_bert.monitoring.usage import memory_now, memory_peak
 from hvd_bert.output import run_folder
 from hvd_bert.storage.reading import GIB
-from hvd_bert.storage.writing import check_file, write_named, writing_to
+from hvd_bert.storage.writing import check_output, write_named, writing_to
 from hvd_bert.tasks.base import Task, load_task, weight_copies
-from hvd_bert.tasks.question_answering import QuestionAnswering, QuestionSet
+from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.bench import measure
 from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.training.loop import Training
-from hvd_bert.training.start import set_up
+from hvd_bert.training.start import Start, prepare, set_up
 
-GENERATOR = "hvd_bert.bench"  # the first value of --json's file, which marks it as this program's
 # name -> label and format
 FIGURES = {
     "windows_per_s": ("windows/s", "{:.2f}"),
@@ -49,11 +51,11 @@ FIGURES = {
     "useful_gflops": ("useful GFLOP/s, all ranks", "{:.1f}"),
     "matmul_utilization": ("share of the measured matmul peak", "{:.3f}"),
     "mfu": ("MFU, share of the vendor's peak", "{:.3f}"),
-    "data_share": ("waiting for batches, share of the step", "{:.4f}"),
-    "compute_share": ("forward and backward", "{:.4f}"),
-    "exposed_comm_share": ("exposed communication", "{:.4f}"),
-    "optimizer_share": ("clipping and optimizer", "{:.4f}"),
-    "other_share": ("everything else", "{:.4f}"),
+    **{
+        f"{phase}_share": (f"share of the step: {name}", "{:.4f}")
+        for phase, name in PHASES.items()
+        if phase != "checkpoint"
+    },
 }
 
 
@@ -65,7 +67,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     with world.raise_on_all_ranks():
         if flags.json and world.rank == 0:
             with writing_to("--json", flags.json):
-                flags.json = check_file(flags.json, f'"generator": "{GENERATOR}"')
+                flags.json = check_output(flags.json, flags.overwrite)
         task: Task
         if flags.random:
             count = config.train.windows_per_step(world.size * world.devices) * config.train.max_steps
@@ -73,6 +75,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
         else:
             task = load_task(config, world)
     assert task.plan is not None
+    config = RunPlan(padding=task.padding).applied_to(config)
     inputs = {"the model": str(getattr(task.model, "config", task.model)), "tokens": int(task.plan.lengths.sum())}
     world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | inputs)
     place(task.model, world.device, config.train.torch_compile)
@@ -80,12 +83,12 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     with world.raise_on_all_ranks(EXIT_FAILURE):
         if world.rank == 0:
             record = {
-                "generator": GENERATOR,
+                "generator": "hvd_bert.bench",
                 "command": sys.argv[1:],
                 "settings": config.as_flat(),
                 "unit": task.unit,
                 **figures,
-                **run_folder.facts(config.as_flat(), config.train.precision, world),
+                **run_folder.environment_facts(config, world),
             }
             _print_table(record, flags.json)
 
@@ -98,10 +101,9 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
     tokens = int(plan.rank_tokens(0)[world.rank] / plan.accumulation)
     world.allgather(None)  # all ranks measure at the same time, as they train
     peak = _matmul_peak(task, tokens, device, args.precision)
-    with tempfile.TemporaryDirectory() as folder:
-        args.output_dir = folder  # GPU usage is recorded there
-        Training(task, None, None, config, world).run(recorder)
-    args.output_dir = None
+    start = Start(config, task)
+    with tempfile.TemporaryDirectory() as folder:  # GPU usage is recorded there
+        Training(start.in_folder(Path(folder)), prepare(start, world), None, recorder, world).run()
     used = memory_peak(device) - before
     timed = range(flags.steps, args.max_steps)
     needed = measure.memory_needed(task, world, timed, args.precision)
@@ -195,7 +197,9 @@ def random_task(model: str | None, num_windows: int, config: Config, world: Worl
     if model is not None and not Path(model).exists():
         raise UserError(f"--model {model}: no such folder or file. Name an encoder's folder or its config.json.")
     shape = load_config(model, ModelArguments(model_name_or_path=model), copies) if model else BertConfig()
-    fit_flags(shape, args.precision, data)
+    check_precision(shape, args.precision)
+    data = replace(data, padding=choose_padding(shape, data.padding))
+    config = replace(config, data=data)
     lengths = lengths_like_squad(num_windows, min(data.max_seq_length, max_tokens(shape)), args.seed)
     table = random_windows(lengths, shape.vocab_size, args.seed)
     source = squad.from_questions("random windows", [])
@@ -206,8 +210,9 @@ def random_task(model: str | None, num_windows: int, config: Config, world: Worl
     class RandomWindows(QuestionAnswering):
         def load(self, config: Config) -> None:
             self.use_model(network)
-            self.use(QuestionSet(source, table), None)
+            self.train = self.question_set(source, table)
 
     task = RandomWindows(config, world)
+    task.padding = data.padding
     task.add_adapters(config)
     return task

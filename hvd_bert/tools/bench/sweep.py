@@ -5,7 +5,7 @@
         --train_file train-v1.1.json --model_name_or_path bert-base-uncased --global_batch 64 --steps 100
     sbatch scripts/scaling.slurm --strategies none,horovod,ddp --ranks 1,2,4
 
-Each point is a run of `python -m hvd_bert.train` in its own folder under --out, with its output in log.txt.
+Each point is a run of `python -m hvd_bert.train` in its own folder under --out, with its output in run.log.
 `hvd-bert report OUT` makes tables and plots of them. Rerun the same command to resume.
 Exit status: 0 every point is done or cannot run here, 1 some failed, 2 bad input, 75 stopped by a signal.
 """
@@ -27,16 +27,16 @@ from hvd_bert.config.parser import LARGEST, MAX_RUNS, Limits, Parser, shortened
 from hvd_bert.distributed import slurm
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
-from hvd_bert.storage import written
-from hvd_bert.storage.writing import check_folder, writing_to
+from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import keep_running
 from hvd_bert.tools.bench import launching as launches
 from hvd_bert.tools.bench import points as planning
 from hvd_bert.tools.bench.launching import Launching, Machine
-from hvd_bert.tools.bench.one_run import LOG, Stopped, exit_status, train
+from hvd_bert.tools.bench.one_run import LOG, MODEL, Stopped, Watch, exit_status, train
 from hvd_bert.tools.bench.points import Plan, Point
 from hvd_bert.tools.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Result, SweepRecord, opened
 from hvd_bert.tools.rendering import seconds
+from hvd_bert.tools.report import files
 from hvd_bert.tools.report.comparability import STRONG
 from hvd_bert.tools.runs import reading
 from hvd_bert.tools.runs.reading import SWEEP
@@ -47,14 +47,15 @@ FAILURES = 2  # in a row; then the setting's other repeats are not run
 
 def main(argv: Sequence[str]) -> int:
     """The command. Returns the exit status."""
-    return exit_status(lambda: _sweep(argv))
+    return exit_status(partial(_sweep, argv))
 
 
-def _sweep(argv: Sequence[str]) -> int:
+def _sweep(argv: Sequence[str], check: Watch) -> int:
     flags, rest = make_parser().parse_known_args(argv)
+    flags.overwrite = flags.overwrite or (flags.out / SWEEP).exists()  # a sweep that resumes replaces its own report
     if flags.report:
         with writing_to("--report", flags.report):
-            check_folder(flags.report)
+            files.check(flags.report, flags.overwrite)
     keep_running()
     launching = launches.chosen(flags, Machine.here(os.environ))
     threads = launching.threads(os.environ)
@@ -65,7 +66,7 @@ def _sweep(argv: Sequence[str]) -> int:
         epochs=flags.epochs,
         seeds=tuple(dict.fromkeys(flags.seeds)),
     )
-    return Sweep(plan, launching, flags.out, flags.timeout, flags.requeue, argv).run(flags.report)
+    return Sweep(plan, launching, flags, argv, check).run()
 
 
 def make_parser() -> Parser:
@@ -119,6 +120,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--report", metavar="DIR", type=Path, help="Also write the report to this folder. (default: none)"
     )
+    parser.add_argument("--overwrite", action="store_true", help="Replace a report in --report DIR. (default: False)")
     return parser
 
 
@@ -133,14 +135,14 @@ class Sweep:
     """A plan, its launcher and folder, and its progress."""
 
     def __init__(
-        self, plan: Plan, launching: Launching, out: Path, timeout: float, requeue: str, argv: Sequence[str]
+        self, plan: Plan, launching: Launching, flags: argparse.Namespace, argv: Sequence[str], check: Watch
     ) -> None:
         """Check everything before the first run starts. Raises UserError."""
-        self.plan, self.launching, self.out, self.timeout, self.requeue = plan, launching, out, timeout, requeue
+        self.plan, self.launching, self.flags, self.out, self.check = plan, launching, flags, flags.out, check
         self.config, self.refused = planning.check_flags(plan)
         self.points = plan.points(self.config)
         now = {"command": ["hvd-bert", "bench", "sweep", *argv], **launching.machine.record()}
-        self.record = SweepRecord(out, self._same(), now)
+        self.record = SweepRecord(self.out, self._same(), now)
         self.failures: Counter[tuple[str, int, str]] = Counter()
         self.unit = "windows"  # what a step takes, known after the first run
 
@@ -160,7 +162,7 @@ class Sweep:
             **self.launching.record(),
         }
 
-    def run(self, report: Path | None) -> int:
+    def run(self) -> int:
         """Run all points, then write the report. Returns the exit status."""
         done = 0
         try:
@@ -178,12 +180,13 @@ class Sweep:
         status = EXIT_FAILURE if self.record.of_state(FAILED) else EXIT_OK
         if not self.record.of_state(DONE):
             return status
-        if report is None:
+        if not self.flags.report:
             print(f"Tables and plots: hvd-bert report {self.out} --out {self.out / 'report'}")
             return status
         from hvd_bert.tools.report.__main__ import main as make_report  # brings matplotlib
 
-        return make_report([str(self.out), "--out", str(report)]) or status
+        again = ["--overwrite"] if self.flags.overwrite else []
+        return make_report([str(self.out), "--out", str(self.flags.report), *again]) or status
 
     def _stopped(self, reason: str, done: int) -> Stopped:
         """Requeue the Slurm job. `done`: the points that were done at the start; a failed one is run again."""
@@ -191,7 +194,7 @@ class Sweep:
         progress = f"{now} of {len(self.points)} points" if now > done else ""
         why_not: str | None = ""
         if "SIGINT" not in reason:  # Ctrl-C in a session inside of a batch job
-            why_not = slurm.requeue(os.environ, self.requeue, progress, partial(print, flush=True))
+            why_not = slurm.requeue(os.environ, self.flags.requeue, progress, partial(print, flush=True))
         stopped = Stopped(f"{reason}, {left} points left")
         stopped.then = "" if why_not is None else f"{why_not} {stopped.then}".strip()
         return stopped
@@ -253,12 +256,12 @@ class Sweep:
             environ["OMP_NUM_THREADS"] = str(self.plan.threads)
         exported = [name for name in EXPORTED if name in environ]
         result.command = self.launching.command(point, flags, exported)
-        trained = train(result.command, environ, folder, self.timeout)
+        trained = train(result.command, environ, folder, self.flags.timeout, self.check)
         result.seconds = trained.seconds
         if trained.status == EXIT_BAD_INPUT and point.strategy == "none" and not self.record.of_state(DONE):
             raise UserError(trained.reason)  # all points share the wrong setting
         if trained.run is None:
-            late = f"took longer than --timeout {self.timeout:g} s"
+            late = f"took longer than --timeout {self.flags.timeout:g} s"
             how = late if trained.status is None else f"status {trained.status}"
             result.state, result.reason = FAILED, f"{trained.reason} ({how}; {folder / LOG})"
             self.failures[point.setting] += 1
@@ -268,7 +271,7 @@ class Sweep:
         self.failures[point.setting] = 0
         if point.repeat != self.points[0].repeat:  # one saved model per point is enough; weights are large
             with writing_to("--out", self.out):
-                written.remove(folder, ["model.safetensors"])
+                (folder / MODEL).unlink(missing_ok=True)
 
     def _print_reasons(self, state: str) -> None:
         """Print each reason once, with its points."""

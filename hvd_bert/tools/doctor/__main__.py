@@ -13,11 +13,17 @@ With --log 0, also if no failure is found.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from hvd_bert.streams import end_when_interrupted
+
+    end_when_interrupted()
+
 import argparse
 import json
 import os
 import platform
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,18 +111,17 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     from hvd_bert.config import command_line  # yaml, which the check may find missing
 
     flags, rest = make_parser().parse_known_args(argv)
-    named = command_line.names_of(rest) & {"config", "train_file", "dataset_name", "task"}
+    named = command_line.flag_names(rest) & {"config", "train_file", "dataset_name", "task"}
     words = rest if named else ["--config=sample", "--dropout=0.1", *rest]
     fixed = ["--do_train", "--no_do_eval", "--eval_strategy=no", "--save_steps=0", "--report_to=none"]
-    config = command_line.parse(command_line.overriding(words, [*fixed, "--max_steps=5", "--logging_steps=1"]))
-    args = config.train
+    config = command_line.parse(command_line.override_argv(words, [*fixed, "--max_steps=5", "--logging_steps=1"]))
+    args = replace(config.train, output_dir=None)  # a --config file may name a run, which stays as it is
     if flags.hosts or flags.hostfile:
         raise UserError("--prove trains on the ranks of a launcher: start it with horovodrun in place of --hosts.")
     args.refuse_auto("hvd-bert doctor --prove")
-    args.output_dir = None  # a --config file may name a run, which stays as it is
     if config.parallel.strategy == "dp" or args.fp16 or args.torch_compile or args.optim != "adamw_torch_fused":
         raise UserError("--prove cannot compare --strategy dp, --fp16, --torch_compile and --optim. Omit these flags.")
-    return flags, config
+    return flags, replace(config, train=args)
 
 
 def prove(world: World) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device
 from hvd_bert.distributed.horovodrun import missing_for_root, without_cache
 from hvd_bert.distributed.interfaces import SETTING, address_towards, own_address_at
-from hvd_bert.distributed.world import RankInfo, check_devices, choose_device
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import convert
 from hvd_bert.tools.doctor.ranks import Rank, described, fit_lines, ranks_table

@@ -32,8 +32,8 @@ from hvd_bert.tasks.base import Task
 from hvd_bert.tools.doctor.report import FAILURE, OK, Line, Report
 from hvd_bert.training.loop import Training
 from hvd_bert.training.optim import make_optimizer, make_schedule
-from hvd_bert.training.start import load
-from hvd_bert.training.state import random_numbers, seed_ranks, set_random_numbers
+from hvd_bert.training.start import Start, load, prepare
+from hvd_bert.training.state import TrainState, random_numbers, seed_ranks, set_random_numbers
 
 # The largest error of a gradient or an update, as a share of its norm. The whole norm, by which gradients are clipped,
 # has an error of up to 1e-5 in fp32.
@@ -144,25 +144,20 @@ class OneProcess:
 class Proof(MetricsLogger):
     """Compares each step on rank 0. `failures`: the first per check. `steps`: see docs/reference/output-files.md."""
 
-    def __init__(self, training: Training, one: OneProcess | None, config: Config) -> None:
+    def __init__(self, state: TrainState, batches: Recorded, one: OneProcess | None, config: Config) -> None:
         super().__init__(Path(), enabled=False)
-        self.training, self.one, self.world = training, one, training.world
+        self.strategy, self._batches, self.one, self.world = state.strategy, batches, one, state.world
         self.failures: dict[str, str] = {}
         self.compared = set[str]()  # the checks that compared something
         self.steps: list[dict[str, Any]] = []
         self._share = 1 - config.train.adam_beta1  # of a gradient in AdamW's first moment
         sent = [f" sent as {name}" for name in ("fp16", "bf16") if getattr(config.parallel, f"{name}_allreduce")]
         self._bound = BOUNDS["gradient" + "".join(sent)]
-        training.batches.close()
-        batch = training.task.batch
-        self._batches = Recorded(training.plan, lambda ids: (ids, batch(ids)), self.world.rank, 0)
-        training.batches, self._batches.gpus = self._batches, self.world.gpus
 
     def logged(self, step: int, metrics: dict[str, float]) -> None:
         """Compare step `step` (1, 2, ...), which is done. A collective."""
-        strategy = self.training.state.strategy
-        weights, slots, _ = strategy.state()
-        hashes = {name: digest(t) for name, t in {**strategy.gather_model().state_dict(), **slots}.items()}
+        weights, slots, _ = self.strategy.state()
+        hashes = {name: digest(t) for name, t in {**self.strategy.gather_model().state_dict(), **slots}.items()}
         rows = self.world.gather(self._batches.row | {"Copies": hashes})
         if self.one:
             expected, figures = self.one.gradients(step - 1)
@@ -223,8 +218,9 @@ class Proof(MetricsLogger):
             yield Line(check, FAILURE if check in self.failures else OK, self.failures.get(check, found))
 
 
-def prove(task: Task, config: Config, world: World) -> Proof:
+def prove(start: Start, world: World) -> Proof:
     """Train, and compare each step. A collective; only rank 0's proof has findings."""
+    task, config = start.task, start.config
     assert task.plan is not None
     if not task.plan.parts:  # a mixture of files is taken as it is
         # The third step ends an epoch with one window more than ranks, which they cannot share evenly.
@@ -232,19 +228,25 @@ def prove(task: Task, config: Config, world: World) -> Proof:
         task.plan = replace(task.plan, lengths=lengths)
     plan = task.plan
     one = OneProcess(task, plan, config, world) if world.rank == 0 else None
-    with tempfile.TemporaryDirectory() as config.train.output_dir:
-        proof = Proof(Training(task, None, None, config, world), one, config)
-        proof.training.run(proof)
+    prepared = prepare(start, world)
+    prepared.batches.close()
+    batches = Recorded(prepared.plan, lambda ids: (ids, task.batch(ids)), world.rank, 0)
+    batches.gpus = world.gpus
+    proof = Proof(prepared.state, batches, one, config)
+    with tempfile.TemporaryDirectory() as folder:
+        start = start.in_folder(Path(folder))
+        Training(start, replace(prepared, batches=batches), None, proof, world).run()
     return proof
 
 
 def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     """The command. A collective. Raises CollectiveError on all ranks if the work is not equal."""
-    settings, launcher = config.as_flat(), world.launcher
-    proof, report = prove(load(config, world)[0], config, world), Report(flags.json, shown=world.rank == 0)
+    start = load(config, world)
+    settings, launcher = start.config.as_flat(), world.launcher
+    proof, report = prove(start, world), Report(flags.json, shown=world.rank == 0)
     report.print_text(f"{world.size} rank(s), --strategy {settings['strategy']}, launcher {launcher}\n")
     report.add(list(proof.lines()))
     report.data = {"settings": settings, "launcher": launcher, "bounds": BOUNDS, "steps": proof.steps}
-    report.data |= run_folder.facts(settings, config.train.precision, world)
+    report.data |= run_folder.environment_facts(start.config, world)
     if world.broadcast(report.close("Proved: the ranks do the work of one process", EXIT_FAILURE)):
         raise CollectiveError("The ranks do not do the work of one process.", status=EXIT_FAILURE)

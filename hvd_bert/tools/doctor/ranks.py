@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.interfaces import host_addresses, interface_named
 from hvd_bert.distributed.logs import describe_ranks, ranges
-from hvd_bert.distributed.world import RankInfo, World
+from hvd_bert.distributed.world import World
 from hvd_bert.machine import PACKAGES, version_of
 from hvd_bert.tools.doctor import collective, probes
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, WIDTH, Line

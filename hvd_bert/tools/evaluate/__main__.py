@@ -9,6 +9,11 @@ Exit status: 0 evaluated, 1 failure, 2 bad input. `running.py` has the rest, so 
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from hvd_bert.streams import end_when_interrupted
+
+    end_when_interrupted()
+
 import argparse
 import sys
 from collections.abc import Mapping
@@ -17,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_bert.config import command_line
 from hvd_bert.config.command_line import trained_settings
+from hvd_bert.config.data import ANSWERING
 from hvd_bert.config.parser import HELP, Limits, Parser
 from hvd_bert.config.settings import FLAGS, TASKS, Config
 from hvd_bert.errors import EXIT_OK, UserError
@@ -48,10 +54,7 @@ OF_DATA = (
 )
 RULES = ("task", "version_2_with_negative")
 SHARED = (*OF_DATA, *RULES)
-OF_MODEL = (
-    *(*RULES, "max_seq_length", "doc_stride", "padding", "pad_to_max_length", "n_best_size", "max_answer_length"),
-    *("null_score_diff_threshold", "per_device_eval_batch_size"),
-)
+OF_MODEL = (*RULES, *ANSWERING, "padding", "pad_to_max_length", "per_device_eval_batch_size")
 
 
 def make_parser() -> Parser:
@@ -78,6 +81,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="Also write the results to this JSON file. (default: none)"
     )
+    parser.add_argument("--overwrite", action="store_true", help="Replace an existing --json FILE. (default: False)")
     return parser
 
 
@@ -91,7 +95,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
         raise UserError(f"Name the model first: {parser.prog} MODEL [--validation_file FILE].")
     own, words = parser.parse_known_args(argv)
     others = command_line.flags_in(words) - ACCEPTED
-    named = command_line.names_of(words) & {"config", "dataset_name", "validation_file"}
+    named = command_line.flag_names(words) & {"config", "dataset_name", "validation_file"}
     trained = trained_settings(own.model)
     shared: tuple[str, ...] = SHARED
     names = OF_MODEL if named else (*OF_MODEL, *OF_DATA)

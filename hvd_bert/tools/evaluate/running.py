@@ -15,18 +15,17 @@ from numpy.typing import NDArray
 
 from hvd_bert.config.settings import Config
 from hvd_bert.data.sources.questions import Question
-from hvd_bert.distributed.world import World, log
-from hvd_bert.errors import EXIT_FAILURE, UserError
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import EXIT_FAILURE, UserError, log
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample
 from hvd_bert.evaluation.squad_metric import question_scores
 from hvd_bert.model.bert import place
 from hvd_bert.output import output_dir, run_folder
-from hvd_bert.storage import written
-from hvd_bert.storage.writing import check_file, write_named, writing_to
+from hvd_bert.storage.writing import check_output, write_named, writing_to
 from hvd_bert.strategies.base import strategy_class
 from hvd_bert.tasks.base import EvaluationResult, Task, load_task
-from hvd_bert.tasks.question_answering import QuestionAnswering
+from hvd_bert.tasks.question_answering import SCORES, QuestionAnswering
 from hvd_bert.tools.evaluate import slices
 from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
 from hvd_bert.tools.report.content import SHORT
@@ -41,7 +40,7 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
     log.info("%s", "\n".join(world.describe()))
     with world.raise_on_all_ranks():
         if world.rank == 0:
-            _check_outputs(flags, configs[0])
+            _check_outputs(flags, configs[0], world)
         tasks = [load_task(config, world) for config in configs]
         if not all(task.evaluates for task in tasks):
             raise UserError("There are no data to evaluate on: give --validation_file or --dataset_name.")
@@ -49,30 +48,29 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
         world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | task.fingerprint())
 
     found = [_evaluate(task, config, world) for task, config in zip(tasks, configs, strict=True)]
-    if configs[0].train.output_dir:
-        output_dir.begin(configs[0].train, configs[0].as_flat(), None, world)
+    folder = output_dir.take_over(configs[0].as_flat(), None, world) if configs[0].train.output_dir else None
     with world.raise_on_all_ranks(EXIT_FAILURE):
         if world.rank == 0:
             evaluations, scored_models = zip(*found, strict=True)
             metrics = [evaluation.metrics for evaluation in evaluations]
             models = [model for model in scored_models if model is not None]
             results = results_of(configs, metrics, models, flags.mistakes)
-            results |= run_folder.facts(configs[0].as_flat(), configs[0].train.precision, world)
+            results |= run_folder.environment_facts(configs[0], world)
             page = page_of(results)
             print(page.as_text(), flush=True)
             if flags.json:
                 with writing_to("--json", flags.json):
                     write_named(flags.json, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-            if configs[0].train.output_dir:
-                _write_folder(configs[0].train.folder, evaluations[0], results, page)
+            if folder:
+                _write_folder(folder, evaluations[0], results, page)
 
 
 def _evaluate(task: Task, config: Config, world: World) -> tuple[EvaluationResult, Scored | None]:
     """What the task returns and, on rank 0 and for question answering, each answer with its scores. A collective."""
     place(task.model, world.device)
     evaluation, found = task.evaluate(task.model), None
-    if isinstance(task, QuestionAnswering) and task.validation and world.rank == 0:
-        questions = task.validation
+    if isinstance(task, QuestionAnswering) and task.dev and world.rank == 0:
+        questions = task.dev
         found = replace(scored(questions.questions, evaluation.outputs, config), sets=questions.sets)
     task.model.to(device="cpu")  # frees the GPU's memory for the other model
     return evaluation, found
@@ -83,24 +81,18 @@ def _write_folder(folder: Path, evaluation: EvaluationResult, results: dict[str,
     with writing_to("--output_dir", folder):
         files = evaluation.files | {"evaluation.json": results}
         run_folder.write_evaluation(folder, replace(evaluation, files=files))
-        written.add(folder, "evaluation.html")
         write_named(folder / "evaluation.html", page.as_html())
     log.info("%s", run_folder.describe(folder))
 
 
-def _check_outputs(flags: argparse.Namespace, config: Config) -> None:
+def _check_outputs(flags: argparse.Namespace, config: Config, world: World) -> None:
     """Raise UserError if a file cannot be written. Changes nothing."""
     if config.train.output_dir:
-        output_dir.check(config.as_flat())
+        output_dir.check(config.as_flat(), world.process.locks)
     out = Path(os.path.realpath(config.train.output_dir or ""))
     if flags.json and (out.exists() or Path(os.path.realpath(flags.json.parent)) != out):  # else it will be created
         with writing_to("--json", flags.json):
-            flags.json = check_file(flags.json, MARK)
-
-
-GENERATOR = "hvd_bert.evaluate"
-MARK = f'"generator": "{GENERATOR}"'  # the beginning of the JSON file, by which it is recognized as this program's
-SCORES = ("exact_match", "f1")
+            flags.json = check_output(flags.json, flags.overwrite)
 
 
 @dataclass(frozen=True)
@@ -137,7 +129,7 @@ def results_of(
     data, compared = configs[0].data, len(configs) == 2
     files = ", ".join(file.path for file in data.files("validation_file"))
     return {
-        "generator": GENERATOR,
+        "generator": "hvd_bert.evaluate",
         "model": configs[0].model.model_name_or_path,
         "compared_with": configs[1].model.model_name_or_path if compared else None,
         "data": files or data.dataset_name or data.task,

@@ -1,4 +1,4 @@
-"""HTML pages, text tables, the plot style that several commands share, and figures with their units."""
+"""HTML pages, text tables, and figures with their units."""
 
 from __future__ import annotations
 

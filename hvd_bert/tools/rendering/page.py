@@ -17,7 +17,6 @@ from hvd_bert.errors import visible
 from hvd_bert.tools.rendering.charts import Chart, scripts
 
 WIDTH = 100  # of text for a terminal
-GENERATOR = '<meta name="generator" content="hvd_bert">'  # marks a page as this program's (storage/written.py)
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,6 @@ class Page:
             headings=headings,
             style=Markup(style),
             scripts=scripts() if any(isinstance(block, Chart) for block in self.blocks) else [],
-            generator=Markup(GENERATOR),
         )
 
 

@@ -9,6 +9,11 @@ RUNS are output folders of `python -m hvd_bert.train`, or folders above them. Ex
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from hvd_bert.streams import end_when_interrupted
+
+    end_when_interrupted()
+
 import argparse
 import csv
 import io
@@ -19,19 +24,16 @@ from typing import Any
 
 from hvd_bert.config.parser import Parser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError, visible
-from hvd_bert.storage import written
-from hvd_bert.storage.writing import check_folder, make_folder, replacing, writing_to
+from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost
 from hvd_bert.tools.rendering.page import Listing, Page, Text
-from hvd_bert.tools.report import comparison, content, run_page, runs_page
+from hvd_bert.tools.report import comparison, content, files, run_page, runs_page
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
+from hvd_bert.tools.report.files import CSV_FILES, MARKDOWN, PAGE
 from hvd_bert.tools.runs import reading, record
 from hvd_bert.tools.runs.reading import LeftOut
 from hvd_bert.tools.runs.record import Record
-
-PAGE = "report.html"
-CSV_FILES = ("report.csv", "runs.csv")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--out", metavar="DIR", type=Path, default=Path("report"),
         help="Folder to write the report to. (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="Replace a report in --out DIR. (default: False)")
     parser.add_argument(
         "--baseline", metavar="STRATEGY:RANKS",
         help="Runs that speed-ups are relative to."
@@ -69,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
 def write(flags: argparse.Namespace) -> None:
     """Read the runs, and write and print the report. Raises UserError."""
     with writing_to("--out", flags.out):
-        check_folder(flags.out)
+        files.check(flags.out, flags.overwrite)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
     records = [record.read(folder) for folder in reading.find(flags.runs)]
     if len(records) == 1 and not baseline:
@@ -112,18 +115,12 @@ def _without_table(groups: Sequence[Group], tables: Sequence[ScalingTable], base
 
 
 def _write_files(folder: Path, page: Page, csv_files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Replace the files of an earlier report in this folder. Raises UserError if other files are in the way."""
+    """Write the page, its pictures and the tables that have rows. Raises UserError."""
     contents = {picture.name: picture.png for picture in page.pictures}
-    contents |= {"report.md": page.as_markdown().encode(), PAGE: page.as_html().encode()}
+    contents |= {MARKDOWN: page.as_markdown().encode(), PAGE: page.as_html().encode()}
     contents |= {name: _csv(rows).encode(errors="backslashreplace") for name, rows in csv_files.items() if rows}
     with writing_to("--out", folder):
-        make_folder(folder)
-        written.claim(folder, *contents, command="report")
-        for name, content_of in contents.items():
-            with replacing(folder / name) as partial:
-                partial.write_bytes(content_of)
-        # One from an earlier report would contradict the page.
-        written.remove(folder, [name for name, rows in csv_files.items() if not rows], "report")
+        files.write(folder, contents)
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
@@ -140,7 +137,7 @@ def _print_summary(tables: Sequence[ScalingTable], reasons: Sequence[str], folde
         print(visible(f"{table.title} (baseline: {table.baseline.name})\n{content.speedups(table).for_terminal()}\n"))
     if reasons:
         print(visible("Without a speed-up:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n"))
-    print(visible(f"In {folder}: {PAGE}, report.md, the plots, and the figures as CSV."))
+    print(visible(f"In {folder}: {PAGE}, {MARKDOWN}, the plots, and the figures as CSV."))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.tools.report.content import SHORT
 from hvd_bert.tools.runs.record import Record, kept
 
-PHASE_NAMES = {"exposed_comm": "exposed communication", "data": "waiting for data", "compute": "forward and backward"}
-
 
 def of_run(record: Record) -> list[Chart]:
     """Loss, scores, learning rate, gradient norm and throughput of one run, as far as recorded."""
@@ -84,16 +82,11 @@ def step_time(record: Record) -> Chart | None:
     steps = record.steps
     unit, scale = unit_of(float(np.nanmax([0, *steps["step_s"][1:]])))
     series = [
-        Series(phase_name(phase), steps["step"][1:], scale * steps[f"{phase}_s"][1:], number)
-        for number, phase in enumerate(PHASES)
+        Series(name, steps["step"][1:], scale * steps[f"{phase}_s"][1:], number)
+        for number, (phase, name) in enumerate(PHASES.items())
         if f"{phase}_s" in steps
     ]
     return Chart("Where the step time went", "step", f"{unit} per step", series, stacked=True) if series else None
-
-
-def phase_name(phase: str) -> str:
-    """A phase of the step in words."""
-    return PHASE_NAMES.get(phase, phase)
 
 
 def gpu_usage(record: Record) -> list[Chart]:

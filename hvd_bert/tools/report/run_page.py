@@ -128,7 +128,7 @@ def _step_time(record: Record) -> list[Block]:
             continue
         cells = [time(_mean(steps[f"{phase}{suffix}_s"][1:], weights)) for suffix in suffixes]
         share = percent(_mean(seconds, weights) / whole) if whole > 0 else DASH
-        rows.append([parts.phase_name(phase), *cells, share])
+        rows.append([PHASES.get(phase, phase), *cells, share])
     head = ["phase", *["per step", "minimum over ranks", "maximum over ranks"][: len(suffixes)], "share"]
     chart = parts.step_time(record)
     note = "Means over the logged steps after the first log line, which is warm-up."

@@ -11,6 +11,7 @@ from hvd_bert.tools.rendering.page import Figures, Grid, Listing, Page, Picture,
 from hvd_bert.tools.report import content, parts, plots
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
+from hvd_bert.tools.report.files import PICTURE
 from hvd_bert.tools.runs.reading import Run
 from hvd_bert.tools.runs.record import Record, number_of
 
@@ -85,7 +86,7 @@ def _add_table(page: Page, table: ScalingTable) -> None:
     page.add(Text(table.title, 2), Text(f"Baseline: {table.baseline.name}."), content.speedups(table))
     if table.scales:
         alt = f"{table.title}: speed-up, efficiency and more"
-        page.add(Picture(f"scaling_{len(page.pictures) + 1}.png", plots.scaling(table), alt))
+        page.add(Picture(PICTURE.format(len(page.pictures) + 1), plots.scaling(table), alt))
     page.add(content.costs(table))
 
 

@@ -8,15 +8,19 @@ One process, without torch or a launcher. It also reads timelines of killed runs
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from hvd_bert.streams import end_when_interrupted
+
+    end_when_interrupted()
+
 import argparse
 import sys
 from pathlib import Path
 
 from hvd_bert.config.parser import Limits, Parser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError, visible
-from hvd_bert.storage.writing import check_file, write_named, writing_to
+from hvd_bert.storage.writing import check_output, write_named, writing_to
 from hvd_bert.streams import end_when_lost
-from hvd_bert.tools.rendering.page import GENERATOR
 from hvd_bert.tools.timeline import analysis, content
 from hvd_bert.tools.timeline.analysis import Findings
 
@@ -27,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         flags = make_parser().parse_args(argv)
         if flags.html:
             with writing_to("--html", flags.html):
-                flags.html = check_file(flags.html, GENERATOR, f"<title>{content.TITLE}</title>")
+                flags.html = check_output(flags.html, flags.overwrite)
         findings = read(flags.file, flags.ranks)
         if flags.html:
             with writing_to("--html", flags.html):
@@ -57,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--html", metavar="OUT", type=Path, help="Also write an HTML page to this file. (default: none)"
     )
+    parser.add_argument("--overwrite", action="store_true", help="Replace an existing --html OUT. (default: False)")
     parser.add_argument(
         "--ranks", type=int, metavar="N", limits=Limits(minimum=1),
         help="Number of ranks, if the file does not name them. (default: from FILE)",

@@ -11,10 +11,16 @@ a signal.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from hvd_bert.streams import end_when_interrupted
+
+    end_when_interrupted()
+
 import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import MAX_RUNS, MAX_SECONDS, Limits, Parser
@@ -25,7 +31,7 @@ from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.bench import launching as launches
 from hvd_bert.tools.bench import points as planning
 from hvd_bert.tools.bench.launching import Launching, Machine
-from hvd_bert.tools.bench.one_run import exit_status
+from hvd_bert.tools.bench.one_run import Watch, exit_status
 from hvd_bert.tools.bench.points import PRESET, Point
 from hvd_bert.tools.bench.record import opened, read_previous, replace
 from hvd_bert.tools.report.comparability import WEAK
@@ -40,7 +46,7 @@ REFUSED = ("HOROVOD_AUTOTUNE=", "HOROVOD_TIMELINE=")
 
 def main(argv: Sequence[str]) -> int:
     """The command. Returns the exit status."""
-    return exit_status(lambda: _tune(argv))
+    return exit_status(partial(_tune, argv))
 
 
 def make_parser() -> Parser:
@@ -72,7 +78,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def _tune(argv: Sequence[str]) -> int:
+def _tune(argv: Sequence[str], check: Watch) -> int:
     flags, rest = make_parser().parse_known_args(argv)
     keep_running()
     for_horovod = flags.space == HOROVOD
@@ -92,7 +98,7 @@ def _tune(argv: Sequence[str]) -> int:
     forced = spaces.FORCED[flags.space] | dict(over.values())
     forced |= {"max_steps": str(flags.steps or STEPS)} if for_horovod else {}
     defaults = planning.with_defaults(rest, threads, spaces.DEFAULTS[flags.space])
-    common = command_line.overriding(defaults, [f"--{name}={value}" for name, value in forced.items()])
+    common = command_line.override_argv(defaults, [f"--{name}={value}" for name, value in forced.items()])
     config = command_line.parse(common)
     point = Point(config.parallel.strategy, flags.ranks or _ranks(launching), WEAK, 1, 0)
     obstacle = launching.obstacle(point)
@@ -119,7 +125,7 @@ def _tune(argv: Sequence[str]) -> int:
         for warning in filter(None, ("" if planning.names_data(rest) else preset, shared)):
             print(f"warning: {warning}", file=sys.stderr)
         print(f"Without tuning: {' '.join(each.with_value(each.now) for each in wanted)}", flush=True)
-        runs = trials.Runs(launching, point, common, environ, flags.out, flags.timeout)
+        runs = trials.Runs(launching, point, common, environ, flags.out, flags.timeout, check)
         minutes = flags.minutes if flags.minutes is not None else MINUTES if for_horovod else MAX_SECONDS
         try:
             speed = trials.Speed(runs, flags.pairs or PAIRS) if for_horovod else None

@@ -101,7 +101,8 @@ def chosen(
             raise UserError(f"--range {text}: LOW:HIGH must be numbers, the first one smaller (and above 0 for :log).")
         for value in choices:
             if word.startswith("--"):
-                command_line.parse(command_line.overriding(flags, [word + _shown(value)])).train.refuse_auto("--range")
+                tried = command_line.parse(command_line.override_argv(flags, [word + _shown(value)]))
+                tried.train.refuse_auto("--range")
             elif isinstance(value, str):
                 raise UserError(f"--range {text}: {value} must be a number.")
         if space == HOROVOD and not parts:

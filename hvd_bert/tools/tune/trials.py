@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,12 +12,12 @@ from typing import Any
 import numpy as np
 from optuna import Study, Trial, TrialPruned
 
-from hvd_bert.config.command_line import overriding
+from hvd_bert.config.command_line import override_argv
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
-from hvd_bert.storage import written
+from hvd_bert.storage.writing import delete
 from hvd_bert.tools.bench.launching import Launching
-from hvd_bert.tools.bench.one_run import LOG, Trained, Watch, train
+from hvd_bert.tools.bench.one_run import LOG, MODEL, Trained, Watch, train
 from hvd_bert.tools.bench.points import Point
 from hvd_bert.tools.rendering import percent
 from hvd_bert.tools.runs import reading, record
@@ -29,7 +28,6 @@ NOISE, SEARCH, FINAL = "noise", "search", "final"  # the purpose of a pair
 NOISE_PAIRS, SEARCH_PAIRS = 2, 3
 MIN_NOISE = 0.01
 FIRST = "warm-up"
-MODEL = "model.safetensors"
 TOO_LONG = 3  # a run of a candidate is terminated if it takes this many times as long as the first run
 
 
@@ -51,6 +49,7 @@ class Runs:
     environ: Mapping[str, str]
     out: Path
     timeout: float
+    check: Watch
 
     def first(self) -> Run:
         """The first run, without tuning, or that of an earlier start. It fills the caches, and shows whether the user's
@@ -62,7 +61,7 @@ class Runs:
         if trained.run is None:
             bad = trained.status == EXIT_BAD_INPUT
             raise UserError(trained.reason) if bad else RunFailed(reason(trained, folder))
-        written.remove(folder, [MODEL])
+        delete(folder / MODEL)
         return trained.run
 
     def pair(self, candidate: Setting, number: int) -> float:
@@ -74,24 +73,24 @@ class Runs:
         for role in ("baseline", "candidate") if number % 2 else ("candidate", "baseline"):
             setting, folder = candidate if role == "candidate" else (), self.out / f"pair-{number:03}" / role
             trained = self.train(setting, folder, min(self.timeout, longest) if setting else self.timeout)
-            written.remove(folder, [MODEL])  # weights are large and not needed here
+            delete(folder / MODEL)  # weights are large and not needed here
             if trained.run is None:
                 raise TrialFailed(reason(trained, folder)) if setting else RunFailed(reason(trained, folder))
             speeds[role] = trained.run.windows_per_s
         return speeds["candidate"] / speeds["baseline"]
 
-    def train(self, setting: Setting, folder: Path, timeout: float, watch: Watch = None) -> Trained:
-        """Train with a setting. `watch`: as for `start_and_wait`."""
+    def train(self, setting: Setting, folder: Path, timeout: float, watch: Watch | None = None) -> Trained:
+        """Train with a setting. `watch`: called every second; what it raises ends the training."""
         variables, flags = divided(setting)
         environ = {**self.environ, **dict(word.split("=", 1) for word in variables)}
-        flags = overriding(self.flags, [*flags, f"--output_dir={folder}", "--overwrite_output_dir"])
+        flags = override_argv(self.flags, [*flags, f"--output_dir={folder}", "--overwrite_output_dir"])
         exported = [name for name in (*(word.strip("=") for word, *_ in KNOBS.values()), SETTING) if name in environ]
         command = self.launching.command(self.point, flags, exported)
         try:
-            return train(command, environ, folder, timeout, watch)
+            return train(command, environ, folder, timeout, watch or self.check)
         finally:
-            kept = fnmatch.filter(written.names(folder), "checkpoint-*")  # by a run that was stopped
-            written.remove(folder, [*kept, "latest"])
+            for path in (*folder.glob("checkpoint-*"), folder / "latest"):  # of a run that was stopped
+                delete(path)
 
 
 def reason(trained: Trained, folder: Path) -> str:
@@ -198,6 +197,7 @@ class Score:
             reported.update(scores)
 
         def prune() -> None:
+            self.runs.check()
             report()
             if trial.should_prune():
                 raise TrialPruned
@@ -210,7 +210,7 @@ class Score:
         with suppress(ValueError):  # no trial is complete
             best = self.runs.out / self.folder.format(trial.study.best_trial.number)
             is_best = self._is_better(value, trial.study.best_value)
-            written.remove(best if is_best else folder, [MODEL])  # weights are large
+            delete((best if is_best else folder) / MODEL)  # weights are large
         return value
 
     def answer(self, study: Study, best: Setting) -> tuple[dict[str, Any], str]:

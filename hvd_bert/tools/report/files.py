@@ -1,0 +1,43 @@
+"""The files of a report in its folder."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvd_bert.storage.writing import check_folder, make_folder, replacing
+
+PAGE, MARKDOWN = "report.html", "report.md"
+CSV_FILES = ("report.csv", "runs.csv")
+PICTURE = "scaling_{}.png"
+NAMES = {PAGE, MARKDOWN, *CSV_FILES, *(PICTURE.format(number) for number in range(1, 100))}
+
+
+def check(folder: Path, overwrite: bool) -> None:
+    """Raise OSError if a report cannot be written to the folder, or may not replace an earlier one. Changes nothing."""
+    check_folder(folder)
+    earlier = _earlier(folder)
+    for path in earlier:
+        if path.is_symlink() or not path.is_file():
+            raise OSError(errno.EINVAL, f"its {path.name} is not a regular file: move it away")
+    if earlier and not overwrite:
+        names = ", ".join(path.name for path in earlier)
+        raise FileExistsError(
+            errno.EEXIST, f"it has {names}: add --overwrite to replace an earlier report, or name another folder"
+        )
+
+
+def write(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write a report, and remove files of an earlier one that would contradict it. Raises OSError."""
+    make_folder(folder)
+    for name, content in contents.items():
+        with replacing(folder / name) as partial:
+            partial.write_bytes(content)
+    for path in _earlier(folder):
+        if path.name not in contents:
+            path.unlink()
+
+
+def _earlier(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.name in NAMES) if folder.exists() else []
