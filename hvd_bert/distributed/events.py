@@ -12,27 +12,56 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.storage import written
 from hvd_bert.storage.reading import open_regular, parse_json
 from hvd_bert.storage.writing import JsonLines
 
 NAME = "events.jsonl"
 _MAX_EARLY = 100
 
-_early: list[dict[str, Any]] = []  # from before the folder was known
-_path: Path | None = None
-_file: JsonLines | None = None
+
+class Events:
+    """The file of a run. Before `begin`, a process has none: what it adds is written then."""
+
+    def __init__(self) -> None:
+        self._early: list[dict[str, Any]] = []
+        self._path: Path | None = None
+        self._file: JsonLines | None = None
+
+    def begin(self, folder: Path, writes: bool, facts: dict[str, Any]) -> None:
+        """A run starts in its folder. `writes`: on rank 0. Raises OSError."""
+        self.end()
+        self._path = folder / NAME
+        if writes:
+            self._file = JsonLines(self._path)
+            self._file.write(*self._early)
+            self.add("start", command=command(), **facts)
+        self._early.clear()  # rank 0 has those of other ranks that it logged for all
+
+    def add(self, event: str, **values: Any) -> None:
+        """Record an event."""
+        line = {"event": event, "time": round(time.time(), 3), **values}
+        if self._file is not None:
+            self._file.write(line)
+        elif self._path is None and len(self._early) < _MAX_EARLY:
+            self._early.append(line)
+
+    def failed(self, reason: str) -> None:
+        """Record why this rank ends early, if it is in a run."""
+        with suppress(OSError):
+            if self._file is None and self._path is not None and self._path.exists():  # rank 0's
+                self._file = JsonLines(self._path)
+            if self._file is not None:
+                self.add("end", message=reason)
+
+    def end(self) -> None:
+        """The run has ended as planned."""
+        if self._file is not None:
+            self._file.close()
+        self._file = self._path = None
 
 
-def begin(folder: Path, writes: bool, facts: dict[str, Any]) -> None:
-    """A run starts in its folder. `writes`: on rank 0. Raises OSError."""
-    global _path
-    end()
-    _path = folder / NAME
-    if writes:
-        written.add(folder, NAME)
-        _open(_path)
-        add("start", command=command(), **facts)
+_events = Events()
+begin, add, failed, end = _events.begin, _events.add, _events.failed, _events.end
 
 
 def command() -> str:
@@ -50,38 +79,3 @@ def commands_of_job(folder: Path, job: str) -> list[str]:
                 if event["job"]["id"] == job:
                     found.append(str(event["command"]))
     return found
-
-
-def _open(path: Path) -> None:
-    global _file
-    _file = JsonLines(path)
-    _file.write(*_early)
-    _early.clear()
-
-
-def add(event: str, **values: Any) -> None:
-    """Record an event, or keep it until `begin`."""
-    line = {"event": event, "time": round(time.time(), 3), **values}
-    if _file is not None:
-        _file.write(line)
-    elif len(_early) < _MAX_EARLY:
-        _early.append(line)
-
-
-def failed(reason: str) -> None:
-    """Record why this rank ends early, if it is in a run."""
-    if _path is not None:
-        with suppress(OSError):
-            if _file is None and _path.exists():  # rank 0's
-                _early.clear()  # this rank's warnings, of which rank 0 has those that it logged for all ranks
-                _open(_path)
-            if _file is not None:
-                add("end", message=reason)
-
-
-def end() -> None:
-    """The run has ended as planned."""
-    global _file, _path
-    if _file is not None:
-        _file.close()
-    _file = _path = None

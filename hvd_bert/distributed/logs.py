@@ -13,54 +13,40 @@ from tqdm import tqdm
 
 from hvd_bert.distributed import events
 from hvd_bert.distributed.launch import find_launcher
-from hvd_bert.errors import VISIBLE
-
-log = logging.getLogger("hvd_bert")
+from hvd_bert.errors import log, visible
 
 _MESSAGE = logging.Formatter()  # the message and, if there is one, the traceback
-
-
-class _Formatter(logging.Formatter):
-    """Names the ranks, except where it is rank 0 alone."""
-
-    def __init__(self, rank: int, timed: bool) -> None:
-        super().__init__("%(asctime)s %(levelname)s " * timed + "%(prefix)s%(message)s", "%Y-%m-%d %H:%M:%S")
-        self._rank = rank
-
-    def format(self, record: logging.LogRecord) -> str:
-        ranks = getattr(record, "ranks", [self._rank])
-        record.prefix = "" if ranks == [0] else f"{describe_ranks(ranks)}: "
-        return super().format(record).rstrip("\n").translate(VISIBLE)  # Python's warnings end in a line break
 
 
 class _Console(logging.Handler):
     """Standard output. `kept`: a list that collects warnings instead (`collected`)."""
 
-    rank = 0
-    kept: list[logging.LogRecord] | None = None
+    kept: list[str] | None = None
+
+    def __init__(self, rank: int, timed: bool) -> None:
+        super().__init__()
+        self._rank = rank
+        time = "%(asctime)s %(levelname)s " if timed else ""
+        self.setFormatter(logging.Formatter(f"{time}%(prefix)s%(message)s", "%Y-%m-%d %H:%M:%S"))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Names the ranks, except where it is rank 0 alone."""
+        ranks = getattr(record, "ranks", [self._rank])
+        record.prefix = "" if ranks == [0] else f"{describe_ranks(ranks)}: "
+        return visible(super().format(record).rstrip("\n"))  # Python's warnings end in a line break
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.kept is not None and record.levelno >= logging.WARNING:
-            properties = {name: getattr(record, name) for name in ("name", "levelno", "levelname", "created")}
-            self.kept.append(logging.makeLogRecord({**properties, "msg": _MESSAGE.format(record)}))
-            return
         if record.levelno >= logging.WARNING:
-            events.add("warning", ranks=getattr(record, "ranks", [self.rank]), message=_MESSAGE.format(record))
+            message = _MESSAGE.format(record)
+            if self.kept is not None:
+                self.kept.append(message)
+                return
+            events.add("warning", ranks=getattr(record, "ranks", [self._rank]), message=message)
         try:
             with tqdm.external_write_mode(file=sys.stdout):  # does not break a progress bar
                 _write(self.format(record), sys.stdout)
         except Exception:
             self.handleError(record)
-
-    def print_kept(self) -> None:
-        self.acquire()  # another thread may be logging
-        kept, self.kept = self.kept, None
-        self.release()
-        for record in kept or ():
-            self.handle(record)
-
-
-_console: _Console | None = None
 
 
 def _write(text: str, stream: TextIO) -> None:
@@ -80,55 +66,54 @@ def start(rank: int) -> None:
     Lines have a time and a level, except on a terminal without a launcher: Open MPI gives its ranks a terminal,
     wherever its own output goes.
     """
-    global _console
     timed = find_launcher(os.environ).size is not None or not sys.stdout.isatty()
-    _console = _Console()
-    _console.rank = rank
-    _console.setFormatter(_Formatter(rank, timed))
-    logging.basicConfig(handlers=[_console], force=True)  # replaces an earlier world's, under Horovod elastic
+    logging.basicConfig(handlers=[_Console(rank, timed)], force=True)  # replaces an earlier world's, under elastic
     logging.captureWarnings(True)
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
+def _consoles() -> list[_Console]:
+    """The handler of this process, once `start` was called."""
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler, _Console)]
+
+
 @contextmanager
-def collected() -> Iterator[list[logging.LogRecord]]:
+def collected() -> Iterator[list[str]]:
     """Collect the warnings given inside, for `show` on rank 0. Those still in the list at the end are printed here, so
     that none is lost if the block raises.
     """
-    kept: list[logging.LogRecord] = []
-    console = _console
-    if console is None:
-        yield kept
-        return
-    console.kept = kept
+    kept: list[str] = []
+    for console in _consoles():
+        console.kept = kept
     try:
         yield kept
     finally:
-        console.print_kept()
+        flush()
 
 
 def flush() -> None:
     """Print the warnings that are being collected, before the process ends."""
-    if _console is not None:
-        _console.print_kept()
+    for console in _consoles():
+        console.acquire()  # another thread may be logging
+        kept, console.kept = console.kept, None
+        console.release()
+        for message in kept or ():
+            log.warning("%s", message)
 
 
-def show(by_rank: Sequence[Sequence[logging.LogRecord]]) -> None:
+def show(by_rank: Sequence[Sequence[str]]) -> None:
     """Log the warnings that each rank collected: equal ones once, with the list of their ranks."""
-    merged: dict[tuple[int, str], tuple[logging.LogRecord, list[int]]] = {}
-    for rank, records in enumerate(by_rank):
-        for record in records:
-            _, ranks = merged.setdefault((record.levelno, record.getMessage()), (record, []))
-            if rank not in ranks:
-                ranks.append(rank)
-    for record, ranks in sorted(merged.values(), key=lambda entry: entry[0].created):
-        logging.getLogger(record.name).handle(logging.makeLogRecord({**vars(record), "ranks": ranks}))
+    merged: dict[str, list[int]] = {}
+    for rank, messages in enumerate(by_rank):
+        for message in dict.fromkeys(messages):
+            merged.setdefault(message, []).append(rank)
+    for message, ranks in merged.items():
+        log.warning("%s", message, extra={"ranks": ranks})
 
 
 def warn(by_rank: Sequence[str]) -> None:
     """Log a warning of each rank ("": none) as `show` does."""
-    properties = {"name": log.name, "levelno": logging.WARNING, "levelname": "WARNING"}
-    show([[logging.makeLogRecord({**properties, "msg": text})] if text else [] for text in by_rank])
+    show([[message] if message else [] for message in by_rank])
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

@@ -9,12 +9,14 @@ which ranks wait and names the missing ones.
 from __future__ import annotations
 
 import math
-import queue
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from hvd_bert.distributed import logs
@@ -30,7 +32,7 @@ ANSWER_S = 10.0  # a store behind a dead link does not answer
 LISTED = "the tensors that Horovod lists above"
 
 
-def inspect(environ: MutableMapping[str, str], elastic: bool) -> float:
+def configure_stall_limits(environ: MutableMapping[str, str], elastic: bool) -> float:
     """Have the inspector end stalls. Keeps limits that the user has set. Call before `hvd.init`.
 
     Returns the seconds after which a step's collective counts as stalled; infinite for never.
@@ -52,23 +54,15 @@ def _seconds(text: str) -> int:
     return int(number[1]) if number else 0
 
 
-class Arrivals:
-    """Which ranks wait, through a key-value store that rank 0 serves. All ranks number their waits alike."""
+@dataclass
+class _Wait:
+    """A wait for other ranks. All ranks number theirs alike. `deadline`: on the clock of `time.monotonic`."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        """`store`: torch's; None: any other rank may be missing."""
-        self._store, self._rank, self._size = store, rank, size
-
-    def announce(self, wait: int) -> None:
-        """Announce that this rank is in wait number `wait`."""
-        if self._store:
-            self._store.set(f"wait {wait} {self._rank}", "")
-
-    def missing(self, wait: int) -> Sequence[int]:
-        """The ranks that have not announced it."""
-        if not self._store:
-            return [other for other in range(self._size) if other != self._rank]
-        return [rank for rank in range(self._size) if not self._store.check([f"wait {wait} {rank}"])]
+    number: int
+    limit_s: float
+    deadline: float
+    names: Callable[[], Sequence[str]]
+    noted: Sequence[str] | None = None  # what had not arrived when this rank announced itself
 
 
 class Watchdog:
@@ -77,72 +71,72 @@ class Watchdog:
     Waiting ranks announce themselves after a tenth of the limit. One that came later may be named as missing.
     """
 
-    def __init__(
-        self, rank: int, hosts: Sequence[str], step_s: float, arrivals: Arrivals, abort: Callable[[int], Any]
-    ) -> None:
-        """`hosts`: one per rank. `step_s`: what `inspect` returned. `abort(status)` ends all ranks."""
-        self._rank, self._hosts, self.step_s, self._arrivals, self._abort = rank, hosts, step_s, arrivals, abort
+    def __init__(self, rank: int, hosts: Sequence[str], step_s: float, store: Any, abort: Callable[[int], Any]) -> None:
+        """`hosts`: one per rank. `step_s`: from `configure_stall_limits`. `store`: torch's, which rank 0 serves; None:
+        any other rank may be missing. `abort(status)` ends all ranks.
+        """
+        self._rank, self._hosts, self.step_s, self._store, self._abort = rank, hosts, step_s, store, abort
         self._turn_s = TURN_S * min(rank, 10)
         self._number = 0
-        self._noted: tuple[int, Sequence[str]] = 0, []  # a wait, and what had not arrived after a tenth of its limit
-        self._wait: tuple[int, float, float, Callable[[], Sequence[str]]] | None = None  # number, begin, limit, names
+        self._wait: _Wait | None = None
         self.stopped = threading.Event()  # its world has ended, but not the process
         threading.Thread(target=self._run, name="stall watch", daemon=True).start()
 
     @contextmanager
-    def over(self, limit_s: float, names: Callable[[], Sequence[str]]) -> Iterator[None]:
+    def limit_wait(self, limit_s: float, names: Callable[[], Sequence[str]]) -> Iterator[None]:
         """Around a wait for other ranks of at most `limit_s`. `names`: what has not arrived yet."""
-        begin = time.monotonic()
         self._number += 1
-        self._wait = self._number, begin, limit_s, names
+        wait = self._wait = _Wait(self._number, limit_s, time.monotonic() + limit_s, names)
         try:
             yield
         except RuntimeError as error:
-            waited = time.monotonic() - begin
             # The inspector was first. A dead rank causes the same message, but at once.
-            if "Horovod has been shut down" in str(error) and 2 * waited > limit_s:
+            if "Horovod has been shut down" in str(error) and time.monotonic() > wait.deadline - limit_s / 2:
                 self._wait = None
                 time.sleep(self._turn_s)
-                number, names_then = self._noted
-                self._end(self._number, waited, names_then if number == self._number else [LISTED])
+                self._end(wait)
             raise
         finally:
             self._wait = None
 
     def _run(self) -> None:
         tick_s, last = min(5.0, self.step_s / 10), time.monotonic()
-        announced = current = 0
-        waited = 0.0
         while not self.stopped.wait(tick_s):
-            # A suspended job (scontrol suspend) did not wait meanwhile: count at most two ticks per iteration.
             now = time.monotonic()
-            passed, last = min(now - last, 2 * tick_s), now
-            wait = self._wait
-            if wait is None:
-                continue
-            number, begin, limit_s, names = wait
-            waited = waited + passed if number == current else min(now - begin, passed)
-            current = number
-            if 10 * waited > limit_s and number > announced:  # early, so that all waiting ranks have when one asks
-                announced = number
-                self._noted = number, _safely(names)
-                self._announce(number)
-            if waited > limit_s + self._turn_s:
-                self._end(number, limit_s, _safely(names))
+            suspended_s, last = max(0.0, now - last - 2 * tick_s), now
+            if wait := self._wait:
+                wait.deadline += suspended_s  # a suspended job (scontrol suspend) does not wait
+                if wait.noted is None and now > wait.deadline - 0.9 * wait.limit_s:
+                    self._announce(wait)  # early, so that all waiting ranks have when one asks
+                if now > wait.deadline + self._turn_s:
+                    self._end(wait)
 
-    def _announce(self, number: int) -> None:
+    def _announce(self, wait: _Wait) -> None:
         try:
-            answered(lambda: self._arrivals.announce(number), ANSWER_S)
+            wait.noted = wait.names()
+        except RuntimeError:  # the step's thread may change the names while they are read
+            wait.noted = ["the step's gradients"]
+        try:
+            if self._store:
+                answered(lambda: self._store.set(_key(wait.number, self._rank), ""), ANSWER_S)
         except RuntimeError as error:  # rank 0 is gone with its store: other ranks report that
             logs.report(f"rank {self._rank} cannot reach rank 0: {error}")
 
-    def _end(self, number: int, waited_s: float, names: Sequence[str]) -> None:
+    def _missing(self, wait: int) -> Sequence[int]:
+        """The ranks that have not announced it."""
+        ranks = range(len(self._hosts))
+        if not self._store:
+            return [rank for rank in ranks if rank != self._rank]
+        return [rank for rank in ranks if not self._store.check([_key(wait, rank)])]
+
+    def _end(self, wait: _Wait) -> None:
         try:
-            missing = answered(lambda: self._arrivals.missing(number), ANSWER_S)
+            missing = answered(lambda: self._missing(wait.number), ANSWER_S)
         except RuntimeError:
             missing = [0]
+        waited_s = wait.limit_s + min(0.0, time.monotonic() - wait.deadline)
         ranks = _shortened([f"rank {rank} on {self._hosts[rank]}" for rank in missing])
-        what = _shortened(names)
+        what = _shortened(wait.noted or [LISTED])
         text = f"for {ranks} to reach {what}" if missing else f"for {what}, which all ranks have reached (NCCL?)"
         logs.report(
             f"rank {self._rank} on {self._hosts[self._rank]} has waited {waited_s:.0f} s {text}. Check the file"
@@ -152,32 +146,24 @@ class Watchdog:
         self._abort(EXIT_FAILURE)
 
 
+def _key(wait: int, rank: int) -> str:
+    return f"wait {wait} {rank}"
+
+
 def answered(question: Callable[[], Any], limit_s: float) -> Any:
     """What `question` returns. Raises RuntimeError if it fails or takes longer than `limit_s`."""
-    answers: queue.SimpleQueue[tuple[Any, RuntimeError | None]] = queue.SimpleQueue()
+    future: Future[Any] = Future()
 
     def ask() -> None:
         try:
-            answers.put((question(), None))
+            future.set_result(question())
         except RuntimeError as error:
-            answers.put((None, error))
+            future.set_exception(error)
 
     threading.Thread(target=ask, name="stall question", daemon=True).start()
-    try:
-        answer, error = answers.get(timeout=limit_s)
-    except queue.Empty:
-        raise RuntimeError(f"no answer in {limit_s:.0f} s") from None
-    if error is not None:
-        raise error
-    return answer
-
-
-def _safely(names: Callable[[], Sequence[str]]) -> Sequence[str]:
-    """The step's thread may change the names while they are read."""
-    try:
-        return names()
-    except RuntimeError:
-        return ["the step's gradients"]
+    if not wait_for([future], limit_s).done:
+        raise RuntimeError(f"no answer in {limit_s:.0f} s")
+    return future.result()
 
 
 def _shortened(names: Sequence[str], maximum: int = 3) -> str:

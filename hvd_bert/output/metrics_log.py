@@ -6,15 +6,15 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from hvd_bert.distributed.logs import log
+from hvd_bert.errors import log, reason_of
 from hvd_bert.output.callback import Callback
-from hvd_bert.output.reporters.base import Background, Samples, close
-from hvd_bert.storage import written
+from hvd_bert.output.reporters.base import Reporter, Samples
 from hvd_bert.storage.writing import JsonLines
 
 # Minimum time between progress lines without a terminal (a job's log file, a launcher's pipe).
@@ -26,20 +26,17 @@ class MetricsLogger:
 
     callbacks: Sequence[Callback] = ()
 
-    def __init__(
-        self, folder: Path, enabled: bool, reporters: Sequence[Background] = (), unit: str = "windows"
-    ) -> None:
+    def __init__(self, folder: Path, enabled: bool, reporters: Sequence[Reporter] = (), unit: str = "windows") -> None:
         """`reporters`: get the same values; closed by `close`. `unit`: what a step takes, for messages.
 
         Raises OSError if a file cannot be written.
         """
-        self.enabled, self.reporters, self.unit = enabled, reporters, unit
+        self.enabled, self.reporters, self.unit = enabled, [*reporters], unit
         self.step = self.first_step = self.total_steps = 0
         self.steps_per_epoch = 1
         self.finished = False
         if not enabled:
             return
-        written.add(folder, "metrics.jsonl")
         self.jsonl = JsonLines(folder / "metrics.jsonl")
         self.bar = tqdm(disable=True)
 
@@ -71,16 +68,13 @@ class MetricsLogger:
     def evaluated(self, metrics: dict[str, float], summary: str, step: int, samples: Samples = ()) -> None:
         """Record an evaluation of the model of step `step` with sample answers, and show its `summary`."""
         if self.enabled:
-            self._record_evaluation(metrics, summary, step, samples)
+            named = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
+            self._record(step, {"epoch": step / self.steps_per_epoch, **named})
+            if samples:
+                self._report("samples", step, samples)
+            after = f"step {step}/{self.total_steps}: " if step else ""
+            log.info(f"{after}{summary}")
         self.notify("on_evaluate", step, metrics)
-
-    def _record_evaluation(self, metrics: dict[str, float], summary: str, step: int, samples: Samples) -> None:
-        named = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
-        self._record(step, {"epoch": step / self.steps_per_epoch, **named})
-        if samples:
-            self._report("samples", step, samples)
-        after = f"step {step}/{self.total_steps}: " if step else ""
-        log.info(f"{after}{summary}")
 
     def notify(self, method: str, *arguments: Any) -> None:
         """Call a method of all callbacks. What one raises ends the run."""
@@ -94,8 +88,18 @@ class MetricsLogger:
         self._report("scalars", step, dict(_scalar(name, value) for name, value in values.items()))
 
     def _report(self, method: str, *arguments: Any) -> None:
-        for reporter in self.reporters:
-            reporter.call(method, *arguments)
+        """Call a method of all reporters. One that fails is closed and called no more."""
+        for reporter in [*self.reporters]:
+            try:
+                getattr(reporter, method)(*arguments)
+            except Exception as error:
+                reason = getattr(error, "strerror", None) or reason_of(error)
+                effect = "Its last values may be missing." if method == "close" else "Training continues."
+                log.warning("%s cannot be written: %s. %s", reporter.title, reason, effect)
+                self.reporters.remove(reporter)
+                if method != "close":
+                    with suppress(Exception):  # the first error is the reason
+                        reporter.close(False)
 
     def _show_progress(self, metrics: dict[str, float]) -> None:
         shown = {
@@ -119,7 +123,7 @@ class MetricsLogger:
         if self.enabled:
             self.bar.close()
             self.jsonl.close()
-        close(self.reporters, self.finished)
+        self._report("close", self.finished)
 
 
 def _scalar(name: str, value: float) -> tuple[str, float]:

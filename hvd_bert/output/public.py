@@ -47,21 +47,14 @@ def _without_folder(value: Any) -> Any:
     return re.sub(r"^([^/=]+=)?.*/", r"\1", value.rstrip("/")) if isinstance(value, str) else value  # also NAME=FILE
 
 
-def changed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those settings that are not the flags' defaults."""
-    compares = settings["load_best_model_at_end"] or settings["early_stopping_patience"]
-    unused = () if compares else ("metric_for_best_model",)  # the task sets it
-    return {
-        name: value
-        for name, value in settings.items()
-        if value is not None and value != FLAGS[name].default and name not in unused
-    }
-
-
 def command(settings: Mapping[str, Any]) -> str:
     """The training command with these settings, one flag per line."""
     words = ["python -m hvd_bert.train"]
-    for name, value in changed(settings).items():
+    compares = settings["load_best_model_at_end"] or settings["early_stopping_patience"]
+    unused = () if compares else ("metric_for_best_model",)  # the task sets it
+    for name, value in settings.items():
+        if value is None or value == FLAGS[name].default or name in unused:
+            continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no_{name}")
         else:

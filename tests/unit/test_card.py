@@ -20,7 +20,7 @@ from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  #
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
-from hvd_bert.output import card, output_dir, public
+from hvd_bert.output import card, public
 
 
 def code_of(content: str, language: str) -> str:
@@ -78,23 +78,18 @@ def test_card_of_a_training(base, tmp_path, monkeypatch):  # noqa: F811
     assert printed_by(code_of(content, "python"), tmp_path / "out", monkeypatch).endswith("\n")
 
 
-def test_a_users_card_stays(tmp_path, caplog):
+@pytest.mark.parametrize("target", [None, "notes.md", "missing.md"])
+def test_a_users_card_stays(tmp_path, caplog, target):
     path, settings = tmp_path / "README.md", parse(["--task", "digits:Digits"]).as_flat()
-
-    def rewritten(steps: int) -> str:
-        output_dir.clear(tmp_path)  # as a run that overwrites the folder
-        card.write(tmp_path, settings, results_of(train_steps=steps), {})
-        return path.read_text()
-
-    assert "(4 steps)" in rewritten(4)
-    assert "(3 steps)" in rewritten(3)
-    content = path.read_text()
-    path.write_text(edited := content.replace("# test", "# My test"))
-    assert rewritten(5) == edited and f"{path} was edited" in caplog.text
-    path.unlink()
-    (tmp_path / "notes.md").write_text(content)
-    path.symlink_to(tmp_path / "notes.md")
-    assert rewritten(5) == content and path.is_symlink()
+    if target:
+        (tmp_path / "notes.md").write_text("mine")
+        path.symlink_to(target)
+    else:
+        path.write_text("mine")
+    with caplog.at_level("INFO", "hvd_bert"):
+        card.write(tmp_path, settings, results_of(), {})
+    assert f"{path} exists and is kept" in caplog.text and path.is_symlink() == bool(target)
+    assert not path.exists() or path.read_text() == "mine"
 
 
 def test_card_of_a_classification(workdir, monkeypatch):  # noqa: F811
@@ -121,7 +116,7 @@ def test_card_of_an_own_task_and_a_model_that_is_not_transformers(tmp_path):
     assert "```python" not in content and "load_state_dict" in content and "secret" not in content
     assert str(tmp_path) not in content and found.datasets is None
     assert found.base_model is None and "bert-base-uncased" not in content
-    assert "A launcher started it on 2 ranks." in content and "| Training time | 1:02:05, " in content
+    assert "A launcher started it on 2 ranks." in content and "| Time | 3,725.4 s, " in content
 
 
 def test_data_set_of_an_own_task(tmp_path):
@@ -151,7 +146,7 @@ def test_names_on_the_hub_and_paths(tmp_path, monkeypatch):
     assert {(result.dataset_type, result.dataset_split) for result in found.eval_results} == {
         ("rajpurkar/squad_v2", "validation")
     }
-    (tmp_path / "config.json").write_text('{"architectures": ["BertForQuestionAnswering"]}')
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "architectures": ["BertForQuestionAnswering"]}')
     assert "hvd_bert returns an empty text." in card.text(tmp_path, settings, results_of(from_hub=hub), {})
     (tmp_path / "me" / "mine").mkdir(parents=True)  # a folder with the name of one on the hub is what is loaded
     hub = public.from_hub(settings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from hvd_bert.distributed import events, logs
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(logs, "_console", None)
-    monkeypatch.setattr(events, "_early", [])
-    events.end()  # of another test's run, which failed
-    yield
-    events.end()
+def own_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another test's run, which failed, are not these."""
+    own = events.Events()
+    for name in ("begin", "add", "failed", "end"):
+        monkeypatch.setattr(events, name, getattr(own, name))
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

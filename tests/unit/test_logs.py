@@ -14,16 +14,15 @@ from tables import each
 from test_world import make_world
 
 from hvd_bert.distributed import logs
-from hvd_bert.distributed.logs import collected, log, show, start
-from hvd_bert.errors import UserError
+from hvd_bert.distributed.logs import collected, show, start
+from hvd_bert.errors import UserError, log
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_before() -> Iterator[None]:
     """Puts back what `start` changes."""
-    monkeypatch.setattr(logs, "_console", None)
     root, before = logging.getLogger(), logging.getLogger().handlers[:]
     logging.captureWarnings(False)
     with warnings.catch_warnings():
@@ -44,6 +43,13 @@ def test_lines_have_times_except_on_a_terminal_without_a_launcher(capsys, monkey
     log.warning("two\nlines")
     said, times = capsys.readouterr(), (f"{TIME}INFO ", f"{TIME}WARNING ") if timed else ("", "")
     assert re.fullmatch(f"{times[0]}one of 2\n{times[1]}two\nlines\n", said.out) and said.err == ""
+
+
+def test_control_characters_are_escaped_and_other_text_is_not(capsys):
+    start(rank=0)
+    kept = "\t\n\u3000\u200d\u00a0"
+    log.warning(f"{kept}\x1b[31m \r \x00 \x7f \x9b \ud800 \\x1b")
+    assert capsys.readouterr().out.endswith(rf"WARNING {kept}\x1b[31m \r \x00 \x7f \x9b \ud800 \x1b" + "\n")
 
 
 def test_other_ranks_print_warnings_with_their_rank(capsys):

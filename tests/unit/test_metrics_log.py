@@ -13,7 +13,7 @@ import pytest
 from hvd_bert.distributed import logs
 from hvd_bert.output import metrics_log as module
 from hvd_bert.output.metrics_log import MetricsLogger
-from hvd_bert.tasks.question_answering import summary
+from hvd_bert.tasks.question_answering import QuestionAnswering
 
 SCORES = {"exact_match": 50.0, "f1": 61.25, "total": 8.0, "eval_loss": 1.5}
 
@@ -62,8 +62,8 @@ def run(folder: Path, clock: Clock, enabled: bool = True, seconds: float = 4.0) 
         clock.now += seconds
         metrics_logger.logged(step, metrics(step))
         if step == 4:
-            metrics_logger.evaluated(SCORES, summary(SCORES), 4)
-    metrics_logger.evaluated(SCORES, summary(SCORES), 8)
+            metrics_logger.evaluated(SCORES, QuestionAnswering.summary(SCORES), 4)
+    metrics_logger.evaluated(SCORES, QuestionAnswering.summary(SCORES), 8)
     metrics_logger.close()
 
 
@@ -108,11 +108,11 @@ def test_progress_on_a_terminal(tmp_path, clock, capsys, monkeypatch):
 
 def test_evaluations_of_an_earlier_model_and_without_training(tmp_path, clock, capsys):
     metrics_logger = MetricsLogger(tmp_path, enabled=True)
-    metrics_logger.evaluated(SCORES, summary(SCORES), 0)
+    metrics_logger.evaluated(SCORES, QuestionAnswering.summary(SCORES), 0)
     assert capsys.readouterr().out == "EM 50.00  F1 61.25  loss 1.500  on 8 questions\n"
     metrics_logger.begin(8, step=0, steps_per_epoch=4)
     metrics_logger.logged(8, metrics(8))
-    metrics_logger.evaluated(SCORES, summary(SCORES), 6)
+    metrics_logger.evaluated(SCORES, QuestionAnswering.summary(SCORES), 6)
     metrics_logger.close()
     assert [(row["step"], row["epoch"]) for row in rows(tmp_path)] == [(0, 0.0), (8, 2.0), (6, 1.5)]
     assert "step 6/8: EM 50.00" in capsys.readouterr().out

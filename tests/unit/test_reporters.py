@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import logging
 import os
 import queue
 import re
@@ -19,14 +18,12 @@ from tables import each, refused
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdowns_to_safe_html
 from tensorboard.plugins.hparams import metadata as hparams
-from tensorboard.summary.writer import event_file_writer
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  fixtures
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
-from hvd_bert.output import output_dir
+from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters import base as base_module
-from hvd_bert.output.reporters.base import Background, Reporter, close
 from hvd_bert.output.reporters.tensorboard import TensorBoard
 
 NASTY = "<script>alert(1)</script> & *bold* _it_ `code` [x](javascript:y) | a\n\n# heading\n\n    code &lt;"
@@ -37,7 +34,6 @@ def train_and_resume(base: list[str], out: Path, name: str) -> None:  # noqa: F8
     flags = ["--output_dir", str(out), "--report_to", name, "--logging_steps", "1", "--save_steps", "1"]
     flags += ["--eval_strategy", "no"]
     train(base, *flags)
-    output_dir.unlock()
     (out / "train_results.json").unlink()
     shutil.rmtree(out / "checkpoint-3")
     train(base, *flags, "--per_device_eval_batch_size", "4")
@@ -49,10 +45,8 @@ def logged(out: Path) -> dict[tuple[int, str], float]:
     return {(row["step"], key): value for row in rows for key, value in row.items()}
 
 
-def test_tensorboard(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_tensorboard(base: list[str], tmp_path: Path) -> None:  # noqa: F811
     out = tmp_path / "out"
-    # Files of one second are read in the order of their names, which end in this number: 10 would come before 9.
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     train_and_resume(base, out, "tensorboard")
     events = EventAccumulator(str(out / "tb")).Reload()
     expected = logged(out)
@@ -138,32 +132,29 @@ def test_wandb_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setenv(f"WANDB_{name}", value)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with refused("--report_to wandb", "WANDB_MODE"):
-        base_module.check(["wandb"])
+        base_module.check_reporters(["wandb"])
     monkeypatch.setenv("WANDB_MODE", "offline")
     wandb.teardown()
-    base_module.check(["wandb"])
+    base_module.check_reporters(["wandb"])
     wandb.teardown()
 
 
 @pytest.mark.slow
-def test_wandb_whose_service_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wandb: Any
-) -> None:
-    from hvd_bert.output.reporters.wandb import SERVICE, Wandb
+def test_wandb_whose_service_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb: Any) -> None:
+    module = pytest.importorskip("hvd_bert.output.reporters.wandb")
 
     def services() -> list[psutil.Process]:
-        return [process for process in psutil.Process().children() if process.name() == SERVICE]
+        return [process for process in psutil.Process().children() if process.name() == module.SERVICE]
 
-    monkeypatch.setattr(base_module, "PATIENCE_S", 0.5)
-    reporter = Background(Wandb(tmp_path))
+    monkeypatch.setattr(module, "PATIENCE_S", 0.5)
+    reporter = module.Wandb(tmp_path)
     (service,) = services()
     service.suspend()
     os.waitpid(service.pid, os.WUNTRACED)  # until it has stopped
     try:
-        with caplog.at_level(logging.WARNING, "hvd_bert"):
-            close([reporter], True)
-            reporter._thread.join()
-        assert "wandb cannot be written" in caplog.text
+        with pytest.raises(TimeoutError):
+            reporter.close(True)
+        reporter._thread.join()
         assert not service.is_running() or service.status() == psutil.STATUS_ZOMBIE, "wandb would wait for it at exit"
     finally:
         if service.is_running():
@@ -171,53 +162,78 @@ def test_wandb_whose_service_hangs(
     wandb.teardown()  # as at exit
 
 
-class Server(Reporter):
-    """Fails at the second step, or waits there."""
+class Run:
+    """A run of wandb that fails at its second step, or waits there."""
 
-    title = "The server"
+    id = "a1"
 
-    def __init__(self, error: Exception | None) -> None:
-        self.error, self.seen, self.answers = error, queue.Queue[object](), threading.Event()
+    def __init__(self, error: Exception | None, hangs: bool = False) -> None:
+        """`hangs`: `finish` does not return before `answers` is set."""
+        self.error, self.seen, self.answers = error, queue.SimpleQueue[object](), threading.Event()
+        self.hangs = hangs
 
-    def settings(self, settings: object) -> None:
-        self.seen.put(settings)
+    def define_metric(self, *_: object, **__: object) -> None:
+        pass
 
-    def scalars(self, step: int, scalars: object) -> None:
-        self.seen.put(step)
+    def log(self, values: dict[str, float]) -> None:
+        self.seen.put(step := values["train/global_step"])
         if step == 2 and self.error:
             raise self.error
         if step == 2:
             self.answers.wait()
 
-    def samples(self, step: int, samples: object) -> None:
-        raise AssertionError
-
-    def close(self, finished: bool) -> None:
-        self.seen.put("closed")
-
-
-@each("error", [OSError(28, "No space left on device"), ValueError("no route to host")])
-def test_reporter_that_fails_is_one_warning(caplog: pytest.LogCaptureFixture, error: Exception) -> None:
-    server = Server(error)
-    reporter = Background(server)
-    with caplog.at_level(logging.WARNING, "hvd_bert"):
-        for step in range(1, 5):
-            reporter.call("scalars", step, {})
-        reporter._thread.join()
-        close([reporter], True)
-    assert len(caplog.messages) == 1 and str(getattr(error, "strerror", None) or error) in caplog.text
-    assert [*server.seen.queue] == [1, 2, "closed"]
+    def finish(self, exit_code: int) -> None:
+        self.seen.put(f"finished with {exit_code}")
+        if self.hangs:
+            self.answers.wait()
 
 
-def test_reporter_that_does_not_respond(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_module, "PATIENCE_S", 0.5)
-    servers = [Server(None), Server(None)]
-    reporters = [Background(server) for server in servers]
-    with caplog.at_level(logging.WARNING, "hvd_bert"):
-        for step in (1, 2, 3):
-            reporters[0].call("scalars", step, {})
-        reporters[1].call("scalars", 1, {})
-        close(reporters, True)
-    assert ["not taken everything in time" in text for text in caplog.messages] == [True]
-    servers[0].answers.set()
-    reporters[0]._thread.join()
+def started(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[MetricsLogger, Any]:
+    """A logger with a reporter of this run."""
+    module = pytest.importorskip("hvd_bert.output.reporters.wandb")
+    monkeypatch.setattr(module.wandb, "init", lambda **_: run)
+    monkeypatch.setattr(module, "PATIENCE_UNFINISHED_S", 0.5)
+    return MetricsLogger(folder, True, [reporter := module.Wandb(folder)]), reporter
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("no route to host")])
+def test_wandb_that_fails_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    logger, reporter = started(run := Run(error), tmp_path, monkeypatch)
+    for step in (1, 2):
+        logger._record(step, {})
+    reporter._thread.join()
+    for step in (3, 4):
+        logger._record(step, {})
+    logger.close()
+    reason = getattr(error, "strerror", None) or error
+    assert caplog.messages == [f"wandb cannot be written: {reason}. Training continues."]
+    assert [run.seen.get() for _ in range(run.seen.qsize())] == [1, 2, "finished with 1"]
+
+
+def test_wandb_that_does_not_respond(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger, reporter = started(run := Run(None), tmp_path, monkeypatch)
+    for step in (1, 2, 3):
+        logger._record(step, {})
+    logger.close()
+    (warning,) = caplog.messages
+    assert "not taken everything in time" in warning and "last values may be missing" in warning
+    run.answers.set()
+    reporter._thread.join()
+
+
+def test_wandb_that_fails_and_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, reporter = started(run := Run(ValueError("no route to host"), hangs=True), tmp_path, monkeypatch)
+    ended = list[bool]()
+    monkeypatch.setattr("hvd_bert.output.reporters.wandb._end_service", lambda: ended.append(True))
+    for step in (1, 2):
+        logger._record(step, {})
+    while run.seen.get() != "finished with 1":
+        pass
+    logger.close()
+    assert ended, "wandb would wait for its service at exit"
+    run.answers.set()
+    reporter._thread.join()

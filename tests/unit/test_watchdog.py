@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tables import each
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # missing in its type stubs
 
 from hvd_bert.distributed import watchdog
-from hvd_bert.distributed.watchdog import DISABLED, ENDS_AFTER, WARNS_AFTER, Arrivals, Watchdog
+from hvd_bert.distributed.watchdog import DISABLED, ENDS_AFTER, WARNS_AFTER, Watchdog
 from hvd_bert.errors import EXIT_FAILURE
 
 SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one of the ranks"
@@ -34,16 +35,16 @@ SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one 
 )
 def test_times_are_the_users_or_fit_them(given, times):
     environ, (warns, ends) = dict(given), times
-    assert watchdog.inspect(environ, elastic=False) == ends
+    assert watchdog.configure_stall_limits(environ, elastic=False) == ends
     assert given.items() <= environ.items()
     assert int(environ[WARNS_AFTER].strip(" s")) == warns
     assert ends in (math.inf, int(environ[ENDS_AFTER]))
-    assert watchdog.inspect(environ, elastic=False) == ends
+    assert watchdog.configure_stall_limits(environ, elastic=False) == ends
 
 
 def test_under_elastic_a_stall_is_only_a_warning():
     environ: dict[str, str] = {}
-    assert watchdog.inspect(environ, elastic=True) == math.inf
+    assert watchdog.configure_stall_limits(environ, elastic=True) == math.inf
     assert environ == {WARNS_AFTER: "600"}
 
 
@@ -54,19 +55,19 @@ def end(monkeypatch, capsys) -> Callable[..., str]:
     def wait_for_end(rank: int, *present: int, store: Any = None, names: list[str]) -> str:
         store, ended = store or HashStore(), threading.Event()
         for other in present:
-            Arrivals(store, other, 4).announce(2)
+            store.set(f"wait 2 {other}", "")
         statuses: list[int] = []
         stall_watchdog = Watchdog(
             rank,
             ["a100-01", "a100-01", "a100-02", "a100-02"],
             0.1,
-            Arrivals(store, rank, 4),
+            store,
             lambda status: (statuses.append(status), ended.set(), threading.Event().wait()),
         )
-        with stall_watchdog.over(0.1, lambda: pytest.fail("it is over")):
+        with stall_watchdog.limit_wait(0.1, lambda: pytest.fail("it is over")):
             pass
         assert not ended.wait(0.3), "a wait that is over ends nothing"
-        with stall_watchdog.over(0.1, lambda: names):
+        with stall_watchdog.limit_wait(0.1, lambda: names):
             assert ended.wait(60)
         assert statuses == [EXIT_FAILURE]
         return capsys.readouterr().err
@@ -95,17 +96,17 @@ def test_rank_one_reports_if_rank_zero_does_not(end, monkeypatch):
 def test_store_that_does_not_answer_is_rank_zeros(end, monkeypatch):
     monkeypatch.setattr(watchdog, "TURN_S", 0.0)
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.1)
-    monkeypatch.setattr(Arrivals, "missing", lambda self, wait: threading.Event().wait())
-    assert "for rank 0 on a100-01 to reach a.weight" in end(1, names=["a.weight"])
+    store = SimpleNamespace(set=lambda key, value: None, check=lambda keys: threading.Event().wait())
+    assert "for rank 0 on a100-01 to reach a.weight" in end(1, store=store, names=["a.weight"])
 
 
 @each(("waited", "message", "ends"), [(301, SHUT_DOWN, True), (299, SHUT_DOWN, False), (301, "other", False)])
 def test_inspector_that_comes_first_is_a_stall(monkeypatch, capsys, waited, message, ends):
     statuses: list[int] = []
-    stall_watchdog = Watchdog(0, ["one", "two"], 600, Arrivals(HashStore(), 0, 2), statuses.append)
+    stall_watchdog = Watchdog(0, ["one", "two"], 600, HashStore(), statuses.append)
     now = [0.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
-    with pytest.raises(RuntimeError), stall_watchdog.over(600, list):
+    with pytest.raises(RuntimeError), stall_watchdog.limit_wait(600, list):
         now[0] += waited
         raise RuntimeError(message)
     assert statuses == [EXIT_FAILURE] * ends
@@ -114,11 +115,35 @@ def test_inspector_that_comes_first_is_a_stall(monkeypatch, capsys, waited, mess
 
 def test_inspector_that_comes_first_does_not_lose_the_names(monkeypatch, capsys):
     store, arrived = HashStore(), threading.Event()
-    stall_watchdog = Watchdog(0, ["one", "two"], 0.1, Arrivals(store, 0, 2), lambda _: None)
-    with pytest.raises(RuntimeError), stall_watchdog.over(10, lambda: [] if arrived.is_set() else ["a weight"]):
+    stall_watchdog = Watchdog(0, ["one", "two"], 0.1, store, lambda _: None)
+    with pytest.raises(RuntimeError), stall_watchdog.limit_wait(10, lambda: [] if arrived.is_set() else ["a weight"]):
         store.wait(["wait 1 0"])  # announced, after a tenth of the limit
         arrived.set()  # Horovod forgets what it waits for
         now = watchdog.time.monotonic()
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: now + 9)
         raise RuntimeError("Horovod has been shut down")
     assert "to reach a weight. " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ticks", "ends"),
+    [([1] * 10, False), ([1] * 11, True), ([1] * 5 + [1000] + [1] * 3, False), ([1] * 5 + [1000] + [1] * 4, True)],
+)
+def test_time_in_which_the_job_is_suspended_does_not_count(monkeypatch, ticks, ends):
+    statuses: list[int] = []
+    with monkeypatch.context() as patched:  # no thread: the test calls it with a clock of its own
+        patched.setattr(threading.Thread, "start", lambda self: None)
+        stall_watchdog = Watchdog(0, ["one", "two"], 10, HashStore(), statuses.append)
+    now, left = [0.0], [*ticks]
+
+    def wait(seconds: float) -> bool:
+        if left:
+            now[0] += left.pop(0)
+            return False
+        return True
+
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stall_watchdog.stopped, "wait", wait)
+    with stall_watchdog.limit_wait(10, list):
+        stall_watchdog._run()
+    assert statuses == [EXIT_FAILURE] * ends

@@ -1,7 +1,8 @@
-"""TensorBoard: scalars, hyper-parameters and sample answers in event files, by its own writer."""
+"""TensorBoard: scalars, hyper-parameters and sample answers in event files."""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +12,9 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
-from tensorboard.summary.writer.event_file_writer import EventFileWriter  # torch's SummaryWriter is slow to import
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hvd_bert.output.reporters.base import Reporter, Samples, Settings
-from hvd_bert.storage import written
 
 FOLDER = "tb"
 
@@ -24,8 +24,11 @@ class TensorBoard(Reporter):
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError."""
-        written.add(folder, FOLDER)
-        self._writer: Any = EventFileWriter(str(folder / FOLDER))
+        (folder / FOLDER).mkdir(exist_ok=True)
+        # TensorBoard reads files in the order of their names. Its own writer has a thread, whose errors come late.
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        self._writer = RecordWriter((folder / FOLDER / name).open("xb"))
+        self._add(0, file_version="brain.Event:2")
 
     def resumed(self, step: int) -> None:
         self._add(step + 1, session_log=SessionLog(status=SessionLog.START))  # discards the values of later steps
@@ -46,7 +49,8 @@ class TensorBoard(Reporter):
         self._writer.close()
 
     def _add(self, step: int, **content: Any) -> None:
-        self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
+        self._writer.write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
+        self._writer.flush()
 
 
 def _as_code(sample: Mapping[str, Any]) -> str:

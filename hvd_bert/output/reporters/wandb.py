@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import queue
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import wandb
 
 from hvd_bert.errors import as_user_error
-from hvd_bert.output.reporters.base import Reporter, Samples, Settings, keep_run_id, read_run_id
-from hvd_bert.storage import written
+from hvd_bert.output.reporters.base import Reporter, Samples, Settings
+from hvd_bert.storage.reading import convert, read_json
+from hvd_bert.storage.writing import write_json
 
 FOLDER = "wandb"
 SERVICE = "wandb-core"
 STEP = "train/global_step"  # as transformers names it
+RUN_ID = "tracking.json"  # of a run that is resumed: it is the same run there
+PATIENCE_S = 30.0  # at the end of a run
+PATIENCE_UNFINISHED_S = 5.0  # a scheduler may give a stopped run little time
 
 
 def _refused(reason: str) -> str:
@@ -24,6 +32,8 @@ def _refused(reason: str) -> str:
 
 
 class Wandb(Reporter):
+    """Calls the library in a thread, so that training never waits for a server. An error is raised by the next call."""
+
     title = "wandb"
 
     @classmethod
@@ -34,40 +44,74 @@ class Wandb(Reporter):
 
     def __init__(self, folder: Path) -> None:
         """Raises UserError."""
-        if "WANDB_DIR" not in os.environ:
-            written.add(folder, FOLDER)
         with as_user_error(_refused):
-            self._run = wandb.init(
+            self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "hvd_bert"),
                 name=os.environ.get("WANDB_NAME", folder.absolute().name),
                 dir=os.environ.get("WANDB_DIR", folder),
-                id=read_run_id(folder, FOLDER),
+                id=read_run_id(folder),
                 resume="allow",
                 settings=wandb.Settings(console="off"),  # standard output stays as it is
             )
-        keep_run_id(folder, FOLDER, self._run.id)
+        write_json(folder / RUN_ID, {"wandb": self._run.id})
         # wandb's own step must not go back, as it does when a run resumes.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP, step_sync=True)
+        self._error: Exception | None = None
+        self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
 
     def settings(self, settings: Settings) -> None:
-        self._run.config.update(dict(settings), allow_val_change=True)
+        self._submit(self._run.config.update, dict(settings), allow_val_change=True)
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log({**scalars, STEP: step})
+        self._submit(self._run.log, {**scalars, STEP: step})
 
     def samples(self, step: int, samples: Samples) -> None:
         names = list(samples[0])
         rows = [[" | ".join(value) if isinstance(value, list) else value for value in row.values()] for row in samples]
-        self._run.log({"eval/samples": wandb.Table(columns=names, data=rows), STEP: step})
+        self._submit(self._run.log, {"eval/samples": wandb.Table(columns=names, data=rows), STEP: step})
 
     def close(self, finished: bool) -> None:
-        self._run.finish(exit_code=0 if finished else 1)
+        """Wait for the thread, but not long, also after an error: the thread may still be ending the run."""
+        self._calls.put(partial(self._run.finish, exit_code=0 if finished else 1))
+        self._calls.put(None)
+        self._thread.join(PATIENCE_S if finished else PATIENCE_UNFINISHED_S)
+        if self._thread.is_alive():
+            _end_service()
+            raise TimeoutError("it has not taken everything in time")
+        if self._error:
+            raise self._error
 
-    def abandon(self) -> None:
-        # At exit wandb would wait for its service process without end. torch_world.py runs its exit function, too.
-        for process in psutil.Process().children():
-            if process.name() == SERVICE:
-                process.kill()
-        with suppress(Exception, SystemExit):  # the connection is lost, or the service's status is not 0
-            wandb.teardown()  # unregisters the exit function
+    def _submit(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """Queue a call. Raises the error of an earlier one."""
+        if self._error:
+            raise self._error
+        self._calls.put(partial(call, *arguments, **options))
+
+    def _work(self) -> None:
+        try:
+            for call in iter(self._calls.get, None):
+                call()
+        except Exception as error:
+            self._error = error
+            with suppress(Exception):
+                self._run.finish(exit_code=1)
+
+
+def _end_service() -> None:
+    # At exit wandb would wait for its service process without end. torch_world.py runs its exit function, too.
+    for process in psutil.Process().children():
+        if process.name() == SERVICE:
+            process.kill()
+    with suppress(Exception, SystemExit):  # the connection is lost, or the service's status is not 0
+        wandb.teardown()  # unregisters the exit function
+
+
+def read_run_id(folder: Path) -> str | None:
+    """The run's id at wandb; None if it has none yet. Raises OSError."""
+    try:
+        return convert(read_json(folder / RUN_ID), dict[str, str]).get("wandb")
+    except (FileNotFoundError, ValueError):  # damaged: the run gets a new id
+        return None
