@@ -1,6 +1,5 @@
 """Fine-tunes BERT for question answering (SQuAD) over many ranks with Horovod."""
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +11,6 @@ if TYPE_CHECKING:
     from hvd_bert.training.api import train
 
 __all__ = ["Callback", "QuestionAnswerer", "__version__", "train"]
-
-# `python -m hvd_bert.NAME` imports this file first, before it sets sys.argv[0].
-if sys.argv[:1] == ["-m"] and any(word.startswith(f"{__name__}.") for word in sys.orig_argv):
-    from hvd_bert.streams import end_when_interrupted
-
-    end_when_interrupted()
-
 
 _PLACES = {
     "Callback": "hvd_bert.output.callback",

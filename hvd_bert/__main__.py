@@ -4,22 +4,29 @@
     horovodrun -np 4 hvd-bert train --config sample
     hvd-bert --help                                     lists the commands
 
-A command is a folder with a `__main__.py`, or train.py. Its docstring begins with the line that `--help` shows.
+`--help` prints the table COMMANDS.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
 import os
 import sys
-from pathlib import Path
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
 from hvd_bert.streams import end_when_interrupted, end_when_lost
 from hvd_bert.version import __version__
 
-PACKAGE = Path(__file__).parent
+COMMANDS = {
+    "bench": "Measure the trainer's throughput, run a sweep, or measure the cost of lost ranks.",
+    "doctor": "Preflight check: find problems of hosts, ranks and network before a training starts.",
+    "evaluate": "Evaluate a trained model: scores, where it fails, and whether it is better than another model.",
+    "predict": "Answer questions with a trained model, or predict with a task of one's own.",
+    "report": "Show one run, or compare several: what differs, and the speed-up of those that did the same work.",
+    "timeline": "Analyze a Horovod timeline: phases, messages, bandwidth, exposed communication, stragglers, advice.",
+    "train": "Train a task on all ranks of the world; by default, fine-tune BERT on SQuAD.",
+    "tune": "Search for faster Horovod settings or a better learning rate, batch and length, by trainings.",
+}
 HELP = ("-h", "--help")
 
 
@@ -27,8 +34,9 @@ def main() -> int:
     """The console script. Returns the exit status, unless it becomes the command."""
     end_when_interrupted()
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if word in commands():
-        os.execv(sys.executable, [sys.executable, "-m", commands()[word], *sys.argv[2:]])
+    if word in COMMANDS:
+        folder = "" if word in ("predict", "train") else "tools."
+        os.execv(sys.executable, [sys.executable, "-m", f"hvd_bert.{folder}{word}", *sys.argv[2:]])
 
     from hvd_bert.distributed.launch import speaks_first
 
@@ -38,35 +46,17 @@ def main() -> int:
     if word in (*HELP, "--version"):
         print(f"hvd-bert {__version__}" if word == "--version" else description())
         return EXIT_OK
-    close = difflib.get_close_matches(word, commands(), n=1)
+    close = difflib.get_close_matches(word, COMMANDS, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
     print(f"hvd_bert: unknown command {word!a}.{hint} `hvd-bert --help` lists the commands.", file=sys.stderr)
     return EXIT_BAD_INPUT
 
 
-def commands() -> dict[str, str]:
-    """All commands by name, with their modules."""
-    files = [*PACKAGE.glob("*/__main__.py"), *PACKAGE.glob("tools/*/__main__.py")]
-    places = [PACKAGE / "train", *(file.parent for file in files)]
-    return {
-        place.name: ".".join(("hvd_bert", *place.relative_to(PACKAGE).parts))
-        for place in sorted(places, key=lambda place: place.name)
-    }
-
-
 def description() -> str:
     """What `--help` prints."""
     lines = ["usage: hvd-bert [-h] [--version] COMMAND ...", "", "commands:"]
-    lines += [f"  {name:<8}  {_purpose(module)}" for name, module in commands().items()]
+    lines += [f"  {name:<8}  {purpose}" for name, purpose in COMMANDS.items()]
     return "\n".join([*lines, "", "`hvd-bert COMMAND --help` lists the flags of a command."])
-
-
-def _purpose(module: str) -> str:
-    """The first line of a command's docstring."""
-    place = PACKAGE.joinpath(*module.split(".")[1:])
-    file = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return (ast.get_docstring(tree) or "").partition("\n")[0]
 
 
 if __name__ == "__main__":

@@ -1,26 +1,29 @@
-"""`UserError`, the exit statuses of all commands, and texts of users shown as they are."""
+"""`UserError`, the exit statuses of all commands, the logger, and texts of users shown as they are."""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+log = logging.getLogger("hvd_bert")  # of all modules
 MAX_REASON = 400
-# Control characters are commands to a terminal, and HTML does not allow them: shown as their symbols.
-VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
-VISIBLE |= {code: 0xFFFD for code in range(0x80, 0xA0)}
+# Commands to a terminal, not allowed in HTML; and lone surrogates, which no file can hold.
+_INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # by Ctrl-C, as in a shell
 EXIT_BROKEN_PIPE = 141  # of a command that only prints, once nobody reads it: as if SIGPIPE had ended it
+EXIT_TERMINATED = 143  # by a second SIGTERM, as in a shell
 EXIT_STOPPED = 75  # stopped and saved: can be resumed (EX_TEMPFAIL of sysexits.h)
 
 
 def visible(text: str) -> str:
-    """The text without control characters, and without lone surrogates, which no file can hold."""
-    return text.translate(VISIBLE).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    """The text with Python's escapes for control characters and lone surrogates."""
+    return _INVISIBLE.sub(lambda character: repr(character[0])[1:-1], text)
 
 
 class UserError(ValueError):
@@ -31,7 +34,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(message.translate(VISIBLE))  # it may quote a file
+        super().__init__(visible(message))  # it may quote a file
 
 
 def reason_of(error: BaseException) -> str:

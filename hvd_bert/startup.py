@@ -6,14 +6,13 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from hvd_bert.config.parser import HELP
-from hvd_bert.distributed.launch import find_launcher, speaks_first
-from hvd_bert.distributed.signals import watch_launcher
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.distributed.launch import speaks_first
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
 from hvd_bert.streams import end_when_lost
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     take_local_rank()
     argv = sys.argv[1:]
     print_on_one_rank(argv)
-    with suppress(UserError):  # reported when joining
-        watch_launcher(find_launcher(os.environ).name)
     if HELP & set(argv):
         end_when_lost()
         parse(argv)
@@ -38,29 +35,21 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     run_as_rank(main, **command_line.before_joining(argv, parse))
 
 
-def _without_local_rank(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """The words of a command line without --local_rank, which deepspeed and torch.distributed.launch add.
+def take_local_rank() -> None:
+    """Remove --local_rank, which deepspeed and torch.distributed.launch add, from this process's command line.
 
-    Raises UserError if its value is not the launcher's.
+    Exits if its value is not the launcher's.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--local_rank", "--local-rank", nargs="?", const="")
-    given, rest = parser.parse_known_args(words)
-    own = environ.get("LOCAL_RANK", "not set")
+    given, sys.argv[1:] = parser.parse_known_args(sys.argv[1:])
+    own = os.environ.get("LOCAL_RANK", "not set")
     if given.local_rank not in (None, own):
-        raise UserError(
-            f"--local_rank {given.local_rank[:40]}: LOCAL_RANK is {own}. Remove the flag: launchers that need it add"
-            " it, and set the variable."
+        print(
+            f"hvd_bert: --local_rank {given.local_rank[:40]}: LOCAL_RANK is {own}. Remove the flag: launchers that need"
+            " it add it, and set the variable.",
+            file=sys.stderr,
         )
-    return rest
-
-
-def take_local_rank() -> None:
-    """Remove a launcher's --local_rank from this process's command line. Exits if it is wrong."""
-    try:
-        sys.argv[1:] = _without_local_rank(sys.argv[1:], os.environ)
-    except UserError as error:
-        print(f"hvd_bert: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
 
 

@@ -16,8 +16,9 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from hvd_bert.errors import EXIT_BROKEN_PIPE, EXIT_FAILURE, EXIT_INTERRUPTED
 
@@ -27,16 +28,18 @@ INTERRUPTED = "hvd_bert: interrupted"
 
 def keep_running() -> None:
     """From now on, drop what cannot be printed, with one warning. For commands that do more than print."""
-    _replace(_Dropping)
+    _replace_streams(ends=False)
 
 
 def end_when_lost() -> None:
     """From now on, end this process when standard output is lost. For commands that only print."""
-    _replace(_Ending)
+    _replace_streams(ends=True)
 
 
-class _Dropping(io.FileIO):
-    lost = False
+class _Stream(io.FileIO):
+    """A standard stream. `ends`: its loss ends the process; else what cannot be written is dropped."""
+
+    ends = lost = False
 
     def write(self, data: Any, /) -> int:
         left = memoryview(data)
@@ -45,12 +48,17 @@ class _Dropping(io.FileIO):
             # A pipe that is ready takes this many bytes at once, unless other processes fill it meanwhile. A longer
             # write can wait for its reader without end.
             at_once = size if stat.S_ISREG(os.fstat(self.fileno()).st_mode) else select.PIPE_BUF
+            patience_s = None if self.ends else 0 if self.lost else PATIENCE_S
             while left:
-                if not select.select([], [self], [], 0 if self.lost else PATIENCE_S)[1]:
+                if not select.select([], [self], [], patience_s)[1]:
                     raise OSError(f"it was not read for {PATIENCE_S:g} s")
                 written = super().write(left[:at_once])
                 left = left[written or 0 :]  # None: a non-blocking stream is full
         except OSError as error:
+            if self.ends:  # at once: an exception would be printed with a traceback, or be ignored at Python's exit
+                if error.errno != errno.EPIPE:
+                    _write_error(f"hvd_bert: standard output cannot be written: {error.strerror}.\n")
+                os._exit(EXIT_BROKEN_PIPE if error.errno == errno.EPIPE else EXIT_FAILURE)
             if not self.lost and self.fileno() == 1:
                 reason = f"standard output cannot be written ({error.strerror or error})"
                 _write_error(f"warning: {reason}: the command continues without it.\n")
@@ -58,33 +66,17 @@ class _Dropping(io.FileIO):
         return size
 
 
-class _Ending(io.FileIO):
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            _end(error)
-
-
-def _end(error: OSError) -> NoReturn:
-    """End at once: an exception would be printed with a traceback, or be ignored at the interpreter's exit."""
-    if error.errno == errno.EPIPE:
-        os._exit(EXIT_BROKEN_PIPE)
-    _write_error(f"hvd_bert: standard output cannot be written: {error.strerror}.\n")
-    os._exit(EXIT_FAILURE)
-
-
 def _write_error(line: str) -> None:
     with contextlib.suppress(OSError):
         os.write(2, line.encode())
 
 
-def _replace(stdout: type[io.FileIO]) -> None:
-    """Replace sys.stdout by a stream on `stdout`, and sys.stderr, unless another program has replaced them already."""
+def _replace_streams(ends: bool) -> None:
+    """Replace sys.stdout and sys.stderr, unless a program has done so. `ends`: the loss of stdout ends the process."""
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file could be opened as number 1, and printed into
         pass
     os.close(spare)
-    for number, name, kind in ((1, "stdout", stdout), (2, "stderr", _Dropping)):
+    for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # to the end of the process
@@ -92,7 +84,8 @@ def _replace(stdout: type[io.FileIO]) -> None:
             with contextlib.suppress(OSError):
                 stream.flush()
             through = stream.write_through  # of python -u: without a buffer
-            raw = kind(number, "w", closefd=False)
+            raw = _Stream(number, "w", closefd=False)
+            raw.ends = ends and number == 1
             text = io.TextIOWrapper(
                 raw if through else io.BufferedWriter(raw), stream.encoding, "backslashreplace",
                 line_buffering=stream.line_buffering, write_through=through,
@@ -108,21 +101,18 @@ def _is_standard(stream: object, number: int) -> bool:
 
 
 def end_when_interrupted() -> None:
-    """End this process at SIGINT, from now on. A process that ignores it (nohup, a shell's `&`) still does.
+    """End this process, a command's, at SIGINT. One that ignores it (nohup, a shell's `&`) still does.
 
     At once, because an exception could be caught by a library that is being imported.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return
-    command = os.getpid()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, partial(_end_interrupted, os.getpid()))
 
-    def end(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == command:  # not in a process that it forked
-            with contextlib.suppress(OSError):  # Ctrl-C may have ended what reads it, such as `tee`
-                os.write(2, f"{INTERRUPTED}\n".encode())
-        os._exit(EXIT_INTERRUPTED)
 
-    signal.signal(signal.SIGINT, end)
+def _end_interrupted(command: int, number: int, frame: FrameType | None) -> None:
+    if os.getpid() == command:  # not in a process that it forked
+        _write_error(f"{INTERRUPTED}\n")  # Ctrl-C may have ended what reads it, such as `tee`
+    os._exit(EXIT_INTERRUPTED)
 
 
 def in_main_thread() -> bool:
@@ -132,13 +122,12 @@ def in_main_thread() -> bool:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt at SIGINT inside the block, for code that must clean up. Only in the main thread."""
-    if not in_main_thread():
+    """Inside, SIGINT raises KeyboardInterrupt in a command, whose code must clean up. A program's handler stays."""
+    before = signal.getsignal(signal.SIGINT)
+    if getattr(before, "func", None) is not _end_interrupted:
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:

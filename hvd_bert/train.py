@@ -7,9 +7,14 @@
 Exit status: 0 done, 1 failure, 2 bad input (reported once, before any training), 75 stopped by a signal with everything
 saved (rerun with the same --output_dir, without --overwrite_output_dir, to resume), 130 interrupted without saving.
 
-It calls `hvd_bert.training.api`, and imports late, so that --help and a mistyped flag do not wait for torch. It is a
-file, not a folder: importing a folder of this name would replace the function `hvd_bert.train`.
+It calls `hvd_bert.training.api`, and imports late, so that --help and a mistyped flag do not wait for torch. No module
+imports this one: that would replace the function `hvd_bert.train`.
 """
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from hvd_bert.streams import end_when_interrupted
+
+    end_when_interrupted()
 
 from hvd_bert.config import command_line
 from hvd_bert.startup import start_rank

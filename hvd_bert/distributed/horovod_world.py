@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,15 @@ from hvd_bert.distributed.interfaces import (
 from hvd_bert.distributed.launch import (
     BY_TORCH,
     WITHOUT_HOROVOD,
+    Launcher,
     checked_launcher,
     extend_gloo_timeout,
     horovodrun_address,
     is_elastic,
     number,
 )
-from hvd_bert.distributed.signals import NOTICES
-from hvd_bert.distributed.world import CollectiveError, World, log
-from hvd_bert.errors import UserError
+from hvd_bert.distributed.world import CollectiveError, ProcessState, World
+from hvd_bert.errors import UserError, log
 
 
 def ready_for_timeline(environ: MutableMapping[str, str]) -> None:
@@ -59,11 +60,9 @@ class HorovodWorld(World):
         super().__init__()
 
     @staticmethod
-    def join(generation: int = 0, group: rendezvous.Group | None = None) -> HorovodWorld:
-        """Join the launcher's world, or the program's `group`. Raises UserError if the ranks are not in one world.
-
-        `generation`: under Horovod elastic, how many worlds this process was in before.
-        """
+    def join(group: Launcher | None = None, process: ProcessState | None = None) -> HorovodWorld:
+        """Join the launcher's world, or the program's `group`. Raises UserError if the ranks are not in one world."""
+        process = process or ProcessState()
         launcher = group or checked_launcher(os.environ)
         extend_gloo_timeout(launcher, os.environ)
         if launcher.is_alone:
@@ -84,22 +83,21 @@ class HorovodWorld(World):
             comm = mpi.join(launcher) if by_mpi else None
         elastic = is_elastic(os.environ)
         if elastic:
-            NOTICES.watch()
-        stalled_after_s = watchdog.inspect(os.environ, elastic)
+            process.watch_hosts()
+        stalled_after_s = watchdog.configure_stall_limits(os.environ, elastic)
         if not by_mpi and not served:  # `serve_horovod` has checked it
             _check_own_name()
         before = _connections_now() if elastic else set()
         hvd.init()
         if not by_mpi:
-            _pause_between_polls()
+            _pause_between_polls(process)
         if not elastic:  # there the launcher's variables describe the first world
             mpi.check_size(launcher, hvd.size(), os.environ)
         controller = "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo"
         world = HorovodWorld(hvd, controller, comm, stalled_after_s)
-        world.elastic, world.generation = elastic, generation
+        world.elastic = elastic
         if elastic:
-            _CONNECTIONS.clear()
-            _CONNECTIONS.update(_connections_now() - before)
+            process.connections = _connections_now() - before
         return world
 
     def set_up_device(self) -> None:
@@ -137,7 +135,7 @@ class HorovodWorld(World):
     def allgather(self, value: Any) -> list[Any]:
         if self.size == 1:
             return [value]
-        with self._apart():
+        with self._guard_slow_wait():
             if self._comm is not None:
                 return list(self._comm.allgather(value))
             # Without a name Horovod 0.28 uses the value's type, and ranks with different types would hang.
@@ -145,7 +143,7 @@ class HorovodWorld(World):
 
     def gather(self, value: Any) -> list[Any]:
         if self.size > 1 and self._comm is not None:
-            with self._apart():
+            with self._guard_slow_wait():
                 return list(self._comm.gather(value) or ())
         return super().gather(value)  # Horovod has no gather
 
@@ -154,12 +152,12 @@ class HorovodWorld(World):
             return values
         # Without a name each call gets a new one, and these fill Horovod's response cache of 1024 names.
         name = f"hvd_bert.sum.{values.dtype}.{'x'.join(map(str, values.shape))}"
-        with self.waiting(lambda: ["a sum of measurements"]):
+        with self.limit_wait(lambda: ["a sum of measurements"]):
             return torch.as_tensor(self._hvd.allreduce(values, op=self._hvd.Sum, name=name))
 
     def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor], root: int = 0) -> None:
         if self.size > 1:
-            with self.waiting(lambda: sorted(tensors)):
+            with self.limit_wait(lambda: sorted(tensors)):
                 self._hvd.broadcast_parameters(sorted(tensors.items()), root_rank=root)
 
     def any_rank_async(self, mine: bool) -> Callable[[], bool]:
@@ -169,14 +167,14 @@ class HorovodWorld(World):
         handle = self._hvd.allreduce_async(flag, op=self._hvd.Sum, name="hvd_bert.vote")
 
         def count() -> bool:
-            with self.waiting(lambda: ["the vote on stopping"]):
+            with self.limit_wait(lambda: ["the vote on stopping"]):
                 return bool(self._hvd.synchronize(handle).item())
 
         return count
 
-    def _apart(self) -> AbstractContextManager[None]:
+    def _guard_slow_wait(self) -> AbstractContextManager[None]:
         """Around a wait for work that ranks do independently, such as tokenizing: it may take long."""
-        return self.waiting(lambda: ["the next collective"], watchdog.LONGEST_S)
+        return self.limit_wait(lambda: ["the next collective"], watchdog.LONGEST_S)
 
     def start_timeline(self, path: Path) -> None:
         self._hvd.start_timeline(str(path))
@@ -196,13 +194,6 @@ class HorovodWorld(World):
         super().leave()
         self._hvd.shutdown()
 
-    def disconnect(self) -> None:
-        """Horovod 0.28 keeps Gloo's connections until it joins the next world (`ProcessSet::Finalize` does nothing).
-
-        Ranks that wait for this one, and not for the lost one, would notice only after HOROVOD_GLOO_TIMEOUT_SECONDS.
-        """
-        _disconnect()
-
 
 @contextmanager
 def _loading() -> Iterator[None]:
@@ -218,11 +209,13 @@ def _loading() -> Iterator[None]:
         ) from None
 
 
-_CONNECTIONS: set[tuple[Any, ...]] = set()  # Gloo's, under Horovod elastic
+def disconnect(process: ProcessState) -> None:
+    """Under Horovod elastic, let the other ranks notice that a rank is lost.
 
-
-def _disconnect() -> None:
-    for descriptor, *_ in _CONNECTIONS & _connections_now():
+    Horovod 0.28 keeps Gloo's connections until it joins the next world (`ProcessSet::Finalize` does nothing). Ranks
+    that wait for this one, and not for the lost one, would notice only after HOROVOD_GLOO_TIMEOUT_SECONDS.
+    """
+    for descriptor, *_ in process.connections & _connections_now():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
 
@@ -243,7 +236,7 @@ def _check_own_name() -> None:
         raise CollectiveError(str(error), mine=os.environ.get("HOROVOD_LOCAL_RANK", "0") == "0") from None
 
 
-def _pause_between_polls() -> None:
+def _pause_between_polls(process: ProcessState) -> None:
     """Replace Horovod's `synchronize`, by which all its operations wait, with one that sleeps between two polls.
 
     Horovod 0.28 polls in a loop (WaitAndClear in handle_manager.cc) and has no setting for it. On CPUs it takes that
@@ -254,10 +247,9 @@ def _pause_between_polls() -> None:
     import horovod.torch as hvd
     from horovod.torch import functions, mpi_ops, optimizer
 
-    wait = mpi_ops.synchronize
-    if wait.__module__ == __name__:  # a later world of Horovod elastic
-        return
+    wait = getattr(mpi_ops.synchronize, "__wrapped__", mpi_ops.synchronize)  # without an earlier world's
 
+    @wraps(wait)
     def synchronize(handle: int) -> Any:
         while not mpi_ops.poll(handle):
             time.sleep(5e-5)
@@ -265,7 +257,7 @@ def _pause_between_polls() -> None:
             return wait(handle)
         except RuntimeError:
             # Before this rank's files are closed, which waits for a checkpoint's write: others may wait for this rank.
-            _disconnect()
+            disconnect(process)
             raise
 
     for module in (hvd, functions, mpi_ops, optimizer):  # each has imported it by name

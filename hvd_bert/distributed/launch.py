@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import psutil
 
@@ -24,12 +25,13 @@ class LaunchError(UserError):
 class Launcher:
     """What started this process, by its variables. Without a launcher, `size` and `rank` are None.
 
-    `size` is also None where only MPI knows it (ASKS_MPI).
+    `size` is also None where only MPI knows it (ASKS_MPI). `store`: a key-value store of a program's process group.
     """
 
     name: str
     size: int | None
     rank: int | None
+    store: Any = None
 
     @property
     def is_alone(self) -> bool:

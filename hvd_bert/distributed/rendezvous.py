@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -38,11 +37,11 @@ from hvd_bert.distributed.launch import (
     is_elastic,
     number,
 )
-from hvd_bert.distributed.logs import describe_ranks, log
+from hvd_bert.distributed.logs import describe_ranks
 from hvd_bert.distributed.slurm import expand_hosts, step_nodes, step_port
 from hvd_bert.distributed.watchdog import answered
 from hvd_bert.distributed.world import CollectiveError, World
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, log
 
 START_S = 300  # for ranks that start late; later the group's own timeout applies
 IN_GROUP = "a process group"
@@ -57,28 +56,17 @@ SAME_ADDRESS = (
 _joins = count()  # a process may join several worlds, one after another
 
 
-def of_this_world(store: Any) -> Any:
-    """The store with other keys than in earlier worlds of this process."""
-    return PrefixStore(str(next(_joins)), store)
+def group_of_program() -> Launcher | None:
+    """The process group of torch.distributed that the program has initialized, with its store; None without one.
 
-
-@dataclass(frozen=True)
-class Group(Launcher):
-    """A process group of torch.distributed that the program has initialized. It stays when a run ends."""
-
-    size: int
-    rank: int
-    store: Any  # a key-value store of its ranks, with other keys each time that they join
-
-
-def group_of_program() -> Group | None:
-    """The process group that the program has initialized; None without one. Call it once per join."""
+    It stays when a run ends. Call this once per join: the store has other keys each time.
+    """
     if not distributed.is_initialized():
         return None
     rank, store = distributed.get_rank(), distributed.distributed_c10d._get_default_store()
     # Counted in the store: the processes of a group need not have joined equally many worlds before.
     joins = store.add(f"hvd_bert.joins.{rank}", 1)
-    return Group(IN_GROUP, distributed.get_world_size(), rank, PrefixStore(f"hvd_bert/{joins}", store))
+    return Launcher(IN_GROUP, distributed.get_world_size(), rank, PrefixStore(f"hvd_bert/{joins}", store))
 
 
 def serve_store(address: str | None, port: int = 0) -> Any:
@@ -139,13 +127,8 @@ def _start_s() -> int:
     return max(START_S, gloo_timeout_s(os.environ))
 
 
-def hosts_of(store: Any, rank: int, size: int) -> list[str]:
-    """The host of every rank, once all have started. All ranks call it. Raises CollectiveError if some do not start."""
-    return _exchange(store, rank, size, "host", socket.gethostname())
-
-
-def _exchange(store: Any, rank: int, size: int, name: str, value: str) -> list[str]:
-    """The value of every rank. As `hosts_of`."""
+def exchange(store: Any, rank: int, size: int, name: str, value: str) -> list[str]:
+    """The value of every rank, once all have started. A collective. Raises CollectiveError if some do not start."""
     keys = [f"hvd_bert.{name}.{other}" for other in range(size)]
 
     def missing() -> str:
@@ -160,7 +143,6 @@ def _exchange(store: Any, rank: int, size: int, name: str, value: str) -> list[s
             raise CollectiveError(
                 f"{missing()} of {size} did not start in {_start_s()} s. See the reason above. If none is there, the"
                 " launcher's variables may be left over from another job: unset them.",
-                reporter,
                 mine=rank == reporter,
             )
         if waited_s > NOTICE_S and not noted:
@@ -177,7 +159,7 @@ def meet(store: Any, launcher: Launcher, variable: str) -> list[str]:
     CollectiveError on all ranks if some do not start, or one has no such interface.
     """
     rank, size, here, server = launcher.rank or 0, launcher.size or 1, socket.gethostname(), _host_of(store)
-    places = _exchange(store, rank, size, "place", f"{size} {here} {address_towards(server) or ''}")
+    places = exchange(store, rank, size, "place", f"{size} {here} {address_towards(server) or ''}")
     sizes, hosts, addresses = zip(*(place.split(" ") for place in places), strict=True)
     if len(set(sizes)) > 1:
         raise UserError(f"The ranks were started for worlds of {' and '.join(sorted(set(sizes)))}. Give all one size.")
@@ -198,9 +180,9 @@ def _raise_on_all_ranks(store: Any, rank: int, size: int, name: str) -> Iterator
         yield
     except UserError as error:
         problem = str(error)
-    for other, text in enumerate(_exchange(store, rank, size, name, problem)):
+    for other, text in enumerate(exchange(store, rank, size, name, problem)):
         if text:
-            raise CollectiveError(f"rank {other}: {text}", other, mine=rank == other)
+            raise CollectiveError(f"rank {other}: {text}", mine=rank == other)
 
 
 def _host_of(store: Any) -> str:
@@ -239,14 +221,16 @@ def launcher_store(launcher: Launcher) -> Any:
 
     Rank 0 serves it to the end of its process, except under torchrun and in a group: a slower rank may still use it.
     """
-    if isinstance(launcher, Group):
+    rank = launcher.rank or 0
+    if launcher.store:
         return launcher.store
     if launcher.name == "torchrun":
-        return of_this_world(_torchrun_store())
-    rank = launcher.rank or 0
-    if launcher.name == "srun":
-        return of_this_world(_slurm_store(rank, step_nodes(os.environ), step_port(os.environ)))
-    return of_this_world(_master_store(rank, *_master()))
+        store = _torchrun_store()
+    elif launcher.name == "srun":
+        store = _slurm_store(rank, step_nodes(os.environ), step_port(os.environ))
+    else:
+        store = _master_store(rank, *_master())
+    return PrefixStore(str(next(_joins)), store)  # with other keys than in earlier worlds of this process
 
 
 def _torchrun_store() -> Any:

@@ -1,7 +1,6 @@
 """Start and end of a rank's process. Commands call `run_as_rank(entry)`, programs `run_in_program(entry)`.
 
-Exit status: 0 done, 1 failure, 2 bad input, 130 interrupted, or the status of a CollectiveError. An error is reported
-once.
+ENDS has the exit status for each kind of error. An error is reported once.
 
 Under Horovod elastic (`horovodrun --min-np ... --host-discovery-script ...`) a rank that loses other ranks, or is
 notified of new hosts, joins the new world and calls `entry` again, which resumes after the last finished step.
@@ -14,13 +13,14 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 import torch
 from torch import distributed
 
 from hvd_bert.distributed import events, logs, rendezvous
-from hvd_bert.distributed.horovod_world import HorovodWorld, ready_for_timeline
+from hvd_bert.distributed.horovod_world import HorovodWorld, disconnect, ready_for_timeline
 from hvd_bert.distributed.launch import (
     BY_TORCH,
     Launcher,
@@ -30,11 +30,25 @@ from hvd_bert.distributed.launch import (
     note_on_one_process,
     speaks_first,
 )
+from hvd_bert.distributed.signals import watch_launcher
 from hvd_bert.distributed.slurm import check_tasks, requested_tasks
-from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, abort_mpi, log
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError, reason_of
+from hvd_bert.distributed.world import CollectiveError, HostsChanged, ProcessState, World
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError, log, reason_of
 from hvd_bert.streams import INTERRUPTED, in_main_thread, interruptible, keep_running
 
+# An error, the rank's exit status, and its report: the first row that fits. A CollectiveError may have another status.
+ENDS: tuple[tuple[type[BaseException], int, str], ...] = (
+    (CollectiveError, EXIT_BAD_INPUT, "hvd_bert: {error}"),
+    (UserError, EXIT_BAD_INPUT, "hvd_bert: {place}{error}"),
+    (KeyboardInterrupt, EXIT_INTERRUPTED, INTERRUPTED),
+    (
+        torch.OutOfMemoryError,
+        EXIT_FAILURE,
+        "hvd_bert: rank {rank} on {host}: out of GPU memory ({error}). Halve --per_device_train_batch_size (or _eval_)"
+        " and double --gradient_accumulation_steps, or use --bf16.",
+    ),
+    (Exception, EXIT_FAILURE, "rank {rank} on {host} {failure}"),
+)
 # From Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
@@ -54,152 +68,111 @@ def run_in_program(entry: Callable[[World], None], strategy: str = "horovod", re
     ranks of a process group that the program has initialized: whoever started them decides what ends.
     """
     launcher = None if distributed.is_initialized() else find_launcher(os.environ)
-    if launcher and (not launcher.is_alone or is_elastic(os.environ)):
-        _run(entry, strategy, records_timeline).close()
-        return
-    keep_running()
-    if records_timeline:
-        ready_for_timeline(os.environ)
-    logs.start((launcher.rank or 0) if launcher else distributed.get_rank())
-    world = join(strategy)
-    try:
-        with interruptible():
-            world.set_up_device()
-            entry(world)
-    except CollectiveError as error:
-        if world.rank == error.rank:
-            events.failed(reason_of(error))
-        world.close()
-        raise
-    except BaseException as error:
-        events.failed(reason_of(error))
-        world.leave()
-        raise
-    world.close()
+    raises = launcher is None or (launcher.is_alone and not is_elastic(os.environ))
+    _run(entry, strategy, records_timeline, raises).close()
 
 
-def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool) -> World:
+def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, raises: bool = False) -> World:
     """Run `entry` to its end. Returns its world, which is still open."""
     keep_running()
+    with suppress(UserError):  # reported when joining
+        watch_launcher(find_launcher(os.environ).name)
     if records_timeline:
         ready_for_timeline(os.environ)
-    generation = 0
+    process = ProcessState()
     while True:
-        world = _join(strategy, generation)
+        world = None
         try:
+            in_group = distributed.is_initialized()
+            logs.start(distributed.get_rank() if in_group else find_launcher(os.environ).rank or 0)
+            world = join(strategy, process)
+            logs.start(world.rank)  # which may differ from the launcher's rank
             with interruptible():  # the other ranks must not wait for this one
                 world.set_up_device()
                 entry(world)
-        except HostsChanged:
-            log.info("The hosts have changed: joining the new world.")
-        except CollectiveError as error:
-            if not in_main_thread():
-                world.close()
-                raise
-            _report(error, shown=world.rank == error.rank)
-            world.end(error.status)
-        except UserError as error:
-            world.abort(_report(UserError(f"rank {world.rank} on {world.host}: {error}"), shown=True))
-        except KeyboardInterrupt:
-            logs.report(INTERRUPTED)
-            world.abort(EXIT_INTERRUPTED)
-        except torch.OutOfMemoryError as error:
-            logs.report(
-                f"hvd_bert: rank {world.rank} on {world.host}: out of GPU memory ({error}). Halve"
-                " --per_device_train_batch_size (or _eval_) and double --gradient_accumulation_steps, or use --bf16."
-            )
-            world.abort(EXIT_FAILURE)
-        except Exception as error:
-            where = f"rank {world.rank} on {world.host}"
-            if not (world.elastic and _may_be_lost_rank(error)):
-                logs.report(_failure(error, where))
-                world.abort(EXIT_FAILURE)
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            logs.report(f"{where}: {reason}. Joining the world of the remaining ranks.")
-            world.disconnect()
-        else:
             return world
-        world.leave()
-        generation += 1
+        except (Exception, KeyboardInterrupt) as error:
+            if not (world and world.elastic and _leave_for_next_world(world, error)):
+                _end(error, world, raises)
+        process.generation += 1
 
 
-def _join(strategy: str, generation: int) -> World:
-    launcher = Launcher("none", None, None)
-    try:
-        launcher = find_launcher(os.environ)
-        logs.start(launcher.rank or 0)
-        world = join(strategy, generation)
-    except UserError as error:
-        if not in_main_thread():
-            raise  # sys.exit would end this thread only
-        # All processes have a CollectiveError or LaunchError. Only those that report it fail: another's failure could
-        # make the launcher kill them before they have.
-        shown = error.mine if isinstance(error, CollectiveError) else True
-        if isinstance(error, LaunchError):
-            shown = speaks_first(os.environ)
-        if shown:
-            sys.exit(_report(error, shown=True))
-        sys.exit(EXIT_BAD_INPUT if launcher.name == BY_TORCH else EXIT_OK)  # by which each process ends on its own
-    except Exception as error:
-        logs.report(_failure(error, f"a rank on {socket.gethostname()}"))
-        _abort_all()
-    logs.start(world.rank)  # which may differ from the launcher's rank
-    return world
-
-
-def _abort_all() -> NoReturn:
-    """End all ranks while there is no world yet: ranks that have initialized MPI would wait for this one."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        abort_mpi(mpi.COMM_WORLD, EXIT_FAILURE)
-    os._exit(EXIT_FAILURE)  # the launcher sees the status and ends the others
-
-
-def _may_be_lost_rank(error: Exception) -> bool:
-    """Under Horovod elastic, whether another rank may be lost: any failed collective, whatever its message.
-
-    Mismatched collectives are a defect, which would repeat in the next world.
-    """
+def _leave_for_next_world(world: World, error: BaseException) -> bool:
+    """Under Horovod elastic: whether the ranks that are left make a new world. This rank then has left the old one."""
     from horovod.common.exceptions import HorovodInternalError
 
-    return isinstance(error, HorovodInternalError) and "ismatched" not in str(error)
+    if isinstance(error, HostsChanged):
+        log.info("The hosts have changed: joining the new world.")
+    # Another rank may be lost: any failed collective, whatever its message. Mismatched collectives are a defect, which
+    # would repeat in the next world.
+    elif isinstance(error, HorovodInternalError) and "ismatched" not in str(error):
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        logs.report(f"rank {world.rank} on {world.host}: {reason}. Joining the world of the remaining ranks.")
+        disconnect(world.process)
+    else:
+        return False
+    world.leave()
+    return True
 
 
-def _failure(error: Exception, where: str) -> str:
-    """The report of a rank that failed: without a traceback if another rank is gone."""
+def _end(error: BaseException, world: World | None, raises: bool) -> None:
+    """End this process, or raise the error in a program's, after one rank's report. The other ranks end, too.
+
+    `raises`: whether the program decides what ends. `world`: None before it was joined.
+    """
+    shared = isinstance(error, CollectiveError if world else UserError)  # all ranks have it, and end by themselves
+    status, report = _status_and_report(error, world)
+    if raises or (shared and not in_main_thread()):  # sys.exit would end this thread only
+        if report:
+            events.failed(reason_of(error))
+        if world:
+            world.close() if shared else world.leave()
+        raise error
+    if report:
+        logs.report(report)
+    if not shared:
+        (world or World()).abort(status)  # before joining: ranks that have initialized MPI would wait for this one
+    if world:
+        world.end(status)
+    # Another rank's failure could make the launcher kill those that report it, before they have.
+    sys.exit(status if report or find_launcher(os.environ).name == BY_TORCH else EXIT_OK)
+
+
+def _status_and_report(error: BaseException, world: World | None) -> tuple[int, str]:
+    """The exit status of a rank with this error, by ENDS, and its report: "" if another rank reports it."""
+    rank, host = (world.rank, world.host) if world else ("?", socket.gethostname())
+    status, report = next((status, report) for kind, status, report in ENDS if isinstance(error, kind))
+    shown = not isinstance(error, LaunchError) or speaks_first(os.environ)
+    if isinstance(error, CollectiveError):
+        status, shown = error.status, error.mine if error.mine is not None else world is None or world.rank == 0
+    place, failure = f"rank {rank} on {host}: " if world else "", _failure(error)
+    return status, report.format(error=error, rank=rank, host=host, place=place, failure=failure) if shown else ""
+
+
+def _failure(error: BaseException) -> str:
+    """What happened to a rank that failed: without a traceback if another rank is gone."""
     text = str(error)
     if isinstance(error, RuntimeError) and any(words in text for words in _PEER_IS_GONE):
-        return f"{where} lost another rank: {text.splitlines()[0]}"
-    return f"{where} failed:\n{traceback.format_exc()}"
+        return f"lost another rank: {text.splitlines()[0]}"
+    return f"failed:\n{traceback.format_exc()}"
 
 
-def _report(error: UserError, shown: bool) -> int:
-    if shown:
-        logs.report(f"hvd_bert: {error}")
-    return EXIT_BAD_INPUT
-
-
-def join(strategy: str = "horovod", generation: int = 0) -> World:
-    """Join the launcher's world, for a strategy of `settings.STRATEGIES`. Raises UserError if it cannot.
-
-    `generation`: under Horovod elastic, how many worlds this process was in before.
-    """
+def join(strategy: str = "horovod", process: ProcessState | None = None) -> World:
+    """Join the launcher's world, for a strategy of `settings.STRATEGIES`. Raises UserError if it cannot."""
+    process = process or ProcessState()
     group = rendezvous.group_of_program()
     launcher = group or find_launcher(os.environ)
-    if strategy in ("none", "dp"):
-        world = _alone(strategy, launcher)
-    else:
-        world = _together(strategy, generation, launcher, group)
-    world.launcher = launcher.name
+    world = _alone(strategy, launcher) if strategy in ("none", "dp") else _together(strategy, process, launcher, group)
+    world.launcher, world.process = launcher.name, process
     return world
 
 
-def _together(strategy: str, generation: int, launcher: Launcher, group: rendezvous.Group | None) -> World:
+def _together(strategy: str, process: ProcessState, launcher: Launcher, group: Launcher | None) -> World:
     if group is None:
         check_tasks(launcher, os.environ)
     world: World
     if strategy == "horovod":
-        world = HorovodWorld.join(generation, group)
+        world = HorovodWorld.join(group, process)
     else:
         from hvd_bert.distributed.torch_world import DistributedWorld  # Horovod's runs do not need it
 

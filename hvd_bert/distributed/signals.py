@@ -8,8 +8,8 @@ and keep their GPU and the lock of the output folder. Slurm ends its tasks itsel
 from __future__ import annotations
 
 import os
-import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from hvd_bert.distributed import logs
-from hvd_bert.distributed.logs import log
+from hvd_bert.errors import log
 from hvd_bert.streams import in_main_thread
 
 if TYPE_CHECKING:
@@ -30,35 +30,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 WARNINGS = {signal.SIGUSR1, signal.SIGUSR2}
 ENDING = {signal.SIGTERM, signal.SIGINT}  # the second one ends the run; launchers repeat the others
 SAME_S = 1.0  # within which a repeated signal is the same request: `timeout` and some schedulers send it twice
-HOSTS = "hosts"  # Horovod elastic has hosts to add or remove
 FOLDER = "a move or removal of --output_dir"
 CHECK_S = 1.0
 _WATCHED = ("torchrun", "horovodrun", "mpirun")  # others end their ranks, or their process is not known
-
-
-class HostNotices:
-    """Whether Horovod elastic has hosts to add or remove. Horovod notifies rank 0 once, from its own thread."""
-
-    def __init__(self) -> None:
-        self.changed = False
-        self._watches = False
-
-    def watch(self) -> None:
-        """Listen for changes from now on. Earlier ones are part of the next world."""
-        from horovod.common.elastic import notification_manager
-
-        self.changed = False
-        if not self._watches:
-            notification_manager.init()
-            notification_manager.register_listener(self)
-            self._watches = True
-
-    def on_hosts_updated(self, time: float, kind: int) -> None:
-        """Called by Horovod."""
-        self.changed = True
-
-
-NOTICES = HostNotices()
 
 
 class StopRequests:
@@ -76,14 +50,14 @@ class StopRequests:
 
         After a signal the others stay ignored: a launcher may repeat one, which must not change the exit status. A
         signal after the last vote is only noted, so the run completes; under srun Slurm's warning before the time limit
-        is ignored from then on, since the final evaluation may fit in. Only the main thread can handle signals.
+        is ignored from then on, since the final evaluation may fit in.
         """
-        if not in_main_thread():
-            log.info("Not in the main thread: signals such as SIGTERM are not handled, and save no checkpoint.")
+        if not _may_handle():
+            log.info("Signals such as SIGTERM are left to this program, and save no checkpoint.")
             yield
             return
-        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-        before = {number: signal.signal(number, self._receive) for number in SIGNALS if number not in ignored}
+        handled = SIGNALS[:-1] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else SIGNALS
+        before = {number: signal.signal(number, self._receive) for number in handled}
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -103,20 +77,16 @@ class StopRequests:
 
     def _end_at_second(self, reader: int) -> None:
         """In a thread, since `_receive` waits while the main thread is in a long operation of torch."""
-        asked: set[int] = set()
+        first: dict[int, float] = {}  # when each signal first came
         with open(reader, "rb", buffering=0) as numbers:
-            while received := numbers.read(64):  # empty when `watched` is left
-                new = ENDING & set(received)
-                for number in new & asked:
+            while received := numbers.read(1):  # empty when `watched` is left
+                number, now = received[0], time.monotonic()
+                if number in ENDING and number not in first:
+                    first[number] = now
+                    log.info("%s: stopping after this step; again to quit", signal.Signals(number).name)
+                elif number in ENDING and now - first[number] > SAME_S:
                     logs.report(f"hvd_bert: ended by a second {signal.Signals(number).name}")
                     self._world.abort(128 + number)
-                if new:
-                    time.sleep(SAME_S)
-                    if select.select([numbers], [], [], 0)[0] and not numbers.read(64):
-                        return
-                    asked |= new
-                    names = ", ".join(signal.Signals(number).name for number in new)
-                    log.info("%s: stopping after this step; again to quit", names)
 
     def stop_without_folder(self) -> None:
         """Ask to stop, on rank 0, because the run's results have no place any more."""
@@ -124,7 +94,7 @@ class StopRequests:
 
     def start_vote(self) -> None:
         """Start to ask all ranks whether any was asked to stop. The vote travels alongside the gradients."""
-        self._vote = self._world.any_rank_async(self._received is not None or NOTICES.changed)
+        self._vote = self._world.any_rank_async(self._received is not None or self._world.process.hosts_changed)
 
     def any_rank_stops(self) -> bool:
         """Wait for the result of the vote: whether any rank was asked to stop before it."""
@@ -132,11 +102,18 @@ class StopRequests:
 
     def reason(self) -> str | None:
         """Why the run stops: signals with their ranks, or its folder; None if only hosts have changed. A collective."""
-        received = self._world.allgather(self._received or (HOSTS if NOTICES.changed else None))
-        asked = [(rank, name) for rank, name in enumerate(received) if name not in (None, HOSTS)]
+        asked = [(rank, name) for rank, name in enumerate(self._world.allgather(self._received)) if name]
         named = [name if name == FOLDER else f"{name} to rank {rank}" for rank, name in asked]
         self._stopping = bool(named)
         return ", ".join(named) or None
+
+
+def _may_handle() -> bool:
+    """Whether the run may set handlers: not in a thread (Streamlit, Gradio, Ray Train), a notebook, a process of Ray,
+    or a program that handles Ctrl-C itself."""
+    handler, ray = signal.getsignal(signal.SIGINT), sys.modules.get("ray")
+    own = callable(handler) and handler is not signal.default_int_handler
+    return in_main_thread() and not (own or hasattr(sys, "ps1") or (ray and ray.is_initialized()))
 
 
 @cache  # a program may train several times

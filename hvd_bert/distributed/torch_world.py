@@ -17,7 +17,7 @@ from torch import distributed
 from hvd_bert.distributed import rendezvous, watchdog
 from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.interfaces import address_of, apply_setting, choose_interface
-from hvd_bert.distributed.launch import checked_launcher, is_elastic
+from hvd_bert.distributed.launch import Launcher, checked_launcher, is_elastic
 from hvd_bert.distributed.world import World
 
 # Ranks wait for one that writes a checkpoint or finishes its share of an evaluation. Gloo notices a dead rank at once,
@@ -39,7 +39,7 @@ class DistributedWorld(World):
         self.cross_rank = list(dict.fromkeys(hosts)).index(self.host)
 
     @staticmethod
-    def join(group: rendezvous.Group | None = None) -> DistributedWorld:
+    def join(group: Launcher | None = None) -> DistributedWorld:
         """Join the launcher's world, or the program's `group`. Raises UserError if the ranks are not in one world."""
         launcher = group or checked_launcher(os.environ)
         rank, size, comm = launcher.rank or 0, launcher.size or 1, None
@@ -74,9 +74,9 @@ class DistributedWorld(World):
         if self.size > 1:
             # A connection of its own, since another thread may wait in the first one.
             store = distributed.PrefixStore("hvd_bert.waits", self._store.clone())  # type: ignore[attr-defined]
-            self.watch(watchdog.inspect(os.environ, elastic=False), store)
+            self.watch(watchdog.configure_stall_limits(os.environ, elastic=False), store)
         if self.device.type == "cuda" and self._own is None:
-            with self.waiting(lambda: ["the connection of NCCL"]):
+            with self.limit_wait(lambda: ["the connection of NCCL"]):
                 self._join_again("cpu:gloo,cuda:nccl", self.device)
 
     def _join_again(self, backend: str, device: torch.device | None) -> None:
@@ -85,7 +85,7 @@ class DistributedWorld(World):
         Not at first: NCCL would fail if two ranks have one GPU, which `set_up_device` reports with their names.
         """
         store = distributed.PrefixStore("hvd_bert.devices", self._store)  # type: ignore[attr-defined]
-        rendezvous.hosts_of(store, self.rank, self.size)  # no rank leaves while another one uses the first group
+        rendezvous.exchange(store, self.rank, self.size, "host", "")  # none leaves while another uses the first group
         distributed.destroy_process_group()
         distributed.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT, device_id=device
@@ -119,7 +119,7 @@ class DistributedWorld(World):
         work = distributed.all_reduce(flag, group=self._own, async_op=True)
 
         def count() -> bool:
-            with self.waiting(lambda: ["the vote on stopping"]):
+            with self.limit_wait(lambda: ["the vote on stopping"]):
                 work.wait()
             return bool(flag.item())
 

@@ -6,41 +6,35 @@ The base class is the world of a single process. `horovod_world.py` and `torch_w
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from hvd_bert.distributed import logs, watchdog
-from hvd_bert.distributed.logs import log
+from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device, choose_threads, share_cores
 from hvd_bert.distributed.slurm import find_job
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.machine import cpu_limit
 
-MAX_THREADS = 1024  # as for --num_threads
 ABORT_S = 20  # seconds that MPI_Abort may take
-
-__all__ = ["CollectiveError", "HostsChanged", "World", "log"]
 
 
 class CollectiveError(UserError):
-    """An error that all ranks raise, so that they can leave the world together. `rank` reports it.
+    """An error that all ranks raise, so that they can leave the world together.
 
-    `mine`: whether `rank` is this process, for errors before there is a world.
+    `mine`: whether this rank reports it. None: rank 0 does.
     """
 
-    def __init__(self, message: str, rank: int = 0, status: int = EXIT_BAD_INPUT, mine: bool = False) -> None:
+    def __init__(self, message: str, status: int = EXIT_BAD_INPUT, mine: bool | None = None) -> None:
         super().__init__(message)
-        self.rank = rank
         self.status = status
         self.mine = mine
 
@@ -49,78 +43,35 @@ class HostsChanged(Exception):
     """Horovod elastic has hosts to add or remove. Raised on all ranks after the same step."""
 
 
-def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
-    """Device of a rank, "cpu" or "cuda:i", from the number of visible GPUs. Raises UserError if there are too few.
+@dataclass(eq=False)
+class ProcessState:
+    """What this process keeps from one world of Horovod elastic to the next.
 
-    A scheduler may show each task only its own GPU, as number 0. `check_devices` checks that no two ranks share one.
+    Attributes:
+        generation: In how many worlds it was before.
+        hosts_changed: Whether Horovod has hosts to add or remove. It notifies rank 0 once, from its own thread.
+        connections: Gloo's, in this world.
+        locks: Those of the output folders that it holds.
+        last_state: The training's, of the last finished step.
     """
-    if num_devices == 0:
-        return "cpu"
-    if num_devices == 1:
-        return "cuda:0"
-    if local_rank >= num_devices:
-        raise UserError(
-            f"{local_size} ranks on this host, but only {num_devices} GPUs are visible. Start at most"
-            f" {num_devices} ranks per host, or request more GPUs (Slurm: --gres=gpu:N)."
-        )
-    return f"cuda:{local_rank}"
 
+    generation: int = 0
+    hosts_changed: bool = False
+    connections: set[tuple[Any, ...]] = field(default_factory=set)
+    locks: dict[Path, Any] = field(default_factory=dict)
+    last_state: Any = None
 
-def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]], limit: float | None = None) -> int:
-    """Threads for a rank that may use the cores `mine`, which it shares with every rank whose set overlaps.
+    def watch_hosts(self) -> None:
+        """Listen for changes of hosts from now on. Earlier ones are part of the next world."""
+        from horovod.common.elastic import notification_manager
 
-    `limit`: the cores' worth of time that all ranks of this host may use together. More threads than that would stop
-    each other: with 2 on a limit of 1 a small model trained 4 to 9 times slower than with 1.
-    """
-    sharers = sum(1 for cores in on_this_host if cores & mine)
-    share = len(mine) // max(1, sharers)
-    if limit is not None:
-        share = min(share, int(limit / len(on_this_host)))
-    return max(1, share)
+        self.hosts_changed = False
+        notification_manager.init()  # once, and also registers this listener once
+        notification_manager.register_listener(self)
 
-
-def choose_threads(environ: Mapping[str, str], share: int) -> int:
-    """Threads per rank: OMP_NUM_THREADS, else its `share` of the cores, at most Slurm's --cpus-per-task.
-
-    A number above MAX_THREADS is a mistake, and is ignored like a text: so many threads cannot be started.
-    """
-    chosen = _threads_in(environ.get("OMP_NUM_THREADS", "").split(",")[0])
-    allotted = _threads_in(environ.get("SLURM_CPUS_PER_TASK", ""))
-    return chosen or min(share, allotted or share)
-
-
-def _threads_in(text: str) -> int | None:
-    found = re.fullmatch(r" *([0-9]{1,9}) *", text)
-    return int(found[1]) if found and 1 <= int(found[1]) <= MAX_THREADS else None
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """Host, device and cores of a rank. `device_id`: the GPU's UUID, equal in all processes; None on a CPU."""
-
-    rank: int
-    host: str
-    local_rank: int
-    device: str
-    device_id: str | None
-    cores: frozenset[int]
-
-
-def check_devices(rank_infos: Sequence[RankInfo]) -> None:
-    """Raise UserError if two ranks share a GPU, or only some ranks have one."""
-    if len({info.device == "cpu" for info in rank_infos}) > 1:
-        without = dict.fromkeys(info.host for info in rank_infos if info.device == "cpu")
-        raise UserError(
-            f"Some ranks have a GPU, but those on {', '.join(without)} have none. Run `nvidia-smi` there, leave that"
-            " host out, or request a GPU per rank."
-        )
-    taken = Counter((info.host, info.device_id) for info in rank_infos if info.device_id is not None)
-    for (host, device_id), times in taken.items():
-        if times > 1:
-            raise UserError(
-                f"{times} ranks on {host} would share one GPU ({device_id}). Start one rank per GPU, or request more"
-                " GPUs (Slurm: --gres=gpu:N, with --gpus-per-task=1 or all of them visible to each task)."
-            )
+    def on_hosts_updated(self, time: float, kind: int) -> None:
+        """Called by Horovod."""
+        self.hosts_changed = True
 
 
 class World:
@@ -134,7 +85,7 @@ class World:
         controller: What the ranks communicate through: "mpi", "gloo", "torch.distributed" or "none".
         device, devices: The device of this rank, and the number of GPUs that it uses.
         elastic: Whether ranks may be lost or added.
-        generation: In how many worlds this process was before.
+        process: What this process keeps from one world of Horovod elastic to the next.
         rank_infos: One RankInfo per rank.
         host_ranks: The ranks on this host.
     """
@@ -144,11 +95,11 @@ class World:
     size = local_size = 1
     devices = 1
     elastic = False
-    generation = 0
     _comm: Any = None  # mpi4py's communicator of all ranks, where MPI started them
     _watchdog: watchdog.Watchdog | None = None
 
     def __init__(self) -> None:
+        self.process = ProcessState()
         self.host = socket.gethostname()
         self.device = torch.device("cpu")
         self.rank_infos: tuple[RankInfo, ...] = ()
@@ -250,18 +201,18 @@ class World:
         raise NotImplementedError("only Horovod has a timeline")
 
     def watch(self, stalled_after_s: float, store: Any) -> None:
-        """From now on, a rank that does not reach a step's collective ends the job. `store`: see `Arrivals`."""
-        hosts, arrivals = [info.host for info in self.rank_infos], watchdog.Arrivals(store, self.rank, self.size)
-        self._watchdog = watchdog.Watchdog(self.rank, hosts, stalled_after_s, arrivals, self.abort)
+        """From now on, a rank that does not reach a step's collective ends the job. `store`: see `Watchdog`."""
+        hosts = [info.host for info in self.rank_infos]
+        self._watchdog = watchdog.Watchdog(self.rank, hosts, stalled_after_s, store, self.abort)
 
-    def waiting(self, names: Callable[[], Sequence[str]], at_least_s: float = 0.0) -> AbstractContextManager[None]:
+    def limit_wait(self, names: Callable[[], Sequence[str]], at_least_s: float = 0.0) -> AbstractContextManager[None]:
         """Around a wait for other ranks, by default in a step's collective, of at most the watchdog's limit.
 
         `names`: what has not arrived yet, for the message.
         """
         if self._watchdog is None:
             return nullcontext()
-        return self._watchdog.over(max(at_least_s, self._watchdog.step_s), names)
+        return self._watchdog.limit_wait(max(at_least_s, self._watchdog.step_s), names)
 
     def check_same(self, values: Mapping[str, object]) -> None:
         """Raise CollectiveError if a value differs between ranks, for example because their hosts' files differ."""
@@ -299,18 +250,18 @@ class World:
             first = failed[0]
             host = self.rank_infos[first].host if self.rank_infos else "its host"
             where = "" if len(failed) == self.size else f"rank {first} on {host}: "
-            raise CollectiveError(where + messages[first], first, status, mine=self.rank == first)
+            raise CollectiveError(where + messages[first], status, mine=self.rank == first)
 
     def close(self) -> None:
         """Leave the world, once all ranks have called this."""
+        self.leave()
 
     def leave(self) -> None:
-        """Leave a world whose other ranks may be gone."""
+        """Leave a world whose other ranks may be gone, and release its locks."""
         if self._watchdog:
             self._watchdog.stopped.set()
-
-    def disconnect(self) -> None:
-        """Let the other ranks notice that a rank is lost."""
+        while self.process.locks:
+            self.process.locks.popitem()[1].release()
 
     def end(self, status: int) -> NoReturn:
         """Leave the world, once all ranks have called this, and end this process.
@@ -321,26 +272,18 @@ class World:
         sys.exit(status)
 
     def abort(self, status: int) -> NoReturn:
-        """End all ranks now: the others must not wait for a rank that failed alone."""
+        """End all ranks now, which must not wait for one that failed alone: all that MPI or the launcher knows."""
         logs.flush()
         sys.stdout.flush()
         sys.stderr.flush()
-        if self._comm is not None:
-            abort_mpi(self._comm, status)
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            signal.alarm(ABORT_S)  # ends a rank whose host has lost the network, and which would stay in MPI_Abort
+            try:
+                # MPI_Abort makes Slurm kill the step at once. srun then drops what it has not yet received, often the
+                # last lines of a traceback (seen with Slurm 22.05), and nothing shows a task what it has received.
+                if "SLURM_STEP_ID" in os.environ:
+                    time.sleep(1)
+            finally:  # also after Ctrl-C
+                mpi.COMM_WORLD.Abort(status)
         os._exit(status)  # the launcher sees the status and ends the others
-
-
-def abort_mpi(comm: Any, status: int) -> None:
-    """End all ranks of MPI. Under srun after a pause, in which srun receives the last output of this rank.
-
-    MPI_Abort makes Slurm kill the step at once. srun then drops what it has not yet received, often the last lines of
-    a traceback (seen with Slurm 22.05), and no interface tells a task what srun has received.
-
-    A rank that cannot reach mpirun, since its host has lost the network, would stay in MPI_Abort: SIGALRM ends it.
-    """
-    signal.alarm(ABORT_S)
-    try:
-        if "SLURM_STEP_ID" in os.environ:
-            time.sleep(1)
-    finally:  # also after Ctrl-C
-        comm.Abort(status)

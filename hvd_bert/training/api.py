@@ -9,13 +9,11 @@ import random
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from hvd_bert.config import command_line
-from hvd_bert.distributed.launch import find_launcher
-from hvd_bert.distributed.signals import SIGNALS, watch_launcher
-from hvd_bert.errors import UserError
+from hvd_bert.distributed.signals import SIGNALS
 from hvd_bert.startup import collector_paused
 from hvd_bert.streams import in_main_thread
 
@@ -40,17 +38,18 @@ def train(
     Raises UserError, which is a ValueError, and what a callback raises. A launcher's ranks end instead, after a report.
     """
     results: list[RunResult] = []
-    with _process_given_back():
+    with _process_restored():
         from hvd_bert.distributed.runner import run_in_program
-        from hvd_bert.tasks.base import name_of
+        from hvd_bert.tasks.base import task_name
         from hvd_bert.training import loop  # noqa: F401  here, or `run` would freeze the program's objects
 
-        given = {"config": config, "task": name_of(task) if isinstance(task, type) else task, **settings}
+        own = task if isinstance(task, type) else None
+        given = {"config": config, "task": task_name(own) if own else task, **settings}
         given = {name: value for name, value in given.items() if value is not None}
-        words = [word for name, value in given.items() for word in command_line.words_of(name, value)]
-        with suppress(UserError):  # reported when joining
-            watch_launcher(find_launcher(os.environ).name)
-        run_in_program(lambda world: results.append(run(words, world, callbacks)), **command_line.before_joining(words))
+        words = [word for name, value in given.items() for word in command_line.to_argv(name, value)]
+        run_in_program(
+            lambda world: results.append(run(words, world, callbacks, own)), **command_line.before_joining(words)
+        )
     return results[-1]
 
 
@@ -59,55 +58,68 @@ def main(world: World) -> None:
     run(None, world)
 
 
-def run(words: list[str] | None, world: World, callbacks: Sequence[Callback] = ()) -> RunResult:
-    """A whole run on one rank, from a command line (None: this process's) to the output files. Called by all ranks."""
+def run(
+    words: list[str] | None, world: World, callbacks: Sequence[Callback] = (), own: type[Task] | None = None
+) -> RunResult:
+    """A whole run on one rank, from a command line (None: this process's) to the output files. Called by all ranks.
+
+    `own`: the task's class, if a program gives it.
+    """
     with world.raise_on_all_ranks():
         config = command_line.parse(words)
         # Inside, so that warnings of the imports are shown once. In a later world of Horovod elastic, freezing again
         # would keep the previous world's memory.
         with nullcontext() if "hvd_bert.training.loop" in sys.modules else collector_paused():
             from hvd_bert.training import loop
-    return loop.run(config, world, callbacks)
+    return loop.run(config, world, callbacks, own)
 
 
 @contextmanager
-def _process_given_back() -> Iterator[None]:
-    """Give back what a run changes in its process."""
+def _process_restored() -> Iterator[None]:
+    """Restore afterwards what a run changes in its process."""
     numbers = random.getstate()  # imports draw some
     import numpy as np
     import torch
 
     from hvd_bert.distributed import events
-    from hvd_bert.output import output_dir
 
-    with ExitStack() as afterwards:
-        then = afterwards.callback
-        then(gc.collect)  # the model and its hooks refer to each other
-        then(_restore, sys.stdout, sys.stderr, dict(os.environ))
-        for number in SIGNALS if in_main_thread() else ():
-            then(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
-        for logger in (logging.getLogger(name) for name in (None, "hvd_bert", "transformers")):
-            then(vars(logger).update, handlers=logger.handlers, propagate=logger.propagate)
-            then(logger.setLevel, logger.level)
-            logger.handlers = []  # the run would close them
-        then(logging.captureWarnings, False)
-        then(random.setstate, numbers)
-        then(np.random.set_state, np.random.get_state())
-        then(torch.set_rng_state, torch.get_rng_state())
-        if torch.cuda.is_initialized():
-            then(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
-            then(torch.cuda.set_device, torch.cuda.current_device())
-        then(torch.set_num_threads, torch.get_num_threads())
-        then(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        then(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
-        then(output_dir.unlock)
-        then(events.end)
-        yield
-
-
-def _restore(stdout: Any, stderr: Any, environ: dict[str, str]) -> None:
-    sys.stdout.flush()
-    sys.stdout, sys.stderr = stdout, stderr
-    for name in os.environ.keys() - environ.keys():
-        del os.environ[name]
-    os.environ.update(environ)
+    stdout, stderr, environ = sys.stdout, sys.stderr, dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS if in_main_thread()}
+    loggers = [logging.getLogger(name) for name in (None, "hvd_bert", "transformers")]
+    logged = [(logger.level, {"handlers": logger.handlers, "propagate": logger.propagate}) for logger in loggers]
+    for logger in loggers:
+        logger.handlers = []  # the run would close them
+    numpy_numbers = np.random.get_state()
+    threads, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    gpu = torch.cuda.current_device() if gpus else None
+    try:
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
+        events.end()
+        with suppress(OSError, ValueError):  # the program's own stream may be closed
+            sys.stdout.flush()
+        sys.stdout, sys.stderr = stdout, stderr
+        for name in os.environ.keys() - environ.keys():
+            del os.environ[name]
+        os.environ.update(environ)
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        for logger, (level, attributes) in zip(loggers, logged, strict=True):
+            logger.setLevel(level)
+            vars(logger).update(attributes)
+        logging.captureWarnings(False)
+        random.setstate(numbers)
+        np.random.set_state(numpy_numbers)
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(products)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        gc.collect()  # the model and its hooks refer to each other

@@ -26,8 +26,8 @@ from torch import distributed
 from hvd_bert.distributed import rendezvous
 from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.distributed.runner import run_as_rank
-from hvd_bert.distributed.world import CollectiveError, World, log
-from hvd_bert.errors import UserError
+from hvd_bert.distributed.world import CollectiveError, World
+from hvd_bert.errors import UserError, log
 
 
 def say(path: Path, words: str) -> None:

@@ -19,7 +19,7 @@ import stopping_at
 from commands import said, small_run
 from launch import Outcome, launcher, run
 
-from hvd_bert.config.command_line import overriding
+from hvd_bert.config.command_line import override_argv
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 
 pytestmark = pytest.mark.integration
@@ -31,7 +31,7 @@ STEPS_PER_EPOCH, STEPS = 3, 6  # of small_run
 
 def train(folder: Path, size: int, by: str, *flags: object, stop: str = "0 0 SIGTERM start") -> Outcome:
     """small_run into FOLDER/out. `stop`: step, rank, signal and place of a stop."""
-    own = overriding([str(word) for word in DROPOUT], [str(flag) for flag in flags])
+    own = override_argv([str(word) for word in DROPOUT], [str(flag) for flag in flags])
     words = small_run(size, "out", *own)[len(small_run(1, "")[:3]) :]  # without "python -m hvd_bert.train"
     cache = {"HVD_BERT_CACHE": str(folder.parent / "cache")}
     folder.mkdir(exist_ok=True)

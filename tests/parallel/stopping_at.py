@@ -28,6 +28,7 @@ from typing import Any
 
 from hvd_bert.checkpoint import files
 from hvd_bert.data.collate import Batch, Prefetcher
+from hvd_bert.distributed.world import ProcessState
 from hvd_bert.output import run_folder
 from hvd_bert.strategies.base import Strategy
 from hvd_bert.strategies.horovod import HorovodStrategy
@@ -69,7 +70,7 @@ def signal_at(
                 if records:
                     (records / "signalled").write_text(str(time.time()), encoding="utf-8")
                 if number == "hosts":
-                    wait_for_other_hosts()
+                    assert notified.wait(90), "Horovod elastic has notified of no other hosts"
                 elif number == "move":
                     os.rename("out", "moved")
                 elif place in PHASES:
@@ -90,7 +91,8 @@ def signal_at(
 
     Prefetcher.of_step = of_step  # type: ignore[method-assign]
     try:
-        yield
+        with noted_hosts() as notified:
+            yield
     finally:
         Prefetcher.of_step = original  # type: ignore[method-assign]
 
@@ -124,14 +126,20 @@ def die_in(phase: str, mean_s: float = 0.01) -> None:
     os.kill(os.getpid(), signal.SIGKILL)  # the interpreter's lock is still this thread's
 
 
-def wait_for_other_hosts(limit_s: float = 90) -> None:
-    """Return as soon as Horovod elastic has told this process of them."""
-    from hvd_bert.distributed.signals import NOTICES
+@contextmanager
+def noted_hosts() -> Iterator[threading.Event]:
+    """Inside, the event is set as soon as Horovod elastic has notified this process of other hosts."""
+    notified, original = threading.Event(), ProcessState.on_hosts_updated
 
-    deadline = time.monotonic() + limit_s
-    while not NOTICES.changed:
-        assert time.monotonic() < deadline, "Horovod elastic has told of no other hosts"
-        time.sleep(0.02)  # between two looks; the deadline ends them
+    def on_hosts_updated(self: ProcessState, *given: Any) -> None:
+        original(self, *given)
+        notified.set()
+
+    ProcessState.on_hosts_updated = on_hosts_updated  # type: ignore[method-assign]
+    try:
+        yield notified
+    finally:
+        ProcessState.on_hosts_updated = original  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

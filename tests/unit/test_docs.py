@@ -22,8 +22,10 @@ from documented import PAGES, REPOSITORY, code_spans, headings, section, text_of
 from markdown.extensions.toc import slugify
 from tables import each
 
+from hvd_bert import errors
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS
+from hvd_bert.distributed import runner, signals
 
 TROUBLESHOOTING = "docs/guides/troubleshooting.md"
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -144,6 +146,13 @@ def test_python_api_has_these_names_and_parameters() -> None:
             defined = getattr(module, name)
             given = list(inspect.signature(defined).parameters) if parameters else []
             assert parameters == given[: len(parameters)], f"{path}: {span}"
+
+
+def test_exit_statuses_are_listed() -> None:
+    listed = re.findall(r"^\| (\d+) \|", text_of("docs/reference/exit-status.md").partition("\n## ")[0], re.MULTILINE)
+    ours = {status for name, status in vars(errors).items() if name.startswith("EXIT_")}
+    assert sorted(map(int, listed)) == sorted(ours)
+    assert {status for _, status, _ in runner.ENDS} | {128 + number for number in signals.ENDING} <= ours
 
 
 def test_environment_variables_are_listed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tables import each, refused
 
+from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device, choose_threads, share_cores
 from hvd_bert.distributed.launch import (
     Launcher,
     LaunchError,
@@ -19,7 +20,6 @@ from hvd_bert.distributed.launch import (
 )
 from hvd_bert.distributed.mpi import check_mpi, check_pmi, check_size
 from hvd_bert.distributed.slurm import check_tasks, requested_tasks
-from hvd_bert.distributed.world import RankInfo, check_devices, choose_device, choose_threads, share_cores
 
 # Variables that the launchers set for rank 3 of 4.
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_CONTROLLER": "gloo"}

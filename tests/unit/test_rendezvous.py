@@ -59,7 +59,7 @@ def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):
     store = rendezvous.serve_store("127.0.0.1")
     store.set("hvd_bert.host.2", "another")
     with caplog.at_level(logging.INFO), refused("ranks 1, 3 of 4", "1 s"):
-        rendezvous.hosts_of(store, 0, 4)
+        rendezvous.exchange(store, 0, 4, "host", "")
     assert caplog.messages == ["Waiting for ranks 1, 3 of 4 to start"]
 
 

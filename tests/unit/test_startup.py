@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tables import each, refused
+from tables import each
 
 import hvd_bert
 from hvd_bert import startup
+from hvd_bert.errors import EXIT_BAD_INPUT
 
 HEAVY = {"torch", "horovod", "mpi4py", "datasets", "pandas", "scipy", "tensorboard", "deepspeed", "matplotlib"}
 HEAVY |= {"pyarrow", "transformers", "numpy"}
@@ -120,17 +121,25 @@ def test_only_rank_0_prints(script: Path) -> None:
         (["--local-rank=1", "--local_rank", "1"], []),
     ],
 )
-def test_local_rank_is_no_setting(words, rest):
-    assert startup._without_local_rank(words, {"LOCAL_RANK": "1"}) == rest
+def test_local_rank_is_no_setting(words, rest, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(sys, "argv", ["command", *words])
+    startup.take_local_rank()
+    assert sys.argv[1:] == rest
 
 
-@each("words", [["--local_rank=0"], ["--local-rank", "0"], ["--local_rank=1", "--local_rank=0"]])
-def test_local_rank_is_the_launchers(words):
-    for environ, own in (({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1"), ({}, "LOCAL_RANK is not set")):
-        with refused("--local_rank 0", own):
-            startup._without_local_rank(words, environ)
-        with refused("--local_rank", own):
-            startup._without_local_rank(["--local_rank", "--bf16"], environ)
+@each(
+    ("words", "own"),
+    [(["--local_rank=0"], "1"), (["--local_rank=1", "--local-rank", "0"], "1"), (["--local_rank", "--bf16"], None)],
+)
+def test_local_rank_is_the_launchers(words, own, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["command", *words])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if own:
+        monkeypatch.setenv("LOCAL_RANK", own)
+    with pytest.raises(SystemExit, match=str(EXIT_BAD_INPUT)):
+        startup.take_local_rank()
+    assert f"LOCAL_RANK is {own or 'not set'}. Remove the flag" in capsys.readouterr().err
 
 
 @each("module", ["hvd_bert.train", "hvd_bert.predict", "hvd_bert.tools.evaluate", "hvd_bert.tools.doctor"])

@@ -48,7 +48,12 @@ def of_the_process() -> list[Any]:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     logs = [[*logging.getLogger(name).handlers] for name in (None, "hvd_bert")]
     numbers = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    torchs = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torchs = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )
+    torchs += (torch.utils.deterministic.fill_uninitialized_memory,)  # type: ignore[attr-defined]
     return [handlers, logs, numbers, torchs, dict(os.environ), sys.stdout, sys.stderr]
 
 
@@ -75,6 +80,20 @@ def test_errors_are_raised_and_the_run_resumes(tmp_path: Path) -> None:
         with refused(named):
             start(tmp_path / "none", **settings)
     assert of_the_process() == before
+
+
+@pytest.mark.parametrize("where", ["notebook", "own handler"])
+def test_signals_are_left_to_an_interactive_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    if where == "notebook":
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    else:
+        signal.signal(signal.SIGINT, lambda number, frame: None)
+    seen: list[Any] = []
+    start(tmp_path, lambda: seen.append(of_the_process()[0]))
+    assert seen == [of_the_process()[0]]
+    assert capsys.readouterr().out.count("SIGTERM are left to this program") == 1
 
 
 def test_function_that_calls_it_can_be_sent_to_other_processes() -> None:

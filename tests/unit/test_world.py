@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from hvd_bert.distributed import world as world_module
-from hvd_bert.distributed.world import CollectiveError, RankInfo, World
+from hvd_bert.distributed.devices import RankInfo
+from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.tasks.dataset import Examples
 from hvd_bert.tasks.question_answering import QuestionAnswering
 
@@ -72,7 +74,11 @@ def test_training_files_that_differ_between_hosts(path: str, digest: str, messag
 
 def test_mpi_abort_that_never_returns_has_a_limit(monkeypatch):
     calls: list[tuple[str, int]] = []
+    abort = SimpleNamespace(Abort=lambda status: calls.append(("abort", status)))
+    mpi = SimpleNamespace(Is_initialized=lambda: True, Is_finalized=lambda: False, COMM_WORLD=abort)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
     monkeypatch.setattr(world_module.signal, "alarm", lambda seconds: calls.append(("alarm", seconds)))
+    monkeypatch.setattr(world_module.os, "_exit", lambda status: calls.append(("exit", status)))
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    world_module.abort_mpi(SimpleNamespace(Abort=lambda status: calls.append(("abort", status))), 1)
-    assert calls == [("alarm", world_module.ABORT_S), ("abort", 1)]
+    make_world().abort(1)
+    assert calls == [("alarm", world_module.ABORT_S), ("abort", 1), ("exit", 1)]
