@@ -19,7 +19,8 @@ from hvd_bert.tools.bench import __main__ as bench_flags
 from hvd_bert.tools.bench.measure import Recorder
 from hvd_bert.tools.bench.speed import random_task
 from hvd_bert.training.loop import Training
-from hvd_bert.training.start import set_up
+from hvd_bert.training.start import Start, set_up
+from hvd_bert.training.start import prepare as prepare_training
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,11 @@ class Prepared:
     def run(self, training: type[Training]) -> tuple[Training, Recorder]:
         """Train by this class; its metrics stay in memory."""
         recorder = Recorder()
+        start = Start(self.config, self.task)
         with tempfile.TemporaryDirectory() as folder:
-            self.config.train.output_dir = folder
-            made = training(self.task, None, None, self.config, self.world)
-            made.run(recorder)
+            prepared = prepare_training(start, self.world)
+            made = training(start.in_folder(Path(folder)), prepared, None, recorder, self.world)
+            made.run()
         return made, recorder
 
 

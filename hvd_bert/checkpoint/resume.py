@@ -12,23 +12,22 @@ from torch import nn
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
-from hvd_bert.config.settings import FLAGS, TrainArguments, of_this_version
+from hvd_bert.config.settings import FLAGS, CheckpointArguments, TrainArguments, of_this_version
 from hvd_bert.data.batch_plan import BatchPlan
-from hvd_bert.distributed.world import CollectiveError, World, log
-from hvd_bert.errors import UserError
-from hvd_bert.storage import written
-from hvd_bert.tasks.base import Task
+from hvd_bert.distributed.world import CollectiveError, World
+from hvd_bert.errors import UserError, log
+from hvd_bert.storage.reading import MAX_YAML_BYTES, read_text
 
 LATEST = "latest"
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint to resume from, which rank 0 has read, or a state that rank `kept_by` has in memory."""
+    """The checkpoint to resume from, which rank 0 has read, or a state that rank `owner_rank` has in memory."""
 
     folder: Path
     contents: Contents
-    kept_by: int | None = None
+    owner_rank: int | None = None
 
     @property
     def step(self) -> int:
@@ -40,20 +39,27 @@ class ResumePoint:
         return self.contents.state
 
 
+def is_of_a_run(settings: Path) -> bool:
+    """Whether a run wrote this file of settings: it has all flags, also those that a user's own file would not have."""
+    try:
+        return "\nresume_from_checkpoint: " in read_text(settings, MAX_YAML_BYTES)
+    except (OSError, ValueError):
+        return False
+
+
 def unfinished(folder: Path) -> bool:
     """Whether a training started in this folder and did not finish."""
-    settings = "train_config.yaml"  # recorded: another program's file of that name is no run
-    started = settings in written.names(folder) and (folder / settings).is_file()
-    return started and not (folder / "train_results.json").exists()
+    return is_of_a_run(folder / "train_config.yaml") and not (folder / "train_results.json").exists()
 
 
-def find(named: str | None, args: TrainArguments) -> ResumePoint | None:
+def find(checkpoint: CheckpointArguments, args: TrainArguments) -> ResumePoint | None:
     """The checkpoint of --resume_from_checkpoint, or the newest valid one of an unfinished run in output_dir.
 
     None: train from the start. Raises UserError if a checkpoint is requested or exists, but none can be used.
     """
     if not args.do_train:
         return None
+    named = checkpoint.resume_from_checkpoint
     if named == LATEST and not args.output_dir:
         raise UserError("--resume_from_checkpoint latest: give the run's folder as well (--output_dir).")
     folder = Path(args.output_dir or "")
@@ -117,15 +123,19 @@ def _resumable(folder: Path) -> Contents:
     return contents
 
 
-def identity(settings: Mapping[str, Any], task: Task) -> dict[str, Any]:
-    """Properties that must not change on resume: the model's shape, the data, settings that affect learning."""
-    assert task.plan is not None
+def identity(
+    settings: Mapping[str, Any], model: nn.Module, learned: Mapping[str, Any], plan: BatchPlan
+) -> dict[str, Any]:
+    """Properties that must not change on resume: the model's shape, the data, settings that affect learning.
+
+    `learned`: the task's own, such as the training data.
+    """
     learned_by = {f"--{name}": value for name, value in settings.items() if not FLAGS[name].may_change_on_resume}
     return learned_by | {
-        "the model": shape_of(task.model),
-        **task.identity(),
-        "the number of training windows": task.plan.num_windows,
-        **({"the windows per epoch of each file": str([n for _, n in task.plan.parts])} if task.plan.parts else {}),
+        "the model": shape_of(model),
+        **learned,
+        "the number of training windows": plan.num_windows,
+        **({"the windows per epoch of each file": str([n for _, n in plan.parts])} if plan.parts else {}),
     }
 
 
@@ -136,36 +146,32 @@ def shape_of(model: nn.Module) -> str:
     return f"{len(shapes)} tensors, {size:,} parameters, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
 
 
-def rank_batch(args: TrainArguments) -> int:
-    """Windows per rank and step, by the flags."""
-    return args.per_device_train_batch_size * args.gradient_accumulation_steps
+def check(resume_point: ResumePoint, run: Mapping[str, Any], args: TrainArguments, global_batch: int) -> None:
+    """Raise UserError if the checkpoint is from another model, other data or other settings.
 
-
-def check(resume_point: ResumePoint, now: Mapping[str, Any], args: TrainArguments, task: Task) -> None:
-    """Raise UserError if the checkpoint is from another model, other data or other settings. `now`: the `identity`.
-
-    Either the global batch must be the same, or the flags for the batch per rank.
+    `run`: what this run's checkpoints hold of it. Either the global batch must be the same, or the flags for the batch
+    per rank.
     """
-    assert task.plan is not None
-    saved = of_this_version(resume_point.state["identity"])
+    saved, now = of_this_version(resume_point.state["identity"]), run["identity"]
     differing = [
         f"{name} was {saved.get(name)} and is {now.get(name)}"
         for name in dict.fromkeys((*saved, *now))
         if saved.get(name) != now.get(name)
     ]
-    global_batch = resume_point.state["global_batch"]
-    same_flags = args.global_batch == -1 and resume_point.state["rank_batch"] == rank_batch(args)
-    if global_batch != task.plan.global_batch and not same_flags:
-        differing.append(f"the global batch was {global_batch} and is {task.plan.global_batch}")
+    before = resume_point.state["global_batch"]
+    same_flags = args.global_batch == -1 and resume_point.state["rank_batch"] == run["rank_batch"]
+    if before != global_batch and not same_flags:
+        differing.append(f"the global batch was {before} and is {global_batch}")
     if differing:
         raise UserError(
             f"{resume_point.folder} cannot be resumed: {'; '.join(differing)}. Use the settings that it was made with,"
             " use another --output_dir, or add --overwrite_output_dir to train from the start."
         )
     log.info("Resuming from step %d: %s", resume_point.step, resume_point.folder)
+    _check_cpu(resume_point, run["cpu_kernels"])
 
 
-def check_cpu(resume_point: ResumePoint, now: Mapping[str, str] | None) -> None:
+def _check_cpu(resume_point: ResumePoint, now: Mapping[str, str] | None) -> None:
     """Warn if the checkpoint is from another kind of CPU or from other kernels. `now`: as `kernels.record` returns."""
     saved = resume_point.state.get("cpu_kernels")
     if saved and now and saved != now:

@@ -20,12 +20,16 @@ import yaml
 
 from hvd_bert.config.flag import GROUPS
 from hvd_bert.config.parser import HELP, HelpFormatter, Parser, number_or_auto, path_problem, shortened, switch
-from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config
+from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config, from_flags
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.storage.reading import MAX_YAML_BYTES, read_text
 
 PRESETS = PACKAGE / "config" / "presets"
 _TAG = "tag:yaml.org,2002:"
+_TYPES = {a_field.name: a_field.type for section in SECTIONS for a_field in fields(section)}
+_KINDS: dict[str, tuple[Callable[[str], Any], str | None]] = {
+    "int": (int, "N"), "float": (float, "X"), "str": (str, None), "bool": (switch, None)
+}  # fmt: skip
 _FLAG_OF = {spelling: name for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
 
 # run_qa's flags that have no field here -> what to do instead.
@@ -57,28 +61,31 @@ def make_parser() -> Parser:
         "--config", metavar="NAME|FILE.yaml", help=f"Preset ({presets}) or YAML file of flags. (default: none)"
     )
     groups = {group: parser.add_argument_group(group) for group in GROUPS}
-    kinds: dict[str, tuple[Callable[[str], Any], str | None]] = {
-        "int": (int, "N"), "float": (float, "X"), "str": (str, None), "bool": (switch, None)
-    }  # fmt: skip
-    for a_field in (a_field for section in SECTIONS for a_field in fields(section)):
-        name, flag = a_field.name, FLAGS[a_field.name]
-        kind, metavar = kinds[a_field.type.split(" | ")[0]] if not flag.auto else (number_or_auto, "N|auto")
-        add = groups[flag.group].add_argument
-        add(
-            *dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}", *flag.aliases]),
-            help=f"{flag.help} (default: {flag.shown_default})",
-            type=kind,
-            default=flag.default,
-            choices=flag.choices or None,
-            metavar=flag.metavar or (None if flag.choices else metavar),
-            limits=flag,
-            nargs="+" if flag.several else "?" if kind is switch else None,
-            const=True,
-        )
+    for name, flag in FLAGS.items():
+        add_flag(groups[flag.group], name, flag.default, flag.shown_default)
         if flag.default is True:
             names = (f"--no_{name}", f"--no-{name.replace('_', '-')}")
-            add(*names, dest=name, nargs=0, const=False, default=True, help=flag.negated_help)
+            groups[flag.group].add_argument(
+                *names, dest=name, nargs=0, const=False, default=True, help=flag.negated_help
+            )
     return parser
+
+
+def add_flag(parser: argparse._ActionsContainer, name: str, default: Any, shown_default: str) -> None:
+    """Add one of the trainer's flags to a command."""
+    flag = FLAGS[name]
+    kind, metavar = _KINDS[_TYPES[name].split(" | ")[0]] if not flag.auto else (number_or_auto, "N|auto")
+    parser.add_argument(
+        *dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}", *flag.aliases]),
+        help=f"{flag.help} (default: {shown_default})",
+        type=kind,
+        default=default,
+        choices=flag.choices or None,
+        metavar=flag.metavar or (None if flag.choices else metavar),
+        limits=flag,
+        nargs="+" if flag.several else "?" if kind is switch else None,
+        const=True,
+    )
 
 
 def _presets() -> list[str]:
@@ -109,7 +116,7 @@ def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = No
         name = unknown[0].lstrip("-").split("=")[0].replace("-", "_")
         what_to_do = RUN_QA_FLAGS_NOT_HERE.get(name) or _hint(name, "--")
         raise UserError(f"Unknown argument {shortened(unknown[0])}{what_to_do}")
-    return Config(*(section(**{f.name: getattr(settings, f.name) for f in fields(section)}) for section in SECTIONS))
+    return from_flags(vars(settings))
 
 
 def _not_replaced(settings: Mapping[str, Any], given: Set[str]) -> dict[str, Any]:
@@ -129,29 +136,23 @@ def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse
             return {"strategy": config.parallel.strategy, "records_timeline": config.profiling.timeline is not None}
     except UserError:
         pass
-    return {"strategy": _strategy_flag(argv)}
+    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chooser.add_argument("--strategy", nargs="?")
+    strategy = chooser.parse_known_args(argv)[0].strategy
+    return {"strategy": strategy if strategy in STRATEGIES else FLAGS["strategy"].default}
 
 
-def _strategy_flag(argv: list[str]) -> str:
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    chooser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0])
-    try:
-        return str(chooser.parse_known_args(argv)[0].strategy)
-    except argparse.ArgumentError:
-        return STRATEGIES[0]
-
-
-def names_of(words: Sequence[str]) -> set[str]:
+def flag_names(words: Sequence[str]) -> set[str]:
     """The names of the flags on a command line, as they are spelled there, with underscores."""
     return {word.lstrip("-").split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
 
 
 def flags_in(words: Sequence[str]) -> set[str]:
     """The flags on a command line, whatever their spelling."""
-    return {_FLAG_OF[spelling] for spelling in names_of(words) & _FLAG_OF.keys()}
+    return {_FLAG_OF[spelling] for spelling in flag_names(words) & _FLAG_OF.keys()}
 
 
-def without(words: Sequence[str], names: Iterable[str]) -> list[str]:
+def drop_flags(words: Sequence[str], names: Iterable[str]) -> list[str]:
     """The words of a command line except those flags, in all their spellings, with their values."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in names:
@@ -161,9 +162,9 @@ def without(words: Sequence[str], names: Iterable[str]) -> list[str]:
     return parser.parse_known_args(words)[1]
 
 
-def overriding(words: Sequence[str], later: Sequence[str]) -> list[str]:
+def override_argv(words: Sequence[str], later: Sequence[str]) -> list[str]:
     """The words of a command line, with the flags of `later` in place of the same flags in `words`."""
-    return [*without(words, flags_in(later)), *later]
+    return [*drop_flags(words, flags_in(later)), *later]
 
 
 def load_yaml(name: str) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def load_yaml(name: str) -> dict[str, Any]:
         presets = ", ".join(_presets())
         raise UserError(f"--config {name}: no such file, and no preset of that name. Choose from {presets}.") from None
     try:
-        parsed = vars(make_parser().parse_args([word for given in texts.items() for word in words_of(*given)]))
+        parsed = vars(make_parser().parse_args([word for given in texts.items() for word in to_argv(*given)]))
     except UserError as error:
         raise UserError(f"--config {name}: {error}") from None
     values = {flag: parsed[flag] for flag in texts}
@@ -239,7 +240,7 @@ def _hint(name: str, prefix: str) -> str:
     return f": did you mean {prefix}{close[0]}?" if close else "."
 
 
-def words_of(flag: str, value: Any) -> list[str]:
+def to_argv(flag: str, value: Any) -> list[str]:
     """A flag and its value as words of a command line."""
     return [f"--{flag}", *map(str, value)] if isinstance(value, list | tuple) else [f"--{flag}={value}"]
 

@@ -6,53 +6,48 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from hvd_bert.config.data_files import DataFile, data_files
-from hvd_bert.config.flag import check_ranges, flag, properties_of, require
+from hvd_bert.config.flag import flag, properties_of, require
 from hvd_bert.errors import UserError
 
 DEFAULT_MODEL = "bert-base-uncased"
 DEFAULT_DATASET = "squad"
 QUESTION_ANSWERING = "question-answering"
 TASKS = {QUESTION_ANSWERING: "hvd_bert.tasks.question_answering:QuestionAnswering"}
+# A trained model answers questions with its training's values of these, unless they are given.
+ANSWERING = (
+    "version_2_with_negative", "max_seq_length", "doc_stride", "n_best_size", "max_answer_length",
+    "null_score_diff_threshold",
+)  # fmt: skip
 
 _model = partial(flag, "model")
 _data = partial(flag, "data")
 _answering = partial(flag, "question-answering")
+# Where a model or data come from: checkpoints hold the model's shape and a digest of the data instead.
+_model_source = partial(_model, metavar="NAME", may_change_on_resume=True)
+_data_source = partial(_data, metavar="NAME", may_change_on_resume=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelArguments:
-    model_name_or_path: str | None = _model(
+    model_name_or_path: str | None = _model_source(
         None,
         "Pretrained encoder, for example a BERT: a folder or a hub name.",
         default_text=f"{DEFAULT_MODEL}; with --config_name none, which trains from scratch",
-        metavar="NAME",
-        may_change_on_resume=True,
         replaces=("config_name", "tokenizer_name"),
     )
-    config_name: str | None = _model(
-        None,
-        "Model configuration: a folder or a hub name.",
-        default_text="the model's own",
-        metavar="NAME",
-        may_change_on_resume=True,
+    config_name: str | None = _model_source(
+        None, "Model configuration: a folder or a hub name.", default_text="the model's own"
     )
-    tokenizer_name: str | None = _model(
-        None,
-        "Tokenizer: a folder or a hub name.",
-        default_text="the model's own",
-        metavar="NAME",
-        may_change_on_resume=True,
+    tokenizer_name: str | None = _model_source(
+        None, "Tokenizer: a folder or a hub name.", default_text="the model's own"
     )
-    cache_dir: str | None = _model(
+    cache_dir: str | None = _model_source(
         None,
         "Cache folder for models and data from the hub.",
         default_text="the caches of Hugging Face's libraries",
         metavar="FOLDER",
-        may_change_on_resume=True,
     )
-    model_revision: str = _model(
-        "main", "Branch, tag or commit of the model on the hub.", metavar="REVISION", may_change_on_resume=True
-    )
+    model_revision: str = _model_source("main", "Branch, tag or commit of the model on the hub.", metavar="REVISION")
     dropout: float | None = _model(
         None, "Dropout probability of hidden states and attention.", default_text="the model's own", minimum=0, below=1
     )
@@ -76,9 +71,6 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.model_name_or_path is None and self.config_name is None:
-            self.model_name_or_path = DEFAULT_MODEL
-        check_ranges(self)
         require(
             self.lora_alpha is None or self.lora_rank > 0, "--lora_alpha needs --lora_rank: give both, or remove it."
         )
@@ -94,44 +86,36 @@ class ModelArguments:
         return self.tokenizer_name or self.model_name_or_path or str(self.config_name)
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataArguments:
     task: str = _data(
         QUESTION_ANSWERING,
         "What to train for: question-answering, or a class of your own.",
         metavar="NAME|MODULE:CLASS",
     )
-    dataset_name: str | None = _data(
+    dataset_name: str | None = _data_source(
         None,
         "Data set on the hub, for example squad or squad_v2.",
         default_text=f"{DEFAULT_DATASET}; with --version_2_with_negative squad_v2; with a data file none",
-        metavar="NAME",
-        may_change_on_resume=True,
         replaces=("train_file", "validation_file"),
     )
-    dataset_config_name: str | None = _data(
-        None,
-        "Configuration of the data set on the hub.",
-        default_text="the data set's own",
-        metavar="NAME",
-        may_change_on_resume=True,
+    dataset_config_name: str | None = _data_source(
+        None, "Configuration of the data set on the hub.", default_text="the data set's own"
     )
-    train_file: str | tuple[str, ...] | None = _data(
+    train_file: str | tuple[str, ...] | None = _data_source(
         None,
         "Training data: JSON, JSON Lines, CSV or Parquet, also gzipped.",
         default_text="none",
         metavar="FILE[:WEIGHT] ...",
         several=True,
-        may_change_on_resume=True,
         replaces=("dataset_name", "validation_file"),
     )
-    validation_file: str | tuple[str, ...] | None = _data(
+    validation_file: str | tuple[str, ...] | None = _data_source(
         None,
         "Data to evaluate on, in the format of --train_file. Several files are scored together and separately.",
         default_text="none",
         metavar="[NAME=]FILE ...",
         several=True,
-        may_change_on_resume=True,
         replaces=("dataset_name",),
     )
     question_column: str = _answering("question", "Column of the questions, in data of flat rows.", metavar="NAME")
@@ -179,17 +163,10 @@ class DataArguments:
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         require(
             self.task in TASKS or ":" in self.task,
             f"--task {self.task}: unknown task. Choose from {', '.join(TASKS)}, or give MODULE:CLASS of your own task.",
         )
-        padding = "max_length" if self.pad_to_max_length else self.padding
-        require(
-            self.padding in ("none", padding),
-            f"--padding {self.padding} and --pad_to_max_length are both given: choose one.",
-        )
-        self.padding, self.pad_to_max_length = padding, padding == "max_length"
         files = [name for name in ("train_file", "validation_file") if self.files(name)]
         if self.dataset_name and files:
             raise UserError(f"--dataset_name and --{files[0]} are both given: choose one source of data.")
@@ -197,10 +174,6 @@ class DataArguments:
             group = properties_of(f).group  # of a task, or of all tasks
             others = group in TASKS and group != self.task and getattr(self, f.name) != f.default
             require(not others, f"--{f.name} works only with --task {group}, not with {self.task}.")
-        if not self.dataset_name and not files and self.task == QUESTION_ANSWERING:
-            self.dataset_name = "squad_v2" if self.version_2_with_negative else DEFAULT_DATASET
-        if self.dataset_name in ("squad_v2", "rajpurkar/squad_v2"):
-            self.version_2_with_negative = True
 
     def files(self, flag: str) -> list[DataFile]:
         """The files of "train_file" or "validation_file"."""

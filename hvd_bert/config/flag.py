@@ -5,8 +5,7 @@ To add one, add a field to a class of `SECTIONS` (settings.py, training.py, data
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field
 from typing import Any, Literal, get_args
 
 from hvd_bert.config.parser import Limits
@@ -20,7 +19,6 @@ Group = Literal[
 GROUPS: tuple[Group, ...] = get_args(Group)
 KEY = "flag"
 LARGEST_FACTOR = 1e30  # a larger one overflows in fp32
-MAX_THREADS = 1024  # beyond, starting them takes seconds, and a million end the process with a segmentation fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +76,6 @@ def properties_of(a_field: Field[Any]) -> Flag:
     properties = a_field.metadata[KEY]
     assert isinstance(properties, Flag)
     return properties
-
-
-def all_flags(sections: Iterable[Any]) -> dict[str, Flag]:
-    """The flags of several dataclasses, by name."""
-    return {f.name: properties_of(f) for section in sections for f in fields(section)}
-
-
-def check_ranges(section: Any) -> None:
-    """Raise UserError for a setting of this dataclass that is out of its flag's range."""
-    for name, properties in all_flags([section]).items():
-        value = getattr(section, name)
-        if value != properties.default:
-            properties.check(name, value)
 
 
 def require(condition: bool, message: str) -> None:

@@ -11,9 +11,17 @@ from typing import Any
 
 import yaml
 
-from hvd_bert.config.data import DEFAULT_DATASET, DEFAULT_MODEL, TASKS, DataArguments, ModelArguments
-from hvd_bert.config.flag import LARGEST_FACTOR, MAX_THREADS, all_flags, check_ranges, flag, properties_of, require
+from hvd_bert.config.data import (
+    DEFAULT_DATASET,
+    DEFAULT_MODEL,
+    QUESTION_ANSWERING,
+    TASKS,
+    DataArguments,
+    ModelArguments,
+)
+from hvd_bert.config.flag import LARGEST_FACTOR, flag, properties_of, require
 from hvd_bert.config.training import SCHEDULES, TrainArguments
+from hvd_bert.machine import MAX_THREADS
 
 # Those that are defined elsewhere are the settings, too.
 __all__ = [
@@ -23,15 +31,22 @@ __all__ = [
 ]  # fmt: skip
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# Implementations: hvd_bert.strategies.base. none: a single process.
-STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
+# --strategy -> its class, whose module is imported only if it is chosen. none: a single process.
+STRATEGIES = {
+    "horovod": "hvd_bert.strategies.horovod:HorovodStrategy",
+    "ddp": "hvd_bert.strategies.ddp:DDPStrategy",
+    "fsdp": "hvd_bert.strategies.fsdp:FSDPStrategy",
+    "deepspeed": "hvd_bert.strategies.deepspeed:DeepSpeedStrategy",
+    "dp": "hvd_bert.strategies.dp:DPStrategy",
+    "none": "hvd_bert.strategies.base:Strategy",
+}
 
 _checkpoints = partial(flag, "checkpoints", may_change_on_resume=True)
 _distributed = partial(flag, "distributed", may_change_on_resume=True)
 _profiling = partial(flag, "profiling", may_change_on_resume=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointArguments:
     save_steps: int = _checkpoints(
         500, "Write a checkpoint every N steps and at the end; 0: only when a signal stops the run.", minimum=0
@@ -71,12 +86,11 @@ class CheckpointArguments:
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         both = self.load_best_model_at_end and self.save_steps == 0
         require(not both, "--load_best_model_at_end needs checkpoints: --save_steps must not be 0.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelArguments:
     strategy: str = _distributed(
         "horovod",
@@ -110,7 +124,6 @@ class ParallelArguments:
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         for f in fields(self):
             owner = properties_of(f).owner
             others = owner not in ("", self.strategy) and getattr(self, f.name) != f.default
@@ -119,7 +132,7 @@ class ParallelArguments:
         require(not both, "--fp16_allreduce and --bf16_allreduce are both given: choose one.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ProfilingArguments:
     # horovodrun on Python 3.11 refuses --timeline, even after the program's name: it is the prefix of two of its flags.
     timeline: str | None = _profiling(
@@ -142,7 +155,6 @@ class ProfilingArguments:
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         fits = re.fullmatch(r"[1-9][0-9]{0,8}:[1-9][0-9]{0,8}", self.timeline_steps) and self._steps()
         require(bool(fits), f"--timeline_steps {self.timeline_steps}: give the first and the last step, as in 11:30.")
 
@@ -156,7 +168,7 @@ class ProfilingArguments:
         return self._steps() if self.timeline or self.profile else range(0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     """All settings of a run, one dataclass per topic."""
 
@@ -189,6 +201,31 @@ class Config:
         return {name: value for part in asdict(self).values() for name, value in part.items()}
 
 
+def from_flags(flags: Mapping[str, Any]) -> Config:
+    """The settings, from the values of all flags. Some flags determine the value that another one has by default."""
+    given, derived = dict(flags), dict[str, Any]()
+    if given["model_name_or_path"] is None and given["config_name"] is None:
+        derived["model_name_or_path"] = DEFAULT_MODEL
+    has_files = given["train_file"] or given["validation_file"]
+    if not given["dataset_name"] and not has_files and given["task"] == QUESTION_ANSWERING:
+        derived["dataset_name"] = "squad_v2" if given["version_2_with_negative"] else DEFAULT_DATASET
+    if derived.get("dataset_name", given["dataset_name"]) in ("squad_v2", "rajpurkar/squad_v2"):
+        derived["version_2_with_negative"] = True
+    if given["pad_to_max_length"]:
+        both = given["padding"] not in ("none", "max_length")
+        require(not both, f"--padding {given['padding']} and --pad_to_max_length are both given: choose one.")
+        derived["padding"] = "max_length"
+    derived["pad_to_max_length"] = derived.get("padding", given["padding"]) == "max_length"
+    if given["eval_steps"] is not None and given["eval_strategy"] != "no":
+        derived["eval_strategy"] = "steps"
+    return from_values(given | derived)
+
+
+def from_values(values: Mapping[str, Any]) -> Config:
+    """The settings, from all values by flag (`Config.as_flat`)."""
+    return Config(*(section(**{f.name: values[f.name] for f in fields(section)}) for section in SECTIONS))
+
+
 def save(settings: Mapping[str, Any], path: Path) -> None:
     """Write settings (`Config.as_flat`) as YAML that `--config` reads back."""
     path.write_text(yaml.safe_dump(dict(settings), sort_keys=False), encoding="utf-8")
@@ -197,7 +234,7 @@ def save(settings: Mapping[str, Any], path: Path) -> None:
 SECTIONS: list[Any] = [
     ModelArguments, DataArguments, TrainArguments, CheckpointArguments, ParallelArguments, ProfilingArguments
 ]  # fmt: skip
-FLAGS = all_flags(SECTIONS)
+FLAGS = {f.name: properties_of(f) for section in SECTIONS for f in fields(section)}
 
 
 def of_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from hvd_bert.config.flag import LARGEST_FACTOR, check_ranges, flag, require
+from hvd_bert.config.flag import LARGEST_FACTOR, flag, require
 from hvd_bert.config.parser import AUTO, LARGEST
 
 # The schedules of transformers that need neither further arguments nor the loss at each step.
@@ -26,7 +25,7 @@ _evaluation = partial(flag, "evaluation", may_change_on_resume=True)
 _output = partial(flag, "output", may_change_on_resume=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainArguments:
     output_dir: str | None = _output(
         None, "Folder for all output files.", default_text="a new folder runs/DATE-TIME", metavar="FOLDER"
@@ -163,10 +162,7 @@ class TrainArguments:
     tf32: bool = _training(False, "Use TF32 for fp32 matrix products on A100 and later GPUs: faster, less exact.")
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         require(self.output_dir != "", "--output_dir is empty: name a folder, or omit the flag for runs/DATE-TIME.")
-        if self.eval_steps is not None and self.eval_strategy != "no":
-            self.eval_strategy = "steps"
         unknown = [name for name in self.reporters if name not in REPORTERS]
         known = f"must be none, or names of {', '.join(REPORTERS)} with commas between them"
         require(not unknown, f"--report_to {self.report_to}: {known}.")
@@ -177,10 +173,14 @@ class TrainArguments:
         known = self.per_device_train_batch_size != AUTO
         require(known, f"--per_device_train_batch_size auto does not work with {command}. Give a number.")
 
+    @property
+    def rank_batch(self) -> int:
+        """Windows per device and step, by the flags."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
     def windows_per_step(self, devices: int) -> int:
         """The global batch of `devices` GPUs (or processes on CPUs)."""
-        rank_batch = self.per_device_train_batch_size * self.gradient_accumulation_steps
-        return self.global_batch if self.global_batch > 0 else devices * rank_batch
+        return self.global_batch if self.global_batch > 0 else devices * self.rank_batch
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole training."""
@@ -192,12 +192,6 @@ class TrainArguments:
             self.eval_strategy
         ]
         return step % every == 0 and step < total_steps
-
-    @property
-    def folder(self) -> Path:
-        """output_dir as a path, once it is chosen."""
-        assert self.output_dir is not None
-        return Path(self.output_dir)
 
     @property
     def reporters(self) -> list[str]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hvd_bert.config.settings import STRATEGIES, ParallelArguments, TrainArguments
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.precision import keep_casts
@@ -25,29 +26,14 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """Options of all strategies, and some of a single one.
+    """Settings that strategies read.
 
-    Attributes:
-        accumulation: Backward passes per step. Their gradients are summed, so each loss is a share of the step's loss.
-        max_grad_norm: Clip to this norm; 0: do not clip.
-        fp16: Scale the losses to the range of fp16.
-        bf16: The forward pass runs in bf16 autocast.
-        deterministic: Sum in the same order in each run.
-        compiled: torch.compile compiles the model, or its layers.
-        fp16_allreduce, bf16_allreduce, num_groups: Horovod's; 0 groups: do not group.
-        zero_stage: DeepSpeed's.
+    `accumulation`: backward passes per step. Their gradients are summed, so each loss is a share of the step's loss.
     """
 
-    accumulation: int = 1
-    max_grad_norm: float = 0.0
-    fp16: bool = False
-    bf16: bool = False
-    deterministic: bool = False
-    compiled: bool = False
-    fp16_allreduce: bool = False
-    bf16_allreduce: bool = False
-    num_groups: int = 0
-    zero_stage: int = 2
+    train: TrainArguments
+    parallel: ParallelArguments
+    accumulation: int
 
 
 class Strategy:
@@ -60,7 +46,7 @@ class Strategy:
     """
 
     # Whether time spent waiting for other ranks can be measured apart from computation.
-    tells_exposed_comm = True
+    separates_comm = True
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
         """A collective: all ranks get rank 0's weights. `make_optimizer` is called with `module`."""
@@ -69,7 +55,7 @@ class Strategy:
         self._world = world
         self.module = self._distribute(model, world)
         self.optimizer: Any = make_optimizer(self.module)
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.fp16)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.train.fp16)
         self._passes = 0
         self._has_stepped = False
         self._fused = bool(self.optimizer.param_groups[0].get("fused"))
@@ -80,7 +66,8 @@ class Strategy:
     def _make_word_rows(self) -> WordRows | None:
         """On CPUs, where it was measured. A compiled model has dense gradients. LARS writes into the gradients, whose
         zeros are kept."""
-        dense = self.options.deterministic or self.options.compiled or not self._fused
+        args = self.options.train
+        dense = args.deterministic or args.torch_compile or not self._fused
         if dense or self._world.device.type != "cpu" or not self._has_word_rows():
             return None
         embedding = word_embedding(self.model)
@@ -100,20 +87,19 @@ class Strategy:
     def mark_gradients(self, mark: Callable[[], None]) -> None:
         """Register `mark`, called when the last gradient is ready, if `backward` also waits for other ranks."""
 
-    def _waiting(self) -> AbstractContextManager[None]:
-        """Around a call that also waits for other ranks: if one stalls, the job ends."""
-        return self._watched("the step's gradients")
+    def _guard(self, name: str = "the step's gradients") -> AbstractContextManager[None]:
+        """Around a call that also waits for other ranks: if one stalls, the job ends.
 
-    def _watched(self, name: str) -> AbstractContextManager[None]:
-        """Not in the first step, in which the call may compile the model, for minutes."""
-        return self._world.waiting(lambda: [name]) if self._has_stepped else nullcontext()
+        Not in the first step, in which the call may compile the model, for minutes.
+        """
+        return self._world.limit_wait(lambda: [name]) if self._has_stepped else nullcontext()
 
-    def _watch_forward(self) -> None:
-        """Do the same around the forward pass of `module`."""
+    def _guard_forward(self) -> None:
+        """Guard the forward pass of `module`."""
         inside = ExitStack()
 
         def begin(*_: object) -> None:
-            inside.enter_context(self._watched("the step's weights"))
+            inside.enter_context(self._guard("the step's weights"))
 
         def end(*_: object) -> None:
             inside.close()
@@ -147,9 +133,9 @@ class Strategy:
         clips in `step`.
         """
         self.scaler.unscale_(self.optimizer)
-        norm, limit = self._norm(), self.options.max_grad_norm
+        norm, limit = self._norm(), self.options.train.max_grad_norm
         if not self._fused:
-            self._finite = self.options.fp16 or bool(torch.isfinite(norm))
+            self._finite = self.options.train.fp16 or bool(torch.isfinite(norm))
             if limit:
                 nn.utils.clip_grads_with_norm_(self.module.parameters(), limit, norm)
             return norm
@@ -157,7 +143,7 @@ class Strategy:
         # grad_scale, and skips the step if found_inf is not 0.
         if limit:
             self.optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0)  # clip_grad_norm_'s factor, inverted
-        if not self.options.fp16:  # whose scaler sets it
+        if not self.options.train.fp16:  # whose scaler sets it
             self.optimizer.found_inf = torch.logical_not(torch.isfinite(norm)).float()
         return norm
 
@@ -167,7 +153,7 @@ class Strategy:
     def step(self) -> None:
         """Apply and clear the clipped gradients. With a fused optimizer, the host does not wait to learn whether the
         step was skipped."""
-        with self._waiting():
+        with self._guard():
             self._apply()
         self._has_stepped = True
         self.optimizer.zero_grad()
@@ -230,17 +216,6 @@ def slots_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-# A strategy's module is imported only if it is chosen.
-STRATEGY_CLASSES = {
-    "horovod": "hvd_bert.strategies.horovod:HorovodStrategy",
-    "ddp": "hvd_bert.strategies.ddp:DDPStrategy",
-    "fsdp": "hvd_bert.strategies.fsdp:FSDPStrategy",
-    "deepspeed": "hvd_bert.strategies.deepspeed:DeepSpeedStrategy",
-    "dp": "hvd_bert.strategies.dp:DPStrategy",
-    "none": "hvd_bert.strategies.base:Strategy",
-}
-
-
 def strategy_class(strategy: str) -> type[Strategy]:
     """The class of a strategy. Raises UserError, with the install command, if DeepSpeed is missing."""
     if strategy == "deepspeed" and find_spec("deepspeed") is None:
@@ -248,6 +223,5 @@ def strategy_class(strategy: str) -> type[Strategy]:
             "--strategy deepspeed: DeepSpeed is not installed. Run `bash env/setup.sh --deepspeed`, or choose another"
             " strategy."
         )
-    module, name = STRATEGY_CLASSES[strategy].split(":")
-    found: type[Strategy] = getattr(import_module(module), name)
+    found: type[Strategy] = resolve_name(STRATEGIES[strategy])
     return found

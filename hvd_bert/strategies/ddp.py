@@ -32,11 +32,11 @@ class DDPStrategy(Strategy):
             gradient_as_bucket_view=True,
             # DDP rebuilds its buckets after the first step, so a resumed run would reduce in a different order. It does
             # not if parameters may be unused.
-            find_unused_parameters=self.options.deterministic,
+            find_unused_parameters=self.options.train.deterministic,
         )
 
     def backward(self, loss: Tensor) -> None:
-        with self._waiting():
+        with self._guard():
             super().backward(loss)
 
     def _average_next(self, averages: bool) -> None:

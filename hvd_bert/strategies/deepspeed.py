@@ -23,7 +23,7 @@ class DeepSpeedStrategy(Strategy):
     """ZeRO over the ranks. DeepSpeed clips and steps in one call, so `clip` does both."""
 
     module: Any
-    tells_exposed_comm = False  # it waits inside backward and step
+    separates_comm = False  # it waits inside backward and step
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # else it probes for one, and logs that
@@ -49,18 +49,22 @@ class DeepSpeedStrategy(Strategy):
             config={
                 "train_micro_batch_size_per_gpu": 1,  # it only counts passes: the loop makes the batches
                 "gradient_accumulation_steps": options.accumulation,
-                "gradient_clipping": options.max_grad_norm,
-                "zero_optimization": {"stage": options.zero_stage, "reduce_bucket_size": bucket},
+                "gradient_clipping": options.train.max_grad_norm,
+                "zero_optimization": {"stage": options.parallel.zero_stage, "reduce_bucket_size": bucket},
                 "zero_allow_untested_optimizer": True,  # torch's AdamW, as under the other strategies
                 # Without this it disables autocast. No module's gradients are sent as bf16.
-                "torch_autocast": {"enabled": options.bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []},
+                "torch_autocast": {
+                    "enabled": options.train.bf16,
+                    "dtype": "bfloat16",
+                    "lower_precision_safe_modules": [],
+                },
             },
         )
         self._zero: Any = self.module.optimizer
         self._make_slots(torch.zeros(()))
 
     def backward(self, loss: Tensor) -> None:
-        with self._waiting():
+        with self._guard():
             self.module.backward(loss * self.options.accumulation)  # which it divides by that
         self._passes += 1
         if self._passes < self.options.accumulation:
@@ -68,7 +72,7 @@ class DeepSpeedStrategy(Strategy):
 
     def clip(self) -> Tensor:
         self._passes = 0
-        with self._waiting():
+        with self._guard():
             self.module.step()
         return torch.as_tensor(self.module.get_global_grad_norm())
 

@@ -33,11 +33,11 @@ class FSDPStrategy(Strategy):
     """
 
     module: Any
-    tells_exposed_comm = False  # it waits inside forward and backward
+    separates_comm = False  # it waits inside forward and backward
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
         super().__init__(model, make_optimizer, options, world)
-        self._watch_forward()
+        self._guard_forward()
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         world.broadcast_tensors(model.state_dict())
@@ -56,11 +56,11 @@ class FSDPStrategy(Strategy):
         self.module.set_requires_gradient_sync(averages)
 
     def backward(self, loss: Tensor) -> None:
-        with self._waiting():
+        with self._guard():
             super().backward(loss)
 
     def _norm(self) -> Tensor:
-        with self._waiting():
+        with self._guard():
             norm = super()._norm()
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

@@ -49,10 +49,10 @@ class HorovodStrategy(Strategy):
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
         import horovod.torch as hvd
 
-        if options.bf16_allreduce:
+        if options.parallel.bf16_allreduce:
             with world.raise_on_all_ranks():
                 check_bf16(world.device)
-        half = Bf16Compression if options.bf16_allreduce else hvd.Compression.fp16
+        half = Bf16Compression if options.parallel.bf16_allreduce else hvd.Compression.fp16
         super().__init__(model, make_optimizer, options, world)
         # The optimizer must have its final parameter groups: groups added later would get the class defaults.
         self.optimizer = hvd.DistributedOptimizer(
@@ -64,7 +64,7 @@ class HorovodStrategy(Strategy):
             # Gradients are put into buffers in the order in which they become ready. From 3 ranks on, a gradient's
             # place in its buffer decides the order of its sum, and so the rounding. A single group always has the
             # same buffer, but no overlap.
-            groups=1 if options.deterministic else options.num_groups or None,
+            groups=1 if options.train.deterministic else options.parallel.num_groups or None,
         )
         # Only the parameters: broadcasting a fresh AdamW's state takes a hidden step that decays every weight.
         world.broadcast_tensors(model.state_dict())  # one GPU needs no Horovod with NCCL for this
@@ -74,15 +74,15 @@ class HorovodStrategy(Strategy):
 
     @property
     def _is_compressed(self) -> bool:
-        return self.options.fp16_allreduce or self.options.bf16_allreduce
+        return self.options.parallel.fp16_allreduce or self.options.parallel.bf16_allreduce
 
     def _has_word_rows(self) -> bool:
         """Which Horovod gathers from all ranks. No group and no compressed gradient can have a sparse one."""
-        dense = self.options.num_groups or self._is_compressed
+        dense = self.options.parallel.num_groups or self._is_compressed
         return not dense and self._world.size <= MAX_GATHERING
 
     def synchronize(self) -> None:
-        with self._world.waiting(self._not_averaged):
+        with self._world.limit_wait(self._not_averaged):
             self.optimizer.synchronize()
         super().synchronize()
 

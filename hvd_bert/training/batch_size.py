@@ -11,45 +11,42 @@ import torch
 from hvd_bert import machine
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.parser import AUTO
-from hvd_bert.config.settings import FLAGS, Config
-from hvd_bert.distributed.world import World, log
-from hvd_bert.errors import UserError
+from hvd_bert.config.settings import FLAGS, TrainArguments
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import UserError, log
 from hvd_bert.model.precision import autocast, recompute_layers
 from hvd_bert.monitoring.usage import memory_now, memory_peak, reset_memory_peak
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tasks.base import Task, make_plan
+from hvd_bert.tasks.base import Task
 
 USABLE = {"cuda": 0.9, "cpu": 0.8}  # share of the free memory; other processes need host memory, too
 ENOUGH = 256 << 20  # growth in bytes after which a CPU measures no more: larger batches would take long
 
 
-def choose(task: Task, config: Config, resume_point: ResumePoint | None, world: World) -> None:
-    """If the flag is auto, set it and the task's plan: to the checkpoint's number, or else to the largest that fits.
+def choose(task: Task, args: TrainArguments, resume_point: ResumePoint | None, world: World) -> int | None:
+    """The batch per device if the flag is auto, else None: the checkpoint's, or the largest that fits.
 
     A collective. `resume_point`: on rank 0. Raises CollectiveError if a rank has no memory for one window.
     """
-    args = config.train
     if args.per_device_train_batch_size != AUTO:
-        return
+        return None
     if task.plan is None:
-        args.per_device_train_batch_size = FLAGS["per_device_train_batch_size"].default
-        return
+        return int(FLAGS["per_device_train_batch_size"].default)
     number = None
     if resume_point:
         number = max(1, int(resume_point.state["rank_batch"]) // args.gradient_accumulation_steps)
     number = world.broadcast(number)
     if number is None:
         with world.raise_on_all_ranks():
-            fits = _largest(task, config, world)
+            fits = _largest(task, args, world)
         number = min(world.allgather(fits))
         log.info("--per_device_train_batch_size auto: %d windows fit into the memory of every rank", number)
-    args.per_device_train_batch_size = number
-    task.plan = make_plan(task.plan.lengths, args, task.plan.crossover, world, task.plan.parts)
+    return int(number)
 
 
-def _largest(task: Task, config: Config, world: World) -> int:
+def _largest(task: Task, args: TrainArguments, world: World) -> int:
     """The largest number of windows for this rank alone. Raises UserError if there is none."""
-    plan, args, device = task.plan, config.train, world.device
+    plan, device = task.plan, world.device
     assert plan is not None
     if args.gradient_checkpointing:
         recompute_layers(task.model)

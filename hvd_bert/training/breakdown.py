@@ -11,12 +11,8 @@ import numpy as np
 import torch
 
 from hvd_bert.data.batch_plan import BatchPlan, Lengths
+from hvd_bert.monitoring import PHASES
 from hvd_bert.training.meter import Meter
-
-NAMES = {
-    "data": "waiting for data", "compute": "forward and backward", "exposed_comm": "exposed communication",
-    "optimizer": "clipping and optimizer", "checkpoint": "checkpoint pause", "other": "other",
-}  # fmt: skip
 
 
 class Breakdown:
@@ -57,10 +53,9 @@ class Breakdown:
             self._sums.clear()
             self._phases.zero_()
         self._lines += 1
-        interval = self.meter.interval
-        self._phases += interval.phases
-        sums = {name: getattr(interval, name) for name in ("seconds", "windows", "tokens", "positions", "watched")}
-        sums |= {"steps": len(steps), "imbalance": imbalances, "flops": math.nan if flops is None else flops}
+        self._phases += self.meter.phase_s
+        sums = self.meter.sums | {"steps": len(steps), "imbalance": imbalances}
+        sums["flops"] = math.nan if flops is None else flops
         self._sums.update(sums)
         return row | {"imbalance": imbalances / len(steps)} | self._rates(sums)
 
@@ -112,7 +107,7 @@ def describe_steps(results: Mapping[str, Any]) -> list[str]:
         ends = "".join(f"{'' if end is None else f'{end:.1f}':>10}" for end in (minimum, maximum))
         lines.append(f"  {name:<24}{ms:>10.1f}{ends if of_ranks else ''}{share:>9.1%}")
 
-    names = NAMES if "exposed_comm" in found["phases"] else NAMES | {"compute": "forward, backward, waiting"}
+    names = PHASES if "exposed_comm" in found["phases"] else PHASES | {"compute": "forward, backward, waiting"}
     for phase, figures in found["phases"].items():
         row(names[phase], figures["ms"], figures["share"], figures["min_ms"], figures["max_ms"])
     row("step", found["step"]["ms"], 1.0, found["step"]["min_ms"], found["step"]["max_ms"])

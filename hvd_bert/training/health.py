@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from hvd_bert.data.batch_plan import BatchPlan, Ids
 from hvd_bert.distributed import events
 from hvd_bert.distributed.logs import describe_ranks
-from hvd_bert.distributed.world import CollectiveError, World, log
-from hvd_bert.errors import EXIT_FAILURE
+from hvd_bert.distributed.world import CollectiveError, World
+from hvd_bert.errors import EXIT_FAILURE, log
 from hvd_bert.training.meter import Meter
 
 # So many skipped steps in a row end the training. With fp16 and finite losses LIMIT_SCALED until a first step is made,
@@ -49,13 +49,13 @@ class Health:
         self._skipped = self._without_loss = 0
         self._cause = "No gradient was finite"
         self._events = 0
-        meter.on_step = self._ended
+        meter.on_step = self._on_step_end
 
     def close(self) -> None:
         """Break the cycle of references with the meter, which would keep the model's memory."""
         self.meter.on_step = None
 
-    def _ended(self, loss: float, grad_norm: float) -> None:
+    def _on_step_end(self, loss: float, grad_norm: float) -> None:
         """A step has ended with this rank's loss and all ranks' norm. Raises CollectiveError after too many skipped
         steps."""
         self._step += 1

@@ -1,140 +1,97 @@
-"""A training run from the settings to the output files. Read this file first; `__main__.py` is the command."""
+"""A training run from the settings to the output files. Read this file first; hvd_bert/train.py is the command."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvd_bert.checkpoint import resume
+from hvd_bert.checkpoint.files import Contents, name_of
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.settings import Config
-from hvd_bert.data.collate import Prefetcher
 from hvd_bert.distributed import events
 from hvd_bert.distributed.signals import StopRequests
-from hvd_bert.distributed.world import World, log
-from hvd_bert.errors import EXIT_BAD_INPUT
+from hvd_bert.distributed.world import HostsChanged, World
+from hvd_bert.errors import EXIT_BAD_INPUT, log
 from hvd_bert.model.flops import peak_flops
 from hvd_bert.model.precision import autocast
-from hvd_bert.monitoring.recording import Recording
 from hvd_bert.monitoring.usage import GpuUsage, process_usage
 from hvd_bert.output import output_dir, run_folder
 from hvd_bert.output.callback import Callback, RunResult
 from hvd_bert.output.metrics_log import MetricsLogger
-from hvd_bert.output.reporters import base as reporters
+from hvd_bert.output.reporters.base import open_reporters
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.training import elastic
 from hvd_bert.training.breakdown import Breakdown, describe_steps
+from hvd_bert.training.evaluations import Evaluations, Trained
 from hvd_bert.training.health import Health
-from hvd_bert.training.optim import effective_settings, large_batch_note
-from hvd_bert.training.saving import Checkpoints, restore
-from hvd_bert.training.start import load
-from hvd_bert.training.state import Best, TrainState
+from hvd_bert.training.optim import large_batch_note
+from hvd_bert.training.saving import Checkpoints
+from hvd_bert.training.start import Prepared, Start, load, prepare
 
 
-def run(config: Config, world: World, callbacks: Sequence[Callback] = ()) -> RunResult:
-    """A whole run: load, train, evaluate, write. Called by all ranks, under Horovod elastic in each world."""
-    task, resume_point = load(config, world)
+def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: type[Task] | None = None) -> RunResult:
+    """A whole run: load, train, evaluate, write. Called by all ranks, under Horovod elastic in each world.
+
+    `own`: the task's class, if a program gives it.
+    """
+    start = load(config, world, own)
+    task = start.task
+    prepared = prepare(start, world) if task.plan else None
     evaluations = Evaluations(task) if task.evaluates else None
-    training = Training(task, resume_point, evaluations, config, world) if task.plan else None
     # A run that only evaluates does so first: an earlier evaluation stays until there is a new one.
-    evaluation = evaluations.evaluate(task.model) if evaluations and not training else None
+    evaluation = evaluations.evaluate(task.model) if evaluations and not prepared else None
 
-    effective = training.effective if training else {}
-    facts, metrics_logger = _begin_output(config, task, effective, resume_point, world)
-    metrics_logger.callbacks = callbacks
-    results: dict[str, Any] = {}
-    with closing(metrics_logger):
-        metrics_logger.started(config.as_flat() | effective, resume_point.step if resume_point else None)
+    effective = prepared.effective if prepared else {}
+    facts = run_folder.task_facts(task) | run_folder.environment_facts(start.config, world)
+    start = start.in_folder(output_dir.take_over(start.settings, start.resume_point, world))
+    with closing(_open_logs(start, facts | effective, callbacks, world)) as metrics_logger:
+        metrics_logger.started(start.settings | effective, start.resume_point.step if start.resume_point else None)
         metrics_logger.notify("on_start", task, world)
-        with elastic.keep_on_failure(training.state, config.train) if training else nullcontext():
-            if training:
-                results = _train(training, metrics_logger)
-                evaluation = training.evaluate_final()
-            elif evaluations and evaluation:
+        trained = _train(Training(start, prepared, evaluations, metrics_logger, world)) if prepared else None
+        del prepared  # with the optimizer, whose memory the evaluation gets
+        with elastic.keep_on_failure(world, lambda: trained.to_resume if trained else None):
+            if trained and evaluations:
+                evaluation = evaluations.of_trained(trained, metrics_logger)
+            elif evaluation and evaluations:
                 evaluations.record(evaluation, metrics_logger, 0)
+            results = trained.results | effective if trained else {}
             results |= facts | (evaluations.results() if evaluations else {})
-            _write_output(config, task, evaluation, results, world)
+            _write_output(start, evaluation, results, world)
         metrics_logger.finished = True
-        result = RunResult(config.train.folder, evaluation.metrics if evaluation else {}, results)
+        result = RunResult(start.folder, evaluation.metrics if evaluation else {}, results)
         metrics_logger.notify("on_end", result)
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))
-    log.info("%s", run_folder.describe(config.train.folder))
+    log.info("%s", run_folder.describe(start.folder))
     events.end()
     return result
 
 
-def _begin_output(
-    config: Config, task: Task, effective: dict[str, float], resume_point: ResumePoint | None, world: World
-) -> tuple[dict[str, Any], MetricsLogger]:
-    """Take over the output folder. Returns facts about the run, and the logger."""
-    settings = config.as_flat()
-    output_dir.begin(config.train, settings, resume_point, world)
-    folder, settings = config.train.folder, config.as_flat()  # which has the folder's name now
-    facts = run_folder.of_task(task) | run_folder.facts(settings, config.train.precision, world)
-    with run_folder.writing(folder, world, EXIT_BAD_INPUT) as writes:
-        events.begin(folder, writes, {"launcher": world.launcher} | facts | effective)
-        started = reporters.start(config.train.reporters, folder) if writes else []
-        metrics_logger = MetricsLogger(folder, writes, started, task.unit)
-    return facts, metrics_logger
+def _open_logs(start: Start, facts: dict[str, Any], callbacks: Sequence[Callback], world: World) -> MetricsLogger:
+    """Open events.jsonl, metrics.jsonl and the reporters. A collective."""
+    with run_folder.writing(start.folder, world, EXIT_BAD_INPUT) as writes:
+        events.begin(start.folder, writes, {"launcher": world.launcher, "decided": start.plan.decided} | facts)
+        started = open_reporters(start.config.train.reporters, start.folder) if writes else []
+        metrics_logger = MetricsLogger(start.folder, writes, started, start.task.unit)
+    metrics_logger.callbacks = callbacks
+    return metrics_logger
 
 
-def _train(training: Training, metrics_logger: MetricsLogger) -> dict[str, Any]:
-    """Train, and save the model. Returns the results for train_results.json."""
-    folder = training.config.train.folder
-    with training.stop_requests.watched():  # until the model is saved, or a signal would lose it
-        results = training.run(metrics_logger)
-        with run_folder.writing(folder, training.world) as writes:
-            if writes:
-                run_folder.save_model(folder, training.task)
-    return results
-
-
-def _write_output(
-    config: Config, task: Task, evaluation: EvaluationResult | None, results: dict[str, Any], world: World
-) -> None:
+def _write_output(start: Start, evaluation: EvaluationResult | None, results: dict[str, Any], world: World) -> None:
     """Write the scores and, after a training, its results. A collective."""
-    folder, settings = config.train.folder, config.as_flat()
+    task, folder, settings = start.task, start.folder, start.settings
     results |= {"processes": world.gather({"rank": world.rank} | process_usage(world.device))}
     with run_folder.writing(folder, world) as writes:
         if writes and evaluation:
             run_folder.write_evaluation(folder, evaluation)
         if writes and task.plan:
-            results |= task.facts() | {"work": resume.identity(settings, task)}
+            results |= task.facts() | {"work": resume.identity(settings, task.model, task.identity(), task.plan)}
             run_folder.write_results(folder, results, settings, evaluation)
-
-
-class Evaluations:
-    """Evaluates a task's models, counts and times it, and keeps the best score of a training."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.best: Best | None = None
-        self._last_s = 0.0
-        self._totals = {"evaluations": 0, "evaluation_s": 0.0}
-
-    def evaluate(self, model: nn.Module) -> EvaluationResult:
-        """A collective."""
-        start = time.perf_counter()
-        evaluation = self.task.evaluate(model)
-        self._last_s = time.perf_counter() - start
-        self._totals["evaluations"] += 1
-        self._totals["evaluation_s"] += self._last_s
-        return evaluation
-
-    def record(self, evaluation: EvaluationResult, metrics_logger: MetricsLogger, step: int) -> None:
-        """Record and show the last evaluation, which is of the model of step `step`."""
-        metrics = evaluation.metrics | {"eval_s": self._last_s}
-        metrics_logger.evaluated(metrics, evaluation.summary, step, evaluation.files.get("eval_samples.json", ()))
-
-    def results(self) -> dict[str, Any]:
-        """For train_results.json."""
-        return self._totals | ({"best": self.best.state()} if self.best else {})
 
 
 class Training:
@@ -142,99 +99,85 @@ class Training:
 
     def __init__(
         self,
-        task: Task,
-        resume_point: ResumePoint | None,
+        start: Start,
+        prepared: Prepared,
         evaluations: Evaluations | None,
-        config: Config,
+        metrics_logger: MetricsLogger,
         world: World,
     ) -> None:
-        """A collective that makes the last checks and writes nothing. `resume_point`: on rank 0, the checkpoint to
-        resume from."""
-        args, metric = config.train, config.checkpoint.metric_for_best_model or next(iter(task.metrics))
-        assert task.plan is not None
-        self.task, self.config, self.world, self.evaluations = task, config, world, evaluations
-        self.plan = resume.keep_global_batch(task.plan, resume_point, world)
-        self.total_steps = args.total_steps(self.plan.steps_per_epoch)
-        self.state = TrainState.fresh(
-            task.model, self.plan, Best(metric, task.metrics[metric]), args, config.parallel, world
-        )
-        if args.torch_compile:
-            with world.raise_on_all_ranks():
-                task.compile(self.state.strategy.trained)
-        restore(self.state, resume_point, args)
-        self.batches = Prefetcher(self.plan, task.batch, world.rank, self.state.step)
+        """A collective. `start`: with the output folder."""
+        config, task, folder = start.config, start.task, start.folder
+        state, plan, args = prepared.state, prepared.plan, config.train
+        self.task, self.args, self.checkpoint, self.world = task, args, config.checkpoint, world
+        self.state, self.plan, self.effective = state, plan, prepared.effective
+        self.batches, self.recording = prepared.batches, prepared.recording
+        self.folder, self.evaluations, self.metrics_logger = folder, evaluations, metrics_logger
+        self.total_steps = args.total_steps(plan.steps_per_epoch)
         peak = peak_flops(args, config.profiling.peak_tflops, world)
-        self.breakdown = Breakdown(self.state.meter, self.plan, task.flops, peak, self.state.step)
-        self.checkpoints = Checkpoints(self.state, config.checkpoint, args, config.as_flat(), task)
+        self.breakdown = Breakdown(state.meter, plan, task.flops, peak, state.step)
+        self.checkpoints = Checkpoints(state, task, folder, config.checkpoint, start.settings, start.facts)
+        self.checkpoints.on_save = partial(metrics_logger.notify, "on_save")
         fp16 = args.fp16 or config.parallel.fp16_allreduce
-        self.health = Health(self.state.meter, self.plan, world, self.state.step, task.window_names, fp16)
-        self.recording = Recording(config.profiling, args, self.total_steps, self.state.meter, world)
-        self.effective = effective_settings(args, self.plan, self.state.schedule.base_lrs[0], world)
+        self.health = Health(state.meter, plan, world, state.step, task.window_names, fp16)
         self.stop_requests = StopRequests(world)
-        self.model_step = self.state.step
+        with run_folder.writing(folder, world, EXIT_BAD_INPUT):
+            self.gpus = GpuUsage(world, folder)
+        self.model_step = state.step
         self.evaluation: EvaluationResult | None = None  # of the model that training leaves
+        self._final: Contents | None = None  # under Horovod elastic: the state after the last step
         if evaluations:
-            evaluations.best = self.state.best
+            evaluations.best = state.best
 
-    def run(self, metrics_logger: MetricsLogger) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Train to the end. Returns the results for train_results.json.
 
         Where `stop_requests` watches, a signal saves a checkpoint and raises CollectiveError.
         """
-        self.metrics_logger = metrics_logger
-        with run_folder.writing(self.config.train.folder, self.world, EXIT_BAD_INPUT):
-            gpus = self.gpus = GpuUsage(self.world, self.config.train.folder)
         state, checkpoints, effective = self.state, self.checkpoints, self.effective
-        checkpoints.on_save = partial(metrics_logger.notify, "on_save")
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
-        note = large_batch_note(self.config.train, self.plan.global_batch, effective["learning_rate"])
+        note = large_batch_note(self.args, self.plan.global_batch, effective["learning_rate"])
         if note:
             log.info("%s", note)
         state.strategy.module.train()
         self.metrics_logger.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
-        with closing(checkpoints), closing(gpus), closing(self.batches), closing(self.recording), closing(self.health):
+        parts = (checkpoints, self.gpus, self.batches, self.recording, self.health)
+        with ExitStack() as closed:
+            for part in parts:
+                closed.enter_context(closing(part))
             if state.eval_pending and self.evaluations and not self._is_final:  # a signal stopped the run before it
                 self._evaluate()
             while state.step < self.total_steps and not checkpoints.patience_is_over:
                 self.recording.before(state.step + 1)
                 learning_rate, grad_norm = self._step()
                 stops = self.stop_requests.any_rank_stops()  # the vote is the last message of a recorded step
-                self.recording.after(state.step)
+                self.recording.after(state.step, self.folder)
                 self._after_step(learning_rate, grad_norm, stops)
             self._finish()
-        sums = {"breakdown": self.breakdown.results()}
-        return state.meter.results() | sums | checkpoints.totals | effective
+        state.meter.on_applied = None  # the weights' hooks have the meter, which would keep the optimizer
+        return state.meter.results() | {"breakdown": self.breakdown.results()} | checkpoints.totals
 
     def _finish(self) -> None:
         """After the last step: a last vote and check, then the model of `model_step` in task.model."""
-        state, checkpoints = self.state, self.checkpoints
+        state = self.state
         self._start_vote()  # for a signal since the last step, for example during an evaluation
         if self.stop_requests.any_rank_stops():
-            checkpoints.save_and_stop(self.stop_requests.reason())
+            self._stop()
         self.health.check_end()
         if self.world.elastic:
-            state.last = state.local_snapshot(copies=True)  # before the model gets other weights
+            self._final = state.local_snapshot(copies=True)  # before the model gets other weights
         state.strategy.gather_model()  # from here on task.model has the trained weights
         if state.average:
             state.average.swap()
-        self.model_step = checkpoints.load_best()
+        self.model_step = self.checkpoints.load_best()
         self.task.merge_adapters()
         if self.model_step != state.step:
             self.evaluation = None  # it is the last model's, and an earlier one is the best
 
-    def evaluate_final(self) -> EvaluationResult | None:
-        """Evaluate the model that `run` left, if it was not. Frees the optimizer."""
-        state, evaluations = self.state, self.evaluations
-        state.meter.on_applied = None  # it would keep the schedule, and with it the optimizer
-        del state.strategy, state.schedule, state.copies, state.average
-        if evaluations is None:
-            return None
-        if self.evaluation is None:
-            self.evaluation = evaluations.evaluate(self.task.model)
-            evaluations.record(self.evaluation, self.metrics_logger, self.model_step)
-        if state.eval_pending:
-            state.best.update(self.model_step, self.evaluation.metrics)
-        return self.evaluation
+    def to_resume(self) -> ResumePoint:
+        """This rank's state after its last finished step, for the next world of Horovod elastic."""
+        kept = self._final or self.state.local_snapshot()
+        kept.state["rank_batch"] = self.args.rank_batch
+        return ResumePoint(self.folder / name_of(self.state.step), kept)
 
     def _step(self) -> tuple[float, Tensor]:
         """One optimizer step. Returns its learning rate and the norm of its gradient."""
@@ -243,7 +186,7 @@ class Training:
         with strategy.passes():
             for batch in meter.timed("data", self.batches.of_step(state.step)):
                 with meter.phase("compute"):
-                    with autocast(self.world.device, self.config.train.precision):
+                    with autocast(self.world.device, self.args.precision):
                         losses = self.task.losses(strategy.module, batch)[: batch.num_windows]
                     # The strategy averages over the ranks. The factor makes that the mean over the step's windows.
                     loss = losses.sum() * (self.world.size / step_windows)
@@ -271,14 +214,21 @@ class Training:
             self.stop_requests.stop_without_folder()
         self.stop_requests.start_vote()
 
+    def _stop(self) -> NoReturn:
+        """Save and stop. Under Horovod elastic, if only hosts have changed, leave for the next world."""
+        reason = self.stop_requests.reason()
+        if reason is None:
+            raise HostsChanged
+        self.checkpoints.save_and_stop(reason)
+
     def _after_step(self, learning_rate: float, grad_norm: Tensor, stops: bool) -> None:
         """Log, stop, evaluate, save: whatever is due after this step."""
         state, checkpoints, total_steps = self.state, self.checkpoints, self.total_steps
         per_epoch = self.plan.steps_per_epoch
-        evaluates = state.step == total_steps or self.config.train.evaluates_after(state.step, per_epoch, total_steps)
+        evaluates = state.step == total_steps or self.args.evaluates_after(state.step, per_epoch, total_steps)
         state.eval_pending = self.evaluations is not None and evaluates
         self.metrics_logger.notify("on_step", state.step)
-        logs = state.step % self.config.train.logging_steps == 0 or state.step in (1, total_steps)
+        logs = state.step % self.args.logging_steps == 0 or state.step in (1, total_steps)
         if state.eval_pending or logs:
             means = self.breakdown.read(state.step)
             self.health.check(state.step)
@@ -288,17 +238,16 @@ class Training:
         if state.step == total_steps:  # before a checkpoint holds the untrained weights
             self.health.check_end()
         if stops:
-            checkpoints.save_and_stop(self.stop_requests.reason())
+            self._stop()
         if state.eval_pending and not self._is_final:
             self._evaluate()
-        if checkpoints.due(total_steps):
-            checkpoints.save()
+        checkpoints.save_if_due(total_steps)
         state.meter.lap("other")
 
     @property
     def _is_final(self) -> bool:
         """Whether this step's model is the final one, which is evaluated once it is saved."""
-        return self.state.step == self.total_steps and not self.config.checkpoint.load_best_model_at_end
+        return self.state.step == self.total_steps and not self.checkpoint.load_best_model_at_end
 
     def _evaluate(self) -> None:
         assert self.evaluations is not None
@@ -306,10 +255,21 @@ class Training:
             evaluation = self.evaluations.evaluate(self.state.strategy.gather_model())
         step = self.state.step
         self.evaluations.record(evaluation, self.metrics_logger, step)
-        with run_folder.writing(self.config.train.folder, self.world) as writes:
+        with run_folder.writing(self.folder, self.world) as writes:
             if writes and not self.checkpoints.folder_was_lost():
-                run_folder.write_samples(self.config.train.folder, evaluation)
+                run_folder.write_samples(self.folder, evaluation)
         self.state.eval_pending = False
         self.checkpoints.evaluated(evaluation.metrics)
         is_last = step == self.total_steps or self.checkpoints.patience_is_over
         self.evaluation = evaluation if is_last else None  # the answers are large
+
+
+def _train(training: Training) -> Trained:
+    """Train, and save the model. A collective."""
+    with elastic.keep_on_failure(training.world, training.to_resume), training.stop_requests.watched():
+        results = training.run()
+        with run_folder.writing(training.folder, training.world) as writes:
+            if writes:
+                run_folder.save_model(training.folder, training.task)
+        last = training.to_resume() if training.world.elastic else None
+    return Trained(results, training.model_step, training.evaluation, training.state.eval_pending, last)

@@ -6,8 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -67,7 +66,7 @@ class Stopwatch:
         return taken
 
 
-class LastStep:
+class DeferredScalars:
     """A step's numbers, copied to the host alongside the next step, so that nothing waits for the device."""
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -95,37 +94,24 @@ class LastStep:
         return found
 
 
-@dataclass(frozen=True)
-class Interval:
-    """Sums over all ranks between two reads; `seconds` by this rank's clock.
-
-    `phases`: seconds per rank and phase, [ranks, phases], in the last `watched` of these steps. Steps before a resume
-    are not among them.
-    """
-
-    seconds: float
-    windows: int
-    tokens: int
-    positions: int
-    watched: int
-    phases: torch.Tensor
-
-
 class Meter:
     """Sums up work, loss and time between two reads, without reading from the device in between.
 
-    Times exclude evaluations. `phases`: names of the phases that are told apart. `interval`: sums of the last read.
+    Times exclude evaluations. `phases`: names of the phases that are told apart.
+    `sums`: of the last read, over all ranks; the seconds by this rank's clock. `phase_s`: seconds per rank and phase,
+    [ranks, phases], in the last `watched` steps before it. Steps before a resume are not among them.
     `on_step`: called with each step's loss, of this rank, and norm of the gradient, one step later or before a read.
     `on_applied`: called then if the norm is finite; otherwise the strategy has skipped the step.
     `skipped_steps`: how many were skipped.
     """
 
-    interval: Interval
+    sums: dict[str, Any]
+    phase_s: torch.Tensor
 
-    def __init__(self, world: World, tells_exposed_comm: bool = True) -> None:
-        """`tells_exposed_comm`: whether "exposed_comm" can be told from "compute". If not, it counts as "compute"."""
+    def __init__(self, world: World, separates_comm: bool = True) -> None:
+        """`separates_comm`: whether "exposed_comm" can be told from "compute". If not, it counts as "compute"."""
         self.world = world
-        self.phases = tuple(phase for phase in PHASES if tells_exposed_comm or phase != "exposed_comm")
+        self.phases = tuple(phase for phase in PHASES if separates_comm or phase != "exposed_comm")
         self.on_lap: Callable[[str], None] | None = None  # set while steps are recorded
         self.on_step: Callable[[float, float], None] | None = None
         self.on_applied: Callable[[], object] | None = None
@@ -136,7 +122,7 @@ class Meter:
         self._stopwatch = Stopwatch(world.device)
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._step_loss = torch.zeros_like(self._loss)
-        self._pending = LastStep(2, world.device)
+        self._pending = DeferredScalars(2, world.device)
         self._has_settled = False  # a step
         self._windows = self._tokens = self._positions = 0
         self._start(0)
@@ -191,7 +177,7 @@ class Meter:
         """Report the last step to `on_applied` and `on_step`, if it is not yet. All ranks call this after the same
         step."""
         # On a GPU the host waits here for the last step's collectives. The first step may compile, for minutes.
-        watch = self.world.waiting(lambda: ["the last step's gradients"]) if self._has_settled else nullcontext()
+        watch = self.world.limit_wait(lambda: ["the last step's gradients"]) if self._has_settled else nullcontext()
         with watch:
             taken = self._pending.take()
         for loss, grad_norm in filter(None, [taken]):
@@ -226,7 +212,9 @@ class Meter:
         loss, *counts = table[:, :4].sum(0).tolist()
         windows, tokens, positions = map(round, counts)
         loss /= self.world.size
-        self.interval = Interval(seconds, windows, tokens, positions, step - self._watched_from, table[:, 4:])
+        watched, self.phase_s = step - self._watched_from, table[:, 4:]
+        self.sums = {"seconds": seconds, "windows": windows, "tokens": tokens, "positions": positions}
+        self.sums["watched"] = watched
         steps = step - self.last_step
         counted = steps - (self.skipped_steps - self._skipped_before)
         self._skipped_before = self.skipped_steps
@@ -241,7 +229,7 @@ class Meter:
             "tokens_per_s": tokens / seconds,
             "padding_share": 1 - tokens / positions,
             "step_s": seconds / steps,
-        } | _spread(self.phases, self.interval.phases / self.interval.watched)
+        } | _spread(self.phases, self.phase_s / watched)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -182,7 +182,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the model has the averages."""
+        """Context manager: the model has the averages."""
         self.swap()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Checkpoints during training: when one is due, the copy that training waits for, the write in the background."""
+"""Checkpoints during training: the copy that training waits for, the write in the background."""
 
 from __future__ import annotations
 
@@ -11,35 +11,40 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import safetensors.torch
 
 from hvd_bert.checkpoint import files as checkpoint_files
 from hvd_bert.checkpoint.files import Contents
-from hvd_bert.checkpoint.resume import ResumePoint, identity, rank_batch
+from hvd_bert.checkpoint.resume import ResumePoint
+from hvd_bert.checkpoint.schedule import is_due
 from hvd_bert.config.settings import CheckpointArguments, TrainArguments
 from hvd_bert.distributed import slurm
 from hvd_bert.distributed.signals import FOLDER
-from hvd_bert.distributed.world import CollectiveError, HostsChanged, log
-from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError, reason_of
-from hvd_bert.model.cpu import kernels
+from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError, log, reason_of
 from hvd_bert.output import output_dir
 from hvd_bert.tasks.base import Task
 from hvd_bert.training.state import TrainState
-
-SECONDS = ("checkpoint_pause_s", "checkpoint_write_s")  # rank 0's: training waits; the writes take
 
 
 class Checkpoints:
     """Saves a TrainState. Every method is called by all ranks; rank 0 writes."""
 
     def __init__(
-        self, state: TrainState, args: CheckpointArguments, train: TrainArguments, settings: dict[str, Any], task: Task
+        self,
+        state: TrainState,
+        task: Task,
+        folder: Path,
+        args: CheckpointArguments,
+        settings: dict[str, Any],
+        run: dict[str, Any],
     ) -> None:
-        """`settings`: all of them, by the flags' names."""
-        self.state, self.args = state, args
-        self._train, self._settings, self._task = train, settings, task
+        """`folder`: the output folder. `settings`: all of them, by the flags' names. `run`: what all checkpoints hold
+        of the run."""
+        self.state, self.folder, self.args = state, folder, args
+        self._task, self._settings, self._run = task, settings, run
         self._writer = ThreadPoolExecutor(1, "checkpoint writer")  # the process ends after its jobs
         self._running: Future[tuple[Exception | None, float]] | None = None  # its error and its seconds
         self._first_step = state.step
@@ -48,17 +53,14 @@ class Checkpoints:
         self.folder_is_lost = False  # as rank 0 has seen
         self.on_save: Callable[[int, Path], None] = lambda step, folder: None  # on rank 0, once a write has ended
         self._new: dict[str, float] = {}
-        self.totals = {"checkpoints": 0} | dict.fromkeys(SECONDS, 0.0)
+        # Of rank 0: the seconds that training waited, and that the writes took.
+        self.totals = {"checkpoints": 0, "checkpoint_pause_s": 0.0, "checkpoint_write_s": 0.0}
 
-    @property
-    def folder(self) -> Path:
-        """The output folder, which exists once training starts."""
-        return self._train.folder
-
-    def due(self, total_steps: int) -> bool:
-        """Whether to save after this step: every --save_steps, and at the end."""
-        step, every = self.state.step, self.args.save_steps
-        return every > 0 and (step % every == 0 or step == total_steps or self.patience_is_over)
+    def save_if_due(self, total_steps: int) -> None:
+        """Save after this step, every --save_steps and at the end."""
+        step = self.state.step
+        if is_due(self.args, step, step == total_steps or self.patience_is_over):
+            self.save()
 
     def save(self, whole: bool = False) -> None:
         """Save the state after this step. Training waits for the copy; the write runs alongside the next steps.
@@ -73,20 +75,20 @@ class Checkpoints:
             self._end_of_write(warns=True)
             # The other ranks wait here: at the next gradients a slow file system would look like a stall.
             self.state.world.allgather(None)
-            tensors, rest = self.state.snapshot()
+            snapshot = self.state.snapshot()
         self._last_saved = self.state.step
         self.totals["checkpoints"] += 1
-        if self.state.world.rank == 0:
-            self._diverged = not all(math.isfinite(loss) for loss, *_ in rest["since_last_look"])
+        if snapshot:
+            self._diverged = not all(math.isfinite(loss) for loss, *_ in snapshot.state["since_last_look"])
             if self._diverged:
-                log.warning("No checkpoint is saved at step %d: the loss is NaN or infinite.", rest["step"])
+                log.warning("No checkpoint is saved at step %d: the loss is NaN or infinite.", self.state.step)
                 return
             keep = {checkpoint_files.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
-            self._running = self._writer.submit(self._write, tensors, rest, model_only, keep)
+            self._running = self._writer.submit(self._write, snapshot, model_only, keep)
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        """Around work that training waits for."""
+        """Count the time of the block as a pause of training."""
         self.state.meter.lap("other")
         with self.state.meter.phase("checkpoint"):
             start = time.perf_counter()
@@ -98,24 +100,20 @@ class Checkpoints:
         self.totals[name] += seconds
 
     @cached_property
-    def _of_the_run(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Content that all checkpoints of the run share: a part of state.json, and the model's small files."""
-        shared = {"identity": identity(self._settings, self._task), "rank_batch": rank_batch(self._train)}
-        shared["cpu_kernels"] = kernels.record(self._train.precision, self.state.world.device)
+    def _description(self) -> dict[str, bytes]:
+        """The model's small files, which all checkpoints share."""
         with tempfile.TemporaryDirectory() as folder:
             self._task.save_description(Path(folder))
-            return shared, {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+            return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
-    def _write(
-        self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool, keep: set[str]
-    ) -> tuple[Exception | None, float]:
+    def _write(self, snapshot: Contents, model_only: bool, keep: set[str]) -> tuple[Exception | None, float]:
         """In the background: write a checkpoint. Returns the error, such as a full disk, and the seconds."""
         start, failure = time.perf_counter(), None
+        step, tensors, state = snapshot.state["step"], snapshot.tensors, snapshot.state | self._run
+        if model_only:
+            tensors, state = {"model": tensors["model"]}, {"step": step, "model_only": True}
         try:
-            same, files = self._of_the_run
-            if model_only:
-                tensors, rest, same = {"model": tensors["model"]}, {"step": rest["step"]}, {"model_only": True}
-            checkpoint_files.write(self.folder, rest["step"], Contents(tensors, rest | same, files))
+            checkpoint_files.write(self.folder, step, Contents(tensors, state, self._description))
             try:
                 checkpoint_files.prune(self.folder, self.args.save_total_limit, keep)
             except OSError as error:
@@ -173,20 +171,18 @@ class Checkpoints:
             if error is not None:
                 raise UserError(f"The checkpoint of step {self._last_saved} could not be written: {error}.")
 
-    def save_and_stop(self, reason: str | None) -> None:
-        """Save and stop: raises CollectiveError with EXIT_STOPPED. If `reason` is None, raises HostsChanged.
+    def save_and_stop(self, reason: str) -> NoReturn:
+        """Save and stop: raises CollectiveError with EXIT_STOPPED.
 
         A folder that was moved or removed is created again. After a signal, a Slurm job is requeued.
         """
-        if reason is None:
-            raise HostsChanged
         if self.state.world.broadcast(self.folder_was_lost()):
             self._last_saved = -1
             if self.state.world.rank == 0:
                 output_dir.make_again(self.folder, self._settings)
         self.save(whole=True)
         self.wait_for_write()
-        without = " and without --overwrite_output_dir" if self._train.overwrite_output_dir else ""
+        without = " and without --overwrite_output_dir" if self._settings["overwrite_output_dir"] else ""
         where = self.folder / checkpoint_files.name_of(self.state.step)
         message = f"Stopped after step {self.state.step} by {reason}, saved in {where}."
         by_hand = FOLDER in reason or "SIGINT" in reason  # Ctrl-C in a session inside of a batch job
@@ -249,12 +245,12 @@ class Checkpoints:
 
 def restore(state: TrainState, resume_point: ResumePoint | None, args: TrainArguments) -> None:
     """Restore `state` from the resume point, if there is one. Called by all ranks; one of them has the tensors."""
-    root = state.world.broadcast((resume_point.kept_by or 0) if resume_point else None)
+    root = state.world.broadcast((resume_point.owner_rank or 0) if resume_point else None)
     if root is None:
         return
-    tensors, rest = (resume_point.contents.tensors, resume_point.state) if resume_point else ({}, {})
+    contents = resume_point.contents if resume_point else Contents({}, {})
     try:
-        state.restore(tensors, rest, args.seed, root)
+        state.restore(contents, args.seed, root)
     except CollectiveError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # the same on all ranks
@@ -266,4 +262,4 @@ def restore(state: TrainState, resume_point: ResumePoint | None, args: TrainArgu
     origin = resume_point.folder.parent.resolve() if resume_point else None
     if origin and not (args.output_dir and origin == Path(args.output_dir).resolve()):
         state.best.folder = state.best.folder or str(origin)
-    tensors.clear()  # frees gigabytes for a large model
+    contents.tensors.clear()  # frees gigabytes for a large model

@@ -3,68 +3,140 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
 from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.resume import ResumePoint
+from hvd_bert.checkpoint.schedule import Best
+from hvd_bert.config.run_plan import RunPlan
 from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.data.collate import Prefetcher
 from hvd_bert.distributed import events
-from hvd_bert.distributed.world import World, log
-from hvd_bert.errors import UserError
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import UserError, log
 from hvd_bert.model.bert import place
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.precision import set_precision
+from hvd_bert.monitoring.recording import Recording
 from hvd_bert.output import output_dir
-from hvd_bert.output.output_dir import TAKEN_OVER
-from hvd_bert.output.reporters import base as reporters
+from hvd_bert.output.output_dir import FOLDERS_BEGUN
+from hvd_bert.output.reporters.base import check_reporters
 from hvd_bert.strategies.base import strategy_class
-from hvd_bert.tasks.base import Task, load_task
+from hvd_bert.tasks.base import Task, load_task, make_plan
 from hvd_bert.training import batch_size, elastic
-from hvd_bert.training.optim import check_optimizer, layer_depths
+from hvd_bert.training.optim import check_optimizer, effective_settings
+from hvd_bert.training.saving import restore
+from hvd_bert.training.state import TrainState
 
 
-def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
-    """Load and check all that needs no training: the task, on this rank's device, and what to resume from, on rank 0
-    or, if a rank has it in memory, on all of them."""
-    args = config.train
-    resume_point = elastic.newest(world)
-    with world.raise_on_all_ranks():
-        check_elastic(config, world, resume_point)
-        strategy_class(config.parallel.strategy)  # raises if it is not installed
-        check_optimizer(args.optim, config.parallel.strategy)
-        output_dir.unlock()  # locks from an earlier world of Horovod elastic
+@dataclass(frozen=True)
+class Start:
+    """What a run starts with. `config`: the settings with the decisions of `plan`. `resume_point`: on rank 0 or, if a
+    rank has it in memory, on all of them. `facts`: what all checkpoints of the run hold of it."""
+
+    config: Config
+    task: Task
+    plan: RunPlan = field(default_factory=RunPlan)
+    resume_point: ResumePoint | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, by the flags' names."""
+        return self.config.as_flat()
+
+    @property
+    def folder(self) -> Path:
+        """The output folder, after `in_folder`."""
+        return Path(str(self.config.train.output_dir))
+
+    def in_folder(self, folder: Path) -> Start:
+        """The same with the output folder that was taken over."""
+        plan = replace(self.plan, output_dir=str(folder))
+        return replace(self, plan=plan, config=plan.applied_to(self.config))
+
+
+def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
+    """Load and check all that needs no training.
+
+    Its collectives, in this order: the state that a rank has in memory, threads and kernels, installed parts, the
+    folder, the task, equal settings and data, the checkpoint, the batch that fits, and whether the checkpoint does.
+
+    `own`: the task's class, if a program gives it.
+    """
+    kept = elastic.newest(world)
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
-    earlier = world.broadcast(earlier_attempt(args.output_dir, world) if world.rank == 0 else None)
-    if earlier:
-        log.info("The Slurm job was requeued: continuing its run in %s.", earlier)
-        args.output_dir = earlier
-        resume_own_run(config)
+    with world.raise_on_all_ranks():
+        check_parts(config, world)
+    plan: RunPlan = world.broadcast(decide_folder(config, kept, world) if world.rank == 0 else None)
+    config = plan.applied_to(config)
     with world.raise_on_all_ranks():
         if world.rank == 0:
-            reporters.check(args.reporters)
-            output_dir.check(config.as_flat())
-        task = load_task(config, world)
-        check_evaluation(config, task)
-        if task.plan and args.layerwise_lr_decay < 1:
-            layer_depths(task.model)  # raises if it has none
+            output_dir.check(config.as_flat(), world.process.locks)
+        task = load_task(config, world, own)
+        check_task(config, task)
     settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
     world.check_same(settings | task.fingerprint())  # a path that differs is a better hint than what it leads to
     with world.raise_on_all_ranks():
-        if world.rank == 0 and not resume_point:
-            resume_point = resume.find(config.checkpoint.resume_from_checkpoint, args)
-    place(task.model, world.device, args.torch_compile)
-    batch_size.choose(task, config, resume_point, world)
+        resume_point = kept or (resume.find(config.checkpoint, config.train) if world.rank == 0 else None)
+    place(task.model, world.device, config.train.torch_compile)
+    batch = batch_size.choose(task, config.train, resume_point, world)
+    metric = None if config.checkpoint.metric_for_best_model else next(iter(task.metrics))
+    plan = replace(plan, per_device_train_batch_size=batch, padding=task.padding, metric_for_best_model=metric)
+    config = plan.applied_to(config)
+    if batch and task.plan:
+        task.plan = make_plan(task.plan.lengths, config.train, task.plan.crossover, world, task.plan.parts)
+    facts: dict[str, Any] = {}
+    if task.plan:
+        identity = resume.identity(config.as_flat(), task.model, task.identity(), task.plan)
+        cpu_kernels = kernels.record(config.train.precision, world.device)
+        facts = {"identity": identity, "rank_batch": config.train.rank_batch, "cpu_kernels": cpu_kernels}
     with world.raise_on_all_ranks():
-        if resume_point and resume_point.kept_by is None:
-            resume.check(resume_point, resume.identity(config.as_flat(), task), args, task)
-            resume.check_cpu(resume_point, kernels.record(args.precision, world.device))
-    return task, resume_point
+        if resume_point and task.plan and not kept:
+            resume.check(resume_point, facts, config.train, task.plan.global_batch)
+    return Start(config, task, plan, resume_point, facts)
 
 
-def check_evaluation(config: Config, task: Task) -> None:
+@dataclass(frozen=True)
+class Prepared:
+    """A training whose first step can be taken: nothing more can refuse it."""
+
+    plan: BatchPlan
+    state: TrainState
+    batches: Prefetcher
+    recording: Recording
+    effective: dict[str, float]  # settings that depend on the world size
+
+
+def prepare(start: Start, world: World) -> Prepared:
+    """Prepare the model, the strategy and the first batches, and make the last checks. A collective; writes nothing."""
+    config, task, resume_point = start.config, start.task, start.resume_point
+    assert task.plan
+    plan = resume.keep_global_batch(task.plan, resume_point, world)
+    metric = config.checkpoint.metric_for_best_model or next(iter(task.metrics))
+    best = Best(metric, task.metrics[metric])
+    state = TrainState.fresh(task.model, plan, best, config.train, config.parallel, world)
+    if config.train.torch_compile:
+        with world.raise_on_all_ranks():
+            task.compile(state.strategy.trained)
+    restore(state, resume_point, config.train)
+    batches = Prefetcher(plan, task.batch, world.rank, state.step)
+    total_steps = config.train.total_steps(plan.steps_per_epoch)
+    folder = config.train.output_dir
+    continues = resume_point is not None or (folder is not None and resume.unfinished(Path(folder)))
+    replaces = continues or config.train.overwrite_output_dir
+    effective = effective_settings(config.train, plan, state.schedule.base_lrs[0], world)
+    recording = Recording(config.profiling, total_steps, state.meter, world, replaces)
+    return Prepared(plan, state, batches, recording, effective)
+
+
+def check_task(config: Config, task: Task) -> None:
     """Raise UserError if nothing is to be done, or the best model is requested without evaluations during training."""
     if task.plan is None and not task.evaluates:
         raise UserError(
@@ -79,27 +151,36 @@ def check_evaluation(config: Config, task: Task) -> None:
         )
 
 
-def check_elastic(config: Config, world: World, kept: ResumePoint | None) -> None:
-    """Raise UserError if the settings do not fit Horovod elastic. Make a new world resume the run."""
-    args, checkpoint = config.train, config.checkpoint
-    if world.elastic and config.parallel.strategy != "horovod":
-        raise UserError(f"--strategy {config.parallel.strategy} is not elastic. Use --strategy horovod.")
-    if checkpoint.elastic and not world.elastic:
+def check_parts(config: Config, world: World) -> None:
+    """Raise UserError if the strategy does not fit the launcher, or if it, the optimizer or a reporter is missing."""
+    strategy = config.parallel.strategy
+    if world.elastic and strategy != "horovod":
+        raise UserError(f"--strategy {strategy} is not elastic. Use --strategy horovod.")
+    if config.checkpoint.elastic and not world.elastic:
         raise UserError(
             "--elastic needs Horovod's elastic launcher. Start horovodrun -np N --min-np M --host-discovery-script"
             " scripts/discover_hosts.sh python -m hvd_bert.train --elastic ..."
         )
-    if kept:
-        args.output_dir = str(kept.folder.parent)
-    if world.generation and args.output_dir in TAKEN_OVER:  # by the previous world: resume where it was
-        resume_own_run(config, kept is not None)
+    check_optimizer(config.train.optim, strategy)
+    if world.rank == 0:
+        check_reporters(config.train.reporters)
+    strategy_class(strategy)  # raises if it is not installed
 
 
-def resume_own_run(config: Config, kept: bool = False) -> None:
-    """Resume the run in the output folder, whatever the command line says. `kept`: a rank has its state in memory."""
-    config.train.overwrite_output_dir = False
-    if kept or files.candidates(config.train.folder):
-        config.checkpoint.resume_from_checkpoint = resume.LATEST
+def decide_folder(config: Config, kept: ResumePoint | None, world: World) -> RunPlan:
+    """The run that this start continues, whatever the command line says: that of an earlier world of Horovod elastic,
+    or that of the Slurm job before it was requeued. Called on rank 0. `kept`: a state that a rank has in memory."""
+    folder = str(kept.folder.parent) if kept else config.train.output_dir
+    continues = world.process.generation > 0 and folder is not None and Path(folder) in FOLDERS_BEGUN
+    if not continues:
+        earlier = earlier_attempt(folder, world)
+        if earlier:
+            log.info("The Slurm job was requeued: continuing its run in %s.", earlier)
+            folder, continues = earlier, True
+    if not continues:
+        return RunPlan(output_dir=folder)
+    latest = resume.LATEST if kept or files.candidates(Path(str(folder))) else None
+    return RunPlan(output_dir=folder, overwrite_output_dir=False, resume_from_checkpoint=latest)
 
 
 def earlier_attempt(output_dir: str | None, world: World) -> str | None:
@@ -108,7 +189,7 @@ def earlier_attempt(output_dir: str | None, world: World) -> str | None:
     if "restarts" not in job:
         return None
     # A program that trains several times has begun their folders in this order, and does so again.
-    new = (folder for folder in sorted(Path("runs").glob("*/")) if str(folder) not in TAKEN_OVER)
+    new = (folder for folder in sorted(Path("runs").glob("*/")) if folder not in FOLDERS_BEGUN)
     for folder in [Path(output_dir)] if output_dir else new:
         commands = events.commands_of_job(folder, job["id"])
         if commands and (output_dir or events.command() in commands):
@@ -118,8 +199,8 @@ def earlier_attempt(output_dir: str | None, world: World) -> str | None:
 
 def set_up(config: Config, world: World) -> None:
     """Threads, precision, memory and logs of this process, before large allocations."""
-    world.set_threads(config.parallel.num_threads)
     set_precision(config.train)
+    world.set_threads(config.parallel.num_threads)
     with world.raise_on_all_ranks():  # for its warning
         kernels.start(config.train.cpu_kernels, config.train.precision, world.device)
     if world.device.type == "cpu":

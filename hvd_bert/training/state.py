@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hvd_bert.checkpoint.files import Contents
+from hvd_bert.checkpoint.schedule import Best
 from hvd_bert.config.settings import ParallelArguments, TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
@@ -23,12 +25,10 @@ from hvd_bert.errors import UserError
 from hvd_bert.model.precision import recompute_layers
 from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.training.meter import Meter
-from hvd_bert.training.optim import WeightAverage, make_optimizer, make_schedule
-
-Snapshot = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]  # tensors by file and name, and the rest for JSON
+from hvd_bert.training.optim import WeightAverage, layer_depths, make_optimizer, make_schedule
 
 
-class Copies:
+class PinnedBuffers:
     """Copies tensors into memory that is kept for the next copies: to use new memory takes longer than to copy."""
 
     def __init__(self) -> None:
@@ -62,38 +62,6 @@ def _host_memory(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tens
 
 
 @dataclass
-class Best:
-    """The best evaluation so far: its value, its step, and how many evaluations since were not better.
-
-    `mode`: whether the "max" or the "min" of the metric is best. `folder`: on rank 0, the run's that has the step's
-    checkpoint, if it is another one, which was resumed from.
-    """
-
-    metric: str
-    mode: str = "max"
-    value: float | None = None
-    step: int = 0
-    since: int = 0
-    folder: str = ""
-
-    def state(self) -> dict[str, Any]:
-        """A copy for a checkpoint, without the mode, which follows from the task."""
-        return {name: value for name, value in vars(self).items() if name != "mode" and value != ""}
-
-    def update(self, step: int, metrics: dict[str, float]) -> bool:
-        """Record an evaluation. Returns whether it is the best so far; NaN never is."""
-        value = metrics[self.metric]
-        gain = value == value and (
-            self.value is None or (value < self.value if self.mode == "min" else value > self.value)
-        )
-        if gain:
-            self.value, self.step, self.since, self.folder = value, step, 0, ""
-        else:
-            self.since += 1
-        return gain
-
-
-@dataclass
 class TrainState:
     """Everything that training changes."""
 
@@ -104,65 +72,64 @@ class TrainState:
     world: World
     best: Best
     average: WeightAverage | None = None  # of the weights
-    copies: Copies = field(default_factory=Copies)
+    buffers: PinnedBuffers = field(default_factory=PinnedBuffers)
     step: int = 0
     eval_pending: bool = False  # the evaluation due after this step has not run
-    last: Snapshot | None = None  # under Horovod elastic: `local_snapshot` after the last step
 
     @staticmethod
     def fresh(
         model: nn.Module, plan: BatchPlan, best: Best, args: TrainArguments, parallel: ParallelArguments, world: World
     ) -> TrainState:
         """The state before the first step, with rank 0's weights. A collective."""
-        if args.gradient_checkpointing:
-            with world.raise_on_all_ranks():
+        with world.raise_on_all_ranks():
+            if args.gradient_checkpointing:
                 recompute_layers(model)
+            if args.layerwise_lr_decay < 1:
+                layer_depths(model)  # raises if it has no list of layers
         strategy = strategy_class(parallel.strategy)(
             model,
             lambda module: make_optimizer(module, args, world.size * world.devices),
-            strategy_options(args, parallel, plan.accumulation),
+            StrategyOptions(args, parallel, plan.accumulation),
             world,
         )
         schedule = make_schedule(strategy.optimizer, args, args.total_steps(plan.steps_per_epoch))
         seed_ranks(args.seed, 0, world)
-        meter = Meter(world, strategy.tells_exposed_comm)
+        meter = Meter(world, strategy.separates_comm)
         meter.on_applied = schedule.step
-        strategy.mark_gradients(meter.gradients_computed)
         average = WeightAverage(model, args.ema_decay) if args.ema_decay else None
+        strategy.mark_gradients(meter.gradients_computed)
         return TrainState(strategy, schedule, meter, plan, world, best, average)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside, the model has the averages of its weights, if there are any."""
+        """Context manager: the model has the averages of its weights, if there are any."""
         return self.average.applied() if self.average else nullcontext()
 
-    def snapshot(self) -> Snapshot:
-        """Tensors by file and name, copied to the CPU, and the rest for JSON; empty on ranks other than 0.
+    def snapshot(self) -> Contents | None:
+        """What a checkpoint holds of the state, copied to the CPU; None on ranks other than 0.
 
         A collective. The next snapshot overwrites the copies.
         """
         parts = self.world.gather((random_numbers(self.world.gpus), self.meter.since_last_log()))
         weights, optimizer, rest = self.strategy.state()
         if self.world.rank != 0:
-            return {}, {}
+            return None
         tensors = {
-            "model": self.copies.copy("model", weights),
-            "optimizer": self.copies.copy("optimizer", optimizer),
+            "model": self.buffers.copy("model", weights),
+            "optimizer": self.buffers.copy("optimizer", optimizer),
             "rng": {f"rank{rank}.{name}": value for rank, (rng, _) in enumerate(parts) for name, value in rng.items()},
         }
         if self.average:  # "model" is what was evaluated
             tensors["unaveraged"] = tensors["model"]
             with self.averaged():
-                tensors["model"] = self.copies.copy("average", self.strategy.model.state_dict())
-        return tensors, self._rest(rest, [sums for _, sums in parts])
+                tensors["model"] = self.buffers.copy("average", self.strategy.model.state_dict())
+        return Contents(tensors, self._rest(rest, [sums for _, sums in parts]))
 
-    def local_snapshot(self, copies: bool = False) -> Snapshot:
+    def local_snapshot(self, copies: bool = False) -> Contents:
         """This rank's state after its last finished step, for `restore`. No collective.
 
         Without `copies`, weights on a CPU are the training's own. The loss since the last log line is this rank's; the
         counts are of all ranks.
         """
-        if self.last:
-            return self.last
         loss, _, tokens, positions = self.meter.since_last_log()  # first: it advances the schedule
         weights, optimizer, rest = self.strategy.state()
         windows = [self.plan.step_windows(step) for step in range(self.meter.last_step, self.step)]
@@ -177,37 +144,26 @@ class TrainState:
             file: {name: t.detach().to("cpu", copy=copies and file != "optimizer") for name, t in group.items()}
             for file, group in tensors.items()
         }
-        return on_host, self._rest(rest, [[loss, *counts]])
+        return Contents(on_host, self._rest(rest, [[loss, *counts]]))
 
-    def _rest(self, strategy: dict[str, Any], since_last_look: list[list[float]]) -> dict[str, Any]:
-        """All but the tensors. `since_last_look`: `Meter.since_last_log` of each rank."""
+    def _rest(self, strategy: dict[str, Any], since_last_log: list[list[float]]) -> dict[str, Any]:
+        """All but the tensors. `since_last_log`: `Meter.since_last_log` of each rank."""
         schedule = {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"}
         return {
-            "step": self.step, "epoch": self.step / self.plan.steps_per_epoch, "world_size": len(since_last_look),
+            "step": self.step, "epoch": self.step / self.plan.steps_per_epoch, "world_size": len(since_last_log),
             "global_batch": self.plan.global_batch, "accumulation": self.plan.accumulation, "strategy": strategy,
-            "schedule": schedule, "meter": self.meter.state(), "since_last_look": since_last_look,
+            "schedule": schedule, "meter": self.meter.state(), "since_last_look": since_last_log,
             "best": self.best.state(), "eval_pending": self.eval_pending,
         }  # fmt: skip
 
-    def restore(
-        self, tensors: Mapping[str, Mapping[str, Tensor]], rest: dict[str, Any], seed: int, root: int = 0
-    ) -> None:
-        """Restore what `snapshot` or `local_snapshot` returned. A collective. Rank `root` broadcasts its arguments; the
+    def restore(self, contents: Contents, seed: int, root: int = 0) -> None:
+        """Restore what `snapshot` or `local_snapshot` returned. A collective. Rank `root` broadcasts its argument; the
         other ranks' are ignored, so they need not read the files.
 
         With another world size, and after `local_snapshot`, dropout's random numbers are seeded again by seed and step.
         """
         world = self.world
-        rest = world.broadcast(rest, root)
-        shapes = {f: {n: (t.shape, t.dtype) for n, t in group.items()} for f, group in tensors.items()}
-        shapes = world.broadcast(shapes, root)
-        if world.rank != root:
-            tensors = {
-                f: {n: torch.empty(shape, dtype=kind) for n, (shape, kind) in group.items()}
-                for f, group in shapes.items()
-            }
-        for group in tensors.values():
-            world.broadcast_tensors(group, root)
+        rest, tensors = world.broadcast(contents.state, root), broadcast_groups(contents.tensors, world, root)
         self.strategy.load_state(tensors.get("unaveraged", tensors["model"]), tensors["optimizer"], rest["strategy"])
         if self.average:
             with self.averaged():
@@ -231,20 +187,18 @@ class TrainState:
         self.meter.restore(rest["meter"], since, self.step)
 
 
-def strategy_options(train: TrainArguments, parallel: ParallelArguments, accumulation: int) -> StrategyOptions:
-    """The strategy's options, from the settings."""
-    return StrategyOptions(
-        accumulation=accumulation,
-        max_grad_norm=train.max_grad_norm,
-        fp16=train.fp16,
-        bf16=train.bf16,
-        deterministic=train.deterministic,
-        compiled=train.torch_compile,
-        fp16_allreduce=parallel.fp16_allreduce,
-        bf16_allreduce=parallel.bf16_allreduce,
-        num_groups=parallel.num_groups,
-        zero_stage=parallel.zero_stage,
-    )
+def broadcast_groups(groups: dict[str, dict[str, Tensor]], world: World, root: int) -> dict[str, dict[str, Tensor]]:
+    """The tensors of rank `root`, by group and name, on the CPU of every rank. A collective."""
+    shapes = {group: {n: (t.shape, t.dtype) for n, t in tensors.items()} for group, tensors in groups.items()}
+    shapes = world.broadcast(shapes, root)
+    if world.rank != root:
+        groups = {
+            g: {n: torch.empty(shape, dtype=kind) for n, (shape, kind) in of_group.items()}
+            for g, of_group in shapes.items()
+        }
+    for tensors in groups.values():
+        world.broadcast_tensors(tensors, root)
+    return groups
 
 
 def seed_ranks(seed: int, step: int, world: World) -> None:

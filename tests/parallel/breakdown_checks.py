@@ -41,8 +41,8 @@ class Clock:
             entered = time.perf_counter()
             row = read(meter, step)
             earliest, latest = self.since
-            told = float(meter.interval.phases[rank].sum())
-            self.lines.append((entered - latest, self.taken - earliest, told, meter.interval.seconds, row))
+            told = float(meter.phase_s[rank].sum())
+            self.lines.append((entered - latest, self.taken - earliest, told, meter.sums["seconds"], row))
             self.since = entered, self.taken
             return row
 

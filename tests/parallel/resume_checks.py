@@ -16,10 +16,8 @@ from training_checks import GLOBAL_BATCH, WINDOWS, sample
 from transformers import AutoConfig, AutoModelForQuestionAnswering
 
 from hvd_bert import machine
-from hvd_bert.distributed.signals import NOTICES
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
 from hvd_bert.errors import EXIT_STOPPED
-from hvd_bert.training import elastic
 from hvd_bert.training.api import main as train
 
 STEPS = 6  # of 2 passes each, if the rank's batch allows; an epoch has 2 steps, the last of one window
@@ -90,18 +88,18 @@ def newest_state_in_memory_is_resumed_by_all_ranks(ranks: Ranks) -> None:
     whole, out = ranks.folder / "whole_without_dropout", ranks.folder / "elastic"
     same = ["--dropout", 0, "--attention_dropout", 0]
     assert run(world, [*flags(world, ranks.strategy, whole), *same]) == 0
-    world.elastic, kept = True, []
+    process, world.elastic, kept = world.process, True, []
     try:
-        for NOTICES.changed in (True, True):  # each run takes one step
+        for process.hosts_changed in (True, True):  # each run takes one step
             with pytest.raises(HostsChanged):
                 call(train, world, [*flags(world, ranks.strategy, out), *same])
-            kept.append(elastic.LAST_STATE[0])
+            kept.append(world.process.last_state)
         assert [point.step for point in kept] == [1, 2]
-        elastic.LAST_STATE[:] = [kept[1]] if world.rank == last else [kept[0]] if world.rank else []
-        NOTICES.changed = False
+        process.last_state = kept[1] if world.rank == last else kept[0] if world.rank else None
+        process.hosts_changed = False
         assert run(world, [*flags(world, ranks.strategy, out), *same]) == 0
     finally:
-        world.elastic = NOTICES.changed = False
+        world.elastic = process.hosts_changed = False
     if world.rank == 0:
         assert not [found for found in resuming.differences(whole, out) if found.startswith(("model", "optimizer"))]
         results = [json.loads((folder / "train_results.json").read_text(encoding="utf-8")) for folder in (whole, out)]

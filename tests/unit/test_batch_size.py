@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hvd_bert import machine
 from hvd_bert.config.command_line import parse
-from hvd_bert.tasks.base import load_task, name_of
+from hvd_bert.tasks.base import load_task, task_name
 from hvd_bert.tasks.dataset import DatasetTask, Examples
 from hvd_bert.training import batch_size
 
@@ -40,14 +40,13 @@ class Wide(DatasetTask):
 def chosen(monkeypatch: pytest.MonkeyPatch, free_mib: int, *flags: str, other_rank: int | None = None) -> int:
     """`other_rank`: how many windows fit there."""
     monkeypatch.setattr(machine, "free_memory", lambda: free_mib * MIB)
-    config, world = parse([f"--task={name_of(Wide)}", "--per_device_train_batch_size=auto", *flags]), make_world()
+    config, world = parse([f"--task={task_name(Wide)}", "--per_device_train_batch_size=auto", *flags]), make_world()
     world.set_up_device()
-    task = load_task(config, world)
+    task = load_task(config, world, Wide)
     if other_rank:
         monkeypatch.setattr(world, "allgather", lambda mine: [mine, other_rank] if isinstance(mine, int) else [mine])
-    batch_size.choose(task, config, None, world)
-    number = config.train.per_device_train_batch_size
-    assert task.plan and task.plan.global_batch in (number, config.train.global_batch)
+    number = batch_size.choose(task, config.train, None, world)
+    assert number is not None
     return number
 
 

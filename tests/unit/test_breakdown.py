@@ -20,7 +20,7 @@ from hvd_bert.tools.bench.measure import Recorder
 from hvd_bert.tools.bench.speed import random_task
 from hvd_bert.training.breakdown import Breakdown, describe_steps
 from hvd_bert.training.loop import Training
-from hvd_bert.training.meter import Interval
+from hvd_bert.training.start import Start, prepare
 
 LENGTHS = np.array([10, 20, 30, 40, 50, 60, 70], dtype=np.int32)
 
@@ -40,8 +40,9 @@ class Meter:
 
     def read(self, step: int) -> dict[str, float]:
         steps, self.last_step = step - self.last_step, step
-        phases = torch.tensor(next(self.looks), dtype=torch.float64)
-        self.interval = Interval(float(phases[0].sum()), 2 * steps, 80 * steps, 100 * steps, steps, phases)
+        self.phase_s = torch.tensor(next(self.looks), dtype=torch.float64)
+        self.sums = {"windows": 2 * steps, "tokens": 80 * steps, "positions": 100 * steps, "watched": steps}
+        self.sums["seconds"] = float(self.phase_s[0].sum())
         return {"loss": 1.0}
 
 
@@ -164,10 +165,10 @@ def test_no_value_is_read_between_two_lines(tmp_path):
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 1100, **shape}))
     _, config = parse(["--steps", "4", "--repeats", "2", "--gradient_accumulation_steps", "2", "--strategy", "none"])
-    config.train.output_dir = str(tmp_path)
     world = make_world()
-    training = Training(random_task(str(tmp_path), 64, config, world), None, None, config, world)
+    start = Start(config, random_task(str(tmp_path), 64, config, world))
+    training = Training(start.in_folder(tmp_path), prepare(start, world), None, Recorder(), world)
     with Asked(training) as asked:
-        training.run(Recorder())
+        training.run()
     assert training.state.step == 12
     assert asked.steps == {1, 4, 8, 12}

@@ -10,7 +10,7 @@ import yaml
 from tables import each, refused
 
 from hvd_bert.config.command_line import PRESETS as PRESET_FOLDER
-from hvd_bert.config.command_line import overriding, parse, without
+from hvd_bert.config.command_line import drop_flags, override_argv, parse
 from hvd_bert.config.settings import FLAGS, PACKAGE, save
 from hvd_bert.distributed.world import World
 from hvd_bert.tasks.base import make_plan
@@ -252,8 +252,8 @@ def test_without_removes_all_spellings() -> None:
     words = ["--seed", "1", "--max-seq-length=9", "--no_do_eval", "--bf16", "--timeline-file", "a"]
     words += ["--null_score_diff_threshold", "-1e-5"]
     left = ["--seed", "1", "--bf16", "--null_score_diff_threshold", "-1e-5"]
-    assert without(words, ["max_seq_length", "do_eval", "timeline"]) == left
-    assert overriding(words, ["--seed=2", "--do_eval"]) == [*words[2:3], *words[4:], "--seed=2", "--do_eval"]
+    assert drop_flags(words, ["max_seq_length", "do_eval", "timeline"]) == left
+    assert override_argv(words, ["--seed=2", "--do_eval"]) == [*words[2:3], *words[4:], "--seed=2", "--do_eval"]
 
 
 def test_more_micro_batches_than_windows() -> None:

@@ -12,7 +12,7 @@ from tables import each, refused
 from test_card import code_of
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
 
-from hvd_bert.config.command_line import overriding, parse, words_of
+from hvd_bert.config.command_line import override_argv, parse, to_argv
 from hvd_bert.config.settings import save
 
 
@@ -39,8 +39,8 @@ def test_weights_and_names(tmp_path, monkeypatch, flag, values, expected):
     assert getattr(settings.data, flag) == (values[0] if len(values) == 1 else tuple(values))
     save(settings.as_flat(), tmp_path / "settings.yaml")
     assert parse(["--config", str(tmp_path / "settings.yaml")]) == settings
-    words = [*words_of(flag, values), "--seed", "1"]
-    assert overriding(words, [f"--{flag}=other"]) == ["--seed", "1", f"--{flag}=other"]
+    words = [*to_argv(flag, values), "--seed", "1"]
+    assert override_argv(words, [f"--{flag}=other"]) == ["--seed", "1", f"--{flag}=other"]
 
 
 @each(

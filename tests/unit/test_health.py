@@ -14,6 +14,7 @@ from tables import each
 from test_world import make_world
 from torch import nn
 
+from hvd_bert.config.settings import ParallelArguments, TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.data.sources.squad import from_questions, open_file
 from hvd_bert.data.window_table import WindowTable
@@ -177,7 +178,7 @@ def test_events_are_limited(recorded):
 
 def test_weights_stay_as_they_were_without_a_finite_gradient():
     model = nn.Linear(2, 2)
-    options = StrategyOptions(max_grad_norm=1.0)
+    options = StrategyOptions(TrainArguments(), ParallelArguments(), accumulation=1)
     make: Callable[[nn.Module], torch.optim.Optimizer] = lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, fused=True)  # noqa: E731
     strategy = strategy_class("none")(model, make, options, make_world())
     moved = []
@@ -205,5 +206,5 @@ def test_windows_are_named_by_their_questions_or_numbered(make_questions, write_
         (unknown, lost, ["number 2", "number 0"]),
     ):
         task = QuestionAnswering.__new__(QuestionAnswering)
-        task.training = QuestionSet(source, table)
+        task.train = QuestionSet(len, np.ones(4, np.int32), "", source=source, windows=table)
         assert task.window_names(np.array([2, 0])) == names

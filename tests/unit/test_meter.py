@@ -29,10 +29,10 @@ def world_of(size: int) -> SimpleNamespace:
     same = lambda table: table[:1].expand_as(table)  # noqa: E731
     waits: list[list[str]] = []
 
-    def waiting(names):
+    def limit_wait(names):
         return nullcontext(waits.append(names()))
 
-    return SimpleNamespace(size=size, rank=0, device=torch.device("cpu"), sum=same, waiting=waiting, waits=waits)
+    return SimpleNamespace(size=size, rank=0, device=torch.device("cpu"), sum=same, limit_wait=limit_wait, waits=waits)
 
 
 def batch(num_windows: int, num_tokens: int) -> SimpleNamespace:
@@ -41,7 +41,7 @@ def batch(num_windows: int, num_tokens: int) -> SimpleNamespace:
 
 def work_of(row: dict[str, float]) -> dict[str, float]:
     """The row without its phases."""
-    return {key: value for key, value in row.items() if not key.startswith(PHASES)}
+    return {key: value for key, value in row.items() if not key.startswith(tuple(PHASES))}
 
 
 @each("size, passes", [(1, 2), (4, 1)])
@@ -177,7 +177,7 @@ def test_laps_on_a_gpu_are_by_its_own_clock(monkeypatch):
 
 
 def test_communication_that_cannot_be_told_is_part_of_computing(clock):
-    meter = Meter(world_of(1), tells_exposed_comm=False)
+    meter = Meter(world_of(1), separates_comm=False)
     meter.add(torch.tensor(1.0), batch(1, 1))
     for phase in ("compute", "exposed_comm", "optimizer"):
         clock.now += 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,8 +88,8 @@ def test_frozen_parameters_are_left_out():
 
 @each("optim", ["adamw_torch_fused", "lamb", "lars"])
 def test_settings_reach_the_optimizer(optim):
-    args = TrainArguments(optim=optim, learning_rate=2e-5, weight_decay=0.5, adam_beta1=0.8, adam_epsilon=1e-6)
-    args.lr_scaling = "linear"
+    learned = {"learning_rate": 2e-5, "lr_scaling": "linear", "weight_decay": 0.5}
+    args = TrainArguments(optim=optim, adam_beta1=0.8, adam_epsilon=1e-6, **learned)  # type: ignore[arg-type]
     decaying, spared = make_optimizer(nn.Linear(2, 2), args, devices=4).param_groups
     assert (decaying["weight_decay"], spared["weight_decay"], decaying["lr"]) == (0.5, 0, pytest.approx(8e-5))
     assert decaying.get("momentum", decaying.get("betas", [0])[0]) == 0.8
@@ -160,8 +161,9 @@ def test_warmup_steps(settings, steps):
 def test_schedules_step_by_step():
     args = TrainArguments(learning_rate=1.0, warmup_ratio=0.2)
     assert rates(args, 10) == pytest.approx([0, 0.5, *(1 - step / 8 for step in range(9))])
-    args.lr_scheduler_type = "cosine"
-    assert rates(args, 10) == pytest.approx([0, 0.5, *((1 + math.cos(math.pi * step / 8)) / 2 for step in range(9))])
+    assert rates(replace(args, lr_scheduler_type="cosine"), 10) == pytest.approx(
+        [0, 0.5, *((1 + math.cos(math.pi * step / 8)) / 2 for step in range(9))]
+    )
 
 
 @each("name", SCHEDULES)

@@ -17,6 +17,7 @@ from hvd_bert.tools.bench import measure
 from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.speed import random_task
 from hvd_bert.training.loop import Training
+from hvd_bert.training.start import Start, prepare
 
 TINY = {"model_type": "bert", "vocab_size": 1100, "hidden_size": 32, "num_hidden_layers": 3}
 TINY |= {"num_attention_heads": 2, "intermediate_size": 64}
@@ -28,11 +29,11 @@ def trained(tmp_path, *flags):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     batch = ["--per_device_train_batch_size", "3", "--gradient_accumulation_steps", "2"]
     config = parse([*batch, "--steps", "2", "--repeats", "1", "--strategy", "none", *flags])[1]
-    config.train.output_dir = str(tmp_path)
     world, recorder = make_world(), measure.Recorder()
     task = random_task(str(tmp_path), 24, config, world)
-    training = Training(task, None, None, config, world)
-    training.run(recorder)
+    start = Start(config, task)
+    training = Training(start.in_folder(tmp_path), prepare(start, world), None, recorder, world)
+    training.run()
     needed = measure.memory_needed(task, world, range(2), "fp32")
     weights, moments, _ = training.state.strategy.state()
     kept = needed - 16 * sum(weight.numel() for weight in task.model.parameters())

@@ -22,7 +22,6 @@ from hvd_bert.config.settings import FLAGS
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
-from hvd_bert.storage import written
 from hvd_bert.training import saving, start
 
 MODEL = torch.nn.Linear(3, 2)
@@ -36,8 +35,7 @@ def write(folder: Path, step: int, state: dict[str, Any] | None = None) -> Path:
 def unfinished_run(folder: Path, *steps: int) -> Path:
     """A run with checkpoints of these steps."""
     folder.mkdir()
-    written.add(folder, "train_config.yaml")
-    (folder / "train_config.yaml").touch()
+    (folder / "train_config.yaml").write_text("seed: 1\nresume_from_checkpoint: null\n")
     for step in steps:
         write(folder, step)
     return folder
@@ -50,7 +48,7 @@ def damaged(checkpoint: Path) -> Path:
 
 def found(*flags: object) -> Path | None:
     config = parse([str(flag) for flag in flags])
-    point = resume.find(config.checkpoint.resume_from_checkpoint, config.train)
+    point = resume.find(config.checkpoint, config.train)
     return point.folder if point else None
 
 
@@ -132,20 +130,18 @@ def test_latest_needs_a_folder_with_a_checkpoint(tmp_path):
 # --- settings --------------------------------------------------------------------------------------
 
 
-def task_of(model: Any, global_batch: int = 8) -> Any:
-    plan = SimpleNamespace(global_batch=global_batch, num_windows=7, parts=())
-    return SimpleNamespace(plan=plan, model=model, identity=lambda: {"the data": "SQuAD"})
-
-
-def identity(*flags: str) -> dict[str, Any]:
-    return resume.identity(parse(list(flags)).as_flat(), task_of(MODEL))
+def identity(*flags: str, parts: Any = ()) -> dict[str, Any]:
+    plan: Any = SimpleNamespace(num_windows=7, parts=parts)
+    return resume.identity(parse(list(flags)).as_flat(), MODEL, {"the data": "SQuAD"}, plan)
 
 
 def check(saved: dict, *flags: str, batch: int = 8) -> None:
     """Resume a checkpoint of this identity and global batch with these flags."""
     state = {"identity": saved, "global_batch": batch, "rank_batch": 8, "step": 10}
     point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(state=state))  # type: ignore[arg-type]
-    resume.check(point, identity(*flags), parse(list(flags)).train, task_of(MODEL))
+    args = parse(list(flags)).train
+    run = {"identity": identity(*flags), "rank_batch": args.rank_batch, "cpu_kernels": None}
+    resume.check(point, run, args, global_batch=8)
 
 
 def test_identity_has_the_model_the_data_and_what_is_learned_by():
@@ -154,9 +150,7 @@ def test_identity_has_the_model_the_data_and_what_is_learned_by():
     data = {"the model": shape_of(MODEL), "the data": "SQuAD", "the number of training windows": 7}
     assert {name: found[name] for name in found.keys() - learned_by} == data
     assert learned_by < found.keys() and found["--learning_rate"] == 3e-5
-    task = task_of(MODEL)
-    task.plan.parts = ((4, 4), (4, 8))
-    assert resume.identity({}, task).items() >= {"the windows per epoch of each file": "[4, 8]"}.items()
+    assert identity(parts=((4, 4), (4, 8)))["the windows per epoch of each file"] == "[4, 8]"
 
 
 def test_shape_of_a_model_is_part_of_the_checkpoint_format():
@@ -165,7 +159,7 @@ def test_shape_of_a_model_is_part_of_the_checkpoint_format():
 
 def test_a_ranks_batch_has_all_its_micro_batches():
     flags = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "3"]
-    assert resume.rank_batch(parse(flags).train) == 12
+    assert parse(flags).train.rank_batch == 12
 
 
 def test_the_same_settings_resume():
@@ -219,10 +213,10 @@ class State:
     def __init__(self, world, error=None) -> None:
         self.world, self.error, self.restored = world, error, []
 
-    def restore(self, tensors, rest, seed, root) -> None:
+    def restore(self, contents, seed, root) -> None:
         if self.error:
             raise self.error
-        self.restored.append((dict(tensors), rest, seed, root))
+        self.restored.append((dict(contents.tensors), contents.state, seed, root))
 
 
 def test_all_ranks_restore_what_rank_0_has_read_or_end():
@@ -264,7 +258,7 @@ BEST, PATIENCE = ["--load_best_model_at_end"], ["--early_stopping_patience", "2"
 def test_a_run_needs_something_to_do_and_what_its_flags_use(trains, evaluates, flags, named):
     task: Any = SimpleNamespace(plan="a plan" if trains else None, evaluates=evaluates)
     with refused(named) if named else nullcontext():
-        start.check_evaluation(parse(flags), task)
+        start.check_task(parse(flags), task)
 
 
 @each(
@@ -280,7 +274,7 @@ def test_elastic_needs_its_launcher(elastic, flags, named):
     world = make_world()
     world.elastic = elastic
     with refused(named) if named else nullcontext():
-        start.check_elastic(parse(flags), world, None)
+        start.check_parts(parse(flags), world)
 
 
 def test_another_kind_of_cpu_is_warned_of(caplog):
@@ -288,7 +282,7 @@ def test_another_kind_of_cpu_is_warned_of(caplog):
     point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(state=state))  # type: ignore[arg-type]
     for now in (state["cpu_kernels"], None, {"cpu": "Intel", "linear": "torch"}):
         assert not caplog.messages
-        resume.check_cpu(point, now)
+        resume._check_cpu(point, now)
     assert "cpu was AMD and is Intel" in caplog.text and "linear" not in caplog.text
 
 

@@ -81,7 +81,7 @@ def test_scontrol_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 def test_runs_of_a_requeued_program_are_found_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(start, "TAKEN_OVER", taken_over := set[str | None]())
+    monkeypatch.setattr(start, "FOLDERS_BEGUN", begun := set[Path]())
     for name, value in (JOB | {"SLURM_RESTART_COUNT": "1"}).items():
         monkeypatch.setenv(name, value)
     for name, job in (("1", "11"), ("2", "12"), ("3", "12")):
@@ -91,7 +91,7 @@ def test_runs_of_a_requeued_program_are_found_in_their_order(tmp_path: Path, mon
     found = []
     for _ in range(3):
         found.append(start.earlier_attempt(None, World()))
-        taken_over.add(found[-1])
+        begun.add(Path(str(found[-1])))
     assert found == ["runs/2", "runs/3", None]
     assert start.earlier_attempt("runs/1", World()) is None
     assert start.earlier_attempt("runs/3", World()) == "runs/3"

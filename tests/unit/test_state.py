@@ -13,9 +13,10 @@ from safetensors.torch import load, save
 from tables import each
 from test_world import make_world
 
+from hvd_bert.checkpoint.schedule import Best
 from hvd_bert.training import state
 from hvd_bert.training.optim import WeightAverage
-from hvd_bert.training.state import Best, Copies, seed_ranks
+from hvd_bert.training.state import PinnedBuffers, seed_ranks
 
 
 def draw() -> list[float]:
@@ -99,7 +100,7 @@ def places(copies: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def test_copies_are_equal_and_stay_where_they_are():
-    copies, before = Copies(), None
+    copies, before = PinnedBuffers(), None
     for value in (1.0, 2.0):
         tensors = tensors_of(value)
         made = copies.copy("model", tensors)

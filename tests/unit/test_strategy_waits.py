@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
+from hvd_bert.config.settings import ParallelArguments, TrainArguments
 from hvd_bert.distributed.world import World
 from hvd_bert.strategies.base import StrategyOptions, strategy_class
 
@@ -21,7 +22,7 @@ class Waits(World):
         self.inside: list[str] = []
         self.ended: list[str] = []
 
-    def waiting(self, names: Callable[[], Sequence[str]]) -> AbstractContextManager[None]:
+    def limit_wait(self, names: Callable[[], Sequence[str]]) -> AbstractContextManager[None]:
         @contextmanager
         def over() -> Iterator[None]:
             self.inside.extend(names())
@@ -44,7 +45,10 @@ def one_process() -> Iterator[None]:
 def test_watchdog_counts_while_a_step_waits_for_other_ranks(name: str, forward: list[str]) -> None:
     world = Waits()
     strategy = strategy_class(name)(
-        nn.Linear(3, 1), lambda module: torch.optim.SGD(module.parameters(), 0.1), StrategyOptions(), world
+        nn.Linear(3, 1),
+        lambda module: torch.optim.SGD(module.parameters(), 0.1),
+        StrategyOptions(TrainArguments(), ParallelArguments(), 1),
+        world,
     )
     strategy.backward(strategy.module(torch.ones(2, 3)).sum())
     strategy.step()

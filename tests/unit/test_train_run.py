@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from test_world import make_world
 
 from hvd_bert.checkpoint import files
-from hvd_bert.config.command_line import overriding, parse
+from hvd_bert.config.command_line import override_argv, parse
+from hvd_bert.config.run_plan import RunPlan
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
-from hvd_bert.output import output_dir, run_folder
-from hvd_bert.storage import written
+from hvd_bert.output import run_folder
 from hvd_bert.strategies.base import Strategy
 from hvd_bert.tools.report import run_page
 from hvd_bert.tools.runs import record
@@ -49,7 +49,6 @@ def process_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    output_dir.unlock()
 
 
 def world_of_one() -> World:
@@ -59,7 +58,7 @@ def world_of_one() -> World:
 
 
 def train(base: list[str], *flags: str) -> None:
-    loop.run(parse(overriding(base, flags)), world_of_one())
+    loop.run(parse(override_argv(base, flags)), world_of_one())
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -70,7 +69,7 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
     out = tmp_path / "out"
     train(base, "--output_dir", str(out))
     before = content(out)
-    assert written.names(out) >= {"train_results.json", "eval_results.json", "checkpoint-3", "config.json", "tb"}
+    assert set(os.listdir(out)) >= {"train_results.json", "eval_results.json", "checkpoint-3", "config.json", "tb"}
     horovod = ["--strategy", "horovod", "--timeline_file", str(tmp_path / "timeline.json")]
     refusals = {
         "this run has only 3 steps": ["--profile", "--timeline_steps", "11:30"],
@@ -80,14 +79,12 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(BatchPlan, "rank_windows", no_memory)
         train(base, "--output_dir", str(out), "--overwrite_output_dir")
-    output_dir.unlock()
     assert content(out) == before
     monkeypatch.setattr(start, "strategy_class", lambda name: None)
     monkeypatch.setattr("hvd_bert.training.state.strategy_class", lambda name: Strategy)
     for words, flags in refusals.items():
         with pytest.raises(CollectiveError, match=words):
             train(base, "--output_dir", str(out), "--overwrite_output_dir", *flags)
-        output_dir.unlock()
         assert content(out) == before
         with pytest.raises(CollectiveError, match=words):
             train(base, "--output_dir", str(tmp_path / "new"), *flags)
@@ -167,7 +164,7 @@ def test_best_score_includes_the_final_evaluation(base, tmp_path, monkeypatch, f
     checkpoint = whole / "checkpoint-3"
     files.verify(checkpoint)
     assert json.loads((checkpoint / "state.json").read_text())["eval_pending"] is True
-    assert sorted(os.listdir(whole)) == sorted({*written.names(whole), written.RECORD, ".lock"})
+    assert set(os.listdir(whole)) <= {*run_folder.RUN_FILES, *(f"checkpoint-{step}" for step in (1, 2, 3)), ".lock"}
     evaluate = loop.Evaluations.evaluate
 
     def fails_once_saved(*arguments: Any) -> Any:
@@ -178,7 +175,6 @@ def test_best_score_includes_the_final_evaluation(base, tmp_path, monkeypatch, f
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(loop.Evaluations, "evaluate", fails_once_saved)
         train(base, *LEARNS, *flags, "--output_dir", str(killed))
-    output_dir.unlock()
     train(base, *LEARNS, *flags, "--output_dir", str(killed))
     assert resuming.differences(whole, killed) == []
 
@@ -195,3 +191,17 @@ def test_failed_evaluation_keeps_the_earlier_one(base, tmp_path):
         with pytest.raises(CollectiveError, match="NaN"):
             train(evaluate, "--output_dir", str(folder))
     assert content(out) == before and not (tmp_path / "new").exists()
+
+
+def test_what_a_start_decides_is_recorded_and_leaves_the_settings_as_they_are(base: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = override_argv(base, ["--per_device_train_batch_size", "auto", "--output_dir", str(out)])
+    config, unchanged = parse(words), parse(words)
+    loop.run(config, world_of_one())
+    assert config == unchanged
+    (begun, *_) = (json.loads(line) for line in (out / "events.jsonl").read_text().splitlines())
+    recorded = parse(["--config", str(out / "train_config.yaml")])
+    batch = recorded.train.per_device_train_batch_size
+    expected = {"output_dir": str(out), "metric_for_best_model": "f1"}
+    assert begun["decided"] == expected | {"per_device_train_batch_size": batch} and batch > 1
+    assert recorded == RunPlan(**begun["decided"]).applied_to(config)

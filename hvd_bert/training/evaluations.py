@@ -1,0 +1,67 @@
+"""Evaluations of a task's models during a run, and what a training leaves for the last one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hvd_bert.checkpoint.resume import ResumePoint
+from hvd_bert.checkpoint.schedule import Best
+from hvd_bert.output.metrics_log import MetricsLogger
+from hvd_bert.tasks.base import EvaluationResult, Task
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training leaves besides the model, which is that of step `step`, in the task.
+
+    `evaluation`: of this model, if there was one. `is_due`: whether it counts for the best score. `to_resume`: the
+    state, under Horovod elastic.
+    """
+
+    results: dict[str, Any]
+    step: int
+    evaluation: EvaluationResult | None
+    is_due: bool
+    to_resume: ResumePoint | None
+
+
+class Evaluations:
+    """Evaluates a task's models, counts and times it, and keeps the best score of a training."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.best: Best | None = None
+        self._last_s = 0.0
+        self._totals = {"evaluations": 0, "evaluation_s": 0.0}
+
+    def evaluate(self, model: nn.Module) -> EvaluationResult:
+        """A collective."""
+        start = time.perf_counter()
+        evaluation = self.task.evaluate(model)
+        self._last_s = time.perf_counter() - start
+        self._totals["evaluations"] += 1
+        self._totals["evaluation_s"] += self._last_s
+        return evaluation
+
+    def of_trained(self, trained: Trained, metrics_logger: MetricsLogger) -> EvaluationResult:
+        """The evaluation of the model that a training left. A collective."""
+        evaluation = trained.evaluation
+        if evaluation is None:
+            evaluation = self.evaluate(self.task.model)
+            self.record(evaluation, metrics_logger, trained.step)
+        if trained.is_due and self.best:
+            self.best.update(trained.step, evaluation.metrics)
+        return evaluation
+
+    def record(self, evaluation: EvaluationResult, metrics_logger: MetricsLogger, step: int) -> None:
+        """Record and show the last evaluation, which is of the model of step `step`."""
+        metrics = evaluation.metrics | {"eval_s": self._last_s}
+        metrics_logger.evaluated(metrics, evaluation.summary, step, evaluation.files.get("eval_samples.json", ()))
+
+    def results(self) -> dict[str, Any]:
+        """For train_results.json."""
+        return self._totals | ({"best": self.best.state()} if self.best else {})
