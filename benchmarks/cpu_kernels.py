@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import window_table
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad
-from hvd_bert.data.window_cutting import WindowOptions
+from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
 from hvd_bert.model.bert import load_model, load_tokenizer, place, window_losses
 from hvd_bert.model.cpu import dropout, kernels, linear
 from hvd_bert.model.cpu.kernels import FUSED, ONEDNN, OPENBLAS, OWN, Kernels
@@ -170,15 +169,14 @@ def main() -> None:
     args = ModelArguments(model_name_or_path=flags.model_name_or_path)
     tokenizer = load_tokenizer(args)
     source = squad.open_file(flags.train_file, False)
-    with tempfile.TemporaryDirectory() as cache:
-        options = WindowOptions(max_samples=2000)
-        collate = Collator(window_table.prepare(source, tokenizer, options, cache_dir=cache), CPU)
-        order = np.random.default_rng(0).permutation(len(collate.windows))
-        batches = [collate(order[i * flags.batch :][: flags.batch]) for i in range(flags.batches)]
+    options = WindowOptions()
+    windows = window_table.in_memory(source.questions()[:2000], WindowTokenizer(tokenizer, options))
+    collate, order = Collator(windows, CPU), np.random.default_rng(0).permutation(len(windows))
+    batches = [collate(order[i * flags.batch :][: flags.batch]) for i in range(flags.batches)]
     model = load_model(args, tokenizer, options.max_seq_length, seed=0).train()
     place(model, CPU)
-    hidden, inner, rows = model.config.hidden_size, model.config.intermediate_size, batches[0].num_tokens
-    tokens = [batch.num_tokens for batch in batches]
+    hidden, inner, rows = model.config.hidden_size, model.config.intermediate_size, sum(batches[0].lengths)
+    tokens = [sum(batch.lengths) for batch in batches]
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, tokens per batch: {tokens}")
     products([(hidden, hidden), (hidden, inner), (inner, hidden)], rows, flags.turns)
     heads = model.config.num_attention_heads

@@ -22,7 +22,6 @@ from hvd_bert.model import attention, families
 from hvd_bert.model.cpu import linear
 from hvd_bert.model.cpu.dropout import ADD_AND_NORM, AddAndNorm, Dropout
 from hvd_bert.model.cpu.linear import Linear
-from hvd_bert.model.flops import try_once
 from hvd_bert.model.loading import (
     LFS_POINTER,
     lacks_model_type,
@@ -89,7 +88,7 @@ def load_model(
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     model = load_encoder(kind, args, config, needs_head) if args.model_name_or_path else None
     with reported(source):
-        return try_once(families.adapt(model or kind(config), token_types))
+        return families.try_once(families.adapt(model or kind(config), token_types))
 
 
 def new_model(
@@ -97,19 +96,13 @@ def new_model(
     dropout: float | None,
     seed: int,
     padded: bool = False,
-    token_types: bool | None = None,
     attention_dropout: float | None = None,
 ) -> Any:
-    """A model with new weights, a function of `seed`, from an encoder's configuration, which is modified.
-
-    `token_types`: whether it gets token types; None: if it has them for question and context.
-    """
+    """A model with new weights, a function of `seed`, from an encoder's configuration, which is modified."""
     config.num_labels = 2  # start and end
     configure(config, dropout, padded, attention_dropout)
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
-    model = families.model_class(config)(config)
-    types = getattr(config, "type_vocab_size", 0) >= 2 if token_types is None else token_types
-    return families.adapt(model, types)
+    return families.adapt(families.model_class(config)(config), getattr(config, "type_vocab_size", 0) >= 2)
 
 
 def configure(config: Any, dropout: float | None, padded: bool, attention_dropout: float | None = None) -> None:
@@ -236,7 +229,7 @@ def window_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def span_losses(starts: torch.Tensor, ends: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The same, from the logits [B, T]."""
+    """Per-window loss from start and end logits [B, T]."""
     return (
         cross_entropy(starts, batch.starts, reduction="none") + cross_entropy(ends, batch.ends, reduction="none")
     ) / 2

@@ -11,12 +11,12 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING
 
-from hvd_bert.config.settings import DataArguments
-from hvd_bert.distributed.logs import log
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, log
+from hvd_bert.model.precision import evaluating
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,13 @@ def max_tokens(config: Any) -> int:
     return int(config.max_position_embeddings) - offset
 
 
-def fit_flags(config: Any, precision: str, data: DataArguments, unit: str = "windows") -> None:
-    """Raise UserError if the model's family fails with the precision. Set --padding longest, and print so, unless its
-    windows can be packed."""
-    family = family_of(config)
-    check_precision(config, precision)
-    if data.pad_to is None and not family.packed:
-        data.padding = "longest"
-        log.info("%s models take no packed %s: they are padded to the longest of the batch.", config.model_type, unit)
+def choose_padding(config: Any, padding: str, unit: str = "windows") -> str:
+    """The --padding of a training: "longest" in place of "none", logged, if the model's family takes no packed
+    windows."""
+    if padding != "none" or family_of(config).packed:
+        return padding
+    log.info("%s models take no packed %s: they are padded to the longest of the batch.", config.model_type, unit)
+    return "longest"
 
 
 def check_precision(config: Any, precision: str) -> None:
@@ -143,6 +142,18 @@ def adapt(model: Any, token_types: bool) -> Any:
         layers = getattr(model.base_model, "encoder", model.base_model)  # without the pooler, which comes after them
         mean = getattr(model.config, "classifier_pooling", "cls") == "mean"  # ModernBERT's
         layers.register_forward_hook(partial(_one_token_per_text, mean=mean), with_kwargs=True)
+    return model
+
+
+def try_once(model: Any) -> Any:
+    """The same model, after its encoder ran over one short window, which fails if the configuration is wrong."""
+    config = model.config
+    length = int(np.max(getattr(config, "attention_window", 2)))  # to a multiple of which Longformer pads
+    tokens = torch.full((1, length), config.vocab_size - 1, device=model.device)  # 0 or 1 may be padding
+    if family_of(config).positions_after_padding:  # padding has no position, and Longformer's window may exceed them
+        tokens[:, max_tokens(config) :] = config.pad_token_id
+    with evaluating(model):
+        model.base_model(input_ids=tokens)
     return model
 
 

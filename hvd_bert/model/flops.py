@@ -5,21 +5,16 @@ Also GPUs' peak FLOP/s, the reference of the MFU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import nn
-from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from hvd_bert.config.settings import TrainArguments
 from hvd_bert.distributed.world import World
-from hvd_bert.model.cpu import kernels
-from hvd_bert.model.families import family_of, max_tokens
 
 BACKWARD = 2  # times the forward pass: gradients of both factors, each as expensive as the product
 
@@ -30,8 +25,8 @@ class ForwardFlops:
 
     Attributes:
         per_pass: Work that does not depend on the windows, for example on DeBERTa's relative positions.
-        per_token: Linear layers: 2 FLOP for each weight, as often as a pass uses it.
-        per_pair: Scores and weighted sums of attention. Local attention counts as if it were global.
+        per_token: Linear layers: 2 FLOP for each weight, as often as a pass uses it; Longformer's attention.
+        per_pair: Scores and weighted sums of attention. ModernBERT's local attention counts as if it were global.
         frozen: Of `per_token`, that of weights without a gradient, whose backward pass is as expensive as the forward.
         crossover: The window length in tokens at which attention costs as much as the rest of the encoder: 2304 tokens
             for MiniLM, 4608 for BERT-base.
@@ -54,79 +49,40 @@ class ForwardFlops:
         return float((1 + BACKWARD) * forward - self.frozen * tokens.sum())
 
 
-_counted: WeakKeyDictionary[nn.Module, ForwardFlops] = WeakKeyDictionary()
-
-
 def forward_flops(model: Any) -> ForwardFlops:
-    """The FLOP of a transformers model with a head per token, counted in passes over three short windows.
-
-    This needs no names of a family's layers or settings. A model is counted once: call this first while the model is on
-    the CPU and no strategy has wrapped it.
-    """
-    if model not in _counted:
-        _counted[model] = _count_passes(model)
-    return _counted[model]
-
-
-def with_adapters(flops: ForwardFlops, model: nn.Module) -> ForwardFlops:
-    """The FLOP of a model after adapters (LoRA) were added and the other weights of its encoder frozen."""
-    trained = {name: 2 * p.numel() for name, p in model.named_parameters() if p.requires_grad and p.ndim > 1}
-    adapters = sum(count for name, count in trained.items() if "lora_" in name)
-    frozen = flops.per_token + adapters - sum(trained.values())
-    return replace(flops, per_token=flops.per_token + adapters, frozen=frozen)
-
-
-def try_once(model: Any) -> Any:
-    """The same model, after its encoder ran over one short window, which fails if the configuration is wrong."""
-    training = model.training
-    model.eval()
-    _run(model.base_model, _unit(model))
-    return model.train(training)
-
-
-def _unit(model: Any) -> int:
-    """The length of the shortest window. Longformer pads its input to a multiple of its attention window."""
-    return int(np.max(getattr(model.config, "attention_window", 2)))
-
-
-def _count_passes(model: Any) -> ForwardFlops:
-    encoder, training, unit = model.base_model, model.training, _unit(model)
-    model.eval()
-    one, two, three = (_count(encoder, length * unit) for length in (1, 2, 3))
-    model.train(training)
-    per_pair = (three - 2 * two + one) // (2 * unit**2)
-    per_token = (two - one) // unit - 3 * unit * per_pair
-    in_encoder = set(encoder.modules())
-    heads = [module for module in model.modules() if isinstance(module, nn.Linear) and module not in in_encoder]
-    return ForwardFlops(
-        per_pass=one - unit * per_token - unit**2 * per_pair,
-        per_token=per_token + sum(2 * head.weight.numel() for head in heads),
-        per_pair=per_pair,
-        crossover=per_token // max(per_pair, 1),  # Longformer may attend in its windows only
-    )
-
-
-def _run(encoder: Any, length: int) -> None:
-    """A forward pass over one window of `length` tokens, without gradients."""
-    config = encoder.config
-    tokens = torch.full((1, length), config.vocab_size - 1, device=encoder.device)  # 0 or 1 may be padding
-    if family_of(config).positions_after_padding:  # padding has no position, and Longformer's window may exceed them
-        tokens[:, max_tokens(config) :] = config.pad_token_id
-    # Without gradients, and so without their memory. FlopCounterMode fails with DeBERTa-v2 inside of torch.no_grad.
-    weights = {name: weight.detach() for name, weight in encoder.named_parameters()}
-    functional_call(encoder, weights, kwargs={"input_ids": tokens})
-
-
-def _count(encoder: Any, length: int) -> int:
-    formulas: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
-    with kernels.override(kernels.TORCHS), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-        _run(encoder, length)
-    return int(counter.get_total_flops())
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """For an operator that torch's counter does not know. The arguments are shapes."""
-    return int(sdpa_flop_count(query, key, value))
+    """The FLOP of a transformers model of one of FAMILIES with a head, which counts as if it took each token."""
+    config, hidden, layers = model.config, model.config.hidden_size, model.config.num_hidden_layers
+    encoder, head, frozen, per_pass = 0, 0, 0, 0
+    for name, part in model.named_modules():
+        positions_or_question = ".pos_" in name or "_global" in name  # DeBERTa's, see below; Longformer's, not counted
+        unused = "original_module" in name  # peft's copy
+        if not isinstance(part, nn.Linear | nn.Conv1d) or positions_or_question or unused:
+            continue
+        flops = 2 * part.weight.numel()
+        if "albert_layer_groups" in name:  # layers share the weights
+            flops = flops * layers // config.num_hidden_groups
+        frozen += 0 if part.weight.requires_grad else flops
+        if not name.startswith(f"{model.base_model_prefix}."):
+            head += flops
+        elif ".pooler" in name:
+            per_pass += flops
+        else:
+            encoder += flops
+    attended = config.num_attention_heads * getattr(config, "head_dim", hidden // config.num_attention_heads)
+    per_pair = 4 * attended * layers * getattr(config, "inner_group_num", 1)
+    if config.model_type == "longformer":  # its chunks overlap: 4 for scores, 3 for weighted sums
+        encoder += 7 * hidden * sum(config.attention_window)
+        per_pair = 0
+    if getattr(config, "relative_attention", False):  # DeBERTa's
+        per_position = 2 * hidden * layers * len(config.pos_att_type)  # and token, or row of the positions' weights
+        if config.model_type == "deberta":  # two positions per token
+            encoder += 2 * hidden * per_position
+            per_pair += 2 * per_position
+        else:
+            positions = model.base_model.encoder.rel_embeddings.num_embeddings
+            encoder += positions * per_position
+            per_pass += positions * hidden * per_position
+    return ForwardFlops(per_pass, encoder + head, per_pair, encoder // max(per_pair, 1), frozen)
 
 
 TERA = 1e12

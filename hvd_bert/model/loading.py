@@ -26,21 +26,10 @@ from transformers.utils import logging as transformers_logging
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.sources import hub
-from hvd_bert.distributed.logs import log
-from hvd_bert.errors import UserError, as_user_error
+from hvd_bert.errors import UserError, as_user_error, log
 from hvd_bert.machine import free_memory
 from hvd_bert.model.families import FAMILIES, family_of, lacking_family, model_class
 from hvd_bert.storage.reading import GIB
-
-# Old names on the hub -> current names; a cache may have the files under either.
-OWNERS = {
-    "google-bert": ("bert-base-uncased", "bert-base-cased", "bert-large-uncased"),
-    "FacebookAI": ("roberta-base", "roberta-large", "xlm-roberta-base", "xlm-roberta-large"),
-    "distilbert": ("distilbert-base-uncased", "distilbert-base-cased"),
-    "albert": ("albert-base-v2", "albert-large-v2"),
-    "almanach": ("camembert-base",),
-}
-HUB_NAMES = {name: f"{owner}/{name}" for owner, names in OWNERS.items() for name in names}
 
 LORA_CHECKPOINT = (  # after the name of a folder
     "is a checkpoint of a training with --lora_rank, which can only be resumed. Name the output folder of the finished"
@@ -155,13 +144,15 @@ def _load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
         raise FileNotFoundError(f"no such folder{'' if path.is_absolute() else f' in {Path.cwd()}'}") from None
     extra |= {"cache_dir": args.cache_dir, "revision": args.model_revision}
     # The cache first: it needs no network, and N ranks do not all contact the hub.
-    for cached_name in (name, HUB_NAMES.get(name, name)):
+    for cached_name in hub.names_of(name):
         with contextlib.suppress(OSError):
             return kind.from_pretrained(cached_name, trust_remote_code=False, local_files_only=True, **extra)
-    if not hub.reachable():
+    try:
+        hub.reach()
+    except Exception:
         raise FileNotFoundError(
             f"no such folder in {Path.cwd()}, the model is not in the hub's cache, and the hub does not answer"
-        )
+        ) from None
     return kind.from_pretrained(name, trust_remote_code=False, **extra)
 
 
@@ -194,7 +185,7 @@ def _content(args: ModelArguments, file: str) -> dict[str, Any]:
     folder = Path(name)
     if folder.exists():
         return _json_object(folder / file) if (folder / file).is_file() else {}
-    for cached_name in (name, HUB_NAMES.get(name, name)):
+    for cached_name in hub.names_of(name):
         path = try_to_load_from_cache(cached_name, file, args.cache_dir, args.model_revision)
         if isinstance(path, str):
             return _json_object(Path(path))

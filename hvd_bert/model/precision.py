@@ -67,7 +67,7 @@ def recompute_layers(model: Any) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode and computes no gradients."""
+    """Context manager: the model is in evaluation mode and computes no gradients."""
     was_training = model.training
     model.eval()
     with torch.no_grad():

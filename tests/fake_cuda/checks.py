@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertOutput
 
+from hvd_bert.config.settings import ParallelArguments, TrainArguments
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
@@ -29,9 +30,10 @@ from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.strategies.base import Strategy, StrategyOptions
 from hvd_bert.strategies.dp import DPStrategy
+from hvd_bert.tasks.base import MicroBatch
 from hvd_bert.tasks.dataset import to_device
 from hvd_bert.tools.bench.speed import lengths_like_squad
-from hvd_bert.training.meter import LastStep, Meter
+from hvd_bert.training.meter import DeferredScalars, Meter
 
 GPU, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 LENGTHS = [5, 9, 3]
@@ -205,7 +207,9 @@ def made_strategy(
 ) -> Strategy:
     world = World()
     world.device, world.devices = GPU, devices
-    options = StrategyOptions(2, max_grad_norm=1.0, fp16=precision == "fp16", bf16=precision == "bf16")
+    options = StrategyOptions(
+        TrainArguments(fp16=precision == "fp16", bf16=precision == "bf16"), ParallelArguments(), 2
+    )
     model = model or small_bert(padded=padded)
     return kind(model, lambda module: torch.optim.AdamW(module.parameters(), fused=True), options, world)
 
@@ -222,7 +226,7 @@ def no_step_waits_for_the_gpu() -> None:
         strategy, made = made_strategy(Strategy, precision, padded=False), batch(padded=False)
         with Waits() as waits:
             one_step(strategy, made, precision)
-            LastStep(1, GPU).put(torch.ones((), device=GPU))
+            DeferredScalars(1, GPU).put(torch.ones((), device=GPU))
         assert not waits.found
     with Waits() as waits:
         torch.ones(2, device=GPU).sum().item()
@@ -252,6 +256,7 @@ def count_launches(strategy: Strategy, made: Batch) -> dict[str, int]:
     """Kernels of a step by its parts, as the loop makes it."""
     meter, counted = Meter(strategy._world), {name: Launches() for name in ("forward", "backward", "optimizer")}
     strategy.module.train()
+    counts = MicroBatch(made, made.num_windows, sum(made.lengths), made.num_positions)
     with strategy.passes():
         for _ in range(strategy.options.accumulation):
             with counted["forward"], autocast(GPU, "bf16"):
@@ -259,7 +264,7 @@ def count_launches(strategy: Strategy, made: Batch) -> dict[str, int]:
             with counted["backward"]:
                 strategy.backward(loss)
             with counted["optimizer"]:
-                meter.add(loss, made)
+                meter.add(loss, counts)
     with counted["optimizer"]:
         strategy.synchronize()
         norm = strategy.clip()

@@ -20,7 +20,7 @@ from transformers import BertConfig, BertForQuestionAnswering
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import window_table
-from hvd_bert.data.sources import hub, squad
+from hvd_bert.data.sources import squad
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.errors import UserError
 from hvd_bert.model import loading
@@ -260,7 +260,7 @@ def test_cased_vocabulary_is_not_lower_cased(tmp_path, caplog, words, file, cont
 @each("name", ["/nowhere", "./nowhere/at/all", "someone/uncached"])
 def test_missing_model(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub, "reachable", lambda: False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with refused(f"'{name}'", "no such folder", "`python -m hvd_bert.train --config sample`"):
         load_config(name, ModelArguments(model_name_or_path=name))
 

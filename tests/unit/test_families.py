@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as TAGGERS
 
-from hvd_bert.config.settings import DataArguments, ModelArguments
+from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.model import attention
@@ -40,7 +40,7 @@ from hvd_bert.model.bert import (
 )
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.cpu.dropout import ADD_AND_NORM, AddAndNorm
-from hvd_bert.model.families import FAMILIES, adapt, fit_flags, max_tokens, model_class
+from hvd_bert.model.families import FAMILIES, adapt, check_precision, choose_padding, max_tokens, model_class
 from hvd_bert.model.loading import load_config, load_encoder, num_weights
 from hvd_bert.model.lora import FILES, add_adapters, merge
 from hvd_bert.model.precision import autocast
@@ -214,9 +214,8 @@ def test_head_for_tokens_gives_the_logits_of_transformers(name, pad_to, windows)
 @each("name", TRAINED)
 def test_padding_is_set_for_families_that_need_it(name):
     for padding in ("none", "max_length"):
-        data = DataArguments(padding=padding)
-        fit_flags(small(name), "fp32", data)
-        assert data.padding == ("longest" if name in PADDED and padding == "none" else padding)
+        expected = "longest" if name in PADDED and padding == "none" else padding
+        assert choose_padding(small(name), padding) == expected
 
 
 @each("name", TRAINED)
@@ -366,9 +365,9 @@ def test_copies_keep_the_adapted_inputs_and_the_saved_class(name, windows, tmp_p
 
 
 def test_precision_that_a_family_fails_with_is_refused():
-    fit_flags(small("deberta"), "fp32", DataArguments())
+    check_precision(small("deberta"), "fp32")
     with refused("--bf16", "deberta"):
-        fit_flags(small("deberta"), "bf16", DataArguments())
+        check_precision(small("deberta"), "bf16")
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def kept_scale(p: float) -> float:
 
 
 def dropped_of(p: float) -> int:
-    """Of LEVELS cases, those in which an element becomes 0."""
+    """Threshold (of LEVELS) below which an element is dropped."""
     return min(round(p * LEVELS), LEVELS - 1)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hvd_bert import machine
-from hvd_bert.distributed.logs import log
+from hvd_bert.errors import log
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 MULTIPLE = 32  # of sizes of heads and layers

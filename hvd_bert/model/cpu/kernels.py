@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hvd_bert import machine
-from hvd_bert.distributed.logs import log
+from hvd_bert.errors import log
 from hvd_bert.model.cpu import fused
 from hvd_bert.model.cpu.malloc import keep_memory
 
@@ -125,7 +125,7 @@ def auto_choice() -> Choice:
 
 @contextmanager
 def override(kernels: Kernels) -> Iterator[None]:
-    """Inside, use these kernels as far as they are installed, for example TORCHS, which torch's tools can follow."""
+    """Context manager: use these kernels as far as installed, for example TORCHS, which torch's tools can follow."""
     global _choice
     before, _choice = _choice, Choice("", without_missing(kernels), without_missing(kernels))
     try:
@@ -152,7 +152,7 @@ def record(precision: str, device: torch.device) -> dict[str, str] | None:
 
 
 def without_missing(kernels: Kernels) -> Kernels:
-    """The same without libraries and compiled operations that this installation lacks."""
+    """Drop kernels that this installation lacks."""
     # Not public; torch.compile's CPU back end uses it.
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     kernels = kernels if has_onednn else _without(ONEDNN, kernels)
