@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from shared import peer_columns
 
 from hvd_bert.config.command_line import parse
@@ -53,11 +54,11 @@ def prepare(args: argparse.Namespace) -> tuple[Work, Work]:
     """The work of the preflight, without dropout, and the timed work. Raises UserError for too little data."""
     length, rank_batch = args.max_seq_length, args.per_device_train_batch_size
     task, max_samples = _load(args, args.train_file, length, rank_batch), None
-    assert task.training and task.plan
+    assert task.train and task.plan
     preflight_file, preflight_length, preflight_batch = _preflight_data(args, task)
     if args.max_windows is not None and args.max_windows < task.plan.num_windows:
         # The trainer counts in questions: those of which all windows are among the first.
-        max_samples = max(1, int(task.training.windows.column("question")[args.max_windows]))
+        max_samples = max(1, int(task.train.windows.column("question")[args.max_windows]))
         task = _load(args, args.train_file, length, rank_batch, "--max_train_samples", str(max_samples))
     timed = _lay_out(args.out / "timed", task, args.train_file, max_samples, length, rank_batch, args.seed)
     needed = args.ranks * rank_batch * (args.warmup + max(args.steps, args.padded_steps))
@@ -85,8 +86,8 @@ def _preflight_data(args: argparse.Namespace, task: QuestionAnswering) -> tuple[
     All variants have the same loss only without padding, since the softmax of BertForQuestionAnswering over the
     positions of a window includes its padding.
     """
-    assert task.training and task.plan
-    table, lengths = task.training.windows, task.training.windows.lengths
+    assert task.train and task.plan
+    table, lengths = task.train.windows, task.train.windows.lengths
     numbers = table.column("question")
     single = np.bincount(numbers)[numbers] == 1
     length = int(np.bincount(lengths[single]).argmax()) if single.any() else 0
@@ -97,7 +98,7 @@ def _preflight_data(args: argparse.Namespace, task: QuestionAnswering) -> tuple[
             f"--train_file {args.train_file}: it has {len(chosen)} windows of one length ({length} tokens), and the"
             f" preflight needs {args.ranks * args.preflight_steps}. Use more questions or fewer --preflight_steps."
         )
-    questions = task.training.source.questions()
+    questions = task.train.source.questions()
     path = args.out / "preflight.json"
     path.write_text(json.dumps({"data": [_article(questions[number]) for number in chosen]}))
     return path, length, batch
@@ -125,10 +126,10 @@ def _lay_out(
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
-    assert task.training and task.plan
+    assert task.train and task.plan
     plan = task.plan
     order = np.concatenate([plan.step_windows(step) for step in range(plan.steps_per_epoch)])
-    rows = task.training.windows.arrow.take(order).to_pydict()
+    rows = pa.Table.from_batches(task.train.windows.batches).take(order).to_pydict()
     lengths = [len(tokens) for tokens in rows["input_ids"]]
     features = peer_columns(*(rows[name] for name in ("input_ids", "context_start", "start_position", "end_position")))
     Dataset.from_dict(features).save_to_disk(folder / "windows")

@@ -23,8 +23,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification
 
 from hvd_bert.config.settings import Config
-from hvd_bert.distributed.world import log
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, log
 from hvd_bert.tasks.dataset import Examples
 from hvd_bert.tasks.encoder import EncoderTask, Labelled
 from hvd_bert.tasks.rows import column, load_rows

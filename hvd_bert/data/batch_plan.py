@@ -47,13 +47,6 @@ class BatchPlan:
                 " or more data."
             )
 
-    @classmethod
-    def of_rank_batch(
-        cls, lengths: Lengths, rank_batch: int, accumulation: int, size: int, seed: int, crossover: int
-    ) -> BatchPlan:
-        """The plan with `rank_batch` windows per rank in each of a step's `accumulation` micro-batches."""
-        return cls(lengths, rank_batch * accumulation * size, accumulation, size, seed, crossover)
-
     def with_global_batch(self, global_batch: int) -> BatchPlan:
         """The plan with another `global_batch`, with enough micro-batches that none is larger than now."""
         rank_batch = self.global_batch // (self.size * self.accumulation)

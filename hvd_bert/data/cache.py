@@ -11,7 +11,6 @@ locks do not reach across nodes, each builds its own copy and the first rename w
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import time
@@ -20,11 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, log
 from hvd_bert.storage import locks
 from hvd_bert.storage.writing import flush
-
-logger = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry")
 _LEFTOVER_AGE_S = 24 * 3600.0
@@ -53,7 +50,7 @@ def entry(cache_dir: Path, key: str, build: Callable[[Path], None], opened: Call
             found = opened(folder)
             if found is None:
                 if folder.exists():
-                    logger.warning("%s is damaged: tokenizing again.", folder)
+                    log.warning("%s is damaged: tokenizing again.", folder)
                 _remove_leftovers(cache_dir)
                 _build(folder, build, opened)
                 found = opened(folder)

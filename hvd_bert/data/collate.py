@@ -46,13 +46,8 @@ class Batch:
     num_windows: int
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens in the windows that count."""
-        return sum(self.lengths) if self.num_windows else 0
-
-    @property
     def num_positions(self) -> int:
-        """The same, padding included."""
+        """Tokens in the windows that count, padding included."""
         return self.input_ids.numel() if self.num_windows else 0
 
 

@@ -184,9 +184,9 @@ class CutQuestions:
         text = question.answer_texts[0]
         stop = start + len(text.rstrip())
         start += len(text) - len(text.lstrip())
-        char_starts, char_ends = self.contexts.characters(row)
-        first = int(np.searchsorted(char_ends, start, side="right"))
-        last = int(np.searchsorted(char_starts, stop, side="left")) - 1
+        part = slice(self.contexts.begins[row], self.contexts.begins[row] + self.contexts.lengths[row])
+        first = int(np.searchsorted(self.contexts.char_ends[part], start, side="right"))
+        last = int(np.searchsorted(self.contexts.char_starts[part], stop, side="left")) - 1
         return (first, last) if first <= last else (-1, -1)
 
     def record_batches(self) -> Iterator[pa.RecordBatch]:
@@ -239,10 +239,6 @@ class _Tokens:
         self.ids = np.concatenate([none[:, 0], *(np.array(e.ids, dtype=np.int32) for e in encodings)])
         spans = [np.array(e.offsets, dtype=np.int32) for e in encodings if len(e)]
         self.char_starts, self.char_ends = np.ascontiguousarray(np.concatenate([none, *spans]).T)
-
-    def characters(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        part = slice(self.begins[row], self.begins[row] + self.lengths[row])
-        return self.char_starts[part], self.char_ends[part]
 
 
 def _place(sequence_ids: list[int | None], text: int) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """Questions -> windows of tokens, kept in memory-mapped Arrow.
 
-One table serves training and evaluation. A row is one window, `[CLS] question [SEP] piece of the context [SEP]` or in
-another family's layout (window_cutting.py makes them). Its columns:
+One table serves training and evaluation. A row is one window, which window_cutting.py makes. Its columns:
 
     question        int32        index into `source.questions()`
     input_ids       list<int32>  the window's tokens, without padding
@@ -18,8 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,13 +32,12 @@ from hvd_bert.data import cache
 from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.data.sources.squad import Findings, Question, Source
 from hvd_bert.data.window_cutting import SCHEMA, CutQuestions, WindowCounts, WindowOptions, WindowTokenizer
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, log
 from hvd_bert.storage.reading import convert, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
 
 _FORMAT = 4  # part of the cache key; raise it with every change of the format or of the windows
 _QUESTIONS_AT_ONCE = 1000
@@ -52,7 +48,7 @@ _DATA, _META = "windows.arrow", "windows.json"
 class WindowTable:
     """Windows as Arrow record batches with the columns above, memory-mapped if they come from the cache.
 
-    `counts`: statistics of the tokenization. `findings`: of the source. `path`: the file; None for a table in memory.
+    `counts`: statistics of the tokenization. `findings`: of the source.
     """
 
     def __init__(
@@ -60,9 +56,8 @@ class WindowTable:
         batches: Sequence[pa.RecordBatch],
         counts: WindowCounts | None = None,
         findings: Findings | None = None,
-        path: Path | None = None,
     ) -> None:
-        self._batches = list(batches)
+        self.batches = list(batches)
         sizes = [len(batch) for batch in batches]
         self._ends = np.cumsum(sizes)
         self._begins = self._ends - sizes
@@ -76,7 +71,6 @@ class WindowTable:
                 self._numbers[name] = np.concatenate([_view(column) for column in columns])
         self.counts = counts or WindowCounts()
         self.findings = findings or Findings()
-        self.path = path
 
     @staticmethod
     def from_columns(columns: dict[str, Any]) -> WindowTable:
@@ -90,18 +84,13 @@ class WindowTable:
         if len(tables) == 1:
             return tables[0]
         findings = Findings.joined([table.findings for table in tables])
-        table = WindowTable([batch for table in tables for batch in table._batches], findings=findings)
+        table = WindowTable([batch for table in tables for batch in table.batches], findings=findings)
         questions = np.cumsum([0, *(table.counts.questions for table in tables[:-1])], dtype=np.int32)
         table._numbers["question"] += np.repeat(questions, list(map(len, tables)))
         return table
 
     def __len__(self) -> int:
         return int(self._ends[-1])
-
-    @property
-    def arrow(self) -> pa.Table:
-        """The table as a `pyarrow.Table`, without a copy."""
-        return pa.Table.from_batches(self._batches)
 
     @property
     def lengths(self) -> _Int32s:
@@ -152,13 +141,11 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase,
     options: WindowOptions,
     *,
-    cache_dir: str | os.PathLike[str] | None = None,
     leader: bool = True,
     show_progress: bool = False,
 ) -> WindowTable:
-    """The windows of `source`, from the cache in `cache_dir` (default: `default_cache_dir()`) or built now.
+    """The windows of `source`, from the cache or built now. Call it on every rank; it is no collective.
 
-    Call it on every rank. There is no collective: the first process builds and the others wait for its file lock.
     The `leader` logs truncated questions and lost answers. Only the building process shows a progress bar, so
     `show_progress` may be true on all ranks of a node.
 
@@ -170,12 +157,7 @@ def prepare(
     def build(folder: Path) -> None:
         _write(folder, source, window_tokenizer, show_progress)
 
-    table = cache.entry(
-        Path(cache_dir) if cache_dir is not None else default_cache_dir(),
-        _key(source, window_tokenizer),
-        build,
-        _opened,
-    )
+    table = cache.entry(default_cache_dir(), _key(source, window_tokenizer), build, _opened)
     if leader:
         _log_findings(source.name, table.findings)
         _log_losses(source.name, table.counts)
@@ -190,12 +172,12 @@ def in_memory(questions: Sequence[Question], window_tokenizer: WindowTokenizer) 
 
 def _log_findings(name: str, findings: Findings) -> None:
     if findings.columns:
-        logger.info("%s: columns %s.", name, findings.columns)
+        log.info("%s: columns %s.", name, findings.columns)
     if findings.mistakes:
         total = sum(findings.mistakes.values())
         kinds = ", ".join(f"{kind}: {number}" for kind, number in findings.mistakes.items())
         scored = f", {total - findings.left_out} scored by their answers' texts" if findings.left_out < total else ""
-        logger.warning(
+        log.warning(
             "%s: %d questions have mistakes (%s): %d left out%s. The first: %s",
             name, total, kinds, findings.left_out, scored, "; ".join(findings.first),
         )  # fmt: skip
@@ -203,13 +185,13 @@ def _log_findings(name: str, findings: Findings) -> None:
 
 def _log_losses(name: str, counted: WindowCounts) -> None:
     if counted.shortened_questions:
-        logger.warning(
+        log.warning(
             "%s: %d of %d questions were truncated to leave room for the context (raise --max_seq_length or lower "
             "--doc_stride)", name, counted.shortened_questions, counted.questions,
         )  # fmt: skip
     lost = counted.cut_answers + counted.tokenless_answers
     if lost:
-        logger.warning(
+        log.warning(
             "%s: %d of %d answers are not completely inside any window; training treats them as missing (raise "
             "--doc_stride to keep longer answers whole)", name, lost, counted.answerable_questions,
         )  # fmt: skip
@@ -266,10 +248,6 @@ def _opened(entry: Path) -> WindowTable | None:
         if (entry / _DATA).stat().st_size != meta.num_bytes:
             return None
         with pa.ipc.open_stream(pa.memory_map(str(entry / _DATA))) as stream:
-            return (
-                WindowTable(list(stream), meta.counts, meta.findings, entry / _DATA)
-                if stream.schema == SCHEMA
-                else None
-            )
+            return WindowTable(list(stream), meta.counts, meta.findings) if stream.schema == SCHEMA else None
     except (OSError, ValueError, LookupError):  # pyarrow's errors are among them
         return None

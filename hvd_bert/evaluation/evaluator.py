@@ -1,4 +1,4 @@
-"""Evaluation on all ranks: each rank takes its share, rank 0 collects the results and scores them."""
+"""Losses and outputs of a model, batch by batch, and its logits of windows."""
 
 from __future__ import annotations
 
@@ -15,33 +15,11 @@ from hvd_bert.config.settings import DataArguments
 from hvd_bert.data.batch_plan import Ids
 from hvd_bert.data.collate import Batch
 from hvd_bert.data.window_table import WindowTable
-from hvd_bert.distributed.world import World
-from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.evaluation.postprocess import SpanOptions, WindowLogits
 from hvd_bert.model.bert import span_logits, span_losses
 from hvd_bert.model.precision import autocast
 
-Part = TypeVar("Part")
-Whole = TypeVar("Whole")
 Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor, ...])
-
-
-def evaluate_on_ranks(
-    world: World, compute: Callable[[], Part], score: Callable[[list[Part]], tuple[dict[str, float], Whole]]
-) -> tuple[dict[str, float], Whole | None]:
-    """The metrics that `score` makes of what all ranks `compute`, on every rank, and what else it returns, on rank 0.
-
-    A collective. There is none inside `compute`, so ranks may have different numbers of batches, or none.
-    """
-    metrics: dict[str, float] = {}
-    rest = None
-    with world.raise_on_all_ranks(EXIT_FAILURE):  # for example of NaN weights
-        mine = compute()
-    parts = world.gather(mine)
-    with world.raise_on_all_ranks(EXIT_FAILURE):
-        if world.rank == 0:
-            metrics, rest = score(parts)
-    return world.broadcast(metrics), rest
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ windows or the number of ranks. Needs numpy only.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,8 @@ from hvd_bert.errors import UserError
 
 IntArray = npt.NDArray[np.integer[Any]]
 FloatArray = npt.NDArray[np.float32]
-Entry = dict[str, float | str]
-# Score, start logit and end logit of "no answer". A question has the minimum of its windows, as in run_qa.
-_Null = tuple[float, float, float]
+_Columns = npt.NDArray[np.float64]  # candidates: score, first character, end, start logit and end logit, [5, n]
+_Row = tuple[float, int | None, int | None, float, float]  # the same of one candidate
 
 # The null odds if there is no span to compare with: above any threshold and, unlike infinity, valid JSON.
 CERTAINLY_NO_ANSWER = sys.float_info.max
@@ -59,49 +58,44 @@ class WindowLogits:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The answer to one question, and the n best candidates."""
+class Candidate:
+    """A possible answer: the characters [start, end) of the context, or "no answer": "" without a place.
 
-    id: str
-    text: str  # "": no answer
-    nbest: list[Entry]  # best first: text, start_logit, end_logit, probability (sums to 1)
-    null_odds: float | None  # v2: score of "no answer" minus that of the best span
-    spans: list[tuple[int, int] | None]  # of the n best: the characters [start, end) in the context; None: no answer
+    `probability`: among the n best, which sum to 1. Also read by the keys of transformers' former pipeline: answer,
+    start, end, score.
+    """
+
+    text: str
+    start: int | None
+    end: int | None
+    probability: float
+    start_logit: float
+    end_logit: float
+
+    @property
+    def score(self) -> float:
+        return self.probability
+
+    def __getitem__(self, key: str) -> Any:
+        return {"answer": self.text, "start": self.start, "end": self.end, "score": self.score}[key]
+
+
+@dataclass(frozen=True)
+class Answer(Candidate):
+    """The candidate that answers a question. `text` is "" if the context does not answer it.
+
+    `null_odds`: for SQuAD 2.0, the score of "no answer" minus that of the best span. `nbest`: the best candidates, best
+    first.
+    """
+
+    id: str = field(compare=False)
+    null_odds: float | None
+    nbest: tuple[Candidate, ...]
 
     @property
     def best_span(self) -> str:
         """The best answer that is not empty, whatever "no answer" scores; "" if there is no span."""
-        return next((str(entry["text"]) for entry in self.nbest if entry["text"]), "")
-
-
-@dataclass(frozen=True)
-class _Spans:
-    """Candidates as columns, all of length n."""
-
-    score: FloatArray
-    char_start: IntArray
-    char_end: IntArray
-    start_logit: FloatArray
-    end_logit: FloatArray
-
-    def __len__(self) -> int:
-        return len(self.score)
-
-    def best(self, count: int) -> _Spans:
-        """The `count` best, best first. The last sort key only orders duplicates: one span in two windows."""
-        order = np.lexsort((-self.start_logit, self.char_end, self.char_start, -self.score))[:count]
-        return _Spans(*(column[order] for column in self._columns()))
-
-    @staticmethod
-    def concatenate(parts: Sequence[_Spans]) -> _Spans:
-        columns = zip(*(part._columns() for part in parts), strict=True)
-        return _Spans(*map(np.concatenate, columns))
-
-    def rows(self) -> Iterator[tuple[float, int, int, float, float]]:
-        return zip(*(column.tolist() for column in self._columns()), strict=True)
-
-    def _columns(self) -> tuple[npt.NDArray[Any], ...]:
-        return self.score, self.char_start, self.char_end, self.start_logit, self.end_logit
+        return next((candidate.text for candidate in self.nbest if candidate.text), "")
 
 
 def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], options: SpanOptions) -> list[Answer]:
@@ -118,49 +112,53 @@ def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], o
 
     Raises UserError if a logit is not finite.
     """
-    found: list[tuple[list[_Spans], list[_Null]]] = [([], []) for _ in questions]
+    found: list[tuple[list[_Columns], list[_Row]]] = [([], []) for _ in questions]
     for window in windows:  # at once: a GPU computes the next batch meanwhile
         _check(window, questions[window.question].id)
         parts, nulls = found[window.question]
         start_logit, end_logit = window.start_logits[0], window.end_logits[0]
-        nulls.append((float(start_logit + end_logit), float(start_logit), float(end_logit)))
+        nulls.append((float(start_logit + end_logit), None, None, float(start_logit), float(end_logit)))
         if len(window.char_starts):
             parts.append(_best_of_window(window, options))
     return [_answer(q, parts, nulls, options) for q, (parts, nulls) in zip(questions, found, strict=True)]
 
 
-def _answer(question: Question, parts: Sequence[_Spans], nulls: Sequence[_Null], options: SpanOptions) -> Answer:
-    spans = _Spans.concatenate(parts).best(options.n_best_size) if parts else None
-    if spans is None or not len(spans):
-        return _no_candidate(question, nulls, options)
-
-    scores = spans.score.astype(np.float64)
-    places: list[tuple[int, int] | None] = [(char_start, char_end) for _, char_start, char_end, *_ in spans.rows()]
-    entries: list[Entry] = [
-        {"text": question.context[char_start:char_end], "start_logit": start_logit, "end_logit": end_logit}
-        for _, char_start, char_end, start_logit, end_logit in spans.rows()
-    ]
-    text, null_odds = str(entries[0]["text"]), None
-    if options.version_2_with_negative:
-        null_score, start_logit, end_logit = min(nulls)
-        null_odds = null_score - float(scores[0])
-        if null_odds > options.null_score_diff_threshold:
-            text = ""
+def _answer(question: Question, parts: Sequence[_Columns], nulls: Sequence[_Row], options: SpanOptions) -> Answer:
+    rows = _best(np.concatenate(parts, axis=1), options.n_best_size) if parts else []
+    is_answered, null_odds = bool(rows), None
+    if options.version_2_with_negative or not rows:
+        null: _Row = (0.0, None, None, 0.0, 0.0)
+        if options.version_2_with_negative:
+            # The minimum of the windows, as in run_qa.
+            null = min(nulls, key=lambda row: (row[0], *row[3:]), default=null)
+            null_odds = null[0] - rows[0][0] if rows else CERTAINLY_NO_ANSWER
+            is_answered = is_answered and not null_odds > options.null_score_diff_threshold
         # On equal scores, the span comes first. The null entry replaces the worst span, but not the only one.
-        rank = int(np.count_nonzero(scores >= null_score))
+        rank = sum(score >= null[0] for score, *_ in rows)
         kept = max(1, options.n_best_size - 1) if rank < options.n_best_size else options.n_best_size
-        entries, scores, places = entries[:kept], scores[:kept], places[:kept]
-        entries.insert(rank, {"text": "", "start_logit": start_logit, "end_logit": end_logit})
-        places.insert(rank, None)
-        scores = np.insert(scores, rank, null_score)
+        rows = rows[:kept]
+        rows.insert(rank, null)
 
+    scores = np.array([score for score, *_ in rows])
     weights = np.exp(scores - scores.max())
-    for entry, probability in zip(entries, (weights / weights.sum()).tolist(), strict=True):
-        entry["probability"] = probability
-    return Answer(question.id, text, entries, null_odds, places)
+    nbest = tuple(
+        Candidate("" if start is None else question.context[start:end], start, end, probability, *logits)
+        for (_, start, end, *logits), probability in zip(rows, (weights / weights.sum()).tolist(), strict=True)
+    )
+    # Not always the first: the threshold for "no answer" may prefer another.
+    chosen = next(candidate for candidate in nbest if bool(candidate.text) == is_answered)
+    return Answer(**vars(chosen), id=question.id, null_odds=null_odds, nbest=nbest)
 
 
-def _best_of_window(window: WindowLogits, options: SpanOptions) -> _Spans:
+def _best(candidates: _Columns, count: int) -> list[_Row]:
+    """The `count` best, best first."""
+    score, start, end, start_logit, _ = candidates
+    # The last sort key only orders duplicates: one span in two windows.
+    order = np.lexsort((-start_logit, end, start, -score))[:count]
+    return [(score, int(start), int(end), *logits) for score, start, end, *logits in candidates[:, order].T.tolist()]
+
+
+def _best_of_window(window: WindowLogits, options: SpanOptions) -> _Columns:
     """The candidates of a window that may be among the n best of its question, unordered; T >= 1.
 
     All ties with the n-th best are kept, since only the comparison of all windows can break them.
@@ -182,16 +180,7 @@ def _best_of_window(window: WindowLogits, options: SpanOptions) -> _Spans:
     first, extra = np.divmod(chosen, length)
     last = first + extra
     char_starts, char_ends = window.char_starts[first], window.char_ends[last]
-    return _Spans(scores[chosen], char_starts, char_ends, starts[first], ends[last])
-
-
-def _no_candidate(question: Question, nulls: Sequence[_Null], options: SpanOptions) -> Answer:
-    start_logit = end_logit = 0.0
-    if options.version_2_with_negative and nulls:
-        _, start_logit, end_logit = min(nulls)
-    nothing: Entry = {"text": "", "start_logit": start_logit, "end_logit": end_logit, "probability": 1.0}
-    null_odds = CERTAINLY_NO_ANSWER if options.version_2_with_negative else None
-    return Answer(question.id, "", [nothing], null_odds, [None])
+    return np.stack((scores[chosen], char_starts, char_ends, starts[first], ends[last]), dtype=np.float64)
 
 
 def _check(window: WindowLogits, question_id: str) -> None:

@@ -36,7 +36,6 @@ def sample_answers(
 def sample(question: Question, answer: Answer) -> dict[str, Any]:
     """An answer with its question, for people to read."""
     excerpt, place = _excerpt(question, answer)
-    probability = next(entry["probability"] for entry in answer.nbest if entry["text"] == answer.text)
     return {
         "id": question.id,
         "question": question.question,
@@ -45,7 +44,7 @@ def sample(question: Question, answer: Answer) -> dict[str, Any]:
         "answer_start": place,
         "prediction": answer.text,
         # The digits after these depend on the number of ranks.
-        "probability": round(float(probability), 4),
+        "probability": round(answer.probability, 4),
     }
 
 

@@ -6,10 +6,8 @@ answers are the same on any number of ranks.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,83 +15,26 @@ import numpy as np
 import torch
 
 from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.data import QUESTION_ANSWERING
+from hvd_bert.config.data import ANSWERING, QUESTION_ANSWERING
 from hvd_bert.config.flag import require
 from hvd_bert.config.parser import path_problem, shortened
-from hvd_bert.config.settings import DataArguments, ModelArguments
+from hvd_bert.config.settings import FLAGS, DataArguments, ModelArguments
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.sources.questions import text_mistake
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
 from hvd_bert.data.window_table import check_lengths, in_memory
-from hvd_bert.errors import UserError, as_user_error
+from hvd_bert.errors import UserError, as_user_error, log
 from hvd_bert.evaluation.evaluator import batch_outputs, span_options, span_outputs, window_logits
 from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.model.bert import load_model, load_tokenizer, place
 from hvd_bert.model.families import check_precision, family_of, max_tokens
 from hvd_bert.model.precision import AUTOCAST
 
-logger = logging.getLogger(__name__)
-
 Texts = list[str] | tuple[str, ...]
 BATCH_SIZE = 8
 # A block has at most this many questions and, except for a single question, this many characters of contexts.
 BLOCK_QUESTIONS, BLOCK_CHARACTERS = 64, 2**18
-
-
-@dataclass(frozen=True)
-class _Span:
-    """The characters [start, end) of the context, or "no answer": "" without a place.
-
-    `score`: its probability among the n best. Also read by the keys of transformers' former pipeline: answer, start,
-    end, score.
-    """
-
-    text: str
-    start: int | None
-    end: int | None
-    score: float
-
-    def __getitem__(self, key: str) -> Any:
-        return {"answer": self.text, "start": self.start, "end": self.end, "score": self.score}[key]
-
-
-@dataclass(frozen=True)
-class Candidate(_Span):
-    """A possible answer."""
-
-    start_logit: float
-    end_logit: float
-
-
-@dataclass(frozen=True)
-class FoundAnswer(_Span):
-    """The answer to a question. `text` is "" if the context does not answer it; then `start` and `end` are None.
-
-    `null_odds`: for SQuAD 2.0, the score of "no answer" minus that of the best span. `nbest`: the best candidates, best
-    first.
-    """
-
-    null_odds: float | None
-    nbest: tuple[Candidate, ...]
-
-    @staticmethod
-    def of(answer: Answer) -> FoundAnswer:
-        """The same answer as the evaluation has it."""
-        candidates = tuple(
-            Candidate(
-                text=str(entry["text"]),
-                start=span[0] if span else None,
-                end=span[1] if span else None,
-                score=float(entry["probability"]),
-                start_logit=float(entry["start_logit"]),
-                end_logit=float(entry["end_logit"]),
-            )
-            for entry, span in zip(answer.nbest, answer.spans, strict=True)
-        )
-        # Not always the first: the threshold for "no answer" may prefer another.
-        chosen = next(candidate for candidate in candidates if bool(candidate.text) == bool(answer.text))
-        return FoundAnswer(chosen.text, chosen.start, chosen.end, chosen.score, answer.null_odds, candidates)
 
 
 class QuestionAnswerer:
@@ -125,19 +66,11 @@ class QuestionAnswerer:
         version_2_with_negative: bool | None = None,
         null_score_diff_threshold: float | None = None,
     ) -> None:
-        name = os.fspath(model)
+        given, name = locals(), os.fspath(model)
         problem = path_problem(name)
         require(not problem, f"model {shortened(ascii(name))} {problem}.")
         require(precision in AUTOCAST, f"precision {precision!r}: choose from {', '.join(AUTOCAST)}.")
         require(batch_size >= 1, f"batch_size {batch_size}: must be at least 1.")
-        given = {
-            "max_seq_length": max_seq_length,
-            "doc_stride": doc_stride,
-            "n_best_size": n_best_size,
-            "max_answer_length": max_answer_length,
-            "version_2_with_negative": version_2_with_negative,
-            "null_score_diff_threshold": null_score_diff_threshold,
-        }
         settings = _settings(name, given)
         args = ModelArguments(model_name_or_path=name)
         tokenizer = load_tokenizer(args)
@@ -166,7 +99,7 @@ class QuestionAnswerer:
         *,
         top_k: int | None = None,
     ) -> Any:
-        """The FoundAnswer to one question, or a list of them in the order of the questions.
+        """The Answer to one question, or a list of them in the order of the questions.
 
         Lists have a question and a context each, or one of the two is a single text for all. Or the first argument has
         both, as `{"question": ..., "context": ...}` or a list of such. `top_k`: in place of each answer, a list of its
@@ -174,7 +107,7 @@ class QuestionAnswerer:
         """
         require(top_k is None or top_k >= 1, f"top_k {top_k}: must be at least 1.")
         single = isinstance(question, Mapping) or (isinstance(question, str) and isinstance(context, str))
-        answers = [FoundAnswer.of(answer) for answer in self.answers(list(_questions(*_as_texts(question, context))))]
+        answers = list(self.answers(_questions(question, context)))
         found = answers if top_k is None else [list(answer.nbest[:top_k]) for answer in answers]
         return found[0] if single else found
 
@@ -188,7 +121,7 @@ class QuestionAnswerer:
         windows = in_memory(block, self._window_tokenizer)
         if windows.counts.shortened_questions and not self._warned:
             self._warned = True
-            logger.warning(
+            log.warning(
                 "A question was truncated to leave room for the context (raise --max_seq_length or lower --doc_stride)."
                 " Further questions are truncated without a warning."
             )
@@ -228,40 +161,34 @@ def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
             f"{model} was trained with --task {task}: it answers no questions. To predict with it, run"
             f" `hvd-bert predict {model} --input FILE --output FILE`."
         )
-    length = given["max_seq_length"]
-    if length is not None:
-        require(length >= 1, f"--max_seq_length {length}: must be at least 1.")
-    chosen = {name: trained.get(name) if value is None else value for name, value in given.items()}
-    return {name: value for name, value in chosen.items() if value is not None}
+    chosen = {name: trained.get(name) if given[name] is None else given[name] for name in ANSWERING}
+    settings = {name: value for name, value in chosen.items() if value is not None}
+    for name, value in settings.items():
+        FLAGS[name].check(name, value)
+    return settings
 
 
-def _as_texts(question: Any, context: Any) -> tuple[str | Texts, str | Texts]:
-    """Questions and contexts. Raises UserError if a question has no context."""
-    if context is not None:
-        return question, context
-    asked = [question] if isinstance(question, Mapping) else question
-    require(
-        not isinstance(asked, str)
-        and all(isinstance(one, Mapping) and {"question", "context"} <= one.keys() for one in asked),
-        'A question without a context: give context=..., too, or dicts as {"question": ..., "context": ...}.',
-    )
-    return [one["question"] for one in asked], [one["context"] for one in asked]
-
-
-def _questions(questions: str | Texts, contexts: str | Texts) -> Iterator[Question]:
-    """Raises UserError for lists of different lengths and for a text that cannot be used."""
-    counts = {len(texts) for texts in (questions, contexts) if not isinstance(texts, str)} or {1}
+def _questions(question: Any, context: Any) -> list[Question]:
+    """Raises UserError for a missing context, for lists of different lengths and for a text that cannot be used."""
+    if context is None:
+        asked = [question] if isinstance(question, Mapping) else question
+        require(
+            not isinstance(asked, str)
+            and all(isinstance(one, Mapping) and {"question", "context"} <= one.keys() for one in asked),
+            'A question without a context: give context=..., too, or dicts as {"question": ..., "context": ...}.',
+        )
+        question, context = [one["question"] for one in asked], [one["context"] for one in asked]
+    counts = {len(texts) for texts in (question, context) if not isinstance(texts, str)} or {1}
     if len(counts) > 1:
         raise UserError(
-            f"{len(questions)} questions, but {len(contexts)} contexts: give one context for each question, or one for"
+            f"{len(question)} questions, but {len(context)} contexts: give one context for each question, or one for"
             " all."
         )
     (count,) = counts
-    for number in range(count):
-        text, context = (texts if isinstance(texts, str) else texts[number] for texts in (questions, contexts))
-        question = Question(str(number), "", context, text, (), ())
-        mistake = text_mistake(question)
-        if mistake:
+    texts, contexts = ([given] * count if isinstance(given, str) else given for given in (question, context))
+    questions = [Question(str(n), "", contexts[n], texts[n], (), ()) for n in range(count)]
+    for number, one in enumerate(questions):
+        if mistake := text_mistake(one):
             which = f"question {number}" if count > 1 else "the question"
             raise UserError(f"{which} cannot be answered: {mistake}. Change it.")
-        yield question
+    return questions

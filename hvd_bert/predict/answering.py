@@ -20,14 +20,16 @@ import pyarrow as pa
 import torch
 from tqdm import tqdm
 
+from hvd_bert.config.data import ANSWERING
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Source
-from hvd_bert.distributed.world import World, log
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError, visible
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError, log, visible
+from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.model.bert import tokenizer_digest
 from hvd_bert.model.cpu import kernels
-from hvd_bert.predict.answerer import FoundAnswer, QuestionAnswerer, blocks
-from hvd_bert.predict.writing import Write, appearing, writing
+from hvd_bert.predict.answerer import QuestionAnswerer, blocks
+from hvd_bert.predict.writing import Write, appearing, check, writing
 
 PRINTED = 3  # answers of a file
 WIDTH = 100
@@ -41,7 +43,7 @@ CANDIDATES = pa.list_(pa.struct({"text": pa.string(), "start": pa.int64(), "end"
 def run(flags: argparse.Namespace) -> int:
     """Answer and print. Returns the exit status."""
     try:
-        qa = load_model(flags)
+        qa = load_model(flags, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         if flags.input:
             _print_some(flags, qa)
         else:
@@ -53,13 +55,12 @@ def run(flags: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def load_model(flags: argparse.Namespace, **options: Any) -> QuestionAnswerer:
+def load_model(flags: argparse.Namespace, device: torch.device) -> QuestionAnswerer:
     """The model with the settings of the command line."""
-    options |= {name: getattr(flags, name) for name in flags.settings}
-    precision = "bf16" if flags.bf16 else "fp32"
-    options.setdefault("device", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    kernels.start(flags.cpu_kernels, precision, options["device"])
-    return QuestionAnswerer(flags.model, precision=precision, batch_size=flags.per_device_eval_batch_size, **options)
+    settings = {name: getattr(flags, name) for name in ANSWERING}
+    precision, batch_size = "bf16" if flags.bf16 else "fp32", flags.per_device_eval_batch_size
+    kernels.start(flags.cpu_kernels, precision, device)
+    return QuestionAnswerer(flags.model, device=device, precision=precision, batch_size=batch_size, **settings)
 
 
 def open_input(flags: argparse.Namespace, qa: QuestionAnswerer) -> Source:
@@ -75,14 +76,14 @@ def _print_some(flags: argparse.Namespace, qa: QuestionAnswerer) -> None:
     for number in picked.astype(int):
         question = questions[number]
         (answer,) = qa.answers([question])
-        _show(question.context, question.question, FoundAnswer.of(answer))
+        _show(question.context, question.question, answer)
         if question.answer_texts:
             print(visible(f"  expected: {question.answer_texts[0]}"))
         print()
     print(f"{len(picked)} of {len(questions)} questions. To answer all of them, name a file with --output.")
 
 
-def _show(context: str, question: str, answer: FoundAnswer) -> None:
+def _show(context: str, question: str, answer: Answer) -> None:
     """Print an answer, so that the passage is no command to the terminal."""
     passage = textwrap.fill(context, WIDTH, initial_indent="  ", subsequent_indent="  ")
     said = f"{answer.text or '(no answer)'}  (probability {answer.score:.2f})"
@@ -91,8 +92,9 @@ def _show(context: str, question: str, answer: FoundAnswer) -> None:
 
 def answer_file(flags: argparse.Namespace, world: World) -> None:
     """Answer --input and write --output, which appears once it is complete. A collective."""
+    check(flags.output, flags.overwrite, world)
     with world.raise_on_all_ranks():
-        qa = load_model(flags, device=world.device)
+        qa = load_model(flags, world.device)
         source = open_input(flags, qa)
         questions = source.questions()
     world.check_same(_inputs_of(qa, source))
@@ -100,7 +102,7 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
     quiet = world.rank > 0 or not sys.stderr.isatty()
     with ExitStack() as stack, tqdm(total=len(questions), desc="Answering", unit="question", disable=quiet) as bar:
         write: Write | None = None
-        with writing(flags.output, world, EXIT_BAD_INPUT):
+        with writing(flags.output, world):
             if world.rank == 0:
                 columns = COLUMNS | ({"nbest": CANDIDATES} if flags.n_best != 0 else {})
                 schema = pa.schema(list(columns.items()))
@@ -110,7 +112,7 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
             rows: list[Row] = []
             with world.raise_on_all_ranks(EXIT_FAILURE):
                 for part in mine:
-                    rows += map(partial(_row, flags), part, map(FoundAnswer.of, qa.answers_of_block(part)))
+                    rows += map(partial(_row, flags), part, qa.answers_of_block(part))
             gathered = list(chain.from_iterable(world.gather(rows)))  # on rank 0
             with writing(flags.output, world):
                 if write:
@@ -134,14 +136,11 @@ def _inputs_of(qa: QuestionAnswerer, source: Source) -> dict[str, object]:
     }
 
 
-def _row(flags: argparse.Namespace, question: Question, answer: FoundAnswer) -> Row:
+def _row(flags: argparse.Namespace, question: Question, answer: Answer) -> Row:
     row = {
         "id": question.id, "question": question.question, "context": question.context, "answer": answer.text,
         "start": answer.start, "end": answer.end, "probability": answer.score, "null_odds": answer.null_odds,
     }  # fmt: skip
     if flags.n_best == 0:
         return row
-    nbest = [asdict(candidate) for candidate in answer.nbest[: flags.n_best]]
-    for entry in nbest:
-        entry["probability"] = entry.pop("score")
-    return row | {"nbest": nbest}
+    return row | {"nbest": [asdict(candidate) for candidate in answer.nbest[: flags.n_best]]}

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from inspect import isabstract
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import safetensors.torch
 from torch import Tensor, nn
@@ -23,23 +23,22 @@ from hvd_bert.config.settings import TASKS, Config, TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths, Parts
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.model.flops import ForwardFlops, with_adapters
+from hvd_bert.model.flops import ForwardFlops, forward_flops
 from hvd_bert.model.lora import add_adapters, merge
 
 
-class MicroBatch(Protocol):
-    """A micro-batch, as far as the loop counts it: windows, their tokens, and tokens with padding.
+@dataclass(frozen=True)
+class MicroBatch:
+    """`content` on the rank's device, of so many windows, tokens, and tokens with padding.
 
     With 0 windows the rank has none left in this step: the batch holds one whose loss must not count, so that all
     ranks run the same passes.
     """
 
-    @property
-    def num_windows(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_positions(self) -> int: ...
+    content: Any
+    num_windows: int
+    num_tokens: int
+    num_positions: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,7 @@ class Task(ABC):
         model: On the CPU at first; with the same weights on all ranks.
         tokenizer: Saved with the model; None without one.
         plan: Which training windows each step and rank takes; None without training.
+        padding: The --padding that the model needs; None: as given.
         evaluates: Whether there is data to evaluate on.
         forward_flops: The FLOP of the model; None: unknown.
         lora: peft's wrapper of `model`, whose adapters are trained and not merged yet; None without --lora_rank.
@@ -74,6 +74,7 @@ class Task(ABC):
     model: nn.Module
     tokenizer: Any = None
     plan: BatchPlan | None = None
+    padding: str | None = None
     evaluates: bool = False
     forward_flops: ForwardFlops | None = None
     lora: Any = None
@@ -145,7 +146,7 @@ class Task(ABC):
         """Have a training with --lora_rank train adapters in place of the encoder. Raises UserError."""
         if self.plan and config.model.lora_rank:
             self.lora = add_adapters(self.model, config.model, config.train.seed)
-            self.forward_flops = self.forward_flops and with_adapters(self.forward_flops, self.model)
+            self.forward_flops = self.forward_flops and forward_flops(self.model)
 
     def merge_adapters(self) -> None:
         """Add what --lora_rank has trained to the model's weights."""
@@ -164,23 +165,19 @@ class Task(ABC):
         self.tokenizer.save_pretrained(folder, save_jinja_files=False)  # a chat template's file could replace a user's
 
 
-_registered_tasks: dict[str, type[Task]] = {}  # of the running program: their names need not be importable
-
-
-def name_of(task: type[Task]) -> str:
+def task_name(task: type[Task]) -> str:
     """The --task of a program's own class. For a script's, the name by which other commands can import it."""
     script = task.__module__ == "__main__" and getattr(sys.modules["__main__"], "__file__", None)
-    name = f"{Path(script).stem if script else task.__module__}:{task.__qualname__}"
-    _registered_tasks[name] = task
-    return name
+    return f"{Path(script).stem if script else task.__module__}:{task.__qualname__}"
 
 
-def task_class(name: str) -> type[Task]:
-    """The class of a task by its name in TASKS, or by MODULE:CLASS. Raises UserError if there is none."""
-    if name in _registered_tasks:
-        return _registered_tasks[name]
+def task_class(name: str, own: type[Task] | None = None) -> type[Task]:
+    """The class of a task by its name in TASKS, or by MODULE:CLASS. Raises UserError if there is none.
+
+    `own`: the class itself, if a program gives it. Its name need not be importable.
+    """
     try:
-        found = resolve_name(TASKS.get(name, name))
+        found = own or resolve_name(TASKS.get(name, name))
     except Exception as error:
         if name in TASKS or isinstance(error, UserError):  # this package or one that it needs is damaged
             raise
@@ -197,21 +194,20 @@ def task_class(name: str) -> type[Task]:
     return found
 
 
-def load_task(config: Config, world: World) -> Task:
+def load_task(config: Config, world: World, own: type[Task] | None = None) -> Task:
     """The task of --task with its model and data, loaded and checked, without collectives. Raises UserError.
 
-    Sets --metric_for_best_model to the task's default if it is not given.
+    `own`: see `task_class`.
     """
-    name, args = config.data.task, config.checkpoint
-    task = task_class(name)(config, world)
+    name, metric = config.data.task, config.checkpoint.metric_for_best_model
+    task = task_class(name, own)(config, world)
     task.add_adapters(config)
     if task.plan and not any(parameter.requires_grad for parameter in task.model.parameters()):
         raise UserError(f"--task {name}: all parameters of its model are frozen. Set requires_grad on those to train.")
-    args.metric_for_best_model = args.metric_for_best_model or next(iter(task.metrics))
-    if args.metric_for_best_model not in task.metrics:
+    if metric not in (None, *task.metrics):
         raise UserError(
-            f"--metric_for_best_model {args.metric_for_best_model}: --task {name} does not give it."
-            f" Choose one of {', '.join(task.metrics)}."
+            f"--metric_for_best_model {metric}: --task {name} does not give it. Choose one of"
+            f" {', '.join(task.metrics)}."
         )
     return task
 
@@ -228,7 +224,8 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
         )
     rank_batch, passes = args.per_device_train_batch_size * world.devices, args.gradient_accumulation_steps
     rank_batch = rank_batch or 1  # until it is chosen (training/batch_size.py)
-    plan = replace(BatchPlan.of_rank_batch(lengths, rank_batch, passes, world.size, args.seed, crossover), parts=parts)
+    global_batch = rank_batch * passes * world.size
+    plan = BatchPlan(lengths, global_batch, passes, world.size, args.seed, crossover, parts)
     if args.global_batch == -1:
         return plan
     devices = world.size * world.devices
@@ -248,7 +245,7 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
 
 def weight_copies(trains: bool, strategy: str, world: World) -> int:
     """How many arrays of the weights' size a rank needs in this host's free memory, at least."""
-    if world.generation > 0:
+    if world.process.generation > 0:
         return 0  # this process still has the memory of its previous world
     whole = strategy not in ("fsdp", "deepspeed")  # these keep a part per rank
     return 4 if whole and trains and world.device.type == "cpu" else 1  # weights, gradients and AdamW's two moments

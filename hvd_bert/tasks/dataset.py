@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from hvd_bert.config.settings import DEFAULT_MODEL, TASKS, Config, DataArguments
 from hvd_bert.data.batch_plan import Ids, Lengths, Parts, balanced_partition, window_costs
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import UserError
-from hvd_bert.evaluation.evaluator import batch_outputs, evaluate_on_ranks
+from hvd_bert.errors import EXIT_FAILURE, UserError
+from hvd_bert.evaluation.evaluator import batch_outputs
 from hvd_bert.model.precision import evaluating
-from hvd_bert.tasks.base import EvaluationResult, Task, make_plan
+from hvd_bert.tasks.base import EvaluationResult, MicroBatch, Task, make_plan
 from hvd_bert.tasks.trained import as_trained, load_weights
 
 if TYPE_CHECKING:
@@ -69,16 +69,7 @@ class Examples:
         return cls(lambda ids: default_collate([dataset[int(i)] for i in ids]), lengths, digest)
 
 
-@dataclass(frozen=True)
-class ExampleBatch:
-    """`content`: what `collate` returned, on the rank's device. See `MicroBatch` for the counts."""
-
-    content: Any
-    num_windows: int
-    num_tokens: int
-    num_positions: int
-
-
+Result = TypeVar("Result")
 Share = tuple[Ids, Tensor, Any]  # a rank's examples of the validation set, their losses and what `collect` returned
 
 
@@ -94,10 +85,9 @@ class DatasetTask(Task):
     crossover: int = 1  # where the cost of an example begins to grow faster than its length (`batch_plan.window_costs`)
 
     def __init__(self, config: Config, world: World) -> None:
-        of_training, name = None, config.model.model_name_or_path
+        name = config.model.model_name_or_path
         evaluates_own = not config.train.do_train and config.data.task not in TASKS  # those load weights themselves
-        if evaluates_own:
-            of_training = as_trained(config)
+        of_training = as_trained(config) if evaluates_own else None
         self.config, self.world = of_training or config, world
         self.trained = name if of_training else None
         torch.manual_seed(self.config.train.seed)  # for new weights
@@ -154,25 +144,22 @@ class DatasetTask(Task):
         vars(self).pop("_share", None)  # that of other rows
         self.world.check_same(self.fingerprint())
 
-        def predictions(ranks: list[Share]) -> tuple[dict[str, float], Any]:
-            return {}, as_lists(self.predictions(self._joined(ranks)[0]))
-
-        return evaluate_on_ranks(self.world, lambda: self._evaluate_share(self.model), predictions)[1]
+        return self._on_rank_0(self.model, lambda shares: as_lists(self.predictions(self._joined(shares)[0])))
 
     def positions(self, batch: Any, tokens: int) -> int:
         """The `tokens` of a batch, with padding."""
         return tokens
 
-    def batch(self, ids: Ids) -> ExampleBatch:
+    def batch(self, ids: Ids) -> MicroBatch:
         assert self.train is not None
         return self._batch(self.train, ids)
 
-    def _batch(self, examples: Examples, ids: Ids) -> ExampleBatch:
+    def _batch(self, examples: Examples, ids: Ids) -> MicroBatch:
         content = to_device(examples.collate(ids if len(ids) else np.zeros(1, np.int64)), self.world.device)
         tokens = int(examples.lengths[ids].sum())
-        return ExampleBatch(content, len(ids), tokens, self.positions(content, tokens) if len(ids) else 0)
+        return MicroBatch(content, len(ids), tokens, self.positions(content, tokens) if len(ids) else 0)
 
-    def losses(self, model: nn.Module, batch: ExampleBatch) -> Tensor:
+    def losses(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         losses = self.forward(model, batch.content)[0]
         if losses.ndim != 1:
             raise UserError(
@@ -182,9 +169,21 @@ class DatasetTask(Task):
         return losses
 
     def evaluate(self, model: nn.Module) -> EvaluationResult:
-        metrics, found = evaluate_on_ranks(self.world, lambda: self._evaluate_share(model), self._scored)
-        outputs, files = found or (None, {})
-        return EvaluationResult(metrics, self.summary(metrics), files, outputs)
+        result = self._on_rank_0(model, self._scored)
+        metrics = self.world.broadcast(result and result.metrics)
+        return result or EvaluationResult(metrics, self.summary(metrics))
+
+    def _on_rank_0(self, model: nn.Module, use: Callable[[list[Share]], Result]) -> Result | None:
+        """What `use` makes of the shares of all ranks, on rank 0. A collective.
+
+        There is none while a rank evaluates its share, so ranks may have different numbers of batches, or none.
+        """
+        with self.world.raise_on_all_ranks(EXIT_FAILURE):  # for example of NaN weights
+            share = self._evaluate_share(model)
+        shares = self.world.gather(share)
+        with self.world.raise_on_all_ranks(EXIT_FAILURE):
+            made = use(shares) if self.world.rank == 0 else None
+        return made
 
     @cached_property
     def _share(self) -> Ids:
@@ -239,9 +238,8 @@ class DatasetTask(Task):
             )
         return torch.cat(tuple(outputs))
 
-    def _scored(self, ranks: list[Share]) -> tuple[dict[str, float], tuple[Any, dict[str, Any]]]:
-        """Metrics, outputs and files, from the shares of all ranks."""
-        outputs, losses = self._joined(ranks)
+    def _scored(self, shares: list[Share]) -> EvaluationResult:
+        outputs, losses = self._joined(shares)
         metrics = self.score(outputs) | {"eval_loss": float(losses.mean(dtype=torch.float64))}
         missing = self.metrics.keys() - metrics
         if missing:
@@ -249,11 +247,11 @@ class DatasetTask(Task):
                 f"--task {self.config.data.task}: `score` does not return {', '.join(sorted(missing))}. Add it, or"
                 " remove it from `metrics`."
             )
-        return metrics, (outputs, self.files(outputs))
+        return EvaluationResult(metrics, self.summary(metrics), self.files(outputs), outputs)
 
-    def _joined(self, ranks: list[Share]) -> tuple[Any, Tensor]:
+    def _joined(self, shares: list[Share]) -> tuple[Any, Tensor]:
         """Outputs and losses of all examples in their order, from the shares of all ranks."""
-        ids, losses, collected = zip(*(share for share in ranks if len(share[0])), strict=True)
+        ids, losses, collected = zip(*(share for share in shares if len(share[0])), strict=True)
         order = torch.from_numpy(np.argsort(np.concatenate(ids)))
         return self.join(collected, order), torch.cat(losses)[order]
 

@@ -18,7 +18,7 @@ from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import compile_layers, head_logits, load_model, load_tokenizer, tokenizer_digest
-from hvd_bert.model.families import fit_flags
+from hvd_bert.model.families import check_precision, choose_padding
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.loading import load_config
 from hvd_bert.tasks.base import weight_copies
@@ -42,7 +42,7 @@ class EncoderTask(DatasetTask):
         which config.json keeps; in the model's own order if it has the same, whatever their case. Without names, and
         for a trained model, they are the model's.
         """
-        args, data, train = self.config.model, self.config.data, self.config.train
+        args, train = self.config.model, self.config.train
         if self.trained:
             args = replace(args, model_name_or_path=self.trained, config_name=None, tokenizer_name=None)
         if not train.do_train and args.model_name_or_path is None:
@@ -50,7 +50,11 @@ class EncoderTask(DatasetTask):
         self.tokenizer = load_tokenizer(args)
         copies = weight_copies(train.do_train and not args.lora_rank, self.config.parallel.strategy, self.world)
         shape = load_config(args.configuration, args, copies)
-        fit_flags(shape, train.precision, data, self.unit)
+        check_precision(shape, train.precision)
+        padding = choose_padding(shape, self.config.data.padding, self.unit)
+        self.padding = padding if padding != self.config.data.padding else None
+        data = replace(self.config.data, padding=padding)
+        self.config = replace(self.config, data=data)
         if head is not AutoModelForQuestionAnswering:
             self.classes = _named_classes(shape, () if self.trained else classes)
         padded, evaluates = data.pad_to is not None, not train.do_train

@@ -18,37 +18,37 @@ from hvd_bert.config.command_line import trained_settings
 from hvd_bert.config.data import QUESTION_ANSWERING
 from hvd_bert.config.data_files import DataFile
 from hvd_bert.config.settings import Config, DataArguments
-from hvd_bert.data.batch_plan import Ids, Parts, mixture
+from hvd_bert.data.batch_plan import Ids, mixture
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.data.window_table import WindowTable, prepare
-from hvd_bert.distributed.world import log
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, log
 from hvd_bert.evaluation.evaluator import span_options, span_outputs, window_logits
 from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.evaluation.samples import sample_answers
 from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.model.bert import window_losses
-from hvd_bert.tasks.dataset import ExampleBatch, Examples
+from hvd_bert.tasks.base import MicroBatch
+from hvd_bert.tasks.dataset import Examples
 from hvd_bert.tasks.encoder import EncoderTask
 
 SCORES = ("exact_match", "f1")
+ENTRY = ("text", "start_logit", "end_logit", "probability")  # of a candidate in run_qa's file
 
 
-@dataclass(frozen=True)
-class QuestionSet:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class QuestionSet(Examples):
     """Questions and their windows, of all files.
 
-    `parts`: of training data, as in `BatchPlan`. `questions`: only of those to evaluate on. `sets`: their `members`.
+    `questions`: only of those to evaluate on. `sets`: their `members`.
     """
 
     source: Source
     windows: WindowTable
     questions: list[Question] = field(default_factory=list)
     sets: Mapping[str, range] = field(default_factory=dict)
-    parts: Parts = ()
 
 
 class QuestionAnswering(EncoderTask):
@@ -56,8 +56,8 @@ class QuestionAnswering(EncoderTask):
 
     unit: ClassVar[str] = "windows"
     metrics: Mapping[str, Literal["max", "min"]] = {"f1": "max", "exact_match": "max", "eval_loss": "min"}
-    training: QuestionSet | None = None
-    validation: QuestionSet | None = None
+    train: QuestionSet | None = None
+    dev: QuestionSet | None = None
 
     def load(self, config: Config) -> None:
         data, args, name = config.data, config.train, str(config.model.model_name_or_path)
@@ -65,29 +65,21 @@ class QuestionAnswering(EncoderTask):
         if task != QUESTION_ANSWERING:
             raise UserError(f"{name} was trained with --task {task}. Add this flag.")
         self.load_model(AutoModelForQuestionAnswering)
-        training = self._question_set("train") if args.do_train else None
-        validation = None
+        self.train = self._load_split("train") if args.do_train else None
         if args.do_eval and data.train_file and not data.validation_file:
             log.info("No --validation_file is given: the model is not evaluated.")
         elif args.do_eval:
-            validation = self._question_set("validation")
-        self.use(training, validation)
+            self.dev = self._load_split("validation")
+            if len(self.dev.sets) > 1:
+                names = [metric_of(name, part) for part in ("macro", *self.dev.sets) for name in SCORES]
+                self.metrics = {**self.metrics, **dict.fromkeys(names, "max")}
 
-    def use(self, training: QuestionSet | None, validation: QuestionSet | None) -> None:
-        """Train and evaluate `model` on these questions."""
-        self.training, self.validation = training, validation
-        self.train = self._examples(training) if training else None
-        self.dev = self._examples(validation) if validation else None
-        if validation and len(validation.sets) > 1:
-            names = [metric_of(name, data) for data in ("macro", *validation.sets) for name in SCORES]
-            self.metrics = {**self.metrics, **dict.fromkeys(names, "max")}
+    def question_set(self, source: Source, windows: WindowTable, **more: Any) -> QuestionSet:
+        """The windows of these questions as examples. `more`: of `QuestionSet`."""
+        collate = Collator(windows, self.world.device, self.config.data.pad_to)
+        return QuestionSet(collate, windows.lengths, source.digest, source=source, windows=windows, **more)
 
-    def _examples(self, part: QuestionSet) -> Examples:
-        groups = part.windows.column("question") if part.questions else None
-        collate = Collator(part.windows, self.world.device, self.config.data.pad_to)
-        return Examples(collate, part.windows.lengths, part.source.digest, part.parts, groups)
-
-    def _question_set(self, split: str) -> QuestionSet:
+    def _load_split(self, split: str) -> QuestionSet:
         """The "train" or "validation" questions. The ranks of a host tokenize once. Raises UserError."""
         data, world, cache_dir = self.config.data, self.world, self.config.model.cache_dir
         files, sources = zip(*open_split(data, split, cache_dir), strict=True)
@@ -100,11 +92,13 @@ class QuestionAnswering(EncoderTask):
             tables.append(table)
         source, windows = squad.joined(sources, limit), WindowTable.joined(tables)
         if split == "train":
-            return QuestionSet(source, windows, parts=mixture([*map(len, tables)], [file.weight for file in files]))
+            parts = mixture([*map(len, tables)], [file.weight for file in files])
+            return self.question_set(source, windows, parts=parts)
         questions = [source.questions()[:limit] for source in sources]
         squad.check_ids(sources, questions)
         sets = members({file.name: len(some) for file, some in zip(files, questions, strict=True)})
-        return QuestionSet(source, windows, [*chain.from_iterable(questions)], sets)
+        groups, every = windows.column("question"), [*chain.from_iterable(questions)]
+        return self.question_set(source, windows, groups=groups, questions=every, sets=sets)
 
     def limit(self, data: DataArguments) -> None:
         """`load` has applied the limits, to questions."""
@@ -112,7 +106,7 @@ class QuestionAnswering(EncoderTask):
     def positions(self, batch: Any, tokens: int) -> int:
         return int(batch.num_positions)
 
-    def losses(self, model: nn.Module, batch: ExampleBatch) -> Tensor:
+    def losses(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         return window_losses(model, batch.content)
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -120,12 +114,12 @@ class QuestionAnswering(EncoderTask):
 
     def collect(self, outputs: Iterable[tuple[Ids, Tensor]]) -> dict[int, Answer]:
         """The answers to this rank's questions, by the question's number."""
-        assert self.validation is not None
-        windows = self.validation.windows
+        assert self.dev is not None
+        windows = self.dev.windows
         mine = np.unique(windows.numbers("question", self._share))
         # `question` becomes the index in this rank's own list.
         logits = (replace(w, question=int(np.searchsorted(mine, w.question))) for w in window_logits(windows, outputs))
-        answers = answers_of([self.validation.questions[i] for i in mine], logits, span_options(self.config.data))
+        answers = answers_of([self.dev.questions[i] for i in mine], logits, span_options(self.config.data))
         return dict(zip(mine.tolist(), answers, strict=True))
 
     def join(self, collected: Sequence[dict[int, Answer]], order: Tensor) -> list[Answer]:
@@ -134,15 +128,15 @@ class QuestionAnswering(EncoderTask):
         return [answers[number] for number in range(len(answers))]
 
     def score(self, outputs: list[Answer]) -> dict[str, float]:
-        assert self.validation is not None
-        data, sets = self.config.data, self.validation.sets
+        assert self.dev is not None
+        data, sets = self.config.data, self.dev.sets
         v2 = data.version_2_with_negative
         # v2.0's best thresholds need all spans, also where "no answer" wins at the current threshold.
         texts = {answer.id: answer.best_span if v2 else answer.text for answer in outputs}
         odds = {answer.id: answer.null_odds for answer in outputs if answer.null_odds is not None} if v2 else None
         metrics: dict[str, float] = {}
         for name, part in sets.items():
-            questions = self.validation.questions[part.start : part.stop]
+            questions = self.dev.questions[part.start : part.stop]
             scores = score(questions, texts, odds, v2, data.null_score_diff_threshold)
             metrics |= {metric_of(metric, name): value for metric, value in scores.items()}
         files = [name for name in sets if name]
@@ -150,47 +144,46 @@ class QuestionAnswering(EncoderTask):
             metrics[metric_of(metric, "macro")] = fmean(metrics[metric_of(metric, name)] for name in files)
         return metrics
 
-    def summary(self, metrics: dict[str, float]) -> str:
-        return summary(metrics)
+    @staticmethod
+    def summary(metrics: dict[str, float]) -> str:
+        scores = f"EM {metrics['exact_match']:.2f}  F1 {metrics['f1']:.2f}  loss {metrics['eval_loss']:.3f}"
+        others = {"best", "HasAns", "NoAns"}
+        of_files = [f"{n} {metrics[n]:.2f}" for n in metrics if n.endswith("_f1") and not others & {*n.split("_")}]
+        return "  ".join([f"{scores}  on {metrics['total']:.0f} questions", *of_files])
 
     def files(self, outputs: list[Answer]) -> dict[str, Any]:
-        assert self.validation is not None
+        assert self.dev is not None
         v2 = self.config.data.version_2_with_negative
-        return files(outputs) | {"eval_samples.json": sample_answers(self.validation.questions, outputs, v2)}
+        return files(outputs) | {"eval_samples.json": sample_answers(self.dev.questions, outputs, v2)}
 
     def window_names(self, ids: Ids) -> list[str]:
-        assert self.training is not None
+        assert self.train is not None
         try:
-            return [self._question_ids[n] for n in self.training.windows.numbers("question", ids).tolist()]
+            return [self._question_ids[n] for n in self.train.windows.numbers("question", ids).tolist()]
         except Exception:  # the data is gone or has changed, or never had questions (bench): no reason to fail
             return super().window_names(ids)
 
     @cached_property
     def _question_ids(self) -> list[str]:
         """Ids of the training questions, read once more when a message needs them."""
-        assert self.training is not None
-        return [question.id for question in self.training.source.questions()]
+        assert self.train is not None
+        return [question.id for question in self.train.source.questions()]
 
     def facts(self) -> dict[str, object]:
-        sets = {"training": self.training, "validation": self.validation}
+        sets = {"training": self.train, "validation": self.dev}
         findings = {name: part.windows.findings for name, part in sets.items() if part}
         counts = {name: {"left_out": found.left_out, "mistakes": found.mistakes} for name, found in findings.items()}
         return {"bad_examples": counts} if self.config.data.bad_examples == "skip" else {}
-
-
-def summary(metrics: dict[str, float]) -> str:
-    """An evaluation in one line."""
-    scores = f"EM {metrics['exact_match']:.2f}  F1 {metrics['f1']:.2f}  loss {metrics['eval_loss']:.3f}"
-    others = {"best", "HasAns", "NoAns"}
-    of_files = [f"{n} {metrics[n]:.2f}" for n in metrics if n.endswith("_f1") and not others & {*n.split("_")}]
-    return "  ".join([f"{scores}  on {metrics['total']:.0f} questions", *of_files])
 
 
 def files(answers: list[Answer]) -> dict[str, Any]:
     """run_qa's files: predictions, n best answers per question and, for v2.0, the odds of "no answer"."""
     contents: dict[str, Any] = {
         "eval_predictions.json": {answer.id: answer.text for answer in answers},
-        "eval_nbest_predictions.json": {answer.id: answer.nbest for answer in answers},
+        "eval_nbest_predictions.json": {
+            answer.id: [{name: getattr(candidate, name) for name in ENTRY} for candidate in answer.nbest]
+            for answer in answers
+        },
     }
     odds = {answer.id: answer.null_odds for answer in answers if answer.null_odds is not None}
     return contents | ({"eval_null_odds.json": odds} if odds else {})

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 from torch import nn
 
 from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.config.settings import FLAGS, Config, from_flags
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.model.loading import LORA_CHECKPOINT
 from hvd_bert.storage.reading import open_regular
 
 _HUB, _FILES = {"dataset_name", "dataset_config_name"}, {"train_file", "validation_file"}
 _OF_TRAINING = {name for name, flag in FLAGS.items() if flag.group in ("model", "data")} | {"seed"}
-_OF_TRAINING -= {"task", "max_eval_samples"}
+_OF_TRAINING -= {"task", "max_eval_samples", "pad_to_max_length"}  # the last follows from --padding
 
 
 def as_trained(config: Config) -> Config | None:
@@ -34,14 +31,10 @@ def as_trained(config: Config) -> Config | None:
         replaced = _HUB | _FILES
     elif config.data.train_file or config.data.validation_file:
         replaced = _HUB
-    sections: dict[str, Any] = {}
-    for name in ("model", "data", "train"):
-        sections[name] = section = copy.copy(getattr(config, name))
-        for flag in vars(section).keys() & _OF_TRAINING - replaced:
-            if getattr(section, flag) == FLAGS[flag].default:
-                setattr(section, flag, trained.get(flag, FLAGS[flag].default))
-    sections["model"].model_name_or_path = trained.get("model_name_or_path")
-    return replace(config, **sections)
+    given = config.as_flat()
+    unset = {name for name in _OF_TRAINING - replaced if given[name] == FLAGS[name].default}
+    of_training = {name: trained[name] for name in unset & trained.keys()}
+    return from_flags(given | of_training | {"model_name_or_path": trained.get("model_name_or_path")})
 
 
 def load_weights(model: nn.Module, folder: str) -> None:

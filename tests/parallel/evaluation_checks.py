@@ -38,9 +38,9 @@ def _evaluate(ranks: Ranks, preset: str, num_questions: int) -> None:
     words += ["--per_device_eval_batch_size", 4, "--n_best_size", 5]
     config = command_line.parse([str(word) for word in words])
     task = QuestionAnswering(config, world)
-    assert task.validation is not None
-    questions = task.validation.questions
-    assert len(task.validation.windows) > num_questions == len(questions)
+    assert task.dev is not None
+    questions = task.dev.questions
+    assert len(task.dev.windows) > num_questions == len(questions)
     task.model.train()
     evaluation = task.evaluate(task.model)
     answers = evaluation.outputs
@@ -57,7 +57,7 @@ def _evaluate(ranks: Ranks, preset: str, num_questions: int) -> None:
         "predictions": {answer.id: answer.text for answer in answers},
         "best_spans": {answer.id: answer.best_span for answer in answers},
         "null_odds": {answer.id: answer.null_odds for answer in answers},
-        "nbest": {answer.id: answer.nbest for answer in answers},
+        "nbest": {answer.id: [candidate.text for candidate in answer.nbest] for answer in answers},
     }
     (ranks.folder / evaluation_name(preset, num_questions)).write_text(json.dumps(left), encoding="utf-8")
 
@@ -85,7 +85,7 @@ def files_are_mixed_by_weight_and_scored_as_alone(ranks: Ranks) -> None:
     words += [f"--per_device_train_batch_size={8 // world.size}", "--per_device_eval_batch_size=4"]
     task = load_task(command_line.parse(words), world)
     one = load_task(command_line.parse([*words, "--per_device_train_batch_size=8"]), World())
-    assert isinstance(task, QuestionAnswering) and task.plan and one.plan and task.training
+    assert isinstance(task, QuestionAnswering) and task.plan and one.plan and task.train
     assert (task.plan.num_windows, task.plan.steps_per_epoch) == (3 + 10, 2)
     counts = np.zeros(11, np.int64)
     for step in range(8):  # four epochs
@@ -98,7 +98,7 @@ def files_are_mixed_by_weight_and_scored_as_alone(ranks: Ranks) -> None:
     assert len(set(task.window_names(np.arange(11)))) == 11
     found = task.evaluate(task.model).metrics
     for name, file in (("C", c), ("D", d)):
-        alone = load_task(command_line.parse(command_line.overriding(words, [f"--validation_file={file}"])), world)
+        alone = load_task(command_line.parse(command_line.override_argv(words, [f"--validation_file={file}"])), world)
         assert isinstance(alone, QuestionAnswering)
         scores = alone.evaluate(task.model).metrics
         assert all(scores[key] == found[f"{name}_{key}"] for key in ("exact_match", "f1", "total")) and scores["f1"] > 0
@@ -115,9 +115,9 @@ def questions_with_mistakes_are_left_out_on_all_ranks(ranks: Ranks) -> None:
     world.allgather(None)
     words = sample("--train_file", file, "--validation_file", file, "--bad_examples", "skip")
     task = load_task(command_line.parse([*words, f"--per_device_train_batch_size={8 // world.size}"]), world)
-    assert isinstance(task, QuestionAnswering) and task.training
-    windows = [row.tolist() for row in task.training.windows.lists("input_ids", range(11))]
-    assert world.allgather(windows) == [windows] * world.size and len(task.training.windows) == 11
+    assert isinstance(task, QuestionAnswering) and task.train
+    windows = [row.tolist() for row in task.train.windows.lists("input_ids", range(11))]
+    assert world.allgather(windows) == [windows] * world.size and len(task.train.windows) == 11
     found = {
         name: {"left_out": left_out, "mistakes": {"misplaced answer": 1}}
         for name, left_out in (("training", 1), ("validation", 0))

@@ -230,12 +230,10 @@ def test_answers_to_a_file_are_those_of_one_rank(launch: Launch, alone: Launch) 
 def test_evaluation_is_that_of_one_rank(launch: Launch, alone: Launch, preset: str, num_questions: int) -> None:
     name = evaluation_checks.evaluation_name(preset, num_questions)
     found, expected = launch.read(name), alone.read(name)
-    for exact in ("predictions", "best_spans"):
+    for exact in ("predictions", "best_spans", "nbest"):
         assert found[exact] == expected[exact]
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
     assert found["null_odds"] == pytest.approx(expected["null_odds"], abs=1e-4)
-    for rival, other in zip(found["nbest"].values(), expected["nbest"].values(), strict=True):
-        assert [entry["text"] for entry in rival] == [entry["text"] for entry in other]
 
 
 @of_horovod

@@ -22,11 +22,10 @@ from hvd_bert.data.collate import Collator
 from hvd_bert.distributed.world import World
 from hvd_bert.model.bert import place, window_losses
 from hvd_bert.model.precision import autocast
-from hvd_bert.strategies.base import Strategy, strategy_class
+from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.strategies.word_rows import word_embedding
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.training.optim import make_optimizer
-from hvd_bert.training.state import strategy_options
 
 WINDOWS = 17
 GLOBAL_BATCH = 16  # so the second step of each epoch has one window, and all ranks but one have none
@@ -43,7 +42,7 @@ def sample(*flags: str | float | Path) -> list[str]:
     strategy, _, stage = sys.argv[3].partition(":")  # as in "deepspeed:1"
     fixed += ["--strategy", strategy, *(["--zero_stage", stage] if stage else [])]
     fixed += ["--max_train_samples", WINDOWS, "--weight_decay", 0.01]
-    return command_line.overriding([str(word) for word in fixed], [str(word) for word in flags])
+    return command_line.override_argv([str(word) for word in fixed], [str(word) for word in flags])
 
 
 class Training:
@@ -55,7 +54,7 @@ class Training:
         self.world = world
         self.config: Config = command_line.parse(sample("--no_do_eval", *batch, *flags))
         self.task = task = QuestionAnswering(self.config, world)
-        assert task.training and task.plan
+        assert task.train and task.plan
         self.plan = task.plan
         assert (self.plan.num_windows, self.plan.steps_per_epoch) == (WINDOWS, 2)
         self.model: nn.Module = task.model
@@ -63,14 +62,14 @@ class Training:
         self.frozen = [weight for name, weight in self.model.named_parameters() if frozen in name]
         for weight in self.frozen:
             weight.requires_grad_(False)
-        self.collate = Collator(task.training.windows, world.device, self.config.data.pad_to)
+        self.collate = Collator(task.train.windows, world.device, self.config.data.pad_to)
         self.model.train()
 
     def wrap(self) -> Strategy:
         self.strategy = strategy_class(self.config.parallel.strategy)(
             self.model,
             lambda module: make_optimizer(module, self.config.train, self.world.size),
-            strategy_options(self.config.train, self.config.parallel, self.plan.accumulation),
+            StrategyOptions(self.config.train, self.config.parallel, self.plan.accumulation),
             self.world,
         )
         self.forward = self.strategy.module

@@ -18,11 +18,11 @@ from transformers import BertConfig, BertForQuestionAnswering
 
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.command_line import parse
+from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.model.bert import place
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.families import model_class
 from hvd_bert.predict import answerer
-from hvd_bert.predict.answerer import FoundAnswer
 from hvd_bert.tasks.question_answering import QuestionAnswering
 
 SETTINGS = {"max_seq_length": 40, "doc_stride": 8, "n_best_size": 5, "max_answer_length": 6}
@@ -96,7 +96,7 @@ def test_questions_and_answers_in_the_shape_of_a_pipeline(qa, questions):
         qa(asked[0], top_k=0)
 
 
-def same(found: list[FoundAnswer], expected: list[FoundAnswer]) -> None:
+def same(found: list[Answer], expected: list[Answer]) -> None:
     """The same texts and places; numbers to the last bit where products do not depend on the other rows."""
     assert [places(answer) for answer in found] == [places(answer) for answer in expected]
     if kernels.chosen("fp32").linear == kernels.ONEDNN:
@@ -104,7 +104,7 @@ def same(found: list[FoundAnswer], expected: list[FoundAnswer]) -> None:
     assert [answer.score for answer in found] == pytest.approx([answer.score for answer in expected], abs=1e-5)
 
 
-def places(answer: FoundAnswer) -> list[tuple[str, int | None, int | None]]:
+def places(answer: Answer) -> list[tuple[str, int | None, int | None]]:
     return [(one.text, one.start, one.end) for one in (answer, *answer.nbest)]
 
 
@@ -117,16 +117,16 @@ def test_answers_are_those_of_evaluation(model, questions, write_squad, tmp_path
     config = parse([*flags, "--null_score_diff_threshold", "-5.5", *["--version_2_with_negative"] * version_2])
     task = QuestionAnswering(config, make_world())
     place(task.model, torch.device("cpu"))
-    evaluated = [FoundAnswer.of(answer) for answer in task.evaluate(task.model).outputs]
+    evaluated = task.evaluate(task.model).outputs
     assert {bool(answer.text) for answer in evaluated} == ({True, False} if version_2 else {True})
 
     monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 7)
-    asked = task.validation.questions  # in the file's order, with the answers, which must not matter
+    asked = task.dev.questions  # in the file's order, with the answers, which must not matter
     for batch_size, order in ((8, 1), (3, -1), (1, 1)):
         qa = QuestionAnswerer(
             model, batch_size=batch_size, version_2_with_negative=version_2, null_score_diff_threshold=-5.5
         )
-        answers = [FoundAnswer.of(answer) for answer in qa.answers(asked[::order])]
+        answers = list(qa.answers(asked[::order]))
         same(answers[::order], evaluated)
 
 

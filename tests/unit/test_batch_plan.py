@@ -22,11 +22,11 @@ quick = settings(max_examples=60)
 
 @st.composite
 def plans(draw):
-    size = draw(st.integers(1, 9))
-    return BatchPlan.of_rank_batch(
+    size, accumulation = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    return BatchPlan(
         lengths=lengths(draw(st.integers(size, 200)), seed=draw(st.integers(0, 2**32))),
-        rank_batch=draw(st.integers(1, 8)),
-        accumulation=draw(st.integers(1, 4)),
+        global_batch=draw(st.integers(1, 8)) * accumulation * size,
+        accumulation=accumulation,
         size=size,
         seed=draw(st.integers(0, 2**32)),
         crossover=draw(st.sampled_from([1, MINILM, BERT_BASE, 10**9])),
@@ -86,10 +86,9 @@ def test_ranks_share_a_step_evenly(plan, step):
 @each("num_windows", [8, 24, 101])
 @each("step", [0, 2, 7, 40])
 def test_step_does_not_depend_on_the_world(num_windows, step):
-    worlds = [(8, 1, 1), (4, 1, 2), (2, 2, 2), (2, 1, 4), (1, 2, 4), (1, 1, 8)]
-    plans = [BatchPlan.of_rank_batch(lengths(num_windows), *world, seed=3, crossover=MINILM) for world in worlds]
+    worlds = [(1, 1), (1, 2), (2, 2), (1, 4), (2, 4), (1, 8)]  # accumulation and size
+    plans = [BatchPlan(lengths(num_windows), 8, *world, seed=3, crossover=MINILM) for world in worlds]
     for plan in plans:
-        assert plan.global_batch == 8
         np.testing.assert_array_equal(plan.step_windows(step), plans[0].step_windows(step))
 
 
@@ -106,7 +105,7 @@ def test_plan_is_pure(plan, step):
 @each("crossover", [MINILM, BERT_BASE])
 @each(("size", "batch"), [(2, 8), (4, 8), (8, 8), (3, 8), (4, 16), (128, 8)])
 def test_ranks_take_nearly_the_same_number_of_tokens(size, batch, crossover):
-    plan = BatchPlan.of_rank_batch(lengths(40 * size * batch), batch, 1, size, 0, crossover)
+    plan = BatchPlan(lengths(40 * size * batch), batch * size, 1, size, 0, crossover)
     tokens = [imbalance(plan.rank_tokens(step)) for step in range(plan.steps_per_epoch)]
     costs = [imbalance(rank_costs(plan, step)) for step in range(plan.steps_per_epoch)]
     assert max(tokens) <= 1.02
@@ -114,7 +113,7 @@ def test_ranks_take_nearly_the_same_number_of_tokens(size, batch, crossover):
 
 
 def test_passes_of_a_rank_are_balanced():
-    plan = BatchPlan.of_rank_batch(lengths(2000), 8, 4, 4, seed=1, crossover=MINILM)
+    plan = BatchPlan(lengths(2000), 128, 4, 4, seed=1, crossover=MINILM)
     for step in range(plan.steps_per_epoch - 1):
         assert imbalance(plan.rank_tokens(step)) <= 1.02
         for passes in by_rank(plan, step):

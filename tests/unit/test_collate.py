@@ -62,7 +62,6 @@ def test_batch(rows, windows, ids):
     assert batch.ends.tolist() == [rows[i]["end_position"] for i in ids]
     assert batch.lengths == lengths
     assert batch.num_windows == len(ids)
-    assert batch.num_tokens == len(tokens)
     assert batch.attention_mask is None
     assert batch.cu_seqlens.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     assert batch.cu_seqlens.dtype == torch.int32  # as attention kernels require
@@ -84,7 +83,7 @@ def test_padded_batch(rows, windows, ids, pad_to):
         assert padded.token_type_ids[i, :length].tolist() == [int(p >= row["context_start"]) for p in range(length)]
         assert padded.position_ids[i].tolist() == list(range(width))
         assert padded.attention_mask[i].tolist() == [True] * length + [False] * (width - length)
-    for name in ("lengths", "num_windows", "num_tokens"):
+    for name in ("lengths", "num_windows"):
         assert getattr(padded, name) == getattr(packed, name)
     assert torch.equal(padded.starts, packed.starts)
     assert torch.equal(padded.ends, packed.ends)
@@ -93,7 +92,7 @@ def test_padded_batch(rows, windows, ids, pad_to):
 @each("pad_to", [None, 0])
 def test_rank_without_windows_gets_one_that_does_not_count(windows, pad_to):
     batch = Collator(windows, CPU, pad_to)([])
-    assert (batch.num_windows, batch.num_tokens) == (0, 0)
+    assert (batch.num_windows, batch.num_positions) == (0, 0)
     assert len(batch.lengths) == 1  # without a forward pass, the rank would never call its allreduce
     assert batch.input_ids.shape == (1, batch.lengths[0])
 
@@ -104,7 +103,7 @@ def test_rank_without_windows_gets_one_that_does_not_count(windows, pad_to):
 @pytest.fixture
 def plan() -> BatchPlan:
     lengths = np.arange(10, 32, dtype=np.int32)
-    return BatchPlan.of_rank_batch(lengths, rank_batch=2, accumulation=2, size=2, seed=3, crossover=100)
+    return BatchPlan(lengths, global_batch=8, accumulation=2, size=2, seed=3, crossover=100)
 
 
 @each("first", [0, 7])

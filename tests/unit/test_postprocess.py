@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tables import refused
 
 from hvd_bert.data.sources.squad import Question
-from hvd_bert.evaluation.postprocess import Answer, SpanOptions, WindowLogits, answers_of
+from hvd_bert.evaluation.postprocess import Answer, Candidate, SpanOptions, WindowLogits, answers_of
 
 NUM_QUESTION_TOKENS = 3  # [CLS] word [SEP], so the context starts at index 3
 V2 = {"version_2_with_negative": True}
@@ -78,19 +78,23 @@ def reference(q: Question, windows: list[WindowLogits], options: SpanOptions) ->
     elif not listed:
         listed = [{"text": "", "start_logit": 0.0, "end_logit": 0.0, "score": 0.0, "span": None}]
     total = sum(math.exp(entry["score"]) for entry in listed)
-    nbest = [{**entry, "probability": math.exp(entry["score"]) / total} for entry in listed]
-    spans_of_entries = [entry.pop("span") for entry in nbest]
-    for entry in nbest:
-        del entry["score"]
-    return Answer(q.id, text, nbest, null_odds, spans_of_entries)
+    nbest = []
+    for entry in listed:
+        start, end = entry["span"] or (None, None)
+        logits = entry["start_logit"], entry["end_logit"]
+        nbest.append(Candidate(entry["text"], start, end, math.exp(entry["score"]) / total, *logits))
+    chosen = next(candidate for candidate in nbest if candidate.text == text)
+    return Answer(**vars(chosen), id=q.id, null_odds=null_odds, nbest=tuple(nbest))
 
 
 def assert_same(got: Answer, expected: Answer) -> None:
-    assert (got.id, got.text, got.spans) == (expected.id, expected.text, expected.spans)
+    assert got.id == expected.id
     if expected.null_odds is not None:
         assert got.null_odds == expected.null_odds
-    for mine, theirs in zip(got.nbest, expected.nbest, strict=True):
-        assert mine == {**theirs, "probability": pytest.approx(theirs["probability"], rel=1e-9)}
+    for mine, theirs in zip((got, *got.nbest), (expected, *expected.nbest), strict=True):
+        assert (mine.text, mine.start, mine.end) == (theirs.text, theirs.start, theirs.end)
+        assert (mine.start_logit, mine.end_logit) == (theirs.start_logit, theirs.end_logit)
+        assert mine.probability == pytest.approx(theirs.probability, rel=1e-9)
 
 
 @st.composite
@@ -155,7 +159,7 @@ def test_finds_a_span_whose_ends_are_not_among_the_n_best() -> None:
     q = question(8)
     answer = only([window(q, 0, [0, 0, 0, 1, 0, 5, 6, 8], [7, 6, 5, 0, 1, 0, 0, 0])], q, n_best_size=3)
     assert answer.text == "w7"
-    assert [entry["text"] for entry in answer.nbest] == ["w7", "w0", "w0 w1"]
+    assert [candidate.text for candidate in answer.nbest] == ["w7", "w0", "w0 w1"]
 
 
 def test_text_is_cut_by_characters() -> None:
@@ -169,7 +173,7 @@ def test_tokens_without_characters_are_no_answer() -> None:
     q = question(2)
     w = window(q, 0, [9, 0], [9, 0])
     w = WindowLogits(0, 3, w.char_starts, np.array([0, 5]), w.start_logits, w.end_logits)
-    assert only([w], q).nbest == [{"text": "w1", "start_logit": 0.0, "end_logit": 0.0, "probability": 1.0}]
+    assert only([w], q).nbest == (Candidate("w1", 3, 5, 1.0, 0.0, 0.0),)
 
 
 class TestNull:
@@ -181,12 +185,12 @@ class TestNull:
         windows = [window(q, 0, [2, 0], [2, 0], null=(2, 3))]
         answer = only(windows, q, null_score_diff_threshold=threshold, **V2)
         assert (answer.text, answer.null_odds, answer.best_span) == (text, 1.0, "w0")
-        assert answer.nbest[0]["text"] == ""
+        assert answer.nbest[0].text == ""
 
     def test_without_spans(self) -> None:
         q = question(0)
         for windows in ([], [window(q, 0, [], [], null=(-5, -6))]):
-            assert only(windows, q).nbest == [{"text": "", "start_logit": 0, "end_logit": 0, "probability": 1}]
+            assert only(windows, q).nbest == (Candidate("", None, None, 1.0, 0.0, 0.0),)
             answer = only(windows, q, null_score_diff_threshold=1e30, **V2)
             assert (answer.text, answer.best_span, len(answer.nbest)) == ("", "", 1)
             assert answer.null_odds is not None and 1e30 < answer.null_odds < math.inf

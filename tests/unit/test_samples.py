@@ -15,8 +15,7 @@ def question(number: int, answers: tuple[str, ...] = ("red box", "box"), before:
 
 
 def answer(number: int, text: str, probability: float = 0.75) -> Answer:
-    entries = [{"text": "something else", "probability": 0.9}, {"text": text, "probability": probability}]
-    return Answer(f"q{number}", text, entries, None, [None, None])  # type: ignore[arg-type]
+    return Answer(text, None, None, probability, 0.0, 0.0, f"q{number}", None, ())
 
 
 def test_sample_has_all_that_a_reader_needs():

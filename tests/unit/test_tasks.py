@@ -54,7 +54,7 @@ def test_wrong_names(own_task, task, named):
 
 def test_own_task_is_evaluated_and_saved(own_task, tmp_path):
     task = load_task(parse(["--task", "digits:Digits", "--per_device_eval_batch_size", "100"]), make_world())
-    assert task.plan.num_windows == 1500 and task.config.checkpoint.metric_for_best_model == "accuracy"
+    assert task.plan.num_windows == 1500
     evaluation = task.evaluate(task.model)
     pixels, labels = task.dev.collate(np.arange(297))
     classes = task.model(pixels).argmax(1)
@@ -185,7 +185,7 @@ def test_predictions_of_a_file(own_task, tmp_path, monkeypatch):
     pixels = trained.dev.collate(np.arange(3))[0]
     rows = [{"name": str(n), "pixels": (image * 16).tolist()} for n, image in enumerate(pixels)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [tmp_path, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.csv"]
+    words = [tmp_path, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.csv", "--overwrite"]
     answered(*words, by=lambda flags, world: predict_file(flags, "digits:Digits", world))
     found = rows_of(tmp_path / "out.csv")
     classes = trained.model(pixels).argmax(1).tolist()

@@ -80,7 +80,8 @@ def evaluating(run, *flags, task=TASK):
 
 def predicted(run, file, task=TASK, suffix=".jsonl"):
     """The rows that `hvd-bert predict` writes."""
-    answered(run, "--input", file, "--output", f"out{suffix}", by=lambda flags, world: predict_file(flags, task, world))
+    words = (run, "--input", file, "--output", f"out{suffix}", "--overwrite")
+    answered(*words, by=lambda flags, world: predict_file(flags, task, world))
     return rows_of(Path(f"out{suffix}"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import os
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ from tables import each, refused
 from hvd_bert.data import window_cutting, window_table
 from hvd_bert.data.sources import squad
 from hvd_bert.data.window_cutting import WindowOptions
-from hvd_bert.data.window_table import check_lengths, prepare
+from hvd_bert.data.window_table import WindowTable, check_lengths, prepare
 
 SMALL = WindowOptions(max_seq_length=32, doc_stride=8)
 
@@ -26,8 +26,14 @@ def source(make_questions):
     return squad.from_questions("small", make_questions(10, unanswered_every=5))
 
 
-def inode(dataset) -> int:
-    return os.stat(dataset.path).st_ino
+def file_in(cache: Path) -> tuple[Path, int]:
+    """The cache's only table, and the file's inode: another one was built again."""
+    (file,) = cache.glob("*/windows.arrow")
+    return file, file.stat().st_ino
+
+
+def rows(table: WindowTable) -> pa.Table:
+    return pa.Table.from_batches(table.batches)
 
 
 # --- the table -------------------------------------------------------------------------------------
@@ -35,21 +41,21 @@ def inode(dataset) -> int:
 
 def test_table_has_its_schema_and_counts(source, tokenizer, own_cache):
     dataset = prepare(source, tokenizer, SMALL)
-    assert dataset.path.parent.parent == own_cache
-    assert dataset.arrow.schema.equals(window_cutting.SCHEMA)
+    file_in(own_cache)
+    assert rows(dataset).schema.equals(window_cutting.SCHEMA)
     assert sorted(set(dataset.column("question"))) == list(range(10))
     counted = dataset.counts
     assert (counted.questions, counted.answerable_questions, counted.windows) == (10, 8, len(dataset))
     assert prepare(source, tokenizer, SMALL).counts == counted
 
 
-def test_cached_table_is_mapped_and_not_read(source, tokenizer, tmp_path):
-    prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+def test_cached_table_is_mapped_and_not_read(source, tokenizer, own_cache):
+    prepare(source, tokenizer, SMALL)
     gc.collect()
     before = pa.total_allocated_bytes()
-    dataset = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    dataset = prepare(source, tokenizer, SMALL)
     assert pa.total_allocated_bytes() <= before
-    with pa.OSFile(str(dataset.path)) as file, pa.ipc.open_stream(file) as stream:
+    with pa.OSFile(str(file_in(own_cache)[0])) as file, pa.ipc.open_stream(file) as stream:
         in_memory = stream.read_all()
     assert len(in_memory) == len(dataset)
     assert pa.total_allocated_bytes() > before  # reading it allocates memory
@@ -59,7 +65,7 @@ def test_windows_of_several_pieces_are_found_by_number(source, tokenizer, own_ca
     monkeypatch.setattr(window_cutting, "_WINDOWS_AT_ONCE", 3)
     dataset = prepare(source, tokenizer, SMALL)
     ids = range(len(dataset))[::-1]
-    tokens = dataset.arrow["input_ids"].to_pylist()
+    tokens = rows(dataset)["input_ids"].to_pylist()
     assert [window.tolist() for window in dataset.lists("input_ids", ids)] == tokens[::-1]
     assert (dataset.lengths.dtype, dataset.lengths.tolist()) == (np.int32, [len(window) for window in tokens])
     assert dataset.numbers("question", ids).tolist() == dataset.column("question").tolist()[::-1]
@@ -68,39 +74,40 @@ def test_windows_of_several_pieces_are_found_by_number(source, tokenizer, own_ca
 
 def test_batch_sizes_do_not_change_the_table(make_questions, tokenizer, tmp_path, monkeypatch):
     source = squad.from_questions("small", make_questions(25, unanswered_every=4))
-    whole = prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "a")
+    whole = prepare(source, tokenizer, SMALL)
     monkeypatch.setattr(window_table, "_QUESTIONS_AT_ONCE", 7)
     monkeypatch.setattr(window_cutting, "_WINDOWS_AT_ONCE", 3)
-    parts = prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "b")
-    assert whole.arrow == parts.arrow
+    monkeypatch.setenv("HVD_BERT_CACHE", str(tmp_path / "b"))
+    parts = prepare(source, tokenizer, SMALL)
+    assert rows(whole) == rows(parts)
     assert whole.counts == parts.counts
 
 
 def test_windows_in_memory_are_those_of_the_cache(source, tokenizer):
     dataset, questions = prepare(source, tokenizer, SMALL), source.questions()
     table = window_table.in_memory(questions, window_cutting.WindowTokenizer(tokenizer, SMALL))
-    assert table.arrow == dataset.arrow
-    assert (table.counts, table.path) == (dataset.counts, None)
+    assert rows(table) == rows(dataset)
+    assert table.counts == dataset.counts
 
 
-def test_max_samples_keeps_the_first_questions(source, tokenizer, tmp_path):
-    every = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    some = prepare(source, tokenizer, WindowOptions(32, 8, max_samples=3), cache_dir=tmp_path)
-    assert some.arrow == every.arrow.filter(pc.field("question") < 3)
-    more = prepare(source, tokenizer, WindowOptions(32, 8, max_samples=99), cache_dir=tmp_path)
-    assert more.arrow == every.arrow
+def test_max_samples_keeps_the_first_questions(source, tokenizer, own_cache):
+    every = prepare(source, tokenizer, SMALL)
+    some = prepare(source, tokenizer, WindowOptions(32, 8, max_samples=3))
+    assert rows(some) == rows(every).filter(pc.field("question") < 3)
+    more = prepare(source, tokenizer, WindowOptions(32, 8, max_samples=99))
+    assert rows(more) == rows(every)
 
 
-def test_only_the_leader_warns_of_truncated_questions_and_lost_answers(make_questions, tokenizer, tmp_path, caplog):
+def test_only_the_leader_warns_of_truncated_questions_and_lost_answers(make_questions, tokenizer, caplog):
     context = "the " * 20 + "red " * 40
     long_answer = squad.Question("a", "", context, "what?", ("red " * 39 + "red",), (80,))
     long_question = squad.Question("b", "", context, "what " * 90, ("red",), (80,))
     without_token = squad.Question("c", "", "the \x07 box", "what?", ("\x07",), (4,))
     source = squad.from_questions("lossy", [long_answer, long_question, without_token, *make_questions(3)])
     with caplog.at_level(logging.WARNING):
-        prepare(source, tokenizer, SMALL, cache_dir=tmp_path, leader=False)
+        prepare(source, tokenizer, SMALL, leader=False)
         assert not caplog.records
-        prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+        prepare(source, tokenizer, SMALL)
     truncated, lost = [record.getMessage() for record in caplog.records]
     assert truncated.startswith("lossy: 1 of 6 questions") and lost.startswith("lossy: 2 of 6 answers")
 
@@ -108,43 +115,47 @@ def test_only_the_leader_warns_of_truncated_questions_and_lost_answers(make_ques
 # --- the cache -------------------------------------------------------------------------------------
 
 
-def test_same_call_finds_the_table_without_reading_the_questions(source, tokenizer, tmp_path):
+def test_same_call_finds_the_table_without_reading_the_questions(source, tokenizer, own_cache):
     def never() -> list[squad.Question]:
         raise AssertionError("must not be read")
 
-    first = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    prepare(source, tokenizer, SMALL)
+    first = file_in(own_cache)
     unread = squad.Source("elsewhere", source.digest, never)
-    assert inode(prepare(unread, tokenizer, SMALL, cache_dir=tmp_path)) == inode(first)
+    prepare(unread, tokenizer, SMALL)
+    assert file_in(own_cache) == first
 
 
 def test_key_covers_every_option_the_text_and_the_tokenizer(
-    source, make_questions, tokenizer, make_tokenizer, tmp_path, monkeypatch
+    source, make_questions, tokenizer, make_tokenizer, own_cache, monkeypatch
 ):
-    prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    prepare(source, tokenizer, SMALL)
     for options in (WindowOptions(33, 8), WindowOptions(32, 9), WindowOptions(32, 8, 5)):
-        prepare(source, tokenizer, options, cache_dir=tmp_path)
-    prepare(squad.from_questions("small", make_questions(9)), tokenizer, SMALL, cache_dir=tmp_path)
-    prepare(source, make_tokenizer("hall"), SMALL, cache_dir=tmp_path)
+        prepare(source, tokenizer, options)
+    prepare(squad.from_questions("small", make_questions(9)), tokenizer, SMALL)
+    prepare(source, make_tokenizer("hall"), SMALL)
     cased = copy.deepcopy(tokenizer)
     cased.backend_tokenizer.normalizer = None
-    prepare(source, cased, SMALL, cache_dir=tmp_path)
+    prepare(source, cased, SMALL)
     split = copy.deepcopy(tokenizer)
     split.backend_tokenizer.encode_special_tokens = True
-    prepare(source, split, SMALL, cache_dir=tmp_path)
+    prepare(source, split, SMALL)
     other_special = copy.deepcopy(tokenizer)
     other_special.sep_token = "?"
-    prepare(source, other_special, SMALL, cache_dir=tmp_path)
+    prepare(source, other_special, SMALL)
     monkeypatch.setattr(window_table.tokenizers, "__version__", "0.0")
-    prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    prepare(source, tokenizer, SMALL)
     monkeypatch.setattr(window_table, "_FORMAT", 10**6)
-    prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    assert len(list(tmp_path.glob("*.lock"))) == 11
+    prepare(source, tokenizer, SMALL)
+    assert len(list(own_cache.glob("*.lock"))) == 11
 
 
-def test_using_the_tokenizer_does_not_change_the_key(source, tokenizer, tmp_path):
-    first = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+def test_using_the_tokenizer_does_not_change_the_key(source, tokenizer, own_cache):
+    prepare(source, tokenizer, SMALL)
+    first = file_in(own_cache)
     tokenizer("what is", "red box in the hall", truncation="only_second", max_length=9, padding="max_length")
-    assert inode(prepare(source, tokenizer, SMALL, cache_dir=tmp_path)) == inode(first)
+    prepare(source, tokenizer, SMALL)
+    assert file_in(own_cache) == first
 
 
 # --- wrong values ----------------------------------------------------------------------------------
@@ -157,9 +168,9 @@ def test_using_the_tokenizer_does_not_change_the_key(source, tokenizer, tmp_path
         (WindowOptions(513, 128), ["--max_seq_length 513", "at most 512"]),
     ],
 )
-def test_impossible_options_are_refused_before_any_work(source, tokenizer, tmp_path, options, named):
+def test_impossible_options_are_refused_before_any_work(source, tokenizer, own_cache, options, named):
     with refused(*named):
-        prepare(source, tokenizer, options, cache_dir=tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
+        prepare(source, tokenizer, options)
+    assert not own_cache.exists()
     for length in (133, 512):  # the limits themselves
         check_lengths(WindowOptions(length, 128), tokenizer)

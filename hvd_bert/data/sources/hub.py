@@ -13,14 +13,27 @@ from hvd_bert.errors import UserError, reason_of
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# The hub moved these to their authors' namespaces; a local cache may have either name.
-_ALIASES = {
-    "squad": "rajpurkar/squad", "squad_v2": "rajpurkar/squad_v2", "mnist": "ylecun/mnist", "glue": "nyu-mll/glue",
-}  # fmt: skip
+# The hub moved these data sets and models to their authors' namespaces; a local cache may have either name.
+_OWNERS = {
+    "rajpurkar": ("squad", "squad_v2"),
+    "ylecun": ("mnist",),
+    "nyu-mll": ("glue",),
+    "google-bert": ("bert-base-uncased", "bert-base-cased", "bert-large-uncased"),
+    "FacebookAI": ("roberta-base", "roberta-large", "xlm-roberta-base", "xlm-roberta-large"),
+    "distilbert": ("distilbert-base-uncased", "distilbert-base-cased"),
+    "albert": ("albert-base-v2", "albert-large-v2"),
+    "almanach": ("camembert-base",),
+}
 _REACH_TIMEOUT_S = 10.0
 _WAYS_OUT = (
     "Give local files with --train_file and --validation_file, or train on the bundled sample with --config sample."
 )
+
+
+def names_of(name: str) -> list[str]:
+    """The names under which a cache may have a data set or model, the given one first."""
+    pairs = [(old, f"{owner}/{old}") for owner, names in _OWNERS.items() for old in names]
+    return [name, *(other for pair in pairs if name in pair for other in pair if other != name)]
 
 
 def load(
@@ -48,8 +61,7 @@ def load(
             f"{flag}: {dataset_name} is a folder in the working directory. To load the hub's data set, run the command"
             f" in another one. {ways_out}"
         )
-    others = [new if dataset_name == old else old for old, new in _ALIASES.items() if dataset_name in (old, new)]
-    names = [dataset_name, *(name for name in others if not os.path.isdir(name))]
+    names = [name for name in names_of(dataset_name) if not os.path.isdir(name)]
     reason: Exception | None = None
     datasets.disable_progress_bars()  # which every rank would show
     datasets.logging.set_verbosity_error()
@@ -57,7 +69,7 @@ def load(
         try:
             with _offline() if offline else contextlib.nullcontext():
                 if not offline:
-                    _reach_hub()
+                    reach()
                 return datasets.load_dataset(
                     name, dataset_config_name, split=split, cache_dir=cache_dir, trust_remote_code=False
                 )
@@ -71,17 +83,8 @@ def load(
     ) from reason
 
 
-def reachable() -> bool:
-    """Whether the hub answers within seconds; the loaders of the hub's libraries retry for minutes."""
-    try:
-        _reach_hub()
-    except Exception:  # as above: the exceptions differ between releases
-        return False
-    return True
-
-
-def _reach_hub() -> None:
-    """Raise an error if the hub does not answer; `load_dataset` would retry for half a minute first."""
+def reach() -> None:
+    """Raise any Exception if the hub does not answer within seconds; its libraries' loaders retry for minutes."""
     import datasets
     import huggingface_hub
 
