@@ -13,7 +13,7 @@ import difflib
 import os
 import sys
 
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, STATUSES
 from hvd_bert.streams import end_when_interrupted, end_when_lost
 from hvd_bert.version import __version__
 
@@ -56,6 +56,7 @@ def description() -> str:
     """What `--help` prints."""
     lines = ["usage: hvd-bert [-h] [--version] COMMAND ...", "", "commands:"]
     lines += [f"  {name:<8}  {purpose}" for name, purpose in COMMANDS.items()]
+    lines += ["", "exit status:", *(f"{status:5}  {meaning}." for status, meaning in STATUSES.items())]
     return "\n".join([*lines, "", "`hvd-bert COMMAND --help` lists the flags of a command."])
 
 

@@ -18,7 +18,19 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # by Ctrl-C, as in a shell
 EXIT_BROKEN_PIPE = 141  # of a command that only prints, once nobody reads it: as if SIGPIPE had ended it
 EXIT_TERMINATED = 143  # by a second SIGTERM, as in a shell
-EXIT_STOPPED = 75  # stopped and saved: can be resumed (EX_TEMPFAIL of sysexits.h)
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h
+STATUSES = {
+    EXIT_OK: "Done",
+    EXIT_FAILURE: "Failure. All ranks are terminated",
+    EXIT_BAD_INPUT: "Bad input: a flag, a file, a model, a launcher or a device that cannot be used. One message,"
+    " before any training",
+    EXIT_STOPPED: "Stopped by a signal or the loss of the output folder, and everything is saved. Rerun the command to"
+    " resume",
+    EXIT_INTERRUPTED: "Interrupted by Ctrl-C, where that does not stop and save: any command before it trains, and a"
+    " second Ctrl-C in a run",
+    EXIT_BROKEN_PIPE: "The reader of the output ended before a command that only prints",
+    EXIT_TERMINATED: "A second SIGTERM ended a run. It lost the steps since its last checkpoint",
+}
 
 
 def visible(text: str) -> str:

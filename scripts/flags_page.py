@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Write docs/reference/flags.md, the flags of all commands, from the commands' own parsers.
+"""Write docs/reference/flags.md from the parsers of all commands, and the first table of exit-status.md.
 
     python scripts/flags_page.py
 
-Run it after a change to a flag. `tests/unit/test_docs.py` checks that the page is current.
+Run it after a change to a flag or an exit status. `tests/unit/test_docs.py` checks that the page is current.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import invocation
 from hvd_bert.config.settings import FLAGS
+from hvd_bert.errors import STATUSES
 from hvd_bert.predict import __main__ as predict
 from hvd_bert.tools.bench import __main__ as bench
 from hvd_bert.tools.bench import goodput, sweep
@@ -27,6 +28,7 @@ from hvd_bert.tools.timeline import __main__ as timeline
 from hvd_bert.tools.tune import __main__ as tune
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "flags.md"
+EXIT_PAGE = PAGE.with_name("exit-status.md")
 INTRODUCTION = """\
 <!-- Written by `python scripts/flags_page.py`. Edit the flags' descriptions in the code, then rerun the script. -->
 
@@ -67,6 +69,13 @@ def page() -> str:
         parser = command.make_parser()
         blocks += [f"## {title}", f"`{parser.prog}`", _prose(str(parser.description)), *_tables(parser)]
     return "\n\n".join(blocks) + "\n"
+
+
+def exit_page() -> str:
+    """The page of exit statuses, with a current table."""
+    rows = [["status", "meaning"], ["---", "---"], *([str(status), text] for status, text in STATUSES.items())]
+    table = "\n".join(map(_line, rows))
+    return re.sub(r"(?s)(?<=\A# Exit status\n\n).*?(?=\n\n)", lambda _: table, EXIT_PAGE.read_text(encoding="utf-8"))
 
 
 def _tables(parser: argparse.ArgumentParser, resume: bool = False) -> Iterator[str]:
@@ -113,4 +122,5 @@ def _as_code(text: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE)
+    EXIT_PAGE.write_text(exit_page(), encoding="utf-8")
+    print(PAGE, EXIT_PAGE)
