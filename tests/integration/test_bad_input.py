@@ -15,7 +15,7 @@ pytestmark = pytest.mark.integration
 # Name -> flags that follow those of a good run, and what the message must say. FOLDER stands for the test's.
 MISTAKES: dict[str, tuple[str, list[str]]] = {
     "misplaced answer": ("--train_file FOLDER/questions.json", ["FOLDER/questions.json", "q7", "'red'", "character 3"]),
-    "output folder not empty": ("--output_dir FOLDER/run", ["--output_dir", "metrics.jsonl", "use another folder"]),
+    "output folder not empty": ("--output_dir FOLDER/run", ["--output_dir", "metrics.jsonl", "use another one"]),
     # root may write anywhere but here
     "output folder not writable": ("--output_dir /proc/hvd_bert", ["--output_dir /proc/hvd_bert", "cannot be written"]),
     "damaged model": ("--config_name FOLDER/model", ["'FOLDER/model' cannot be loaded (config.json must contain"]),
