@@ -20,7 +20,7 @@ PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # layers, embeddings, span 
 
 def analysed(path: Path) -> dict[str, Any]:
     page = str(path.with_suffix(".html"))
-    command = [sys.executable, "-m", "hvd_bert.tools.timeline", str(path), "--json", "--html", page]
+    command = [sys.executable, "-m", "hvd_bert.tools.timeline", str(path), "--json", "--overwrite", "--html", page]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stderr == ""  # no progress bar without a terminal
     record: dict[str, Any] = json.loads(done.stdout)
