@@ -110,6 +110,7 @@ class Watchdog:
                     self._announce(wait)  # early, so that all waiting ranks have when one asks
                 if now > wait.deadline + self._turn_s:
                     self._end(wait)
+            del wait  # `names` may hold tensors: the last one freed in this thread while Python ends would abort it
 
     def _announce(self, wait: _Wait) -> None:
         try:
