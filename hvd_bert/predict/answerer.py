@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.data import ANSWERING, QUESTION_ANSWERING
+from hvd_bert.config.data import QUESTION_ANSWERING
 from hvd_bert.config.flag import require
 from hvd_bert.config.parser import path_problem, shortened
 from hvd_bert.config.settings import FLAGS, DataArguments, ModelArguments
@@ -66,11 +66,19 @@ class QuestionAnswerer:
         version_2_with_negative: bool | None = None,
         null_score_diff_threshold: float | None = None,
     ) -> None:
-        given, name = locals(), os.fspath(model)
+        name = os.fspath(model)
         problem = path_problem(name)
         require(not problem, f"model {shortened(ascii(name))} {problem}.")
         require(precision in AUTOCAST, f"precision {precision!r}: choose from {', '.join(AUTOCAST)}.")
         require(batch_size >= 1, f"batch_size {batch_size}: must be at least 1.")
+        given = {
+            "max_seq_length": max_seq_length,
+            "doc_stride": doc_stride,
+            "n_best_size": n_best_size,
+            "max_answer_length": max_answer_length,
+            "version_2_with_negative": version_2_with_negative,
+            "null_score_diff_threshold": null_score_diff_threshold,
+        }
         settings = _settings(name, given)
         args = ModelArguments(model_name_or_path=name)
         tokenizer = load_tokenizer(args)
@@ -161,7 +169,7 @@ def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
             f"{model} was trained with --task {task}: it answers no questions. To predict with it, run"
             f" `hvd-bert predict {model} --input FILE --output FILE`."
         )
-    chosen = {name: trained.get(name) if given[name] is None else given[name] for name in ANSWERING}
+    chosen = {name: trained.get(name) if value is None else value for name, value in given.items()}
     settings = {name: value for name, value in chosen.items() if value is not None}
     for name, value in settings.items():
         FLAGS[name].check(name, value)

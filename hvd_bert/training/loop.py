@@ -107,8 +107,8 @@ class Training:
     ) -> None:
         """A collective. `start`: with the output folder."""
         config, task, folder = start.config, start.task, start.folder
-        state, plan, args = prepared.state, prepared.plan, config.train
-        self.task, self.args, self.checkpoint, self.world = task, args, config.checkpoint, world
+        state, plan, args = prepared.state, prepared.state.plan, config.train
+        self.task, self.args, self.world = task, args, world
         self.state, self.plan, self.effective = state, plan, prepared.effective
         self.batches, self.recording = prepared.batches, prepared.recording
         self.folder, self.evaluations, self.metrics_logger = folder, evaluations, metrics_logger
@@ -247,7 +247,7 @@ class Training:
     @property
     def _is_final(self) -> bool:
         """Whether this step's model is the final one, which is evaluated once it is saved."""
-        return self.state.step == self.total_steps and not self.checkpoint.load_best_model_at_end
+        return self.state.step == self.total_steps and not self.checkpoints.args.load_best_model_at_end
 
     def _evaluate(self) -> None:
         assert self.evaluations is not None

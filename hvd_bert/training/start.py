@@ -14,7 +14,6 @@ from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.checkpoint.schedule import Best
 from hvd_bert.config.run_plan import RunPlan
 from hvd_bert.config.settings import FLAGS, Config
-from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.data.collate import Prefetcher
 from hvd_bert.distributed import events
 from hvd_bert.distributed.world import World
@@ -107,7 +106,6 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
 class Prepared:
     """A training whose first step can be taken: nothing more can refuse it."""
 
-    plan: BatchPlan
     state: TrainState
     batches: Prefetcher
     recording: Recording
@@ -133,7 +131,7 @@ def prepare(start: Start, world: World) -> Prepared:
     replaces = continues or config.train.overwrite_output_dir
     effective = effective_settings(config.train, plan, state.schedule.base_lrs[0], world)
     recording = Recording(config.profiling, total_steps, state.meter, world, replaces)
-    return Prepared(plan, state, batches, recording, effective)
+    return Prepared(state, batches, recording, effective)
 
 
 def check_task(config: Config, task: Task) -> None:

@@ -230,7 +230,7 @@ def prove(start: Start, world: World) -> Proof:
     one = OneProcess(task, plan, config, world) if world.rank == 0 else None
     prepared = prepare(start, world)
     prepared.batches.close()
-    batches = Recorded(prepared.plan, lambda ids: (ids, task.batch(ids)), world.rank, 0)
+    batches = Recorded(prepared.state.plan, lambda ids: (ids, task.batch(ids)), world.rank, 0)
     batches.gpus = world.gpus
     proof = Proof(prepared.state, batches, one, config)
     with tempfile.TemporaryDirectory() as folder:
