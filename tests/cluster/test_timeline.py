@@ -38,8 +38,8 @@ def test_a_slow_link_is_found(cluster: Cluster, tmp_path: Path, narrow: str) -> 
     assert (loopback["ranks"], slow["ranks"]) == (2, 4)
     # MPI sums inside the hosts first. Other tests on these cores make messages slower, never faster than the link.
     assert 0.4 < slow["fast_bytes_per_s"] * 8e-9 / SLOW_GBPS < 1.15
-    for bound in ("exposed_least_share", "exposed_most_share"):
-        assert slow["step"][bound] > loopback["step"][bound]
+    # The lower bound also falls when a busy core makes a tensor ready while the others are already sent.
+    assert slow["step"]["exposed_most_share"] > 2 * loopback["step"]["exposed_most_share"]
     assert any("messages: bandwidth." in line for line in slow["advice"]), slow["advice"]
 
 
