@@ -237,28 +237,27 @@ def _check_own_name() -> None:
 
 
 def _pause_between_polls(process: ProcessState) -> None:
-    """Replace Horovod's `synchronize`, by which all its operations wait, with one that sleeps between two polls.
+    """Replace the function by which all of Horovod's operations wait with one that sleeps between two polls.
 
-    Horovod 0.28 polls in a loop (WaitAndClear in handle_manager.cc) and has no setting for it. On CPUs it takes that
-    time from its own thread, which sends the gradients, and from other ranks on the same cores. Not for MPI, whose
-    thread polls as well: there the pauses cost more than they free (tests of four ranks on two cores: Gloo 72 to 41 s,
-    MPI 50 to 63 s).
+    At v0.28.1 of github.com/horovod/horovod, `WaitAndClear` in horovod/torch/mpi_ops_v2.cc polls in a loop and has no
+    setting for it; `synchronize` in horovod/torch/mpi_ops.py calls it. On CPUs it takes that time from its own thread,
+    which sends the gradients, and from other ranks on the same cores. Not for MPI, whose thread polls as well: there
+    the pauses cost more than they free (tests of four ranks on two cores: Gloo 72 to 41 s, MPI 50 to 63 s).
     """
-    import horovod.torch as hvd
-    from horovod.torch import functions, mpi_ops, optimizer
+    from horovod.torch.mpi_ops import mpi_lib
 
-    wait = getattr(mpi_ops.synchronize, "__wrapped__", mpi_ops.synchronize)  # without an earlier world's
+    original = mpi_lib.horovod_torch_wait_and_clear
+    wait = getattr(original, "__wrapped__", original)  # without an earlier world's
 
     @wraps(wait)
-    def synchronize(handle: int) -> Any:
-        while not mpi_ops.poll(handle):
+    def wait_and_clear(handle: int) -> None:
+        while not mpi_lib.horovod_torch_poll(handle):
             time.sleep(5e-5)
         try:
-            return wait(handle)
+            wait(handle)
         except RuntimeError:
             # Before this rank's files are closed, which waits for a checkpoint's write: others may wait for this rank.
             disconnect(process)
             raise
 
-    for module in (hvd, functions, mpi_ops, optimizer):  # each has imported it by name
-        module.synchronize = synchronize
+    mpi_lib.horovod_torch_wait_and_clear = wait_and_clear
