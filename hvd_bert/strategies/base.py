@@ -139,8 +139,9 @@ class Strategy:
             if limit:
                 nn.utils.clip_grads_with_norm_(self.module.parameters(), limit, norm)
             return norm
-        # What torch's GradScaler gives a fused optimizer, which reads both on the device: it divides the gradients by
-        # grad_scale, and skips the step if found_inf is not 0.
+        # As `GradScaler.step` does (torch/amp/grad_scaler.py, torch 2.6 to 2.13). A fused optimizer reads both on the
+        # device: it divides the gradients by grad_scale, and skips the step if found_inf is not 0. An enabled scaler
+        # in its place would pass over the gradients once more.
         if limit:
             self.optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0)  # clip_grad_norm_'s factor, inverted
         if not self.options.train.fp16:  # whose scaler sets it

@@ -68,8 +68,8 @@ class HorovodStrategy(Strategy):
         )
         # Only the parameters: broadcasting a fresh AdamW's state takes a hidden step that decays every weight.
         world.broadcast_tensors(model.state_dict())  # one GPU needs no Horovod with NCCL for this
-        # DistributedOptimizer lacks this attribute of fused optimizers. Without it, GradScaler waits for the device to
-        # decide whether to skip a step.
+        # DistributedOptimizer lacks this attribute of fused optimizers. Without it, `GradScaler.step` (as in `clip`)
+        # waits for the device to decide whether to skip a step.
         self.optimizer._step_supports_amp_scaling = self._fused
 
     @property

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -126,3 +130,44 @@ def test_strategy_of_one_process_steps_with_the_clipped_gradient():
     strategy.step()
     assert strategy.gather_model().weight.item() == pytest.approx(1 - 0.1 * 3.0)
     assert strategy.module.weight.grad is None or not strategy.module.weight.grad.any()
+
+
+def step_and_state(strategy: Strategy, factor: float) -> tuple[float, dict[str, torch.Tensor]]:
+    """The gradient's norm, and weights and optimizer state after the step."""
+    strategy.backward(strategy.module(torch.ones(4, 3)).square().sum() * factor)
+    norm = float(strategy.clip())
+    strategy.step()
+    weights, tensors, _ = strategy.state()
+    return norm, {name: value.detach().clone() for name, value in (weights | tensors).items()}
+
+
+@each("kind", [torch.optim.AdamW, torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9)])
+def test_fused_optimizer_clips_and_skips_as_another_does(kind: Callable[..., torch.optim.Optimizer]):
+    """If this fails with another torch, see how its GradScaler lets a fused optimizer do both."""
+    options = StrategyOptions(TrainArguments(max_grad_norm=0.5), ParallelArguments(), accumulation=1)
+    clipped = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = kind(model.parameters(), lr=0.1, fused=fused)
+        strategy = Strategy(model, lambda _, made=optimizer: made, options, make_world())
+        norm, before = step_and_state(strategy, 1.0)
+        assert norm > 0.5
+        norm, after = step_and_state(strategy, math.nan)
+        assert math.isnan(norm)
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+        clipped.append(step_and_state(strategy, 1.0)[1])
+    torch.testing.assert_close(*clipped)
+
+
+@each("supports", [True, False])
+def test_scaler_decides_on_a_step_where_the_optimizer_does_not(supports: bool):
+    """If this fails with another torch, HorovodStrategy sets an attribute in vain."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.AdamW([weight], fused=True), torch.amp.GradScaler("cpu")
+    optimizer._step_supports_amp_scaling = supports
+    scaler.scale(weight.sum() * math.inf).backward()
+    scaler.unscale_(optimizer)
+    with patch.object(optimizer, "step", wraps=optimizer.step) as step:
+        scaler.step(optimizer)
+    assert (step.called, weight.item()) == (supports, 1.0)
