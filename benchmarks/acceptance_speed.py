@@ -25,7 +25,8 @@ from shared import REPOSITORY, in_turns, peer_columns, spread
 from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
 
 from hvd_bert.errors import UserError
-from hvd_bert.model.flops import forward_flops, published_peak
+from hvd_bert.model.flops import forward_flops
+from hvd_bert.monitoring.peaks import published_peak
 from hvd_bert.tools.bench.speed import lengths_like_squad, random_windows
 
 SAMPLE = REPOSITORY / "hvd_bert" / "sample"

@@ -1,4 +1,4 @@
-"""Resource usage of a run: GPUs, processes, profiles."""
+"""Resource usage of a run: GPUs and their peaks, processes, profiles."""
 
 # The phases of a step in the order of the step-time summary, described in docs/reference/output-files.md.
 PHASES = {

@@ -17,8 +17,8 @@ from hvd_bert.distributed import events
 from hvd_bert.distributed.signals import StopRequests
 from hvd_bert.distributed.world import HostsChanged, World
 from hvd_bert.errors import EXIT_BAD_INPUT, log
-from hvd_bert.model.flops import peak_flops
 from hvd_bert.model.precision import autocast
+from hvd_bert.monitoring.peaks import peak_flops
 from hvd_bert.monitoring.usage import GpuUsage, process_usage
 from hvd_bert.output import output_dir, run_folder
 from hvd_bert.output.callback import Callback, RunResult

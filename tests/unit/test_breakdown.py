@@ -13,8 +13,8 @@ from test_world import make_world
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_bert.data.batch_plan import BatchPlan
-from hvd_bert.model.flops import peak_flops, published_peak
 from hvd_bert.monitoring import PHASES
+from hvd_bert.monitoring.peaks import peak_flops, published_peak
 from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.measure import Recorder
 from hvd_bert.tools.bench.speed import random_task
