@@ -3,7 +3,9 @@
 # integration, parallel and cluster. Ends with the slowest tests and the total time.
 #   bash scripts/test.sh                       everything except the campaigns
 #   bash scripts/test.sh --quick               before a commit: static checks, most unit tests, a run stopped and resumed
-#   bash scripts/test.sh --full                everything and the campaigns, which wait for timers (CONTRIBUTING.md)
+#   bash scripts/test.sh --full                everything, the campaigns, which wait for timers (CONTRIBUTING.md), and:
+#   bash scripts/test.sh --versions            the models' tests with the oldest transformers that pyproject.toml allows
+#                                              and with the newest, both from the package index
 #   bash scripts/test.sh tests/unit -k plan    only pytest, with these arguments
 # The tier cluster (docs/guides/cluster.md) needs root and Debian's Slurm packages, which this script installs, except
 # with --no-apt. Elsewhere it is skipped.
@@ -16,7 +18,7 @@ for word in "$@"; do
   if [ "$word" = --no-apt ]; then apt=(--no-apt); else words+=("$word"); fi
 done
 set -- ${words[@]+"${words[@]}"}
-case ${1:-} in --quick | --full) extent=${1#--} && shift ;; esac
+case ${1:-} in --quick | --full | --versions) extent=${1#--} && shift ;; esac
 
 bash env/setup.sh --dev --deepspeed ${apt[@]+"${apt[@]}"} </dev/null
 SECONDS=0
@@ -32,7 +34,7 @@ if [ "$(id -u)" -eq 0 ]; then
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
 
-if [ $# -eq 0 ] && [ "$extent" != quick ] || [[ $* == *tests/cluster* ]]; then
+if [ $# -eq 0 ] && [[ $extent != @(quick|versions) ]] || [[ $* == *tests/cluster* ]]; then
   bash env/cluster_packages.sh ${apt[@]+"${apt[@]}"} </dev/null || echo "-- without these the tests on two hosts are skipped"
 fi
 if [ $# -gt 0 ]; then
@@ -43,6 +45,28 @@ check() {
   printf -- '-- %s\n' "$*"
   "$@" </dev/null
 }
+status=0 number=0
+reports=$(mktemp -d)
+trap 'rm -rf "$reports"' EXIT
+trap 'exit 130' INT
+tests() {
+  number=$((number + 1))
+  check python -m pytest --junitxml="$reports/$number.xml" "$@" || status=1
+}
+versions() {
+  local range requirement folder
+  range=$(grep -o 'transformers>=[0-9.]*' pyproject.toml)
+  for requirement in "${range/>=/==}" "$range"; do
+    folder=$(mktemp -d -p "$reports")
+    check python -m pip install --quiet --no-warn-conflicts --target "$folder" "$requirement" || { status=1 && continue; }
+    printf -- '-- with %s\n' "$(basename "$folder"/transformers-*.dist-info .dist-info)"
+    PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH} tests -n 2 --dist loadfile tests/unit/test_{families,bert,fused}.py
+  done
+}
+if [ "$extent" = versions ]; then
+  versions
+  exit $status
+fi
 check ruff check .
 check ruff format --check .
 check lint-imports
@@ -50,16 +74,8 @@ mapfile -t shell_scripts < <(git ls-files --cached --others --exclude-standard 2
   grep . || find env scripts .ci -type f \( -name '*.sh' -o -name '*.slurm' -o -name run \))
 check shellcheck "${shell_scripts[@]}"
 
-status=0 number=0
-reports=$(mktemp -d)
-trap 'rm -rf "$reports"' EXIT
-trap 'exit 130' INT
 (check mypy && check mkdocs build --strict --quiet) >"$reports/checks" 2>&1 & # half a minute, while the tests run
 checks=$!
-tests() {
-  number=$((number + 1))
-  check python -m pytest --junitxml="$reports/$number.xml" "$@" || status=1
-}
 campaign='not campaign'
 if [ "$extent" = full ]; then campaign='campaign or not campaign'; fi
 # Three processes at a time where tests do not disturb each other. Those of the cluster, which each process starts for
@@ -73,6 +89,7 @@ else
   tests -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and ($campaign)" "${tiers[@]}"
   tests -m "alone and ($campaign)" tests/cluster tests/integration
 fi
+if [ "$extent" = full ]; then versions; fi
 wait "$checks" || status=1
 cat "$reports/checks"
 python tests/slowest.py "$reports"/*.xml
