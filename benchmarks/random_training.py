@@ -13,7 +13,7 @@ from hvd_bert.config.settings import Config
 from hvd_bert.distributed.runner import join
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
-from hvd_bert.model.bert import place
+from hvd_bert.model.layers import place
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.bench import __main__ as bench_flags
 from hvd_bert.tools.bench.measure import Recorder

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvd_bert.data.sources import hub
+from hvd_bert import hub
 from hvd_bert.errors import UserError
 
 _DIGITS_TO_TEST_ON = 360  # a fifth
@@ -55,7 +55,7 @@ def load_images(dataset_name: str | None) -> tuple[Images, Images]:
 
 
 def _from_hub(name: str, split: str) -> tuple[Any, Any]:
-    rows = hub.load(name, split, ways_out="Leave the flag out for scikit-learn's digits.")
+    rows = hub.load_split(name, split, ways_out="Leave the flag out for scikit-learn's digits.")
     try:
         pixels = np.stack([np.asarray(image) for image in rows["image"]])
         labels = np.asarray(rows["label"])

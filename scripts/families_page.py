@@ -28,14 +28,15 @@ head for them.
 - **Padded** families have an attention that takes no packed windows. Their windows are padded to the longest of the
   batch, which takes computing time.
 
-The run refuses other families. Most of them are decoders, need more than text, or give results that depend on padding
-(FNet, Funnel, MobileBERT). It also refuses a tokenizer that pads on the left.
+Other families with a head for question answering, such as SqueezeBERT, run padded with transformers' own layers, and
+the run says so. It refuses those that need more than text or whose results depend on padding (FNet, YOSO), and
+tokenizers that pad on the left or have no special tokens around question and context, as those of most decoders.
 
 Windows equal run_qa's. Special tokens and token types follow the model's own tokenizer; a model with two token types
 always gets them, also where the tokenizer returns none by default (ALBERT, RemBERT, Splinter), and a model with one
 type gets type 0. `--torch_compile` needs layers that are built as BERT's.
 
-Tests compare each family with transformers: logits to 1e-5, gradients to 1e-4 of their size.
+Tests compare each family of the tables with transformers: logits to 1e-5, gradients to 1e-4 of their size.
 """
 
 

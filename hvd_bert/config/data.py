@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 from hvd_bert.config.data_files import DataFile, data_files
 from hvd_bert.config.flag import flag, properties_of, require
@@ -84,6 +85,11 @@ class ModelArguments:
     def tokenizer(self) -> str:
         """Folder or hub name of the tokenizer; default: the model's."""
         return self.tokenizer_name or self.model_name_or_path or str(self.config_name)
+
+    @property
+    def on_hub(self) -> dict[str, Any]:
+        """Where transformers finds the files of a name on the hub."""
+        return {"cache_dir": self.cache_dir, "revision": self.model_revision}
 
 
 @dataclass(frozen=True)

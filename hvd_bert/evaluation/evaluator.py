@@ -15,8 +15,9 @@ from hvd_bert.config.settings import DataArguments
 from hvd_bert.data.batch_plan import Ids
 from hvd_bert.data.collate import Batch
 from hvd_bert.data.window_table import WindowTable
+from hvd_bert.evaluation.forward import span_logits
 from hvd_bert.evaluation.postprocess import SpanOptions, WindowLogits
-from hvd_bert.model.bert import span_logits, span_losses
+from hvd_bert.model.bert import span_losses
 from hvd_bert.model.precision import autocast
 
 Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor, ...])
@@ -57,7 +58,7 @@ def span_options(data: DataArguments) -> SpanOptions:
 def span_outputs(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each window [B], and its start and end logits, one after the other [B, 2T]."""
     starts, ends = span_logits(model, batch)
-    return span_losses(starts, ends, batch), torch.cat((starts, ends), 1)
+    return span_losses(starts, ends, batch.starts, batch.ends), torch.cat((starts, ends), 1)
 
 
 def window_logits(windows: WindowTable, outputs: Iterable[tuple[Ids, torch.Tensor]]) -> Iterator[WindowLogits]:

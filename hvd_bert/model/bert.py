@@ -1,63 +1,27 @@
 """An encoder with a span head and without a pooler: loaded from a folder or the hub, or created from a configuration.
 
-BERT is the default. `families.py` lists the other families and adapts them to the same batches.
+BERT is the default; `families.py` lists the other families and adapts them to the same batches.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForQuestionAnswering
 
+from hvd_bert import hub
 from hvd_bert.config.settings import ModelArguments
-from hvd_bert.data.collate import Batch
-from hvd_bert.data.window_cutting import Layout
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention, families
 from hvd_bert.model.cpu import linear
-from hvd_bert.model.cpu.dropout import ADD_AND_NORM, AddAndNorm, Dropout
-from hvd_bert.model.cpu.linear import Linear
-from hvd_bert.model.loading import (
-    LFS_POINTER,
-    lacks_model_type,
-    lfs_pointers,
-    load_config,
-    load_encoder,
-    load_tokenizer_files,
-    reported,
-)
+from hvd_bert.model.loading import load_config, load_encoder
 
 # For speed, vocabularies are padded: by fewer tokens than this, or than this share if they are large. A larger surplus
 # means another vocabulary.
 VOCAB_PADDING, VOCAB_PADDING_SHARE = 128, 0.005
-
-
-def load_tokenizer(args: ModelArguments) -> Any:
-    """The model's fast tokenizer. Raises UserError if there is none."""
-    extra: dict[str, Any] = {"use_fast": True}
-    if args.config_name and lacks_model_type(args.tokenizer):  # the configuration tells which tokenizer it is
-        extra["config"] = load_config(args.config_name, args)
-    tokenizer = load_tokenizer_files(args, **extra)
-    # transformers returns a tokenizer for a folder without a vocabulary, too.
-    if len(tokenizer) <= len(tokenizer.all_special_tokens) or LFS_POINTER in tokenizer.get_vocab():
-        found = lfs_pointers(args.tokenizer) or "Name a tokenizer's folder (--tokenizer_name FOLDER)"
-        raise UserError(f"'{args.tokenizer}' has no vocabulary. {found}.")
-    if not isinstance(tokenizer.model_max_length, int | float):
-        raise UserError(
-            f"'{args.tokenizer}': tokenizer_config.json: model_max_length must be a number, not"
-            f" {tokenizer.model_max_length!r:.80}."
-        )
-    return tokenizer
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Hash of a tokenizer's vocabulary and rules."""
-    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:12]
 
 
 def load_model(
@@ -87,7 +51,7 @@ def load_model(
     configure(config, args.dropout, padded, args.attention_dropout)
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     model = load_encoder(kind, args, config, needs_head) if args.model_name_or_path else None
-    with reported(source):
+    with hub.reported(source):
         return families.try_once(families.adapt(model or kind(config), token_types))
 
 
@@ -134,151 +98,19 @@ def takes_token_types(config: Any, tokenizer: Any) -> bool:
     """
     taken = "token_type_ids" in inspect.signature(families.model_class(config).forward).parameters
     types, listed = getattr(config, "type_vocab_size", 0), "token_type_ids" in tokenizer.model_input_names
-    return taken and Layout.of(tokenizer).token_types and (types >= 2 or (listed and types != 1))
+    laid_out = any(tokenizer.backend_tokenizer.encode("a", "b").type_ids)
+    return taken and laid_out and (types >= 2 or (listed and types != 1))
 
 
-def place(model: nn.Module, device: torch.device, compiled: bool = False) -> None:
-    """Move a model to the device that it is trained or evaluated on, with the layers that are fastest there.
+def span_losses(
+    start_logits: torch.Tensor, end_logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Loss per window, float32 [B]: the mean of the cross-entropies of start and end.
 
-    `compiled`: torch.compile will compile it, which does not support this package's layers for CPUs. Models of other
-    families keep their layers. Names and shapes in state_dict stay the same.
+    `start_logits`, `end_logits`: [B, T], -inf after a window's end. `starts`, `ends`: the answers' tokens, int64 [B].
     """
-    family = families.FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
-    if family and (device.type == "cuda" or compiled):
-        join_products(model, family)
-    elif family:
-        with_own_layers(model)
-    model.to(device=device)
-
-
-def with_own_layers(module: Any) -> Any:
-    """The same model, with layers that are faster on the CPU in place of torch's and transformers'."""
-    for name, part in module.named_children():
-        setattr(module, name, with_own_layers(part))
-    kind = type(module)
-    if kind.__module__.startswith("transformers.") and kind.__name__ in ADD_AND_NORM:
-        return _as(AddAndNorm, module)
-    own: dict[type, type[nn.Module]] = {nn.Dropout: Dropout, nn.Linear: Linear}
-    return _as(own[kind], module) if kind in own else module
-
-
-def _as(kind: type[nn.Module], module: nn.Module) -> nn.Module:
-    """A module of another class with the weights, settings and hooks of this one."""
-    made = kind.__new__(kind)
-    made.__dict__.update(module.__dict__)
-    return made
-
-
-def compile_layers(model: nn.Module) -> None:
-    """Compile each layer of a model that `place` has prepared for it, for any number of tokens; names in state_dict do
-    not change.
-
-    Raises UserError if the layers are not built as BERT's.
-    """
-    network: Any = model
-    try:
-        layers = network.base_model.encoder.layer
-        assert all(layer.attention.output and layer.intermediate and layer.output for layer in layers)
-    except AttributeError:
-        raise UserError(
-            f"--torch_compile does not support {network.config.model_type} models. Remove the flag."
-        ) from None
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # all layers share their code
-    torch._dynamo.config.specialize_float = True  # dropout's probability, by which the attention is chosen
-    for layer in layers:
-        layer.compile(dynamic=True)
-
-
-class JoinedAttention(nn.Module):
-    """BERT's self-attention over packed windows; under autocast, query, key and value are one product of all weights.
-
-    MLPerf's entries do so, too: a large product fills a GPU better, and the hidden states are cast once. In fp32,
-    joining would only add a copy of the weights.
-    """
-
-    def forward(
-        self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, None]:
-        """`hidden_states`: [1, N, hidden size]. Returns the same shape, and no attention weights."""
-        parts = (self.query, self.key, self.value)
-        if torch.is_autocast_enabled(hidden_states.device.type):
-            weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
-            products = torch.nn.functional.linear(hidden_states, weight, bias).chunk(3, -1)
-        else:
-            products = tuple(part(hidden_states) for part in parts)
-        query, key, value = (rows.unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2) for rows in products)
-        output, _ = attention.attend_within_windows(
-            *(self, query, key, value, attention_mask, self.dropout.p, self.scaling), **kwargs
-        )
-        return output.flatten(2), None
-
-
-def join_products(model: Any, family: families.Family) -> None:
-    """Make the attentions of a model of torch's layers, over packed windows, JoinedAttention, except with adapters."""
-    if family.attention_of_bert and model.config._attn_implementation == attention.NAME:
-        for layer in model.base_model.encoder.layer:
-            own = layer.attention.self
-            if all(type(part) is nn.Linear for part in (own.query, own.key, own.value)):
-                layer.attention.self = _as(JoinedAttention, own)
-
-
-def window_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Loss per window of the batch, float32 [B]: the mean of the cross-entropies of start and end."""
-    starts, ends = span_logits(model, batch)
-    return span_losses(starts, ends, batch)
-
-
-def span_losses(starts: torch.Tensor, ends: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Per-window loss from start and end logits [B, T]."""
-    return (
-        cross_entropy(starts, batch.starts, reduction="none") + cross_entropy(ends, batch.ends, reduction="none")
-    ) / 2
-
-
-def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Start and end logits of the B windows, float32 [B, T]; T: tokens of the longest; -inf after a window's end."""
-    output = model(**model_inputs(batch))
-    logits = output.start_logits.float(), output.end_logits.float()
-    if batch.attention_mask is not None:
-        padding, longest = ~batch.attention_mask, max(batch.lengths)
-        starts, ends = (rows.masked_fill(padding, float("-inf"))[:, :longest] for rows in logits)
-    else:
-        starts, ends = (_window_rows(row.flatten(), batch) for row in logits)
-    return starts, ends
-
-
-def head_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The logits of a batch in float32: [B, classes], or of a head for tokens [B, T, classes].
-
-    `model`: as wrapped by the strategy. T: tokens of the longest text.
-    """
-    logits: torch.Tensor = model(**model_inputs(batch)).logits.float()
-    if logits.ndim == 2:
-        return logits
-    longest = max(batch.lengths)
-    if batch.cells is None:
-        return logits[:, :longest]
-    rows = logits.new_zeros(len(batch.lengths) * longest, logits.shape[-1])
-    return rows.index_copy(0, batch.cells, logits[0]).view(len(batch.lengths), longest, -1)
-
-
-def _window_rows(row: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The values [N] of a packed batch's tokens as [B, T]. One operation: a kernel per window is slow on a GPU."""
-    assert batch.cells is not None
-    shape = len(batch.lengths), max(batch.lengths)
-    return row.new_full((shape[0] * shape[1],), float("-inf")).scatter_(0, batch.cells, row).view(shape)
-
-
-def model_inputs(batch: Batch) -> dict[str, Any]:
-    """A batch as arguments of the model's forward pass, packed or padded."""
-    inputs: dict[str, Any] = {
-        "input_ids": batch.input_ids,
-        "token_type_ids": batch.token_type_ids,
-        "position_ids": batch.position_ids,
-    }
-    if batch.cu_seqlens is None:
-        return inputs | {"attention_mask": batch.attention_mask}
-    return inputs | {"windows": attention.Windows(batch.lengths, batch.cu_seqlens, max(batch.lengths))}
+    first = cross_entropy(start_logits, starts, reduction="none")
+    return (first + cross_entropy(end_logits, ends, reduction="none")) / 2
 
 
 def check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str, max_seq_length: int) -> None:

@@ -1,32 +1,36 @@
-"""What families of encoders need, and the adapter that gives a model its family's inputs.
+"""The table of families of encoders: what each takes, and where this package's layers take the place of transformers'.
 
-`FAMILIES` has a row for each family that can be trained. To add one, add a row, and a size to
-tests/unit/test_families.py, whose tests then compare it with transformers.
+To add a family, add a row to `FAMILIES`, and a size to tests/unit/test_families.py, whose tests then compare it with
+transformers. Any other family with a span head is trained as transformers has it, on padded windows.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING
 
 from hvd_bert.errors import UserError, log
 from hvd_bert.model.precision import evaluating
 
+PADDING = 3  # tokens
+
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models with the same `model_type`.
+    """A family of models with the same `model_type`. `layers.place` replaces the nn.Linear and nn.Dropout of each.
 
     Attributes:
         packed: Its attention goes through transformers' AttentionInterface, it takes position_ids, and no other part
             mixes the tokens of a row. So windows can be packed; otherwise they are padded to the longest of the batch.
-        attention_of_bert: Its layers have BERT's `attention.self`, so JoinedAttention can compute it.
+        attention: The class of its self-attention, if that is BERT's, in whose place JoinedAttention can compute.
+        add_and_norm: The classes that compute what AddAndNorm does.
         positions_after_padding: Its positions start at pad_token_id + 1, as RoBERTa's.
         question_attends_globally: The question's tokens attend to all others, as Longformer's.
         only_fp32: The mask of its attention overflows in half precision.
@@ -34,60 +38,74 @@ class Family:
     """
 
     packed: bool = False
-    attention_of_bert: bool = False
+    attention: str = ""
+    add_and_norm: tuple[str, ...] = ()
     positions_after_padding: bool = False
     question_attends_globally: bool = False
     only_fp32: bool = False
     since: str = field(default="", compare=False)
 
 
+def _norms(name: str) -> tuple[str, ...]:
+    return f"{name}SelfOutput", f"{name}Output"
+
+
+def _like_bert(name: str) -> Family:
+    """`name`: the beginning of its classes' names."""
+    return Family(packed=True, attention=f"{name}SelfAttention", add_and_norm=_norms(name))
+
+
+def _like_roberta(name: str) -> Family:
+    return replace(_like_bert(name), positions_after_padding=True)
+
+
 _PACKED, _PADDED = Family(packed=True), Family()
-_LIKE_BERT = Family(packed=True, attention_of_bert=True)
-_LIKE_ROBERTA = Family(packed=True, attention_of_bert=True, positions_after_padding=True)
 
 FAMILIES: dict[str, Family] = {
     "albert": _PACKED,
-    "bert": _LIKE_BERT,
-    "camembert": _LIKE_ROBERTA,
-    "data2vec-text": _LIKE_ROBERTA,
-    "deberta": Family(only_fp32=True),
-    "deberta-v2": _PADDED,
+    "bert": _like_bert("Bert"),
+    "camembert": _like_roberta("Camembert"),
+    "data2vec-text": _like_roberta("Data2VecText"),
+    "deberta": Family(add_and_norm=_norms("Deberta"), only_fp32=True),
+    "deberta-v2": Family(add_and_norm=_norms("DebertaV2")),
     "distilbert": _PACKED,
-    "electra": _LIKE_BERT,
-    "ernie": _LIKE_BERT,
+    "electra": _like_bert("Electra"),
+    "ernie": _like_bert("Ernie"),
     "jina_embeddings_v3": _PACKED,
-    "longformer": Family(positions_after_padding=True, question_attends_globally=True),
+    "longformer": Family(
+        add_and_norm=_norms("Longformer"), positions_after_padding=True, question_attends_globally=True
+    ),
     "megatron-bert": _PADDED,
     "modernbert": _PACKED,
-    "mpnet": Family(positions_after_padding=True),
-    "rembert": _PADDED,
-    "roberta": _LIKE_ROBERTA,
-    "roberta-prelayernorm": _LIKE_ROBERTA,
-    "roformer": _PADDED,
-    "splinter": _PADDED,
+    "mpnet": Family(add_and_norm=("MPNetOutput",), positions_after_padding=True),
+    "rembert": Family(add_and_norm=_norms("RemBert")),
+    "roberta": _like_roberta("Roberta"),
+    "roberta-prelayernorm": replace(_like_roberta("RobertaPreLayerNorm"), add_and_norm=()),
+    "roformer": Family(add_and_norm=_norms("RoFormer")),
+    "splinter": Family(add_and_norm=_norms("Splinter")),
     "ultrabert": Family(packed=True, since="5.20"),
-    "xlm-roberta": _LIKE_ROBERTA,
-    "xlm-roberta-xl": _LIKE_ROBERTA,
+    "xlm-roberta": _like_roberta("XLMRoberta"),
+    "xlm-roberta-xl": replace(_like_roberta("XLMRobertaXL"), add_and_norm=()),
 }
 
 
-def lacking_family(reason: str) -> str | None:
-    """The installed transformers refused a model for this `reason`. If a newer version has its family, says so."""
-    for name, family in FAMILIES.items():
-        if family.since and f"`{name}`" in reason:
-            installed = metadata.version("transformers")
-            return f"{name} models need transformers {family.since} or later, and {installed} is installed: upgrade it"
-    return None
-
-
 def family_of(config: Any) -> Family:
-    """The family of a model's configuration, which `loading.load_config` has found in FAMILIES."""
-    return FAMILIES[config.model_type]
+    """The row of a model's configuration; of a family that has none, that of padded windows and unchanged layers."""
+    return FAMILIES.get(config.model_type, _PADDED)
 
 
 def model_class(config: Any) -> Any:
     """transformers' class of the encoder with a span head."""
     return MODEL_FOR_QUESTION_ANSWERING_MAPPING[type(config)]
+
+
+def check_span_head(config: Any, source: str) -> None:
+    """Raise UserError if transformers has no span head for the family of the configuration `source`."""
+    if type(config) not in MODEL_FOR_QUESTION_ANSWERING_MAPPING:
+        raise UserError(
+            f"{source} is a {config.model_type} model, for which transformers has no head for question answering. Name"
+            f" an encoder of one of the families {', '.join(FAMILIES)}."
+        )
 
 
 def class_with_head(head: Any, config: Any, source: str) -> Any:
@@ -106,16 +124,21 @@ def class_with_head(head: Any, config: Any, source: str) -> Any:
 def max_tokens(config: Any) -> int:
     """The number of positions of a model, which limits the length of a window."""
     offset = config.pad_token_id + 1 if family_of(config).positions_after_padding else 0
-    return int(config.max_position_embeddings) - offset
+    positions = getattr(config, "max_position_embeddings", None) or -1  # XLNet and T5 have no limit
+    return sys.maxsize if positions < 0 else int(positions) - offset
 
 
 def choose_padding(config: Any, padding: str, unit: str = "windows") -> str:
     """The --padding of a training: "longest" in place of "none", logged, if the model's family takes no packed
     windows."""
-    if padding != "none" or family_of(config).packed:
-        return padding
-    log.info("%s models take no packed %s: they are padded to the longest of the batch.", config.model_type, unit)
-    return "longest"
+    name = config.model_type
+    if name not in FAMILIES:
+        log.info(
+            "%s models are not in the table of families: %s are padded, and all layers are transformers'.", name, unit
+        )
+    elif padding == "none" and not family_of(config).packed:
+        log.info("%s models take no packed %s: they are padded to the longest of the batch.", name, unit)
+    return "longest" if padding == "none" and not family_of(config).packed else padding
 
 
 def check_precision(config: Any, precision: str) -> None:
@@ -136,7 +159,7 @@ def adapt(model: Any, token_types: bool) -> Any:
     if not isinstance(model, model_class(model.config)):
         # Longformer's other heads choose the tokens that attend globally themselves.
         family = replace(family, question_attends_globally=False)
-    if family not in (_PACKED, _LIKE_BERT) or not token_types:  # these take BERT's inputs
+    if not family.packed or family.positions_after_padding or not token_types:  # else it takes BERT's inputs
         model.register_forward_pre_hook(partial(_inputs_of_family, family), with_kwargs=True)
     if type(model).__name__.endswith("ForSequenceClassification"):
         layers = getattr(model.base_model, "encoder", model.base_model)  # without the pooler, which comes after them
@@ -146,7 +169,10 @@ def adapt(model: Any, token_types: bool) -> Any:
 
 
 def try_once(model: Any) -> Any:
-    """The same model, after its encoder ran over one short window, which fails if the configuration is wrong."""
+    """The same model, after it ran over one short window, which fails if the configuration is wrong.
+
+    Raises ValueError if it is of a family that the table lacks and padding changes its results.
+    """
     config = model.config
     length = int(np.max(getattr(config, "attention_window", 2)))  # to a multiple of which Longformer pads
     tokens = torch.full((1, length), config.vocab_size - 1, device=model.device)  # 0 or 1 may be padding
@@ -154,7 +180,22 @@ def try_once(model: Any) -> Any:
         tokens[:, max_tokens(config) :] = config.pad_token_id
     with evaluating(model):
         model.base_model(input_ids=tokens)
+        if config.model_type not in FAMILIES:
+            _check_padding(model, tokens)
     return model
+
+
+def _check_padding(model: Any, tokens: torch.Tensor) -> None:
+    mask = torch.tensor([[True] * tokens.shape[1] + [False] * PADDING])
+    types = torch.zeros_like(mask, dtype=torch.int64)
+    inputs = {"input_ids": F.pad(tokens, (0, PADDING)), "token_type_ids": types, "attention_mask": mask}
+    name = "start_logits" if "start_logits" in (padded := model(**inputs)) else "logits"
+    if name not in padded:
+        raise ValueError(f"a {model.config.model_type} model has other outputs than BERT's")
+    inputs = {key: value[:, : tokens.shape[1]] for key, value in inputs.items()}
+    alone, padded = (output[name][:, : tokens.shape[1]] for output in (model(**inputs), padded))
+    if alone.shape != padded.shape or not torch.allclose(alone, padded, rtol=1e-3, atol=1e-4):
+        raise ValueError(f"padding changes the results of {model.config.model_type} models")
 
 
 def _inputs_of_family(family: Family, model: Any, _: Any, inputs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:

@@ -27,9 +27,11 @@ from hvd_bert.data.window_table import check_lengths, in_memory
 from hvd_bert.errors import UserError, as_user_error, log
 from hvd_bert.evaluation.evaluator import batch_outputs, span_options, span_outputs, window_logits
 from hvd_bert.evaluation.postprocess import Answer, answers_of
-from hvd_bert.model.bert import load_model, load_tokenizer, place
+from hvd_bert.model.bert import load_model
 from hvd_bert.model.families import check_precision, family_of, max_tokens
+from hvd_bert.model.layers import place
 from hvd_bert.model.precision import AUTOCAST
+from hvd_bert.tasks.tokenizer import load_tokenizer
 
 Texts = list[str] | tuple[str, ...]
 BATCH_SIZE = 8

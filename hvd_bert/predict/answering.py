@@ -26,10 +26,10 @@ from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError, log, visible
 from hvd_bert.evaluation.postprocess import Answer
-from hvd_bert.model.bert import tokenizer_digest
 from hvd_bert.model.cpu import kernels
 from hvd_bert.predict.answerer import QuestionAnswerer, blocks
 from hvd_bert.predict.writing import Write, appearing, check, writing
+from hvd_bert.tasks.tokenizer import tokenizer_digest
 
 PRINTED = 3  # answers of a file
 WIDTH = 100

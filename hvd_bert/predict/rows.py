@@ -11,8 +11,8 @@ from hvd_bert.config import command_line
 from hvd_bert.config.data import ANSWERING
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError, as_user_error, log
-from hvd_bert.model.bert import place
 from hvd_bert.model.cpu import kernels
+from hvd_bert.model.layers import place
 from hvd_bert.model.precision import set_precision
 from hvd_bert.predict.writing import appearing, check, writing
 from hvd_bert.tasks.base import task_class

@@ -17,12 +17,15 @@ from hvd_bert.data.batch_plan import Ids
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.errors import UserError
-from hvd_bert.model.bert import compile_layers, head_logits, load_model, load_tokenizer, tokenizer_digest
+from hvd_bert.evaluation.forward import head_logits
+from hvd_bert.model.bert import load_model
 from hvd_bert.model.families import check_precision, choose_padding
 from hvd_bert.model.flops import forward_flops
+from hvd_bert.model.layers import compile_layers
 from hvd_bert.model.loading import load_config
 from hvd_bert.tasks.base import weight_copies
 from hvd_bert.tasks.dataset import DatasetTask, Examples
+from hvd_bert.tasks.tokenizer import load_tokenizer, tokenizer_digest
 
 IGNORED = -100  # the label of a token without a loss, as torch's cross_entropy has it
 Labelled = tuple[Batch, Tensor]  # texts, and a label for each or for each of their tokens

@@ -26,10 +26,10 @@ from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.data.window_table import WindowTable, prepare
 from hvd_bert.errors import UserError, log
 from hvd_bert.evaluation.evaluator import span_options, span_outputs, window_logits
+from hvd_bert.evaluation.forward import window_losses
 from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.evaluation.samples import sample_answers
 from hvd_bert.evaluation.squad_metric import score
-from hvd_bert.model.bert import window_losses
 from hvd_bert.tasks.base import MicroBatch
 from hvd_bert.tasks.dataset import Examples
 from hvd_bert.tasks.encoder import EncoderTask

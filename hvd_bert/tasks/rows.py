@@ -8,8 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
+from hvd_bert import hub
 from hvd_bert.config.settings import Config
-from hvd_bert.data.sources import files, hub
+from hvd_bert.data.sources import files
 from hvd_bert.errors import UserError, as_user_error, reason_of
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def load_rows(config: Config, name: Literal["train", "validation"], split: str |
         return None
     flag, found = f"--{name}_file", data.files(f"{name}_file")
     if data.dataset_name:
-        rows = hub.load(data.dataset_name, split or name, data.dataset_config_name, config.model.cache_dir)
+        rows = hub.load_split(data.dataset_name, split or name, data.dataset_config_name, config.model.cache_dir)
     elif found:
         if any(file.weight != 1 for file in found):
             raise UserError(f"{flag}: --task {data.task} does not support weights. Remove them.")

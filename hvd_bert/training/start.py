@@ -18,8 +18,8 @@ from hvd_bert.data.collate import Prefetcher
 from hvd_bert.distributed import events
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError, log
-from hvd_bert.model.bert import place
 from hvd_bert.model.cpu import kernels
+from hvd_bert.model.layers import place
 from hvd_bert.model.precision import set_precision
 from hvd_bert.monitoring.recording import Recording
 from hvd_bert.output import output_dir

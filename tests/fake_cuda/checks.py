@@ -22,9 +22,10 @@ from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.evaluation import evaluator
+from hvd_bert.evaluation.forward import span_logits, window_losses
 from hvd_bert.model import attention
 from hvd_bert.model.attention import by_efficient, by_flash, by_jagged, by_window, windows_of
-from hvd_bert.model.bert import new_model, span_logits, window_losses
+from hvd_bert.model.bert import new_model
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import AUTOCAST, autocast

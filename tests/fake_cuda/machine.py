@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.parallel import _functions, parallel_apply, replicate
 from torch.utils import _foreach_utils
 
-from hvd_bert.model.bert import place
+from hvd_bert.model.layers import place
 
 OVERRIDES = torch.library.Library("aten", "IMPL")
 NAME = "NVIDIA A100-SXM4-80GB"

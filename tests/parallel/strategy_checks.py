@@ -18,7 +18,7 @@ from transformers import AutoModelForQuestionAnswering
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hvd_bert.errors import UserError
-from hvd_bert.model.bert import window_losses
+from hvd_bert.evaluation.forward import window_losses
 from hvd_bert.model.families import FAMILIES
 from hvd_bert.model.precision import recompute_layers
 from hvd_bert.training.optim import check_optimizer, make_optimizer

@@ -22,7 +22,8 @@ from hvd_bert.config import command_line
 from hvd_bert.config.settings import Config
 from hvd_bert.data.collate import Collator
 from hvd_bert.distributed.world import World
-from hvd_bert.model.bert import place, window_losses
+from hvd_bert.evaluation.forward import window_losses
+from hvd_bert.model.layers import place
 from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.strategies.word_rows import word_embedding

@@ -19,9 +19,9 @@ from transformers import BertConfig, BertForQuestionAnswering
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.command_line import parse
 from hvd_bert.evaluation.postprocess import Answer
-from hvd_bert.model.bert import place
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.families import model_class
+from hvd_bert.model.layers import place
 from hvd_bert.predict import answerer
 from hvd_bert.tasks.question_answering import QuestionAnswering
 

@@ -23,9 +23,11 @@ from hvd_bert.data import window_table
 from hvd_bert.data.sources import squad
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.errors import UserError
+from hvd_bert.hub import LFS_POINTER
 from hvd_bert.model import loading
-from hvd_bert.model.bert import load_model, load_tokenizer
-from hvd_bert.model.loading import LFS_POINTER, load_config, num_weights
+from hvd_bert.model.bert import load_model
+from hvd_bert.model.loading import load_config, num_weights
+from hvd_bert.tasks.tokenizer import load_tokenizer
 
 LENGTH = 32  # max_seq_length of these tests
 

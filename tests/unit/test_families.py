@@ -24,23 +24,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATIO
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.window_table import WindowTable
+from hvd_bert.evaluation.forward import head_logits, span_logits, window_losses
 from hvd_bert.model import attention
-from hvd_bert.model.bert import (
-    JoinedAttention,
-    compile_layers,
-    configure,
-    head_logits,
-    load_model,
-    new_model,
-    place,
-    span_logits,
-    span_losses,
-    window_losses,
-    with_own_layers,
-)
-from hvd_bert.model.cpu import kernels
-from hvd_bert.model.cpu.dropout import ADD_AND_NORM, AddAndNorm
-from hvd_bert.model.families import FAMILIES, adapt, check_precision, choose_padding, max_tokens, model_class
+from hvd_bert.model.bert import configure, load_model, new_model, span_losses
+from hvd_bert.model.cpu.dropout import AddAndNorm
+from hvd_bert.model.families import FAMILIES, adapt, check_precision, choose_padding, max_tokens, model_class, try_once
+from hvd_bert.model.flops import forward_flops
+from hvd_bert.model.layers import JoinedAttention, compile_layers, place
 from hvd_bert.model.loading import load_config, load_encoder, num_weights
 from hvd_bert.model.lora import FILES, add_adapters, merge
 from hvd_bert.model.precision import autocast
@@ -155,7 +145,7 @@ def compare(models, windows: WindowTable, pad_to: int | None = None, classes: bo
         for logits in (found, expected):
             cross_entropy(logits, torch.tensor([0, 2, 1, 1, 0])).backward()
     else:
-        span_losses(*found, batch).mean().backward()
+        span_losses(*found, batch.starts, batch.ends).mean().backward()
         labels = torch.stack([batch.starts, batch.ends])
         (sum(cross_entropy(side, label) for side, label in zip(expected, labels, strict=True)) / 2).backward()
     total = torch.stack([weights.grad.norm() for weights in own.parameters() if weights.grad is not None]).norm()
@@ -181,6 +171,18 @@ def test_packed_windows_give_the_logits_and_gradients_of_transformers(name, kern
 @each("name", TRAINED)
 def test_padded_windows_give_the_logits_and_gradients_of_transformers(name, windows):
     compare(models(name, padded=True), windows, pad_to=0)
+
+
+@each("name", ["squeezebert", "luke", "bart"])
+def test_a_family_without_a_row_is_trained_on_padded_windows_with_layers_of_its_own(name, windows, monkeypatch, caplog):
+    monkeypatch.setitem(CONFIGS, name, CONFIG_MAPPING[name])
+    ours, own = models(name, padded=True)
+    compare((try_once(ours), own), windows, pad_to=0)
+    assert {type(part).__module__.split(".")[0] for part in ours.modules()} == {"torch", "transformers"}
+    caplog.set_level("INFO")
+    assert choose_padding(ours.config, "none") == "longest"
+    assert len(caplog.messages) == 1 and name in caplog.text
+    assert forward_flops(ours).training([10]) > 0 < max_tokens(ours.config)
 
 
 @each("pad_to", [None, 0], ids=["packed batch", "padded batch"])
@@ -241,24 +243,22 @@ def test_half_precision(name, windows):
     assert all(weights.grad.isfinite().all() for weights in model.parameters() if weights.grad is not None)
 
 
-def test_layers_with_residual_and_norm_compute_what_those_of_transformers_do():
+@each("name", [name for name in TRAINED if FAMILIES[name].add_and_norm])
+def test_layers_with_residual_and_norm_compute_what_those_of_transformers_do(name):
     found, inputs = set(), [torch.randn(1, 9, 24), torch.randn(1, 9, 16)]
-    for name in TRAINED:
-        own = models(name)[1]
-        for layer in own.modules():
-            if type(layer).__name__ in ADD_AND_NORM:
-                found.add(type(layer).__name__)
-                results = []
-                for module in (layer, with_own_layers(copy.deepcopy(layer))):
-                    rows = [inputs[layer.dense.in_features == 16].requires_grad_(), inputs[1].requires_grad_()]
-                    with kernels.override(kernels.TORCHS):
-                        output = module(*rows)
-                    results.append([output, *torch.autograd.grad(output.square().sum(), [*rows, *module.parameters()])])
-                assert type(module) is AddAndNorm and all(map(torch.equal, *results)), type(layer)
-    assert found == ADD_AND_NORM
+    for layer in models(name)[1].modules():
+        if type(layer).__name__ in FAMILIES[name].add_and_norm:
+            found.add(type(layer).__name__)
+            results = []
+            for module in (layer, AddAndNorm.of(copy.deepcopy(layer))):
+                rows = [inputs[layer.dense.in_features == 16].requires_grad_(), inputs[1].requires_grad_()]
+                output = module(*rows)
+                results.append([output, *torch.autograd.grad(output.square().sum(), [*rows, *module.parameters()])])
+            assert all(map(torch.equal, *results)), type(layer)
+    assert found == set(FAMILIES[name].add_and_norm)
 
 
-@each("name", [name for name, family in FAMILIES.items() if family.attention_of_bert])
+@each("name", [name for name, family in FAMILIES.items() if family.attention])
 def test_query_key_and_value_as_one_product(name, windows):
     batch, own = Collator(windows, CPU)(range(len(LENGTHS))), new_model(small(name), 0.0, seed=1).eval()
     joined = copy.deepcopy(own)
@@ -295,10 +295,10 @@ def test_every_family_is_compared():
         pytest.skip(f"transformers {metadata.version('transformers')} lacks {', '.join(LACKING)}")
 
 
-def test_a_family_that_transformers_lacks_is_refused_with_the_version_that_has_it(tmp_path, monkeypatch):
+def test_a_family_that_transformers_lacks_is_refused_with_the_advice_to_upgrade(tmp_path, monkeypatch):
     monkeypatch.delitem(CONFIG_MAPPING._mapping, "ultrabert", raising=False)
     (tmp_path / "config.json").write_text('{"model_type": "ultrabert"}')
-    with refused(tmp_path, "ultrabert", FAMILIES["ultrabert"].since):
+    with refused(tmp_path, "ultrabert", "pip install --upgrade transformers"):
         load_config(str(tmp_path), ModelArguments(model_name_or_path=str(tmp_path)))
 
 
@@ -343,7 +343,7 @@ def test_adapters_begin_with_the_models_results_and_are_merged(name, windows, tm
     before, logits = dict(model.named_parameters()), span_logits(model, batch)[0]
     wrapper = add_adapters(model, ModelArguments(lora_rank=2), seed=1)
     torch.testing.assert_close(span_logits(model, batch)[0], logits)
-    span_losses(*span_logits(model, batch), batch).sum().backward()
+    window_losses(model, batch).sum().backward()
     trained = [name for name, weights in model.named_parameters() if weights.requires_grad]
     assert all(model.get_parameter(name).grad is not None for name in trained)
     assert all("lora_" in name or not name.startswith(f"{model.base_model_prefix}.") for name in trained)

@@ -17,7 +17,8 @@ import pyarrow.parquet
 import pytest
 from tables import each, refused
 
-from hvd_bert.data.sources import hub, squad
+from hvd_bert import hub
+from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Reading
 
 Rows = Sequence[dict[str, Any]]

@@ -9,8 +9,8 @@ from transformers import ElectraConfig
 from transformers.models.electra.modeling_electra import ElectraSelfOutput
 
 from hvd_bert.model import attention
-from hvd_bert.model.bert import with_own_layers
 from hvd_bert.model.cpu import fused, kernels
+from hvd_bert.model.cpu.dropout import AddAndNorm
 from hvd_bert.model.cpu.kernels import FUSED, OWN, Kernels
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import autocast
@@ -122,7 +122,7 @@ def test_dropout_residual_and_layer_norm_equal_their_formula(dtype, tolerance):
 @needs_fused
 @each("precision", ["fp32", "bf16"])
 def test_layer_with_the_fused_norm(precision):
-    layer = with_own_layers(ElectraSelfOutput(ElectraConfig(hidden_size=64, hidden_dropout_prob=0.0)))
+    layer = AddAndNorm.of(ElectraSelfOutput(ElectraConfig(hidden_size=64, hidden_dropout_prob=0.0)))
     inputs, results = (torch.randn(1, 9, 64, requires_grad=True), torch.randn(1, 9, 64, requires_grad=True)), []
     for chosen in (Kernels(norm=FUSED), kernels.TORCHS):
         with kernels.override(chosen), autocast(torch.device("cpu"), precision):

@@ -26,7 +26,8 @@ from hvd_bert.data import window_table
 from hvd_bert.data.sources import squad
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.errors import UserError
-from hvd_bert.model.bert import load_model, load_tokenizer
+from hvd_bert.model.bert import load_model
+from hvd_bert.tasks.tokenizer import load_tokenizer
 
 ANY_FOLDER = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 JSON = st.recursive(

@@ -15,7 +15,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
-from hvd_bert.data.sources import files, hub
+from hvd_bert import hub
+from hvd_bert.data.sources import files
 from hvd_bert.data.sources.entries import LEVELS, questions_in
 from hvd_bert.data.sources.questions import SHORT, Findings, Found, Mistake, Question, Reading, checked
 from hvd_bert.errors import UserError
@@ -74,7 +75,7 @@ def open_hub(
     Raises `UserError` if it is not available or has other columns.
     """
     columns = Columns(f"{dataset_name}[{split}]", reading)
-    rows = hub.load(dataset_name, split, dataset_config_name, cache_dir)
+    rows = hub.load_split(dataset_name, split, dataset_config_name, cache_dir)
     rows = rows.select_columns(columns.choose(rows.column_names))
 
     def placed() -> Iterable[files.Placed]:

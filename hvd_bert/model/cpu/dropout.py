@@ -74,6 +74,11 @@ class _Dropout(torch.autograd.Function):
 class Dropout(nn.Dropout):
     """nn.Dropout with other random numbers for float32 and bfloat16 on the CPU."""
 
+    @staticmethod
+    def of(layer: nn.Dropout) -> Dropout:
+        """In place of `layer`."""
+        return Dropout(layer.p, layer.inplace)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """In training, zero a share p of the elements and scale up the others; otherwise return `input`."""
         own = input.device.type == "cpu" and kernels.chosen(input.dtype).dropout == kernels.OWN
@@ -83,20 +88,17 @@ class Dropout(nn.Dropout):
         return result
 
 
-# transformers' classes whose forward pass is that of AddAndNorm.
-_LIKE_BERT = (
-    *("Bert", "Camembert", "Data2VecText", "Deberta", "DebertaV2", "Electra", "Ernie", "Longformer", "RemBert"),
-    *("Roberta", "RoFormer", "Splinter", "XLMRoberta"),
-)
-ADD_AND_NORM = {family + part for family in _LIKE_BERT for part in ("SelfOutput", "Output")} | {"MPNetOutput"}
-
-
 class AddAndNorm(nn.Module):
     """BERT's output layers: dense, dropout, residual, layer norm; the last three in one pass where it is compiled."""
 
-    dense: nn.Module
-    dropout: nn.Dropout
-    LayerNorm: nn.LayerNorm
+    def __init__(self, dense: nn.Module, dropout: nn.Dropout, norm: nn.LayerNorm) -> None:
+        super().__init__()
+        self.dense, self.dropout, self.LayerNorm = dense, dropout, norm
+
+    @staticmethod
+    def of(layer: Any) -> AddAndNorm:
+        """In place of transformers' `layer`."""
+        return AddAndNorm(layer.dense, layer.dropout, layer.LayerNorm)
 
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
         """hidden_states [..., size of dense], input_tensor [..., size] -> [..., size]."""

@@ -68,6 +68,13 @@ class _Linear(torch.autograd.Function):
 class Linear(nn.Linear):
     """nn.Linear with a faster product for float32 on the CPU; interface and parameters are the same."""
 
+    @staticmethod
+    def of(layer: nn.Linear) -> Linear:
+        """In place of `layer`, with its parameters."""
+        made = Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        made.weight, made.bias = layer.weight, layer.bias
+        return made
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., in] -> [..., out]."""
         if self._is_fused(input):

@@ -22,15 +22,17 @@ import torch
 from numpy.typing import NDArray
 from transformers import BertConfig
 
+from hvd_bert import hub
 from hvd_bert.config.run_plan import RunPlan
 from hvd_bert.config.settings import Config, ModelArguments
 from hvd_bert.data.sources import squad
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE, UserError, log
-from hvd_bert.model.bert import new_model, place
+from hvd_bert.model.bert import new_model
 from hvd_bert.model.families import check_precision, choose_padding, max_tokens
-from hvd_bert.model.loading import load_config, reported
+from hvd_bert.model.layers import place
+from hvd_bert.model.loading import load_config
 from hvd_bert.monitoring import PHASES
 from hvd_bert.monitoring.usage import memory_now, memory_peak
 from hvd_bert.output import run_folder
@@ -203,7 +205,7 @@ def random_task(model: str | None, num_windows: int, config: Config, world: Worl
     lengths = lengths_like_squad(num_windows, min(data.max_seq_length, max_tokens(shape)), args.seed)
     table = random_windows(lengths, shape.vocab_size, args.seed)
     source = squad.from_questions("random windows", [])
-    with reported(model or "BERT-base"):
+    with hub.reported(model or "BERT-base"):
         padded, flags = data.pad_to is not None, config.model
         network = new_model(shape, flags.dropout, args.seed, padded, attention_dropout=flags.attention_dropout)
 

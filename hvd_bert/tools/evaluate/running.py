@@ -20,7 +20,7 @@ from hvd_bert.errors import EXIT_FAILURE, UserError, log
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample
 from hvd_bert.evaluation.squad_metric import question_scores
-from hvd_bert.model.bert import place
+from hvd_bert.model.layers import place
 from hvd_bert.output import output_dir, run_folder
 from hvd_bert.storage.writing import check_output, write_named, writing_to
 from hvd_bert.strategies.base import strategy_class

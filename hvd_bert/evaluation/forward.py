@@ -1,0 +1,64 @@
+"""A batch through the model: its inputs, its logits, and the loss of each window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvd_bert.data.collate import Batch
+from hvd_bert.model.attention import Windows
+from hvd_bert.model.bert import span_losses
+
+
+def window_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Loss per window of the batch, float32 [B]: the mean of the cross-entropies of start and end."""
+    starts, ends = span_logits(model, batch)
+    return span_losses(starts, ends, batch.starts, batch.ends)
+
+
+def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Start and end logits of the B windows, float32 [B, T]; T: tokens of the longest; -inf after a window's end."""
+    output = model(**model_inputs(batch))
+    logits = output.start_logits.float(), output.end_logits.float()
+    if batch.attention_mask is not None:
+        padding, longest = ~batch.attention_mask, max(batch.lengths)
+        starts, ends = (rows.masked_fill(padding, float("-inf"))[:, :longest] for rows in logits)
+    else:
+        starts, ends = (_window_rows(row.flatten(), batch) for row in logits)
+    return starts, ends
+
+
+def head_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The logits of a batch in float32: [B, classes], or of a head for tokens [B, T, classes].
+
+    `model`: as wrapped by the strategy. T: tokens of the longest text.
+    """
+    logits: torch.Tensor = model(**model_inputs(batch)).logits.float()
+    if logits.ndim == 2:
+        return logits
+    longest = max(batch.lengths)
+    if batch.cells is None:
+        return logits[:, :longest]
+    rows = logits.new_zeros(len(batch.lengths) * longest, logits.shape[-1])
+    return rows.index_copy(0, batch.cells, logits[0]).view(len(batch.lengths), longest, -1)
+
+
+def _window_rows(row: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The values [N] of a packed batch's tokens as [B, T]. One operation: a kernel per window is slow on a GPU."""
+    assert batch.cells is not None
+    shape = len(batch.lengths), max(batch.lengths)
+    return row.new_full((shape[0] * shape[1],), float("-inf")).scatter_(0, batch.cells, row).view(shape)
+
+
+def model_inputs(batch: Batch) -> dict[str, Any]:
+    """A batch as arguments of the model's forward pass, packed or padded."""
+    inputs: dict[str, Any] = {
+        "input_ids": batch.input_ids,
+        "token_type_ids": batch.token_type_ids,
+        "position_ids": batch.position_ids,
+    }
+    if batch.cu_seqlens is None:
+        return inputs | {"attention_mask": batch.attention_mask}
+    return inputs | {"windows": Windows(batch.lengths, batch.cu_seqlens, max(batch.lengths))}

@@ -1,0 +1,220 @@
+"""Loads data sets, configurations, tokenizers and models: from a folder, else from the Hugging Face hub's cache on this
+machine, which needs no network, else from the hub. N ranks do not all contact the hub.
+
+The only place that calls `from_pretrained`: whatever that raises becomes one UserError, and no code in a model's folder
+ever runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvd_bert.errors import UserError, as_user_error, reason_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# The hub moved these data sets and models to their authors' namespaces; a local cache may have either name.
+_OWNERS = {
+    "rajpurkar": ("squad", "squad_v2"),
+    "ylecun": ("mnist",),
+    "nyu-mll": ("glue",),
+    "google-bert": ("bert-base-uncased", "bert-base-cased", "bert-large-uncased"),
+    "FacebookAI": ("roberta-base", "roberta-large", "xlm-roberta-base", "xlm-roberta-large"),
+    "distilbert": ("distilbert-base-uncased", "distilbert-base-cased"),
+    "albert": ("albert-base-v2", "albert-large-v2"),
+    "almanach": ("camembert-base",),
+}
+_REACH_TIMEOUT_S = 10.0
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1"  # the first line of one
+_WAYS_OUT = (
+    "Give local files with --train_file and --validation_file, or train on the bundled sample with --config sample."
+)
+
+
+def names_of(name: str) -> list[str]:
+    """The names under which a cache may have a data set or model, the given one first."""
+    pairs = [(old, f"{owner}/{old}") for owner, names in _OWNERS.items() for old in names]
+    return [name, *(other for pair in pairs if name in pair for other in pair if other != name)]
+
+
+def load_split(
+    dataset_name: str,
+    split: str,
+    dataset_config_name: str | None = None,
+    cache_dir: str | None = None,
+    ways_out: str = _WAYS_OUT,
+) -> Dataset:
+    """One split of a data set. Raises `UserError` with `ways_out` if it is not available."""
+    import datasets  # slow to import, and not needed for files
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
+
+    flag = f"--dataset_name {dataset_name}"
+    try:
+        validate_repo_id(dataset_name)
+    except HFValidationError:
+        raise UserError(f"{flag}: not the name of a data set on the hub, such as rajpurkar/squad. {ways_out}") from None
+    if os.path.isdir(dataset_name):  # `datasets` would read the files in it
+        raise UserError(
+            f"{flag}: {dataset_name} is a folder in the working directory. To load the hub's data set, run the command"
+            f" in another one. {ways_out}"
+        )
+    names = [name for name in names_of(dataset_name) if not os.path.isdir(name)]
+    reason: Exception | None = None
+    datasets.disable_progress_bars()  # which every rank would show
+    datasets.logging.set_verbosity_error()
+    for name, offline in [*((name, True) for name in names), (dataset_name, False)]:
+        try:
+            with _offline() if offline else contextlib.nullcontext():
+                if not offline:
+                    reach()
+                return datasets.load_dataset(
+                    name, dataset_config_name, split=split, cache_dir=cache_dir, trust_remote_code=False
+                )
+        # The exceptions for an unreachable hub differ between releases and HTTP libraries.
+        except Exception as error:
+            reason = error
+    assert reason is not None
+    raise UserError(
+        f"{flag}: split {split!r} is not in the Hugging Face cache on this machine and could "
+        f"not be downloaded ({reason_of(reason)}). {ways_out}"
+    ) from reason
+
+
+def digest(rows: Dataset) -> str:
+    """SHA-256 of the rows; the fingerprint of `datasets` also depends on the path of its cache."""
+    table = rows.data.table.replace_schema_metadata(None)
+    sha256 = hashlib.sha256(table.schema.serialize())
+    for batch in table.to_batches(max_chunksize=1000):
+        sha256.update(batch.serialize())
+    sha256.update(b"\xff\xff\xff\xff\0\0\0\0")  # the end of the stream in Arrow's format
+    return sha256.hexdigest()
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
+    """`kind.from_pretrained(name, **options)`. Raises UserError."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()  # our checks replace its warnings, which every rank would print
+    transformers_logging.disable_progress_bar()
+    with reported(name):
+        try:
+            return _from_pretrained(kind, name, **options)
+        except pickle.UnpicklingError:
+            raise ValueError("its weights are pickled objects, which can run code: save them as safetensors") from None
+        except ValueError as error:
+            if "trust_remote_code" in str(error):  # transformers would advise to set it
+                raise ValueError("it has its own Python code, which this trainer never runs") from None
+            if lacks_model_type(name):
+                raise UserError(
+                    f'{Path(name) / "config.json"} has no key "model_type", which names the model\'s family. Add it,'
+                    ' for a BERT "model_type": "bert", or name a complete configuration of the same model with'
+                    " --config_name."
+                ) from None
+            raise
+
+
+def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
+
+    path = Path(name)
+    if path.exists():
+        return kind.from_pretrained(name, trust_remote_code=False, **options)
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise FileNotFoundError(f"no such folder{'' if path.is_absolute() else f' in {Path.cwd()}'}") from None
+    for cached_name in names_of(name):
+        with contextlib.suppress(OSError):
+            return kind.from_pretrained(cached_name, trust_remote_code=False, local_files_only=True, **options)
+    try:
+        reach()
+    except Exception:
+        raise FileNotFoundError(
+            f"no such folder in {Path.cwd()}, the model is not in the hub's cache, and the hub does not answer"
+        ) from None
+    return kind.from_pretrained(name, trust_remote_code=False, **options)
+
+
+def reported(name: str) -> contextlib.AbstractContextManager[None]:
+    """Turn any error inside into a UserError that says that `name` cannot be loaded, why, and what to do."""
+    return as_user_error(
+        lambda reason: (
+            f"'{name}' cannot be loaded ({lfs_pointers(name) or reason}). Check the name and the files, name another"
+            " model or a local folder, or try `python -m hvd_bert.train --config sample`, which has a model of its own."
+        )
+    )
+
+
+def lfs_pointers(name: str) -> str:
+    """Names the files of a folder that git-lfs has not downloaded; "" if there are none."""
+    files = (path for path in sorted(Path(name).glob("*")) if path.is_file() and os.access(path, os.R_OK))
+    found = [path.name for path in files if path.open("rb").read(len(LFS_POINTER)) == LFS_POINTER.encode()]
+    return f"{', '.join(found)}: only a git-lfs pointer; run `git lfs pull` in the folder" if found else ""
+
+
+def lacks_model_type(name: str) -> bool:
+    """Whether `name` is a folder whose config.json does not name the family, as those of old models."""
+    path = Path(name) / "config.json"
+    return path.is_file() and "model_type" not in _json_object(path)
+
+
+def json_file(name: str, file: str, cache_dir: str | None, revision: str) -> dict[str, Any]:
+    """A JSON file in a folder or, without loading it, in the hub's cache; {} if there is none. Raises ValueError."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(name)
+    if folder.exists():
+        return _json_object(folder / file) if (folder / file).is_file() else {}
+    for cached_name in names_of(name):
+        path = try_to_load_from_cache(cached_name, file, cache_dir, revision)
+        if isinstance(path, str):
+            return _json_object(Path(path))
+    return {}
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} must contain a JSON object")
+    return content
+
+
+# --- the network ---------------------------------------------------------------------------------
+
+
+def reach() -> None:
+    """Raise any Exception if the hub does not answer within seconds; its libraries' loaders retry for minutes."""
+    import datasets
+    import huggingface_hub
+
+    if datasets.config.HF_HUB_OFFLINE:
+        raise ConnectionError("HF_HUB_OFFLINE is set")
+    huggingface_hub.get_session().head(datasets.config.HF_ENDPOINT, timeout=_REACH_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before

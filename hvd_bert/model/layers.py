@@ -1,0 +1,103 @@
+"""Layers in place of transformers': faster ones for CPUs, and query, key and value as one product for GPUs.
+
+A new layer has the parameters of the one that it replaces under the same names, so state_dict and saved models stay
+transformers' own. The table in `families.py` says which classes are replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from hvd_bert.errors import UserError
+from hvd_bert.model import attention
+from hvd_bert.model.cpu.dropout import AddAndNorm, Dropout
+from hvd_bert.model.cpu.linear import Linear
+from hvd_bert.model.families import FAMILIES
+
+Replace = Callable[[Any], nn.Module]
+
+
+def place(model: nn.Module, device: torch.device, compiled: bool = False) -> None:
+    """Move a model to the device that it is trained or evaluated on, with the layers that are fastest there.
+
+    `compiled`: torch.compile will compile it, which does not support this package's layers for CPUs. Models of families
+    that the table lacks keep their layers.
+    """
+    config: Any = getattr(model, "config", None)
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    if family and device.type != "cuda" and not compiled:
+        norms = {f"transformers.{name}": AddAndNorm.of for name in family.add_and_norm}
+        replace_layers(model, {"torch.Linear": Linear.of, "torch.Dropout": Dropout.of, **norms})
+    elif family and family.attention and config._attn_implementation == attention.NAME:
+        replace_layers(model, {f"transformers.{family.attention}": JoinedAttention.of})
+    model.to(device=device)
+
+
+def replace_layers(module: nn.Module, layers: Mapping[str, Replace]) -> None:
+    """Replace the layers in a module, innermost first. `layers`: by "package.class"."""
+    for name, part in module.named_children():
+        replace_layers(part, layers)
+        kind = type(part)
+        replace = layers.get(f"{kind.__module__.split('.')[0]}.{kind.__name__}")
+        if replace:
+            setattr(module, name, replace(part).train(part.training))
+
+
+class JoinedAttention(nn.Module):
+    """BERT's self-attention over packed windows; under autocast, query, key and value are one product of all weights.
+
+    MLPerf's entries do so, too: a large product fills a GPU better, and the hidden states are cast once. In fp32,
+    joining would only add a copy of the weights.
+    """
+
+    def __init__(self, query: nn.Linear, key: nn.Linear, value: nn.Linear, dropout: nn.Dropout, head_size: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.dropout = query, key, value, dropout
+        self.head_size = head_size
+
+    @staticmethod
+    def of(layer: Any) -> nn.Module:
+        """In place of transformers' `layer`, unless it has adapters."""
+        parts = (layer.query, layer.key, layer.value)
+        if any(type(part) is not nn.Linear for part in parts):
+            return layer  # type: ignore[no-any-return]
+        return JoinedAttention(*parts, layer.dropout, layer.attention_head_size)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        """`hidden_states`: [1, N, hidden size]. Returns the same shape, and no attention weights."""
+        parts = (self.query, self.key, self.value)
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
+            products = linear(hidden_states, weight, bias).chunk(3, -1)
+        else:
+            products = tuple(part(hidden_states) for part in parts)
+        query, key, value = (rows.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for rows in products)
+        output, _ = attention.attend_within_windows(self, query, key, value, attention_mask, self.dropout.p, **kwargs)
+        return output.flatten(2), None
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile each layer of a model that `place` has prepared for it, for any number of tokens; names in state_dict do
+    not change.
+
+    Raises UserError if the layers are not built as BERT's.
+    """
+    network: Any = model
+    try:
+        layers = network.base_model.encoder.layer
+        assert all(layer.attention.output and layer.intermediate and layer.output for layer in layers)
+    except AttributeError:
+        raise UserError(
+            f"--torch_compile does not support {network.config.model_type} models. Remove the flag."
+        ) from None
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # all layers share their code
+    torch._dynamo.config.specialize_float = True  # dropout's probability, by which the attention is chosen
+    for layer in layers:
+        layer.compile(dynamic=True)

@@ -1,0 +1,66 @@
+"""Loads a model's tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.tokenization_auto import AutoTokenizer
+
+from hvd_bert import hub
+from hvd_bert.config.settings import ModelArguments
+from hvd_bert.data.window_cutting import Layout
+from hvd_bert.errors import UserError, log
+
+_UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # not in special tokens, such as [CLS] and <S>
+
+
+def load_tokenizer(args: ModelArguments) -> Any:
+    """The model's fast tokenizer. Raises UserError if there is none, or its layout of windows is not supported."""
+    extra: dict[str, Any] = {"use_fast": True}
+    if args.config_name and hub.lacks_model_type(args.tokenizer):  # the configuration tells which tokenizer it is
+        extra["config"] = hub.load_pretrained(AutoConfig, args.config_name, **args.on_hub)
+    tokenizer = _load_with_case(args, **extra)
+    # transformers returns a tokenizer for a folder without a vocabulary, too.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens) or hub.LFS_POINTER in tokenizer.get_vocab():
+        found = hub.lfs_pointers(args.tokenizer) or "Name a tokenizer's folder (--tokenizer_name FOLDER)"
+        raise UserError(f"'{args.tokenizer}' has no vocabulary. {found}.")
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise UserError(
+            f"'{args.tokenizer}': tokenizer_config.json: model_max_length must be a number, not"
+            f" {tokenizer.model_max_length!r:.80}."
+        )
+    Layout.of(tokenizer)
+    return tokenizer
+
+
+def _load_with_case(args: ModelArguments, **extra: Any) -> Any:
+    """The tokenizer in --tokenizer_name, which keeps upper-case letters if its files say so. Raises UserError.
+
+    Without "do_lower_case" in tokenizer_config.json, transformers lower-cases texts for BERT's vocabularies, and thus
+    splits each word with an upper-case letter. Then tokenizer.json decides, and without one the vocabulary.
+    """
+    name, options = args.tokenizer, args.on_hub
+    tokenizer = hub.load_pretrained(AutoTokenizer, name, **options, **extra)
+    if not tokenizer.init_kwargs.get("do_lower_case"):
+        return tokenizer
+    with hub.reported(name):
+        if "do_lower_case" in hub.json_file(name, "tokenizer_config.json", **options):
+            return tokenizer
+        normalizer = json.dumps(hub.json_file(name, "tokenizer.json", **options).get("normalizer"))
+    cased = any(_UPPER_CASE.search(token) for token in tokenizer.get_vocab())
+    if '"lowercase": true' in normalizer or '"Lowercase"' in normalizer or not cased:
+        return tokenizer
+    log.info(
+        "%s: the vocabulary has words with upper-case letters, so texts are not lower-cased. To lower-case them, set"
+        ' "do_lower_case": true in tokenizer_config.json.', name,
+    )  # fmt: skip
+    return hub.load_pretrained(AutoTokenizer, name, **options, do_lower_case=False, **extra)
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Hash of a tokenizer's vocabulary and rules."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:12]
