@@ -33,7 +33,7 @@ from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
 from hvd_bert.evaluation.forward import window_losses
 from hvd_bert.model.bert import load_model
 from hvd_bert.model.cpu import kernels
-from hvd_bert.model.cpu.kernels import TORCH, TORCHS, Kernels
+from hvd_bert.model.cpu.kernels import TORCH, TORCH_ONLY, Kernels
 from hvd_bert.model.cpu.malloc import keep_memory
 from hvd_bert.model.layers import place
 from hvd_bert.model.precision import autocast
@@ -47,7 +47,7 @@ Seconds = dict[str, list[float]]  # by "precision, variant": of each batch
 def variants(chosen: Kernels) -> dict[str, Kernels]:
     """All kernels that this kind of CPU uses, none of them, and all but one."""
     used = [name for name, kernel in asdict(chosen).items() if kernel != TORCH and name != ALLOCATOR]
-    return {ALL: chosen, "none": TORCHS} | {name: replace(chosen, **{name: TORCH}) for name in used}
+    return {ALL: chosen, "none": TORCH_ONLY} | {name: replace(chosen, **{name: TORCH}) for name in used}
 
 
 def steps(flags: argparse.Namespace) -> tuple[Callable[[Kernels, str, Batch], float], list[Batch]]:
@@ -80,7 +80,7 @@ def measure(flags: argparse.Namespace) -> Seconds:
     torch.set_num_threads(1)
     if flags.child == ALL:
         keep_memory()
-    choice = kernels.auto_choice()
+    choice = kernels.default_choice()
     step, batches = steps(flags)
     seconds: Seconds = defaultdict(list)
     for precision, chosen in {"fp32": choice.fp32, "bf16": choice.bf16}.items():

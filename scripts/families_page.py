@@ -20,7 +20,7 @@ INTRODUCTION = """\
 
 # Model families
 
-`--model_name_or_path` takes encoders of the families below. The family is the `model_type` in the model's
+`--model_name_or_path` takes encoders, fastest those of the families below. The family is the `model_type` in
 `config.json`. [Tasks of your own](../guides/tasks.md#encoders-and-texts) take the same families if transformers has the
 head for them.
 
@@ -29,8 +29,9 @@ head for them.
   batch, which takes computing time.
 
 Other families with a head for question answering, such as SqueezeBERT, run padded with transformers' own layers, and
-the run says so. It refuses those that need more than text or whose results depend on padding (FNet, YOSO), and
-tokenizers that pad on the left or have no special tokens around question and context, as those of most decoders.
+the run logs this. It does not know their FLOP, and weights that their head does not use stay as they are. It refuses
+families that need more than text or whose results depend on padding (FNet, YOSO), and tokenizers that pad on the left
+or have no special tokens around question and context, as those of most decoders.
 
 Windows equal run_qa's. Special tokens and token types follow the model's own tokenizer; a model with two token types
 always gets them, also where the tokenizer returns none by default (ALBERT, RemBERT, Splinter), and a model with one

@@ -175,7 +175,8 @@ def _check_cpu(resume_point: ResumePoint, now: Mapping[str, str] | None) -> None
     """Warn if the checkpoint is from another kind of CPU or from other kernels. `now`: as `kernels.record` returns."""
     saved = resume_point.state.get("cpu_kernels")
     if saved and now and saved != now:
-        changes = [f"{name} was {saved.get(name)} and is {now[name]}" for name in now if saved.get(name) != now[name]]
+        pairs = {name: (saved.get(name, "torch"), now.get(name, "torch")) for name in {**saved, **now}}
+        changes = [f"{name} was {before} and is {after}" for name, (before, after) in pairs.items() if before != after]
         log.warning(
             "The checkpoint is from another kind of CPU or from other kernels (%s): the bits of losses and weights may"
             " differ from those of an uninterrupted run. To keep them, use such a CPU with the same --cpu_kernels.",

@@ -7,20 +7,18 @@ the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hvd_bert.model.cpu import fused as fused_kernels
 from hvd_bert.model.cpu import kernels
-from hvd_bert.model.cpu.dropout import dropped_of, keep_mask, kept_scale, masked
-from hvd_bert.model.cpu.linear import batched_product
+from hvd_bert.model.cpu.attention import Attention, drop_threshold, near, of_windows
 
 NAME = "packed_windows"
 # The first arguments of torch's operations as by_flash and by_efficient pass them. torch's public functions above these
@@ -122,7 +120,7 @@ def choose(
             return by_window
         fits = aligned and dtype in (torch.float16, torch.float32)
         return by_efficient if by_efficient in fused and fits else by_jagged
-    own = kernels.chosen(dtype).attention if device == "cpu" and dropout else kernels.TORCH
+    own = kernels.active(dtype).attention if device == "cpu" and dropout else kernels.TORCH
     if own == kernels.FUSED and not local and head_size % fused_kernels.MULTIPLE == 0:
         return by_fused
     if own != kernels.TORCH:
@@ -200,27 +198,19 @@ def by_window(
     """One call of torch's attention per window; works everywhere, and is the fastest on CPUs without dropout."""
     outputs = [
         scaled_dot_product_attention(
-            q[None], k[None], v[None], _near(q, windows.reach), dropout_p=dropout, scale=scaling
+            q[None], k[None], v[None], near(q, windows.reach), dropout_p=dropout, scale=scaling
         )[0].transpose(0, 1)
-        for q, k, v in _split(windows.lengths, query, key, value)
+        for q, k, v in of_windows(windows.lengths, query, key, value)
     ]
     return torch.cat(outputs)
-
-
-def _near(query: torch.Tensor, reach: int | None) -> torch.Tensor | None:
-    """bool [T, T]: which tokens of a window attend to each other; None if all do. `query`: [heads, T, head size]."""
-    length = query.shape[1]
-    if reach is None or length <= reach + 1:
-        return None
-    places = torch.arange(length, device=query.device)
-    return (places[:, None] - places).abs() <= reach
 
 
 def by_probabilities(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
     """Attention with dropout on the CPU, fp32 or bf16. torch's own draws slowly and keeps the probabilities thrice."""
-    output: torch.Tensor = _Attention.apply(query, key, value, windows.lengths, windows.reach, dropout, scaling)  # type: ignore[no-untyped-call]
+    inputs = (query, key, value, windows.lengths, windows.reach, dropout, scaling)
+    output: torch.Tensor = Attention.apply(*inputs)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -229,78 +219,9 @@ def by_fused(
 ) -> torch.Tensor:
     """The same by compiled operations, which keep one bit per probability."""
     assert windows.reach is None
-    inputs = (query, key, value, windows.lengths, dropped_of(dropout), scaling)
+    inputs = (query, key, value, windows.lengths, drop_threshold(dropout), scaling)
     output: torch.Tensor = fused_kernels.Attention.apply(*inputs)  # type: ignore[no-untyped-call]
     return output
-
-
-def _split(windows: list[int], *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The part of each window, as views [heads, T, head size]."""
-    return zip(*(tensor.transpose(0, 1).split(windows, 1) for tensor in tensors), strict=True)
-
-
-class _Attention(torch.autograd.Function):
-    """dropout(softmax(scaling q k^T)) v in each window; tensors are [N, heads, head size].
-
-    One function for all windows, so that products are written in place and nothing is concatenated afterwards. The
-    scaling of the scores and that of dropout are applied to the tokens, which are fewer than the pairs of tokens.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        lengths: list[int],
-        reach: int | None,
-        dropout: float,
-        scaling: float,
-    ) -> torch.Tensor:
-        query, key, value = query * scaling, key.detach(), value.detach()
-        output = torch.empty_like(value, memory_format=torch.contiguous_format)
-        scratch = _for_pairs(query, lengths)
-        kept = []
-        for q, k, v, out in _split(lengths, query, key, value, output):
-            scores, near = batched_product(q, k.transpose(1, 2), _pairs(scratch, q)), _near(q, reach)
-            if near is not None:
-                scores.masked_fill_(~near, float("-inf"))
-            probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
-            keep = keep_mask(probabilities.shape, dropout)
-            batched_product(masked(probabilities, keep, out=scores), v, out)
-            kept += [probabilities, keep]
-        ctx.save_for_backward(query, key, value, *kept)
-        ctx.lengths, ctx.scale, ctx.scaling = lengths, kept_scale(dropout), scaling
-        return output.mul_(ctx.scale)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, *kept = ctx.saved_tensors
-        gradients = [torch.empty_like(key, memory_format=torch.contiguous_format) for _ in range(3)]
-        parts = _split(ctx.lengths, query, key, value, gradient * ctx.scale, *gradients)
-        first, second = _for_pairs(query, ctx.lengths), _for_pairs(query, ctx.lengths)
-        for (q, k, v, g, of_q, of_k, of_v), probabilities, keep in zip(parts, kept[::2], kept[1::2], strict=True):
-            of_probabilities = batched_product(g, v.transpose(1, 2), _pairs(first, q))
-            masked(of_probabilities, keep, out=of_probabilities)
-            of_scores = _pairs(second, q)  # at first the masked probabilities
-            batched_product(masked(probabilities, keep, out=of_scores).transpose(1, 2), g, of_v)
-            torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype, grad_input=of_scores)
-            batched_product(of_scores, k, of_q)
-            batched_product(of_scores.transpose(1, 2), q, of_k)
-        gradients[0].mul_(ctx.scaling)
-        return *gradients, None, None, None, None
-
-
-def _for_pairs(query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Memory for a number per head and pair of tokens, for one window after the other: it stays in the CPU's cache."""
-    return query.new_empty(query.shape[1] * max(lengths) ** 2)
-
-
-def _pairs(memory: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[heads, T, T], uninitialized, at the start of `memory`. `tokens`: [heads, T, head size]."""
-    heads, length, _ = tokens.shape
-    return memory[: heads * length**2].view(heads, length, length)
 
 
 AttentionInterface.register(NAME, attend_within_windows)

@@ -18,6 +18,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.model import attention, families
 from hvd_bert.model.cpu import linear
 from hvd_bert.model.loading import load_config, load_encoder
+from hvd_bert.model.unlisted import check_unlisted
 
 # For speed, vocabularies are padded: by fewer tokens than this, or than this share if they are large. A larger surplus
 # means another vocabulary.
@@ -52,7 +53,12 @@ def load_model(
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     model = load_encoder(kind, args, config, needs_head) if args.model_name_or_path else None
     with hub.reported(source):
-        return families.try_once(families.adapt(model or kind(config), token_types))
+        model = families.adapt(model or kind(config), token_types)
+        if config.model_type in families.FAMILIES:
+            families.try_once(model)
+        else:
+            check_unlisted(model, max_seq_length)
+    return model
 
 
 def new_model(
@@ -66,7 +72,10 @@ def new_model(
     config.num_labels = 2  # start and end
     configure(config, dropout, padded, attention_dropout)
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
-    return families.adapt(families.model_class(config)(config), getattr(config, "type_vocab_size", 0) >= 2)
+    model = families.adapt(families.model_class(config)(config), getattr(config, "type_vocab_size", 0) >= 2)
+    if config.model_type not in families.FAMILIES:
+        check_unlisted(model, 1)
+    return model
 
 
 def configure(config: Any, dropout: float | None, padded: bool, attention_dropout: float | None = None) -> None:
@@ -85,7 +94,7 @@ def _dropout_settings(config: Any) -> list[str]:
     return [
         name
         for name, value in config.to_dict().items()
-        if name.endswith(("dropout", "dropout_prob")) and isinstance(value, int | float)
+        if name.endswith(("dropout", "dropout_prob", "dropout_rate", "pdrop")) and isinstance(value, int | float)
     ]
 
 
@@ -114,16 +123,17 @@ def span_losses(
 
 
 def check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str, max_seq_length: int) -> None:
-    surplus = config.vocab_size - len(tokenizer)
-    if not 0 <= surplus < max(VOCAB_PADDING, VOCAB_PADDING_SHARE * config.vocab_size):
+    embeddings = getattr(config, "vocab_size", 0)  # CANINE has none
+    surplus = embeddings - len(tokenizer)
+    if not 0 <= surplus < max(VOCAB_PADDING, VOCAB_PADDING_SHARE * embeddings):
         raise UserError(
-            f"Model and vocabulary differ: {model_name} has {config.vocab_size} embeddings, but the tokenizer"
+            f"Model and vocabulary differ: {model_name} has {embeddings} embeddings, but the tokenizer"
             f" {tokenizer_name} has {len(tokenizer)} tokens. Give the model's own tokenizer (--tokenizer_name)."
         )
     largest = max(tokenizer.get_vocab().values())  # not the length: ids may have gaps
-    if largest >= config.vocab_size:
+    if largest >= embeddings:
         raise UserError(
-            f"The tokenizer {tokenizer_name} has the token id {largest}, but {model_name} has only {config.vocab_size}"
+            f"The tokenizer {tokenizer_name} has the token id {largest}, but {model_name} has only {embeddings}"
             " embeddings. Give the model's own tokenizer (--tokenizer_name)."
         )
     positions = families.max_tokens(config)

@@ -13,18 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING
 
 from hvd_bert.errors import UserError, log
 from hvd_bert.model.precision import evaluating
 
-PADDING = 3  # tokens
-
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models with the same `model_type`. `layers.place` replaces the nn.Linear and nn.Dropout of each.
+    """A family of models with the same `model_type`. On CPUs, `layers.place` replaces every nn.Linear.
 
     Attributes:
         packed: Its attention goes through transformers' AttentionInterface, it takes position_ids, and no other part
@@ -99,15 +96,6 @@ def model_class(config: Any) -> Any:
     return MODEL_FOR_QUESTION_ANSWERING_MAPPING[type(config)]
 
 
-def check_span_head(config: Any, source: str) -> None:
-    """Raise UserError if transformers has no span head for the family of the configuration `source`."""
-    if type(config) not in MODEL_FOR_QUESTION_ANSWERING_MAPPING:
-        raise UserError(
-            f"{source} is a {config.model_type} model, for which transformers has no head for question answering. Name"
-            f" an encoder of one of the families {', '.join(FAMILIES)}."
-        )
-
-
 def class_with_head(head: Any, config: Any, source: str) -> Any:
     """The class of a model of `config`, named `source`, with a head. Raises UserError if transformers has none.
 
@@ -115,8 +103,8 @@ def class_with_head(head: Any, config: Any, source: str) -> Any:
     """
     if type(config) not in head._model_mapping:
         raise UserError(
-            f"{source} is a {config.model_type} model: transformers has no {head.__name__} for it. Name another"
-            " encoder."
+            f"{source} is a {config.model_type} model: transformers has no {head.__name__} for it. Name an encoder such"
+            f" as those of the families {', '.join(FAMILIES)}."
         )
     return head._model_mapping[type(config)]
 
@@ -133,9 +121,7 @@ def choose_padding(config: Any, padding: str, unit: str = "windows") -> str:
     windows."""
     name = config.model_type
     if name not in FAMILIES:
-        log.info(
-            "%s models are not in the table of families: %s are padded, and all layers are transformers'.", name, unit
-        )
+        log.info("%s is not a listed family: %s are padded, and no layer is replaced by a faster one.", name, unit)
     elif padding == "none" and not family_of(config).packed:
         log.info("%s models take no packed %s: they are padded to the longest of the batch.", name, unit)
     return "longest" if padding == "none" and not family_of(config).packed else padding
@@ -168,11 +154,8 @@ def adapt(model: Any, token_types: bool) -> Any:
     return model
 
 
-def try_once(model: Any) -> Any:
-    """The same model, after it ran over one short window, which fails if the configuration is wrong.
-
-    Raises ValueError if it is of a family that the table lacks and padding changes its results.
-    """
+def try_once(model: Any) -> None:
+    """Run the encoder over one short window, which fails if the configuration is wrong."""
     config = model.config
     length = int(np.max(getattr(config, "attention_window", 2)))  # to a multiple of which Longformer pads
     tokens = torch.full((1, length), config.vocab_size - 1, device=model.device)  # 0 or 1 may be padding
@@ -180,26 +163,10 @@ def try_once(model: Any) -> Any:
         tokens[:, max_tokens(config) :] = config.pad_token_id
     with evaluating(model):
         model.base_model(input_ids=tokens)
-        if config.model_type not in FAMILIES:
-            _check_padding(model, tokens)
-    return model
-
-
-def _check_padding(model: Any, tokens: torch.Tensor) -> None:
-    mask = torch.tensor([[True] * tokens.shape[1] + [False] * PADDING])
-    types = torch.zeros_like(mask, dtype=torch.int64)
-    inputs = {"input_ids": F.pad(tokens, (0, PADDING)), "token_type_ids": types, "attention_mask": mask}
-    name = "start_logits" if "start_logits" in (padded := model(**inputs)) else "logits"
-    if name not in padded:
-        raise ValueError(f"a {model.config.model_type} model has other outputs than BERT's")
-    inputs = {key: value[:, : tokens.shape[1]] for key, value in inputs.items()}
-    alone, padded = (output[name][:, : tokens.shape[1]] for output in (model(**inputs), padded))
-    if alone.shape != padded.shape or not torch.allclose(alone, padded, rtol=1e-3, atol=1e-4):
-        raise ValueError(f"padding changes the results of {model.config.model_type} models")
 
 
 def _inputs_of_family(family: Family, model: Any, _: Any, inputs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """The arguments of a model's forward pass from those that `bert.model_inputs` makes of a batch."""
+    """The arguments of a model's forward pass from those that `evaluation.forward` makes of a batch."""
     inputs = {"token_type_ids": None, "attention_mask": None, **inputs}
     ids, types, mask = inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"]
     if types is None or not model.takes_token_types:

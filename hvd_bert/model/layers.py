@@ -15,11 +15,14 @@ from torch.nn.functional import linear
 
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention
-from hvd_bert.model.cpu.dropout import AddAndNorm, Dropout
+from hvd_bert.model.cpu import kernels
+from hvd_bert.model.cpu.attention import drop_threshold
+from hvd_bert.model.cpu.fused import MULTIPLE, AddNorm
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.families import FAMILIES
 
 Replace = Callable[[Any], nn.Module]
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def place(model: nn.Module, device: torch.device, compiled: bool = False) -> None:
@@ -31,21 +34,51 @@ def place(model: nn.Module, device: torch.device, compiled: bool = False) -> Non
     config: Any = getattr(model, "config", None)
     family = FAMILIES.get(getattr(config, "model_type", ""))
     if family and device.type != "cuda" and not compiled:
-        norms = {f"transformers.{name}": AddAndNorm.of for name in family.add_and_norm}
-        replace_layers(model, {"torch.Linear": Linear.of, "torch.Dropout": Dropout.of, **norms})
+        layers: dict[type | str, Replace] = {name: AddAndNorm.of for name in family.add_and_norm}
+        replace_layers(model, layers | {nn.Linear: Linear.of})
     elif family and family.attention and config._attn_implementation == attention.NAME:
-        replace_layers(model, {f"transformers.{family.attention}": JoinedAttention.of})
+        replace_layers(model, {family.attention: JoinedAttention.of})
     model.to(device=device)
 
 
-def replace_layers(module: nn.Module, layers: Mapping[str, Replace]) -> None:
-    """Replace the layers in a module, innermost first. `layers`: by "package.class"."""
+def replace_layers(module: nn.Module, layers: Mapping[type | str, Replace]) -> None:
+    """Replace the layers in a module, innermost first, except those with hooks, such as pruned ones.
+
+    `layers`: by class, those of transformers by its name.
+    """
     for name, part in module.named_children():
         replace_layers(part, layers)
         kind = type(part)
-        replace = layers.get(f"{kind.__module__.split('.')[0]}.{kind.__name__}")
-        if replace:
+        replace = layers.get(kind.__name__ if kind.__module__.startswith("transformers.") else kind)
+        if replace and not any(getattr(part, hooks) for hooks in HOOKS):
             setattr(module, name, replace(part).train(part.training))
+
+
+class AddAndNorm(nn.Module):
+    """BERT's output layers: dense, dropout, residual, layer norm; the last three in one pass where it is compiled."""
+
+    def __init__(self, dense: nn.Module, dropout: nn.Dropout, norm: nn.LayerNorm) -> None:
+        super().__init__()
+        self.dense, self.dropout, self.LayerNorm = dense, dropout, norm
+
+    @staticmethod
+    def of(layer: Any) -> AddAndNorm:
+        """In place of transformers' `layer`."""
+        return AddAndNorm(layer.dense, layer.dropout, layer.LayerNorm)
+
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        """hidden_states [..., size of dense], input_tensor [..., size] -> [..., size]."""
+        rows, norm, size = self.dense(hidden_states), self.LayerNorm, input_tensor.shape[-1]
+        precision = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input_tensor.dtype
+        chosen = input_tensor.device.type == "cpu" and kernels.active(precision).norm == kernels.FUSED
+        in_fp32 = isinstance(norm, nn.LayerNorm) and norm.weight.dtype == input_tensor.dtype == torch.float32
+        fits = in_fp32 and size % MULTIPLE == 0
+        if not (self.training and chosen and fits and input_tensor.numel()):
+            result: torch.Tensor = norm(self.dropout(rows) + input_tensor)
+            return result
+        options = (norm.eps, drop_threshold(self.dropout.p))
+        result = AddNorm.apply(rows, input_tensor, norm.weight, norm.bias, *options)  # type: ignore[no-untyped-call]
+        return result
 
 
 class JoinedAttention(nn.Module):

@@ -7,13 +7,14 @@ import json
 from typing import Any
 
 import torch
+from transformers import AutoModelForQuestionAnswering
 from transformers.models.auto.configuration_auto import AutoConfig
 
 from hvd_bert import hub
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.errors import UserError, log
 from hvd_bert.machine import free_memory
-from hvd_bert.model.families import check_span_head, family_of, model_class
+from hvd_bert.model.families import class_with_head, family_of, model_class
 from hvd_bert.storage.reading import GIB
 
 LORA_CHECKPOINT = (  # after the name of a folder
@@ -78,7 +79,7 @@ def _why_lost(lost: list[str], saved: list[str], encoder: str, described: str) -
 def load_config(name: str, args: ModelArguments, copies: int = 1) -> Any:
     """A checked configuration, `copies` of whose weights fit into this host's memory. Raises UserError."""
     config = hub.load_pretrained(AutoConfig, name, **args.on_hub)
-    check_span_head(config, name)
+    class_with_head(AutoModelForQuestionAnswering, config, name)
     with hub.reported(name):
         _check_config(config)
         needed, free = copies * 4 * num_weights(config), free_memory()

@@ -53,7 +53,7 @@ def _on(value: Any, device: torch.device) -> Any:
 
 
 def split_windows(tokens: dict[str, Any], parts: int) -> list[dict[str, Any]]:
-    """Split packed windows, as `bert.span_logits` passes them, into `parts` batches in order.
+    """Split packed windows, as `evaluation.forward` passes them, into `parts` batches in order.
 
     Their numbers of windows differ by at most one. With fewer windows than `parts` there are fewer batches.
     """

@@ -19,7 +19,7 @@ from hvd_bert.data.window_table import WindowTable
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.forward import head_logits
 from hvd_bert.model.bert import load_model
-from hvd_bert.model.families import check_precision, choose_padding
+from hvd_bert.model.families import FAMILIES, check_precision, choose_padding
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.layers import compile_layers
 from hvd_bert.model.loading import load_config
@@ -65,8 +65,10 @@ class EncoderTask(DatasetTask):
         self.use_model(model)
 
     def use_model(self, model: Any) -> None:
-        self.model, self.forward_flops = model, forward_flops(model)
-        self.crossover = self.forward_flops.crossover
+        self.model = model
+        if model.config.model_type in FAMILIES:
+            self.forward_flops = forward_flops(model)
+            self.crossover = self.forward_flops.crossover
 
     def encode(self, *texts: Any, **options: Any) -> Any:
         """Texts, or texts and their second parts, as the tokenizer returns them, cut off at --max_seq_length."""

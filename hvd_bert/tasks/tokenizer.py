@@ -21,7 +21,7 @@ _UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # not in special tokens, suc
 def load_tokenizer(args: ModelArguments) -> Any:
     """The model's fast tokenizer. Raises UserError if there is none, or its layout of windows is not supported."""
     extra: dict[str, Any] = {"use_fast": True}
-    if args.config_name and hub.lacks_model_type(args.tokenizer):  # the configuration tells which tokenizer it is
+    if args.config_name and hub.lacks_model_type(args.tokenizer):  # the configuration names the kind of tokenizer
         extra["config"] = hub.load_pretrained(AutoConfig, args.config_name, **args.on_hub)
     tokenizer = _load_with_case(args, **extra)
     # transformers returns a tokenizer for a folder without a vocabulary, too.

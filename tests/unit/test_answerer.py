@@ -99,7 +99,7 @@ def test_questions_and_answers_in_the_shape_of_a_pipeline(qa, questions):
 def same(found: list[Answer], expected: list[Answer]) -> None:
     """The same texts and places; numbers to the last bit where products do not depend on the other rows."""
     assert [places(answer) for answer in found] == [places(answer) for answer in expected]
-    if kernels.chosen("fp32").linear == kernels.ONEDNN:
+    if kernels.active("fp32").linear == kernels.ONEDNN:
         assert found == expected
     assert [answer.score for answer in found] == pytest.approx([answer.score for answer in expected], abs=1e-5)
 

@@ -22,7 +22,7 @@ from hvd_bert.model.attention import (
     windows_of,
 )
 from hvd_bert.model.cpu import kernels
-from hvd_bert.model.cpu.dropout import keep_mask, kept_scale
+from hvd_bert.model.cpu.attention import keep_mask, kept_scale
 
 CPU = torch.device("cpu")
 LENGTHS = [[9], [1, 3, 1, 4], [3, 3, 3]]

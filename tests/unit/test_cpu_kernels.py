@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-import numpy as np
-import pytest
 import torch
 from tables import each
 from torch import nn
 
 from hvd_bert import machine
 from hvd_bert.model.cpu import kernels, linear
-from hvd_bert.model.cpu.dropout import Dropout
-from hvd_bert.model.cpu.kernels import OPENBLAS, OWN, TORCHS, Kernels
+from hvd_bert.model.cpu.kernels import FUSED, OPENBLAS, OWN, TORCH_ONLY, Kernels
 
 CPU = torch.device("cpu")
 ZEN5 = "AuthenticAMD", "fpu sse2 avx avx2 fma avx512f avx512bw avx512_bf16 avx512_vnni"
@@ -57,32 +54,30 @@ def test_kind_of_cpu(text, architecture, capability, kind, emulates, monkeypatch
 
 
 def test_choice_of_this_process(monkeypatch):
-    before = kernels.choose("auto")
+    before = kernels.select("auto")
     try:
-        assert before == kernels.auto_choice()
+        assert before == kernels.default_choice()
         monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-        assert kernels.chosen("fp32") == kernels.chosen(torch.float32) == before.fp32
-        assert kernels.chosen(torch.float16) == kernels.chosen(torch.float64) == TORCHS
+        assert kernels.active("fp32") == kernels.active(torch.float32) == before.fp32
+        assert kernels.active(torch.float16) == kernels.active(torch.float64) == TORCH_ONLY
         assert kernels.record("fp32", CPU) == {"cpu": before.kind, **asdict(before.fp32)}
         assert kernels.record("fp32", torch.device("cuda", 0)) is None
-        kernels.choose("torch")
-        assert kernels.chosen("fp32") == kernels.chosen("bf16") == TORCHS
-        assert kernels.record("bf16", CPU) == {"cpu": before.kind, **asdict(TORCHS)}
+        kernels.select("torch")
+        assert kernels.active("fp32") == kernels.active("bf16") == TORCH_ONLY
+        assert kernels.record("bf16", CPU) == {"cpu": before.kind, **asdict(TORCH_ONLY)}
     finally:
-        kernels.choose("auto")
+        kernels.select("auto")
 
 
-def test_torchs_kernels_turn_off_all_others_and_openblas_is_for_one_thread(monkeypatch):
-    layer, drop, values = linear.Linear(8, 8), Dropout(0.5), torch.randn(6, 8)
-    with kernels.override(TORCHS):
+def test_torchs_kernels_turn_off_all_others_and_some_are_for_one_thread(monkeypatch):
+    layer, values = linear.Linear(8, 8), torch.randn(6, 8)
+    with kernels.override(TORCH_ONLY):
         assert torch.equal(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
-        torch.manual_seed(0)
-        found = drop(values)
-        torch.manual_seed(0)
-        assert torch.equal(found, nn.functional.dropout(values, 0.5))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    with kernels.override(Kernels(OPENBLAS, OPENBLAS, OWN, OWN)):
-        assert kernels.chosen("fp32") == Kernels(attention=OWN, dropout=OWN)
+    monkeypatch.setattr(kernels, "without_missing", lambda wanted: wanted)
+    for library in (OPENBLAS, FUSED):
+        with kernels.override(Kernels(library, OWN)):
+            assert kernels.active("fp32") == Kernels(attention=OWN)
 
 
 def test_emulated_bf16_is_a_warning_that_names_the_flag(monkeypatch, tmp_path, caplog):
@@ -93,32 +88,6 @@ def test_emulated_bf16_is_a_warning_that_names_the_flag(monkeypatch, tmp_path, c
     assert caplog.messages == []
     kernels.start("torch", "bf16", CPU)
     assert len(caplog.messages) == 1 and "--bf16" in caplog.text and "A CPU @ 2.0 GHz" in caplog.text
-
-
-needs_openblas = pytest.mark.skipif(not kernels.has_openblas(), reason="numpy has no OpenBLAS with one thread")
-
-
-@pytest.fixture(params=[pytest.param(True, marks=needs_openblas), False], ids=["numpy", "torch"])
-def calls(request, monkeypatch):
-    """Each library in turn; records numpy's products."""
-    products = []
-    matmul = np.matmul
-    monkeypatch.setattr(np, "matmul", lambda *given, **named: products.append(1) or matmul(*given, **named))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    with kernels.override(Kernels(attention_products=OPENBLAS if request.param else kernels.TORCH)):
-        yield products
-    assert bool(products) is request.param
-
-
-def test_strided_matrices_of_each_kind(calls):
-    torch.manual_seed(0)
-    rows, columns, square = torch.randn(7, 3, 4), torch.randn(9, 3, 4), torch.randn(3, 7, 9)  # tokens, heads, head size
-    q, k = rows.transpose(0, 1), columns.transpose(0, 1)
-    for left, right in ((q, k.transpose(1, 2)), (square, k), (square.transpose(1, 2), q)):
-        exact = left.double() @ right.double()
-        for out in (torch.empty(exact.shape), torch.empty(exact.transpose(0, 1).shape).transpose(0, 1)):
-            assert linear.batched_product(left, right, out) is out
-            torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_threads_as_openblas_reads_them(monkeypatch):

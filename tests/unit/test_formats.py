@@ -163,7 +163,7 @@ def test_hub_columns(monkeypatch, make_questions, to_rows):
     names = {"question": "query", "context": "passage", "answers": "reply"}
     rows = [{names.get(key, key): row[key] for key in row if key != "title"} for row in to_rows(make_questions(3))]
     rows = [{**row, "id": number, "unused": 1} for number, row in enumerate(rows)]
-    monkeypatch.setattr(hub, "load", lambda *_: datasets.Dataset.from_list(rows))
+    monkeypatch.setattr(hub, "load_split", lambda *_: datasets.Dataset.from_list(rows))
     source = squad.open_hub("mine", "train", False, reading=COLUMNS)
     expected = [
         dataclasses.replace(question, id=str(number), title="") for number, question in enumerate(make_questions(3))

@@ -71,7 +71,7 @@ def test_folders_are_no_data_sets(tmp_path, monkeypatch, name):
 
 def test_other_columns_are_refused(no_network, monkeypatch):
     rows = datasets.Dataset.from_dict({"text": ["a"], "label": [0]})
-    monkeypatch.setattr(hub, "load", lambda *_: rows)
+    monkeypatch.setattr(hub, "load_split", lambda *_: rows)
     with refused("imdb[train]", "one column context", "answers", "'text', 'label'", "--answer_column"):
         squad.open_hub("imdb", "train", False)
 

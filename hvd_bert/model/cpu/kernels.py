@@ -30,11 +30,9 @@ class Kernels:
     """What computes each operation: torch's own kernel, this package's (fused: compiled), or a library's."""
 
     linear: str = TORCH  # fp32: or "onednn" or "openblas"; bf16: or "fused"
-    attention_products: str = TORCH  # inside this package's attention, fp32: or "openblas"
     attention: str = TORCH  # with dropout: or "own" or "fused"
-    dropout: str = TORCH  # or "own"
-    allocator: str = TORCH  # settings of malloc: or "own"
     norm: str = TORCH  # dropout, residual and layer norm: or "fused", in one pass
+    allocator: str = TORCH  # settings of malloc: or "own"
 
 
 class Choice(NamedTuple):
@@ -45,25 +43,14 @@ class Choice(NamedTuple):
     bf16: Kernels = Kernels()
 
 
-TORCHS, OTHER = Kernels(), "other"
-_PRODUCTS_BY_TORCH = Kernels(attention=OWN, dropout=OWN, allocator=OWN)
-# MiniLM on 1 thread per rank. docs/evidence/benchmarks.md has the ranges.
+TORCH_ONLY, OTHER = Kernels(), "other"
+_FUSED = Kernels(attention=FUSED, norm=FUSED, allocator=OWN)
+_OWN = Kernels(attention=OWN, allocator=OWN)
+# docs/evidence/benchmarks.md has the measurements: each kernel saves at least 5 % of a step on one of these CPUs.
 _ROWS = (
-    # Zen 5, fp32: steps are 1.47 times as fast with linear layers by oneDNN, 1.01 with dropout, 1.10 with attention,
-    # 1.74 with all. Attention's products reach 109 to 218 GFLOP/s with OpenBLAS, 62 to 83 with MKL. Huge pages save
-    # 5 to 7 % of the CPU time. bf16: 1.06 with dropout, 1.18 with attention.
-    Choice("AMD, AVX-512", replace(_PRODUCTS_BY_TORCH, linear=ONEDNN, attention_products=OPENBLAS), _PRODUCTS_BY_TORCH),
-    # Zen 4 without AVX-512, fp32: 1.08 times with linear layers by OpenBLAS, 1.04 with dropout, 1.18 with attention,
-    # 1.30 with all. Zen 3, fp32: with all 1.24 times the windows/s of the HF Trainer, which has the same allocator.
-    Choice("AMD, AVX2", replace(_PRODUCTS_BY_TORCH, linear=OPENBLAS, attention_products=OPENBLAS), _PRODUCTS_BY_TORCH),
-    # Sapphire Rapids, fp32: 13.8 windows/s with oneDNN and OpenBLAS, 17.5 with torch's products. Model 167, compiled:
-    # attention 1.4 times as fast in fp32 and 2.1 times in bf16, linear layers in bf16 1.2 times; steps in bf16 1.4.
-    # Dropout, residual and layer norm in one pass: steps 1.02 times as fast in fp32, 1.06 in bf16.
-    Choice(
-        "Intel, AMX",
-        Kernels(attention=FUSED, dropout=OWN, allocator=OWN, norm=FUSED),
-        Kernels(FUSED, attention=FUSED, dropout=OWN, allocator=OWN, norm=FUSED),
-    ),
+    Choice("AMD, AVX-512", replace(_FUSED, linear=ONEDNN), _FUSED),
+    Choice("AMD, AVX2", replace(_OWN, linear=OPENBLAS), _OWN),
+    Choice("Intel, AMX", _FUSED, replace(_FUSED, linear=FUSED)),
     *map(Choice, ("Intel, AVX-512", "Intel, AVX2", "aarch64", OTHER)),  # not measured
 )
 TABLE = {row.kind: row for row in _ROWS}
@@ -77,7 +64,7 @@ def kind_of(cpuinfo: Mapping[str, str], architecture: str, capability: str) -> s
     """The kind of CPU, a key of TABLE, from its entries of /proc/cpuinfo, from `platform.machine()`, and from the
     instruction set that torch uses, which ATEN_CPU_CAPABILITY may lower."""
     vendor = _VENDORS.get(cpuinfo.get("vendor_id", ""))
-    level = "AVX-512" if capability.startswith("AVX512") else capability  # a torch may tell more: AVX512_VNNI
+    level = "AVX-512" if capability.startswith("AVX512") else capability  # torch may name more: AVX512_VNNI
     if vendor == "Intel" and level == "AVX-512" and "amx_tile" in machine.cpu_flags(cpuinfo):
         level = "AMX"
     kind = "aarch64" if architecture in ("aarch64", "arm64") else f"{vendor}, {level}"
@@ -95,20 +82,20 @@ def start(cpu_kernels: str, precision: str, device: torch.device) -> None:
 
     `cpu_kernels`: "auto", by the kind of CPU, or "torch". Warns if the CPU emulates the precision.
     """
-    choose(cpu_kernels)
+    select(cpu_kernels)
     if device.type != "cpu":
         return
-    if chosen(precision).allocator == OWN:
+    if active(precision).allocator == OWN:
         keep_memory()
     if precision == "bf16" and emulates_bf16():
         name = machine.cpu_name()
         log.warning("--bf16: this CPU (%s) emulates it, many times slower than fp32. Leave out --bf16.", name)
 
 
-def choose(cpu_kernels: str) -> Choice:
+def select(cpu_kernels: str) -> Choice:
     """Choose only the kernels."""
     global _choice
-    _choice = auto_choice() if cpu_kernels == "auto" else Choice(kind_of_machine())
+    _choice = default_choice() if cpu_kernels == "auto" else Choice(kind_of_machine())
     return _choice
 
 
@@ -117,7 +104,7 @@ def kind_of_machine() -> str:
     return kind_of(machine.cpuinfo(), platform.machine(), torch.backends.cpu.get_cpu_capability())
 
 
-def auto_choice() -> Choice:
+def default_choice() -> Choice:
     """The choice of "auto" for this machine."""
     kind = kind_of_machine()
     return Choice(kind, *map(without_missing, TABLE[kind][1:]))
@@ -125,7 +112,7 @@ def auto_choice() -> Choice:
 
 @contextmanager
 def override(kernels: Kernels) -> Iterator[None]:
-    """Context manager: use these kernels as far as installed, for example TORCHS, which torch's tools can follow."""
+    """Context manager: use these kernels as far as installed. torch's tools can follow TORCH_ONLY."""
     global _choice
     before, _choice = _choice, Choice("", without_missing(kernels), without_missing(kernels))
     try:
@@ -134,21 +121,17 @@ def override(kernels: Kernels) -> Iterator[None]:
         _choice = before
 
 
-def chosen(precision: str | torch.dtype) -> Kernels:
+def active(precision: str | torch.dtype) -> Kernels:
     """The kernels for tensors of a precision, with the current number of threads."""
-    choice = _choice or choose("auto")
-    if precision in ("fp32", torch.float32):
-        # OpenBLAS computes one small matrix after the other, so threads do not help.
-        return choice.fp32 if torch.get_num_threads() == 1 else _without(OPENBLAS, choice.fp32)
-    if precision not in ("bf16", torch.bfloat16):
-        return TORCHS
-    # Compiled linear layers are split into few parts.
-    return choice.bf16 if torch.get_num_threads() == 1 else _with_torchs_linear(choice.bf16)
+    choice = _choice or select("auto")
+    own = {"fp32": choice.fp32, torch.float32: choice.fp32, "bf16": choice.bf16, torch.bfloat16: choice.bf16}
+    kernels = own.get(precision, TORCH_ONLY)
+    return kernels if torch.get_num_threads() == 1 else _for_threads(kernels)
 
 
 def record(precision: str, device: torch.device) -> dict[str, str] | None:
     """The kind of CPU and its kernels, for the run's record and its checkpoints; None for a run on GPUs."""
-    return {"cpu": kind_of_machine(), **asdict(chosen(precision))} if device.type == "cpu" else None
+    return {"cpu": kind_of_machine(), **asdict(active(precision))} if device.type == "cpu" else None
 
 
 def without_missing(kernels: Kernels) -> Kernels:
@@ -162,8 +145,10 @@ def without_missing(kernels: Kernels) -> Kernels:
 
 
 @cache
-def _with_torchs_linear(kernels: Kernels) -> Kernels:
-    return replace(kernels, linear=TORCH)
+def _for_threads(kernels: Kernels) -> Kernels:
+    """Threads do not help OpenBLAS with one small matrix after the other, nor compiled linear layers of few parts."""
+    kernels = _without(OPENBLAS, kernels)
+    return replace(kernels, linear=TORCH) if kernels.linear == FUSED else kernels
 
 
 @cache

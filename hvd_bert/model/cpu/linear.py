@@ -15,8 +15,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hvd_bert.model.cpu import kernels
-from hvd_bert.model.cpu.fused import MULTIPLE, LinearInBf16, in_shape
-from hvd_bert.model.cpu.kernels import FUSED, ONEDNN, OPENBLAS, TORCH
+from hvd_bert.model.cpu.fused import MULTIPLE, LinearInBf16
+from hvd_bert.model.cpu.kernels import FUSED, ONEDNN, TORCH
 
 
 def keep_few_kernels() -> None:
@@ -32,7 +32,7 @@ def keep_few_kernels() -> None:
 
 def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """rows [N, in] times weight [out, in] transposed, plus bias [out]: [N, out]. Either may be a transposed view."""
-    if kernels.chosen(torch.float32).linear == ONEDNN:
+    if kernels.active(torch.float32).linear == ONEDNN:
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
         return result
     result = by_numpy(rows, weight.t(), rows.new_empty(len(rows), len(weight)))
@@ -42,7 +42,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 def _gradient_of_weight(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """gradient [N, out] transposed times rows [N, in]: [out, in]."""
     # oneDNN copies the first operand: pass the narrower one.
-    if kernels.chosen(torch.float32).linear == ONEDNN and gradient.shape[1] > rows.shape[1]:
+    if kernels.active(torch.float32).linear == ONEDNN and gradient.shape[1] > rows.shape[1]:
         return product(rows.t(), gradient.t()).t().contiguous()
     return product(gradient.t(), rows.t())
 
@@ -78,34 +78,28 @@ class Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., in] -> [..., out]."""
         if self._is_fused(input):
-            out = LinearInBf16.apply(input.reshape(-1, self.in_features), self.weight, self.bias)  # type: ignore[no-untyped-call]
-            return in_shape(out, (*input.shape[:-1], self.out_features))
+            result: torch.Tensor = LinearInBf16.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
+            return result
         supported = input.device.type == "cpu" and input.dtype == self.weight.dtype == torch.float32
-        own = supported and kernels.chosen(torch.float32).linear != TORCH
+        own = supported and kernels.active(torch.float32).linear != TORCH
         if not own or torch.is_autocast_enabled("cpu") or not input.numel():
             return super().forward(input)
         rows = input.reshape(-1, self.in_features)
         result = _Linear.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
-        return in_shape(result, (*input.shape[:-1], self.out_features))
+        # As torch's linear layers do: no view, after which FSDP would lose the gradients of an in-place operation.
+        return torch.ops.aten._unsafe_view(result, (*input.shape[:-1], self.out_features))  # type: ignore[no-any-return]
 
     def _is_fused(self, input: torch.Tensor) -> bool:
         in_bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-        if not in_bf16 or input.device.type != "cpu" or kernels.chosen(torch.bfloat16).linear != FUSED:
+        if not in_bf16 or input.device.type != "cpu" or kernels.active(torch.bfloat16).linear != FUSED:
             return False
         fits = not (self.in_features % MULTIPLE or self.out_features % MULTIPLE) and input.numel() > 0
         trained = self.weight.requires_grad  # a frozen one needs fewer products
         return fits and trained and self.weight.is_contiguous() and self.weight.dtype == torch.float32
 
 
-def batched_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write left [B, m, k] times right [B, k, n] to `out` [B, m, n] and return it. All may be strided. No autograd."""
-    if left.dtype == torch.float32 and kernels.chosen(torch.float32).attention_products == OPENBLAS:
-        return by_numpy(left, right, out)
-    return torch.bmm(left, right, out=out)
-
-
 def by_numpy(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write the product of matrices, or of B matrices, to `out` and return it."""
+    """Write the product of two matrices to `out` and return it."""
     # Tensor.numpy() would make a weight's storage fixed in size, but FSDP frees it between two uses.
     np.matmul(np.from_dlpack(left.detach()), np.from_dlpack(right.detach()), out=out.numpy())
     return out

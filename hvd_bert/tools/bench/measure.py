@@ -112,7 +112,7 @@ def matmul_peak(model: nn.Module, tokens: int, device: torch.device, precision: 
     up = torch.randn(inner, hidden, device=device, dtype=dtype)
     down = torch.randn(hidden, inner, device=device, dtype=dtype)
     products: list[Any] = [torch.nn.functional.linear]
-    own = kernels.auto_choice().fp32
+    own = kernels.default_choice().fp32
     if device.type == "cpu" and precision == "fp32" and own.linear != kernels.TORCH:
         products.append(linear.product)
 

@@ -24,7 +24,6 @@ ATTENTION = {
     TORCH: Kernels(),
     OWN: Kernels(attention=OWN),
     FUSED: Kernels(attention=FUSED),
-    f"{OWN} with {OPENBLAS}": Kernels(attention=OWN, attention_products=OPENBLAS),
 }
 
 
@@ -33,25 +32,20 @@ def lines() -> list[Line]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        chosen, emulated = kernels.auto_choice(), kernels.emulates_bf16()
+        chosen, emulated = kernels.default_choice(), kernels.emulates_bf16()
         found = [
             kernel_line("Linear", chosen.kind, in_turns(_linear("fp32"), LINEAR), chosen.fp32.linear),
-            kernel_line("Attention", chosen.kind, in_turns(_attention(), ATTENTION), attention_name(chosen.fp32)),
+            kernel_line("Attention", chosen.kind, in_turns(_attention(), ATTENTION), chosen.fp32.attention),
         ]
         if chosen.bf16.linear == FUSED:
             seconds = in_turns(_linear("bf16"), LINEAR_IN_BF16)
             found.append(kernel_line("Linear in bf16", chosen.kind, seconds, FUSED))
     finally:
         torch.set_num_threads(threads)
-    if kernels.TABLE[chosen.kind].bf16.linear == FUSED and not fused.available():
+    if kernels.TABLE[chosen.kind].bf16.attention == FUSED and not fused.available():
         hint = "Run python -m hvd_bert.model.cpu.fused on a host with a compiler for C++20, such as g++ 11."
-        found.append(Line("Fused kernels", WARNING, "not compiled: bf16 takes 1.4 times as long", hint))
+        found.append(Line("Fused kernels", WARNING, "not compiled, so training is slower", hint))
     return [*found, bf16_line(emulated)]
-
-
-def attention_name(chosen: Kernels) -> str:
-    """The chosen one's name among the variants of attention."""
-    return f"{chosen.attention} with {OPENBLAS}" if chosen.attention_products == OPENBLAS else chosen.attention
 
 
 def in_turns(work: Callable[[], object], variants: Mapping[str, Kernels]) -> dict[str, float]:

@@ -1,0 +1,131 @@
+"""Attention with dropout inside packed windows on CPUs without the compiled one, in fp32 and bf16.
+
+torch draws one random number per probability and keeps the probabilities thrice. Here 8 random bits per probability
+decide, 16 where these do not, and 5 bytes of it are kept. The random bits come from torch's own generator, so a
+checkpoint's random state covers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+LEVELS = 2**16  # p is rounded to a multiple of 1 / LEVELS
+WORD_BITS = 64
+BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+def keep_mask(shape: torch.Size, p: float) -> torch.Tensor:
+    """int8 [shape]: 0 with probability `p` (rounded), else -1, all bits set; from torch's default CPU generator.
+
+    One element in 256 needs 8 more bits than the first 8. The result is as exact as with 16 bits for each.
+    """
+    count = shape.numel()
+    high, low = divmod(drop_threshold(p), 256)
+    words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2 ** (WORD_BITS - 1)), None)
+    draws = words.view(torch.uint8)[:count].numpy()
+    keep = torch.empty(shape, dtype=torch.bool)
+    flat = keep.view(-1).numpy()
+    np.greater(draws, high, out=flat)  # numpy compares small integers ten times as fast as torch
+    undecided = np.flatnonzero(draws == high)
+    flat[undecided] = torch.empty(len(undecided), dtype=torch.uint8).random_().numpy() >= low
+    return keep.view(torch.int8).neg_()
+
+
+def masked(values: torch.Tensor, keep: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write `values`, 0 where `keep` is 0, to `out`, which may be `values`. torch would copy `keep` to a wider type."""
+    bits = BITS_OF[values.dtype]
+    np.bitwise_and(values.detach().view(bits).numpy(), keep.numpy(), out=out.view(bits).numpy())
+    return out
+
+
+def kept_scale(p: float) -> float:
+    """The factor of the kept elements: 1 / (1 - p), p rounded."""
+    return LEVELS / (LEVELS - drop_threshold(p))
+
+
+def drop_threshold(p: float) -> int:
+    """Threshold (of LEVELS) below which an element is dropped."""
+    return min(round(p * LEVELS), LEVELS - 1)
+
+
+def of_windows(windows: list[int], *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The part of each window, as views [heads, T, head size]."""
+    return zip(*(tensor.transpose(0, 1).split(windows, 1) for tensor in tensors), strict=True)
+
+
+def near(query: torch.Tensor, reach: int | None) -> torch.Tensor | None:
+    """bool [T, T]: which tokens of a window attend to each other; None if all do. `query`: [heads, T, head size]."""
+    length = query.shape[1]
+    if reach is None or length <= reach + 1:
+        return None
+    places = torch.arange(length, device=query.device)
+    return (places[:, None] - places).abs() <= reach
+
+
+class Attention(torch.autograd.Function):
+    """dropout(softmax(scaling q k^T)) v in each window; tensors are [N, heads, head size].
+
+    One function for all windows, so that products are written in place and nothing is concatenated afterwards. The
+    scaling of the scores and that of dropout are applied to the tokens, which are fewer than the pairs of tokens.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: list[int],
+        reach: int | None,
+        dropout: float,
+        scaling: float,
+    ) -> torch.Tensor:
+        query, key, value = query * scaling, key.detach(), value.detach()
+        output = torch.empty_like(value, memory_format=torch.contiguous_format)
+        scratch = _for_pairs(query, lengths)
+        kept = []
+        for q, k, v, out in of_windows(lengths, query, key, value, output):
+            scores, attended = torch.bmm(q, k.transpose(1, 2), out=_pairs(scratch, q)), near(q, reach)
+            if attended is not None:
+                scores.masked_fill_(~attended, float("-inf"))
+            probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
+            keep = keep_mask(probabilities.shape, dropout)
+            torch.bmm(masked(probabilities, keep, out=scores), v, out=out)
+            kept += [probabilities, keep]
+        ctx.save_for_backward(query, key, value, *kept)
+        ctx.lengths, ctx.scale, ctx.scaling = lengths, kept_scale(dropout), scaling
+        return output.mul_(ctx.scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, *kept = ctx.saved_tensors
+        gradients = [torch.empty_like(key, memory_format=torch.contiguous_format) for _ in range(3)]
+        parts = of_windows(ctx.lengths, query, key, value, gradient * ctx.scale, *gradients)
+        first, second = _for_pairs(query, ctx.lengths), _for_pairs(query, ctx.lengths)
+        for (q, k, v, g, of_q, of_k, of_v), probabilities, keep in zip(parts, kept[::2], kept[1::2], strict=True):
+            of_probabilities = torch.bmm(g, v.transpose(1, 2), out=_pairs(first, q))
+            masked(of_probabilities, keep, out=of_probabilities)
+            of_scores = _pairs(second, q)  # at first the masked probabilities
+            torch.bmm(masked(probabilities, keep, out=of_scores).transpose(1, 2), g, out=of_v)
+            torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype, grad_input=of_scores)
+            torch.bmm(of_scores, k, out=of_q)
+            torch.bmm(of_scores.transpose(1, 2), q, out=of_k)
+        gradients[0].mul_(ctx.scaling)
+        return *gradients, None, None, None, None
+
+
+def _for_pairs(query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Memory for a number per head and pair of tokens, for one window after the other: it stays in the CPU's cache."""
+    return query.new_empty(query.shape[1] * max(lengths) ** 2)
+
+
+def _pairs(memory: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[heads, T, T], uninitialized, at the start of `memory`. `tokens`: [heads, T, head size]."""
+    heads, length, _ = tokens.shape
+    return memory[: heads * length**2].view(heads, length, length)

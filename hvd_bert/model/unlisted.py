@@ -1,0 +1,55 @@
+"""What a model must pass whose family the table in `families.py` lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hvd_bert.errors import reason_of
+from hvd_bert.model.families import max_tokens
+from hvd_bert.model.precision import evaluating
+
+AT_LEAST = 32  # tokens of the tried window
+SPECIAL = ("bos", "cls", "decoder_start", "eos", "mask", "pad", "sep", "unk")  # config.json: bos_token_id, ...
+
+
+def check_unlisted(model: Any, max_seq_length: int) -> None:
+    """Try a model on a window of `max_seq_length` tokens and a shorter, padded one.
+
+    Weights without a gradient are frozen: ranks could not average them, and weight decay would change them. Raises
+    ValueError if the model needs more than tokens, or if padding changes its results.
+    """
+    length = min(max(max_seq_length, AT_LEAST), max_tokens(model.config))
+    half, name = length // 2, model.config.model_type
+    mask = torch.arange(length) < torch.tensor([[length], [half]])
+    rows = _windows(model.config, length, half)
+    try:
+        with evaluating(model), torch.enable_grad():
+            both, alone = _logits(model, rows, mask), _logits(model, rows[1:, :half], mask[1:, :half])
+            both.sum().backward()
+    except Exception as error:
+        reason = reason_of(error)
+        raise ValueError(f"{name} models are not a listed family, and {length} tokens alone fail: {reason}") from None
+    for weights in model.parameters():
+        weights.requires_grad_(weights.grad is not None)
+    model.zero_grad()
+    padded = both[1:, :half] if alone.ndim == 2 and alone.shape[1] == half else both[1:]
+    if (padded - alone).abs().max() > 1e-5 * alone.abs().max():
+        raise ValueError(f"padding changes the results of {name} models")
+
+
+def _windows(config: Any, length: int, half: int) -> torch.Tensor:
+    """Two windows [2, length] of random tokens, the second of which ends after `half`; as BART's, they end with eos."""
+    special = {getattr(config, f"{name}_token_id", None) for name in SPECIAL}
+    words = torch.tensor([word for word in range(config.vocab_size) if word not in special])
+    rows = words[torch.randint(len(words), (2, length), generator=torch.Generator().manual_seed(0))]
+    if isinstance(eos := getattr(config, "eos_token_id", None), int):
+        rows[0, -1] = rows[1, half - 1] = eos
+    return rows
+
+
+def _logits(model: Any, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    output = model(input_ids=rows, token_type_ids=torch.zeros_like(rows), attention_mask=mask)
+    logits: torch.Tensor = output["start_logits" if "start_logits" in output else "logits"]
+    return logits
