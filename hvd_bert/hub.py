@@ -45,6 +45,17 @@ def names_of(name: str) -> list[str]:
     return [name, *(other for pair in pairs if name in pair for other in pair if other != name)]
 
 
+def _may_be_on_hub(name: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
 def load_split(
     dataset_name: str,
     split: str,
@@ -54,14 +65,10 @@ def load_split(
 ) -> Dataset:
     """One split of a data set. Raises `UserError` with `ways_out` if it is not available."""
     import datasets  # slow to import, and not needed for files
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 
     flag = f"--dataset_name {dataset_name}"
-    try:
-        validate_repo_id(dataset_name)
-    except HFValidationError:
-        raise UserError(f"{flag}: not the name of a data set on the hub, such as rajpurkar/squad. {ways_out}") from None
+    if not _may_be_on_hub(dataset_name):
+        raise UserError(f"{flag}: not the name of a data set on the hub, such as rajpurkar/squad. {ways_out}")
     if os.path.isdir(dataset_name):  # `datasets` would read the files in it
         raise UserError(
             f"{flag}: {dataset_name} is a folder in the working directory. To load the hub's data set, run the command"
@@ -126,16 +133,11 @@ def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
 
 
 def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
-
     path = Path(name)
     if path.exists():
         return kind.from_pretrained(name, trust_remote_code=False, **options)
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        raise FileNotFoundError(f"no such folder{'' if path.is_absolute() else f' in {Path.cwd()}'}") from None
+    if not _may_be_on_hub(name):
+        raise FileNotFoundError(f"no such folder{'' if path.is_absolute() else f' in {Path.cwd()}'}")
     for cached_name in names_of(name):
         with contextlib.suppress(OSError):
             return kind.from_pretrained(cached_name, trust_remote_code=False, local_files_only=True, **options)

@@ -226,6 +226,18 @@ def test_head_for_tokens_gives_the_logits_of_transformers(name, pad_to, windows)
         assert (row - other[: len(row)])[:length].abs().max() <= 1e-5 * expected.abs().max()
 
 
+@each("head", [TAGGERS, CLASSIFIERS])
+def test_other_heads_of_a_family_without_a_row_are_tried(head, monkeypatch):
+    monkeypatch.setitem(CONFIGS, "squeezebert", CONFIG_MAPPING["squeezebert"])
+    config = small("squeezebert")
+    model = adapt(head[type(config)](config), True)
+    check_unlisted(model, 40)
+    with torch.no_grad():
+        model.classifier.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="padding"):
+        check_unlisted(model, 40)
+
+
 @each("name", TRAINED)
 def test_padding_is_set_for_families_that_need_it(name):
     for padding in ("none", "max_length"):

@@ -146,7 +146,7 @@ def without_missing(kernels: Kernels) -> Kernels:
 
 @cache
 def _for_threads(kernels: Kernels) -> Kernels:
-    """Threads do not help OpenBLAS with one small matrix after the other, nor compiled linear layers of few parts."""
+    """OpenBLAS has one thread (`has_openblas`), and compiled linear layers have too few parts for several."""
     kernels = _without(OPENBLAS, kernels)
     return replace(kernels, linear=TORCH) if kernels.linear == FUSED else kernels
 
