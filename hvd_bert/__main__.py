@@ -14,7 +14,8 @@ import os
 import sys
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, STATUSES
-from hvd_bert.streams import end_when_interrupted, end_when_lost
+from hvd_bert.startup import start_command
+from hvd_bert.streams import end_when_lost
 from hvd_bert.version import __version__
 
 COMMANDS = {
@@ -32,7 +33,7 @@ HELP = ("-h", "--help")
 
 def main() -> int:
     """The console script. Returns the exit status, unless it becomes the command."""
-    end_when_interrupted()
+    start_command()
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in COMMANDS:
         folder = "" if word in ("predict", "train") else "tools."

@@ -1,11 +1,14 @@
-"""`UserError`, the exit statuses of all commands, the logger, and texts of users shown as they are."""
+"""Mistakes that users can fix, the exit statuses of all commands, the logger, and texts of users shown as they are."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 log = logging.getLogger("hvd_bert")  # of all modules
 MAX_REASON = 400
@@ -47,6 +50,35 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(visible(message))  # it may quote a file
+
+
+# What the system says about a path that was given, not about its disk.
+_OF_PATHS = {
+    errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS
+}  # fmt: skip
+_CLONE = Path(__file__).parents[1]
+
+
+def mistake_in(error: BaseException) -> UserError | None:
+    """The UserError that an exception is, or stands for: a path that cannot be used, or a package that is missing."""
+    if isinstance(error, UserError):
+        return error
+    while isinstance(error.__cause__, ModuleNotFoundError):  # transformers hides the package's name
+        error = error.__cause__
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("hvd_bert"):
+        return UserError(f"{error} in the environment of {sys.executable}. {_environment_remedy()}")
+    if isinstance(error, OSError) and error.errno in _OF_PATHS and error.filename is not None:
+        return UserError(f"{str(error.filename)[:MAX_REASON]}: {error.strerror}. Check this path.")
+    return None
+
+
+def _environment_remedy() -> str:
+    activate = _CLONE / ".venv" / "bin" / "activate"
+    if activate.exists() and Path(sys.prefix) != activate.parents[1]:
+        return f"Use the trainer's: source {activate}"
+    if (_CLONE / "env" / "setup.sh").exists():
+        return f"Install it, or complete the trainer's: bash {_CLONE / 'env' / 'setup.sh'}"
+    return "Install it there."
 
 
 def reason_of(error: BaseException) -> str:

@@ -8,16 +8,33 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from hvd_bert.config.parser import HELP
 from hvd_bert.distributed.launch import speaks_first
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
-from hvd_bert.streams import end_when_lost
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, mistake_in
+from hvd_bert.streams import end_when_interrupted, end_when_lost
 
 if TYPE_CHECKING:
     from hvd_bert.config.settings import Config
     from hvd_bert.distributed.world import World
+
+
+def start_command() -> None:
+    """From now on, SIGINT and a missing package end this process without a traceback. Before the other imports."""
+    end_when_interrupted()
+    sys.excepthook = _end_without_package
+
+
+def _end_without_package(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    mistake = mistake_in(error) if isinstance(error, ModuleNotFoundError) else None
+    if mistake is None:
+        sys.__excepthook__(kind, error, traceback)
+        return
+    if speaks_first(os.environ):
+        print(f"hvd_bert: {mistake}", file=sys.stderr, flush=True)
+    os._exit(EXIT_BAD_INPUT)
 
 
 def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Config]) -> NoReturn:
@@ -33,6 +50,20 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     with collector_paused():
         from hvd_bert.distributed.runner import run_as_rank
     run_as_rank(main, **command_line.before_joining(argv, parse))
+
+
+def run_command(command: Callable[[], int | None]) -> int:
+    """Run a command of one process. Returns its exit status, after a report of a user's mistake on one rank."""
+    try:
+        return command() or EXIT_OK
+    except Exception as error:
+        mistake = mistake_in(error)
+        if mistake is None:
+            raise
+        if not speaks_first(os.environ):
+            return EXIT_OK
+        print(f"hvd_bert: {mistake}", file=sys.stderr)
+        return EXIT_BAD_INPUT
 
 
 def take_local_rank() -> None:

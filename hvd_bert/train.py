@@ -12,9 +12,9 @@ imports this one: that would replace the function `hvd_bert.train`.
 """
 
 if __name__ == "__main__":  # before the other imports, which take seconds
-    from hvd_bert.streams import end_when_interrupted
+    from hvd_bert.startup import start_command
 
-    end_when_interrupted()
+    start_command()
 
 from hvd_bert.config import command_line
 from hvd_bert.startup import start_rank

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import fields
@@ -21,7 +22,7 @@ import yaml
 from hvd_bert.config.flag import GROUPS
 from hvd_bert.config.parser import HELP, HelpFormatter, Parser, number_or_auto, path_problem, shortened, switch
 from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config, from_flags
-from hvd_bert.errors import EXIT_OK, UserError
+from hvd_bert.errors import EXIT_OK, UserError, mistake_in
 from hvd_bert.storage.reading import MAX_YAML_BYTES, read_text
 
 PRESETS = PACKAGE / "config" / "presets"
@@ -134,8 +135,9 @@ def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse
         if not HELP & set(argv):
             config = parse(argv)
             return {"strategy": config.parallel.strategy, "records_timeline": config.profiling.timeline is not None}
-    except UserError:
-        pass
+    except Exception as error:
+        if mistake_in(error) is None:
+            raise
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--strategy", nargs="?")
     strategy = chooser.parse_known_args(argv)[0].strategy
@@ -251,9 +253,9 @@ def trained_settings(model: str) -> dict[str, Any]:
     For a checkpoint they are in the folder above.
     """
     folder = Path(model)
-    if folder.is_dir():
+    if os.path.isdir(model):  # Path's methods raise for a name that is too long
         folder = folder.resolve()  # "." and links do not have the name of a checkpoint
     for place in (folder, folder.parent) if folder.name.startswith("checkpoint-") else (folder,):
-        if (place / "train_config.yaml").is_file():
+        if os.path.isfile(place / "train_config.yaml"):
             return load_yaml(str(place / "train_config.yaml"))
     return {}

@@ -117,6 +117,8 @@ def path_problem(path: str) -> str:
         return "is empty: give a value, or leave the flag out for its default"
     if path.encode(errors="replace").decode() != path:
         return "is not valid UTF-8: rename the file or folder"
+    if "\0" in path:
+        return "contains a NUL character: remove it"
     return ""
 
 

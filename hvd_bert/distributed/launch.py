@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import psutil
-
 from hvd_bert.errors import UserError
 
 
@@ -155,14 +153,15 @@ def speaks_first(environ: Mapping[str, str]) -> bool:
     """Whether this process reports what all find before they have joined: rank 0, or one without a launcher."""
     try:
         launcher = find_launcher(environ)
-        is_first = environ.get("SLURM_PROCID") == "0" or not is_nested(launcher, environ)
-        return launcher.rank in (None, 0) and is_first
+        return launcher.rank in (None, 0) and (environ.get("SLURM_PROCID") == "0" or not is_nested(launcher, environ))
     except UserError:
         return True  # its rank is unknown
 
 
 def ancestors() -> set[str]:
     """The names of the programs that started this process on this host, where it may see them."""
+    import psutil  # here: without it, the reason is still reported once
+
     try:
         return {process.name() for process in psutil.Process().parents()}
     except psutil.Error:

@@ -111,11 +111,6 @@ def show(by_rank: Sequence[Sequence[str]]) -> None:
         log.warning("%s", message, extra={"ranks": ranks})
 
 
-def warn(by_rank: Sequence[str]) -> None:
-    """Log a warning of each rank ("": none) as `show` does."""
-    show([[message] if message else [] for message in by_rank])
-
-
 def describe_ranks(ranks: Sequence[int]) -> str:
     """[1] -> "rank 1"; [0, 1, 4, 5, 6] -> "ranks 0, 1, 4-6"."""
     return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"

@@ -33,7 +33,16 @@ from hvd_bert.distributed.launch import (
 from hvd_bert.distributed.signals import watch_launcher
 from hvd_bert.distributed.slurm import check_tasks, requested_tasks
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, ProcessState, World
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError, log, reason_of
+from hvd_bert.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    UserError,
+    log,
+    mistake_in,
+    reason_of,
+)
 from hvd_bert.streams import INTERRUPTED, in_main_thread, interruptible, keep_running
 
 # An error, the rank's exit status, and its report: the first row that fits. A CollectiveError may have another status.
@@ -141,6 +150,8 @@ def _end(error: BaseException, world: World | None, raises: bool) -> None:
 def _status_and_report(error: BaseException, world: World | None) -> tuple[int, str]:
     """The exit status of a rank with this error, by ENDS, and its report: "" if another rank reports it."""
     rank, host = (world.rank, world.host) if world else ("?", socket.gethostname())
+    if isinstance(error, ModuleNotFoundError):
+        error = mistake_in(error) or error
     status, report = next((status, report) for kind, status, report in ENDS if isinstance(error, kind))
     shown = not isinstance(error, LaunchError) or speaks_first(os.environ)
     if isinstance(error, CollectiveError):

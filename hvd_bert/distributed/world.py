@@ -21,8 +21,9 @@ import torch
 from hvd_bert.distributed import logs, watchdog
 from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device, choose_threads, share_cores
 from hvd_bert.distributed.slurm import find_job
-from hvd_bert.errors import EXIT_BAD_INPUT, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, UserError, mistake_in
 from hvd_bert.machine import cpu_limit
+from hvd_bert.storage.writing import writing_to
 
 ABORT_S = 20  # seconds that MPI_Abort may take
 
@@ -228,7 +229,7 @@ class World:
 
     @contextmanager
     def raise_on_all_ranks(self, status: int = EXIT_BAD_INPUT) -> Iterator[None]:
-        """Turn a UserError of one rank inside into a CollectiveError on all ranks, with exit status `status`.
+        """Turn a user's mistake that one rank finds inside into a CollectiveError on all, with exit status `status`.
 
         No collective may be inside: a rank that fails would leave the others waiting in it. Equal warnings of several
         ranks inside become one line with the list of ranks.
@@ -237,8 +238,11 @@ class World:
         with logs.collected() as warnings:
             try:
                 yield
-            except UserError as error:
-                message = str(error)
+            except Exception as error:
+                mistake = mistake_in(error)
+                if mistake is None:
+                    raise
+                message = str(mistake)
             mine = warnings[:]
             everyone = self.allgather((message, mine))
             del warnings[: len(mine)]
@@ -251,6 +255,12 @@ class World:
             host = self.rank_infos[first].host if self.rank_infos else "its host"
             where = "" if len(failed) == self.size else f"rank {first} on {host}: "
             raise CollectiveError(where + messages[first], status, mine=self.rank == first)
+
+    @contextmanager
+    def writing(self, flag: str, path: Path, status: int = EXIT_FAILURE) -> Iterator[bool]:
+        """Around rank 0's writes (yields True there) to what a flag names: an OSError (a full disk) ends all ranks."""
+        with self.raise_on_all_ranks(status), writing_to(flag, path):
+            yield self.rank == 0
 
     def close(self) -> None:
         """Leave the world, once all ranks have called this."""

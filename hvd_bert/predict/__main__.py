@@ -12,9 +12,9 @@ Exit status: 0 predicted, 1 failure, 2 bad input.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the other imports, which take seconds
-    from hvd_bert.streams import end_when_interrupted
+    from hvd_bert.startup import start_command
 
-    end_when_interrupted()
+    start_command()
 
 import argparse
 import os
@@ -27,9 +27,9 @@ from hvd_bert.config.command_line import add_flag, trained_settings
 from hvd_bert.config.data import ANSWERING, QUESTION_ANSWERING
 from hvd_bert.config.parser import HelpFormatter, Limits, Parser
 from hvd_bert.config.settings import FLAGS
-from hvd_bert.distributed.launch import Launcher, find_launcher, speaks_first
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.startup import collector_paused, print_on_one_rank, take_local_rank
+from hvd_bert.distributed.launch import Launcher, find_launcher
+from hvd_bert.errors import UserError
+from hvd_bert.startup import collector_paused, print_on_one_rank, run_command, take_local_rank
 from hvd_bert.streams import end_when_lost
 
 SWITCH = "version_2_with_negative"
@@ -39,20 +39,18 @@ OUTPUTS = (".jsonl", ".csv", ".parquet")
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     print_on_one_rank(sys.argv[1:] if argv is None else argv)
-    try:
-        launcher = find_launcher(os.environ)
-        flags = parse_flags(argv, launcher)
-        task = trained_settings(flags.model).get("task", QUESTION_ANSWERING)
-    except UserError as error:
-        first = speaks_first(os.environ)
-        if first:
-            print(f"hvd_bert: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT if first else EXIT_OK
+    return run_command(partial(_predict, argv))
+
+
+def _predict(argv: list[str] | None) -> None:
+    launcher = find_launcher(os.environ)
+    flags = parse_flags(argv, launcher)
+    task = trained_settings(flags.model).get("task", QUESTION_ANSWERING)
     if flags.output:
         _on_all_ranks(flags, task, launcher)
     with collector_paused():
         from hvd_bert.predict import answering
-    return answering.run(flags)
+    answering.run(flags)
 
 
 def _on_all_ranks(flags: argparse.Namespace, task: str, launcher: Launcher) -> NoReturn:

@@ -24,11 +24,11 @@ from hvd_bert.config.data import ANSWERING
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError, log, visible
+from hvd_bert.errors import EXIT_FAILURE, log, visible
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.model.cpu import kernels
 from hvd_bert.predict.answerer import QuestionAnswerer, blocks
-from hvd_bert.predict.writing import Write, appearing, check, writing
+from hvd_bert.predict.writing import Write, appearing, check
 from hvd_bert.tasks.tokenizer import tokenizer_digest
 
 PRINTED = 3  # answers of a file
@@ -40,19 +40,14 @@ NUMBERS = dict.fromkeys(("probability", "start_logit", "end_logit"), pa.float64(
 CANDIDATES = pa.list_(pa.struct({"text": pa.string(), "start": pa.int64(), "end": pa.int64()} | NUMBERS))
 
 
-def run(flags: argparse.Namespace) -> int:
-    """Answer and print. Returns the exit status."""
-    try:
-        qa = load_model(flags, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        if flags.input:
-            _print_some(flags, qa)
-        else:
-            answer = qa(question=flags.question, context=flags.context)
-            _show(flags.context, flags.question, answer)
-    except UserError as error:
-        print(f"hvd_bert: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    return EXIT_OK
+def run(flags: argparse.Namespace) -> None:
+    """Answer and print. Raises UserError."""
+    qa = load_model(flags, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if flags.input:
+        _print_some(flags, qa)
+    else:
+        answer = qa(question=flags.question, context=flags.context)
+        _show(flags.context, flags.question, answer)
 
 
 def load_model(flags: argparse.Namespace, device: torch.device) -> QuestionAnswerer:
@@ -102,7 +97,7 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
     quiet = world.rank > 0 or not sys.stderr.isatty()
     with ExitStack() as stack, tqdm(total=len(questions), desc="Answering", unit="question", disable=quiet) as bar:
         write: Write | None = None
-        with writing(flags.output, world):
+        with world.writing("--output", flags.output):
             if world.rank == 0:
                 columns = COLUMNS | ({"nbest": CANDIDATES} if flags.n_best != 0 else {})
                 schema = pa.schema(list(columns.items()))
@@ -114,11 +109,11 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
                 for part in mine:
                     rows += map(partial(_row, flags), part, qa.answers_of_block(part))
             gathered = list(chain.from_iterable(world.gather(rows)))  # on rank 0
-            with writing(flags.output, world):
+            with world.writing("--output", flags.output):
                 if write:
                     write(pa.Table.from_pylist(gathered, schema))
             bar.update(len(gathered))
-        with writing(flags.output, world):
+        with world.writing("--output", flags.output):
             stack.close()
     log.info("%s: %d question(s) answered", flags.output, len(questions))
 

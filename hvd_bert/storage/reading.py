@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import stat
@@ -14,6 +15,7 @@ import msgspec
 MIB, GIB = 2**20, 2**30
 MAX_BYTES = 256 * MIB  # of a file that is read as a whole; none that this program writes is nearly as large
 MAX_YAML_BYTES = MIB
+BLOCK = MIB  # of `sha256_of`
 
 # Types of fields for `convert`.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # floats hold all whole numbers up to it
@@ -43,10 +45,20 @@ def read_text(path: str | Path, max_bytes: int = MAX_BYTES, errors: str = "stric
         raise ValueError(f"not UTF-8 text (byte {error.start})") from None
 
 
+def sha256_of(file: BinaryIO) -> str:
+    """SHA-256 of the rest of an open file, read in blocks to save memory."""
+    sha256 = hashlib.sha256()
+    while block := file.read(BLOCK):
+        sha256.update(block)
+    return sha256.hexdigest()
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON. Raises ValueError with the reason."""
     try:
         return json.loads(text)
+    except RecursionError:
+        raise ValueError("not JSON: nested too deep") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
 

@@ -9,12 +9,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from hvd_bert.errors import UserError, log
 
 OWN_PARTIAL = ".hvd_bert.partial"  # no other program makes such files
+MAX_NAME = 255 - len(f".{OWN_PARTIAL}")
 
 
 class JsonLines:
@@ -51,12 +53,14 @@ class JsonLines:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise OSError if something else is in the place of the folder, or of one above it."""
+    """Raise OSError if something else is in the place of the folder, or of one above it, or if it cannot be written."""
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing.exists():
         raise OSError(errno.ENOENT, f"{existing} is a symbolic link to {existing.readlink()}, which does not exist")
     if not existing.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"{existing} is not a folder")
+    with tempfile.TemporaryFile(dir=existing):
+        pass
 
 
 @contextmanager
@@ -76,7 +80,8 @@ def make_folder(folder: Path) -> None:
 
 def partial_of(path: Path) -> Path:
     """The temporary file of `replacing`."""
-    return path.with_name(f".{path.name}{OWN_PARTIAL}")
+    name = os.fsencode(path.name)  # a longer one might not be allowed
+    return path.with_name(f".{path.name if len(name) < MAX_NAME else sha256(name).hexdigest()}{OWN_PARTIAL}")
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def test_warnings_of_several_ranks_are_shown_once(capsys):
     start(rank=0)
     show(by_rank)
     assert shown(capsys) == ["ranks 0-2: disk is 90% full", "a", "rank 1: b"]
-    logs.warn(["no GPU", "", "no GPU", "half a GPU"])
+    logs.show([["no GPU"], [], ["no GPU"], ["half a GPU"]])
     assert shown(capsys) == ["ranks 0, 2: no GPU", "rank 3: half a GPU"]
 
 

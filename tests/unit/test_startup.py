@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tables import each
+from tables import check_refusal, each
 
 import hvd_bert
 from hvd_bert import startup
+from hvd_bert.config.settings import PACKAGE
 from hvd_bert.errors import EXIT_BAD_INPUT
 
 HEAVY = {"torch", "horovod", "mpi4py", "datasets", "pandas", "scipy", "tensorboard", "deepspeed", "matplotlib"}
@@ -157,3 +158,44 @@ def test_version(script: Path) -> None:
 def test_help_of_scripts() -> None:
     for path in (PYPROJECT.parent / f"scripts/{name}.sh" for name in ("demo", "test")):
         assert run(Path("/bin/bash"), str(path), "--help").stdout.startswith("Sets up")
+
+
+@pytest.mark.parametrize("command", ["tools.doctor", "train", "tools.timeline", "predict"])
+@pytest.mark.parametrize("rank", [None, "0", "1"])
+def test_python_without_the_packages(command: str, rank: str | None) -> None:
+    launcher = {} if rank is None else {"HOROVOD_RANK": rank, "HOROVOD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", f"hvd_bert.{command}"], capture_output=True, text=True, timeout=60,
+        env={**os.environ, **launcher},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (EXIT_BAD_INPUT, "")
+    if rank == "1":
+        assert done.stderr == ""
+    else:
+        check_refusal(done.stderr.removesuffix("\n"), "No module named", sys.executable)
+        assert "/.venv/bin/activate" in done.stderr or "/env/setup.sh" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=words.split()[0])
+        for words in (
+            "psutil hvd_bert.tools.doctor",
+            "filelock hvd_bert.train --config sample",
+            "accelerate hvd_bert.train --config sample",
+            "pyarrow hvd_bert.predict none --context a --question b",
+        )
+    ],
+)
+def test_package_that_was_removed(words: str, tmp_path: Path) -> None:
+    package, *argv = words.split()
+    missing = f"No module named '{package}'"
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError({missing!r}, name={package!r})\n")
+    paths = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    done = subprocess.run(
+        [sys.executable, "-m", *argv], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.returncode == EXIT_BAD_INPUT
+    check_refusal(done.stderr.rstrip("\n"), package, "env/setup.sh")

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from hvd_bert.data.sources.entries import is_nested
 from hvd_bert.data.sources.questions import Mistake
 from hvd_bert.errors import UserError, as_user_error
-from hvd_bert.storage.reading import open_regular
+from hvd_bert.storage.reading import GIB, open_regular
 
 Placed = tuple[str, Any]  # a place, and an object or the mistake in it
 Choose = Callable[[list[str]], list[str]]  # the columns of a file -> those to read; raises UserError
@@ -28,6 +28,7 @@ _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _JSON = re.compile(r"\s*[\[{]")
 _DELIMITERS = ",\t;"
 _MAX_HEADER = 2**16
+MAX_RATIO = 100  # of the sizes without and with gzip; gzip itself allows 1,032
 
 
 @contextlib.contextmanager
@@ -51,7 +52,11 @@ def parsed(name: str, content: bytes, choose: Choose) -> Iterable[Placed]:
     """The rows of CSV or Parquet, the lines of JSON Lines, or the one value of JSON; also gzipped. Raises UserError."""
     if content.startswith(_GZIP):
         with as_user_error(lambda reason: f"{name}: damaged gzip file ({reason}). Copy or download it again."):
-            content = gzip.decompress(content)
+            limit = max(GIB, MAX_RATIO * len(content))
+            with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+                content = file.read(limit + 1)
+        if len(content) > limit:
+            raise UserError(f"{name}: larger than {limit // GIB} GiB without gzip. Decompress it if this is right.")
     if content.startswith(_PARQUET):
         return _parquet_rows(name, content, choose)
     try:

@@ -13,9 +13,9 @@ Without a second word it trains on the ranks that the launcher starts (speed.py)
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the other imports, which take seconds
-    from hvd_bert.streams import end_when_interrupted
+    from hvd_bert.startup import start_command
 
-    end_when_interrupted()
+    start_command()
 
 import argparse
 import importlib

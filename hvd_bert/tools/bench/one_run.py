@@ -19,7 +19,8 @@ from typing import Any, TextIO
 import psutil
 
 from hvd_bert.distributed.slurm import IN_SWEEP
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_STOPPED, UserError
+from hvd_bert.errors import EXIT_OK, EXIT_STOPPED
+from hvd_bert.startup import run_command
 from hvd_bert.storage.writing import delete, make_folder, writing_to
 from hvd_bert.tools.bench.record import locked
 from hvd_bert.tools.runs import reading
@@ -91,13 +92,10 @@ def exit_status(command: Callable[[Watch], int]) -> int:
     """Run a command made of trainings. Returns its status, 75 if a signal stops it, or 2 for bad input."""
     try:
         with signals() as check:
-            return command(check)
+            return run_command(lambda: command(check))
     except Stopped as stopped:
         print(f"Stopped by {stopped}. {stopped.then}".rstrip(), flush=True)
         return EXIT_STOPPED
-    except UserError as error:
-        print(f"hvd_bert: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
 
 
 @dataclass(frozen=True)

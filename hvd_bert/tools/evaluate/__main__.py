@@ -10,9 +10,9 @@ Exit status: 0 evaluated, 1 failure, 2 bad input. `running.py` has the rest, so 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the other imports, which take seconds
-    from hvd_bert.streams import end_when_interrupted
+    from hvd_bert.startup import start_command
 
-    end_when_interrupted()
+    start_command()
 
 import argparse
 import sys

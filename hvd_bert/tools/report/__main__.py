@@ -10,9 +10,9 @@ RUNS are output folders of `python -m hvd_bert.train`, or folders above them. Ex
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the other imports, which take seconds
-    from hvd_bert.streams import end_when_interrupted
+    from hvd_bert.startup import start_command
 
-    end_when_interrupted()
+    start_command()
 
 import argparse
 import csv
@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_bert.config.parser import Parser
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError, visible
+from hvd_bert.errors import UserError, visible
+from hvd_bert.startup import run_command
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost
 from hvd_bert.tools.rendering.page import Listing, Page, Text
@@ -38,12 +39,7 @@ from hvd_bert.tools.runs.record import Record
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    try:
-        write(make_parser().parse_args(argv))
-    except UserError as error:
-        print(f"hvd_bert: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    return EXIT_OK
+    return run_command(lambda: write(make_parser().parse_args(argv)))
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -9,16 +9,17 @@ One process, without torch or a launcher. It also reads timelines of killed runs
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the other imports, which take seconds
-    from hvd_bert.streams import end_when_interrupted
+    from hvd_bert.startup import start_command
 
-    end_when_interrupted()
+    start_command()
 
 import argparse
 import sys
 from pathlib import Path
 
 from hvd_bert.config.parser import Limits, Parser
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError, visible
+from hvd_bert.errors import EXIT_OK, UserError, visible
+from hvd_bert.startup import run_command
 from hvd_bert.storage.writing import check_output, write_named, writing_to
 from hvd_bert.streams import end_when_lost
 from hvd_bert.tools.timeline import analysis, content
@@ -27,18 +28,17 @@ from hvd_bert.tools.timeline.analysis import Findings
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    try:
-        flags = make_parser().parse_args(argv)
-        if flags.html:
-            with writing_to("--html", flags.html):
-                flags.html = check_output(flags.html, flags.overwrite)
-        findings = read(flags.file, flags.ranks)
-        if flags.html:
-            with writing_to("--html", flags.html):
-                write_named(flags.html, content.page(findings, definitions=True).as_html())
-    except UserError as error:
-        print(f"hvd_bert: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    return run_command(lambda: _analyze(make_parser().parse_args(argv)))
+
+
+def _analyze(flags: argparse.Namespace) -> int:
+    if flags.html:
+        with writing_to("--html", flags.html):
+            flags.html = check_output(flags.html, flags.overwrite)
+    findings = read(flags.file, flags.ranks)
+    if flags.html:
+        with writing_to("--html", flags.html):
+            write_named(flags.html, content.page(findings, definitions=True).as_html())
     if flags.json:
         print(content.as_json(findings))
     else:
