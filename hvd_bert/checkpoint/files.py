@@ -15,8 +15,8 @@ same step is renamed meanwhile; `restore_replaced` undoes that after a kill. No 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
@@ -29,7 +29,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hvd_bert.storage.reading import Count, convert, open_regular, read_json, read_text
+from hvd_bert.storage.reading import Count, convert, open_regular, read_json, read_text, sha256_of
 from hvd_bert.storage.writing import delete, flush, replacing
 
 FORMAT = 1
@@ -39,7 +39,6 @@ _ASIDE = ".aside"
 _PARTIAL = ".partial-"
 _REPLACED = ".replaced-"  # whole, unlike `discard`'s
 _LEFTOVER = re.compile(rf"({re.escape(_PARTIAL)}(old-)?|{re.escape(_REPLACED)})checkpoint-\d+")
-_BLOCK = 1 << 20
 # A name inside the folder, without control characters and halves of characters.
 FileName = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z")]
 
@@ -243,9 +242,5 @@ def set_aside_after(output_dir: Path, step: int) -> list[str]:
 
 
 def _fingerprint(path: Path) -> File:
-    digest, size = hashlib.sha256(), 0
     with open_regular(path) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
-    return File(size, digest.hexdigest())
+        return File(os.fstat(file.fileno()).st_size, sha256_of(file))

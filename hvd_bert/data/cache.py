@@ -1,7 +1,7 @@
 """A folder cache: one folder per key, built by the first process that needs it and used by all others.
 
-An entry is built in a temporary folder next to it, flushed to disk and renamed, so an entry is always complete. One
-that was damaged later is built again.
+An entry is built in a temporary folder next to it, flushed to disk and renamed, so an entry is always complete. Each
+process compares its files with their SHA-256. One that was damaged later is built again.
 
 Processes that miss at the same time wait for a file lock, which the kernel frees if its holder dies. They do not wait
 in a collective: tokenization may take longer than a collective's timeout. If two nodes share a file system whose
@@ -11,19 +11,20 @@ locks do not reach across nodes, each builds its own copy and the first rename w
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from hvd_bert.errors import UserError, log
 from hvd_bert.storage import locks
+from hvd_bert.storage.reading import open_regular, read_json, sha256_of
 from hvd_bert.storage.writing import flush
 
-Entry = TypeVar("Entry")
+SUMS = "sha256.json"  # of the other files, by name
 _LEFTOVER_AGE_S = 24 * 3600.0
 
 
@@ -34,42 +35,58 @@ def default_cache_dir() -> Path:
     return root / "windows"
 
 
-def entry(cache_dir: Path, key: str, build: Callable[[Path], None], opened: Callable[[Path], Entry | None]) -> Entry:
-    """What `opened` gives for the folder of `key`: None if it is missing or damaged.
+def entry(cache_dir: Path, key: str, build: Callable[[Path], None]) -> Path:
+    """The folder of `key`. If it is missing or damaged, `build(empty_folder)` fills it.
 
-    Then `build(empty_folder)` fills it. Raises `UserError` if `cache_dir` cannot be written.
-    Other errors of `build` propagate, and its partial output is removed.
+    Raises `UserError` if `cache_dir` cannot be written. Other errors of `build` propagate, and its partial output is
+    removed.
     """
     folder = cache_dir / key
-    found = opened(folder)
-    if found is not None:  # needs no lock, so that a filled read-only cache works
-        return found
+    if _is_whole(folder):  # needs no lock, so that a filled read-only cache works
+        return folder
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with locks.take(cache_dir / f"{key}.lock", wait=True):
-            found = opened(folder)
-            if found is None:
+            if not _is_whole(folder):
                 if folder.exists():
                     log.warning("%s is damaged: tokenizing again.", folder)
                 _remove_leftovers(cache_dir)
-                _build(folder, build, opened)
-                found = opened(folder)
+                _build(folder, build)
+                if not _is_whole(folder):
+                    raise UserError(
+                        f"{folder}: damaged while it was written. Set HVD_BERT_CACHE to a folder on another disk."
+                    )
     except OSError as error:
         why = f" to replace {key}, which is damaged" if folder.exists() else ""
         raise UserError(
             f"{cache_dir}: the cache of tokenized questions cannot be written{why}: {error.strerror or error}. "
             "Set HVD_BERT_CACHE to a writable folder with free space."
         ) from error
-    if found is None:
-        raise UserError(f"{folder}: damaged while it was written. Set HVD_BERT_CACHE to a folder on another disk.")
-    return found
+    return folder
 
 
-def _build(entry: Path, build: Callable[[Path], None], opened: Callable[[Path], object]) -> None:
+def _is_whole(folder: Path) -> bool:
+    try:
+        return bool(read_json(folder / SUMS) == _sums(folder))
+    except (OSError, ValueError):
+        return False
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    sums = {}
+    for path in folder.iterdir():
+        if path.name != SUMS:
+            with open_regular(path) as file:
+                sums[path.name] = sha256_of(file)
+    return sums
+
+
+def _build(entry: Path, build: Callable[[Path], None]) -> None:
     building = entry.parent / f"tmp-{uuid.uuid4().hex}"
     building.mkdir()
     try:
         build(building)
+        (building / SUMS).write_text(json.dumps(_sums(building)))
         for file in building.iterdir():
             flush(file)
         flush(building)
@@ -78,7 +95,7 @@ def _build(entry: Path, build: Callable[[Path], None], opened: Callable[[Path], 
         try:
             building.rename(entry)
         except OSError:
-            if opened(entry) is None:  # otherwise another node was first, with the same content
+            if not _is_whole(entry):  # otherwise another node was first, with the same content
                 raise
         flush(entry.parent)
     finally:

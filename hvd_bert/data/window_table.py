@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_FORMAT = 4  # part of the cache key; raise it with every change of the format or of the windows
+_FORMAT = 5  # part of the cache key; raise it with every change of the format or of the windows
 _QUESTIONS_AT_ONCE = 1000
 _Int32s = npt.NDArray[np.int32]
 _DATA, _META = "windows.arrow", "windows.json"
@@ -157,7 +157,7 @@ def prepare(
     def build(folder: Path) -> None:
         _write(folder, source, window_tokenizer, show_progress)
 
-    table = cache.entry(default_cache_dir(), _key(source, window_tokenizer), build, _opened)
+    table = _opened(cache.entry(default_cache_dir(), _key(source, window_tokenizer), build))
     if leader:
         _log_findings(source.name, table.findings)
         _log_losses(source.name, table.counts)
@@ -202,11 +202,10 @@ def _log_losses(name: str, counted: WindowCounts) -> None:
 
 @dataclass(frozen=True)
 class _Meta:
-    """The size of the table's file, and what the file does not hold."""
+    """What the table's file does not hold."""
 
-    num_bytes: int
     counts: WindowCounts
-    findings: Findings = field(default_factory=Findings)  # the tables of earlier versions lack it
+    findings: Findings
 
 
 def _key(source: Source, window_tokenizer: WindowTokenizer) -> str:
@@ -238,16 +237,11 @@ def _write(folder: Path, source: Source, window_tokenizer: WindowTokenizer, show
                 writer.write_batch(table_batch)
             total += batch.counts
             bar.update(len(some))
-    (folder / _META).write_text(json.dumps(asdict(_Meta((folder / _DATA).stat().st_size, total, findings))))
+    (folder / _META).write_text(json.dumps(asdict(_Meta(total, findings))))
 
 
-def _opened(entry: Path) -> WindowTable | None:
-    """The table in a folder of the cache; None if it is missing or damaged."""
-    try:
-        meta = convert(read_json(entry / _META), _Meta)
-        if (entry / _DATA).stat().st_size != meta.num_bytes:
-            return None
-        with pa.ipc.open_stream(pa.memory_map(str(entry / _DATA))) as stream:
-            return WindowTable(list(stream), meta.counts, meta.findings) if stream.schema == SCHEMA else None
-    except (OSError, ValueError, LookupError):  # pyarrow's errors are among them
-        return None
+def _opened(entry: Path) -> WindowTable:
+    """The table in a folder of the cache."""
+    meta = convert(read_json(entry / _META), _Meta)
+    with pa.ipc.open_stream(pa.memory_map(str(entry / _DATA))) as stream:
+        return WindowTable(list(stream), meta.counts, meta.findings)

@@ -19,10 +19,6 @@ from hvd_bert.errors import UserError
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def opened(folder: Path) -> Path | None:
-    return folder if (folder / "data").is_file() and (folder / "data").read_text() == "whole" else None
-
-
 def build(folder: Path) -> None:
     (folder / "data").write_text("whole")
 
@@ -36,7 +32,7 @@ def build_with_log(folder: Path) -> None:
 
 def request_at_once(cache_dir: Path, barrier) -> None:
     barrier.wait()
-    assert cache.entry(cache_dir, "key", build_with_log, opened)
+    assert cache.entry(cache_dir, "key", build_with_log)
 
 
 def build_half_and_wait(cache_dir: Path, started) -> None:
@@ -45,7 +41,7 @@ def build_half_and_wait(cache_dir: Path, started) -> None:
         started.set()
         signal.pause()
 
-    cache.entry(cache_dir, "key", half, opened)
+    cache.entry(cache_dir, "key", half)
 
 
 @pytest.mark.parametrize("flock", [True, False], ids=["flock", "no flock"])
@@ -84,7 +80,7 @@ def test_killed_builder_frees_the_lock(tmp_path):
     child.join()
     assert len(list(tmp_path.glob("tmp-*"))) == 1
     assert not (tmp_path / "key").exists()
-    assert cache.entry(tmp_path, "key", build, opened)
+    assert cache.entry(tmp_path, "key", build)
 
 
 def test_leftovers_of_others_are_removed_after_a_day(tmp_path):
@@ -92,7 +88,7 @@ def test_leftovers_of_others_are_removed_after_a_day(tmp_path):
         (tmp_path / name).mkdir()
         then = (tmp_path / name).stat().st_mtime - age_days * 24 * 3600
         os.utime(tmp_path / name, (then, then))
-    cache.entry(tmp_path, "key", build, opened)
+    cache.entry(tmp_path, "key", build)
     assert {path.name for path in tmp_path.iterdir()} == {"tmp-2", "key", "key.lock"}
 
 
@@ -102,25 +98,25 @@ def test_failed_build_leaves_nothing_and_can_be_repeated(tmp_path):
         raise UserError("the questions are wrong")
 
     with pytest.raises(UserError):
-        cache.entry(tmp_path, "key", fail, opened)
+        cache.entry(tmp_path, "key", fail)
     assert [path.name for path in tmp_path.iterdir()] == ["key.lock"]
-    assert cache.entry(tmp_path, "key", build, opened)
+    assert cache.entry(tmp_path, "key", build)
 
 
 def test_first_of_two_nodes_wins(tmp_path):
     """On file systems whose locks do not reach across nodes, two nodes may build."""
+    others = cache.entry(tmp_path / "other node", "key", build)
+    inode = others.stat().st_ino
 
     def build_late(folder: Path) -> None:
         build(folder)
-        (tmp_path / "key").mkdir()
-        (tmp_path / "key" / "data").write_text("whole")
-        (tmp_path / "key" / "of the other").touch()
+        others.rename(tmp_path / "key")
 
     real_exists = Path.exists
     with pytest.MonkeyPatch.context() as patch:  # the other node renames between our check and our rename
         patch.setattr(Path, "exists", lambda path: path.name != "key" and real_exists(path))
-        entry = cache.entry(tmp_path, "key", build_late, opened)
-    assert (entry / "of the other").exists()
+        entry = cache.entry(tmp_path, "key", build_late)
+    assert entry.stat().st_ino == inode
     assert not list(tmp_path.glob("tmp-*"))
 
 
@@ -130,10 +126,10 @@ def test_errors_name_the_variable_to_set(tmp_path):
 
     (tmp_path / "key").mkdir()
     with refused("key", "No space left", "HVD_BERT_CACHE"):
-        cache.entry(tmp_path, "key", fill, opened)
+        cache.entry(tmp_path, "key", fill)
     (tmp_path / "file").touch()
     with refused("HVD_BERT_CACHE"):
-        cache.entry(tmp_path / "file" / "windows", "key", build, opened)
+        cache.entry(tmp_path / "file" / "windows", "key", build)
 
 
 @each(

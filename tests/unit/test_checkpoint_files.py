@@ -22,7 +22,7 @@ from tables import each
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
-from hvd_bert.storage import writing
+from hvd_bert.storage import reading, writing
 
 FILES = ["model.safetensors", "rng.safetensors", "state.json", "config.json", "manifest.json"]
 
@@ -41,7 +41,7 @@ def state_of(folder: Path) -> dict:
 
 
 def test_what_is_written_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_BLOCK", 16)  # each file has several
+    monkeypatch.setattr(reading, "BLOCK", 16)  # each file has several
     folder = files.write(tmp_path, 7, contents(7))
     found = files.read(folder)
     assert torch.equal(found.tensors["model"]["weight"], torch.full((3, 2), 7.0))

@@ -15,6 +15,7 @@ from tables import check_refusal, each, refused
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Reading
 from hvd_bert.errors import UserError
+from hvd_bert.storage import reading
 
 
 def write(tmp_path: Path, content: object, name: str = "file.json") -> Path:
@@ -69,7 +70,7 @@ def test_digest_is_that_of_the_content_and_of_how_it_is_read(tmp_path, make_ques
     readings = [Reading(), Reading(answer_column="text"), Reading(purpose="prediction")]
     others = {squad.open_file(path, v2, reading).digest for reading in readings for v2 in (False, True)}
     assert len(others) == 6 and digest in others
-    monkeypatch.setattr(squad, "_PIECE_BYTES", 7)
+    monkeypatch.setattr(reading, "BLOCK", 7)
     assert squad.open_file(path, False).questions() == make_questions(3)  # compares the hash of the whole content
     source = squad.open_file(path, False)
     path.write_bytes(path.read_bytes()[:-1] + b" ")  # changes only the last piece

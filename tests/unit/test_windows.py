@@ -49,6 +49,21 @@ def test_table_has_its_schema_and_counts(source, tokenizer, own_cache):
     assert prepare(source, tokenizer, SMALL).counts == counted
 
 
+@pytest.mark.parametrize("place", [0.2, 0.5, 0.8], ids="{:.0%} of the file".format)
+@pytest.mark.parametrize("name", ["windows.arrow", "windows.json", "sha256.json"])
+def test_a_flipped_bit_in_the_cache_is_not_trained_on(source, tokenizer, own_cache, caplog, name, place):
+    table = prepare(source, tokenizer, SMALL)
+    path = file_in(own_cache)[0].with_name(name)
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1
+    path.unlink()  # `table` has the file in memory
+    path.write_bytes(content)
+    for _ in range(2):
+        again = prepare(source, tokenizer, SMALL)
+        assert rows(again).equals(rows(table)) and again.counts == table.counts
+    assert caplog.messages == [f"{path.parent} is damaged: tokenizing again."]
+
+
 def test_cached_table_is_mapped_and_not_read(source, tokenizer, own_cache):
     prepare(source, tokenizer, SMALL)
     gc.collect()

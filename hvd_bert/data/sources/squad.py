@@ -20,10 +20,10 @@ from hvd_bert.data.sources import files
 from hvd_bert.data.sources.entries import LEVELS, questions_in
 from hvd_bert.data.sources.questions import SHORT, Findings, Found, Mistake, Question, Reading, checked
 from hvd_bert.errors import UserError
+from hvd_bert.storage.reading import sha256_of
 
 __all__ = ["Findings", "Question", "Reading", "Source", "from_questions", "open_file", "open_hub"]
 
-_PIECE_BYTES = 2**20
 _DEFAULT = Reading()
 
 
@@ -130,12 +130,9 @@ def check_ids(sources: Sequence[Source], questions: Sequence[Sequence[Question]]
 
 
 def _digest(name: str) -> str:
-    """SHA-256 of a file, read in pieces to save memory: every rank computes it at each start."""
-    sha256 = hashlib.sha256()
+    """SHA-256 of a file, which every rank computes at each start."""
     with files.opened(name) as file:
-        while piece := file.read(_PIECE_BYTES):
-            sha256.update(piece)
-    return sha256.hexdigest()
+        return sha256_of(file)
 
 
 class Columns:
