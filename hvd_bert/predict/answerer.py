@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
 
+from hvd_bert.config.arguments import check_types
 from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.data import QUESTION_ANSWERING
+from hvd_bert.config.data import ANSWERING, QUESTION_ANSWERING
 from hvd_bert.config.flag import require
 from hvd_bert.config.parser import path_problem, shortened
 from hvd_bert.config.settings import FLAGS, DataArguments, ModelArguments
@@ -33,7 +34,7 @@ from hvd_bert.model.layers import place
 from hvd_bert.model.precision import AUTOCAST
 from hvd_bert.tasks.tokenizer import load_tokenizer
 
-Texts = list[str] | tuple[str, ...]
+Texts = str | Sequence[str]
 BATCH_SIZE = 8
 # A block has at most this many questions and, except for a single question, this many characters of contexts.
 BLOCK_QUESTIONS, BLOCK_CHARACTERS = 64, 2**18
@@ -58,7 +59,7 @@ class QuestionAnswerer:
         self,
         model: str | os.PathLike[str],
         *,
-        device: str | torch.device | None = None,
+        device: str | int | torch.device | None = None,
         precision: str = "fp32",
         batch_size: int = BATCH_SIZE,
         max_seq_length: int | None = None,
@@ -68,20 +69,14 @@ class QuestionAnswerer:
         version_2_with_negative: bool | None = None,
         null_score_diff_threshold: float | None = None,
     ) -> None:
+        arguments = dict(locals())
+        check_types(arguments, get_type_hints(QuestionAnswerer.__init__))
         name = os.fspath(model)
         problem = path_problem(name)
         require(not problem, f"model {shortened(ascii(name))} {problem}.")
         require(precision in AUTOCAST, f"precision {precision!r}: choose from {', '.join(AUTOCAST)}.")
         require(batch_size >= 1, f"batch_size {batch_size}: must be at least 1.")
-        given = {
-            "max_seq_length": max_seq_length,
-            "doc_stride": doc_stride,
-            "n_best_size": n_best_size,
-            "max_answer_length": max_answer_length,
-            "version_2_with_negative": version_2_with_negative,
-            "null_score_diff_threshold": null_score_diff_threshold,
-        }
-        settings = _settings(name, given)
+        settings = _settings(name, {setting: arguments[setting] for setting in ANSWERING})
         args = ModelArguments(model_name_or_path=name)
         tokenizer = load_tokenizer(args)
         with torch.random.fork_rng(devices=[]):  # loading seeds the caller's random numbers
@@ -104,8 +99,8 @@ class QuestionAnswerer:
 
     def __call__(
         self,
-        question: str | Texts | Mapping[str, str] | Sequence[Mapping[str, str]],
-        context: str | Texts | None = None,
+        question: Texts | Mapping[str, str] | Sequence[Mapping[str, str]],
+        context: Texts | None = None,
         *,
         top_k: int | None = None,
     ) -> Any:
@@ -115,6 +110,7 @@ class QuestionAnswerer:
         both, as `{"question": ..., "context": ...}` or a list of such. `top_k`: in place of each answer, a list of its
         best Candidates, at most this many and at most the n best.
         """
+        check_types(locals(), get_type_hints(QuestionAnswerer.__call__))
         require(top_k is None or top_k >= 1, f"top_k {top_k}: must be at least 1.")
         single = isinstance(question, Mapping) or (isinstance(question, str) and isinstance(context, str))
         answers = list(self.answers(_questions(question, context)))
@@ -180,14 +176,15 @@ def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def _questions(question: Any, context: Any) -> list[Question]:
     """Raises UserError for a missing context, for lists of different lengths and for a text that cannot be used."""
-    if context is None:
-        asked = [question] if isinstance(question, Mapping) else question
+    asked = [question] if isinstance(question, str | Mapping) else list(question)
+    both = [one for one in asked if isinstance(one, Mapping) and {"question", "context"} <= one.keys()]
+    if context is None or both:
         require(
-            not isinstance(asked, str)
-            and all(isinstance(one, Mapping) and {"question", "context"} <= one.keys() for one in asked),
-            'A question without a context: give context=..., too, or dicts as {"question": ..., "context": ...}.',
+            context is None and len(both) == len(asked),
+            'Each question needs one context: give context=..., or dicts as {"question": ..., "context": ...}.',
         )
-        question, context = [one["question"] for one in asked], [one["context"] for one in asked]
+        question, context = [one["question"] for one in both], [one["context"] for one in both]
+    check_types({"question": question, "context": context}, dict.fromkeys(("question", "context"), Texts))
     counts = {len(texts) for texts in (question, context) if not isinstance(texts, str)} or {1}
     if len(counts) > 1:
         raise UserError(
@@ -195,7 +192,7 @@ def _questions(question: Any, context: Any) -> list[Question]:
             " all."
         )
     (count,) = counts
-    texts, contexts = ([given] * count if isinstance(given, str) else given for given in (question, context))
+    texts, contexts = ([given] * count if isinstance(given, str) else list(given) for given in (question, context))
     questions = [Question(str(n), "", contexts[n], texts[n], (), ()) for n in range(count)]
     for number, one in enumerate(questions):
         if mistake := text_mistake(one):

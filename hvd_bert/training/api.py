@@ -8,19 +8,26 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from hvd_bert.config import command_line
+from hvd_bert.config.arguments import check_types
+from hvd_bert.config.settings import FLAGS, SECTIONS
 from hvd_bert.distributed.signals import SIGNALS
+from hvd_bert.errors import UserError
+from hvd_bert.output.callback import Callback, RunResult
 from hvd_bert.startup import collector_paused
 from hvd_bert.streams import in_main_thread
 
 if TYPE_CHECKING:  # large libraries
     from hvd_bert.distributed.world import World
-    from hvd_bert.output.callback import Callback, RunResult
     from hvd_bert.tasks.base import Task
+
+_TRAINING = threading.Lock()  # held while `train` runs
 
 
 def train(
@@ -37,19 +44,28 @@ def train(
 
     Raises UserError, which is a ValueError, and what a callback raises. A launcher's ranks end instead, after a report.
     """
+    if _TRAINING.locked():  # also by a callback of that training
+        raise UserError("train() runs already in this process: wait for its end, or start another process.")
     results: list[RunResult] = []
-    with _process_restored():
+    with _TRAINING, _process_restored():
         from hvd_bert.distributed.runner import run_in_program
-        from hvd_bert.tasks.base import task_name
+        from hvd_bert.tasks.base import Task, task_name
         from hvd_bert.training import loop  # noqa: F401  here, or `run` would freeze the program's objects
 
         own = task if isinstance(task, type) else None
         given = {"config": config, "task": task_name(own) if own else task, **settings}
         given = {name: value for name, value in given.items() if value is not None}
         words = [word for name, value in given.items() for word in command_line.to_argv(name, value)]
-        run_in_program(
-            lambda world: results.append(run(words, world, callbacks, own)), **command_line.before_joining(words)
-        )
+
+        def run_checked(world: World) -> None:
+            with world.raise_on_all_ranks():
+                hints = {name: kind for section in SECTIONS for name, kind in get_type_hints(section).items()}
+                kinds = {word: hints[name] | str for name, flag in FLAGS.items() for word in flag.spellings(name)}
+                kinds |= get_type_hints(train, localns={"Task": Task})
+                check_types(given | {"task": task, "callbacks": callbacks}, kinds, texts=(str, PurePath))
+            results.append(run(words, world, callbacks, own))
+
+        run_in_program(run_checked, **command_line.before_joining(words))
     return results[-1]
 
 
@@ -77,49 +93,39 @@ def run(
 @contextmanager
 def _process_restored() -> Iterator[None]:
     """Restore afterwards what a run changes in its process."""
-    numbers = random.getstate()  # imports draw some
-    import numpy as np
-    import torch
+    with ExitStack() as restored:
+        restored.callback(gc.collect)  # the model and its hooks refer to each other
+        restored.callback(random.setstate, random.getstate())  # imports draw some
+        import numpy as np
+        import torch
 
-    from hvd_bert.distributed import events
+        from hvd_bert.distributed import events
 
-    stdout, stderr, environ = sys.stdout, sys.stderr, dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in SIGNALS if in_main_thread()}
-    loggers = [logging.getLogger(name) for name in (None, "hvd_bert", "transformers")]
-    logged = [(logger.level, {"handlers": logger.handlers, "propagate": logger.propagate}) for logger in loggers]
-    for logger in loggers:
-        logger.handlers = []  # the run would close them
-    numpy_numbers = np.random.get_state()
-    threads, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    gpu = torch.cuda.current_device() if gpus else None
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        events.end()
-        with suppress(OSError, ValueError):  # the program's own stream may be closed
-            sys.stdout.flush()
-        sys.stdout, sys.stderr = stdout, stderr
-        for name in os.environ.keys() - environ.keys():
-            del os.environ[name]
-        os.environ.update(environ)
-        for number, handler in handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-        for logger, (level, attributes) in zip(loggers, logged, strict=True):
-            logger.setLevel(level)
-            vars(logger).update(attributes)
-        logging.captureWarnings(False)
-        random.setstate(numbers)
-        np.random.set_state(numpy_numbers)
-        torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(products)
-        torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
-        if gpu is not None:
-            torch.cuda.set_device(gpu)
-        gc.collect()  # the model and its hooks refer to each other
+        restored.callback(np.random.set_state, np.random.get_state())
+        restored.callback(torch.set_num_threads, torch.get_num_threads())
+        restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        restored.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        fills: Any = torch.utils.deterministic
+        restored.callback(setattr, fills, "fill_uninitialized_memory", fills.fill_uninitialized_memory)
+        restored.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        if gpus:
+            restored.callback(torch.cuda.set_device, torch.cuda.current_device())
+        for logger in (logging.getLogger(name) for name in (None, "hvd_bert", "transformers")):
+            restored.callback(logger.setLevel, logger.level)
+            restored.callback(vars(logger).update, handlers=logger.handlers, propagate=logger.propagate)
+            logger.handlers = []  # the run would close them
+        restored.callback(logging.captureWarnings, False)
+        for number in SIGNALS if in_main_thread() else ():
+            restored.callback(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
+        environ = dict(os.environ)
+        restored.callback(os.environ.update, environ)
+        restored.callback(lambda: [os.environ.pop(name) for name in os.environ.keys() - environ.keys()])
+        restored.callback(vars(sys).update, stdout=sys.stdout, stderr=sys.stderr)
+        try:
+            with torch.random.fork_rng(gpus):
+                yield
+        finally:
+            events.end()
+            with suppress(OSError, ValueError):  # the program's own stream may be closed
+                sys.stdout.flush()

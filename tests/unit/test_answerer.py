@@ -9,10 +9,13 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from tables import each, refused
 from test_families import small
+from test_train_api import start
 from test_world import make_world
 from transformers import BertConfig, BertForQuestionAnswering
 
@@ -197,6 +200,11 @@ def test_truncated_questions_are_reported_once(model, caplog):
         (["Who?", ""], "Ada.", ["question 1", "its question"]),
         ("Who?", ["Ada.", "A\ud800"], ["question 1", "its context"]),
         (["Who?", "Where?"], ["a", "b", "c"], [2, 3]),
+        (5, "Ada.", ["question 5", "str"]),
+        (["Who?"], [b"Ada."], ["context [b'Ada.']", "str"]),
+        ({"question": 5, "context": "Ada."}, None, ["question [5]", "str"]),
+        ({"question": "Who?", "context": "Ada."}, "Ada.", ["one context"]),
+        ("Who?", None, ["context="]),
     ],
 )
 def test_what_cannot_be_answered(qa, question, context, named):
@@ -215,11 +223,31 @@ def test_what_cannot_be_answered(qa, question, context, named):
         ({"n_best_size": 0}, ["n_best_size 0"]),
         ({"doc_stride": 60}, ["max_seq_length 40", "doc_stride 60"]),
         ({"model": ""}, ["model ''"]),
+        ({"model": b"runs"}, ["model b'runs'", "str"]),
+        ({"batch_size": 2.5}, ["batch_size 2.5", "int"]),
+        ({"precision": ["fp32"]}, ["precision ['fp32']", "str"]),
+        ({"max_seq_length": "160"}, ["max_seq_length '160'", "int"]),
+        ({"doc_stride": True}, ["doc_stride True", "int"]),
+        ({"version_2_with_negative": "no"}, ["version_2_with_negative 'no'", "bool"]),
+        ({"device": 1.5}, ["device 1.5", "str"]),
     ],
 )
 def test_wrong_settings(model, settings, named):
     with refused(*named):
         QuestionAnswerer(**{"model": model} | settings)
+
+
+def test_settings_may_be_numpys_numbers_and_questions_a_column(model):
+    qa = QuestionAnswerer(model, batch_size=np.int64(4), null_score_diff_threshold=np.float32(1), n_best_size=3)
+    answers = qa(pd.Series(["What is red?", "What?"], index=[5, 7]), "The box is red. The hall is green.")
+    assert [len(answer.nbest) <= 3 for answer in answers] == [True, True]
+
+
+def test_a_callback_may_answer_and_leaves_its_training_alone(model, tmp_path):
+    def answer() -> None:
+        assert QuestionAnswerer(model)("What is red?", "The box is red.").text is not None
+
+    assert start(tmp_path / "asked", answer)[1][1:-1] == start(tmp_path / "alone")[1][1:-1]
 
 
 def test_loading_leaves_random_numbers_alone(model, monkeypatch):

@@ -82,6 +82,59 @@ def test_errors_are_raised_and_the_run_resumes(tmp_path: Path) -> None:
     assert of_the_process() == before
 
 
+@pytest.mark.parametrize("by", ["a callback", "a callback, in the same folder", "another thread"])
+def test_training_inside_another_one_is_refused_and_leaves_it_alone(tmp_path: Path, by: str) -> None:
+    before = of_the_process()
+
+    def inner() -> None:
+        seen = of_the_process()
+        with refused("train()"):
+            start(tmp_path / ("run" if "same" in by else "inner"), overwrite_output_dir=True)
+        assert of_the_process() == seen
+
+    with ThreadPoolExecutor(1) as thread:
+        _, calls = start(tmp_path / "run", (lambda: thread.submit(inner).result()) if "thread" in by else inner)
+    assert calls[1:-1] == start(tmp_path / "alone")[1][1:-1] and not (tmp_path / "inner").exists()
+    assert of_the_process() == before
+
+
+@pytest.mark.parametrize(
+    ("argument", "named"),
+    [
+        ({"output_dir": b"x"}, ["output_dir b'x'", "str"]),
+        ({"output_dir": 5}, ["output_dir 5", "str"]),
+        ({"output_dir": ["x"]}, ["output_dir ['x']", "str"]),
+        ({"learning_rate": {"peak": 1}}, ["learning_rate {'peak': 1}", "float"]),
+        ({"max_steps": 2.5}, ["max_steps 2.5", "int"]),
+        ({"max_steps": True}, ["max_steps True", "int"]),
+        ({"bf16": np.ones((2, 2))}, ["bf16 array", "bool"]),
+        ({"train_file": ["a.json", b"b.json"]}, ["train_file ['a.json', b'b.json']", "str"]),
+        ({"timeline_file": b"t"}, ["timeline_file b't'", "str"]),
+        ({"config": b"sample"}, ["config b'sample'", "str"]),
+        ({"task": 5}, ["task 5", "str", "Task"]),
+        ({"callbacks": [5]}, ["callbacks [5]", "Callback"]),
+        ({"callbacks": [Callback]}, ["callbacks [<class", "Callback"]),
+        ({"callbacks": Callback()}, ["callbacks <", "Sequence"]),
+        ({"callbacks": (each for each in [Callback()])}, ["callbacks <generator", "Sequence"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments_of_a_wrong_type_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: dict[str, Any], named: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with refused(*named):
+        train(**{"task": PROGRAM["Digits"], "output_dir": "out", "strategy": "none", "max_steps": 1} | argument)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_arguments_may_be_texts_numpys_numbers_and_paths(tmp_path: Path) -> None:
+    settings = {"max_steps": "4", "learning_rate": "5e-5", "adam_epsilon": np.float64(1e-8), "seed": np.int64(42)}
+    switches = {"bf16": np.bool_(False), "fp16": 0, "tf32": "no", "do_train": 1, "eval_steps": None, "weight_decay": 0}
+    _, calls = start(tmp_path / "others", **settings, **switches)
+    assert calls[1:-1] == start(tmp_path / "run")[1][1:-1]
+
+
 @pytest.mark.parametrize("where", ["notebook", "own handler"])
 def test_signals_are_left_to_an_interactive_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
