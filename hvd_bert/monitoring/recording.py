@@ -12,6 +12,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -31,7 +32,7 @@ _PHASE_ROW = 0  # no thread has this number
 @dataclass
 class RankTrace:
     """The recording of a rank. `laps`: the start, then the end of each phase, in ns since 1970. `packed`: torch's
-    trace, by `pack`."""
+    trace, gzipped."""
 
     rank: int
     host: str
@@ -75,22 +76,15 @@ class Recording:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
         if self.file and self.world.rank == 0:
-            self._start_timeline(self.file)
+            with suppress(OSError):  # then there is no file afterwards
+                make_folder(self.file.parent)
+            self.world.start_timeline(self.file)
         self.world.allgather(None)  # no rank sends a gradient before rank 0 records it
         self.meter.lap("other")
         if self.profiler:
-            self.laps.append(("", time.time_ns()))
-            self.meter.on_lap = lambda phase: self.laps.append((phase, time.time_ns()))
-
-    def _start_timeline(self, file: Path) -> None:
-        try:
-            make_folder(file.parent)
-        except OSError as error:
-            reason = error.strerror or error
-            log.warning("%s: the timeline cannot be recorded: %s. Training continues.", file, reason)
-            self.file = None
-        else:
-            self.world.start_timeline(file)
+            started_ns = time.time_ns() - time.perf_counter_ns()  # the clock may be set back meanwhile
+            self.laps.append(("", started_ns + time.perf_counter_ns()))
+            self.meter.on_lap = lambda phase: self.laps.append((phase, started_ns + time.perf_counter_ns()))
 
     def _stop(self) -> None:
         self.running = False
@@ -107,12 +101,19 @@ class Recording:
         self._stop()
         self.world.allgather(None)  # no rank continues before rank 0 has closed the file
         steps = f"steps {self.steps[0]} to {self.steps[-1]}"
-        if self.file:
+        if self.file and self.world.rank == 0 and not self.file.exists():
+            log.warning("%s: the timeline could not be written. Training continues.", self.file)
+        elif self.file:
             log.info("Horovod's timeline of %s: %s. To analyze it: hvd-bert timeline %s", steps, *[self.file] * 2)
         if self.profiler:
             traces = [trace for trace in self.world.gather(self._my_trace()) if trace]
             if self.world.rank == 0:
-                self._write_trace(folder / TRACE, traces, steps)
+                try:
+                    write_trace(path := folder / TRACE, traces)
+                except (OSError, ValueError) as error:
+                    log.warning("The trace of %s could not be written: %s. Training continues.", steps, error)
+                else:
+                    log.info("Trace of all ranks in %s: %s, for ui.perfetto.dev or chrome://tracing", steps, path)
         self.profiler = None
 
     def _my_trace(self) -> RankTrace | None:
@@ -122,18 +123,10 @@ class Recording:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "trace.json"
                 self.profiler.export_chrome_trace(str(path))
-                return RankTrace(self.world.rank, self.world.host, self.laps, pack(path.read_bytes()))
+                return RankTrace(self.world.rank, self.world.host, self.laps, gzip.compress(path.read_bytes(), 1))
         except (OSError, RuntimeError) as error:
             log.warning("The trace lacks this rank: %s", error)
             return None
-
-    def _write_trace(self, path: Path, traces: Sequence[RankTrace], steps: str) -> None:
-        try:
-            write_trace(path, traces)
-        except (OSError, ValueError) as error:
-            log.warning("The trace of %s could not be written: %s. Training continues.", steps, error)
-        else:
-            log.info("Trace of all ranks in %s: %s, for ui.perfetto.dev or chrome://tracing", steps, path)
 
     def close(self) -> None:
         """Close an unfinished recording when the training ends. Not a collective, so there is no trace of all ranks."""
@@ -149,17 +142,14 @@ def _check_file(path: Path, replaces: bool) -> None:
         check_folder(path.parent)
         if is_special(path) or path.is_dir():
             raise OSError(errno.EINVAL, "it is a folder, a link, a pipe or a device: name a file")
-        if path.exists() and not replaces:
-            raise FileExistsError(errno.EEXIST, "it exists: name another file, or add --overwrite_output_dir")
+        if path.exists():
+            if not replaces:
+                raise FileExistsError(errno.EEXIST, "it exists: name another file, or add --overwrite_output_dir")
+            path.open("ab").close()
 
 
 # The trace, for Perfetto and chrome://tracing: a process per rank, by its host's clock, with a row of the phases of its
 # steps and torch's rows of its threads and GPU streams. The format: Google, Trace Event Format, 2016.
-
-
-def pack(text: bytes) -> bytes:
-    """Compress a trace before it is sent to rank 0."""
-    return gzip.compress(text, 1)
 
 
 def write_trace(path: Path, ranks: Sequence[RankTrace]) -> None:

@@ -92,7 +92,7 @@ class Sampler:
         self.problem = ""  # why there are no samples
         self._device_id = device_id
         self._samples: list[Sample] = []
-        self._last: Sample | None = None
+        self._last: list[Sample] = []
         self._lock = threading.Lock()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu usage", daemon=True)
@@ -106,7 +106,6 @@ class Sampler:
                     sample = take_sample(module, gpu)
                     with self._lock:
                         self._samples.append(sample)
-                        self._last = sample
                     if self._end.wait(PERIOD_S):
                         return
         except NvmlError as error:
@@ -115,8 +114,8 @@ class Sampler:
     def take(self) -> list[Sample]:
         """The samples since the last call; if there are none, the latest one."""
         with self._lock:
-            taken = self._samples or ([self._last] if self._last else [])
-            self._samples = []
+            taken, self._samples = self._samples or self._last, []
+        self._last = taken[-1:]
         return taken
 
     def close(self) -> None:
@@ -134,9 +133,7 @@ class GpuUsage:
         # The same on all ranks, because `read` is a collective.
         self.enabled = any(info.device_id is not None for info in world.rank_infos)
         self._start = time.monotonic()
-        self._file: JsonLines | None = None
-        if self.enabled and world.rank == 0:
-            self._file = JsonLines(folder / FILE)
+        self._file = JsonLines(folder / FILE) if self.enabled and world.rank == 0 else None
         self._samplers = {str(gpu): Sampler(str(torch.cuda.get_device_properties(gpu).uuid)) for gpu in world.gpus}
 
     def read(self, step: int) -> dict[str, float]:
@@ -152,7 +149,7 @@ class GpuUsage:
             sampler.problem = ""  # reported once
         seen = self.world.allgather((mine, problem))
         if self.world.rank == 0:
-            logs.warn(["The GPU usage is not recorded: " + problem if problem else "" for _, problem in seen])
+            logs.show([[f"The GPU usage is not recorded: {problem}"] if problem else [] for _, problem in seen])
         if self._file is not None:
             now = {"step": step, "seconds": round(time.monotonic() - self._start, 1)}
             ranks = [{"rank": info.rank, "host": info.host} for info in self.world.rank_infos]
@@ -197,8 +194,10 @@ def process_usage(device: torch.device) -> dict[str, float]:
     """Usage of the whole process until now: `real_s`, `user_s` and `system_s` as in the shell's `time`, and
     `memory_peak_bytes`."""
     times = os.times()
+    stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+    started_s = int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")  # since boot: its clock is not set
     return {
-        "real_s": round(time.time() - psutil.Process().create_time(), 3),  # with the interpreter's start and imports
+        "real_s": round(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, 3),  # with imports
         "user_s": times.user,
         "system_s": times.system,
         "memory_peak_bytes": memory_peak(device),

@@ -10,7 +10,6 @@ import fnmatch
 import itertools
 import math
 import os
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.data_files import data_files
 from hvd_bert.config.settings import save
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import UserError, log
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError, log
 from hvd_bert.output import card
 from hvd_bert.output.run_folder import OF_EVALUATION, RUN_FILES
 from hvd_bert.storage import locks, writing
@@ -48,14 +47,11 @@ def check(settings: Settings, held: Locks) -> None:
     """
     folder = Path(settings["output_dir"] or "runs").absolute()
     with writing_to("--output_dir", folder):
-        above = next(path for path in (folder, *folder.parents) if path.exists())
         writing.check_folder(folder)
-        with tempfile.TemporaryFile(dir=above):
-            pass
         if settings["output_dir"] is not None:
             _check_inputs(settings, folder)
             _check_content(settings, folder)
-            if above == folder and _entries(folder):
+            if _entries(folder):
                 lock(folder, held)  # before reading files that another run may be writing
                 _check_content(settings, folder)  # again: another run may have ended since
                 files.restore_replaced(folder)
@@ -115,11 +111,10 @@ def take_over(settings: Settings, resume_point: ResumePoint | None, world: World
     settings. If `resume_point` is a checkpoint of this folder, the run's files up to that step stay. A collective.
     """
     folder = Path(settings["output_dir"] or "runs")
-    with world.raise_on_all_ranks():
-        if world.rank == 0:
-            with writing_to("--output_dir", folder):
-                folder = Path(settings["output_dir"] or _new_dated_folder())
-                _take_over(folder, settings, resume_point, world.process.locks)
+    with world.writing("--output_dir", folder, EXIT_BAD_INPUT) as writes:
+        if writes:
+            folder = Path(settings["output_dir"] or _new_dated_folder())
+            _take_over(folder, settings, resume_point, world.process.locks)
     folder = Path(world.broadcast(folder))
     if not _entries(folder) or resume.unfinished(folder):  # a host without rank 0 may have another run there
         FOLDERS_BEGUN.add(folder)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fnmatch
 import os
 import platform
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,11 @@ from safetensors import SafetensorError
 
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.model.cpu import kernels
 from hvd_bert.output import card
 from hvd_bert.output.public import from_hub
-from hvd_bert.storage.writing import delete, partial_of, write_json, writing_to
+from hvd_bert.storage.writing import delete, partial_of, write_json
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.version import __version__
 
@@ -57,19 +54,6 @@ SAMPLES = "eval_samples.json"
 OF_EVALUATION = {*fnmatch.filter(RUN_FILES, "eval*.json"), "evaluation.html"}
 
 
-@contextmanager
-def writing(folder: Path, world: World, status: int = EXIT_FAILURE) -> Iterator[bool]:
-    """Around rank 0's writes (yields True there). An OSError, such as a full disk, ends the run on all ranks."""
-    with world.raise_on_all_ranks(status), writing_to("--output_dir", folder):
-        yield world.rank == 0
-
-
-def write_samples(folder: Path, evaluation: EvaluationResult) -> None:
-    """Write an evaluation's sample answers, if the task has any, for a run that is still going."""
-    if SAMPLES in evaluation.files:
-        write_json(folder / SAMPLES, evaluation.files[SAMPLES])
-
-
 def write_evaluation(folder: Path, evaluation: EvaluationResult) -> None:
     """Write the metrics and the task's files. Those of an earlier evaluation that it does not replace are removed."""
     contents = {"eval_results.json": evaluation.metrics, **evaluation.files}
@@ -78,14 +62,6 @@ def write_evaluation(folder: Path, evaluation: EvaluationResult) -> None:
         write_json(folder / name, content)
     for name in OF_EVALUATION - contents.keys():
         delete(folder / name)
-
-
-def write_results(
-    folder: Path, results: dict[str, Any], settings: Mapping[str, Any], evaluation: EvaluationResult | None
-) -> None:
-    """Write the model card, then train_results.json: a run with this file counts as finished."""
-    card.write(folder, settings, results, evaluation.metrics if evaluation else {})
-    write_json(folder / "train_results.json", results)
 
 
 def save_model(folder: Path, task: Task) -> None:

@@ -14,7 +14,7 @@ from hvd_bert.errors import UserError, as_user_error, log
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.layers import place
 from hvd_bert.model.precision import set_precision
-from hvd_bert.predict.writing import appearing, check, writing
+from hvd_bert.predict.writing import appearing, check
 from hvd_bert.tasks.base import task_class
 from hvd_bert.tasks.dataset import DatasetTask
 from hvd_bert.tasks.rows import read_rows
@@ -36,8 +36,8 @@ def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> Non
     world.check_same({f"--{name}": value for name, value in config.as_flat().items()})
     place(task.model, world.device)
     found = task.predict(rows)
-    with writing(flags.output, world):
-        if world.rank == 0:
+    with world.writing("--output", flags.output) as writes:
+        if writes:
             table = _with_columns(rows.with_format("arrow")[:], task_name, found)
             with appearing(flags.output, table.schema) as write:
                 write(table)

@@ -14,23 +14,16 @@ from pyarrow.csv import CSVWriter
 from pyarrow.parquet import ParquetWriter
 
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE
-from hvd_bert.storage.writing import check_output, make_folder, replacing, writing_to
+from hvd_bert.errors import EXIT_BAD_INPUT
+from hvd_bert.storage.writing import check_output, make_folder, replacing
 
 Write = Callable[[pa.Table], object]
 
 
-@contextmanager
-def writing(path: Path, world: World, status: int = EXIT_FAILURE) -> Iterator[None]:
-    """Around what rank 0 writes to --output: an OSError ends the command on all ranks."""
-    with world.raise_on_all_ranks(status), writing_to("--output", path):
-        yield
-
-
 def check(path: Path, overwrite: bool, world: World) -> None:
     """Create the folder of --output, and refuse a file that cannot be written or replaced. A collective."""
-    with writing(path, world, EXIT_BAD_INPUT):
-        if world.rank == 0:
+    with world.writing("--output", path, EXIT_BAD_INPUT) as writes:
+        if writes:
             make_folder(path.parent)
             check_output(path, overwrite)
 

@@ -32,9 +32,7 @@ def choose(task: Task, args: TrainArguments, resume_point: ResumePoint | None, w
         return None
     if task.plan is None:
         return int(FLAGS["per_device_train_batch_size"].default)
-    number = None
-    if resume_point:
-        number = max(1, int(resume_point.state["rank_batch"]) // args.gradient_accumulation_steps)
+    number = max(1, int(resume_point.state["rank_batch"]) // args.gradient_accumulation_steps) if resume_point else None
     number = world.broadcast(number)
     if number is None:
         with world.raise_on_all_ranks():

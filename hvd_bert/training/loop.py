@@ -20,10 +20,12 @@ from hvd_bert.errors import EXIT_BAD_INPUT, log
 from hvd_bert.model.precision import autocast
 from hvd_bert.monitoring.peaks import peak_flops
 from hvd_bert.monitoring.usage import GpuUsage, process_usage
-from hvd_bert.output import output_dir, run_folder
+from hvd_bert.output import card, output_dir, run_folder
 from hvd_bert.output.callback import Callback, RunResult
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters.base import open_reporters
+from hvd_bert.output.run_folder import SAMPLES
+from hvd_bert.storage.writing import write_json
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.training import elastic
 from hvd_bert.training.breakdown import Breakdown, describe_steps
@@ -74,7 +76,7 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
 
 def _open_logs(start: Start, facts: dict[str, Any], callbacks: Sequence[Callback], world: World) -> MetricsLogger:
     """Open events.jsonl, metrics.jsonl and the reporters. A collective."""
-    with run_folder.writing(start.folder, world, EXIT_BAD_INPUT) as writes:
+    with world.writing("--output_dir", start.folder, EXIT_BAD_INPUT) as writes:
         events.begin(start.folder, writes, {"launcher": world.launcher, "decided": start.plan.decided} | facts)
         started = open_reporters(start.config.train.reporters, start.folder) if writes else []
         metrics_logger = MetricsLogger(start.folder, writes, started, start.task.unit)
@@ -86,12 +88,13 @@ def _write_output(start: Start, evaluation: EvaluationResult | None, results: di
     """Write the scores and, after a training, its results. A collective."""
     task, folder, settings = start.task, start.folder, start.settings
     results |= {"processes": world.gather({"rank": world.rank} | process_usage(world.device))}
-    with run_folder.writing(folder, world) as writes:
+    with world.writing("--output_dir", folder) as writes:
         if writes and evaluation:
             run_folder.write_evaluation(folder, evaluation)
         if writes and task.plan:
             results |= task.facts() | {"work": resume.identity(settings, task.model, task.identity(), task.plan)}
-            run_folder.write_results(folder, results, settings, evaluation)
+            card.write(folder, settings, results, evaluation.metrics if evaluation else {})
+            write_json(folder / "train_results.json", results)  # last: with this file a run is finished
 
 
 class Training:
@@ -120,7 +123,7 @@ class Training:
         fp16 = args.fp16 or config.parallel.fp16_allreduce
         self.health = Health(state.meter, plan, world, state.step, task.window_names, fp16)
         self.stop_requests = StopRequests(world)
-        with run_folder.writing(folder, world, EXIT_BAD_INPUT):
+        with world.writing("--output_dir", folder, EXIT_BAD_INPUT):
             self.gpus = GpuUsage(world, folder)
         self.model_step = state.step
         self.evaluation: EvaluationResult | None = None  # of the model that training leaves
@@ -255,9 +258,9 @@ class Training:
             evaluation = self.evaluations.evaluate(self.state.strategy.gather_model())
         step = self.state.step
         self.evaluations.record(evaluation, self.metrics_logger, step)
-        with run_folder.writing(self.folder, self.world) as writes:
-            if writes and not self.checkpoints.folder_was_lost():
-                run_folder.write_samples(self.folder, evaluation)
+        with self.world.writing("--output_dir", self.folder) as writes:
+            if writes and not self.checkpoints.folder_was_lost() and SAMPLES in evaluation.files:
+                write_json(self.folder / SAMPLES, evaluation.files[SAMPLES])  # while the run continues
         self.state.eval_pending = False
         self.checkpoints.evaluated(evaluation.metrics)
         is_last = step == self.total_steps or self.checkpoints.patience_is_over
@@ -268,7 +271,7 @@ def _train(training: Training) -> Trained:
     """Train, and save the model. A collective."""
     with elastic.keep_on_failure(training.world, training.to_resume), training.stop_requests.watched():
         results = training.run()
-        with run_folder.writing(training.folder, training.world) as writes:
+        with training.world.writing("--output_dir", training.folder) as writes:
             if writes:
                 run_folder.save_model(training.folder, training.task)
         last = training.to_resume() if training.world.elastic else None

@@ -32,7 +32,7 @@ def test_start_warnings_and_end(tmp_path):
     logs.log.warning("before the folder is known")
     events.begin(tmp_path, True, {"launcher": "srun", "world_size": 2})
     logs.log.info("no warning")
-    logs.warn(["later \ud800"] * 2)
+    logs.show([["later \ud800"]] * 2)
     logs.report("hvd_bert: the disk is full")
     early, start, later, end = read(tmp_path)
     assert early == {"event": "warning", "ranks": [0], "message": "before the folder is known"}

@@ -273,7 +273,9 @@ def test_timeline_replaces_only_that_of_the_run(tmp_path):
     recording(file)
     assert not file.exists()  # a check creates nothing
     file.write_text("mine")
-    for path, replaces in ((file, False), (pipe, True), (link, True), (tmp_path, True), (file / "t.json", True)):
+    refused = [(file, False), (pipe, True), (link, True), (tmp_path, True), (file / "t.json", True)]
+    refused += [(Path("/proc/none/t.json"), True), (Path("/proc/version"), True)]  # where not even root can write
+    for path, replaces in refused:
         with pytest.raises(CollectiveError, match=f"{path} cannot be written: "):
             recording(path, replaces)
     recording(file, replaces=True).before(1)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tables import each, refused
+from test_world import make_world
 
 from hvd_bert.config.command_line import before_joining, parse
 from hvd_bert.distributed.horovod_world import ready_for_timeline
-from hvd_bert.monitoring.recording import RankTrace, pack, write_trace
+from hvd_bert.monitoring.recording import RankTrace, Recording, write_trace
+from hvd_bert.monitoring.usage import process_usage
+from hvd_bert.tools.bench.noted import Notes
+from hvd_bert.training.meter import Meter
 
 BASE = ["--config", "sample"]
 START_US = 1795285774578916
@@ -54,11 +61,32 @@ def torch_trace(start_us: float) -> bytes:
     return json.dumps({"baseTimeNanoseconds": 10**12, "traceEvents": events}).encode()
 
 
+def test_durations_do_not_depend_on_the_clock_of_the_day(tmp_path, monkeypatch):
+    backwards = itertools.count(10**18, -(10**9))
+    monkeypatch.setattr(time, "time_ns", lambda: next(backwards))
+    monkeypatch.setattr(time, "time", lambda: next(backwards) / 1e9)
+    meter = Meter(make_world())
+    wanted = parse([*BASE, "--profile", "--timeline_steps", "1:1"])
+    recording = Recording(wanted.profiling, 1, meter, make_world(), False)
+    recording.before(1)
+    for phase in ("data", "compute", "optimizer"):
+        meter.lap(phase)
+    recording.after(1, tmp_path)
+    with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
+        phases = [event["dur"] for event in json.load(file)["traceEvents"] if event.get("cat") == "phase"]
+    assert len(phases) >= 3 and min(phases) >= 0
+    assert 0 < process_usage(torch.device("cpu"))["real_s"] < 24 * 3600
+    notes = Notes(tmp_path / "notes")
+    notes.add("ended")
+    started, ended = map(json.loads, (tmp_path / "notes").read_text().splitlines())
+    assert started["time"] <= ended["time"]
+
+
 def test_trace_of_two_ranks(tmp_path):
     ranks = []
     for rank, begin in ((0, START_US), (1, START_US + 5)):
         laps = [("", 1000 * begin), ("data", 1000 * (begin + 10)), ("compute", 1000 * (begin + 90))]
-        ranks.append(RankTrace(rank, f"host{rank}", laps, pack(torch_trace(begin + 20))))
+        ranks.append(RankTrace(rank, f"host{rank}", laps, gzip.compress(torch_trace(begin + 20))))
     write_trace(tmp_path / "trace.json.gz", ranks)
     with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]

@@ -51,7 +51,6 @@ def check_reporters(names: Sequence[str]) -> None:
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # wandb's own output, a folder of its name, has no origin
             raise UserError(f"--report_to {name}: the package {name} is not installed. Run `pip install {name}`.")
-    for name in names:
         resolve_name(REPORTERS[name]).check()
 
 

@@ -35,8 +35,8 @@ class Notes(Callback):
         self.add("started")
 
     def add(self, what: str, **values: Any) -> None:
-        """A line of the file, with the time."""
-        self._lines.write({"time": time.time(), "what": what, **values})
+        """A line of the file, with the time by this host's clock that is never set."""
+        self._lines.write({"time": time.monotonic(), "what": what, **values})
 
     def on_start(self, task: Task, world: World) -> None:
         self._writes = world.rank == 0
