@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import pickle
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_bert.errors import UserError, as_user_error, reason_of
+from hvd_bert.storage.reading import read_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -135,6 +135,8 @@ def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
 def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
     path = Path(name)
     if path.exists():
+        if unreadable := [file for file in path.rglob("*") if file.exists() and not (file.is_file() or file.is_dir())]:
+            raise ValueError(f"{unreadable[0]} is a pipe or a device, from which nothing is loaded")
         return kind.from_pretrained(name, trust_remote_code=False, **options)
     if not _may_be_on_hub(name):
         raise FileNotFoundError(f"no such folder{'' if path.is_absolute() else f' in {Path.cwd()}'}")
@@ -162,7 +164,8 @@ def reported(name: str) -> contextlib.AbstractContextManager[None]:
 
 def lfs_pointers(name: str) -> str:
     """Names the files of a folder that git-lfs has not downloaded; "" if there are none."""
-    files = (path for path in sorted(Path(name).glob("*")) if path.is_file() and os.access(path, os.R_OK))
+    paths = sorted(Path(name).glob("*")) if os.path.isdir(name) else []
+    files = (path for path in paths if path.is_file() and os.access(path, os.R_OK))
     found = [path.name for path in files if path.open("rb").read(len(LFS_POINTER)) == LFS_POINTER.encode()]
     return f"{', '.join(found)}: only a git-lfs pointer; run `git lfs pull` in the folder" if found else ""
 
@@ -189,9 +192,9 @@ def json_file(name: str, file: str, cache_dir: str | None, revision: str) -> dic
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except ValueError as error:
-        raise ValueError(f"{path.name} is not JSON: {error}") from None
+        raise ValueError(f"{path.name}: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} must contain a JSON object")
     return content

@@ -22,6 +22,7 @@ LORA_CHECKPOINT = (  # after the name of a folder
     " training."
 )
 # Settings that transformers' encoders would ignore or fail with -> the supported value.
+MAX_LAYERS = 1000  # to count the weights of more would take minutes
 SUPPORTED = {"position_embedding_type": "absolute", "quantization_config": None}
 # Values that the hub's configurations of a family have instead, and that are right for it.
 SUPPORTED_TOO = {("jina_embeddings_v3", "position_embedding_type", "rotary")}
@@ -80,6 +81,7 @@ def load_config(name: str, args: ModelArguments, copies: int = 1) -> Any:
     """A checked configuration, `copies` of whose weights fit into this host's memory. Raises UserError."""
     config = hub.load_pretrained(AutoConfig, name, **args.on_hub)
     class_with_head(AutoModelForQuestionAnswering, config, name)
+    config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     with hub.reported(name):
         _check_config(config)
         needed, free = copies * 4 * num_weights(config), free_memory()
@@ -92,6 +94,8 @@ def _check_config(config: Any) -> None:
     """Raise ValueError if a model of this configuration could not be built or trained."""
     if family_of(config).positions_after_padding and not isinstance(config.pad_token_id, int):
         raise ValueError("config.json: pad_token_id is missing, after which the positions start")
+    if config.num_hidden_layers > MAX_LAYERS:
+        raise ValueError(f"config.json: num_hidden_layers must be at most {MAX_LAYERS}")
     for name, supported in SUPPORTED.items():
         value = getattr(config, name, supported)
         if value != supported and (config.model_type, name, str(value)) not in SUPPORTED_TOO:

@@ -27,18 +27,22 @@ def add_adapters(model: nn.Module, args: ModelArguments, seed: int) -> Any:
     The model changes in place; the head is trained in full. Returns peft's wrapper of it, for `merge`. Raises UserError
     if peft is not installed, or if the model has no such layers.
     """
-    if find_spec("peft") is None:
-        raise UserError("--lora_rank: peft is not installed. Run `pip install peft`.")
-    layers = [
-        name
+    for package in ("peft", "accelerate"):  # which peft imports
+        if find_spec(package) is None:
+            raise UserError(f"--lora_rank: {package} is not installed. Run `pip install {package}`.")
+    layers = {
+        name: part
         for name, part in model.named_modules()
         if isinstance(part, nn.Linear) and name.rpartition(".")[2] in _QUERY_VALUE | _FUSED
-    ]
+    }
     if not layers or not isinstance(model, PreTrainedModel) or model.base_model is model:
         raise UserError(
             f"--lora_rank: {type(model).__name__} is not an encoder with a head and with linear layers for query and"
             " value. Omit the flag, or name another model."
         )
+    widest = max(max(layer.weight.shape) for layer in layers.values())
+    if args.lora_rank > widest:
+        raise UserError(f"--lora_rank {args.lora_rank}: its layers have {widest} features. Use a rank of at most that.")
     peft = import_module("peft")  # here: it takes seconds
     above = {name for name, _ in model.named_children()} - {model.base_model_prefix}
     trained = [
@@ -47,7 +51,7 @@ def add_adapters(model: nn.Module, args: ModelArguments, seed: int) -> Any:
         if name in above | {f"{model.base_model_prefix}.pooler"} and any(p.requires_grad for p in part.parameters())
     ]
     alpha = args.lora_alpha or 2 * args.lora_rank
-    settings = peft.LoraConfig(r=args.lora_rank, lora_alpha=alpha, target_modules=layers, modules_to_save=trained)
+    settings = peft.LoraConfig(r=args.lora_rank, lora_alpha=alpha, target_modules=[*layers], modules_to_save=trained)
     torch.default_generator.manual_seed(seed)
     return peft.get_peft_model(model, settings)
 

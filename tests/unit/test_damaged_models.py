@@ -18,6 +18,7 @@ from tables import each, refused
 from test_families import small
 from transformers import BertConfig, BertForQuestionAnswering
 
+from hvd_bert import QuestionAnswerer
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import window_table
 from hvd_bert.data.sources import squad
@@ -27,6 +28,7 @@ from hvd_bert.hub import LFS_POINTER
 from hvd_bert.model import loading
 from hvd_bert.model.bert import load_model
 from hvd_bert.model.loading import load_config, num_weights
+from hvd_bert.model.lora import add_adapters
 from hvd_bert.tasks.tokenizer import load_tokenizer
 
 LENGTH = 32  # max_seq_length of these tests
@@ -94,6 +96,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 3}, "bert.encoder.layer.2"),
     ({"intermediate_size": 40}, "intermediate.dense.weight"),
     ({"hidden_size": 2 * 10**5}, "GiB of memory"),
+    ({"vocab_size": 10**12}, "GiB of memory"),
+    ({"num_hidden_layers": 10**7}, "num_hidden_layers"),
     ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantization_config"),
 ]
@@ -176,6 +180,37 @@ for prefix in ("module.", "_orig_mod.", "model.", "module._orig_mod."):
 for entry in ("model", "state_dict"):
     wrapped = with_weights(lambda weights, entry=entry: {"epoch": 3, entry: weights})
     CASES[f"weights: under {entry}"] = wrapped, f"entries epoch, {entry}"
+
+
+@pytest.mark.parametrize(
+    "file", ["config.json", "tokenizer.json", "model.safetensors", "model-00001-of-00001.safetensors"]
+)
+def test_pipe_in_a_models_folder(file: str, good, tmp_path, make_questions) -> None:
+    folder = shutil.copytree(good, tmp_path / "damaged")
+    if "-of-" in file:
+        names = dict.fromkeys(load_file(folder / "model.safetensors"), file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        (folder / "model.safetensors").unlink()
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file)
+    with refused(folder, file):
+        load_all(folder, make_questions)
+
+
+@pytest.mark.parametrize("setting", ["return_dict", "output_attentions", "output_hidden_states"])
+def test_settings_of_the_form_of_outputs_change_nothing(setting: str, good, tmp_path) -> None:
+    folder = shutil.copytree(good, tmp_path / "other")
+    with_settings("config.json", {setting: setting != "return_dict"})(folder)
+    ask = {"question": "where is it?", "context": "it is here.", "top_k": 3}
+    assert QuestionAnswerer(folder, max_seq_length=LENGTH)(**ask) == QuestionAnswerer(good, max_seq_length=LENGTH)(
+        **ask
+    )
+
+
+def test_rank_of_adapters_above_the_layers_size(good, tokenizer) -> None:
+    args = ModelArguments(model_name_or_path=str(good), lora_rank=10**9)
+    with refused("--lora_rank 1000000000", 16):
+        add_adapters(load_model(args, tokenizer, LENGTH, seed=1), args, seed=1)
 
 
 @each("name", CASES)
