@@ -14,7 +14,7 @@ from resume_checks import run
 from stopping_at import signal_at
 from training_checks import GLOBAL_BATCH, sample
 
-from hvd_bert.config.command_line import override_argv
+from hvd_bert.config.command_line import drop_flags, override_argv
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.errors import EXIT_STOPPED
 from hvd_bert.predict.__main__ import parse_flags
@@ -65,7 +65,8 @@ def work_is_that_of_one_process(ranks: Ranks) -> None:
     uneven = ["--per_device_train_batch_size", 2, "--global_batch", 2 * ranks.world.size - 1, "--max_grad_norm", 0.01]
     call(doctor.prove, ranks.world, ["--prove", *sample(*passes)])
     call(doctor.prove, ranks.world, ["--prove", *sample(*uneven, "--bf16", "--dropout", 0.1)])
-    call(doctor.prove, ranks.world, ["--prove", *override_argv(flags(ranks, "unused"), ["--dropout=0.1"])])
+    words = drop_flags(flags(ranks, "unused"), doctor.SET_BY_PROOF)
+    call(doctor.prove, ranks.world, ["--prove", *override_argv(words, ["--dropout=0.1"])])
 
 
 @check

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import each
+from tables import each, refused
 
 from hvd_bert import machine
 from hvd_bert.config.command_line import parse
@@ -25,6 +25,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command
 from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, probes, prove
+from hvd_bert.tools.doctor.__main__ import parse_proof
 from hvd_bert.tools.doctor.collective import Timing
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm
 from hvd_bert.tools.doctor.ranks import Rank, rank_lines, ranks_table
@@ -389,3 +390,10 @@ def test_an_error_is_right_only_within_its_bound_and_a_check_only_after_a_compar
     proof._bounded("Gradients", "weight", torch.tensor(error), torch.tensor(bound))
     status = {line.name: line.status for line in proof.lines()}
     assert (status["Gradients"] == OK) == right and status["Updates"] == FAILURE
+
+
+@pytest.mark.parametrize("flag", ["--output_dir=mine", "--max_steps=9", "--no_do_train", "--timeline_file=t.json"])
+def test_a_proof_refuses_what_it_sets(flag: str) -> None:
+    name = {"--no_do_train": "--do_train", "--timeline_file=t.json": "--timeline"}.get(flag, flag.split("=")[0])
+    with refused("--prove", name):
+        parse_proof(["--prove", flag])

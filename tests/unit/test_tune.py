@@ -11,7 +11,7 @@ import pytest
 from documented import undocumented
 from made_runs import PretendedRuns, make_run
 from msgspec.structs import replace
-from tables import each, refused
+from tables import check_refusal, each, refused
 
 from hvd_bert.tools.bench import launching, one_run
 from hvd_bert.tools.bench.launching import Machine
@@ -259,8 +259,27 @@ def test_a_killed_search_tries_what_an_uninterrupted_one_does(pretended, start, 
         log.write('{"op_code":')  # as if it had been killed
     (tmp_path / "out" / "study.log.lock").symlink_to("study.log")
     assert start(*TRAIN) == 0 and tried(tmp_path / "out") == expected
-    (tmp_path / "out" / "study.log").write_text("[]\n")
-    assert start(*TRAIN) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda lines: [], id="empty"),
+        pytest.param(lambda lines: [b"[]\n"], id="another file"),
+        pytest.param(lambda lines: [bytes(99)], id="zeros"),
+        pytest.param(lambda lines: lines[1:], id="first line lost"),
+        pytest.param(lambda lines: [*lines[:3], b'{"op_code"\n', *lines[4:]], id="damaged line"),
+    ],
+)
+def test_a_damaged_study_is_refused_and_its_result_stays(pretended, start, tmp_path, capsys, damage) -> None:
+    assert start(*TRAIN, "--trials=2") == 0
+    study, before = tmp_path / "out" / "study.log", record(tmp_path)
+    damaged = b"".join(damage(study.read_bytes().splitlines(keepends=True)))
+    study.write_bytes(damaged)
+    capsys.readouterr()
+    assert start(*TRAIN, "--trials=2") == 2
+    check_refusal(capsys.readouterr().err.rstrip("\n"), "study.log")
+    assert study.read_bytes() == damaged and record(tmp_path) == before
 
 
 @each(

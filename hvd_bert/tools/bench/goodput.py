@@ -27,7 +27,8 @@ import psutil
 
 from hvd_bert.config.parser import LARGEST, MAX_SECONDS, Limits, Parser
 from hvd_bert.distributed.slurm import IN_SWEEP
-from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UserError
+from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UserError, as_user_error
+from hvd_bert.storage.reading import convert
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import keep_running
 from hvd_bert.tools.bench import noted, record
@@ -48,6 +49,12 @@ HOSTS = ("localhost", "127.0.0.1")  # names of this host, since Horovod elastic 
 WHOLE_S = 30.0  # of a training without kills, at most
 SHOWN = ("failed", "skipped", "windows_per_s", "share")  # of a row
 STEPS = 10**6  # more than a training takes
+SET_BY_GOODPUT = planning.spelled(
+    {
+        **dict.fromkeys(("max_steps", "num_train_epochs"), "give --duration"),
+        "per_device_train_batch_size": "give --global_batch",
+    }
+)
 
 
 class Over(Exception):
@@ -72,8 +79,8 @@ class Training:
         notes, environ = Notes(self.path), {**os.environ, IN_SWEEP: "1"}
         with self.log.open("w", encoding="utf-8") as log:
             print(f"$ {shlex.join(self.command)}", file=log, flush=True)
-            while not self.launches or (self._start and time.time() < self._start + self.duration):
-                self.launches, self.launched, status = self.launches + 1, time.time(), None
+            while not self.launches or (self._start and time.monotonic() < self._start + self.duration):
+                self.launches, self.launched, status = self.launches + 1, time.monotonic(), None
                 limit = self.duration + self.timeout
                 with suppress(Over):
                     status = start_and_wait(self.command, environ, log, limit, partial(self._watch, notes))
@@ -89,17 +96,47 @@ class Training:
     def _watch(self, notes: Notes) -> None:
         """Every second: kill a rank if that is due within the next. Raises Over."""
         self.check()
-        found, now = noted.read(self.path), time.time()  # once: an hour's steps take a while
+        found, now = noted.read(self.path), time.monotonic()  # once: an hour's steps take a while
         start = first_begin(found)
         heard = max([self.launched, *(note["time"] for note in found if note["what"] != "kill")])
         if now > heard + self.timeout or (start and now > start + self.duration):
             raise Over
         if start and self.kills and start + self.kills[0][0] < now + 1:
             time.sleep(max(0.0, start + self.kills[0][0] - now))
-            ranks, now = running_ranks(), time.time()
+            ranks, now = running_ranks(), time.monotonic()
             if ranks:  # else in a second
                 ranks[int(self.kills.pop(0)[1] * len(ranks))].kill()
                 notes.add("kill", time=now)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """The seconds of a training, or after one of its kills, by what they were spent on (`noted.Account`)."""
+
+    useful_s: float
+    detection_s: float
+    restart_s: float
+    repeated_s: float
+    next_step_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy in goodput.json that was measured."""
+
+    share: float
+    windows_per_s: float
+    without_kills: float
+    spent: Spent
+    kills: list[Spent]
+
+
+@dataclass(frozen=True)
+class GoodputFile:
+    """goodput.json, as far as it is read."""
+
+    same: dict[str, Any]
+    strategies: dict[str, dict[str, Any]]
 
 
 def first_begin(found: Sequence[Mapping[str, Any]]) -> float | None:
@@ -146,8 +183,12 @@ class Goodput:
         content = {"same": same, **now, "strategies": rows}
 
         def begin() -> None:
-            previous = record.read_previous(out / FILE, dict[str, Any], same, "measurement")
+            previous = record.read_previous(out / FILE, GoodputFile, same, "measurement")
             rows.update(previous.get("strategies", {}))
+            with as_user_error(lambda reason: f"{out / FILE} cannot be read ({reason}): {record.OTHER_OUT}"):
+                for row in rows.values():
+                    if "share" in row:
+                        convert(row, Row)
             record.replace(out / FILE, content)  # by which the folder is recognized if this is interrupted
 
         with record.opened(out, FILE, begin), writing_to("--out", out):
@@ -247,6 +288,7 @@ def _goodput(argv: Sequence[str], check: Watch) -> int:
     for name in flags.strategies:
         if name not in STRATEGIES:
             raise UserError(f"--strategies {name}: unknown. Choose from: {', '.join(STRATEGIES)}.")
+    planning.check_own(rest, SET_BY_GOODPUT, "goodput")
     keep_running()
     machine = replace(Machine.here(os.environ), allocation=None)
     plan = Plan(

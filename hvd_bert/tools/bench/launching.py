@@ -25,6 +25,7 @@ from hvd_bert.tools.bench.points import ONE_PROCESS, Point
 from hvd_bert.version import __version__
 
 LAUNCHERS = ("auto", "horovodrun", "mpirun", "srun", "torchrun", "none")
+RANKS_PER_CORE = 16  # more would only wait, and fill the memory
 TRAIN = (sys.executable, "-m", "hvd_bert.train")
 # Strategy -> the package that it needs in addition to torch, and the command that installs it.
 NEEDED = {"horovod": ("horovod", "bash env/setup.sh"), "deepspeed": ("deepspeed", "bash env/setup.sh --deepspeed")}
@@ -195,6 +196,8 @@ class Launching:
             return f"{point.ranks} ranks, but -H {self.hosts} has {slots} slots" if slots < point.ranks else ""
         if gpus and point.ranks > gpus:
             return f"{point.ranks} ranks, but {gpus} GPU{'s' * (gpus > 1)}: each rank needs its own"
+        if point.ranks > RANKS_PER_CORE * self.machine.cores:
+            return f"{point.ranks} ranks, but {self.machine.cores} cores: use at most {RANKS_PER_CORE} per core"
         return ""
 
     def _obstacle_in_job(self, ranks: int, allocation: Allocation) -> str:

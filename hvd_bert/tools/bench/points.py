@@ -129,7 +129,7 @@ class Plan:
             fits = math.lcm(*(number * passes for number in numbers))
             raise UserError(
                 f"--global_batch {self.global_batch} does not divide evenly over {' or '.join(map(str, wrong))}"
-                f" ranks{each}: use a multiple of {fits}, other --ranks, or --scaling weak."
+                f" ranks{each}: use a multiple of {fits}, or other --ranks."
             )
         return [
             Point(strategy, ranks, scaling, repeat, global_batch, by_seed=bool(self.seeds))

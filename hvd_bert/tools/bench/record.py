@@ -14,7 +14,7 @@ from hvd_bert.errors import UserError, reason_of
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import Kind, convert, read_json
-from hvd_bert.storage.writing import make_folder, write_json, writing_to
+from hvd_bert.storage.writing import is_special, make_folder, write_json, writing_to
 from hvd_bert.tools.bench.points import Point
 from hvd_bert.tools.runs.reading import SWEEP, SweepFile
 
@@ -115,8 +115,12 @@ def opened(folder: Path, file: str, begin: Callable[[], None]) -> Iterator[None]
     """
     with ExitStack() as stack:
         with writing_to("--out", folder):
-            if folder.is_dir() and not (folder / file).exists() and {path.name for path in folder.iterdir()} - {LOCK}:
+            paths = list(folder.iterdir()) if folder.is_dir() else []
+            if not (folder / file).exists() and {path.name for path in paths} - {LOCK}:
                 raise UserError(f"--out {folder} is not empty and has no {file}: choose another folder.")
+            # A killed optuna's lock is a link, to which nothing is written.
+            if links := [path.name for path in paths if is_special(path) and path.suffix != ".lock"]:
+                raise UserError(f"--out {folder}: {links[0]} is a link or a pipe. Remove it, or choose another folder.")
             make_folder(folder)
             stack.enter_context(locked(folder, wait=False))
             begin()

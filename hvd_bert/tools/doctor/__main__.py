@@ -14,9 +14,9 @@ With --log 0, also if no failure is found.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the other imports, which take seconds
-    from hvd_bert.streams import end_when_interrupted
+    from hvd_bert.startup import start_command
 
-    end_when_interrupted()
+    start_command()
 
 import argparse
 import json
@@ -24,14 +24,15 @@ import os
 import platform
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser, path
 from hvd_bert.distributed.horovodrun import read_hostfile, slots_of
 from hvd_bert.distributed.launch import find_launcher, ignored, platform_of, speaks_first
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError, visible
-from hvd_bert.startup import collector_paused, print_on_one_rank, start_rank, take_local_rank
+from hvd_bert.errors import EXIT_OK, UserError, visible
+from hvd_bert.startup import collector_paused, print_on_one_rank, run_command, start_rank, take_local_rank
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.doctor.remote import check_hosts
 from hvd_bert.tools.doctor.report import FAILURE, Line, Report
@@ -41,7 +42,11 @@ if TYPE_CHECKING:
     from hvd_bert.config.settings import Config
     from hvd_bert.distributed.world import World
 
-BERT_BASE_MB = 435.6
+BERT_BASE_MB, PROOF_STEPS = 435.6, 5
+SET_BY_PROOF = {
+    *("do_train", "max_steps", "num_train_epochs", "do_eval", "eval_strategy", "save_steps", "logging_steps"),
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to", "timeline", "profile"),
+}
 
 
 def make_parser() -> Parser:
@@ -110,11 +115,16 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """The flags of --prove and the trainer's. Raises UserError."""
     from hvd_bert.config import command_line  # yaml, which the check may find missing
 
+    if given := command_line.flags_in(argv) & SET_BY_PROOF:
+        names = ", ".join(f"--{name}" for name in sorted(given))
+        raise UserError(f"--prove trains {PROOF_STEPS} steps and keeps no output: omit {names}.")
     flags, rest = make_parser().parse_known_args(argv)
     named = command_line.flag_names(rest) & {"config", "train_file", "dataset_name", "task"}
     words = rest if named else ["--config=sample", "--dropout=0.1", *rest]
     fixed = ["--do_train", "--no_do_eval", "--eval_strategy=no", "--save_steps=0", "--report_to=none"]
-    config = command_line.parse(command_line.override_argv(words, [*fixed, "--max_steps=5", "--logging_steps=1"]))
+    config = command_line.parse(
+        command_line.override_argv(words, [*fixed, f"--max_steps={PROOF_STEPS}", "--logging_steps=1"])
+    )
     args = replace(config.train, output_dir=None)  # a --config file may name a run, which stays as it is
     if flags.hosts or flags.hostfile:
         raise UserError("--prove trains on the ranks of a launcher: start it with horovodrun in place of --hosts.")
@@ -150,21 +160,19 @@ def show_first_failure(flags: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
     print_on_one_rank(sys.argv[1:] if argv is None else argv)
-    first = speaks_first(os.environ)
-    try:
-        launcher = find_launcher(os.environ)
-        flags = make_parser().parse_args(argv)
-        if flags.log:
-            if first:
-                show_first_failure(flags)
-            return EXIT_OK
-        slots = slots_by(flags)
-        if slots and not launcher.is_alone:
-            raise UserError(f"--hosts: start the check once, not in each process of {launcher.name}.")
-    except UserError as error:
+    return run_command(partial(_check, argv))
+
+
+def _check(argv: list[str] | None) -> int:
+    launcher, first = find_launcher(os.environ), speaks_first(os.environ)
+    flags = make_parser().parse_args(argv)
+    if flags.log:
         if first:
-            print(f"hvd_bert: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT if first else EXIT_OK
+            show_first_failure(flags)
+        return EXIT_OK
+    slots = slots_by(flags)
+    if slots and not launcher.is_alone:
+        raise UserError(f"--hosts: start the check once, not in each process of {launcher.name}.")
     keep_running()  # the exit status counts, too
     report = Report(flags.json, shown=first)
     started_by = platform_of(launcher, os.environ)

@@ -12,9 +12,9 @@ a signal.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the other imports, which take seconds
-    from hvd_bert.streams import end_when_interrupted
+    from hvd_bert.startup import start_command
 
-    end_when_interrupted()
+    start_command()
 
 import importlib.util
 import os
@@ -113,12 +113,13 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
     content = {"same": same, "command": ["hvd-bert", "tune", *argv], **launching.machine.record(), "result": None}
 
     def begin() -> None:
-        read_previous(flags.out / FILE, SweepFile, same, "tuning")
+        previous = read_previous(flags.out / FILE, SweepFile, same, "tuning")
+        study.check(flags.out, previous.get("result"))
         replace(flags.out / FILE, content)
 
-    with opened(flags.out, FILE, begin), writing_to("--out", flags.out):
-        from hvd_bert.tools.tune import study, trials  # they bring optuna and matplotlib
+    from hvd_bert.tools.tune import study, trials  # they bring optuna and matplotlib
 
+    with opened(flags.out, FILE, begin), writing_to("--out", flags.out):
         print(f"{point.ranks} ranks under {launching.launcher(point)}, runs in {flags.out}")
         preset = f"no data are named, so the preset `{PRESET}` is trained. Tune with your own model, data and batch."
         shared = launching.warning([point], config.parallel.num_threads or 1)

@@ -23,6 +23,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from optuna.visualization import matplotlib as draw
 
 from hvd_bert.errors import as_user_error
+from hvd_bert.storage.reading import convert, parse_json
 from hvd_bert.storage.writing import write_named
 from hvd_bert.tools.bench.record import OTHER_OUT
 from hvd_bert.tools.rendering import DASH
@@ -31,10 +32,20 @@ from hvd_bert.tools.report import plots
 from hvd_bert.tools.tune.spaces import Parameter, has_effect, setting_of
 from hvd_bert.tools.tune.trials import Score, Speed, TrialFailed
 
-FILE, PAGE = "study.log", "tune.html"
+FILE, PAGE, NAME = "study.log", "tune.html", "tune"
 PRUNERS = {"median": MedianPruner, "halving": SuccessiveHalvingPruner, "none": NopPruner}
 REASON = "reason"  # of a failure, recorded with the trial
 PLOTS = draw.plot_optimization_history, draw.plot_param_importances, draw.plot_slice, draw.plot_parallel_coordinate
+
+
+def check(folder: Path, result: Any) -> None:
+    """Raise UserError if the study's file is damaged: optuna would begin a new study. `result`: an earlier search's."""
+    path = folder / FILE
+    with as_user_error(lambda reason: f"{path} is damaged ({reason}): restore it, or {OTHER_OUT}"):
+        whole, newline, _ = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
+        lines = [convert(parse_json(line), dict[str, Any]) for line in (whole + newline).splitlines()]
+        if (lines and lines[0].get("study_name") != NAME) or (result and not lines):
+            raise ValueError("the begin is missing")
 
 
 def load(folder: Path, direction: str, pruner: str) -> optuna.Study:
@@ -49,7 +60,7 @@ def load(folder: Path, direction: str, pruner: str) -> optuna.Study:
                 file.truncate(file.read().rfind(b"\n") + 1)  # a kill may have cut the last line
         storage = JournalStorage(JournalFileBackend(str(path)))
         study = optuna.create_study(
-            storage=storage, study_name="tune", direction=direction, pruner=PRUNERS[pruner](), load_if_exists=True
+            storage=storage, study_name=NAME, direction=direction, pruner=PRUNERS[pruner](), load_if_exists=True
         )
         for trial in study.get_trials(states=(TrialState.RUNNING,)):
             study.tell(trial.number, state=TrialState.FAIL)
