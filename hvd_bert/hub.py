@@ -173,7 +173,8 @@ def lfs_pointers(name: str) -> str:
 def lacks_model_type(name: str) -> bool:
     """Whether `name` is a folder whose config.json does not name the family, as those of old models."""
     path = Path(name) / "config.json"
-    return path.is_file() and "model_type" not in _json_object(path)
+    with reported(name):
+        return path.is_file() and "model_type" not in _json_object(path)
 
 
 def json_file(name: str, file: str, cache_dir: str | None, revision: str) -> dict[str, Any]:

@@ -119,7 +119,9 @@ def opened(folder: Path, file: str, begin: Callable[[], None]) -> Iterator[None]
             if not (folder / file).exists() and {path.name for path in paths} - {LOCK}:
                 raise UserError(f"--out {folder} is not empty and has no {file}: choose another folder.")
             # A killed optuna's lock is a link, to which nothing is written.
-            if links := [path.name for path in paths if is_special(path) and path.suffix != ".lock"]:
+            if links := [
+                path.name for path in paths if is_special(path) and not path.is_dir() and path.suffix != ".lock"
+            ]:
                 raise UserError(f"--out {folder}: {links[0]} is a link or a pipe. Remove it, or choose another folder.")
             make_folder(folder)
             stack.enter_context(locked(folder, wait=False))
