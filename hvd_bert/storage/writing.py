@@ -108,14 +108,13 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write indented JSON atomically."""
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_named(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def write_named(path: Path, text: str) -> None:
-    """Write a file that a user names atomically."""
+def write_named(path: Path, content: str | bytes) -> None:
+    """Write a whole file atomically."""
     with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def check_output(path: Path, overwrite: bool) -> Path:
@@ -131,8 +130,7 @@ def check_output(path: Path, overwrite: bool) -> Path:
         raise FileExistsError(errno.EEXIST, "it exists: add --overwrite to replace it, or name another file")
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
     check_folder(target.parent)
-    with tempfile.TemporaryFile(dir=target.parent):
-        pass
+    target.parent.stat()  # raises if it is missing
     return target
 
 

@@ -87,6 +87,7 @@ def test_a_file_with_other_rows_is_refused(row: object, named: str, tmp_path: Pa
         ("--num_train_epochs 5", "give --duration"),
         ("--per_device_train_batch_size 5", "give --global_batch"),
         ("--ranks 3", "other --ranks"),
+        ("--elastic", "name elastic with --strategies"),
     ],
 )
 def test_a_refusal_names_flags_of_the_command(words: str, remedy: str, tmp_path: Path, capsys: Any) -> None:

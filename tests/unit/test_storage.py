@@ -97,19 +97,19 @@ def test_file_system_without_locks(tmp_path, monkeypatch):
     assert not (tmp_path / "elsewhere").exists()
 
 
-@each("failing", ["encode", "write", "replace", ""])
+@each("failing", ["write", "replace", ""])
 def test_a_write_replaces_the_whole_file_or_keeps_the_old_one(tmp_path, monkeypatch, failing):
     path = tmp_path / "x.json"
     path.write_text("old")
     (tmp_path / ".x.json.hvd_bert.partial").write_text("the half of a killed writer")
     if failing == "replace":
         monkeypatch.setattr(os, "replace", raising)
-    with pytest.raises((OSError, TypeError)) if failing else nullcontext():
+    with pytest.raises(OSError) if failing else nullcontext():
         if failing == "write":
             with replacing(path, durable=True) as partial:
                 partial.write_text("half of the ne")
                 raise OSError("no space left")
-        write_json(path, object() if failing == "encode" else {"a": "Müller"})
+        write_json(path, {"a": "Müller"})
     assert path.read_text(encoding="utf-8") == ("old" if failing else '{\n  "a": "Müller"\n}\n')
     assert os.listdir(tmp_path) == ["x.json"]
 

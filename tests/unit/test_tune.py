@@ -282,6 +282,29 @@ def test_a_damaged_study_is_refused_and_its_result_stays(pretended, start, tmp_p
     assert study.read_bytes() == damaged and record(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        pytest.param(b"notes of mine", 2, id="no study"),
+        pytest.param(bytes(500), 2, id="zeros"),
+        pytest.param(b'{"op_code":0,"worker_id":"22', 0, id="cut by a kill"),
+        pytest.param(b"", 0, id="cut before its first line"),
+    ],
+)
+def test_a_study_without_a_line_is_begun_only_if_a_kill_cut_it(
+    pretended, start, tmp_path, capsys, content, status
+) -> None:
+    pretended.ends = {"": Stopped("SIGTERM")}
+    assert start(*TRAIN, "--trials=2") == 75
+    pretended.ends, study = {}, tmp_path / "out" / "study.log"
+    study.write_bytes(content)
+    capsys.readouterr()
+    assert start(*TRAIN, "--trials=2") == status
+    if status:
+        check_refusal(capsys.readouterr().err.rstrip("\n"), "study.log")
+        assert study.read_bytes() == content
+
+
 @each(
     ("flags", "named"),
     [

@@ -49,12 +49,11 @@ HOSTS = ("localhost", "127.0.0.1")  # names of this host, since Horovod elastic 
 WHOLE_S = 30.0  # of a training without kills, at most
 SHOWN = ("failed", "skipped", "windows_per_s", "share")  # of a row
 STEPS = 10**6  # more than a training takes
-SET_BY_GOODPUT = planning.spelled(
-    {
-        **dict.fromkeys(("max_steps", "num_train_epochs"), "give --duration"),
-        "per_device_train_batch_size": "give --global_batch",
-    }
-)
+SET_BY_GOODPUT = {
+    **dict.fromkeys(("max_steps", "num_train_epochs"), "give --duration"),
+    "per_device_train_batch_size": "give --global_batch",
+    "elastic": "name elastic with --strategies",
+}
 
 
 class Over(Exception):

@@ -30,27 +30,20 @@ DEFAULTS = (
 )
 
 
-def spelled(hints: Mapping[str, str]) -> dict[str, str]:
-    """The hints under all spellings of their flags."""
-    return {spelling: hint for name, hint in hints.items() for spelling in FLAGS[name].spellings(name)}
-
-
 DISTORTS_TIMES = "recording would distort the measured times"
-# Flags that a sweep sets for each run, in all their spellings -> what to do instead.
-SET_BY_SWEEP = spelled(
-    {
-        "output_dir": "name the folder of all runs with --out",
-        "overwrite_output_dir": "name another --out",
-        "do_train": "a sweep always trains",
-        "num_train_epochs": "give --steps or --epochs",
-        "max_steps": "give --steps",
-        "resume_from_checkpoint": "an interrupted point is trained again from the start",
-        "elastic": "the ranks of a point must not change",
-        "strategy": "name them with --strategies",
-        "timeline": DISTORTS_TIMES,
-        "profile": DISTORTS_TIMES,
-    }
-)
+# Flags that a sweep sets for each run -> what to do instead.
+SET_BY_SWEEP = {
+    "output_dir": "name the folder of all runs with --out",
+    "overwrite_output_dir": "name another --out",
+    "do_train": "a sweep always trains",
+    "num_train_epochs": "give --steps or --epochs",
+    "max_steps": "give --steps",
+    "resume_from_checkpoint": "an interrupted point is trained again from the start",
+    "elastic": "the ranks of a point must not change",
+    "strategy": "name them with --strategies",
+    "timeline": DISTORTS_TIMES,
+    "profile": DISTORTS_TIMES,
+}
 
 
 @dataclass(frozen=True)
@@ -264,8 +257,9 @@ def with_defaults(flags: Sequence[str], threads: int | None, defaults: Sequence[
 
 def check_own(flags: Sequence[str], own: Mapping[str, str], who: str) -> None:
     """Raise UserError for a trainer's flag that `who` sets itself. `own`: those flags -> what to do instead."""
-    for name in sorted(command_line.flag_names(flags) & own.keys()):
-        raise UserError(f"--{name}: {who} sets it for each run: {own[name]}.")
+    for spelling in sorted(command_line.flag_names(flags)):
+        for name in command_line.flags_in([f"--{spelling}"]) & own.keys():
+            raise UserError(f"--{spelling}: {who} sets it for each run: {own[name]}.")
 
 
 def check_files(config: Config) -> None:

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvd_bert.storage.writing import check_folder, make_folder, replacing
+from hvd_bert.storage.writing import check_folder, make_folder, write_named
 
 PAGE, MARKDOWN = "report.html", "report.md"
 CSV_FILES = ("report.csv", "runs.csv")
@@ -32,8 +32,7 @@ def write(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write a report, and remove files of an earlier one that would contradict it. Raises OSError."""
     make_folder(folder)
     for name, content in contents.items():
-        with replacing(folder / name) as partial:
-            partial.write_bytes(content)
+        write_named(folder / name, content)
     for path in _earlier(folder):
         if path.name not in contents:
             path.unlink()

@@ -91,7 +91,7 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
         raise UserError("--steps and --pairs are for --space horovod. Leave them out.")
     names = [text.partition("=")[0] for text in flags.range or spaces.RANGES[flags.space]]
     over = {name: spaces.OVERRIDING[name] for name in names if name in spaces.OVERRIDING}
-    hints = planning.spelled({other: f"it overrides {name}, which is searched" for name, (other, _) in over.items()})
+    hints = {other: f"it overrides {name}, which is searched" for name, (other, _) in over.items()}
     planning.check_own(rest, hints | spaces.SET_BY_TUNE[flags.space], "tuning")
     launching = launches.chosen(flags, Machine.here(os.environ))
     threads = launching.threads(os.environ)

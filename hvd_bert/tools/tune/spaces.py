@@ -12,7 +12,7 @@ from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import MIB
-from hvd_bert.tools.bench.points import SET_BY_SWEEP, check_own, spelled
+from hvd_bert.tools.bench.points import SET_BY_SWEEP, check_own
 from hvd_bert.tools.runs.reading import Run
 
 HOROVOD, TRAINING = "horovod", "training"
@@ -50,16 +50,14 @@ OVERRIDING = {
     "warmup_ratio": ("warmup_steps", "0"),
     "per_device_train_batch_size": ("global_batch", "-1"),
 }
-# Flags of the trainer that are refused, in all their spellings -> what to do instead.
-_FREE = spelled(dict.fromkeys(("num_train_epochs", "max_steps", "strategy"), ""))
-_BOTH = {name: hint for name, hint in SET_BY_SWEEP.items() if name not in _FREE} | spelled(
-    {"resume_from_checkpoint": "each run starts from scratch", "elastic": "the ranks must not change"}
-)
+# Flags of the trainer that are refused -> what to do instead.
+_BOTH = {name: SET_BY_SWEEP[name] for name in SET_BY_SWEEP.keys() - {"num_train_epochs", "max_steps", "strategy"}}
+_BOTH |= {"resume_from_checkpoint": "each run starts from scratch", "elastic": "the ranks must not change"}
 _STEPS = dict.fromkeys(("num_train_epochs", "max_steps"), "give --steps")
 _SCORES = dict.fromkeys(("do_eval", "eval_strategy", "eval_steps"), "the scores after each epoch are compared")
 SET_BY_TUNE = {
-    HOROVOD: _BOTH | spelled(_STEPS | {"strategy": "only Horovod is tuned"}),
-    TRAINING: _BOTH | spelled(_SCORES),
+    HOROVOD: _BOTH | _STEPS | {"strategy": "only Horovod is tuned"},
+    TRAINING: _BOTH | _SCORES,
 }
 
 

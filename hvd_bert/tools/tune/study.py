@@ -33,6 +33,7 @@ from hvd_bert.tools.tune.spaces import Parameter, has_effect, setting_of
 from hvd_bert.tools.tune.trials import Score, Speed, TrialFailed
 
 FILE, PAGE, NAME = "study.log", "tune.html", "tune"
+BEGIN = b'{"op_code":'  # of each line
 PRUNERS = {"median": MedianPruner, "halving": SuccessiveHalvingPruner, "none": NopPruner}
 REASON = "reason"  # of a failure, recorded with the trial
 PLOTS = draw.plot_optimization_history, draw.plot_param_importances, draw.plot_slice, draw.plot_parallel_coordinate
@@ -42,9 +43,10 @@ def check(folder: Path, result: Any) -> None:
     """Raise UserError if the study's file is damaged: optuna would begin a new study. `result`: an earlier search's."""
     path = folder / FILE
     with as_user_error(lambda reason: f"{path} is damaged ({reason}): restore it, or {OTHER_OUT}"):
-        whole, newline, _ = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
-        lines = [convert(parse_json(line), dict[str, Any]) for line in (whole + newline).splitlines()]
-        if (lines and lines[0].get("study_name") != NAME) or (result and not lines):
+        *whole, cut = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        lines = [convert(parse_json(line), dict[str, Any]) for line in whole]
+        begins = lines[0].get("study_name") == NAME if lines else BEGIN.startswith(cut[: len(BEGIN)]) and not result
+        if not begins:
             raise ValueError("the begin is missing")
 
 
