@@ -65,7 +65,8 @@ def work_is_that_of_one_process(ranks: Ranks) -> None:
     uneven = ["--per_device_train_batch_size", 2, "--global_batch", 2 * ranks.world.size - 1, "--max_grad_norm", 0.01]
     call(doctor.prove, ranks.world, ["--prove", *sample(*passes)])
     call(doctor.prove, ranks.world, ["--prove", *sample(*uneven, "--bf16", "--dropout", 0.1)])
-    words = drop_flags(flags(ranks, "unused"), doctor.SET_BY_PROOF)
+    left_out = ("max_steps", "eval_steps", "save_steps", "logging_steps", "output_dir")
+    words = drop_flags(flags(ranks, "unused"), left_out)
     call(doctor.prove, ranks.world, ["--prove", *override_argv(words, ["--dropout=0.1"])])
 
 

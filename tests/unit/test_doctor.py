@@ -392,8 +392,16 @@ def test_an_error_is_right_only_within_its_bound_and_a_check_only_after_a_compar
     assert (status["Gradients"] == OK) == right and status["Updates"] == FAILURE
 
 
-@pytest.mark.parametrize("flag", ["--output_dir=mine", "--max_steps=9", "--no_do_train", "--timeline_file=t.json"])
-def test_a_proof_refuses_what_it_sets(flag: str) -> None:
-    name = {"--no_do_train": "--do_train", "--timeline_file=t.json": "--timeline"}.get(flag, flag.split("=")[0])
-    with refused("--prove", name):
-        parse_proof(["--prove", flag])
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        pytest.param("--output_dir=mine --max_steps=9", "--max_steps, --output_dir", id="set by it"),
+        pytest.param("--no_do_train", "--no_do_train", id="another spelling"),
+        pytest.param("--timeline_file=t.json", "--timeline_file", id="no output"),
+        pytest.param("--load_best_model_at_end", "--load_best_model_at_end", id="no checkpoint"),
+        pytest.param("--siz 5 --slots=2", "--size, --slots", id="of the checks"),
+    ],
+)
+def test_a_proof_refuses_what_it_cannot_honour(words: str, named: str) -> None:
+    with refused("--prove", named):
+        parse_proof(["--prove", *words.split()])

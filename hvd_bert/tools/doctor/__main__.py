@@ -43,10 +43,8 @@ if TYPE_CHECKING:
     from hvd_bert.distributed.world import World
 
 BERT_BASE_MB, PROOF_STEPS = 435.6, 5
-SET_BY_PROOF = {
-    *("do_train", "max_steps", "num_train_epochs", "do_eval", "eval_strategy", "save_steps", "logging_steps"),
-    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to", "timeline", "profile"),
-}
+NOT_PROVED = ("do_train", "max_steps", "num_train_epochs", "elastic", "requeue")  # and the flags of these groups:
+GROUPS = ("evaluation", "checkpoints", "profiling", "output")
 
 
 def make_parser() -> Parser:
@@ -113,12 +111,20 @@ def slots_by(flags: argparse.Namespace) -> dict[str, int]:
 
 def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """The flags of --prove and the trainer's. Raises UserError."""
-    from hvd_bert.config import command_line  # yaml, which the check may find missing
+    from hvd_bert.config import command_line, settings  # yaml, which the check may find missing
 
-    if given := command_line.flags_in(argv) & SET_BY_PROOF:
+    parser = make_parser()
+    flags, rest = parser.parse_known_args(argv)
+    if flags.hosts or flags.hostfile:
+        raise UserError("--prove trains on the ranks of a launcher: start it with horovodrun in place of --hosts.")
+    own = vars(flags).keys() - {"prove", "json"}
+    given = {name for name in own if getattr(flags, name) != parser.get_default(name)}
+    for word in rest:
+        if any(name in NOT_PROVED or settings.FLAGS[name].group in GROUPS for name in command_line.flags_in([word])):
+            given |= command_line.flag_names([word])
+    if given:
         names = ", ".join(f"--{name}" for name in sorted(given))
-        raise UserError(f"--prove trains {PROOF_STEPS} steps and keeps no output: omit {names}.")
-    flags, rest = make_parser().parse_known_args(argv)
+        raise UserError(f"--prove trains {PROOF_STEPS} steps, checks no host and keeps no output: omit {names}.")
     named = command_line.flag_names(rest) & {"config", "train_file", "dataset_name", "task"}
     words = rest if named else ["--config=sample", "--dropout=0.1", *rest]
     fixed = ["--do_train", "--no_do_eval", "--eval_strategy=no", "--save_steps=0", "--report_to=none"]
@@ -126,8 +132,6 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         command_line.override_argv(words, [*fixed, f"--max_steps={PROOF_STEPS}", "--logging_steps=1"])
     )
     args = replace(config.train, output_dir=None)  # a --config file may name a run, which stays as it is
-    if flags.hosts or flags.hostfile:
-        raise UserError("--prove trains on the ranks of a launcher: start it with horovodrun in place of --hosts.")
     args.refuse_auto("hvd-bert doctor --prove")
     if config.parallel.strategy == "dp" or args.fp16 or args.torch_compile or args.optim != "adamw_torch_fused":
         raise UserError("--prove cannot compare --strategy dp, --fp16, --torch_compile and --optim. Omit these flags.")
