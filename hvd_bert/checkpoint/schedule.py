@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_bert.config.settings import CheckpointArguments
+from hvd_bert.storage.reading import Count
 
 
 @dataclass
@@ -19,8 +20,8 @@ class Best:
     metric: str
     mode: str = "max"
     value: float | None = None
-    step: int = 0
-    since: int = 0
+    step: Count = 0
+    since: Count = 0
     folder: str = ""
 
     def state(self) -> dict[str, Any]:

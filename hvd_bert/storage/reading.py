@@ -19,6 +19,7 @@ BLOCK = MIB  # of `sha256_of`
 
 # Types of fields for `convert`.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # floats hold all whole numbers up to it
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 Kind = TypeVar("Kind")
 
 

@@ -21,6 +21,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.model.precision import keep_casts
 from hvd_bert.strategies.word_rows import WordRows, word_embedding
 
+CHANGING = ("lr", "initial_lr", "step")  # of a parameter group; LAMB counts its steps there
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -177,7 +178,11 @@ class Strategy:
 
     def load_state(self, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
         """Restore what `state` returned. The arguments are whole on every rank. A collective."""
-        self._load(weights, tensors, rest["groups"])
+        both = zip(self.optimizer.param_groups, rest["groups"], strict=True)
+        groups = [
+            group | {name: saved[name] for name in CHANGING if saved.get(name) is not None} for group, saved in both
+        ]
+        self._load(weights, tensors, groups)
         if rest["scaler"]:
             self.scaler.load_state_dict(rest["scaler"])
 
@@ -212,7 +217,7 @@ def slots_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """The optimizer's tensors by "parameter/slot" -> parameter -> slot -> tensor."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
-        name, slot = key.rsplit("/", 1)
+        name, _, slot = key.rpartition("/")
         found.setdefault(name, {})[slot] = value
     return found
 

@@ -23,7 +23,7 @@ from hvd_bert.config.settings import CheckpointArguments, TrainArguments
 from hvd_bert.distributed import slurm
 from hvd_bert.distributed.signals import FOLDER
 from hvd_bert.distributed.world import CollectiveError
-from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError, log, reason_of
+from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError, log
 from hvd_bert.output import output_dir
 from hvd_bert.tasks.base import Task
 from hvd_bert.training.state import TrainState
@@ -249,16 +249,7 @@ def restore(state: TrainState, resume_point: ResumePoint | None, args: TrainArgu
     if root is None:
         return
     contents = resume_point.contents if resume_point else Contents({}, {})
-    try:
-        state.restore(contents, args.seed, root)
-    except CollectiveError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # the same on all ranks
-        where = resume_point.folder if resume_point else ""
-        raise CollectiveError(
-            f"{where} cannot be resumed: its content does not fit this run ({reason_of(error)}). Name another"
-            " checkpoint (--resume_from_checkpoint), or add --overwrite_output_dir to train from the start."
-        ) from error
+    state.restore(contents, args.seed, root)
     origin = resume_point.folder.parent.resolve() if resume_point else None
     if origin and not (args.output_dir and origin == Path(args.output_dir).resolve()):
         state.best.folder = state.best.folder or str(origin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from hvd_bert.tasks.base import Task, load_task, make_plan
 from hvd_bert.training import batch_size, elastic
 from hvd_bert.training.optim import check_optimizer, effective_settings
 from hvd_bert.training.saving import restore
-from hvd_bert.training.state import TrainState
+from hvd_bert.training.state import TrainState, check_tensors
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
         check_task(config, task)
     settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
     world.check_same(settings | task.fingerprint())  # a path that differs is a better hint than what it leads to
+    check = partial(check_tensors, model=task.model)
     with world.raise_on_all_ranks():
-        resume_point = kept or (resume.find(config.checkpoint, config.train) if world.rank == 0 else None)
+        resume_point = kept or (resume.find(config.checkpoint, config.train, check) if world.rank == 0 else None)
     place(task.model, world.device, config.train.torch_compile)
     batch = batch_size.choose(task, config.train, resume_point, world)
     metric = None if config.checkpoint.metric_for_best_model else next(iter(task.metrics))

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from hvd_bert.checkpoint.files import Contents
+from hvd_bert.checkpoint.resume import shape_of
 from hvd_bert.checkpoint.schedule import Best
 from hvd_bert.config.settings import ParallelArguments, TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.precision import recompute_layers
-from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
+from hvd_bert.strategies.base import Strategy, StrategyOptions, slots_of, strategy_class
 from hvd_bert.training.meter import Meter
 from hvd_bert.training.optim import WeightAverage, layer_depths, make_optimizer, make_schedule
 
@@ -170,14 +171,12 @@ class TrainState:
                 self.strategy.model.load_state_dict(tensors["model"])
         self.schedule.load_state_dict({**self.schedule.state_dict(), **rest["schedule"]})
         self.step = rest["step"]
-        self.best = Best(mode=self.best.mode, **rest["best"])
+        self.best = Best(**{**rest["best"], "metric": self.best.metric, "mode": self.best.mode})
         self.eval_pending = rest["eval_pending"]
         seed_ranks(seed, self.step, world)  # for generators that are not in the checkpoint
         if rest["world_size"] == world.size and tensors["rng"]:
-            mine = f"rank{world.rank}."
-            own = {name.removeprefix(mine): v for name, v in tensors["rng"].items() if name.startswith(mine)}
             with world.raise_on_all_ranks():
-                set_random_numbers(own, world.gpus)
+                set_random_numbers(_of_rank(world.rank, tensors["rng"]), world.gpus)
             since = rest["since_last_look"][world.rank]
         else:
             # Sums over the old ranks. `Meter.read` divides the loss by the new world size.
@@ -185,6 +184,38 @@ class TrainState:
             sums = [loss * world.size / rest["world_size"], *counts]
             since = sums if world.rank == 0 else [0 for _ in sums]
         self.meter.restore(rest["meter"], since, self.step)
+
+
+def check_tensors(contents: Contents, model: nn.Module) -> None:
+    """Raise ValueError, with the file, if `TrainState.restore` cannot load a checkpoint's tensors into this model.
+
+    Changes this process's generators, whose states it tries. A checkpoint of another model is left to `resume.check`.
+    """
+    tensors, rng = contents.tensors, contents.tensors.get("rng", {})
+    if contents.state["identity"].get("the model") != shape_of(model):
+        return
+    weights, slots = _kinds(model.state_dict()), slots_of(tensors.get("optimizer", {}))
+    numbers = {slot for own in slots.values() for slot in own}  # such as Adam's step
+    moments = {slot for own in slots.values() for slot, tensor in own.items() if tensor.dim()}
+    optimizer = {f"{name}/{slot}": weights.get(name) for name in slots for slot in moments}
+    optimizer |= {f"{name}/{slot}": (torch.Size(), torch.float32) for name in slots for slot in numbers - moments}
+    unaveraged = weights if "unaveraged" in tensors else {}
+    for file, expected in (("model", weights), ("optimizer", optimizer), ("unaveraged", unaveraged)):
+        found = _kinds(tensors.get(file, {}))
+        differing = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
+        if differing:
+            raise ValueError(f"{file}.safetensors: {min(differing)} is missing or does not fit the model")
+    if not slots:
+        raise ValueError("optimizer.safetensors: it is empty or missing")
+    for rank in range(contents.state["world_size"]):
+        try:
+            set_random_numbers(_of_rank(rank, rng), ())
+        except UserError:
+            raise ValueError(f"rng.safetensors: no generators' states of rank {rank}") from None
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def broadcast_groups(groups: dict[str, dict[str, Tensor]], world: World, root: int) -> dict[str, dict[str, Tensor]]:
@@ -230,6 +261,11 @@ def random_numbers(gpus: Sequence[torch.device]) -> dict[str, Tensor]:
     return state | {name: torch.cuda.get_rng_state(gpu) for name, gpu in _names_of(gpus)}
 
 
+def _of_rank(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    start = f"rank{rank}."
+    return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+
+
 def _names_of(gpus: Sequence[torch.device]) -> Iterator[tuple[str, torch.device]]:
     """The names of their states in a checkpoint: cuda, cuda1, ..."""
     return ((f"cuda{number or ''}", gpu) for number, gpu in enumerate(gpus))
@@ -237,15 +273,15 @@ def _names_of(gpus: Sequence[torch.device]) -> Iterator[tuple[str, torch.device]
 
 def set_random_numbers(state: dict[str, Tensor], gpus: Sequence[torch.device]) -> None:
     """Restore what `random_numbers` returned. Raises UserError if these are no states of generators."""
-    *key, position, has_gauss = state["numpy"].tolist()
-    gauss, next_gauss = state["gauss"].tolist()
-    version, *words = state["python"].tolist()
     try:
+        *key, position, has_gauss = state["numpy"].tolist()
+        gauss, next_gauss = state["gauss"].tolist()
+        version, *words = state["python"].tolist()
         torch.set_rng_state(state["torch"])
         np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, gauss))
         random.setstate((version, tuple(words), next_gauss if next_gauss == next_gauss else None))
         for name, gpu in _names_of(gpus):
             if name in state:
                 torch.cuda.set_rng_state(state[name], gpu)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (LookupError, OverflowError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"The checkpoint's random numbers cannot be restored: {error}.") from error

@@ -27,8 +27,26 @@ from hvd_bert.training import saving, start
 MODEL = torch.nn.Linear(3, 2)
 
 
+def state_of(step: int) -> dict[str, Any]:
+    """What state.json must hold (test_edited_checkpoints.py edits that of a training)."""
+    meter = dict.fromkeys(("last_step", "windows", "tokens", "skipped_steps", "skipped_before"), 0)
+    return {
+        "step": step,
+        "world_size": 1,
+        "global_batch": 8,
+        "rank_batch": 8,
+        "identity": {},
+        "strategy": {"groups": [], "scaler": {}},
+        "schedule": {"base_lrs": [], "_last_lr": [], "last_epoch": step, "_step_count": step + 1},
+        "meter": meter | dict.fromkeys(("train_s", "loss_sum", "seconds"), 0.0),
+        "since_last_look": [[0.0, 0, 0, 0]],
+        "best": {"metric": "f1"},
+        "eval_pending": False,
+    }
+
+
 def write(folder: Path, step: int, state: dict[str, Any] | None = None) -> Path:
-    state = state or {"step": step, "identity": {}, "global_batch": 8, "rank_batch": 8}
+    state = state or state_of(step)
     return files.write(folder, step, Contents({"model": dict(MODEL.state_dict())}, state))
 
 
@@ -48,7 +66,7 @@ def damaged(checkpoint: Path) -> Path:
 
 def found(*flags: object) -> Path | None:
     config = parse([str(flag) for flag in flags])
-    point = resume.find(config.checkpoint, config.train)
+    point = resume.find(config.checkpoint, config.train, lambda contents: None)
     return point.folder if point else None
 
 
@@ -101,7 +119,7 @@ def test_a_run_that_is_not_ahead_of_the_named_checkpoint_is_kept(tmp_path):
 def test_checkpoints_that_cannot_be_used_are_named(tmp_path, caplog):
     run = unfinished_run(tmp_path / "run", 10)
     only_model = write(run, 20, {"step": 20, "model_only": True})
-    part = write(run, 25, {"step": 25, "identity": {}, "rank_batch": 8})
+    part = write(run, 25, {name: value for name, value in state_of(25).items() if name != "global_batch"})
     broken = damaged(write(run, 30))
     assert found("--output_dir", run) == run / "checkpoint-10"
     for problem in (
@@ -208,18 +226,16 @@ def test_the_global_batch_stays_that_of_the_checkpoint(rank):
 
 
 class State:
-    """A training's state that records what is restored, or raises."""
+    """A training's state that records what is restored."""
 
-    def __init__(self, world, error=None) -> None:
-        self.world, self.error, self.restored = world, error, []
+    def __init__(self, world) -> None:
+        self.world, self.restored = world, []
 
     def restore(self, contents, seed, root) -> None:
-        if self.error:
-            raise self.error
         self.restored.append((dict(contents.tensors), contents.state, seed, root))
 
 
-def test_all_ranks_restore_what_rank_0_has_read_or_end():
+def test_all_ranks_restore_what_rank_0_has_read():
     document, tensors = {"step": 10}, {"model": {}}
     args: Any = SimpleNamespace(seed=3, output_dir=".")
     point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(tensors=tensors, state=document))
@@ -231,11 +247,6 @@ def test_all_ranks_restore_what_rank_0_has_read_or_end():
     saving.restore(rank_1, None, args)
     assert (rank_0.restored, rank_1.restored) == ([({"model": {}}, document, 3, 0)], [({}, {}, 3, 0)])
     assert not tensors  # gigabytes
-    for state, named in ((State(make_world(), KeyError("lr")), point), (State(other, KeyError("lr")), None)):
-        with refused("'lr'", "--resume_from_checkpoint", error=CollectiveError):
-            saving.restore(state, named, args)
-    with pytest.raises(CollectiveError, match=r"^a rank was lost$"):
-        saving.restore(State(make_world(), CollectiveError("a rank was lost")), point, args)
 
 
 # --- what a run needs ------------------------------------------------------------------------------
