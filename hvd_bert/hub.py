@@ -135,7 +135,8 @@ def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
 def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
     path = Path(name)
     if path.exists():
-        if unreadable := [file for file in path.rglob("*") if file.exists() and not (file.is_file() or file.is_dir())]:
+        files = [*path.glob("*"), *path.glob("*/*")]  # shards may lie in a sub-folder
+        if unreadable := [file for file in files if file.exists() and not (file.is_file() or file.is_dir())]:
             raise ValueError(f"{unreadable[0]} is a pipe or a device, from which nothing is loaded")
         return kind.from_pretrained(name, trust_remote_code=False, **options)
     if not _may_be_on_hub(name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from typing import Any
 
 import torch
@@ -21,9 +22,15 @@ LORA_CHECKPOINT = (  # after the name of a folder
     "is a checkpoint of a training with --lora_rank, which can only be resumed. Name the output folder of the finished"
     " training."
 )
-# Settings that transformers' encoders would ignore or fail with -> the supported value.
 MAX_LAYERS = 1000  # to count the weights of more would take minutes
-SUPPORTED = {"position_embedding_type": "absolute", "quantization_config": None}
+LAYERS = ("num_hidden_layers", "num_hidden_groups", "inner_group_num")  # the last two are ALBERT's
+# Settings that transformers' encoders would ignore or fail with -> the supported value.
+SUPPORTED = {
+    "position_embedding_type": "absolute",
+    "quantization_config": None,
+    "chunk_size_feed_forward": 0,
+    "is_decoder": False,
+}
 # Values that the hub's configurations of a family have instead, and that are right for it.
 SUPPORTED_TOO = {("jina_embeddings_v3", "position_embedding_type", "rotary")}
 
@@ -94,8 +101,9 @@ def _check_config(config: Any) -> None:
     """Raise ValueError if a model of this configuration could not be built or trained."""
     if family_of(config).positions_after_padding and not isinstance(config.pad_token_id, int):
         raise ValueError("config.json: pad_token_id is missing, after which the positions start")
-    if config.num_hidden_layers > MAX_LAYERS:
-        raise ValueError(f"config.json: num_hidden_layers must be at most {MAX_LAYERS}")
+    layers = {name: getattr(config, name) for name in LAYERS if hasattr(config, name)}
+    if min(layers.values()) < 1 or math.prod(layers.values()) > MAX_LAYERS:
+        raise ValueError(f"config.json: {', '.join(layers)} must be at least 1 and make at most {MAX_LAYERS} layers")
     for name, supported in SUPPORTED.items():
         value = getattr(config, name, supported)
         if value != supported and (config.model_type, name, str(value)) not in SUPPORTED_TOO:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tables import each, refused
 from test_families import small
-from transformers import BertConfig, BertForQuestionAnswering
+from transformers import AlbertConfig, BertConfig, BertForQuestionAnswering
 
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.settings import ModelArguments
@@ -98,6 +98,9 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 2 * 10**5}, "GiB of memory"),
     ({"vocab_size": 10**12}, "GiB of memory"),
     ({"num_hidden_layers": 10**7}, "num_hidden_layers"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers"),
+    ({"chunk_size_feed_forward": 3}, "chunk_size_feed_forward"),
+    ({"is_decoder": True}, "is_decoder"),
     ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantization_config"),
 ]
@@ -243,6 +246,13 @@ def test_head_of_another_size_gets_new_weights(tokenizer, tmp_path, caplog):
     assert torch.equal(model.bert.encoder.layer[0].output.dense.weight, saved.bert.encoder.layer[0].output.dense.weight)
     with refused(tmp_path, "qa_outputs.weight: [5, 16] instead of [2, 16]"):
         load_model(args, tokenizer, LENGTH, seed=1, needs_head=True)
+
+
+def test_albert_of_too_many_groups_is_refused_before_it_is_built(tmp_path):
+    for groups in ({"num_hidden_groups": 10**7}, {"inner_group_num": 10**7}):
+        AlbertConfig(**groups).save_pretrained(tmp_path)
+        with refused(tmp_path, *groups, 1000):
+            load_config(str(tmp_path), ModelArguments(model_name_or_path=str(tmp_path)))
 
 
 def test_memory_for_all_copies(good, monkeypatch):
