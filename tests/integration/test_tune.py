@@ -26,6 +26,7 @@ def test_horovods_settings_on_two_ranks(tmp_path: Path) -> None:
     words = [*TUNE, "--range", "fp16", "--pairs", "1", "--steps", "2", "--task", "digits:Digits", "--num_groups", "8"]
     env = {"CUDA_VISIBLE_DEVICES": "", "HOROVOD_CYCLE_TIME": "2"}
     outcome = run(words, tmp_path, env=env, timeout=2 * TIMEOUT_S).expect(0)
+    assert "failed" not in outcome.output, outcome
     assert ("Keep the defaults" in outcome.output) != ("Set this: it gains" in outcome.output), outcome
     out = tmp_path / "runs" / "tune"
     record = json.loads((out / "tune.json").read_text())

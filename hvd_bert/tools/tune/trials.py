@@ -28,7 +28,9 @@ NOISE, SEARCH, FINAL = "noise", "search", "final"  # the purpose of a pair
 NOISE_PAIRS, SEARCH_PAIRS = 2, 3
 MIN_NOISE = 0.01
 FIRST = "warm-up"
-TOO_LONG = 3  # a run of a candidate is terminated if it takes this many times as long as the first run
+# A run of a candidate is terminated if it takes this many times as long as the first run's ranks, and a minute: the
+# launcher and other work on the machine also take time.
+TOO_LONG, AT_LEAST_S = 3, 60.0
 
 
 class TrialFailed(Exception):
@@ -69,7 +71,7 @@ class Runs:
 
         Returns the ratio of their windows/s. Raises TrialFailed or RunFailed.
         """
-        speeds, longest = {}, TOO_LONG * (self.first().process_s("real_s") or self.timeout)
+        speeds, longest = {}, max(AT_LEAST_S, TOO_LONG * (self.first().process_s("real_s") or self.timeout))
         for role in ("baseline", "candidate") if number % 2 else ("candidate", "baseline"):
             setting, folder = candidate if role == "candidate" else (), self.out / f"pair-{number:03}" / role
             trained = self.train(setting, folder, min(self.timeout, longest) if setting else self.timeout)
