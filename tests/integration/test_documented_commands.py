@@ -30,7 +30,7 @@ NEEDS = {
     "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/|run_qa\.py)",  # that the reader replaces
     "ray": r".*ray_train",  # test_programs.py runs it
     "server": r"tensorboard|hf upload\b",
-    "time": r".*(hvd-bert (bench|tune)\b|scripts/(demo|test)\.sh|--config sample\b)",
+    "time": r".*(hvd-bert (bench|tune)\b|benchmarks/|scripts/(demo|test)\.sh|--config sample\b)",
 }
 PREPARES = ("source ", "export ")
 

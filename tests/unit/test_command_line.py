@@ -244,7 +244,9 @@ def test_the_last_value_counts() -> None:
 
 
 def test_the_benchmark_replaces_the_users_length() -> None:
-    config = bench.parse(["--steps", "4", "--repeats", "2", "--save_steps", "3", "--do_eval", "--max-steps", "5"])[1]
+    words = ["--steps", "4", "--repeats", "2", "--save_steps", "3", "--do_eval", "--max-steps", "5"]
+    flags, config = bench.parse(words)
+    assert flags.replaced == ["do_eval", "max_steps", "save_steps"]
     assert (config.checkpoint.save_steps, config.train.do_eval, config.train.max_steps) == (0, False, 12)
 
 

@@ -89,11 +89,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         raise UserError(
             f"--{min(given & MODEL_FLAGS)} needs --train_file or --dataset_name. For random windows use --model."
         )
+    total = flags.steps * (flags.repeats + 1)
     if "no_do_train" in given or "do_train" in given:
         raise UserError("--do_train: the benchmark always trains and does nothing else. Remove the flag.")
-    total = flags.steps * (flags.repeats + 1)
     ours = ["--no_do_eval", "--eval_strategy=no", "--save_steps=0", f"--max_steps={total}"]
-    config = command_line.parse(command_line.override_argv(rest, [*ours, f"--logging_steps={flags.steps}"]))
+    ours += [f"--logging_steps={flags.steps}"]
+    flags.replaced = sorted(command_line.flags_in(rest) & command_line.flags_in(ours))
+    config = command_line.parse(command_line.override_argv(rest, ours))
     config.train.refuse_auto("hvd-bert bench")
     return flags, config
 

@@ -65,6 +65,10 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     """Measure, and print on rank 0. Called by all ranks."""
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
+    if flags.replaced:
+        log.warning(
+            "--%s: not used. The benchmark only trains, for --steps and --repeats.", ", --".join(flags.replaced)
+        )
     before = memory_now(world.device)
     with world.raise_on_all_ranks():
         if flags.json and world.rank == 0:
