@@ -20,7 +20,7 @@ from hvd_bert.config.settings import FLAGS
 from hvd_bert.errors import STATUSES
 from hvd_bert.predict import __main__ as predict
 from hvd_bert.tools.bench import __main__ as bench
-from hvd_bert.tools.bench import goodput, sweep
+from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.doctor import __main__ as doctor
 from hvd_bert.tools.evaluate import __main__ as evaluate
 from hvd_bert.tools.report import __main__ as report
@@ -51,7 +51,6 @@ Flags with † must keep their values when a run resumes. Some of the others hav
 OTHERS = {
     "Benchmark": bench,
     "Sweep": sweep,
-    "Goodput": goodput,
     "Report": report,
     "Timeline": timeline,
     "Tuning": tune,

@@ -83,10 +83,10 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
         check_task(config, task)
     settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
     world.check_same(settings | task.fingerprint())  # a path that differs is a better hint than what it leads to
+    place(task.model, world.device, config.train.torch_compile)
     check = partial(check_tensors, model=task.model)
     with world.raise_on_all_ranks():
         resume_point = kept or (resume.find(config.checkpoint, config.train, check) if world.rank == 0 else None)
-    place(task.model, world.device, config.train.torch_compile)
     batch = batch_size.choose(task, config.train, resume_point, world)
     metric = None if config.checkpoint.metric_for_best_model else next(iter(task.metrics))
     plan = replace(plan, per_device_train_batch_size=batch, padding=task.padding, metric_for_best_model=metric)

@@ -45,7 +45,7 @@ def imported_by(*argv: str, launcher: Mapping[str, str]) -> tuple[str, set[str]]
 
 OF_RANKS = ["train", "tools.bench", "tools.doctor"]
 OF_ONE_PROCESS = ["predict", "tools.evaluate"]
-ALLOWED = {words: {"numpy"} for words in ("tools.bench sweep", "tools.bench goodput", "tools.tune", "tools.timeline")}
+ALLOWED = {words: {"numpy"} for words in ("tools.bench sweep", "tools.tune", "tools.timeline")}
 ALLOWED["tools.report"] = {"numpy", "matplotlib"}
 HELPS: list[tuple[str, str | None]] = [(words, None) for words in [*OF_ONE_PROCESS, *ALLOWED]]
 HELPS += [(words, rank) for words in OF_RANKS for rank in "01"]

@@ -1,13 +1,12 @@
-"""Measure the trainer's throughput, run a sweep, or measure the cost of lost ranks.
+"""Measure the trainer's throughput, or run a sweep over strategies and numbers of ranks.
 
     hvd-bert bench                                                      BERT-base, windows as long as SQuAD's
     horovodrun -np 4 -H a100-01:2,a100-02:2 hvd-bert bench --bf16
     srun --mpi=pmix hvd-bert bench --model FOLDER --json bench.json
     hvd-bert bench sweep --strategies none,horovod,ddp --ranks 1,2,4    a training per strategy and world size
-    hvd-bert bench goodput --every 60                                   trainings whose ranks are killed
 
-Without a second word it trains on the ranks that the launcher starts (speed.py). `sweep` (sweep.py) and `goodput`
-(goodput.py) start the ranks themselves.
+Without a second word it trains on the ranks that the launcher starts (speed.py). `sweep` (sweep.py) starts the ranks
+itself.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ if __name__ == "__main__":  # before the other imports, which take seconds
     start_command()
 
 import argparse
-import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,8 +99,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["sweep"], ["goodput"]):
-        tool = importlib.import_module(f"hvd_bert.tools.bench.{sys.argv[1]}")  # goodput brings the trainer
+    if sys.argv[1:2] == ["sweep"]:
+        from hvd_bert.tools.bench import sweep
+
         end_when_lost()
-        sys.exit(tool.main(sys.argv[2:]))
+        sys.exit(sweep.main(sys.argv[2:]))
     start_rank(main, lambda argv: parse(argv)[1])
