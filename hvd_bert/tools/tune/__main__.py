@@ -110,12 +110,12 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
     users = {name: value for name, value in sorted(environ.items()) if name.startswith("HOROVOD_")}
     same = {"--space": flags.space, "--range": flags.range, "--ranks": point.ranks, "-H": flags.H}
     same |= {"the trainer's flags": common, **launching.record(), "HOROVOD_... in the environment": users}
-    content = {"same": same, "command": ["hvd-bert", "tune", *argv], **launching.machine.record(), "result": None}
+    content = {"same": same, "command": ["hvd-bert", "tune", *argv], **launching.machine.record()}
 
     def begin() -> None:
         previous = read_previous(flags.out / FILE, SweepFile, same, "tuning")
         study.check(flags.out, previous.get("result"))
-        replace(flags.out / FILE, content)
+        replace(flags.out / FILE, content | {"result": previous.get("result")})
 
     from hvd_bert.tools.tune import study, trials  # they bring optuna and matplotlib
 
