@@ -51,7 +51,7 @@ ON_GPU = ["--tf32", "True", "--dataloader_num_workers", "2", "--dataloader_persi
 
 
 def common_flags(place: Place) -> list[str]:
-    """Of `hvd-bert bench` and of top_kernels.py: BERT-base; on the CPU a smaller one."""
+    """Of `hvd-bert bench` and of `campaign.py kernels`: BERT-base; on the CPU a smaller one."""
     sizes = SIZES[place.device]
     flags = ["--bf16", "--strategy", "none", "--max_seq_length", str(sizes["length"])]
     flags += ["--tf32"] if place.device == "cuda" else []
@@ -233,8 +233,9 @@ def _fastest(place: Place, rounds: Rounds, variants: Iterable[str]) -> tuple[str
 
 
 def _program(place: Place, program: str, name: str, *flags: str, **settings: str) -> dict[str, Any]:
-    """The record of a program of this folder."""
-    words = [sys.executable, str(Path(__file__).with_name(program)), "--out", str(place.file(name))]
+    """The record of a program of this folder, which may take a word."""
+    file, *word = program.split()
+    words = [sys.executable, str(Path(__file__).with_name(file)), *word, "--out", str(place.file(name))]
     return place.record(name, [*words, *common_flags(place), *flags], **settings)
 
 
@@ -299,7 +300,7 @@ def kernels(place: Place) -> Outcome:
     found, records, steps = "", {}, "8" if place.device == "cuda" else "2"
     for batch in (SIZES[place.device]["batch"] // 4, SIZES[place.device]["batch"]):
         flags = ["--steps", steps, "--per_device_train_batch_size", str(batch)]
-        records[str(batch)] = record = _program(place, "top_kernels.py", f"kernels-{batch}", *flags)
+        records[str(batch)] = record = _program(place, "campaign.py kernels", f"kernels-{batch}", *flags)
         found += "{launches_per_step:,.0f} and {busy_ms_per_step:.1f} ms at {} windows; ".format(batch, **record)
     found += ", ".join(f"{row['share']:.0%} {row['name'][:40]}" for row in record["kernels"][:3])
     return Outcome(f"{found}, ...", None, records)

@@ -57,8 +57,8 @@ def test_other_commands(tmp_path: Path, baseline: Path) -> None:
     record = json.loads((tmp_path / "bench.json").read_text())
     assert record["memory_over_needed"] > 0 and record["figures"]["matmul_utilization"]["median"] > 0
 
-    program = REPOSITORY / "benchmarks" / "top_kernels.py"
-    assert on_gpu_kernels([program, *bench[1:], "--out", "top.json"], tmp_path) == used
+    program = [REPOSITORY / "benchmarks" / "campaign.py", "kernels"]
+    assert on_gpu_kernels([*program, *bench[1:], "--out", "top.json"], tmp_path) == used
     assert json.loads((tmp_path / "top.json").read_text())["kernels"]
 
     evaluated = ["hvd_bert.tools.evaluate", baseline, "--bf16", "--json", "scores.json"]

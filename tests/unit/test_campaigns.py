@@ -11,14 +11,14 @@ import pytest
 from commands import read_lines
 from launch import REPOSITORY, run
 
-BENCHMARKS = REPOSITORY / "benchmarks"
+PROGRAM = [sys.executable, REPOSITORY / "benchmarks" / "campaign.py"]
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("campaign", [["resumes", "--resumes", "3"], ["kills", "--minutes", "3"]], ids=str)
-def test_interrupted_runs_equal_uninterrupted_ones(tmp_path: Path, campaign: list[str]) -> None:
-    program = BENCHMARKS / "long_runs.py"
-    run([sys.executable, program, *campaign, "--out", tmp_path / "out"], tmp_path, timeout=900, cold=True).expect(0)
+@pytest.mark.parametrize(("campaign", "number"), [("stops", 3), ("rank_kills", 2), ("kills", 10)])
+def test_interrupted_runs_equal_uninterrupted_ones(tmp_path: Path, campaign: str, number: int) -> None:
+    words = [*PROGRAM, campaign, "--number", str(number), "--out", tmp_path / "out"]
+    run(words, tmp_path, timeout=900, cold=True).expect(0)
 
 
 @pytest.mark.campaign
@@ -26,8 +26,7 @@ def test_goodput_counts_what_the_notes_hold(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["--every", 25, "--duration", 50, "--global_batch", 16, "--max_train_samples", 33, "--out", out]
     words += ["--config", "sample", "--save_steps", 5]
-    program = BENCHMARKS / "goodput.py"
-    run([sys.executable, program, *map(str, words)], tmp_path, timeout=900, cold=True).expect(0)
+    run([*PROGRAM, "goodput", *map(str, words)], tmp_path, timeout=900, cold=True).expect(0)
     rows = json.loads((out / "goodput.json").read_text())["strategies"]
     assert [*rows] == ["elastic", "horovod", "ddp", "fsdp"]
     for name, row in rows.items():

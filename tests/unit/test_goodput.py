@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from goodput import LOST, Account, Training
+from campaign_goodput import LOST, PARTS, Training, account
 
 
 def notes(*rows: str) -> list[dict[str, Any]]:
@@ -26,15 +26,14 @@ def test_time_is_sorted_into_parts() -> None:
         ("118 started", "119 begin", "120 step 3"): [(3, 1, 1)],
     }
     for rows, expected in cases.items():
-        account = Account(notes(*first, *rows), global_batch=2, duration_s=20)
-        lost = [tuple(kill[part] for part in LOST) for kill in account.kills]
-        assert lost == expected, rows
-        assert sum(account.spent.values()) == pytest.approx(20)
-    assert (account.step, account.windows) == (3, 5)  # of 2, 2 and 1 windows
-    assert account.kills[0]["next_step_s"] == 5
+        before, *kills = found = account(notes(*first, *rows), global_batch=2, duration_s=20)
+        assert [tuple(kill[part] for part in LOST) for kill in kills] == expected, rows
+        assert sum(row[part] for row in found for part in PARTS) == pytest.approx(20)
+    assert [before["windows"], kills[0]["windows"], kills[0]["next_step_s"]] == [4, 1, 5]  # steps of 2, 2 and 1
 
 
-def test_a_training_without_a_sign_of_life_ends(tmp_path: Path) -> None:
+def test_a_training_that_does_not_start_ends(tmp_path: Path) -> None:
     command = ["sh", "-c", "echo waiting; sleep 600"]
-    training = Training(command, tmp_path / "log", tmp_path / "notes", kills=[], duration=600, timeout=0.5)
-    assert training.run() == "waiting"
+    training = Training(command, tmp_path / "log", tmp_path / "notes", kills=[], duration=600, start_s=0.5)
+    with pytest.raises(SystemExit, match="waiting"):
+        training.run()

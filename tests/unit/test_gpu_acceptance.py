@@ -273,7 +273,7 @@ class Commands:
             record = {"waits": self.waits, "steps": 9, "training_per_s": 900.0, "evaluation_per_s": 2000 * self.speed}
             record["reserved_bytes"] = 2**33 if "PYTORCH_ALLOC_CONF" in env else 2**34
             Path(words[words.index("--out") + 1]).write_text(json.dumps(record))
-        elif words[1].endswith("top_kernels.py"):
+        elif words[1].endswith("campaign.py"):
             bench_flags.parse(words[words.index("--out") + 2 :])
             kernel, counts = {"name": "flash", "share": 0.3}, {"launches_per_step": 1100.0, "busy_ms_per_step": 5.5}
             Path(words[words.index("--out") + 1]).write_text(json.dumps(counts | {"kernels": [kernel] * 10}))

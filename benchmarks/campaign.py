@@ -1,0 +1,205 @@
+"""What hours of training show: the cost of kills, what they leave, what grows, and which kernels take the time.
+
+    python benchmarks/campaign.py goodput --out DIR --every 60 --duration 600   useful windows/s, with and without kills
+    python benchmarks/campaign.py kills --out DIR          200 SIGKILLs at random moments, many during checkpoints
+    python benchmarks/campaign.py rank_kills --out DIR     one of two ranks is killed every minute for 60 minutes
+    python benchmarks/campaign.py stops --out DIR          100 stops of two ranks by SIGTERM, each resumed
+    python benchmarks/campaign.py steps --out DIR          10,000 steps under mpirun: memory, files, threads, CPU time
+    python benchmarks/campaign.py evaluations --out DIR    1,000 evaluations and 200 checkpoints: the same
+    python benchmarks/campaign.py kernels --bf16 --per_device_train_batch_size 32
+
+--number shortens all but the first and the last. DIR must not exist. `goodput` also takes the trainer's flags,
+`kernels` those of `hvd-bert bench`. The others print JSON and end with status 1 if "failures" is not empty:
+
+- A run that was killed or stopped must equal one that never was, bit for bit. No kill may damage a checkpoint or cost
+  more than --save_steps steps and those taken during the write that it hit, or leave a rank that does not end.
+- From the second tenth of a long run to the last, the memory of a rank and the CPU time of its fastest steps may grow
+  by 2 %, and its open files and threads not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from shared import launch_environment, size_of, small_run, tiny_bert
+
+from hvd_bert.config import command_line
+from hvd_bert.output.callback import Callback
+from hvd_bert.startup import start_rank
+from hvd_bert.storage.writing import JsonLines
+from hvd_bert.training import api
+
+if TYPE_CHECKING:
+    from hvd_bert.distributed.world import World
+
+RANKS = 2
+EVERY, BLOCK = 100, 10  # steps between two records; steps of a block, the fastest of which is recorded
+MAX_GROWTH = 0.02
+ROWS = 10  # of the kernels
+# The campaigns that print failures, and how many kills, minutes, stops, steps and evaluations they take.
+NUMBERS = {"kills": 200, "rank_kills": 60, "stops": 100, "steps": 10_000, "evaluations": 1000}
+
+
+class Recorder(Callback):
+    """Records what its rank uses, every EVERY steps; rank 0 also the sizes of the run's files.
+
+    Other programs slow most steps down. The fastest block of steps shows what a step takes without them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+        self._file = JsonLines(folder / f"rank{self._rank}.jsonl")
+        self._out, self._process = folder / "out", psutil.Process()
+        self._times = [time.thread_time()]  # of this thread on the CPU, at the end of each block since the last record
+
+    def on_step(self, step: int) -> None:
+        if step % BLOCK == 0:
+            self._times.append(time.thread_time())
+        if step % EVERY:
+            return
+        fastest_s = min(after - before for before, after in itertools.pairwise(self._times)) / BLOCK
+        self._times = self._times[-1:]
+        used = {"cpu_ms_per_step": 1000 * fastest_s, "rss_mib": self._process.memory_info().rss / 2**20}
+        used |= {"open_files": self._process.num_fds(), "threads": self._process.num_threads()}
+        sizes = {path.name: size_of(path) for path in self._out.iterdir()} if self._rank == 0 else {}
+        self._file.write({"step": step, "sizes": sizes, **used})
+
+    def train(self, world: World) -> None:
+        """A whole run on one rank."""
+        api.run(None, world, [self])
+
+
+def recorded_run(folder: Path, flags: str) -> dict[str, Any]:
+    """Train with these further flags under mpirun. Returns what the ranks used."""
+    words = [*small_run(flags), *tiny_bert(folder), "--output_dir", str(folder / "out")]
+    command = ["mpirun", "-np", str(RANKS), "--oversubscribe", "--bind-to", "none", sys.executable, __file__]
+    subprocess.run([*command, "rank", str(folder), *words], stdout=subprocess.DEVNULL, check=True)
+    ranks = [[json.loads(line) for line in (folder / f"rank{rank}.jsonl").open()] for rank in range(RANKS)]
+    figures: dict[str, Any] = {"failures": []}
+    for rank, rows in enumerate(ranks):
+        figures[f"rank {rank}"] = used = growth(rows)
+        limits = {"cpu_ms_per_step": 1 + MAX_GROWTH, "rss_mib": 1 + MAX_GROWTH, "open_files": 1, "threads": 1}
+        grown = [key for key, limit in limits.items() if used[key][1] > limit * used[key][0]]
+        figures["failures"] += [f"rank {rank}: {key} grew from {used[key][0]:g} to {used[key][1]:g}" for key in grown]
+    first, last = ranks[0][len(ranks[0]) // 10], ranks[0][-1]
+    steps = last["step"] - first["step"]
+    sizes = {name: (size - first["sizes"].get(name, 0)) / steps for name, size in last["sizes"].items()}
+    figures["bytes_per_step"] = {name: size for name, size in sizes.items() if not name.startswith("checkpoint-")}
+    return figures
+
+
+def growth(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """What a rank used in the second tenth of its records, the first being warm-up, and in the last tenth."""
+    tenth = len(rows) // 10
+    parts = rows[tenth : 2 * tenth + 1], rows[-tenth - 1 :]
+    summaries: dict[str, Any] = {"cpu_ms_per_step": min, "rss_mib": statistics.median}
+    summaries |= {"open_files": max, "threads": max}
+    return {key: [summary(row[key] for row in part) for part in parts] for key, summary in summaries.items()}
+
+
+def print_kernels(argv: Sequence[str]) -> None:
+    """Train on random windows, and print the kernels that take most of the device's time, and their number.
+
+    `--steps` steps are recorded by torch's profiler, after as many that are not. On the CPU: torch's operators.
+    """
+    from random_training import prepare
+    from torch.profiler import ProfilerActivity, profile
+
+    from hvd_bert.training.loop import Training
+
+    made = prepare(argv, 1, "The kernels that dominate a training.")
+    on_gpu = made.world.device.type == "cuda"
+    recorded = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
+
+    class Profiled(Training):
+        def _after_step(self, *args: Any) -> None:
+            super()._after_step(*args)
+            if self.state.step == made.section:
+                recorded.start()
+
+    made.run(Profiled)
+    recorded.stop()
+    rows = []
+    for event in recorded.key_averages():
+        seconds = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+        # Annotations, such as "Optimizer.step", span kernels that have rows of their own.
+        is_kernel = event.device_type.name != "CPU" and not getattr(event, "is_user_annotation", False)
+        if seconds and (is_kernel or not on_gpu):
+            rows.append({"name": event.key, "calls": event.count, "seconds": seconds})
+    rows.sort(key=lambda row: -row["seconds"])
+    total_s = sum(row["seconds"] for row in rows)
+    record = {
+        "launches_per_step": sum(row["calls"] for row in rows) / made.section,
+        "busy_ms_per_step": 1000 * total_s / made.section,
+        "kernels": [row | {"share": row["seconds"] / total_s} for row in rows[:ROWS]],
+    }
+    text = json.dumps(record, indent=1)
+    print(text)
+    if made.out:
+        made.out.write_text(text + "\n")
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    """The program's flags, and those of the trainer."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser.add_argument("campaign", choices=["goodput", *NUMBERS], help="or kernels, with the flags of hvd-bert bench")
+    parser.add_argument("--out", type=Path, required=True, help="a new folder to work in")
+    parser.add_argument("--number", type=int, help=f"of kills, minutes, ...: {NUMBERS} by default")
+    goodput = parser.add_argument_group("goodput")
+    strategies = ["elastic", "horovod", "ddp", "fsdp"]
+    goodput.add_argument("--strategies", type=lambda text: text.split(","), default=strategies, metavar="NAME,...")
+    goodput.add_argument("--ranks", type=int, default=2)
+    goodput.add_argument("--global_batch", type=int, default=16, help="windows per step")
+    goodput.add_argument("--every", type=float, default=60.0, help="seconds per kill, in the middle half of each")
+    goodput.add_argument("--duration", type=float, default=3600.0, help="seconds per strategy, from the first step on")
+    flags, rest = parser.parse_known_args()
+    if rest and flags.campaign != "goodput":
+        parser.error(f"unknown: {' '.join(rest)}")
+    return flags, rest
+
+
+def main() -> int:
+    """Run a campaign. Returns the exit status."""
+    flags, rest = parse()
+    folder, number = flags.out.absolute(), flags.number or NUMBERS.get(flags.campaign, 0)
+    folder.mkdir(parents=True)  # fails if it exists
+    os.environ.update(launch_environment() | {"HVD_BERT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"})
+    # Each campaign imports what it trains with: seconds, and memory that its ranks would share.
+    if flags.campaign == "goodput":
+        import campaign_goodput
+
+        campaign_goodput.measure(folder, flags, rest)
+        return 0
+    if flags.campaign == "steps":
+        figures = recorded_run(folder, f"--max_steps {number} --save_steps 0 --eval_strategy no")
+    elif flags.campaign == "evaluations":
+        figures = recorded_run(folder, f"--max_steps {number} --save_steps 5 --eval_strategy steps --eval_steps 1")
+    else:
+        import campaign_kills
+
+        figures = getattr(campaign_kills, flags.campaign)(folder, number)
+    print(json.dumps(figures, indent=1))
+    return int(bool(figures["failures"]))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:  # of `recorded_run`
+        recorder = Recorder(Path(sys.argv[2]))
+        del sys.argv[1:3]
+        start_rank(recorder.train, command_line.parse)
+    if sys.argv[1:2] == ["kernels"]:
+        from random_training import end
+
+        end(lambda: print_kernels(sys.argv[2:]))
+    sys.exit(main())
