@@ -49,7 +49,7 @@ class SweepRecord:
 
         Strategies, ranks, repeats and kinds of scaling may be added. Rows of points not in `points` are kept.
         """
-        previous = read_previous(self.folder / SWEEP, SweepFile, self.same, "sweep")
+        previous = read_previous(self.folder / SWEEP, self.same, "sweep")
         earlier = {row["name"]: row for row in previous.get("points", [])}
         self.same = previous.get("same", {}) | self.same
         for point in points:
@@ -75,15 +75,15 @@ class SweepRecord:
         return sum(like) / len(like) if like else None
 
 
-def read_previous(path: Path, kind: type[Any], same: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The content of the record of an earlier start of `what`, checked as `kind`; {} if there was none.
+def read_previous(path: Path, same: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The content of the record of an earlier start of `what`, a sweep or a tuning; {} if there was none.
 
     `same`: name -> value, each of which must equal the file's under "same". Raises UserError if one differs.
     """
     if not path.exists():
         return {}
     previous = read_record(path, dict[str, Any])
-    read_record(path, kind)
+    read_record(path, SweepFile)
     before = previous["same"]
     differing = [
         f"{name} was {_shown(before[name])} and is {_shown(value)}"

@@ -35,7 +35,6 @@ from hvd_bert.tools.bench.one_run import Watch, exit_status
 from hvd_bert.tools.bench.points import PRESET, Point
 from hvd_bert.tools.bench.record import opened, read_previous, replace
 from hvd_bert.tools.report.comparability import WEAK
-from hvd_bert.tools.runs.reading import SweepFile
 from hvd_bert.tools.tune import spaces
 from hvd_bert.tools.tune.spaces import HOROVOD, TRAINING
 
@@ -113,7 +112,7 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
     content = {"same": same, "command": ["hvd-bert", "tune", *argv], **launching.machine.record()}
 
     def begin() -> None:
-        previous = read_previous(flags.out / FILE, SweepFile, same, "tuning")
+        previous = read_previous(flags.out / FILE, same, "tuning")
         study.check(flags.out, previous.get("result"))
         replace(flags.out / FILE, content | {"result": previous.get("result")})
 
