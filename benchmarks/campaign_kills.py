@@ -39,7 +39,7 @@ RANKS = 2  # of the campaigns with several ranks
 END_S = 60.0  # for a rank to end by itself after another one was killed
 LIMIT_S = 600.0  # without a step: the run hangs
 SAVE_STEPS = 8  # between the checkpoints of `kills`
-SLOWER_S = 0.1  # at most, per file of a checkpoint; a third on average
+SLOWER_S = 0.03  # at most, per file of a checkpoint; a third on average
 TIMES = ("_s", "_share", "mfu")  # ends of the keys of metrics.jsonl that depend on time
 REPORT_BYTES = 16
 NEVER = (0, math.inf)
@@ -272,7 +272,7 @@ def kills(folder: Path, number: int) -> dict[str, Any]:
     flags = small_run(f"--save_steps {SAVE_STEPS}")
     tally: dict[str, Any] = rewrites(folder, flags)
     tally |= {"kills": 0, "while_starting": 0, "while_writing": 0, "steps_lost": []}
-    flags += f"--logging_steps 1 --eval_strategy no --max_steps {2 * SAVE_STEPS * number} --output_dir".split()
+    flags += f"--logging_steps 1 --eval_strategy no --max_steps {3 * SAVE_STEPS * number} --output_dir".split()
     attempt([*flags, str(folder / "whole")])
     dice, saved, out = random.Random(0), 0, folder / "out"
     while tally["kills"] < number:
