@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from shared import launch_environment, machine, markdown_table
+from shared import machine, markdown_table
 
 from hvd_bert.config import command_line
 from hvd_bert.distributed.horovodrun import without_cache
@@ -142,11 +142,11 @@ class Training:
     def run(self) -> None:
         """Train for `duration` s from the first step on. Raises SystemExit if there was none."""
         self.end, self.begin = time.monotonic() + self.start_s, 0.0
-        notes, environ = Notes(self.notes), {**os.environ, **launch_environment()}
+        notes = Notes(self.notes)
         with self.log.open("w", encoding="utf-8") as log, suppress(Over):
             print(f"$ {shlex.join(self.command)}", file=log, flush=True)
             while True:  # whenever the launcher ends, as by a job script
-                start_and_wait(self.command, environ, log, math.inf, lambda: self._watch(notes))
+                start_and_wait(self.command, os.environ, log, math.inf, lambda: self._watch(notes))
                 notes.add("ended")
                 if not self.begin or time.monotonic() > self.end:
                     break

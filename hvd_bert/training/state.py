@@ -191,7 +191,7 @@ def check_tensors(contents: Contents, model: nn.Module) -> None:
 
     Changes this process's generators, whose states it tries. A checkpoint of another model is left to `resume.check`.
     """
-    tensors, rng = contents.tensors, contents.tensors.get("rng", {})
+    tensors = contents.tensors
     if contents.state["identity"].get("the model") != shape_of(model):
         return
     weights, slots = _kinds(model.state_dict()), slots_of(tensors.get("optimizer", {}))
@@ -209,7 +209,7 @@ def check_tensors(contents: Contents, model: nn.Module) -> None:
         raise ValueError("optimizer.safetensors: it is empty or missing")
     for rank in range(contents.state["world_size"]):
         try:
-            set_random_numbers(_of_rank(rank, rng), ())
+            set_random_numbers(_of_rank(rank, tensors.get("rng", {})), ())
         except UserError:
             raise ValueError(f"rng.safetensors: no generators' states of rank {rank}") from None
 
@@ -220,8 +220,7 @@ def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.d
 
 def broadcast_groups(groups: dict[str, dict[str, Tensor]], world: World, root: int) -> dict[str, dict[str, Tensor]]:
     """The tensors of rank `root`, by group and name, on the CPU of every rank. A collective."""
-    shapes = {group: {n: (t.shape, t.dtype) for n, t in tensors.items()} for group, tensors in groups.items()}
-    shapes = world.broadcast(shapes, root)
+    shapes = world.broadcast({group: _kinds(tensors) for group, tensors in groups.items()}, root)
     if world.rank != root:
         groups = {
             g: {n: torch.empty(shape, dtype=kind) for n, (shape, kind) in of_group.items()}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 import shutil
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +39,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 
 def changed(*path: Any, to: Any) -> Edit:
     """Sets the value at these keys of state.json."""
-
-    def edit(state: dict[str, Any], _: object) -> None:
-        for key in path[:-1]:
-            state = state[key]
-        state[path[-1]] = to
-
-    return edit
+    return lambda state, _: operator.setitem(reduce(operator.getitem, path[:-1], state), path[-1], to)
 
 
 def removed(*path: Any) -> Edit:
-    def edit(state: dict[str, Any], _: object) -> None:
-        for key in path[:-1]:
-            state = state[key]
-        del state[path[-1]]
-
-    return edit
+    return lambda state, _: operator.delitem(reduce(operator.getitem, path[:-1], state), path[-1])
 
 
 def tensor(file: str, slot: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
@@ -76,7 +67,7 @@ EDITS: dict[str, tuple[str, Edit]] = {
     "step 10^15": ("state.json", changed("step", to=10**15)),
     "step 10^400": ("state.json", changed("step", to=10**400)),
     "step as text": ("state.json", changed("step", to="4")),
-    "a list as the state": ("state.json", lambda state, _: state.clear()),
+    "an empty state": ("state.json", lambda state, _: state.clear()),
     "identity of another type": ("state.json", changed("identity", to=[])),
     "global batch of 0": ("state.json", changed("global_batch", to=0)),
     "negative batch of a rank": ("state.json", changed("rank_batch", to=-1)),
