@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from shared import machine, markdown_table, spread
 
-from hvd_bert.config.settings import ModelArguments
+from hvd_bert.config.data import ModelArguments
 from hvd_bert.data import window_table
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad

@@ -54,8 +54,15 @@ class UserError(ValueError):
 
 # What the system says about a path that was given, not about its disk.
 _OF_PATHS = {
-    errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS
-}  # fmt: skip
+    errno.EACCES,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
 _CLONE = Path(__file__).parents[1]
 
 

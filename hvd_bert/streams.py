@@ -87,9 +87,12 @@ def _replace_streams(ends: bool) -> None:
             raw = _Stream(number, "w", closefd=False)
             raw.ends = ends and number == 1
             text = io.TextIOWrapper(
-                raw if through else io.BufferedWriter(raw), stream.encoding, "backslashreplace",
-                line_buffering=stream.line_buffering, write_through=through,
-            )  # fmt: skip
+                raw if through else io.BufferedWriter(raw),
+                stream.encoding,
+                "backslashreplace",
+                line_buffering=stream.line_buffering,
+                write_through=through,
+            )
             setattr(sys, name, text)
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
 from hvd_bert.checkpoint.schedule import Best
-from hvd_bert.config.settings import FLAGS, CheckpointArguments, TrainArguments, of_this_version
+from hvd_bert.config.settings import FLAGS, CheckpointArguments, of_this_version
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError, log

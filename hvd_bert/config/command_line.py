@@ -29,8 +29,11 @@ PRESETS = PACKAGE / "config" / "presets"
 _TAG = "tag:yaml.org,2002:"
 _TYPES = {a_field.name: a_field.type for section in SECTIONS for a_field in fields(section)}
 _KINDS: dict[str, tuple[Callable[[str], Any], str | None]] = {
-    "int": (int, "N"), "float": (float, "X"), "str": (str, None), "bool": (switch, None)
-}  # fmt: skip
+    "int": (int, "N"),
+    "float": (float, "X"),
+    "str": (str, None),
+    "bool": (switch, None),
+}
 _FLAG_OF = {spelling: name for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
 
 # run_qa's flags that have no field here -> what to do instead.

@@ -16,9 +16,13 @@ QUESTION_ANSWERING = "question-answering"
 TASKS = {QUESTION_ANSWERING: "hvd_bert.tasks.question_answering:QuestionAnswering"}
 # A trained model answers questions with its training's values of these, unless they are given.
 ANSWERING = (
-    "version_2_with_negative", "max_seq_length", "doc_stride", "n_best_size", "max_answer_length",
+    "version_2_with_negative",
+    "max_seq_length",
+    "doc_stride",
+    "n_best_size",
+    "max_answer_length",
     "null_score_diff_threshold",
-)  # fmt: skip
+)
 
 _model = partial(flag, "model")
 _data = partial(flag, "data")

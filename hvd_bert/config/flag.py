@@ -13,9 +13,16 @@ from hvd_bert.errors import UserError
 
 # Sections of --help and of docs/reference/flags.md, in their order there.
 Group = Literal[
-    "model", "data", "training", "evaluation", "question-answering", "checkpoints", "distributed", "profiling",
+    "model",
+    "data",
+    "training",
+    "evaluation",
+    "question-answering",
+    "checkpoints",
+    "distributed",
+    "profiling",
     "output",
-]  # fmt: skip
+]
 GROUPS: tuple[Group, ...] = get_args(Group)
 KEY = "flag"
 LARGEST_FACTOR = 1e30  # a larger one overflows in fp32

@@ -15,20 +15,12 @@ from hvd_bert.config.data import (
     DEFAULT_DATASET,
     DEFAULT_MODEL,
     QUESTION_ANSWERING,
-    TASKS,
     DataArguments,
     ModelArguments,
 )
 from hvd_bert.config.flag import LARGEST_FACTOR, flag, properties_of, require
-from hvd_bert.config.training import SCHEDULES, TrainArguments
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.machine import MAX_THREADS
-
-# Those that are defined elsewhere are the settings, too.
-__all__ = [
-    "DEFAULT_DATASET", "DEFAULT_MODEL", "FLAGS", "PACKAGE", "SCHEDULES", "SECTIONS", "STRATEGIES",
-    "TASKS", "CheckpointArguments", "Config", "DataArguments", "ModelArguments", "ParallelArguments",
-    "ProfilingArguments", "TrainArguments", "save",
-]  # fmt: skip
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # --strategy -> its class, whose module is imported only if it is chosen. none: a single process.
@@ -232,8 +224,13 @@ def save(settings: Mapping[str, Any], path: Path) -> None:
 
 
 SECTIONS: list[Any] = [
-    ModelArguments, DataArguments, TrainArguments, CheckpointArguments, ParallelArguments, ProfilingArguments
-]  # fmt: skip
+    ModelArguments,
+    DataArguments,
+    TrainArguments,
+    CheckpointArguments,
+    ParallelArguments,
+    ProfilingArguments,
+]
 FLAGS = {f.name: properties_of(f) for section in SECTIONS for f in fields(section)}
 
 

@@ -68,20 +68,27 @@ _LAUNCHERS = (
     Variables(BY_TORCH, "WORLD_SIZE", "RANK"),
 )
 # Ranks of launchers that set no size (PRRTE, Hydra with -pmi-port, PALS, ALPS) or whose size is missing: MPI is asked.
-_RANKS_OF_MPI = (
-    *("PMIX_RANK", "PMI_ID", "PALS_RANKID", "ALPS_APP_PE"),
-    *(row.rank for row in _LAUNCHERS if row.launcher in ("mpirun", "jsrun", "flux")),
-)
+_MPI_RANKS = ["PMIX_RANK", "PMI_ID", "PALS_RANKID", "ALPS_APP_PE"]
+_MPI_RANKS += [row.rank for row in _LAUNCHERS if row.launcher in ("mpirun", "jsrun", "flux")]
 # Numbers or lists of processes or hosts, without a rank of this process: torchrun's options, TensorFlow's, Vertex AI's,
 # SageMaker's, SkyPilot's, submitit's.
 _SIZES_ALONE = (
-    *("PET_NNODES", _PER_NODE, "TF_CONFIG", "CLUSTER_SPEC", "SM_HOSTS", "SKYPILOT_NUM_NODES", "SUBMITIT_LOCAL_NTASKS"),
+    "PET_NNODES",
+    _PER_NODE,
+    "TF_CONFIG",
+    "CLUSTER_SPEC",
+    "SM_HOSTS",
+    "SKYPILOT_NUM_NODES",
+    "SUBMITIT_LOCAL_NTASKS",
 )
 # Which platform has set torch's variables.
 _PLATFORMS = {
-    "PET_NNODES": "Kubeflow", "VC_TASK_INDEX": "Volcano", "AZUREML_RUN_ID": "Azure ML", "RUNAI_JOB_NAME": "Run:ai",
+    "PET_NNODES": "Kubeflow",
+    "VC_TASK_INDEX": "Volcano",
+    "AZUREML_RUN_ID": "Azure ML",
+    "RUNAI_JOB_NAME": "Run:ai",
     "CROSS_SIZE": "deepspeed",
-}  # fmt: skip
+}
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 PTY = "SLURM_PTY_PORT"  # of `srun --pty bash`: only its first task has a terminal
 WITH_PMIX = "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun or horovodrun."
@@ -181,7 +188,7 @@ def is_nested(
 
 
 def ranks_of_mpi(environ: Mapping[str, str]) -> list[str]:
-    return [name for name in _RANKS_OF_MPI if name in environ]
+    return [name for name in _MPI_RANKS if name in environ]
 
 
 def checked_launcher(environ: Mapping[str, str]) -> Launcher:

@@ -24,12 +24,33 @@ NAME = "packed_windows"
 # The first arguments of torch's operations as by_flash and by_efficient pass them. torch's public functions above these
 # operations have no dropout (varlen_attn), or are not developed any more (jagged tensors, pytorch#155065).
 FLASH: tuple[str, ...] = (
-    *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"),
-    *("return_debug_mask", "scale", "window_size_left", "window_size_right"),
+    "query",
+    "key",
+    "value",
+    "cum_seq_q",
+    "cum_seq_k",
+    "max_q",
+    "max_k",
+    "dropout_p",
+    "is_causal",
+    "return_debug_mask",
+    "scale",
+    "window_size_left",
+    "window_size_right",
 )
 EFFICIENT: tuple[str, ...] = (
-    *("query", "key", "value", "bias", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p"),
-    *("custom_mask_type", "compute_log_sumexp", "scale"),
+    "query",
+    "key",
+    "value",
+    "bias",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "dropout_p",
+    "custom_mask_type",
+    "compute_log_sumexp",
+    "scale",
 )
 
 
@@ -152,7 +173,16 @@ def by_flash(
     """torch's flash attention over all windows at once: GPU, half precision."""
     cu_seqlens, longest = windows.cu_seqlens, windows.longest  # from the host: no wait for the device
     output: torch.Tensor = torch.ops.aten._flash_attention_forward(
-        *(query, key, value, cu_seqlens, cu_seqlens, longest, longest, dropout, False, False),
+        query,
+        key,
+        value,
+        cum_seq_q=cu_seqlens,
+        cum_seq_k=cu_seqlens,
+        max_q=longest,
+        max_k=longest,
+        dropout_p=dropout,
+        is_causal=False,
+        return_debug_mask=False,
         scale=scaling,
         window_size_left=windows.reach,
         window_size_right=windows.reach,
@@ -168,7 +198,17 @@ def by_efficient(
     cu_seqlens, longest = windows.cu_seqlens, windows.longest
     needs_sums = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     output: torch.Tensor = torch.ops.aten._efficient_attention_forward(
-        *(query[None], key[None], value[None], None, cu_seqlens, cu_seqlens, longest, longest, dropout, 0, needs_sums),
+        query[None],
+        key[None],
+        value[None],
+        bias=None,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        dropout_p=dropout,
+        custom_mask_type=0,
+        compute_log_sumexp=needs_sums,
         scale=scaling,
     )[0]
     return output.squeeze(0)

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForQuestionAnswering
 
 from hvd_bert import hub
-from hvd_bert.config.settings import ModelArguments
+from hvd_bert.config.data import ModelArguments
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention, families
 from hvd_bert.model.cpu import linear

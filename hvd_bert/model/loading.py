@@ -12,7 +12,7 @@ from transformers import AutoModelForQuestionAnswering
 from transformers.models.auto.configuration_auto import AutoConfig
 
 from hvd_bert import hub
-from hvd_bert.config.settings import ModelArguments
+from hvd_bert.config.data import ModelArguments
 from hvd_bert.errors import UserError, log
 from hvd_bert.machine import free_memory
 from hvd_bert.model.families import class_with_head, family_of, model_class

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hvd_bert.config.settings import ModelArguments
+from hvd_bert.config.data import ModelArguments
 from hvd_bert.errors import UserError
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")

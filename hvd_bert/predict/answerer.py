@@ -16,10 +16,10 @@ import torch
 
 from hvd_bert.config.arguments import check_types
 from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.data import ANSWERING, QUESTION_ANSWERING
+from hvd_bert.config.data import ANSWERING, QUESTION_ANSWERING, DataArguments, ModelArguments
 from hvd_bert.config.flag import require
 from hvd_bert.config.parser import path_problem, shortened
-from hvd_bert.config.settings import FLAGS, DataArguments, ModelArguments
+from hvd_bert.config.settings import FLAGS
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.sources.questions import text_mistake
 from hvd_bert.data.sources.squad import Question

@@ -133,9 +133,15 @@ def _inputs_of(qa: QuestionAnswerer, source: Source) -> dict[str, object]:
 
 def _row(flags: argparse.Namespace, question: Question, answer: Answer) -> Row:
     row = {
-        "id": question.id, "question": question.question, "context": question.context, "answer": answer.text,
-        "start": answer.start, "end": answer.end, "probability": answer.score, "null_odds": answer.null_odds,
-    }  # fmt: skip
+        "id": question.id,
+        "question": question.question,
+        "context": question.context,
+        "answer": answer.text,
+        "start": answer.start,
+        "end": answer.end,
+        "probability": answer.score,
+        "null_odds": answer.null_odds,
+    }
     if flags.n_best == 0:
         return row
     return row | {"nbest": [asdict(candidate) for candidate in answer.nbest[: flags.n_best]]}

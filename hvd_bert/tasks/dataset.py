@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
-from hvd_bert.config.settings import DEFAULT_MODEL, TASKS, Config, DataArguments
+from hvd_bert.config.data import DEFAULT_MODEL, TASKS, DataArguments
+from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, Lengths, Parts, balanced_partition, window_costs
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE, UserError

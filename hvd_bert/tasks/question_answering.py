@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForQuestionAnswering
 
 from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.data import QUESTION_ANSWERING
+from hvd_bert.config.data import QUESTION_ANSWERING, DataArguments
 from hvd_bert.config.data_files import DataFile
-from hvd_bert.config.settings import Config, DataArguments
+from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, mixture
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad

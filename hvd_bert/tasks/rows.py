@@ -71,9 +71,14 @@ def read_rows(path: str, flag: str) -> Dataset:
     with TemporaryDirectory() as cache:  # no cache stays, since a rank would wait for another's lock on it
         try:
             rows = datasets.load_dataset(
-                reader, data_files={split: path}, split=split, cache_dir=cache, keep_in_memory=True,
-                trust_remote_code=False, **options,
-            )  # fmt: skip
+                reader,
+                data_files={split: path},
+                split=split,
+                cache_dir=cache,
+                keep_in_memory=True,
+                trust_remote_code=False,
+                **options,
+            )
         except Exception as error:
             cause = error.__cause__ or error  # `datasets` wraps the reader's own
             remedy = "Save it as UTF-8, in Excel as 'CSV UTF-8'" if isinstance(cause, UnicodeError) else "Fix the file"

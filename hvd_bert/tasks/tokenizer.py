@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from hvd_bert import hub
-from hvd_bert.config.settings import ModelArguments
+from hvd_bert.config.data import ModelArguments
 from hvd_bert.data.window_cutting import Layout
 from hvd_bert.errors import UserError, log
 
@@ -56,8 +56,9 @@ def _load_with_case(args: ModelArguments, **extra: Any) -> Any:
         return tokenizer
     log.info(
         "%s: the vocabulary has words with upper-case letters, so texts are not lower-cased. To lower-case them, set"
-        ' "do_lower_case": true in tokenizer_config.json.', name,
-    )  # fmt: skip
+        ' "do_lower_case": true in tokenizer_config.json.',
+        name,
+    )
     return hub.load_pretrained(AutoTokenizer, name, **options, do_lower_case=False, **extra)
 
 

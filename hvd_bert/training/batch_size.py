@@ -11,7 +11,8 @@ import torch
 from hvd_bert import machine
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.parser import AUTO
-from hvd_bert.config.settings import FLAGS, TrainArguments
+from hvd_bert.config.settings import FLAGS
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError, log
 from hvd_bert.model.precision import autocast, recompute_layers

@@ -19,7 +19,8 @@ from hvd_bert.checkpoint import files as checkpoint_files
 from hvd_bert.checkpoint.files import Contents
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.checkpoint.schedule import is_due
-from hvd_bert.config.settings import CheckpointArguments, TrainArguments
+from hvd_bert.config.settings import CheckpointArguments
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.distributed import slurm
 from hvd_bert.distributed.signals import FOLDER
 from hvd_bert.distributed.world import CollectiveError

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from hvd_bert.checkpoint.files import Contents
 from hvd_bert.checkpoint.resume import shape_of
 from hvd_bert.checkpoint.schedule import Best
-from hvd_bert.config.settings import ParallelArguments, TrainArguments
+from hvd_bert.config.settings import ParallelArguments
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
@@ -151,11 +152,18 @@ class TrainState:
         """All but the tensors. `since_last_log`: `Meter.since_last_log` of each rank."""
         schedule = {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"}
         return {
-            "step": self.step, "epoch": self.step / self.plan.steps_per_epoch, "world_size": len(since_last_log),
-            "global_batch": self.plan.global_batch, "accumulation": self.plan.accumulation, "strategy": strategy,
-            "schedule": schedule, "meter": self.meter.state(), "since_last_look": since_last_log,
-            "best": self.best.state(), "eval_pending": self.eval_pending,
-        }  # fmt: skip
+            "step": self.step,
+            "epoch": self.step / self.plan.steps_per_epoch,
+            "world_size": len(since_last_log),
+            "global_batch": self.plan.global_batch,
+            "accumulation": self.plan.accumulation,
+            "strategy": strategy,
+            "schedule": schedule,
+            "meter": self.meter.state(),
+            "since_last_look": since_last_log,
+            "best": self.best.state(),
+            "eval_pending": self.eval_pending,
+        }
 
     def restore(self, contents: Contents, seed: int, root: int = 0) -> None:
         """Restore what `snapshot` or `local_snapshot` returned. A collective. Rank `root` broadcasts its argument; the

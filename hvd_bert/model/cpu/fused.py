@@ -24,9 +24,21 @@ from hvd_bert.errors import log
 SOURCE = Path(__file__).with_suffix(".cpp")
 MULTIPLE = 32  # of sizes of heads and layers
 FLAGS = [
-    *("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-fno-strict-aliasing", "-mfma", "-mvaes", "-mf16c"),
-    *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")),
-    *("-DCPU_CAPABILITY_AVX512", "-DCPU_CAPABILITY=AVX512"),
+    "-O3",
+    "-std=c++20",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-strict-aliasing",
+    "-mfma",
+    "-mvaes",
+    "-mf16c",
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512bf16",
+    "-DCPU_CAPABILITY_AVX512",
+    "-DCPU_CAPABILITY=AVX512",
 ]
 
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_bert.config import command_line
 from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.data import ANSWERING
+from hvd_bert.config.data import ANSWERING, TASKS
 from hvd_bert.config.parser import HELP, Limits, Parser
-from hvd_bert.config.settings import FLAGS, TASKS, Config
+from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, start_rank
 
