@@ -128,7 +128,7 @@ def main() -> None:
         print(json.dumps(measure(flags)))
         return
     rounds = [child(ALL) | child(ALLOCATOR) for _ in range(flags.rounds)]
-    print(f"{kernels.kind_of_machine()}; {machine()}\n\n{table(rounds)}")
+    print(f"{kernels.own_cpu_kind()}; {machine()}\n\n{table(rounds)}")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def _replace_streams(ends: bool) -> None:
         elif _is_standard(stream, number):
             with contextlib.suppress(OSError):
                 stream.flush()
-            through = stream.write_through  # of python -u: without a buffer
+            through = stream.write_through  # python -u: no buffer
             raw = _Stream(number, "w", closefd=False)
             raw.ends = ends and number == 1
             text = io.TextIOWrapper(
@@ -99,7 +99,7 @@ def _replace_streams(ends: bool) -> None:
 def _is_standard(stream: object, number: int) -> bool:
     try:
         return isinstance(stream, io.TextIOWrapper) and stream.fileno() == number
-    except (OSError, ValueError):  # a test's, in memory
+    except (OSError, ValueError):  # an in-memory stream
         return False
 
 

@@ -70,7 +70,7 @@ class _State:
     strategy: _Strategy
     schedule: _Schedule
     meter: _Meter
-    since_last_look: list[tuple[float, Count, Count, Count]]  # of each rank
+    since_last_look: list[tuple[float, Count, Count, Count]]  # one entry per rank
     best: Best
     eval_pending: bool
     cpu_kernels: dict[str, str] | None = None
@@ -79,7 +79,7 @@ class _State:
         """The key of a value that contradicts another one or the folder's name; "" if there is none."""
         groups, schedule = self.strategy.groups, self.schedule
         agree = {
-            "step": files.step_of(folder) in (-1, self.step)
+            "step": files.checkpoint_step(folder) in (-1, self.step)
             and self.step >= max(self.meter.last_step, schedule.last_epoch, self.best.step),
             "since_last_look": len(self.since_last_look) == self.world_size,
             "schedule": len(groups) == len(schedule.base_lrs) == len(schedule._last_lr),
@@ -207,14 +207,14 @@ def identity(
     """
     learned_by = {f"--{name}": value for name, value in settings.items() if not FLAGS[name].may_change_on_resume}
     return learned_by | {
-        "the model": shape_of(model),
+        "the model": model_shape(model),
         **learned,
         "the number of training windows": plan.num_windows,
         **({"the windows per epoch of each file": str([n for _, n in plan.parts])} if plan.parts else {}),
     }
 
 
-def shape_of(model: nn.Module) -> str:
+def model_shape(model: nn.Module) -> str:
     """The number of a model's weights, and a digest of their names and shapes."""
     shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     size = sum(parameter.numel() for parameter in model.parameters())

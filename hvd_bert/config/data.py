@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from hvd_bert.config.data_files import DataFile, data_files
-from hvd_bert.config.flag import flag, properties_of, require
+from hvd_bert.config.flag import flag, flag_properties, require
 from hvd_bert.errors import UserError
 
 DEFAULT_MODEL = "bert-base-uncased"
@@ -181,7 +181,7 @@ class DataArguments:
         if self.dataset_name and files:
             raise UserError(f"--dataset_name and --{files[0]} are both given: choose one source of data.")
         for f in fields(self):
-            group = properties_of(f).group  # of a task, or of all tasks
+            group = flag_properties(f).group  # of a task, or of all tasks
             others = group in TASKS and group != self.task and getattr(self, f.name) != f.default
             require(not others, f"--{f.name} works only with --task {group}, not with {self.task}.")
 

@@ -78,7 +78,7 @@ def flag(group: Group, default: Any, description: str, **properties: Any) -> Any
     return field(default=default, metadata={KEY: Flag(group=group, help=description, default=default, **properties)})
 
 
-def properties_of(a_field: Field[Any]) -> Flag:
+def flag_properties(a_field: Field[Any]) -> Flag:
     """The properties of a field that `flag` made."""
     properties = a_field.metadata[KEY]
     assert isinstance(properties, Flag)

@@ -18,7 +18,7 @@ from hvd_bert.config.data import (
     DataArguments,
     ModelArguments,
 )
-from hvd_bert.config.flag import LARGEST_FACTOR, flag, properties_of, require
+from hvd_bert.config.flag import LARGEST_FACTOR, flag, flag_properties, require
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.machine import MAX_THREADS
 
@@ -117,7 +117,7 @@ class ParallelArguments:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            owner = properties_of(f).owner
+            owner = flag_properties(f).owner
             others = owner not in ("", self.strategy) and getattr(self, f.name) != f.default
             require(not others, f"--{f.name} works only with --strategy {owner}, not with {self.strategy}.")
         both = self.fp16_allreduce and self.bf16_allreduce
@@ -231,7 +231,7 @@ SECTIONS: list[Any] = [
     ParallelArguments,
     ProfilingArguments,
 ]
-FLAGS = {f.name: properties_of(f) for section in SECTIONS for f in fields(section)}
+FLAGS = {f.name: flag_properties(f) for section in SECTIONS for f in fields(section)}
 
 
 def of_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def check_lengths(options: WindowOptions, tokenizer: PreTrainedTokenizerBase) ->
         raise UserError(
             f"--max_seq_length {length}: this model's tokenizer allows at most {tokenizer.model_max_length}."
         )
-    needed = stride + int(tokenizer.num_special_tokens_to_add(pair=True)) + 2  # a token of each text
+    needed = stride + int(tokenizer.num_special_tokens_to_add(pair=True)) + 2  # room for a token of each text
     if length < needed:
         raise UserError(
             f"--max_seq_length {length} leaves no room for a question with --doc_stride {stride}: "

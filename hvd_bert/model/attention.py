@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hvd_bert.model.cpu import fused as fused_kernels
 from hvd_bert.model.cpu import kernels
-from hvd_bert.model.cpu.attention import Attention, drop_threshold, near, of_windows
+from hvd_bert.model.cpu.attention import Attention, drop_threshold, near, split_by_window
 
 NAME = "packed_windows"
 # The first arguments of torch's operations as by_flash and by_efficient pass them. torch's public functions above these
@@ -68,7 +68,7 @@ class Windows:
     reach: int | None = None
 
 
-def windows_of(lengths: list[int], device: torch.device, reach: int | None = None) -> Windows:
+def make_windows(lengths: list[int], device: torch.device, reach: int | None = None) -> Windows:
     """Windows of these lengths."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
     return Windows(lengths, cu_seqlens, max(lengths), reach)
@@ -96,9 +96,9 @@ def attend_within_windows(
     distance from which on tokens do not attend to each other. Groups of heads may share a key and a value. Returns
     [1, N, heads, head size] and no attention weights.
     """
-    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions are in fp32 whatever the precision
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions are always computed in fp32
     if windows is None:
-        windows = windows_of([query.shape[2]], query.device)
+        windows = make_windows([query.shape[2]], query.device)
     if sliding_window and windows.longest > sliding_window:
         windows = replace(windows, reach=sliding_window - 1)
     drop = dropout if module.training else 0.0
@@ -171,7 +171,7 @@ def by_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
     """torch's flash attention over all windows at once: GPU, half precision."""
-    cu_seqlens, longest = windows.cu_seqlens, windows.longest  # from the host: no wait for the device
+    cu_seqlens, longest = windows.cu_seqlens, windows.longest  # both known on the host, so nothing waits for the device
     output: torch.Tensor = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -240,7 +240,7 @@ def by_window(
         scaled_dot_product_attention(
             q[None], k[None], v[None], near(q, windows.reach), dropout_p=dropout, scale=scaling
         )[0].transpose(0, 1)
-        for q, k, v in of_windows(windows.lengths, query, key, value)
+        for q, k, v in split_by_window(windows.lengths, query, key, value)
     ]
     return torch.cat(outputs)
 

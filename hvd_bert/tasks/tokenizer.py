@@ -15,7 +15,7 @@ from hvd_bert.config.data import ModelArguments
 from hvd_bert.data.window_cutting import Layout
 from hvd_bert.errors import UserError, log
 
-_UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # not in special tokens, such as [CLS] and <S>
+_UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # ignores special tokens such as [CLS] and <S>
 
 
 def load_tokenizer(args: ModelArguments) -> Any:

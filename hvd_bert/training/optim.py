@@ -171,7 +171,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, grad_norm: Tensor) -> None:
         """Take in the weights after a step; nothing if the norm of its gradient is not finite, since it was skipped."""
-        share = (1 - self._decay) * torch.isfinite(grad_norm)  # on the device, which the host need not wait for
+        share = (1 - self._decay) * torch.isfinite(grad_norm)  # computed on the device, so the host does not wait
         shares: Any = [share] * len(self._weights)
         torch._foreach_lerp_(self._averages, self._weights, shares)
 

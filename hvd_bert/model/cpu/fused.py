@@ -22,7 +22,7 @@ from hvd_bert import machine
 from hvd_bert.errors import log
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-MULTIPLE = 32  # of sizes of heads and layers
+MULTIPLE = 32  # sizes of heads and layers must be multiples of this
 FLAGS = [
     "-O3",
     "-std=c++20",
@@ -65,7 +65,7 @@ def build() -> None:
 @cache
 def available() -> bool:
     """Whether the operations are compiled for this torch, and this CPU has their instructions."""
-    capability = torch.backends.cpu.get_cpu_capability()  # which the user may lower
+    capability = torch.backends.cpu.get_cpu_capability()  # the user may have lowered it
     if not (capability.startswith("AVX512") and {"avx512_bf16", "vaes"} <= machine.cpu_flags() and library().exists()):
         return False
     try:

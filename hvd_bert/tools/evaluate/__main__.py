@@ -94,7 +94,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     if not argv or argv[0].startswith("-"):
         raise UserError(f"Name the model first: {parser.prog} MODEL [--validation_file FILE].")
     own, words = parser.parse_known_args(argv)
-    others = command_line.flags_in(words) - ACCEPTED
+    others = command_line.given_flags(words) - ACCEPTED
     named = command_line.flag_names(words) & {"config", "dataset_name", "validation_file"}
     trained = trained_settings(own.model)
     shared: tuple[str, ...] = SHARED
