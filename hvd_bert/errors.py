@@ -53,7 +53,7 @@ class UserError(ValueError):
 
 
 # What the system says about a path that was given, not about its disk.
-_OF_PATHS = {
+_PATH_ERRORS = {
     errno.EACCES,
     errno.EISDIR,
     errno.ELOOP,
@@ -74,7 +74,7 @@ def find_user_error(error: BaseException) -> UserError | None:
         error = error.__cause__
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("hvd_bert"):
         return UserError(f"{error} in the environment of {sys.executable}. {_environment_remedy()}")
-    if isinstance(error, OSError) and error.errno in _OF_PATHS and error.filename is not None:
+    if isinstance(error, OSError) and error.errno in _PATH_ERRORS and error.filename is not None:
         return UserError(f"{str(error.filename)[:MAX_REASON]}: {error.strerror}. Check this path.")
     return None
 

@@ -14,7 +14,7 @@ from torch import nn
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
 from hvd_bert.checkpoint.schedule import Best
-from hvd_bert.config.settings import FLAGS, CheckpointArguments, of_this_version
+from hvd_bert.config.settings import FLAGS, CheckpointArguments, in_this_version
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
@@ -227,7 +227,7 @@ def check(resume_point: ResumePoint, run: Mapping[str, Any], args: TrainArgument
     `run`: what this run's checkpoints hold of it. Either the global batch must be the same, or the flags for the batch
     per rank.
     """
-    saved, now = of_this_version(resume_point.state["identity"]), run["identity"]
+    saved, now = in_this_version(resume_point.state["identity"]), run["identity"]
     differing = [
         f"{name} was {saved.get(name)} and is {now.get(name)}"
         for name in dict.fromkeys((*saved, *now))

@@ -34,7 +34,7 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str | None]] = {
     "str": (str, None),
     "bool": (switch, None),
 }
-_FLAG_OF = {spelling: name for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
+_FLAG_BY_SPELLING = {spelling: name for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
 
 # run_qa's flags that have no field here -> what to do instead.
 RUN_QA_FLAGS_NOT_HERE = {
@@ -154,7 +154,7 @@ def flag_names(words: Sequence[str]) -> set[str]:
 
 def given_flags(words: Sequence[str]) -> set[str]:
     """The flags on a command line, whatever their spelling."""
-    return {_FLAG_OF[spelling] for spelling in flag_names(words) & _FLAG_OF.keys()}
+    return {_FLAG_BY_SPELLING[spelling] for spelling in flag_names(words) & _FLAG_BY_SPELLING.keys()}
 
 
 def drop_flags(words: Sequence[str], names: Iterable[str]) -> list[str]:

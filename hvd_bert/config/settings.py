@@ -234,7 +234,7 @@ SECTIONS: list[Any] = [
 FLAGS = {f.name: flag_properties(f) for section in SECTIONS for f in fields(section)}
 
 
-def of_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:
+def in_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:
     """An earlier version's identity, with the defaults of newer flags."""
     defaults = {f"--{name}": flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
     return defaults | dict(identity)

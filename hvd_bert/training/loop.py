@@ -213,7 +213,7 @@ class Training:
         return learning_rate, grad_norm
 
     def _start_vote(self) -> None:
-        if self.checkpoints.folder_is_lost:
+        if self.checkpoints.output_dir_missing:
             self.stop_requests.stop_without_folder()
         self.stop_requests.start_vote()
 
@@ -237,7 +237,7 @@ class Training:
             self.health.check(state.step)
             now = {"epoch": state.step / per_epoch, "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
             self.metrics_logger.logged(state.step, now | means | self.gpus.read(state.step) | checkpoints.metrics())
-            checkpoints.folder_was_lost()  # not at each step: its file system may be slow
+            checkpoints.is_output_dir_missing()  # not at each step: its file system may be slow
         if state.step == total_steps:  # before a checkpoint holds the untrained weights
             self.health.check_end()
         if stops:
@@ -259,7 +259,7 @@ class Training:
         step = self.state.step
         self.evaluations.record(evaluation, self.metrics_logger, step)
         with self.world.writing("--output_dir", self.folder) as writes:
-            if writes and not self.checkpoints.folder_was_lost() and SAMPLES in evaluation.files:
+            if writes and not self.checkpoints.is_output_dir_missing() and SAMPLES in evaluation.files:
                 write_json(self.folder / SAMPLES, evaluation.files[SAMPLES])  # while the run continues
         self.state.eval_pending = False
         self.checkpoints.evaluated(evaluation.metrics)

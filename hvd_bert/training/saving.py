@@ -51,7 +51,7 @@ class Checkpoints:
         self._first_step = state.step
         self._last_saved = -1  # not the resumed step, which may be in another run's folder
         self._diverged = False
-        self.folder_is_lost = False  # rank 0's finding
+        self.output_dir_missing = False  # rank 0's finding
         self.on_save: Callable[[int, Path], None] = lambda step, folder: None  # called on rank 0 after a write
         self._new: dict[str, float] = {}
         # Of rank 0: the seconds that training waited, and that the writes took.
@@ -141,18 +141,18 @@ class Checkpoints:
         self._count("checkpoint_write_s", seconds)
         if error is None:
             self.on_save(self._last_saved, self.folder / checkpoint_files.checkpoint_name(self._last_saved))
-        if error is not None and warns and not self.folder_was_lost():
+        if error is not None and warns and not self.is_output_dir_missing():
             log.warning("A checkpoint could not be written in %s: %s. Training continues.", self.folder, error)
         return error
 
-    def folder_was_lost(self) -> bool:
+    def is_output_dir_missing(self) -> bool:
         """Whether the output folder was moved or removed, on rank 0. The caller must then stop the training."""
         if self.state.world.rank == 0:
             try:
                 self.folder.stat()
             except OSError as error:  # other errors may pass within a minute
-                self.folder_is_lost = isinstance(error, FileNotFoundError)
-        return self.folder_is_lost
+                self.output_dir_missing = isinstance(error, FileNotFoundError)
+        return self.output_dir_missing
 
     def close(self) -> None:
         """Finish a running write: if the training fails, before the launcher kills this rank because others ended."""
@@ -178,7 +178,7 @@ class Checkpoints:
 
         A folder that was moved or removed is created again. After a signal, a Slurm job is requeued.
         """
-        if self.state.world.broadcast(self.folder_was_lost()):
+        if self.state.world.broadcast(self.is_output_dir_missing()):
             self._last_saved = -1
             if self.state.world.rank == 0:
                 output_dir.make_again(self.folder, self._settings)
