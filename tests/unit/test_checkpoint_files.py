@@ -33,7 +33,7 @@ def contents(step: int) -> Contents:
 
 
 def steps(folder: Path) -> list[int]:
-    return [files.step_of(found) for found in files.candidates(folder)]
+    return [files.checkpoint_step(found) for found in files.candidates(folder)]
 
 
 def state_of(folder: Path) -> dict:
@@ -74,7 +74,7 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "flush", lambda path: (done.append(path.name), flush(path)))
     monkeypatch.setattr(Path, "rename", lambda path, to: (done.append((path.name, to.name)), rename(path, to)))
     files.write(tmp_path, 7, contents(2))
-    partial, latest = ".partial-checkpoint-7", writing.partial_of(tmp_path / "latest").name
+    partial, latest = ".partial-checkpoint-7", writing.partial_path(tmp_path / "latest").name
     assert sorted(done[:5]) == sorted(FILES)
     assert done[5:] == [partial, (partial, "checkpoint-7"), tmp_path.name, latest, tmp_path.name]
 
@@ -94,7 +94,7 @@ def killed_at_each_change(output_dir: Path, action: Callable[[], object]) -> Ite
         yield
         files.remove_leftovers(output_dir)
         assert {path.name for path in output_dir.iterdir() if path.name.startswith(".")} <= {
-            writing.partial_of(output_dir / "latest").name,
+            writing.partial_path(output_dir / "latest").name,
         }
         if status == 0:
             return

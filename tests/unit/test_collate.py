@@ -111,7 +111,7 @@ def test_batches_are_those_of_the_plan(plan, first):
     batches = Prefetcher(plan, lambda ids: ids.tolist(), rank=1, first=first)  # type: ignore[arg-type, return-value]
     for step in range(first, first + 8):
         expected = [ids.tolist() for ids in plan.rank_windows(step, 1)]
-        assert list(batches.of_step(step)) == expected
+        assert list(batches.micro_batches(step)) == expected
     batches.close()
 
 
@@ -125,7 +125,7 @@ def test_next_batches_are_made_in_the_background(plan):
         return len(made)
 
     batches = Prefetcher(plan, collate, rank=0, first=0)  # type: ignore[arg-type]
-    next(batches.of_step(0))
+    next(batches.micro_batches(0))
     assert enough.wait(30)
     assert threading.main_thread() not in made
     batches.close()
@@ -137,5 +137,5 @@ def test_error_of_a_batch_is_raised_when_it_is_requested(plan):
 
     batches = Prefetcher(plan, broken, rank=0, first=0)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="the cache is gone"):
-        next(batches.of_step(0))
+        next(batches.micro_batches(0))
     batches.close()

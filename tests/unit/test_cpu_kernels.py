@@ -49,7 +49,7 @@ GRAVITON2 = NEOVERSE.replace(" sve bf16 i8mm", "")
 def test_kind_of_cpu(text, architecture, capability, kind, emulates, monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
     machine.CPUINFO.write_text(text)
-    assert kernels.kind_of(machine.cpuinfo(), architecture, capability) == kind
+    assert kernels.cpu_kind(machine.cpuinfo(), architecture, capability) == kind
     assert kernels.emulates_bf16() is emulates
 
 

@@ -74,7 +74,7 @@ def test_attention_equals_its_formula_for_the_kept_probabilities(dtype, size, le
 
 @needs_fused
 def test_attention_repeats_with_the_generator_and_threads_do_not_change_it():
-    query, windows = torch.randn(90, HEADS, 32), attention.windows_of([50, 40], torch.device("cpu"))
+    query, windows = torch.randn(90, HEADS, 32), attention.make_windows([50, 40], torch.device("cpu"))
     outputs = []
     for seed, threads in ((0, 1), (0, 2), (1, 1)):
         torch.manual_seed(seed)

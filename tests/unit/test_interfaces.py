@@ -34,9 +34,9 @@ def test_setting_goes_to_all_libraries(monkeypatch):
 
 def test_interface_to_this_host_is_the_loopback():
     assert interfaces.interface_to("127.0.0.1") == "lo"
-    assert interfaces.address_towards("127.0.0.1") == interfaces.address_of("lo") == "127.0.0.1"
+    assert interfaces.address_towards("127.0.0.1") == interfaces.interface_address("lo") == "127.0.0.1"
     assert interfaces.interface_to("256.0.0.1") is None
-    assert interfaces.address_of(None) is None
+    assert interfaces.interface_address(None) is None
 
 
 def test_interface_is_the_one_towards_another_host(monkeypatch):

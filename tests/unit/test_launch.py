@@ -15,7 +15,7 @@ from hvd_bert.distributed.launch import (
     ignored,
     is_nested,
     note_on_one_process,
-    platform_of,
+    platform_name,
     speaks_first,
 )
 from hvd_bert.distributed.mpi import check_mpi, check_pmi, check_size
@@ -126,8 +126,8 @@ def test_what_is_ignored_and_which_platform_started_the_ranks():
     environ = HOROVODRUN | TORCHS | {"WORLD_SIZE": "8", "OMPI_COMM_WORLD_SIZE": "1", "SM_HOSTS": '["algo-1"]'}
     assert ignored(find_launcher(environ), environ) == ["WORLD_SIZE"]
     kubeflow = TORCHS | {"PET_NNODES": "4"}
-    assert platform_of(find_launcher(kubeflow), kubeflow) == "Kubeflow (torch's variables)"
-    assert platform_of(find_launcher(HOROVODRUN | kubeflow), HOROVODRUN | kubeflow) == "horovodrun"
+    assert platform_name(find_launcher(kubeflow), kubeflow) == "Kubeflow (torch's variables)"
+    assert platform_name(find_launcher(HOROVODRUN | kubeflow), HOROVODRUN | kubeflow) == "horovodrun"
 
 
 @each(

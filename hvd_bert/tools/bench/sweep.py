@@ -275,9 +275,9 @@ class Sweep:
 
     def _print_reasons(self, state: str) -> None:
         """Print each reason once, with its points."""
-        names_of: dict[str, list[str]] = {}
+        hub_names: dict[str, list[str]] = {}
         for point, result in self.record.of_state(state).items():
-            names_of.setdefault(result.reason, []).append(point.name)
-        for reason, names in names_of.items():
+            hub_names.setdefault(result.reason, []).append(point.name)
+        for reason, names in hub_names.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             print(f"  {state}: {names[0]}{more}: {reason}")

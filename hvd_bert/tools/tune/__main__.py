@@ -24,7 +24,7 @@ from functools import partial
 
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import MAX_RUNS, MAX_SECONDS, Limits, Parser
-from hvd_bert.distributed.horovodrun import slots_of
+from hvd_bert.distributed.horovodrun import host_slots
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost, keep_running
@@ -142,7 +142,7 @@ def _ranks(launching: Launching) -> int:
     """As many ranks as there is room for; 2 on a host without GPUs."""
     allocation = launching.machine.allocation
     if launching.hosts:
-        return sum(slots_of(launching.hosts).values())
+        return sum(host_slots(launching.hosts).values())
     if allocation and launching.choice in ("auto", "srun", "mpirun"):
         return allocation.nodes * allocation.tasks_per_node
     return launching.machine.gpus or 2
