@@ -255,7 +255,7 @@ def extend_gloo_timeout(launcher: Launcher, environ: MutableMapping[str, str]) -
     """Give the ranks of a large world longer to find each other over Gloo. Keeps what the user has set.
 
     Each asks the launcher, one Python process, for the addresses of all others, so the time grows with the square of
-    the world size (docs/evidence/many-ranks.md). Not under Horovod elastic, where a lost host is noticed by it.
+    the world size. Not under Horovod elastic, where a lost host is noticed by it.
     """
     needed = GLOO_S_PER_RANK * (launcher.size or 1)
     if needed > GLOO_TIMEOUT_S and not is_elastic(environ):
