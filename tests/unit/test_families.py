@@ -6,7 +6,6 @@ import copy
 import json
 import pickle
 from collections.abc import Iterator
-from importlib import metadata
 
 import families_page
 import numpy as np
@@ -340,12 +339,6 @@ def test_sparse_gradient_of_the_words(name, windows):
     torch.testing.assert_close(*gradients)
 
 
-def test_every_family_is_compared():
-    assert all(FAMILIES[name].since for name in LACKING)
-    if LACKING:
-        pytest.skip(f"transformers {metadata.version('transformers')} lacks {', '.join(LACKING)}")
-
-
 def test_a_family_that_transformers_lacks_is_refused_with_the_advice_to_upgrade(tmp_path, monkeypatch):
     monkeypatch.delitem(CONFIG_MAPPING._mapping, "ultrabert", raising=False)
     (tmp_path / "config.json").write_text('{"model_type": "ultrabert"}')
@@ -379,10 +372,10 @@ def test_number_of_weights_and_dropout_everywhere(name):
     config.num_labels = 3  # a classifier's
     assert num_weights(config) == sum(weights.numel() for weights in models(name)[1].parameters())
     model = new_model(small(name), 0.25, seed=1)
-    of_modules = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
-    assert of_modules == ({0.25} if name != "ultrabert" else set())  # whose attention alone has dropout
-    of_config = {value for key, value in model.config.to_dict().items() if "dropout" in key and value is not None}
-    assert of_config == {0.25}
+    module_rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+    assert module_rates == ({0.25} if name != "ultrabert" else set())  # whose attention alone has dropout
+    config_rates = {value for key, value in model.config.to_dict().items() if "dropout" in key and value is not None}
+    assert config_rates == {0.25}
     config = new_model(small(name), 0.25, seed=1, attention_dropout=0.5).config.to_dict()
     given = {("attention" in key, value) for key, value in config.items() if "dropout" in key and value is not None}
     assert (True, 0.5) in given and given <= {(True, 0.5), (False, 0.25)}
