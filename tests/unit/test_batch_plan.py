@@ -198,17 +198,17 @@ def test_global_batch_is_kept_on_any_number_of_ranks(size):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--global_batch", "3"], ["--global_batch 3", "4 devices"]),
+        ("--global_batch 3", ["--global_batch 3", "4 devices"]),
         (
-            ["--global_batch", "32", "--gradient_accumulation_steps", "2"],
+            "--global_batch 32 --gradient_accumulation_steps 2",
             ["--gradient_accumulation_steps 2", "--global_batch 32", "8 windows"],
         ),
-        (["--global_batch", "0"], ["--global_batch 0"]),
+        ("--global_batch 0", ["--global_batch 0"]),
     ],
 )
 def test_global_batch_that_does_not_fit_is_refused(flags, named):
     with refused(*named):
-        plan_on(4, *flags)
+        plan_on(4, *flags.split())
 
 
 @pytest.mark.parametrize(
