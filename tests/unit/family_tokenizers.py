@@ -29,8 +29,8 @@ from transformers import (
 TEXT = ["The red boxes of 1940 are in the hall, and what colour is box 42? The colour is pale grey-green."] * 3
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,?!-"
 WORDS = ["the", "red", "box", "##es", "what"]
-OF_BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[QUESTION]"]
-OF_ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+BERT_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[QUESTION]"]
+ROBERTA_TOKENS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
 
 def byte_level(kind: Any, special: list[str]) -> Any:
@@ -68,15 +68,15 @@ def unigram(kind: Any, *special: str) -> Any:
     return kind(vocab=pieces, model_max_length=512)
 
 
-def word_pieces(kind: Any, special: list[str] = OF_BERT) -> Any:
+def word_pieces(kind: Any, special: list[str] = BERT_TOKENS) -> Any:
     pieces = [*special, *WORDS, *CHARACTERS, *(f"##{character}" for character in CHARACTERS)]
     return kind(vocab={piece: place for place, piece in enumerate(pieces)}, model_max_length=512)
 
 
 MAKERS = {
-    "roberta": lambda: byte_level(RobertaTokenizer, OF_ROBERTA),
-    "deberta": lambda: byte_level(DebertaTokenizer, OF_BERT),
-    "modernbert": lambda: byte_level(modernbert, OF_BERT),
+    "roberta": lambda: byte_level(RobertaTokenizer, ROBERTA_TOKENS),
+    "deberta": lambda: byte_level(DebertaTokenizer, BERT_TOKENS),
+    "modernbert": lambda: byte_level(modernbert, BERT_TOKENS),
     "xlm-roberta": lambda: unigram(XLMRobertaTokenizer, "<s>", "<pad>", "</s>", "<unk>"),
     "albert": lambda: unigram(AlbertTokenizer, "<pad>", "[CLS]", "[SEP]", "[MASK]", "<unk>"),
     "deberta-v2": lambda: unigram(DebertaV2Tokenizer, "[PAD]", "[CLS]", "[SEP]", "[UNK]"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hvd_bert.data.batch_plan import balanced_partition, window_costs
 
 quick = settings(max_examples=100)
-costs_of = st.lists(st.integers(0, 10**7), max_size=120).map(lambda costs: np.array(costs, dtype=np.int64))
+cost_arrays = st.lists(st.integers(0, 10**7), max_size=120).map(lambda costs: np.array(costs, dtype=np.int64))
 
 
 def totals(costs: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
@@ -17,7 +17,7 @@ def totals(costs: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
 
 
 @quick
-@given(costs_of, st.integers(1, 20))
+@given(cost_arrays, st.integers(1, 20))
 def test_each_item_once_and_parts_of_equal_size(costs, parts):
     partition = balanced_partition(costs, parts)
     assert sorted(np.concatenate(partition).tolist()) == list(range(len(costs)))
@@ -26,7 +26,7 @@ def test_each_item_once_and_parts_of_equal_size(costs, parts):
 
 
 @quick
-@given(costs_of, st.integers(2, 20))
+@given(cost_arrays, st.integers(2, 20))
 @example(np.arange(64) ** 3, 2)
 def test_no_swap_of_the_most_with_the_least_loaded_part_helps(costs, parts):
     assume(len(costs) <= 32 * parts)  # larger parts do not try every swap

@@ -150,8 +150,8 @@ def test_each_window_once_before_any_twice(weights):
         steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
         taken = np.concatenate([plan.step_windows(step) for step in steps])
         counts += np.bincount(taken, minlength=sum(sizes))
-        of_files = np.split(counts, np.cumsum(sizes)[:-1])
-        for (size, each_epoch), found in zip(parts or [(n, n) for n in sizes], of_files, strict=True):
+        by_file = np.split(counts, np.cumsum(sizes)[:-1])
+        for (size, each_epoch), found in zip(parts or [(n, n) for n in sizes], by_file, strict=True):
             assert found.sum() == each_epoch * (epoch + 1) and found.max() - found.min() <= 1, size
 
 
@@ -182,13 +182,13 @@ def test_imbalance_is_that_of_the_most_loaded_rank():
 LENGTHS = np.full(1000, 150, np.int32)
 
 
-def plan_of(size: int, *flags: str) -> BatchPlan:
+def plan_on(size: int, *flags: str) -> BatchPlan:
     return make_plan(LENGTHS, parse(list(flags)).train, 4608, make_world(size=size))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 32])
 def test_global_batch_is_kept_on_any_number_of_ranks(size):
-    plan = plan_of(size, "--global_batch", "32", "--per_device_train_batch_size", "8")
+    plan = plan_on(size, "--global_batch", "32", "--per_device_train_batch_size", "8")
     taken = [[len(ids) for ids in plan.rank_windows(0, rank)] for rank in range(size)]
     assert sum(map(sum, taken)) == plan.global_batch == 32
     assert max(map(max, taken)) <= 8 and all(map(sum, taken))
@@ -198,17 +198,17 @@ def test_global_batch_is_kept_on_any_number_of_ranks(size):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--global_batch", "3"], ["--global_batch 3", "4 devices"]),
+        ("--global_batch 3", ["--global_batch 3", "4 devices"]),
         (
-            ["--global_batch", "32", "--gradient_accumulation_steps", "2"],
+            "--global_batch 32 --gradient_accumulation_steps 2",
             ["--gradient_accumulation_steps 2", "--global_batch 32", "8 windows"],
         ),
-        (["--global_batch", "0"], ["--global_batch 0"]),
+        ("--global_batch 0", ["--global_batch 0"]),
     ],
 )
 def test_global_batch_that_does_not_fit_is_refused(flags, named):
     with refused(*named):
-        plan_of(4, *flags)
+        plan_on(4, *flags.split())
 
 
 @pytest.mark.parametrize(
@@ -224,5 +224,5 @@ def test_global_batch_that_does_not_fit_is_refused(flags, named):
 def test_preset_on_several_numbers_of_ranks(preset, sizes, batches, learning_rate, epochs):
     args = parse(["--config", preset]).train
     assert args.num_train_epochs == epochs
-    assert [plan_of(size, "--config", preset).global_batch for size in sizes] == list(batches)
+    assert [plan_on(size, "--config", preset).global_batch for size in sizes] == list(batches)
     assert {scaled_learning_rate(args, size) for size in sizes} == {learning_rate}

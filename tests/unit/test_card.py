@@ -23,7 +23,7 @@ from hvd_bert.config.settings import FLAGS
 from hvd_bert.output import card, public
 
 
-def code_of(content: str, language: str) -> str:
+def last_code_block(content: str, language: str) -> str:
     """The last code block of a language."""
     return re.findall(rf"```{language}\n(.*?)```", content, re.DOTALL)[-1]
 
@@ -36,7 +36,7 @@ def printed_by(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> s
     return output.getvalue()
 
 
-def results_of(**changes: Any) -> dict[str, Any]:
+def training_results(**changes: Any) -> dict[str, Any]:
     """What train_results.json holds of a training."""
     results = {
         "scores": ["accuracy"], "strategy": "ddp", "unit": "images", "train_windows": 1500, "global_batch": 16,
@@ -70,12 +70,12 @@ def test_card_of_a_training(base, tmp_path, monkeypatch):  # noqa: F811
 
     # The command is that of the same training, from the folder of the files; the code runs.
     monkeypatch.chdir(tmp_path)
-    again = parse(shlex.split(code_of(content, "bash").replace("\\\n", ""))[3:]).as_flat()
+    again = parse(shlex.split(last_code_block(content, "bash").replace("\\\n", ""))[3:]).as_flat()
     config = parse(base).as_flat()
     paths = ("config_name", "train_file", "validation_file")
     shown = {name: Path(value).name if name in paths else value for name, value in config.items() if value}
     assert {name: again[name] for name in shown} == shown | {"num_threads": None}
-    assert printed_by(code_of(content, "python"), tmp_path / "out", monkeypatch).endswith("\n")
+    assert printed_by(last_code_block(content, "python"), tmp_path / "out", monkeypatch).endswith("\n")
 
 
 @pytest.mark.parametrize("target", [None, "notes.md", "missing.md"])
@@ -87,7 +87,7 @@ def test_a_users_card_stays(tmp_path, caplog, target):
     else:
         path.write_text("mine")
     with caplog.at_level("INFO", "hvd_bert"):
-        card.write(tmp_path, settings, results_of(), {})
+        card.write(tmp_path, settings, training_results(), {})
     assert f"{path} exists and is kept" in caplog.text and path.is_symlink() == bool(target)
     assert not path.exists() or path.read_text() == "mine"
 
@@ -95,13 +95,13 @@ def test_a_users_card_stays(tmp_path, caplog, target):
 def test_card_of_a_classification(workdir, monkeypatch):  # noqa: F811
     task, scores = made(), {"accuracy": 0.5, "f1": float("nan"), "matthews_correlation": 0.1, "eval_loss": 1.0}
     out, settings = workdir / saved(task), task.config.as_flat() | {"train_file": str(workdir / "a|b`.jsonl")}
-    card.write(out, settings, results_of(scores=["accuracy", "f1", "matthews_correlation"], unit="texts"), scores)
+    card.write(out, settings, training_results(scores=["accuracy", "f1", "matthews_correlation"], unit="texts"), scores)
     content = (out / "README.md").read_text()
     found = ModelCard(content).data
     assert found.pipeline_tag == "text-classification" and found.metrics == ["accuracy", "matthews_correlation"]
     assert "`text_classification:TextClassification`" in content and "| `f1`" not in content
     assert r"Trained on `a\|b'.jsonl`: 1,500 texts." in content and "are in percent" not in content
-    (answer,) = ast.literal_eval(printed_by(code_of(content, "python"), out, monkeypatch))
+    (answer,) = ast.literal_eval(printed_by(last_code_block(content, "python"), out, monkeypatch))
     assert answer["label"] in ("maybe", "no", "yes") and 1 / 3 <= answer["score"] <= 1
 
 
@@ -109,7 +109,7 @@ def test_card_of_an_own_task_and_a_model_that_is_not_transformers(tmp_path):
     (tmp_path / "numbers").mkdir()  # data that the task itself reads from there
     flags = ["--max_steps", "200", "--output_dir", "/secret/runs", "--dataset_name", f"{tmp_path}/numbers"]
     settings = parse(["--task", "digits:Digits", *flags]).as_flat()
-    results = results_of(from_hub=public.from_hub(settings))
+    results = training_results(from_hub=public.from_hub(settings))
     content = card.text(tmp_path, settings, results, {"accuracy": 0.97})
     found = ModelCard(content).data
     assert (found.library_name, found.pipeline_tag, found.metrics) == (None, None, ["accuracy"])
@@ -121,7 +121,7 @@ def test_card_of_an_own_task_and_a_model_that_is_not_transformers(tmp_path):
 
 def test_data_set_of_an_own_task(tmp_path):
     settings = parse(["--task", "a:A", "--dataset_name", "nyu-mll/glue", "--dataset_config_name", "b/c"]).as_flat()
-    results = results_of(from_hub=public.from_hub(settings))
+    results = training_results(from_hub=public.from_hub(settings))
     content = card.text(tmp_path, settings, results, {"accuracy": 0.5})
     (result,) = ModelCard(content).data.eval_results
     assert (result.dataset_type, result.dataset_config, result.dataset_split) == ("nyu-mll/glue", "b/c", None)
@@ -141,13 +141,13 @@ def test_names_on_the_hub_and_paths(tmp_path, monkeypatch):
     assert "/secret" not in str(shown) and shown["train_file"] == "a.json" and shown["model_revision"] == "refs/pr/1"
     paths = {name: "/secret/x" for name in FLAGS.keys() - public.NO_PATHS}  # also of flags that are added later
     assert "/secret" not in str(public.public_settings(paths, hub))
-    found = ModelCard(card.text(tmp_path, settings, results_of(from_hub=hub), {"accuracy": 1})).data
+    found = ModelCard(card.text(tmp_path, settings, training_results(from_hub=hub), {"accuracy": 1})).data
     assert (found.base_model, found.datasets) == ("google-bert/bert-base-uncased", "rajpurkar/squad_v2")
     assert {(result.dataset_type, result.dataset_split) for result in found.eval_results} == {
         ("rajpurkar/squad_v2", "validation")
     }
     (tmp_path / "config.json").write_text('{"model_type": "bert", "architectures": ["BertForQuestionAnswering"]}')
-    assert "hvd_bert returns an empty text." in card.text(tmp_path, settings, results_of(from_hub=hub), {})
+    assert "hvd_bert returns an empty text." in card.text(tmp_path, settings, training_results(from_hub=hub), {})
     (tmp_path / "me" / "mine").mkdir(parents=True)  # a folder with the name of one on the hub is what is loaded
     hub = public.from_hub(settings)
     assert "tokenizer_name" not in hub

@@ -35,7 +35,7 @@ def steps(folder: Path) -> list[int]:
     return [files.checkpoint_step(found) for found in files.candidates(folder)]
 
 
-def state_of(folder: Path) -> dict:
+def read_state(folder: Path) -> dict:
     return files.read(folder).state
 
 
@@ -56,7 +56,7 @@ def test_what_is_written_is_read(tmp_path, monkeypatch):
     }
     assert json.loads((folder / "manifest.json").read_text()) == {"format": 1, "step": 7, "files": sums}
     files.write(tmp_path, 7, contents(2))
-    assert state_of(folder)["step"] == 2
+    assert read_state(folder)["step"] == 2
 
 
 def test_the_newest_comes_first_whatever_is_pointed_to(tmp_path):
@@ -108,11 +108,11 @@ def test_a_kill_at_any_point_leaves_a_checkpoint(tmp_path):
 
     found = []
     for _ in killed_at_each_change(tmp_path, replace_by_the_next):
-        found.append([state_of(folder)["step"] for folder in files.candidates(tmp_path)])
+        found.append([read_state(folder)["step"] for folder in files.candidates(tmp_path)])
     assert [found[0], found[-1]] == [[7], [8]] and [8, 7] in found and len(found) > 20
     rewritten = []
     for _ in killed_at_each_change(tmp_path, lambda: files.write(tmp_path, 7, contents(9))):
-        rewritten += [state_of(folder)["step"] for folder in files.candidates(tmp_path)]
+        rewritten += [read_state(folder)["step"] for folder in files.candidates(tmp_path)]
     assert set(rewritten) == {7, 9} and len(rewritten) > 20
 
 
@@ -129,16 +129,19 @@ def test_damage_is_named(tmp_path, name):
         path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
 
 
-OF_STATE = {"bytes": 2, "sha256": "0" * 64}
+STATE_ENTRY = {"bytes": 2, "sha256": "0" * 64}
 
 
 @pytest.mark.parametrize(
     "manifest",
     [
-        *([], {"format": 1}, {"files": {"state.json": OF_STATE}}, {"format": 2, "files": {}}),
-        *({"format": 1, "files": {"state.json": wrong}} for wrong in ({"bytes": 1}, OF_STATE | {"bytes": -1})),
-        {"format": 1, "files": {"model.safetensors": OF_STATE}},
-        *({"format": 1, "files": {"state.json": OF_STATE, name: OF_STATE}} for name in ("", "../x", "\0", "\x1b[31m")),
+        *([], {"format": 1}, {"files": {"state.json": STATE_ENTRY}}, {"format": 2, "files": {}}),
+        *({"format": 1, "files": {"state.json": wrong}} for wrong in ({"bytes": 1}, STATE_ENTRY | {"bytes": -1})),
+        {"format": 1, "files": {"model.safetensors": STATE_ENTRY}},
+        *(
+            {"format": 1, "files": {"state.json": STATE_ENTRY, name: STATE_ENTRY}}
+            for name in ("", "../x", "\0", "\x1b[31m")
+        ),
     ],
 )
 def test_wrong_manifest_is_named(tmp_path, manifest):
@@ -183,7 +186,7 @@ def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails):
         with pytest.raises(OSError, match="No space left"):
             files.write(tmp_path, 8, contents(8))
     assert steps(tmp_path) == [7]
-    assert state_of(tmp_path / "checkpoint-7")["step"] == 7
+    assert read_state(tmp_path / "checkpoint-7")["step"] == 7
     files.write(tmp_path, 7, contents(7))
     files.write(tmp_path, 8, contents(8))
     assert steps(tmp_path) == [8, 7]

@@ -46,17 +46,13 @@ def windows(rows) -> WindowTable:
 
 @pytest.mark.parametrize("ids", [[0], [3, 1], list(range(11, -1, -2)), np.arange(12)])
 def test_batch(rows, windows, ids):
-    tokens, types, positions, lengths = [], [], [], []
-    for row in (rows[i] for i in ids):
-        lengths.append(len(row["input_ids"]))
-        for position, token in enumerate(row["input_ids"]):
-            tokens.append(token)
-            types.append(int(position >= row["context_start"]))
-            positions.append(position)
+    chosen = [rows[i] for i in ids]
+    lengths = [len(row["input_ids"]) for row in chosen]
+    places = [(row, place) for row in chosen for place in range(len(row["input_ids"]))]
     batch = Collator(windows, CPU)(ids)
-    assert batch.input_ids.tolist() == [tokens]
-    assert batch.token_type_ids.tolist() == [types]
-    assert batch.position_ids.tolist() == [positions]
+    assert batch.input_ids.tolist() == [[row["input_ids"][place] for row, place in places]]
+    assert batch.token_type_ids.tolist() == [[int(place >= row["context_start"]) for row, place in places]]
+    assert batch.position_ids.tolist() == [[place for _, place in places]]
     assert batch.starts.tolist() == [rows[i]["start_position"] for i in ids]
     assert batch.ends.tolist() == [rows[i]["end_position"] for i in ids]
     assert batch.lengths == lengths

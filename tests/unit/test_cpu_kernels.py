@@ -6,10 +6,9 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from torch import nn
 
 from hvd_bert import machine
-from hvd_bert.model.cpu import kernels, linear
+from hvd_bert.model.cpu import kernels
 from hvd_bert.model.cpu.kernels import FUSED, OPENBLAS, OWN, TORCH_ONLY, Kernels
 
 CPU = torch.device("cpu")
@@ -69,10 +68,7 @@ def test_choice_of_this_process(monkeypatch):
         kernels.select("auto")
 
 
-def test_torchs_kernels_turn_off_all_others_and_some_are_for_one_thread(monkeypatch):
-    layer, values = linear.Linear(8, 8), torch.randn(6, 8)
-    with kernels.override(TORCH_ONLY):
-        assert torch.equal(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
+def test_some_kernels_are_for_one_thread(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(kernels, "without_missing", lambda wanted: wanted)
     for library in (OPENBLAS, FUSED):

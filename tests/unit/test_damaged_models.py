@@ -114,11 +114,11 @@ CASES["tokenizer.json: panic"] = with_settings("tokenizer.json", {"normalizer": 
 
 def with_a_large_token_id(folder: Path) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
-    content["model"]["vocab"]["box"] = 2**31
+    content["model"]["vocab"]["box"] = 2**26
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
-CASES["a token id beyond all memory"] = with_a_large_token_id, "token id 2147483648, .* embeddings"
+CASES["a token id far beyond the embeddings"] = with_a_large_token_id, "token id 67108864, .* embeddings"
 
 
 def with_an_empty_vocab_txt(folder: Path) -> None:
@@ -205,9 +205,8 @@ def test_settings_of_the_form_of_outputs_change_nothing(setting: str, good, tmp_
     folder = shutil.copytree(good, tmp_path / "other")
     with_settings("config.json", {setting: setting != "return_dict"})(folder)
     ask = {"question": "where is it?", "context": "it is here.", "top_k": 3}
-    assert QuestionAnswerer(folder, max_seq_length=LENGTH)(**ask) == QuestionAnswerer(good, max_seq_length=LENGTH)(
-        **ask
-    )
+    found, expected = (QuestionAnswerer(model, max_seq_length=LENGTH)(**ask) for model in (folder, good))
+    assert found == expected
 
 
 def test_rank_of_adapters_above_the_layers_size(good, tokenizer) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tables import refused
-from test_card import code_of
+from test_card import last_code_block
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
 
 from hvd_bert.config.command_line import override_argv, parse, to_argv
@@ -31,7 +31,7 @@ def touch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("validation_file", ["A-1=a.json"], [("a.json", "A-1", 1)]),
         ("validation_file", ["x=lr=3.json", "dev.jsonl.gz"], [("lr=3.json", "x", 1), ("dev.jsonl.gz", "dev", 1)]),
     ],
-)  # fmt: skip
+)
 def test_weights_and_names(tmp_path, monkeypatch, flag, values, expected):
     touch(tmp_path, monkeypatch)
     settings = parse([f"--{flag}", *values])
@@ -55,7 +55,7 @@ def test_weights_and_names(tmp_path, monkeypatch, flag, values, expected):
         ("validation_file", ["c:2", "a.json"], ["c:2", "NAME=FILE"]),
         *(("validation_file", [f"{name}=a.json"], [repr(name)]) for name in ("macro", "_mm", "x_HasAns", "ö")),
     ],
-)  # fmt: skip
+)
 def test_refused_files(tmp_path, monkeypatch, flag, values, named):
     touch(tmp_path, monkeypatch)
     with refused(f"--{flag}", *named):
@@ -76,7 +76,7 @@ def test_run_with_several_files(base, tmp_path, make_questions, write_squad, mon
         assert found[f"macro_{name}"] == (found[f"A_{name}"] + found[f"b_{name}"]) / 2
     monkeypatch.chdir(tmp_path)
     card = (tmp_path / "out" / "README.md").read_text()
-    again = parse(shlex.split(code_of(card, "bash").replace("\\\n", ""))[3:]).data
+    again = parse(shlex.split(last_code_block(card, "bash").replace("\\\n", ""))[3:]).data
     assert again.train_file == ("squad.json", "b.json:0.5") and again.validation_file == ("A=squad.json", "b.json")
     assert "Evaluated on `A=squad.json, b.json`: 15 examples." in card and str(tmp_path) not in card
     assert "10 windows, made of the first 9 examples of each file." in card

@@ -12,9 +12,8 @@ from hvd_bert.model.cpu.attention import LEVELS, keep_mask, kept_scale
 MANY = 4_000_000  # so many that 1 / 512, what 8 bits would be wrong by, is 7 standard deviations or more
 
 
-@pytest.mark.parametrize(
-    "p", [0.1, 0.5, 0.9, 0.003, 1 / 512, 0.5 + 1 / 512, 1 - 1 / 512]
-)  # 8 bits do not decide on some
+# 8 bits do not decide on some.
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.003, 1 / 512, 0.5 + 1 / 512, 1 - 1 / 512])
 def test_rate_and_scale(p):
     torch.manual_seed(0)
     dropped = (keep_mask(torch.Size([MANY]), p) == 0).double().mean().item()

@@ -59,7 +59,7 @@ def driver(monkeypatch) -> FakeNvml:
     return fake
 
 
-def world_of(*device_ids: str | None, rank: int = 0, further: Sequence[str] = ()) -> SimpleNamespace:
+def fake_world(*device_ids: str | None, rank: int = 0, further: Sequence[str] = ()) -> SimpleNamespace:
     """A world whose other ranks report a GPU that is 90 % busy. A GPU's UUID is also its name. `further`: of `rank`."""
     rank_infos = tuple(
         RankInfo(number, "a", number, device_id or "cpu", device_id, frozenset({0}))
@@ -94,7 +94,7 @@ def close_samplers(usage: GpuUsage) -> None:
 
 
 def test_usage_of_all_ranks(tmp_path, driver):
-    usage = GpuUsage(world_of("0-a", "0-x", further=["0-b"]), tmp_path)  # type: ignore[arg-type]
+    usage = GpuUsage(fake_world("0-a", "0-x", further=["0-b"]), tmp_path)  # type: ignore[arg-type]
     close_samplers(usage)
     own = sample(40.0, 3.0, 250.5)
     assert usage.read(7) == own
@@ -112,9 +112,9 @@ def test_usage_of_all_ranks(tmp_path, driver):
 @pytest.mark.parametrize(
     ("world", "read", "started", "said"),
     [
-        (world_of("0-x", "0-a", rank=1), {"gpu_util_percent": 90.0}, 1, ""),  # rank 0's figures
-        (world_of(None, None), {}, 0, ""),
-        (world_of("0-c"), {}, 1, "GPU 0-c: Not Found"),
+        (fake_world("0-x", "0-a", rank=1), {"gpu_util_percent": 90.0}, 1, ""),  # rank 0's figures
+        (fake_world(None, None), {}, 0, ""),
+        (fake_world("0-c"), {}, 1, "GPU 0-c: Not Found"),
     ],
 )
 def test_rank_without_samples_of_its_own(tmp_path, driver, caplog, world, read, started, said):

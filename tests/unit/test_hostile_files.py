@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)  # a reader that blocks must fail its test
 
 # --- a run's files: the rest of the run is shown, and the run is left out of comparisons --------------
 
-OF_A_RUN = {
+RUN_FILES = {
     "metrics.jsonl": True,  # whether a comparison needs it
     "train_results.json": True,
     "eval_results.json": False,
@@ -45,14 +45,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", hostile.ALL)
-@pytest.mark.parametrize("name", OF_A_RUN)
+@pytest.mark.parametrize("name", RUN_FILES)
 def test_a_run_is_shown_and_left_out(run: Path, name: str, what: str) -> None:
     with hostile.in_place_of(run / name, what):
         shown = record.read(run)
         assert "\x1b" not in run_page.page_of(shown).as_markdown() + "\n".join(run_page.summary(shown))
         if what in hostile.NO_FILES and name not in UNNAMED:
             assert [problem for problem in shown.problems if Path(name).name in problem]
-        if OF_A_RUN[name]:
+        if RUN_FILES[name]:
             with pytest.raises(reading.Unusable, match=name) as raised:
                 reading.read(run)
             hostile.check_message(str(raised.value).encode("ascii", "replace").decode())

@@ -15,14 +15,6 @@ PIXELS = {"train": MADE.integers(0, 256, (7, 5, 4), dtype=np.uint8), "t10k": MAD
 LABELS = {"train": np.array([0, 1, 2, 0, 1, 2, 0], np.uint8), "t10k": np.array([2, 0, 9], np.uint8)}
 
 
-def check(train, test) -> None:
-    for part, images in (("train", train), ("t10k", test)):
-        assert images.pixels.dtype == torch.float32
-        np.testing.assert_array_equal((images.pixels.numpy() * 255).round(), PIXELS[part])
-        assert images.labels.tolist() == LABELS[part].tolist()
-        assert images.classes == 10
-
-
 def test_digits_are_each_in_one_part_and_the_same_every_time():
     train, test = load_images(None)
     assert (len(train), len(test), train.classes) == (1437, 360, 10)
@@ -43,4 +35,8 @@ def test_data_set_of_the_hub(no_network, write_hub_cache):  # noqa: F811
     }
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
     write_hub_cache(no_network, splits, "ylecun/mnist", "mnist", features)
-    check(*load_images("mnist"))
+    for part, images in zip(("train", "t10k"), load_images("mnist"), strict=True):
+        assert images.pixels.dtype == torch.float32
+        np.testing.assert_array_equal((images.pixels.numpy() * 255).round(), PIXELS[part])
+        assert images.labels.tolist() == LABELS[part].tolist()
+        assert images.classes == 10

@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 import grimp
-import pytest
 
 import hvd_bert
 
@@ -22,7 +21,7 @@ HOROVOD_AT_HOME = ("distributed.", "strategies.horovod", "tools.doctor.collectiv
 LAUNCHER_VARIABLE = re.compile(r"(HOROVOD|OMPI|PMI|PMIX|MV2|SLURM)_[A-Z0-9_]+")
 
 
-def path_of(module: str) -> Path:
+def module_path(module: str) -> Path:
     return PACKAGE / (module.replace(".", "/") + ".py")
 
 
@@ -31,7 +30,7 @@ MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")).replace("/", "."
 
 @cache
 def tree(module: str) -> ast.Module:
-    return ast.parse(path_of(module).read_text(encoding="utf-8"))
+    return ast.parse(module_path(module).read_text(encoding="utf-8"))
 
 
 def imported_names(node: ast.AST) -> Iterator[str]:
@@ -55,30 +54,30 @@ def brings(nodes: Iterator[ast.AST], *packages: str) -> bool:
     return any(name.split(".")[0] in packages for node in nodes for name in imported_names(node))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_horovod_is_imported_at_home_only(module):
-    assert not brings(at_import(tree(module)), "horovod", "mpi4py"), "importing must not start anything"
-    if not module.startswith(HOROVOD_AT_HOME):
-        assert not brings(ast.walk(tree(module)), "horovod", "mpi4py")
+def test_horovod_is_imported_at_home_only():
+    libraries = ("horovod", "mpi4py")
+    assert not [module for module in MODULES if brings(at_import(tree(module)), *libraries)], "importing starts nothing"
+    others = [module for module in MODULES if not module.startswith(HOROVOD_AT_HOME)]
+    assert not [module for module in others if brings(ast.walk(tree(module)), *libraries)]
 
 
 # DeepSpeed reads some of them itself, and must be told otherwise. A sweep starts srun within a job's allocation.
 READERS = ("distributed.", "strategies.deepspeed", "tools.bench.launching")
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith(READERS)])
-def test_launcher_variables_are_read_at_home_only(module):
-    texts = [node.value for node in ast.walk(tree(module)) if isinstance(node, ast.Constant)]
-    assert [text for text in texts if isinstance(text, str) and LAUNCHER_VARIABLE.fullmatch(text)] == []
+def test_launcher_variables_are_read_at_home_only():
+    nodes = [node for module in MODULES if not module.startswith(READERS) for node in ast.walk(tree(module))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert [text for text in texts if LAUNCHER_VARIABLE.fullmatch(text)] == []
 
 
-@pytest.mark.parametrize("folder", ["benchmarks", "examples", "hvd_bert", "scripts"])
-def test_only_tests_import_from_tests(folder):
+def test_only_tests_import_from_tests():
     helpers = {"tests", *(path.stem for path in (PACKAGE.parent / "tests").rglob("*.py"))}
-    texts = {path: path.read_text(encoding="utf-8") for path in (PACKAGE.parent / folder).rglob("*.py")}
-    assert texts
-    assert [path for path, text in texts.items() if brings(ast.walk(ast.parse(text)), *helpers)] == []
-    assert [path for path, text in texts.items() if "sys.path" in text] == []
+    for folder in ("benchmarks", "examples", "hvd_bert", "scripts"):
+        texts = {path: path.read_text(encoding="utf-8") for path in (PACKAGE.parent / folder).rglob("*.py")}
+        assert texts
+        assert [path for path, text in texts.items() if brings(ast.walk(ast.parse(text)), *helpers)] == []
+        assert [path for path, text in texts.items() if "sys.path" in text] == []
 
 
 def test_the_layout_is_as_small_as_it_was_drawn() -> None:

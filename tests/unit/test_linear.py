@@ -34,9 +34,8 @@ def library(request, monkeypatch):
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("shape, bias", [((1, 37, 24), True), ((37, 24), False), ((1, 1, 24), True)])
-@pytest.mark.parametrize(
-    "size_out", [7, 24, 40]
-)  # with more rows than columns, the weight's gradient is computed transposed
+# With more rows than columns, the weight's gradient is computed transposed.
+@pytest.mark.parametrize("size_out", [7, 24, 40])
 def test_result_and_gradients(shape, size_out, bias, monkeypatch):
     used = []
     product = linear.product

@@ -23,7 +23,7 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def world_of(size: int) -> SimpleNamespace:
+def equal_ranks(size: int) -> SimpleNamespace:
     """Ranks that are all equal to this one."""
     same = lambda table: table[:1].expand_as(table)  # noqa: E731
     waits: list[list[str]] = []
@@ -38,14 +38,14 @@ def batch(num_windows: int, num_tokens: int) -> SimpleNamespace:
     return SimpleNamespace(num_windows=num_windows, num_tokens=num_tokens, num_positions=2 * num_tokens)
 
 
-def work_of(row: dict[str, float]) -> dict[str, float]:
+def without_phases(row: dict[str, float]) -> dict[str, float]:
     """The row without its phases."""
     return {key: value for key, value in row.items() if not key.startswith(tuple(PHASES))}
 
 
 @pytest.mark.parametrize("size, passes", [(1, 2), (4, 1)])
 def test_meter(clock, size, passes):
-    meter = Meter(world_of(size))
+    meter = Meter(equal_ranks(size))
     losses = [5.0, 4.0, 3.0, 2.0, 1.0]
 
     def steps(values):
@@ -57,13 +57,13 @@ def test_meter(clock, size, passes):
 
     steps(losses[:3])
     work = passes * size
-    assert work_of(meter.read(3)) == pytest.approx(
+    assert without_phases(meter.read(3)) == pytest.approx(
         {"loss": 4.0, "windows_per_s": 8 * work, "tokens_per_s": 200 * work, "padding_share": 0.5, "step_s": 0.5}
     )
     with meter.paused():
         clock.now += 1000.0  # an evaluation
     steps(losses[3:])
-    assert work_of(meter.read(5)) == pytest.approx(
+    assert without_phases(meter.read(5)) == pytest.approx(
         {"loss": 1.5, "windows_per_s": 8 * work, "tokens_per_s": 200 * work, "padding_share": 0.5, "step_s": 0.5}
     )
     assert meter.results() == pytest.approx(
@@ -80,7 +80,7 @@ def test_meter(clock, size, passes):
 
 
 def test_waits_for_the_device_are_watched_but_for_the_first_step():
-    world = world_of(2)
+    world = equal_ranks(2)
     meter = Meter(world)
     for step in range(3):
         meter.add(torch.ones(()), batch(1, 1))
@@ -92,7 +92,7 @@ def test_waits_for_the_device_are_watched_but_for_the_first_step():
 
 def test_phases_leave_no_gaps(clock):
     """A step like the loop's: two passes, a backward pass that waits for other ranks, and a checkpoint."""
-    meter = Meter(world_of(1))
+    meter = Meter(equal_ranks(1))
 
     def waited_for():
         for item in "ab":
@@ -130,7 +130,7 @@ def test_phases_leave_no_gaps(clock):
 
 def test_the_other_ranks_have_times_of_their_own(clock):
     """Rank 1 waits half as long for data, and as long for rank 0."""
-    world = world_of(2)
+    world = equal_ranks(2)
     world.sum = lambda table: torch.stack([table[0], table[0] + torch.tensor([0.0] * 4 + [-1, 0, 1, 0, 0, 0])])
     meter = Meter(world)
     meter.add(torch.tensor(1.0), batch(1, 1))
@@ -176,7 +176,7 @@ def test_laps_on_a_gpu_are_by_its_own_clock(monkeypatch):
 
 
 def test_communication_that_cannot_be_told_is_part_of_computing(clock):
-    meter = Meter(world_of(1), separates_comm=False)
+    meter = Meter(equal_ranks(1), separates_comm=False)
     meter.add(torch.tensor(1.0), batch(1, 1))
     for phase in ("compute", "exposed_comm", "optimizer"):
         clock.now += 1.0
