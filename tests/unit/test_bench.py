@@ -6,7 +6,6 @@ import json
 
 import numpy as np
 import pytest
-from tables import each
 from test_world import make_world
 
 from hvd_bert.errors import UserError
@@ -63,7 +62,7 @@ def test_memory_needed_includes_the_activations(tiny):
     assert 6 * TINY["hidden_size"] < kept < 60 * TINY["hidden_size"] + 4 * 384  # attention saves a row of probabilities
 
 
-@each(
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         (["--steps", "1"], "--steps 1"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import each
 
 from hvd_bert.data.sources.questions import Question
 from hvd_bert.tools.evaluate import slices
@@ -20,7 +20,7 @@ def listed(groups: Groups) -> dict[str, list[int]]:
     return {name: members.tolist() for name, members in groups.items()}
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "word"),
     [
         ("What is it?", "what"),

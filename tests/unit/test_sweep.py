@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from made_runs import PretendedRuns, make_run
-from tables import each, refused
+from tables import refused
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed import slurm
@@ -20,7 +20,7 @@ from hvd_bert.storage import writing
 from hvd_bert.tools.bench import launching, one_run, sweep
 from hvd_bert.tools.bench.launching import Allocation, Launching, Machine, find_allocation
 from hvd_bert.tools.bench.one_run import Stopped
-from hvd_bert.tools.bench.points import Plan, Point, check_flags
+from hvd_bert.tools.bench.points import Point, SweepPlan, check_flags
 
 TWO_CORES = Machine(cores=2, gpus=0, allocation=None)
 FOUR_GPUS = Machine(cores=64, gpus=4, allocation=None)
@@ -29,12 +29,12 @@ DEFAULT = parse([]).as_flat()
 
 def plan_of(
     *flags: str, strategies: str = "none,horovod,ddp", ranks: tuple[int, ...] = (1, 2, 4), **more: object
-) -> Plan:
+) -> SweepPlan:
     settings = {"scaling": "strong", "repeats": 3, "steps": 10, "global_batch": 16, "threads": 1} | more
-    return Plan(tuple(strategies.split(",")), ranks, flags=flags, **settings)  # type: ignore[arg-type]
+    return SweepPlan(tuple(strategies.split(",")), ranks, flags=flags, **settings)  # type: ignore[arg-type]
 
 
-def points_of(plan: Plan) -> list[Point]:
+def points_of(plan: SweepPlan) -> list[Point]:
     return plan.points(check_flags(plan)[0])
 
 
@@ -89,7 +89,7 @@ def test_dp_and_the_baseline_are_one_process() -> None:
     assert seen["CUDA_VISIBLE_DEVICES"] == "3,1"
 
 
-@each(
+@pytest.mark.parametrize(
     ("plan", "named"),
     [
         (plan_of(global_batch=18), ["--global_batch 18", "4 ranks", "a multiple of 4"]),
@@ -103,7 +103,7 @@ def test_dp_and_the_baseline_are_one_process() -> None:
         (plan_of("--num_groups=-1"), ["--num_groups -1"]),  # although strategy none ignores it
     ],
 )
-def test_invalid_plan(plan: Plan, named: list[str]) -> None:
+def test_invalid_plan(plan: SweepPlan, named: list[str]) -> None:
     with refused(*named):
         points_of(plan)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_bert.config.parser import MAX_SECONDS, Limits
+from hvd_bert.config.parser import MAX_SECONDS, Limits, Parser, add_number
 from hvd_bert.distributed.horovodrun import slots_of, without_cache
 from hvd_bert.distributed.launch import number
 from hvd_bert.distributed.slurm import requested
@@ -221,29 +221,30 @@ class Launching:
         return f"{maximum} ranks{each} share {machine.cores} cores: expect no speed-up beyond the number of cores."
 
 
-def add_flags(parser: argparse.ArgumentParser, out: str) -> None:
+def add_flags(parser: Parser, out: str) -> None:
     """Add the flags for the folder of all runs, the launcher, and the time per run."""
+    folder = "Folder for all runs; the same folder resumes. (default: %(default)s)"
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path(out), help=folder)
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, default=Path(out),
-        help="Folder for all runs; the same folder resumes. (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--launcher", choices=LAUNCHERS, default="auto",
+        "--launcher",
+        choices=LAUNCHERS,
+        default="auto",
         help="Program that starts the ranks; auto: horovodrun with -H, srun in a Slurm job, else horovodrun for horovod"
         " and torchrun for other strategies. (default: %(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "-H", metavar="HOST:SLOTS,...", help="Hosts for horovodrun or mpirun. (default: this host, or the Slurm job's)"
     )
     parser.add_argument(
-        "--launcher_flag", metavar="WORD", action="append", default=[],
+        "--launcher_flag",
+        metavar="WORD",
+        action="append",
+        default=[],
         help="Additional argument for the launcher; may be repeated: --launcher_flag=--network-interfaces"
         " --launcher_flag=ib0. (default: none)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--timeout", metavar="S", type=float, default=3600.0, limits=Limits(minimum=1, maximum=MAX_SECONDS),
-        help="Maximum seconds per run; a longer run is terminated. (default: %(default)g)",
-    )  # fmt: skip
+    )
+    limit = "Maximum seconds per run; a longer run is terminated. (default: %(default)g)"
+    add_number(parser, "--timeout", 3600.0, limit, Limits(minimum=1, maximum=MAX_SECONDS), metavar="S")
 
 
 def chosen(flags: argparse.Namespace, machine: Machine) -> Launching:

@@ -79,7 +79,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """What a sweep varies, and what it keeps fixed. `flags`: the trainer's, as given by the user.
 
     `epochs` replaces `steps`, and `seeds` replaces `repeats`: one run per seed.
@@ -201,7 +201,7 @@ class Divided:
     from_file: dict[str, Any]
 
 
-def _check_owned(plan: Plan) -> None:
+def _check_owned(plan: SweepPlan) -> None:
     """Raise UserError if a strategy's own flag has a wrong value, or that strategy is not swept."""
     for owner, flags in plan.divided.owned.items():
         command_line.parse([*flags, f"--strategy={owner}"])
@@ -213,7 +213,7 @@ def _check_owned(plan: Plan) -> None:
             raise UserError(f"{error} Add {owner} to --strategies, or remove the flag.") from None
 
 
-def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
+def check_flags(plan: SweepPlan) -> tuple[Config, dict[str, str]]:
     """Return the settings that all points share, and the strategies that refuse them, with the reason.
 
     Raises UserError if no strategy accepts them: for unknown flags, missing files, and flags of strategies that are not

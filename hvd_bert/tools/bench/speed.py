@@ -109,7 +109,7 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
     peak = _matmul_peak(task, tokens, device, args.precision)
     start = Start(config, task)
     with tempfile.TemporaryDirectory() as folder:  # GPU usage is recorded there
-        Training(start.in_folder(Path(folder)), prepare(start, world), None, recorder, world).run()
+        Training(start.in_folder(Path(folder)), prepare(start, world), None, recorder.logger(), world).run()
     used = memory_peak(device) - before
     timed = range(flags.steps, args.max_steps)
     needed = measure.memory_needed(task, world, timed, args.precision)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from hvd_bert.config.parser import LARGEST, MAX_RUNS, Limits, Parser, shortened
+from hvd_bert.config.parser import LARGEST, MAX_RUNS, Limits, Parser, add_number, shortened
 from hvd_bert.distributed import slurm
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
@@ -33,7 +33,7 @@ from hvd_bert.tools.bench import launching as launches
 from hvd_bert.tools.bench import points as planning
 from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.bench.one_run import LOG, MODEL, Stopped, Watch, exit_status, train
-from hvd_bert.tools.bench.points import Plan, Point
+from hvd_bert.tools.bench.points import Point, SweepPlan
 from hvd_bert.tools.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Result, SweepRecord, opened
 from hvd_bert.tools.rendering import seconds
 from hvd_bert.tools.report import files
@@ -59,7 +59,7 @@ def _sweep(argv: Sequence[str], check: Watch) -> int:
     keep_running()
     launching = launches.chosen(flags, Machine.here(os.environ))
     threads = launching.threads(os.environ)
-    plan = Plan(
+    plan = SweepPlan(
         planning.check_strategies(flags.strategies),
         tuple(sorted(set(flags.ranks))),
         *(flags.scaling, flags.repeats, flags.steps, flags.global_batch, threads, tuple(rest)),
@@ -79,47 +79,40 @@ def make_parser() -> Parser:
         " layers with new weights."
     )
     parser.add_argument(
-        "--strategies", metavar="NAME,...", type=lambda text: text.split(","), default=["none", "horovod"],
+        "--strategies",
+        metavar="NAME,...",
+        type=lambda text: text.split(","),
+        default=["none", "horovod"],
         help="Strategies to compare. (default: none,horovod)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ranks", metavar="N,...", type=_numbers, default=[1, 2], help="Numbers of ranks. (default: 1,2)"
     )
+    ranks = "Numbers of ranks. (default: 1,2)"
+    parser.add_argument("--ranks", metavar="N,...", type=_numbers, default=[1, 2], help=ranks)
     number = parser.add_mutually_exclusive_group()
+    add_number(number, "--repeats", 3, "Runs per point.", Limits(minimum=1, maximum=MAX_RUNS))
     number.add_argument(
-        "--repeats", metavar="N", type=int, default=3, limits=Limits(minimum=1, maximum=MAX_RUNS),
-        help="Runs per point. (default: %(default)s)",
-    )  # fmt: skip
-    number.add_argument(
-        "--seeds", metavar="N,...", type=lambda text: _numbers(text, 0, "seeds"), default=[],
+        "--seeds",
+        metavar="N,...",
+        type=lambda text: _numbers(text, 0, "seeds"),
+        default=[],
         help="In place of --repeats: one run per point and seed. (default: none)",
-    )  # fmt: skip
+    )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument(
-        "--steps", metavar="N", type=int, default=30, limits=Limits(minimum=2),
-        help="Optimizer steps per run; the first is warm-up. (default: %(default)s)",
-    )  # fmt: skip
-    length.add_argument(
-        "--epochs", metavar="X", type=float, limits=Limits(above=0, maximum=1e9),
-        help="In place of --steps: passes over the training windows per run. (default: none)",
-    )  # fmt: skip
+    add_number(length, "--steps", 30, "Optimizer steps per run; the first is warm-up.", Limits(minimum=2))
+    epochs = "In place of --steps: passes over the training windows per run. (default: none)"
+    add_number(length, "--epochs", None, epochs, Limits(above=0, maximum=1e9), metavar="X")
     parser.add_argument(
-        "--scaling", choices=sorted(planning.SCALINGS), default="strong",
+        "--scaling",
+        choices=sorted(planning.SCALINGS),
+        default="strong",
         help="strong: the same --global_batch on all ranks; weak: the same --per_device_train_batch_size per rank."
         " (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--global_batch", metavar="N", type=int, default=16, limits=Limits(minimum=1),
-        help="Windows per step, for strong scaling. (default: %(default)s)",
-    )  # fmt: skip
-    launches.add_flags(parser, "runs/sweep")
-    parser.add_argument(
-        "--requeue", choices=("auto", "no"), default="auto",
-        help="After a stop by a signal, requeue the Slurm job, as in training. (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--report", metavar="DIR", type=Path, help="Also write the report to this folder. (default: none)"
     )
+    add_number(parser, "--global_batch", 16, "Windows per step, for strong scaling.", Limits(minimum=1))
+    launches.add_flags(parser, "runs/sweep")
+    requeue = "After a stop by a signal, requeue the Slurm job, as in training. (default: %(default)s)"
+    parser.add_argument("--requeue", choices=("auto", "no"), default="auto", help=requeue)
+    report = "Also write the report to this folder. (default: none)"
+    parser.add_argument("--report", metavar="DIR", type=Path, help=report)
     parser.add_argument("--overwrite", action="store_true", help="Replace a report in --report DIR. (default: False)")
     return parser
 
@@ -135,7 +128,7 @@ class Sweep:
     """A plan, its launcher and folder, and its progress."""
 
     def __init__(
-        self, plan: Plan, launching: Launching, flags: argparse.Namespace, argv: Sequence[str], check: Watch
+        self, plan: SweepPlan, launching: Launching, flags: argparse.Namespace, argv: Sequence[str], check: Watch
     ) -> None:
         """Check everything before the first run starts. Raises UserError."""
         self.plan, self.launching, self.flags, self.out, self.check = plan, launching, flags, flags.out, check

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from optuna import Study, Trial, TrialPruned
+from optuna.trial import FrozenTrial
 
 from hvd_bert.config.command_line import override_argv
 from hvd_bert.distributed.interfaces import SETTING
@@ -140,7 +141,7 @@ class Speed:
         except TrialFailed as error:
             return result, f"Keep the defaults: a run with {words} failed: {error}"
         noise = max(MIN_NOISE, *(max(ratio, 1 / ratio) - 1 for ratio in same))
-        middle, low, high = (self.shown(of(ratios)) for of in (statistics.median, min, max))
+        middle, low, high = (self.format(of(ratios)) for of in (statistics.median, min, max))
         gain = f"{middle} ({low} to {high}, {len(ratios)} pairs)"
         result |= {"ratios": ratios, "noise": noise}
         if not (all(ratio > 1 for ratio in ratios) and statistics.median(ratios) - 1 > noise):
@@ -161,7 +162,8 @@ class Speed:
             study.set_user_attr(name, self.runs.pair(setting, len(done) + 1))
         return float(study.user_attrs[name])
 
-    def shown(self, value: float) -> str:
+    @staticmethod
+    def format(value: float) -> str:
         """The value as a gain."""
         return percent(value - 1, "+")
 
@@ -173,7 +175,6 @@ class Score:
     """
 
     runs_at_end = 0
-    folder = "trial-{:03}"  # with the trial's number
 
     def __init__(self, runs: Runs, epochs: float) -> None:
         """`epochs`: of a training for which they are not searched. Raises UserError if runs are not evaluated."""
@@ -188,7 +189,7 @@ class Score:
 
     def __call__(self, trial: Trial, setting: Setting) -> float:
         """Run a trial. Raises TrialFailed and TrialPruned."""
-        folder = self.runs.out / self.folder.format(trial.number)
+        folder = self._folder(trial)
         epochs = float(trial.params.get("num_train_epochs", self.epochs))
         reported: set[int] = set()
 
@@ -210,9 +211,8 @@ class Score:
         if value is None:
             raise TrialFailed(reason(trained, folder))
         with suppress(ValueError):  # no trial is complete
-            best = self.runs.out / self.folder.format(trial.study.best_trial.number)
             is_best = self._is_better(value, trial.study.best_value)
-            delete((best if is_best else folder) / MODEL)  # weights are large
+            delete((self._folder(trial.study.best_trial) if is_best else folder) / MODEL)  # weights are large
         return value
 
     def answer(self, study: Study, best: Setting) -> tuple[dict[str, Any], str]:
@@ -220,12 +220,14 @@ class Score:
         before = self.baseline[0]
         result: dict[str, Any] = {"set": [], "metric": self.name, "without_tuning": before}
         if not best or not self._is_better(study.best_value, before):
-            return result, f"Keep your settings: no other has a better {self.name} than {self.shown(before)}."
-        folder = self.runs.out / self.folder.format(study.best_trial.number)
+            return result, f"Keep your settings: no other has a better {self.name} than {self.format(before)}."
         return result | {"set": list(best), "value": study.best_value}, (
-            f"Set this: {self.name} is {self.shown(study.best_value)}, without tuning {self.shown(before)}. Compare the"
-            f" two with other seeds, too.\n{to_set(best)}The model is in {folder}."
+            f"Set this: {self.name} is {self.format(study.best_value)}, without tuning {self.format(before)}. Compare"
+            f" the two with other seeds, too.\n{to_set(best)}The model is in {self._folder(study.best_trial)}."
         )
+
+    def _folder(self, trial: Trial | FrozenTrial) -> Path:
+        return self.runs.out / f"trial-{trial.number:03}"
 
     def _is_better(self, value: float, other: float) -> bool:
         return value < other if self.direction == "minimize" else value > other
@@ -237,7 +239,8 @@ class Score:
         kept = np.isfinite(scores) & (found["epoch"] < epochs) & (found["epoch"] % 1 == 0)
         return {int(epoch): float(score) for epoch, score in zip(found["epoch"][kept], scores[kept], strict=True)}
 
-    def shown(self, value: float) -> str:
+    @staticmethod
+    def format(value: float) -> str:
         """The value for a table."""
         return f"{value:.4g}"
 
