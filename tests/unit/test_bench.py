@@ -13,9 +13,8 @@ from hvd_bert.tools.bench import measure
 from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.speed import SQUAD_DECILES, lengths_like_squad, random_task
 
-TINY = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 1100,
-}  # fmt: skip
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY |= {"intermediate_size": 48, "vocab_size": 1100}
 
 
 @pytest.fixture

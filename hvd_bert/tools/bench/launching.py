@@ -22,6 +22,7 @@ from hvd_bert.distributed.slurm import requested
 from hvd_bert.errors import UserError
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.tools.bench.points import ONE_PROCESS, Point
+from hvd_bert.tools.rendering import counted
 from hvd_bert.version import __version__
 
 LAUNCHERS = ("auto", "horovodrun", "mpirun", "srun", "torchrun", "none")
@@ -162,10 +163,12 @@ class Launching:
 
     def environment(self, point: Point, environ: Mapping[str, str]) -> dict[str, str]:
         """The environment for a point's training. Under dp it makes only the point's number of GPUs visible."""
-        if point.strategy != "dp":
-            return dict(environ)
-        visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.machine.gpus))))
-        return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[: point.ranks])}
+        threads = self.threads(environ)
+        made = dict(environ) if threads is None else {**environ, "OMP_NUM_THREADS": str(threads)}
+        if point.strategy == "dp":
+            visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.machine.gpus))))
+            made["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: point.ranks])
+        return made
 
     def threads(self, environ: Mapping[str, str]) -> int | None:
         """Threads per rank on CPUs: OMP_NUM_THREADS, else 1. None with GPUs, where the trainer chooses.
@@ -195,7 +198,7 @@ class Launching:
             slots = sum(slots_of(self.hosts).values())
             return f"{point.ranks} ranks, but -H {self.hosts} has {slots} slots" if slots < point.ranks else ""
         if gpus and point.ranks > gpus:
-            return f"{point.ranks} ranks, but {gpus} GPU{'s' * (gpus > 1)}: each rank needs its own"
+            return f"{point.ranks} ranks, but {counted(gpus, 'GPU')}: each rank needs its own"
         if point.ranks > RANKS_PER_CORE * self.machine.cores:
             return f"{point.ranks} ranks, but {self.machine.cores} cores: use at most {RANKS_PER_CORE} per core"
         return ""
@@ -209,16 +212,14 @@ class Launching:
             return f"{per_node} ranks per node, but {gpus} GPUs: raise --gres or lower --ntasks-per-node of sbatch"
         return ""
 
-    def warning(self, points: Sequence[Point], threads: int) -> str:
-        """A warning that the figures will be misleading; "" if they will not."""
-        machine = self.machine
-        if machine.gpus or machine.allocation or self.hosts:
-            return ""
-        maximum = max(point.processes for point in points)
-        if maximum * threads <= machine.cores:
-            return ""
-        each = f" of {threads} threads" if threads > 1 else ""
-        return f"{maximum} ranks{each} share {machine.cores} cores: expect no speed-up beyond the number of cores."
+    def warn_of_shared_cores(self, points: Sequence[Point], threads: int) -> None:
+        """Warn if the figures will be misleading. `threads`: per rank."""
+        machine, maximum = self.machine, max((point.processes for point in points), default=0)
+        if machine.gpus or machine.allocation or self.hosts or maximum * threads <= machine.cores:
+            return
+        ranks = f"{maximum} ranks of {threads} threads" if threads > 1 else f"{maximum} ranks"
+        effect = f"{ranks} share {machine.cores} cores: expect no speed-up beyond the number of cores."
+        print(f"warning: {effect}", file=sys.stderr)
 
 
 def add_flags(parser: Parser, out: str) -> None:

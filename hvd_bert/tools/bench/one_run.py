@@ -157,10 +157,14 @@ def start_and_wait(
         process = None  # after a signal during the start, too
         try:
             process = subprocess.Popen(
-                command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,  # only this process gets a Ctrl-C; it terminates the ranks
                 preexec_fn=lambda: os.write(guard_fd, b"%d\n" % os.getpid()),  # before the command starts
-            )  # fmt: skip
+            )
             end = time.monotonic() + timeout
             while (left := end - time.monotonic()) > 0:
                 watch()

@@ -14,6 +14,7 @@ from hvd_bert.config import command_line
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS, STRATEGIES, Config
 from hvd_bert.errors import UserError
+from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.report.comparability import STRONG, WEAK
 
 SCALINGS = {STRONG: (STRONG,), WEAK: (WEAK,), "both": (STRONG, WEAK)}
@@ -25,11 +26,13 @@ DATA_FLAGS = {"config", "task", "dataset_name", "train_file"}
 OWNERS = {name: flag.owner for name, flag in FLAGS.items() if flag.owner}
 # Only steps are timed and, without dropout, all strategies have the same losses. The user's flags override these.
 DEFAULTS = (
-    *("--dropout=0", "--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5"),
+    "--dropout=0",
+    "--save_steps=0",
+    "--no_do_eval",
+    "--eval_strategy=no",
+    "--logging_steps=5",
     "--lr_scaling=none",  # the same learning rate for any number of ranks, so that losses can be compared
 )
-
-
 DISTORTS_TIMES = "recording would distort the measured times"
 # Flags that a sweep sets for each run -> what to do instead.
 SET_BY_SWEEP = {
@@ -75,7 +78,7 @@ class Point:
     def __str__(self) -> str:
         unit = "GPU" if self.strategy == "dp" else "rank"
         repeat = f"{'seed' if self.by_seed else 'repeat'} {self.repeat}"
-        return f"{self.strategy}, {self.ranks} {unit}{'s' * (self.ranks > 1)}, {self.scaling}, {repeat}"
+        return f"{self.strategy}, {counted(self.ranks, unit)}, {self.scaling}, {repeat}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class SweepPlan:
     @property
     def length(self) -> str:
         """The length of a run in words."""
-        return f"{self.steps} steps" if self.epochs is None else f"{self.epochs:g} epoch{'s' * (self.epochs != 1)}"
+        return f"{self.steps} steps" if self.epochs is None else counted(self.epochs, "epoch")
 
     def points(self, config: Config) -> list[Point]:
         """All points in the order in which they run. `config`: the parsed flags.

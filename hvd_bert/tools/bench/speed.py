@@ -124,14 +124,17 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
         lengths = (plan.lengths[plan.step_windows(step)] for step in steps)
         sections.append(measure.section_figures(row, lengths, flops, whole_peak))
     return {
-        "figures": measure.spread(sections), "sections": sections, "loss": rows[-1]["loss"],
+        "figures": measure.spread(sections),
+        "sections": sections,
+        "loss": rows[-1]["loss"],
         "matmul_peak_gflops": whole_peak / 1e9,
         "padding_share": measure.padding_share(rows),
         "imbalance": fmean(plan.imbalance(step) for step in timed),
         "memory_bytes": [rank["memory"] for rank in ranks],
         "memory_over_needed": max(rank["memory"] / rank["needed"] for rank in ranks),
-        "windows": plan.num_windows, "global_batch": plan.global_batch,
-    }  # fmt: skip
+        "windows": plan.num_windows,
+        "global_batch": plan.global_batch,
+    }
 
 
 def _matmul_peak(task: Task, tokens: int, device: torch.device, precision: str) -> float:

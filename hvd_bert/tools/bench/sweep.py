@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -35,7 +34,7 @@ from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.bench.one_run import LOG, MODEL, Stopped, Watch, exit_status, train
 from hvd_bert.tools.bench.points import Point, SweepPlan
 from hvd_bert.tools.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Result, SweepRecord, opened
-from hvd_bert.tools.rendering import seconds
+from hvd_bert.tools.rendering import counted, seconds
 from hvd_bert.tools.report import files
 from hvd_bert.tools.report.comparability import STRONG
 from hvd_bert.tools.runs import reading
@@ -58,11 +57,15 @@ def _sweep(argv: Sequence[str], check: Watch) -> int:
             files.check(flags.report, flags.overwrite)
     keep_running()
     launching = launches.chosen(flags, Machine.here(os.environ))
-    threads = launching.threads(os.environ)
     plan = SweepPlan(
-        planning.check_strategies(flags.strategies),
-        tuple(sorted(set(flags.ranks))),
-        *(flags.scaling, flags.repeats, flags.steps, flags.global_batch, threads, tuple(rest)),
+        strategies=planning.check_strategies(flags.strategies),
+        ranks=tuple(sorted(set(flags.ranks))),
+        scaling=flags.scaling,
+        repeats=flags.repeats,
+        steps=flags.steps,
+        global_batch=flags.global_batch,
+        threads=launching.threads(os.environ),
+        flags=tuple(rest),
         epochs=flags.epochs,
         seeds=tuple(dict.fromkeys(flags.seeds)),
     )
@@ -206,7 +209,7 @@ class Sweep:
         plan, record = self.plan, self.record
         waiting = record.of_state(WAITING)
         counts = ", ".join(f"{len(record.of_state(state))} {state}" for state in STATES if record.of_state(state))
-        print(f"{len(self.points)} run{'s' * (len(self.points) > 1)} of {plan.length} in {self.out}: {counts}")
+        print(f"{counted(len(self.points), 'run')} of {plan.length} in {self.out}: {counts}")
         if not planning.names_data(plan.flags):
             print(
                 f"No --train_file, --dataset_name or --config given: training the preset `{planning.PRESET}` (the"
@@ -216,9 +219,7 @@ class Sweep:
         for strategy, flags in plan.divided.owned.items():
             if strategy in plan.strategies:
                 print(f"  for {strategy} only: {shlex.join(flags)}")
-        warning = self.launching.warning(list(waiting), self.config.parallel.num_threads or 1) if waiting else ""
-        if warning:
-            print(f"warning: {warning}", file=sys.stderr)
+        self.launching.warn_of_shared_cores(list(waiting), self.config.parallel.num_threads or 1)
         self._print_reasons(SKIPPED)
 
     def _run_all(self) -> None:
@@ -245,8 +246,6 @@ class Sweep:
         folder = self.out / point.name
         flags = self.plan.trainer_flags(point, self.config.train.gradient_accumulation_steps, folder)
         environ = self.launching.environment(point, os.environ)
-        if self.plan.threads is not None:
-            environ["OMP_NUM_THREADS"] = str(self.plan.threads)
         exported = [name for name in EXPORTED if name in environ]
         result.command = self.launching.command(point, flags, exported)
         trained = train(result.command, environ, folder, self.flags.timeout, self.check)

@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 
     start_command()
 
+import argparse
 import importlib.util
 import os
 import sys
@@ -38,7 +39,8 @@ from hvd_bert.tools.report.comparability import WEAK
 
 FILE = "tune.json"
 STEPS, PAIRS, MINUTES = 50, 6, 60
-REFUSED = ("HOROVOD_AUTOTUNE=", "HOROVOD_TIMELINE=")
+NO_DATA = f"no data are named, so the preset `{PRESET}` is trained. Tune with your own model, data and batch."
+REFUSED = ("HOROVOD_AUTOTUNE", "HOROVOD_TIMELINE")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -89,35 +91,21 @@ def make_parser() -> Parser:
 def _tune(argv: Sequence[str], check: Watch) -> int:
     flags, rest = make_parser().parse_known_args(argv)
     keep_running()
-    if importlib.util.find_spec("optuna") is None:
-        raise UserError("optuna is not installed. Run `pip install optuna`, or install this package's extra `search`.")
+    _check_own_flags(flags)
     from hvd_bert.tools.tune import spaces, study, trials  # they bring optuna and matplotlib
 
-    for_horovod = flags.space == spaces.HOROVOD
-    for word in REFUSED if for_horovod else ():
-        if (value := os.environ.get(word[:-1], "0")) != "0":
-            raise UserError(f"{word}{value} in the environment changes what is measured. Unset it.")
-    if not for_horovod and (flags.steps or flags.pairs):
-        raise UserError("--steps and --pairs are for --space horovod. Leave them out.")
-    texts = flags.range or [name for name in spaces.RANGES[flags.space] if name != "fp16"]  # which rounds the gradients
-    names = [text.partition("=")[0] for text in texts]
-    over = {name: spaces.OVERRIDING[name] for name in names if name in spaces.OVERRIDING}
-    hints = {other: f"it overrides {name}, which is searched" for name, (other, _) in over.items()}
-    planning.check_own(rest, hints | spaces.SET_BY_TUNE[flags.space], "tuning")
     launching = launches.chosen(flags, Machine.here(os.environ))
-    threads = launching.threads(os.environ)
-    forced = spaces.FORCED[flags.space] | dict(over.values())
-    forced |= {"max_steps": str(flags.steps or STEPS)} if for_horovod else {}
-    defaults = planning.with_defaults(rest, threads, spaces.DEFAULTS[flags.space])
-    common = command_line.override_argv(defaults, [f"--{name}={value}" for name, value in forced.items()])
+    texts = flags.range or [name for name in spaces.RANGES[flags.space] if name != "fp16"]  # which rounds the gradients
+    forced = {"max_steps": str(flags.steps or STEPS)} if flags.space == spaces.HOROVOD else {}
+    common = spaces.trainer_flags(flags.space, texts, rest, forced, launching.threads(os.environ))
     config = command_line.parse(common)
     point = Point(config.parallel.strategy, flags.ranks or _ranks(launching), WEAK, 1, 0)
     obstacle = launching.obstacle(point)
-    if obstacle or (for_horovod and point.ranks < 2):
+    if obstacle or (flags.space == spaces.HOROVOD and point.ranks < 2):
         raise UserError(f"{obstacle or '--ranks 1: a single rank sends nothing. Use 2 or more'}.")
     planning.check_files(config)
     wanted = [spaces.make_parameter(text, flags.space, common, os.environ, point.ranks) for text in texts]
-    environ = launching.environment(point, os.environ) | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    environ = launching.environment(point, os.environ)
     users = {name: value for name, value in sorted(environ.items()) if name.startswith("HOROVOD_")}
     same = {"--space": flags.space, "--range": flags.range, "--ranks": point.ranks, "-H": flags.H}
     same |= {"the trainer's flags": common, **launching.record(), "HOROVOD_... in the environment": users}
@@ -130,15 +118,18 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
 
     with opened(flags.out, FILE, begin), writing_to("--out", flags.out):
         print(f"{point.ranks} ranks under {launching.launcher(point)}, runs in {flags.out}")
-        preset = f"no data are named, so the preset `{PRESET}` is trained. Tune with your own model, data and batch."
-        shared = launching.warning([point], config.parallel.num_threads or 1)
-        for warning in filter(None, ("" if planning.names_data(rest) else preset, shared)):
-            print(f"warning: {warning}", file=sys.stderr)
+        if not planning.names_data(rest):
+            preset = (
+                f"no data are named, so the preset `{PRESET}` is trained. Tune with your own model, data and batch."
+            )
+            print(f"warning: {preset}", file=sys.stderr)
+        launching.warn_of_shared_cores([point], config.parallel.num_threads or 1)
         print(f"Without tuning: {' '.join(each.word + spaces.as_text(each.now) for each in wanted)}", flush=True)
         runs = trials.Runs(launching, point, common, environ, flags.out, flags.timeout, check)
-        minutes = flags.minutes if flags.minutes is not None else MINUTES if for_horovod else MAX_SECONDS
+        budget = MINUTES if flags.space == spaces.HOROVOD else MAX_SECONDS
+        minutes = budget if flags.minutes is None else flags.minutes
         try:
-            speed = trials.Speed(runs, flags.pairs or PAIRS) if for_horovod else None
+            speed = trials.Speed(runs, flags.pairs or PAIRS) if flags.space == spaces.HOROVOD else None
             objective = speed or trials.Score(runs, config.train.num_train_epochs)
             result = study.search(objective, wanted, flags.trials, minutes, flags.pruner, config.train.seed)
         except trials.RunFailed as error:
@@ -146,6 +137,17 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
             return EXIT_FAILURE
         replace(flags.out / FILE, content | {"result": result})
     return EXIT_OK
+
+
+def _check_own_flags(flags: argparse.Namespace) -> None:
+    """Raise UserError for what the search cannot take, before the imports."""
+    if importlib.util.find_spec("optuna") is None:
+        raise UserError("optuna is not installed. Run `pip install optuna`, or install this package's extra `search`.")
+    for name in REFUSED if flags.space == "horovod" else ():
+        if (value := os.environ.get(name, "0")) != "0":
+            raise UserError(f"{name}={value} in the environment changes what is measured. Unset it.")
+    if flags.space == "training" and (flags.steps or flags.pairs):
+        raise UserError("--steps and --pairs are for --space horovod. Leave them out.")
 
 
 def _ranks(launching: Launching) -> int:

@@ -14,7 +14,7 @@ from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import MIB
-from hvd_bert.tools.bench.points import SET_BY_SWEEP, check_own
+from hvd_bert.tools.bench.points import SET_BY_SWEEP, check_own, with_defaults
 from hvd_bert.tools.runs.reading import Run
 
 HOROVOD, TRAINING = "horovod", "training"
@@ -80,6 +80,19 @@ class Parameter:
     def has_effect(self, run: Run) -> bool:
         """Whether it can change a run like this: Horovod ignores `hierarchical` on one host and without NCCL."""
         return self.name != "hierarchical" or (not run.on_cpu and 1 < run.nodes < run.ranks)
+
+
+def trainer_flags(
+    space: str, texts: Sequence[str], given: Sequence[str], forced: dict[str, str], threads: int | None
+) -> list[str]:
+    """The trainer's flags of every run that searches `texts` (--range). Raises UserError. `given`: the user's."""
+    names = [text.partition("=")[0] for text in texts]
+    over = {name: OVERRIDING[name] for name in names if name in OVERRIDING}
+    hints = {other: f"it overrides {name}, which is searched" for name, (other, _) in over.items()}
+    check_own(given, hints | SET_BY_TUNE[space], "tuning")
+    forced = FORCED[space] | dict(over.values()) | forced
+    defaults = with_defaults(given, threads, DEFAULTS[space])
+    return command_line.override_argv(defaults, [f"--{name}={value}" for name, value in forced.items()])
 
 
 def make_parameter(text: str, space: str, flags: Sequence[str], environ: Mapping[str, str], ranks: int) -> Parameter:

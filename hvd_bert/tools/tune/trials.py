@@ -18,7 +18,7 @@ from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.storage.writing import delete
 from hvd_bert.tools.bench.launching import Launching
-from hvd_bert.tools.bench.one_run import LOG, MODEL, Trained, Watch, train
+from hvd_bert.tools.bench.one_run import LOG, MODEL, Watch, train
 from hvd_bert.tools.bench.points import Point
 from hvd_bert.tools.rendering import percent
 from hvd_bert.tools.runs import reading, record
@@ -60,12 +60,7 @@ class Runs:
         folder = self.out / FIRST
         with suppress(reading.Unusable):
             return reading.read(folder)
-        trained = self.train((), folder, self.timeout)
-        if trained.run is None:
-            bad = trained.status == EXIT_BAD_INPUT
-            raise UserError(trained.reason) if bad else RunFailed(reason(trained, folder))
-        delete(folder / MODEL)
-        return trained.run
+        return self.train((), folder, self.timeout)
 
     def pair(self, candidate: Setting, number: int) -> float:
         """Run the number-th pair: with the candidate and, directly before or after it in alternating order, without.
@@ -75,31 +70,33 @@ class Runs:
         speeds, longest = {}, max(AT_LEAST_S, TOO_LONG * (self.first().process_s("real_s") or self.timeout))
         for role in ("baseline", "candidate") if number % 2 else ("candidate", "baseline"):
             setting, folder = candidate if role == "candidate" else (), self.out / f"pair-{number:03}" / role
-            trained = self.train(setting, folder, min(self.timeout, longest) if setting else self.timeout)
-            delete(folder / MODEL)  # weights are large and not needed here
-            if trained.run is None:
-                raise TrialFailed(reason(trained, folder)) if setting else RunFailed(reason(trained, folder))
-            speeds[role] = trained.run.windows_per_s
-        return speeds["candidate"] / speeds["baseline"]
+            speeds[role] = self.train(setting, folder, min(self.timeout, longest) if setting else self.timeout)
+        return speeds["candidate"].windows_per_s / speeds["baseline"].windows_per_s
 
-    def train(self, setting: Setting, folder: Path, timeout: float, watch: Watch | None = None) -> Trained:
-        """Train with a setting. `watch`: called every second; what it raises ends the training."""
+    def train(self, setting: Setting, folder: Path, timeout: float, watch: Watch | None = None) -> Run:
+        """Train with a setting. `watch`: called every second; what it raises ends the training, and the model is kept.
+
+        Raises TrialFailed or, without a setting, RunFailed and for bad input UserError.
+        """
         variables, flags = divided(setting)
         environ = {**self.environ, **dict(word.split("=", 1) for word in variables)}
         flags = override_argv(self.flags, [*flags, f"--output_dir={folder}", "--overwrite_output_dir"])
         exported = [name for name in (*(word.strip("=") for word, *_ in KNOBS.values()), SETTING) if name in environ]
         command = self.launching.command(self.point, flags, exported)
         try:
-            return train(command, environ, folder, timeout, watch or self.check)
+            trained = train(command, environ, folder, timeout, watch or self.check)
         finally:
             for path in (*folder.glob("checkpoint-*"), folder / "latest"):  # of a run that was stopped
                 delete(path)
-
-
-def reason(trained: Trained, folder: Path) -> str:
-    """Why a run failed, and where its log is."""
-    late = f"it took longer than {trained.seconds:.0f} s"
-    return f"{late if trained.status is None else trained.reason or 'it has no score'} ({folder / LOG})"
+        if watch is None:
+            delete(folder / MODEL)  # weights are large
+        if trained.run is None:
+            if not setting and trained.status == EXIT_BAD_INPUT:
+                raise UserError(trained.reason)
+            late = f"it took longer than {trained.seconds:.0f} s"
+            reason = late if trained.status is None else trained.reason
+            raise (TrialFailed if setting else RunFailed)(f"{reason} ({folder / LOG})")
+        return trained.run
 
 
 class Speed:
@@ -205,11 +202,11 @@ class Score:
             if trial.should_prune():
                 raise TrialPruned
 
-        trained = self.runs.train(setting, folder, self.runs.timeout, prune)
+        self.runs.train(setting, folder, self.runs.timeout, prune)
         report()  # those since the last look
-        value = record.read(folder).score(self.name) if trained.run else None
+        value = record.read(folder).score(self.name)
         if value is None:
-            raise TrialFailed(reason(trained, folder))
+            raise TrialFailed(f"it has no score ({folder / LOG})")
         with suppress(ValueError):  # no trial is complete
             is_best = self._is_better(value, trial.study.best_value)
             delete((self._folder(trial.study.best_trial) if is_best else folder) / MODEL)  # weights are large
