@@ -248,7 +248,7 @@ def add_flags(parser: Parser, out: str) -> None:
     add_number(parser, "--timeout", 3600.0, limit, Limits(minimum=1, maximum=MAX_SECONDS), metavar="S")
 
 
-def chosen(flags: argparse.Namespace, machine: Machine) -> Launching:
+def choose(flags: argparse.Namespace, machine: Machine) -> Launching:
     """The launcher settings that those flags select. Raises UserError."""
     launching = Launching(flags.launcher, tuple(flags.launcher_flag), flags.H or None, machine)
     launching.check()

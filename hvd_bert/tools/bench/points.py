@@ -153,7 +153,7 @@ class SweepPlan:
             f"--output_dir={folder}",
             "--overwrite_output_dir",  # the folder already holds the log
         ]
-        return command_line.override_argv(self.flags_of(point.strategy), own)
+        return command_line.override_argv(self.strategy_flags(point.strategy), own)
 
     def length_flags(self) -> list[str]:
         """The trainer's flags for the length of a run."""
@@ -161,7 +161,7 @@ class SweepPlan:
             return [f"--max_steps={self.steps}"]
         return ["--max_steps=-1", f"--num_train_epochs={self.epochs}"]  # -1: also if the --config file limits the steps
 
-    def flags_of(self, strategy: str) -> list[str]:
+    def strategy_flags(self, strategy: str) -> list[str]:
         """The trainer's flags for all points of a strategy."""
         divided = self.divided
         others = [f"--{name}={default}" for name, default in divided.from_file.items() if OWNERS[name] != strategy]
@@ -235,7 +235,7 @@ def check_flags(plan: SweepPlan) -> tuple[Config, dict[str, str]]:
     for strategy in plan.strategies:
         try:
             configs[strategy] = command_line.parse(
-                [*plan.flags_of(strategy), f"--strategy={strategy}", *plan.length_flags()]
+                [*plan.strategy_flags(strategy), f"--strategy={strategy}", *plan.length_flags()]
             )
         except UserError as error:
             refused[strategy] = str(error)

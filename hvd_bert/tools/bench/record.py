@@ -64,7 +64,7 @@ class SweepRecord:
         content = {"same": self.same, **self.now, "points": rows + list(self.kept.values())}
         replace(self.folder / SWEEP, content)
 
-    def of_state(self, state: str) -> dict[Point, Result]:
+    def with_state(self, state: str) -> dict[Point, Result]:
         """The points in a state."""
         return {point: result for point, result in self.results.items() if result.state == state}
 

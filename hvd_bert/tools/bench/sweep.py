@@ -56,7 +56,7 @@ def _sweep(argv: Sequence[str], check: Watch) -> int:
         with writing_to("--report", flags.report):
             files.check(flags.report, flags.overwrite)
     keep_running()
-    launching = launches.chosen(flags, Machine.here(os.environ))
+    launching = launches.choose(flags, Machine.here(os.environ))
     plan = SweepPlan(
         strategies=planning.check_strategies(flags.strategies),
         ranks=tuple(sorted(set(flags.ranks))),
@@ -164,17 +164,17 @@ class Sweep:
         try:
             with opened(self.out, SWEEP, lambda: self.record.begin(self.points)):
                 self._mark_done_and_skipped()
-                done = len(self.record.of_state(DONE))
+                done = len(self.record.with_state(DONE))
                 self.record.write()
                 self._announce()
                 self._run_all()
         except Stopped as stopped:
             raise self._stopped(str(stopped), done) from None
-        counts = ", ".join(f"{len(self.record.of_state(state))} {state}" for state in (DONE, SKIPPED, FAILED))
+        counts = ", ".join(f"{len(self.record.with_state(state))} {state}" for state in (DONE, SKIPPED, FAILED))
         print(f"In {self.out}: {counts}.")
         self._print_reasons(FAILED)
-        status = EXIT_FAILURE if self.record.of_state(FAILED) else EXIT_OK
-        if not self.record.of_state(DONE):
+        status = EXIT_FAILURE if self.record.with_state(FAILED) else EXIT_OK
+        if not self.record.with_state(DONE):
             return status
         if not self.flags.report:
             print(f"Tables and plots: hvd-bert report {self.out} --out {self.out / 'report'}")
@@ -186,7 +186,7 @@ class Sweep:
 
     def _stopped(self, reason: str, done: int) -> Stopped:
         """Requeue the Slurm job. `done`: the points that were done at the start; a failed one is run again."""
-        left, now = len(self.record.of_state(WAITING)), len(self.record.of_state(DONE))
+        left, now = len(self.record.with_state(WAITING)), len(self.record.with_state(DONE))
         progress = f"{now} of {len(self.points)} points" if now > done else ""
         why_not: str | None = ""
         if "SIGINT" not in reason:  # Ctrl-C in a session inside of a batch job
@@ -207,8 +207,8 @@ class Sweep:
 
     def _announce(self) -> None:
         plan, record = self.plan, self.record
-        waiting = record.of_state(WAITING)
-        counts = ", ".join(f"{len(record.of_state(state))} {state}" for state in STATES if record.of_state(state))
+        waiting = record.with_state(WAITING)
+        counts = ", ".join(f"{len(record.with_state(state))} {state}" for state in STATES if record.with_state(state))
         print(f"{counted(len(self.points), 'run')} of {plan.length} in {self.out}: {counts}")
         if not planning.names_data(plan.flags):
             print(
@@ -238,7 +238,7 @@ class Sweep:
             print(f"[{number}/{len(self.points)}] {point}: {outcome}{took}  ETA {self._eta()}", flush=True)
 
     def _eta(self) -> str:
-        expected = [self.record.expected_s(point) for point in self.record.of_state(WAITING)]
+        expected = [self.record.expected_s(point) for point in self.record.with_state(WAITING)]
         return "?" if None in expected else str(tqdm.format_interval(sum(filter(None, expected))))
 
     def _run(self, point: Point, result: Result) -> None:
@@ -250,7 +250,7 @@ class Sweep:
         result.command = self.launching.command(point, flags, exported)
         trained = train(result.command, environ, folder, self.flags.timeout, self.check)
         result.seconds = trained.seconds
-        if trained.status == EXIT_BAD_INPUT and point.strategy == "none" and not self.record.of_state(DONE):
+        if trained.status == EXIT_BAD_INPUT and point.strategy == "none" and not self.record.with_state(DONE):
             raise UserError(trained.reason)  # all points share the wrong setting
         if trained.run is None:
             late = f"took longer than --timeout {self.flags.timeout:g} s"
@@ -268,7 +268,7 @@ class Sweep:
     def _print_reasons(self, state: str) -> None:
         """Print each reason once, with its points."""
         names_of: dict[str, list[str]] = {}
-        for point, result in self.record.of_state(state).items():
+        for point, result in self.record.with_state(state).items():
             names_of.setdefault(result.reason, []).append(point.name)
         for reason, names in names_of.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -94,7 +94,7 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
     _check_own_flags(flags)
     from hvd_bert.tools.tune import spaces, study, trials  # they bring optuna and matplotlib
 
-    launching = launches.chosen(flags, Machine.here(os.environ))
+    launching = launches.choose(flags, Machine.here(os.environ))
     texts = flags.range or [name for name in spaces.RANGES[flags.space] if name != "fp16"]  # which rounds the gradients
     forced = {"max_steps": str(flags.steps or STEPS)} if flags.space == spaces.HOROVOD else {}
     common = spaces.trainer_flags(flags.space, texts, rest, forced, launching.threads(os.environ))

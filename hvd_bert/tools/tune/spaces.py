@@ -155,7 +155,7 @@ def number(text: str) -> Value:
     return text if not math.isfinite(value) else int(text) if re.fullmatch("-?[0-9]+", text) else value
 
 
-def setting_of(parameters: Sequence[Parameter], values: Mapping[str, Value]) -> Setting:
+def make_setting(parameters: Sequence[Parameter], values: Mapping[str, Value]) -> Setting:
     """The variables and flags whose values differ from the user's."""
     return tuple(each.word + as_text(values[each.name]) for each in parameters if values[each.name] != each.now)
 

@@ -29,7 +29,7 @@ from hvd_bert.tools.bench.record import OTHER_OUT
 from hvd_bert.tools.rendering import DASH
 from hvd_bert.tools.rendering.page import Code, Grid, Page, Picture, Text
 from hvd_bert.tools.report import plots
-from hvd_bert.tools.tune.spaces import Parameter, setting_of
+from hvd_bert.tools.tune.spaces import Parameter, make_setting
 from hvd_bert.tools.tune.trials import Score, Speed, TrialFailed
 
 FILE, PAGE, NAME = "study.log", "tune.html", "tune"
@@ -92,8 +92,8 @@ def search(
         mixed = np.random.SeedSequence((seed, len(done))).generate_state(1)  # a resumed search tries the same settings
         study.sampler = TPESampler(seed=int(mixed[0]))
         trial = study.ask({each.name: each.distribution for each in parameters})
-        setting = setting_of(parameters, trial.params)
-        known = {setting_of(parameters, t.params): t.value for t in done if t.state == TrialState.COMPLETE}
+        setting = make_setting(parameters, trial.params)
+        known = {make_setting(parameters, t.params): t.value for t in done if t.state == TrialState.COMPLETE}
         known[()] = objective.baseline[0]
         try:
             study.tell(trial, known[setting] if setting in known else objective(trial, setting))
@@ -105,7 +105,7 @@ def search(
         number, words, outcome, value = _row(study.trials[trial.number], parameters, objective)
         print(f"{number:>5}  {value:>{max(8, len(objective.name))}}  {words}: {outcome}", flush=True)
     complete = study.get_trials(states=(TrialState.COMPLETE,))
-    result, answer = objective.answer(study, setting_of(parameters, study.best_params) if complete else ())
+    result, answer = objective.answer(study, make_setting(parameters, study.best_params) if complete else ())
     rows = [_row(trial, parameters, objective) for trial in finished(study)]
     table = Grid(["trial", "setting", "outcome", objective.name], rows, 3)
     page = Page("Tuning", [Code(answer), Text("Trials", 2), table, Text("Plots", 2)])
@@ -135,7 +135,7 @@ def _enqueue(study: optuna.Study, parameters: Sequence[Parameter], objective: Sp
 
 
 def _row(trial: FrozenTrial, parameters: Sequence[Parameter], objective: Speed | Score) -> list[str]:
-    setting = " ".join(setting_of(parameters, trial.params)) or "without tuning"
+    setting = " ".join(make_setting(parameters, trial.params)) or "without tuning"
     ended = f"ended early, after {len(trial.intermediate_values)}" if trial.state == TrialState.PRUNED else "done"
     value = objective.format(trial.values[0]) if trial.values else DASH
     return [str(trial.number), setting, trial.user_attrs.get(REASON, ended), value]
