@@ -31,7 +31,7 @@ from hvd_bert.model.attention import (
     by_probabilities,
     by_window,
     fused,
-    windows_of,
+    make_windows,
 )
 
 FACTOR, ROUNDINGS = 3.0, 8.0
@@ -83,7 +83,7 @@ def excess(kernel: Kernel, reach: int | None, lengths: list[int], device: torch.
     generator = torch.Generator().manual_seed(0)
     shape = (sum(lengths), HEADS, HEAD_SIZE)
     *tensors, upstream = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4))
-    windows = windows_of(lengths, device, reach)
+    windows = make_windows(lengths, device, reach)
     exact = results(partial(padded, windows=windows), [tensor.double() for tensor in tensors], upstream.double())
     torchs = results(partial(padded, windows=windows), tensors, upstream)
     scaling = HEAD_SIZE**-0.5
@@ -102,7 +102,7 @@ def dropout_error(kernel: Kernel, lengths: list[int], device: torch.device, dtyp
     """
     shape = (sum(lengths), HEADS, HEAD_SIZE)
     equal = torch.zeros(shape, device=device, dtype=dtype)  # a token attends to all of its window alike
-    windows = windows_of(lengths, device)
+    windows = make_windows(lengths, device)
     output = kernel(equal, equal, torch.ones_like(equal), windows, DROPOUT, 1.0).double()[..., 0]
     per_token = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths)).double()
     variance = float((DROPOUT / (1 - DROPOUT) / per_token).sum()) * HEADS
@@ -118,7 +118,7 @@ def dropout_gradient_error(kernel: Kernel, lengths: list[int], device: torch.dev
     """
     shape = (sum(lengths), HEADS, HEAD_SIZE)
     tensors = [torch.randn(shape, device=device, dtype=dtype) for _ in range(4)]
-    windows = windows_of(lengths, device)
+    windows = make_windows(lengths, device)
     found = results(lambda q, k, v: kernel(q, k, v, windows, DROPOUT, HEAD_SIZE**-0.5), tensors[:3], tensors[3])
     one, other = found[0] * tensors[3].double(), found[3] * tensors[2].double()
     return float((one.sum() - other.sum()).abs() / (ROUNDINGS * torch.finfo(dtype).eps * one.norm()))
@@ -130,7 +130,7 @@ def milliseconds(
     """Of a forward and a backward pass with dropout, the median."""
     tensors = [torch.randn(sum(lengths), HEADS, HEAD_SIZE, device=device, dtype=dtype) for _ in range(4)]
     query, key, value = (tensor.requires_grad_() for tensor in tensors[:3])
-    windows, seconds = windows_of(lengths, device, reach), []
+    windows, seconds = make_windows(lengths, device, reach), []
     for _ in range(TIMED):
         start = time.perf_counter()
         output = kernel(query, key, value, windows, DROPOUT, HEAD_SIZE**-0.5)

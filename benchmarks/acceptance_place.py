@@ -14,7 +14,7 @@ from typing import Any
 import compare_peers
 from shared import REPOSITORY, launch_environment
 
-from hvd_bert.checkpoint.files import name_of
+from hvd_bert.checkpoint.files import checkpoint_name
 from hvd_bert.errors import UserError
 
 MAX_COMMAND_S = {"cuda": 240.0, "cpu": 600.0}  # the longest on a GPU is torch.compile's first run
@@ -131,4 +131,4 @@ def launched(ranks: int) -> list[str]:
 
 
 def checkpoint_of(folder: Path, step: int) -> Path:
-    return folder / name_of(step)
+    return folder / checkpoint_name(step)

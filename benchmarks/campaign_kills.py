@@ -316,7 +316,7 @@ def inspect(out: Path, made: Attempt, before: int, tally: dict[str, Any]) -> int
     for folder in files.candidates(out):
         try:
             files.read(folder)
-            saved = max(saved, files.step_of(folder))
+            saved = max(saved, files.checkpoint_step(folder))
         except files.CorruptCheckpoint as error:
             tally["failures"].append(f"damaged: {error}")
     if saved < before:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from shared import machine, markdown_table, spread
 
-from hvd_bert.config.settings import ModelArguments
+from hvd_bert.config.data import ModelArguments
 from hvd_bert.data import window_table
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad
@@ -128,7 +128,7 @@ def main() -> None:
         print(json.dumps(measure(flags)))
         return
     rounds = [child(ALL) | child(ALLOCATOR) for _ in range(flags.rounds)]
-    print(f"{kernels.kind_of_machine()}; {machine()}\n\n{table(rounds)}")
+    print(f"{kernels.own_cpu_kind()}; {machine()}\n\n{table(rounds)}")
 
 
 if __name__ == "__main__":

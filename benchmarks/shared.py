@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hvd_bert.machine import cpu_name, version_of
+from hvd_bert.machine import cpu_name, package_version
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "horovod", "transformers", "accelerate", "lightning", "datasets", "numpy")
@@ -26,7 +26,7 @@ T = TypeVar("T")
 def machine() -> dict[str, Any]:
     """Hardware and versions."""
     cores = len(os.sched_getaffinity(0))
-    versions = {"python": platform.python_version()} | {package: version_of(package) for package in PACKAGES}
+    versions = {"python": platform.python_version()} | {package: package_version(package) for package in PACKAGES}
     return {"hardware": {"cpu": cpu_name(), "cores": cores}, "versions": versions}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-log = logging.getLogger("hvd_bert")  # of all modules
+log = logging.getLogger("hvd_bert")  # one logger for all modules
 MAX_REASON = 400
 # Commands to a terminal, not allowed in HTML; and lone surrogates, which no file can hold.
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -18,9 +18,9 @@ _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130  # by Ctrl-C, as in a shell
-EXIT_BROKEN_PIPE = 141  # of a command that only prints, once nobody reads it: as if SIGPIPE had ended it
-EXIT_TERMINATED = 143  # by a second SIGTERM, as in a shell
+EXIT_INTERRUPTED = 130  # Ctrl-C, as in a shell
+EXIT_BROKEN_PIPE = 141  # a command that only prints lost its reader: the status of SIGPIPE
+EXIT_TERMINATED = 143  # a second SIGTERM, as in a shell
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h
 STATUSES = {
     EXIT_OK: "Done",
@@ -53,13 +53,20 @@ class UserError(ValueError):
 
 
 # What the system says about a path that was given, not about its disk.
-_OF_PATHS = {
-    errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS
-}  # fmt: skip
+_PATH_ERRORS = {
+    errno.EACCES,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
 _CLONE = Path(__file__).parents[1]
 
 
-def mistake_in(error: BaseException) -> UserError | None:
+def find_user_error(error: BaseException) -> UserError | None:
     """The UserError that an exception is, or stands for: a path that cannot be used, or a package that is missing."""
     if isinstance(error, UserError):
         return error
@@ -67,7 +74,7 @@ def mistake_in(error: BaseException) -> UserError | None:
         error = error.__cause__
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("hvd_bert"):
         return UserError(f"{error} in the environment of {sys.executable}. {_environment_remedy()}")
-    if isinstance(error, OSError) and error.errno in _OF_PATHS and error.filename is not None:
+    if isinstance(error, OSError) and error.errno in _PATH_ERRORS and error.filename is not None:
         return UserError(f"{str(error.filename)[:MAX_REASON]}: {error.strerror}. Check this path.")
     return None
 
@@ -81,7 +88,7 @@ def _environment_remedy() -> str:
     return "Install it there."
 
 
-def reason_of(error: BaseException) -> str:
+def short_reason(error: BaseException) -> str:
     """What a library's error says, as one line of at most 400 characters that ends with a sentence or with "..."."""
     text = " ".join(str(error).split()).removesuffix(".")
     if len(text) > MAX_REASON:
@@ -101,5 +108,5 @@ def as_user_error(message: Callable[[str], str]) -> Iterator[None]:
     except BaseException as error:
         # Panics of tokenizers, which is written in Rust, have no other base class.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise UserError(message(reason_of(error))) from None
+            raise UserError(message(short_reason(error))) from None
         raise

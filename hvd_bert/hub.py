@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvd_bert.errors import UserError, as_user_error, reason_of
+from hvd_bert.errors import UserError, as_user_error, short_reason
 from hvd_bert.storage.reading import read_json
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _WAYS_OUT = (
 )
 
 
-def names_of(name: str) -> list[str]:
+def hub_names(name: str) -> list[str]:
     """The names under which a cache may have a data set or model, the given one first."""
     pairs = [(old, f"{owner}/{old}") for owner, names in _OWNERS.items() for old in names]
     return [name, *(other for pair in pairs if name in pair for other in pair if other != name)]
@@ -74,9 +74,9 @@ def load_split(
             f"{flag}: {dataset_name} is a folder in the working directory. To load the hub's data set, run the command"
             f" in another one. {ways_out}"
         )
-    names = [name for name in names_of(dataset_name) if not os.path.isdir(name)]
+    names = [name for name in hub_names(dataset_name) if not os.path.isdir(name)]
     reason: Exception | None = None
-    datasets.disable_progress_bars()  # which every rank would show
+    datasets.disable_progress_bars()  # else every rank would show them
     datasets.logging.set_verbosity_error()
     for name, offline in [*((name, True) for name in names), (dataset_name, False)]:
         try:
@@ -92,7 +92,7 @@ def load_split(
     assert reason is not None
     raise UserError(
         f"{flag}: split {split!r} is not in the Hugging Face cache on this machine and could "
-        f"not be downloaded ({reason_of(reason)}). {ways_out}"
+        f"not be downloaded ({short_reason(reason)}). {ways_out}"
     ) from reason
 
 
@@ -141,7 +141,7 @@ def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
         return kind.from_pretrained(name, trust_remote_code=False, **options)
     if not _may_be_on_hub(name):
         raise FileNotFoundError(f"no such folder{'' if path.is_absolute() else f' in {Path.cwd()}'}")
-    for cached_name in names_of(name):
+    for cached_name in hub_names(name):
         with contextlib.suppress(OSError):
             return kind.from_pretrained(cached_name, trust_remote_code=False, local_files_only=True, **options)
     try:
@@ -185,7 +185,7 @@ def json_file(name: str, file: str, cache_dir: str | None, revision: str) -> dic
     folder = Path(name)
     if folder.exists():
         return _json_object(folder / file) if (folder / file).is_file() else {}
-    for cached_name in names_of(name):
+    for cached_name in hub_names(name):
         path = try_to_load_from_cache(cached_name, file, cache_dir, revision)
         if isinstance(path, str):
             return _json_object(Path(path))

@@ -33,7 +33,7 @@ def cpu_flags(entries: Mapping[str, str] | None = None) -> set[str]:
     return set(entries.get("flags", entries.get("Features", "")).split())
 
 
-def version_of(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     """The installed version of a package, or None if it is not installed."""
     try:
         return version(package)

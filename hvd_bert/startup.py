@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hvd_bert.config.parser import HELP
 from hvd_bert.distributed.launch import speaks_first
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, mistake_in
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, find_user_error
 from hvd_bert.streams import end_when_interrupted, end_when_lost
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def start_command() -> None:
 
 
 def _end_without_package(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    mistake = mistake_in(error) if isinstance(error, ModuleNotFoundError) else None
+    mistake = find_user_error(error) if isinstance(error, ModuleNotFoundError) else None
     if mistake is None:
         sys.__excepthook__(kind, error, traceback)
         return
@@ -57,7 +57,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     try:
         return command() or EXIT_OK
     except Exception as error:
-        mistake = mistake_in(error)
+        mistake = find_user_error(error)
         if mistake is None:
             raise
         if not speaks_first(os.environ):

@@ -83,20 +83,23 @@ def _replace_streams(ends: bool) -> None:
         elif _is_standard(stream, number):
             with contextlib.suppress(OSError):
                 stream.flush()
-            through = stream.write_through  # of python -u: without a buffer
+            through = stream.write_through  # python -u: no buffer
             raw = _Stream(number, "w", closefd=False)
             raw.ends = ends and number == 1
             text = io.TextIOWrapper(
-                raw if through else io.BufferedWriter(raw), stream.encoding, "backslashreplace",
-                line_buffering=stream.line_buffering, write_through=through,
-            )  # fmt: skip
+                raw if through else io.BufferedWriter(raw),
+                stream.encoding,
+                "backslashreplace",
+                line_buffering=stream.line_buffering,
+                write_through=through,
+            )
             setattr(sys, name, text)
 
 
 def _is_standard(stream: object, number: int) -> bool:
     try:
         return isinstance(stream, io.TextIOWrapper) and stream.fileno() == number
-    except (OSError, ValueError):  # a test's, in memory
+    except (OSError, ValueError):  # an in-memory stream
         return False
 
 

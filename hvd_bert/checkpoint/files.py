@@ -37,7 +37,7 @@ POINTER = "latest"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _ASIDE = ".aside"
 _PARTIAL = ".partial-"
-_REPLACED = ".replaced-"  # whole, unlike `discard`'s
+_REPLACED = ".replaced-"  # complete checkpoints, unlike those being discarded
 _LEFTOVER = re.compile(rf"({re.escape(_PARTIAL)}(old-)?|{re.escape(_REPLACED)})checkpoint-\d+")
 # A name inside the folder, without control characters and halves of characters.
 FileName = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z")]
@@ -72,12 +72,12 @@ class Contents:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     """The folder's name for optimizer step `step`."""
     return f"checkpoint-{step}"
 
 
-def step_of(folder: Path) -> int:
+def checkpoint_step(folder: Path) -> int:
     """The step in the name of a checkpoint's folder; -1 for any other folder."""
     match = _NAME.fullmatch(folder.name)
     return int(match[1]) if match else -1
@@ -90,7 +90,7 @@ def is_checkpoint(name: str) -> bool:
 
 def write(output_dir: Path, step: int, contents: Contents) -> Path:
     """Write a checkpoint, replacing one of the same step, and update `latest`. After an OSError nothing has changed."""
-    folder = output_dir / name_of(step)
+    folder = output_dir / checkpoint_name(step)
     partial, replaced = (folder.with_name(f"{prefix}{folder.name}") for prefix in (_PARTIAL, _REPLACED))
     delete(partial)
     try:
@@ -132,7 +132,7 @@ def restore_replaced(output_dir: Path) -> None:
     run's lock, or be its writer."""
     for replaced in output_dir.glob(f"{_REPLACED}*"):
         folder = output_dir / replaced.name.removeprefix(_REPLACED)
-        if step_of(folder) >= 0 and not folder.exists():
+        if checkpoint_step(folder) >= 0 and not folder.exists():
             replaced.rename(folder)
 
 
@@ -155,7 +155,8 @@ def candidates(output_dir: Path) -> list[Path]:
     """The checkpoints of a folder, newest first, complete or not. Raises OSError if the folder cannot be read."""
     if not output_dir.exists():
         return []
-    return sorted((path for path in output_dir.iterdir() if step_of(path) >= 0), key=step_of, reverse=True)
+    found = [path for path in output_dir.iterdir() if checkpoint_step(path) >= 0]
+    return sorted(found, key=checkpoint_step, reverse=True)
 
 
 def verify(folder: Path) -> Collection[str]:
@@ -229,9 +230,9 @@ def clear(output_dir: Path) -> None:
 
 def set_aside_after(output_dir: Path, step: int) -> list[str]:
     """Rename the checkpoints of later steps, damaged or not. The run will write them again."""
-    later = [folder for folder in candidates(output_dir) if step_of(folder) > step]
+    later = [folder for folder in candidates(output_dir) if checkpoint_step(folder) > step]
     if later:
-        point_to(output_dir / name_of(step))
+        point_to(output_dir / checkpoint_name(step))
     renamed = []
     for folder in later:
         aside = folder.with_name(f"{folder.name}{_ASIDE}")

@@ -14,7 +14,8 @@ from torch import nn
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
 from hvd_bert.checkpoint.schedule import Best
-from hvd_bert.config.settings import FLAGS, CheckpointArguments, TrainArguments, of_this_version
+from hvd_bert.config.settings import FLAGS, CheckpointArguments, in_this_version
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError, log
@@ -69,7 +70,7 @@ class _State:
     strategy: _Strategy
     schedule: _Schedule
     meter: _Meter
-    since_last_look: list[tuple[float, Count, Count, Count]]  # of each rank
+    since_last_look: list[tuple[float, Count, Count, Count]]  # one entry per rank
     best: Best
     eval_pending: bool
     cpu_kernels: dict[str, str] | None = None
@@ -78,7 +79,7 @@ class _State:
         """The key of a value that contradicts another one or the folder's name; "" if there is none."""
         groups, schedule = self.strategy.groups, self.schedule
         agree = {
-            "step": files.step_of(folder) in (-1, self.step)
+            "step": files.checkpoint_step(folder) in (-1, self.step)
             and self.step >= max(self.meter.last_step, schedule.last_epoch, self.best.step),
             "since_last_look": len(self.since_last_look) == self.world_size,
             "schedule": len(groups) == len(schedule.base_lrs) == len(schedule._last_lr),
@@ -206,14 +207,14 @@ def identity(
     """
     learned_by = {f"--{name}": value for name, value in settings.items() if not FLAGS[name].may_change_on_resume}
     return learned_by | {
-        "the model": shape_of(model),
+        "the model": model_shape(model),
         **learned,
         "the number of training windows": plan.num_windows,
         **({"the windows per epoch of each file": str([n for _, n in plan.parts])} if plan.parts else {}),
     }
 
 
-def shape_of(model: nn.Module) -> str:
+def model_shape(model: nn.Module) -> str:
     """The number of a model's weights, and a digest of their names and shapes."""
     shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -226,7 +227,7 @@ def check(resume_point: ResumePoint, run: Mapping[str, Any], args: TrainArgument
     `run`: what this run's checkpoints hold of it. Either the global batch must be the same, or the flags for the batch
     per rank.
     """
-    saved, now = of_this_version(resume_point.state["identity"]), run["identity"]
+    saved, now = in_this_version(resume_point.state["identity"]), run["identity"]
     differing = [
         f"{name} was {saved.get(name)} and is {now.get(name)}"
         for name in dict.fromkeys((*saved, *now))

@@ -22,16 +22,19 @@ import yaml
 from hvd_bert.config.flag import GROUPS
 from hvd_bert.config.parser import HELP, HelpFormatter, Parser, number_or_auto, path_problem, shortened, switch
 from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config, from_flags
-from hvd_bert.errors import EXIT_OK, UserError, mistake_in
+from hvd_bert.errors import EXIT_OK, UserError, find_user_error
 from hvd_bert.storage.reading import MAX_YAML_BYTES, read_text
 
 PRESETS = PACKAGE / "config" / "presets"
 _TAG = "tag:yaml.org,2002:"
 _TYPES = {a_field.name: a_field.type for section in SECTIONS for a_field in fields(section)}
 _KINDS: dict[str, tuple[Callable[[str], Any], str | None]] = {
-    "int": (int, "N"), "float": (float, "X"), "str": (str, None), "bool": (switch, None)
-}  # fmt: skip
-_FLAG_OF = {spelling: name for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
+    "int": (int, "N"),
+    "float": (float, "X"),
+    "str": (str, None),
+    "bool": (switch, None),
+}
+_FLAG_BY_SPELLING = {spelling: name for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
 
 # run_qa's flags that have no field here -> what to do instead.
 RUN_QA_FLAGS_NOT_HERE = {
@@ -111,7 +114,7 @@ def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = No
     if chosen.config is not None:
         from_file = load_yaml(chosen.config)
         before = _not_replaced(before, from_file.keys()) | from_file
-    before = _not_replaced(before, flags_in(flags))
+    before = _not_replaced(before, given_flags(flags))
     settings, unknown = parser.parse_known_args(flags, argparse.Namespace(**before))
     if unknown:
         name = unknown[0].lstrip("-").split("=")[0].replace("-", "_")
@@ -136,7 +139,7 @@ def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse
             config = parse(argv)
             return {"strategy": config.parallel.strategy, "records_timeline": config.profiling.timeline is not None}
     except Exception as error:
-        if mistake_in(error) is None:
+        if find_user_error(error) is None:
             raise
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--strategy", nargs="?")
@@ -149,9 +152,9 @@ def flag_names(words: Sequence[str]) -> set[str]:
     return {word.lstrip("-").split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
 
 
-def flags_in(words: Sequence[str]) -> set[str]:
+def given_flags(words: Sequence[str]) -> set[str]:
     """The flags on a command line, whatever their spelling."""
-    return {_FLAG_OF[spelling] for spelling in flag_names(words) & _FLAG_OF.keys()}
+    return {_FLAG_BY_SPELLING[spelling] for spelling in flag_names(words) & _FLAG_BY_SPELLING.keys()}
 
 
 def drop_flags(words: Sequence[str], names: Iterable[str]) -> list[str]:
@@ -166,7 +169,7 @@ def drop_flags(words: Sequence[str], names: Iterable[str]) -> list[str]:
 
 def override_argv(words: Sequence[str], later: Sequence[str]) -> list[str]:
     """The words of a command line, with the flags of `later` in place of the same flags in `words`."""
-    return [*drop_flags(words, flags_in(later)), *later]
+    return [*drop_flags(words, given_flags(later)), *later]
 
 
 def load_yaml(name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from hvd_bert.config.data_files import DataFile, data_files
-from hvd_bert.config.flag import flag, properties_of, require
+from hvd_bert.config.flag import flag, flag_properties, require
 from hvd_bert.errors import UserError
 
 DEFAULT_MODEL = "bert-base-uncased"
@@ -16,9 +16,13 @@ QUESTION_ANSWERING = "question-answering"
 TASKS = {QUESTION_ANSWERING: "hvd_bert.tasks.question_answering:QuestionAnswering"}
 # A trained model answers questions with its training's values of these, unless they are given.
 ANSWERING = (
-    "version_2_with_negative", "max_seq_length", "doc_stride", "n_best_size", "max_answer_length",
+    "version_2_with_negative",
+    "max_seq_length",
+    "doc_stride",
+    "n_best_size",
+    "max_answer_length",
     "null_score_diff_threshold",
-)  # fmt: skip
+)
 
 _model = partial(flag, "model")
 _data = partial(flag, "data")
@@ -177,7 +181,7 @@ class DataArguments:
         if self.dataset_name and files:
             raise UserError(f"--dataset_name and --{files[0]} are both given: choose one source of data.")
         for f in fields(self):
-            group = properties_of(f).group  # of a task, or of all tasks
+            group = flag_properties(f).group  # of a task, or of all tasks
             others = group in TASKS and group != self.task and getattr(self, f.name) != f.default
             require(not others, f"--{f.name} works only with --task {group}, not with {self.task}.")
 

@@ -13,9 +13,16 @@ from hvd_bert.errors import UserError
 
 # Sections of --help and of docs/reference/flags.md, in their order there.
 Group = Literal[
-    "model", "data", "training", "evaluation", "question-answering", "checkpoints", "distributed", "profiling",
+    "model",
+    "data",
+    "training",
+    "evaluation",
+    "question-answering",
+    "checkpoints",
+    "distributed",
+    "profiling",
     "output",
-]  # fmt: skip
+]
 GROUPS: tuple[Group, ...] = get_args(Group)
 KEY = "flag"
 LARGEST_FACTOR = 1e30  # a larger one overflows in fp32
@@ -71,7 +78,7 @@ def flag(group: Group, default: Any, description: str, **properties: Any) -> Any
     return field(default=default, metadata={KEY: Flag(group=group, help=description, default=default, **properties)})
 
 
-def properties_of(a_field: Field[Any]) -> Flag:
+def flag_properties(a_field: Field[Any]) -> Flag:
     """The properties of a field that `flag` made."""
     properties = a_field.metadata[KEY]
     assert isinstance(properties, Flag)

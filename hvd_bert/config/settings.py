@@ -15,20 +15,12 @@ from hvd_bert.config.data import (
     DEFAULT_DATASET,
     DEFAULT_MODEL,
     QUESTION_ANSWERING,
-    TASKS,
     DataArguments,
     ModelArguments,
 )
-from hvd_bert.config.flag import LARGEST_FACTOR, flag, properties_of, require
-from hvd_bert.config.training import SCHEDULES, TrainArguments
+from hvd_bert.config.flag import LARGEST_FACTOR, flag, flag_properties, require
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.machine import MAX_THREADS
-
-# Those that are defined elsewhere are the settings, too.
-__all__ = [
-    "DEFAULT_DATASET", "DEFAULT_MODEL", "FLAGS", "PACKAGE", "SCHEDULES", "SECTIONS", "STRATEGIES",
-    "TASKS", "CheckpointArguments", "Config", "DataArguments", "ModelArguments", "ParallelArguments",
-    "ProfilingArguments", "TrainArguments", "save",
-]  # fmt: skip
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # --strategy -> its class, whose module is imported only if it is chosen. none: a single process.
@@ -125,7 +117,7 @@ class ParallelArguments:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            owner = properties_of(f).owner
+            owner = flag_properties(f).owner
             others = owner not in ("", self.strategy) and getattr(self, f.name) != f.default
             require(not others, f"--{f.name} works only with --strategy {owner}, not with {self.strategy}.")
         both = self.fp16_allreduce and self.bf16_allreduce
@@ -232,12 +224,17 @@ def save(settings: Mapping[str, Any], path: Path) -> None:
 
 
 SECTIONS: list[Any] = [
-    ModelArguments, DataArguments, TrainArguments, CheckpointArguments, ParallelArguments, ProfilingArguments
-]  # fmt: skip
-FLAGS = {f.name: properties_of(f) for section in SECTIONS for f in fields(section)}
+    ModelArguments,
+    DataArguments,
+    TrainArguments,
+    CheckpointArguments,
+    ParallelArguments,
+    ProfilingArguments,
+]
+FLAGS = {f.name: flag_properties(f) for section in SECTIONS for f in fields(section)}
 
 
-def of_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:
+def in_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:
     """An earlier version's identity, with the defaults of newer flags."""
     defaults = {f"--{name}": flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
     return defaults | dict(identity)

@@ -11,8 +11,14 @@ from hvd_bert.config.parser import AUTO, LARGEST
 
 # The schedules of transformers that need neither further arguments nor the loss at each step.
 SCHEDULES = [
-    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
-]  # fmt: skip
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+]
 
 # --report_to: the name of a package -> the class that writes for it.
 REPORTERS = {

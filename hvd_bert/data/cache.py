@@ -24,7 +24,7 @@ from hvd_bert.storage import locks
 from hvd_bert.storage.reading import open_regular, read_json, sha256_of
 from hvd_bert.storage.writing import flush
 
-SUMS = "sha256.json"  # of the other files, by name
+SUMS = "sha256.json"  # checksums of the other files by name
 _LEFTOVER_AGE_S = 24 * 3600.0
 
 
@@ -90,7 +90,7 @@ def _build(entry: Path, build: Callable[[Path], None]) -> None:
         for file in building.iterdir():
             flush(file)
         flush(building)
-        if entry.exists():  # and is damaged
+        if entry.exists():  # the entry is damaged
             shutil.rmtree(entry, ignore_errors=True)
         try:
             building.rename(entry)

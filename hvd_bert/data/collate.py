@@ -124,7 +124,7 @@ class Prefetcher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._fill()  # a step that cannot be shared out fails here, before training starts
 
-    def of_step(self, step: int) -> Iterator[Any]:
+    def micro_batches(self, step: int) -> Iterator[Any]:
         """The micro-batches of a step. Steps must be requested in order."""
         assert step == self._next, f"step {step} instead of {self._next}"
         self._next += 1

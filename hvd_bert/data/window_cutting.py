@@ -29,10 +29,16 @@ _WINDOWS_AT_ONCE = 4096  # bounds the memory even if windows advance by only one
 _NUMBER, _NUMBERS = pa.int32(), pa.list_(pa.int32())
 SCHEMA = pa.schema(
     {
-        "question": _NUMBER, "input_ids": _NUMBERS, "context_start": _NUMBER, "context_end": _NUMBER,
-        "start_position": _NUMBER, "end_position": _NUMBER, "char_starts": _NUMBERS, "char_ends": _NUMBERS,
+        "question": _NUMBER,
+        "input_ids": _NUMBERS,
+        "context_start": _NUMBER,
+        "context_end": _NUMBER,
+        "start_position": _NUMBER,
+        "end_position": _NUMBER,
+        "char_starts": _NUMBERS,
+        "char_ends": _NUMBERS,
     }
-)  # fmt: skip
+)
 _Ints = npt.NDArray[np.int64]
 
 

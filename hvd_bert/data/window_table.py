@@ -128,7 +128,7 @@ def check_lengths(options: WindowOptions, tokenizer: PreTrainedTokenizerBase) ->
         raise UserError(
             f"--max_seq_length {length}: this model's tokenizer allows at most {tokenizer.model_max_length}."
         )
-    needed = stride + int(tokenizer.num_special_tokens_to_add(pair=True)) + 2  # a token of each text
+    needed = stride + int(tokenizer.num_special_tokens_to_add(pair=True)) + 2  # room for a token of each text
     if length < needed:
         raise UserError(
             f"--max_seq_length {length} leaves no room for a question with --doc_stride {stride}: "
@@ -179,22 +179,33 @@ def _log_findings(name: str, findings: Findings) -> None:
         scored = f", {total - findings.left_out} scored by their answers' texts" if findings.left_out < total else ""
         log.warning(
             "%s: %d questions have mistakes (%s): %d left out%s. The first: %s",
-            name, total, kinds, findings.left_out, scored, "; ".join(findings.first),
-        )  # fmt: skip
+            name,
+            total,
+            kinds,
+            findings.left_out,
+            scored,
+            "; ".join(findings.first),
+        )
 
 
 def _log_losses(name: str, counted: WindowCounts) -> None:
     if counted.shortened_questions:
         log.warning(
             "%s: %d of %d questions were truncated to leave room for the context (raise --max_seq_length or lower "
-            "--doc_stride)", name, counted.shortened_questions, counted.questions,
-        )  # fmt: skip
+            "--doc_stride)",
+            name,
+            counted.shortened_questions,
+            counted.questions,
+        )
     lost = counted.cut_answers + counted.tokenless_answers
     if lost:
         log.warning(
             "%s: %d of %d answers are not completely inside any window; training treats them as missing (raise "
-            "--doc_stride to keep longer answers whole)", name, lost, counted.answerable_questions,
-        )  # fmt: skip
+            "--doc_stride to keep longer answers whole)",
+            name,
+            lost,
+            counted.answerable_questions,
+        )
 
 
 # --- the table on disk ---------------------------------------------------------------------------

@@ -46,12 +46,12 @@ def choose_threads(environ: Mapping[str, str], share: int) -> int:
 
     A number above MAX_THREADS is a mistake, and is ignored like a text: so many threads cannot be started.
     """
-    chosen = _threads_in(environ.get("OMP_NUM_THREADS", "").split(",")[0])
-    allotted = _threads_in(environ.get("SLURM_CPUS_PER_TASK", ""))
+    chosen = _parse_threads(environ.get("OMP_NUM_THREADS", "").split(",")[0])
+    allotted = _parse_threads(environ.get("SLURM_CPUS_PER_TASK", ""))
     return chosen or min(share, allotted or share)
 
 
-def _threads_in(text: str) -> int | None:
+def _parse_threads(text: str) -> int | None:
     found = re.fullmatch(r" *([0-9]{1,9}) *", text)
     return int(found[1]) if found and 1 <= int(found[1]) <= MAX_THREADS else None
 

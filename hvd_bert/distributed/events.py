@@ -69,7 +69,7 @@ def command() -> str:
     return shlex.join(["python", *sys.orig_argv[1:]])
 
 
-def commands_of_job(folder: Path, job: str) -> list[str]:
+def job_commands(folder: Path, job: str) -> list[str]:
     """The commands of the runs that a Slurm job has started in a folder."""
     found = []
     with suppress(OSError), open_regular(folder / NAME) as lines:

@@ -16,10 +16,10 @@ import torch
 
 from hvd_bert.distributed import mpi, rendezvous, watchdog
 from hvd_bert.distributed.interfaces import (
-    address_of,
     address_towards,
     apply_setting,
     check_own_name,
+    interface_address,
     is_loopback,
 )
 from hvd_bert.distributed.launch import (
@@ -112,12 +112,12 @@ class HorovodWorld(World):
 
     def _store(self) -> Any:
         """A key-value store for the watchdog; None if a rank cannot reach it."""
-        chosen = address_of(os.environ.get("HOROVOD_GLOO_IFACE"))
+        chosen = interface_address(os.environ.get("HOROVOD_GLOO_IFACE"))
         # A host may resolve its own name to the loopback, where other hosts do not reach it.
         others = [host for host in self.hosts if host != self.host]
         address = chosen or (address_towards(others[0]) if others else None) or self.host
         try:
-            return rendezvous.store_of(self, address)
+            return rendezvous.world_store(self, address)
         except CollectiveError as error:  # on all ranks; training works without it
             if self.rank == 0:
                 log.warning("If a rank stalls, it cannot be named: %s", error)
@@ -228,7 +228,7 @@ def _connections_now() -> set[tuple[Any, ...]]:
 def _check_own_name() -> None:
     """Raise an error, which one rank per host reports, if Horovod's Gloo cannot listen at this host's own name."""
     where = horovodrun_address(os.environ)
-    address = address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or (where and address_towards(where[0]))
+    address = interface_address(os.environ.get("HOROVOD_GLOO_IFACE")) or (where and address_towards(where[0]))
     several = (number(os.environ, "HOROVOD_CROSS_SIZE") or 1) > 1  # which may be names of one host
     try:
         check_own_name(address, beyond_this_host=several and address is not None and not is_loopback(address))
@@ -247,7 +247,7 @@ def _pause_between_polls(process: ProcessState) -> None:
     from horovod.torch.mpi_ops import mpi_lib
 
     original = mpi_lib.horovod_torch_wait_and_clear
-    wait = getattr(original, "__wrapped__", original)  # without an earlier world's
+    wait = getattr(original, "__wrapped__", original)  # unwraps an earlier world's patch
 
     @wraps(wait)
     def wait_and_clear(handle: int) -> None:

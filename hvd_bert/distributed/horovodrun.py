@@ -14,7 +14,7 @@ _HOST = re.compile(r"(\w[\w.-]*)(?::([1-9][0-9]{0,3}))?", re.ASCII)  # "-" first
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
-def slots_of(hosts: str, source: str = "-H") -> dict[str, int]:
+def host_slots(hosts: str, source: str = "-H") -> dict[str, int]:
     """The slots of each host of HOST:SLOTS,... Raises UserError, which names the source, if the list is malformed."""
     slots: dict[str, int] = {}
     for entry in hosts.split(","):
@@ -32,7 +32,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
     except (OSError, ValueError) as error:
         raise UserError(f"--hostfile {path} cannot be read: {error}") from None
     lines = (re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip()) for line in text.splitlines())
-    return slots_of(",".join(line for line in lines if line), f"--hostfile {path}")
+    return host_slots(",".join(line for line in lines if line), f"--hostfile {path}")
 
 
 def without_cache() -> list[str]:

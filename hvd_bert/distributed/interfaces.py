@@ -108,7 +108,7 @@ def _is_set_by_site() -> bool:
     return len(re.findall(r":btl_tcp_if_(?:in|ex)clude:source:default", shown)) != len(TCP_INTERFACES)
 
 
-def address_of(interface: str | None) -> str | None:
+def interface_address(interface: str | None) -> str | None:
     """An IPv4 address of a network interface of this host; None if it has none."""
     addresses = psutil.net_if_addrs().get(interface or "", [])
     return next((str(address.address) for address in addresses if address.family == socket.AF_INET), None)

@@ -68,22 +68,29 @@ _LAUNCHERS = (
     Variables(BY_TORCH, "WORLD_SIZE", "RANK"),
 )
 # Ranks of launchers that set no size (PRRTE, Hydra with -pmi-port, PALS, ALPS) or whose size is missing: MPI is asked.
-_RANKS_OF_MPI = (
-    *("PMIX_RANK", "PMI_ID", "PALS_RANKID", "ALPS_APP_PE"),
-    *(row.rank for row in _LAUNCHERS if row.launcher in ("mpirun", "jsrun", "flux")),
-)
+_MPI_RANKS = ["PMIX_RANK", "PMI_ID", "PALS_RANKID", "ALPS_APP_PE"]
+_MPI_RANKS += [row.rank for row in _LAUNCHERS if row.launcher in ("mpirun", "jsrun", "flux")]
 # Numbers or lists of processes or hosts, without a rank of this process: torchrun's options, TensorFlow's, Vertex AI's,
 # SageMaker's, SkyPilot's, submitit's.
 _SIZES_ALONE = (
-    *("PET_NNODES", _PER_NODE, "TF_CONFIG", "CLUSTER_SPEC", "SM_HOSTS", "SKYPILOT_NUM_NODES", "SUBMITIT_LOCAL_NTASKS"),
+    "PET_NNODES",
+    _PER_NODE,
+    "TF_CONFIG",
+    "CLUSTER_SPEC",
+    "SM_HOSTS",
+    "SKYPILOT_NUM_NODES",
+    "SUBMITIT_LOCAL_NTASKS",
 )
 # Which platform has set torch's variables.
 _PLATFORMS = {
-    "PET_NNODES": "Kubeflow", "VC_TASK_INDEX": "Volcano", "AZUREML_RUN_ID": "Azure ML", "RUNAI_JOB_NAME": "Run:ai",
+    "PET_NNODES": "Kubeflow",
+    "VC_TASK_INDEX": "Volcano",
+    "AZUREML_RUN_ID": "Azure ML",
+    "RUNAI_JOB_NAME": "Run:ai",
     "CROSS_SIZE": "deepspeed",
-}  # fmt: skip
+}
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
-PTY = "SLURM_PTY_PORT"  # of `srun --pty bash`: only its first task has a terminal
+PTY = "SLURM_PTY_PORT"  # set by `srun --pty bash`, whose first task alone has a terminal
 WITH_PMIX = "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun or horovodrun."
 WITHOUT_HOROVOD = (
     "Without Horovod: --strategy ddp under torchrun or srun, or --strategy none in one process (docs/start/install.md)."
@@ -111,7 +118,7 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
     if len(rows) > 1 and environ[rows[0].size] == "1" and rows[-1].launcher == BY_TORCH:
         rows = rows[-1:]  # one process per node, with torch's variables for the world of all
     if not rows:
-        ranks = ranks_of_mpi(environ)
+        ranks = mpi_ranks(environ)
         return Launcher(ASKS_MPI, None, number(environ, ranks[0])) if ranks else Launcher("none", None, None)
     row = rows[0]
     size, rank = number(environ, row.size, 1), number(environ, row.rank)
@@ -129,7 +136,7 @@ def ignored(launcher: Launcher, environ: Mapping[str, str]) -> list[str]:
     return [name for name in names if _process_count(environ.get(name, "")) not in (1, launcher.size)]
 
 
-def platform_of(launcher: Launcher, environ: Mapping[str, str]) -> str:
+def platform_name(launcher: Launcher, environ: Mapping[str, str]) -> str:
     """The launcher's name in a report: for torch's variables with the platform that has set them, where it is known."""
     if launcher.size is None:
         return "no launcher" if launcher.name == "none" else "a launcher of MPI, which is asked for the ranks"
@@ -160,7 +167,7 @@ def speaks_first(environ: Mapping[str, str]) -> bool:
 
 def ancestors() -> set[str]:
     """The names of the programs that started this process on this host, where it may see them."""
-    import psutil  # here: without it, the reason is still reported once
+    import psutil  # imported late: without psutil, the reason is still reported once
 
     try:
         return {process.name() for process in psutil.Process().parents()}
@@ -180,8 +187,8 @@ def is_nested(
     return launcher.name == "mpirun" and not {"mpirun", "mpiexec", "orterun", "prterun"}.isdisjoint(programs())
 
 
-def ranks_of_mpi(environ: Mapping[str, str]) -> list[str]:
-    return [name for name in _RANKS_OF_MPI if name in environ]
+def mpi_ranks(environ: Mapping[str, str]) -> list[str]:
+    return [name for name in _MPI_RANKS if name in environ]
 
 
 def checked_launcher(environ: Mapping[str, str]) -> Launcher:
@@ -221,7 +228,7 @@ def _check_variables(launcher: Launcher, environ: Mapping[str, str]) -> None:
         )
     if not launcher.is_alone:
         return
-    unused = [name for name in ignored(launcher, environ) if name != "WORLD_SIZE"]  # which job scripts export
+    unused = [name for name in ignored(launcher, environ) if name != "WORLD_SIZE"]  # job scripts export it
     others = any(environ.get(name) for name in TORCHS if name != "RANK")
     if launcher.name == "none" and environ.get("RANK") and (others or environ["RANK"] != "0"):
         unused.append("RANK")

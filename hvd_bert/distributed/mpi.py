@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvd_bert.distributed.interfaces import avoid_inner_networks
-from hvd_bert.distributed.launch import ASKS_MPI, WITH_PMIX, Launcher, LaunchError, ranks_of_mpi
+from hvd_bert.distributed.launch import ASKS_MPI, WITH_PMIX, Launcher, LaunchError, mpi_ranks
 from hvd_bert.errors import UserError
 
 
@@ -44,8 +44,8 @@ def join(launcher: Launcher) -> Any:
 def check_size(launcher: Launcher, horovod_size: int, environ: Mapping[str, str]) -> None:
     """Raise LaunchError if Horovod's world size is not the launcher's: N worlds of one would train N times."""
     if launcher.name == ASKS_MPI and horovod_size == 1:
-        raise UserError(  # of each, since each is alone
-            f"{ranks_of_mpi(environ)[0]} is set: a launcher of MPI started this process. But it set no size, and"
+        raise UserError(  # each rank raises, since each is alone
+            f"{mpi_ranks(environ)[0]} is set: a launcher of MPI started this process. But it set no size, and"
             " Horovod sees a world of one. Start with the launcher of the MPI that Horovod was built with. To train"
             " in this process alone: --strategy none."
         )

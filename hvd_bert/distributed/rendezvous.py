@@ -21,11 +21,11 @@ from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its stubs
 
 from hvd_bert.distributed.interfaces import (
-    address_of,
     address_towards,
     apply_setting,
     check_own_name,
     choose_interface,
+    interface_address,
     is_loopback,
     own_address_at,
 )
@@ -47,7 +47,7 @@ START_S = 300  # for ranks that start late; later the group's own timeout applie
 IN_GROUP = "a process group"
 WITH_STORES = (IN_GROUP, "torchrun", "srun", BY_TORCH)  # the launchers of `launcher_store`
 MAX_PORT = 65535
-NOTICE_S = 10  # after which the missing ranks are named
+NOTICE_S = 10  # seconds until missing ranks are named
 SAME_ADDRESS = (
     "All hosts must resolve that host's name to the same address and accept connections from each other, and that rank"
     " must run."
@@ -56,7 +56,7 @@ SAME_ADDRESS = (
 _joins = count()  # a process may join several worlds, one after another
 
 
-def group_of_program() -> Launcher | None:
+def program_group() -> Launcher | None:
     """The process group of torch.distributed that the program has initialized, with its store; None without one.
 
     It stays when a run ends. Call this once per join: the store has other keys each time.
@@ -158,7 +158,7 @@ def meet(store: Any, launcher: Launcher, variable: str) -> list[str]:
     The hosts' names need not resolve: each rank gives the address through which it reaches the store. Raises
     CollectiveError on all ranks if some do not start, or one has no such interface.
     """
-    rank, size, here, server = launcher.rank or 0, launcher.size or 1, socket.gethostname(), _host_of(store)
+    rank, size, here, server = launcher.rank or 0, launcher.size or 1, socket.gethostname(), _store_host(store)
     places = exchange(store, rank, size, "place", f"{size} {here} {address_towards(server) or ''}")
     sizes, hosts, addresses = zip(*(place.split(" ") for place in places), strict=True)
     if len(set(sizes)) > 1:
@@ -185,14 +185,14 @@ def _raise_on_all_ranks(store: Any, rank: int, size: int, name: str) -> Iterator
             raise CollectiveError(f"rank {other}: {text}", mine=rank == other)
 
 
-def _host_of(store: Any) -> str:
+def _store_host(store: Any) -> str:
     """Where the store is served; for a file's, that a program's group may have, the host of this process."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return str(getattr(store, "host", None) or socket.gethostname())
 
 
-def store_of(world: World, address: str) -> Any:
+def world_store(world: World, address: str) -> Any:
     """A key-value store for a world's ranks, which rank 0 serves at its `address` and a free port.
 
     Raises CollectiveError on all ranks if one of them cannot reach it.
@@ -230,7 +230,7 @@ def launcher_store(launcher: Launcher) -> Any:
         store = _slurm_store(rank, step_nodes(os.environ), step_port(os.environ))
     else:
         store = _master_store(rank, *_master())
-    return PrefixStore(str(next(_joins)), store)  # with other keys than in earlier worlds of this process
+    return PrefixStore(str(next(_joins)), store)  # separates the keys of successive worlds in this process
 
 
 def _torchrun_store() -> Any:
@@ -306,7 +306,7 @@ def _serve_addresses(otherwise: str) -> tuple[str, int]:
     """Serve Horovod's ranks to the end of this process, at the chosen interface or `otherwise`."""
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-    own = address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or otherwise
+    own = interface_address(os.environ.get("HOROVOD_GLOO_IFACE")) or otherwise
     server = RendezvousHTTPServer((own, 0), RendezvousHandler, verbose=0)  # RendezvousServer listens everywhere
     server.init([])  # it needs no list of ranks
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -326,9 +326,9 @@ def serve_horovod(launcher: Launcher) -> None:
     store = launcher_store(launcher)
     hosts = meet(store, launcher, "HOROVOD_GLOO_IFACE")
     with _raise_on_all_ranks(store, rank, len(hosts), "name"):
-        check_own_name(address_of(os.environ["HOROVOD_GLOO_IFACE"]), beyond_this_host=len(set(hosts)) > 1)
+        check_own_name(interface_address(os.environ["HOROVOD_GLOO_IFACE"]), beyond_this_host=len(set(hosts)) > 1)
     if rank == 0:
-        own, its_port = _serve_addresses(address_towards(_host_of(store)) or "127.0.0.1")
+        own, its_port = _serve_addresses(address_towards(_store_host(store)) or "127.0.0.1")
         store.set("hvd_bert.horovod", f"{own} {its_port}")
     address, port = store.get("hvd_bert.horovod").decode().split()
     local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])

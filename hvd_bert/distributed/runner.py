@@ -39,9 +39,9 @@ from hvd_bert.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     UserError,
+    find_user_error,
     log,
-    mistake_in,
-    reason_of,
+    short_reason,
 )
 from hvd_bert.streams import INTERRUPTED, in_main_thread, interruptible, keep_running
 
@@ -133,7 +133,7 @@ def _end(error: BaseException, world: World | None, raises: bool) -> None:
     status, report = _status_and_report(error, world)
     if raises or (shared and not in_main_thread()):  # sys.exit would end this thread only
         if report:
-            events.failed(reason_of(error))
+            events.failed(short_reason(error))
         if world:
             world.close() if shared else world.leave()
         raise error
@@ -151,7 +151,7 @@ def _status_and_report(error: BaseException, world: World | None) -> tuple[int, 
     """The exit status of a rank with this error, by ENDS, and its report: "" if another rank reports it."""
     rank, host = (world.rank, world.host) if world else ("?", socket.gethostname())
     if isinstance(error, ModuleNotFoundError):
-        error = mistake_in(error) or error
+        error = find_user_error(error) or error
     status, report = next((status, report) for kind, status, report in ENDS if isinstance(error, kind))
     shown = not isinstance(error, LaunchError) or speaks_first(os.environ)
     if isinstance(error, CollectiveError):
@@ -171,7 +171,7 @@ def _failure(error: BaseException) -> str:
 def join(strategy: str = "horovod", process: ProcessState | None = None) -> World:
     """Join the launcher's world, for a strategy of `settings.STRATEGIES`. Raises UserError if it cannot."""
     process = process or ProcessState()
-    group = rendezvous.group_of_program()
+    group = rendezvous.program_group()
     launcher = group or find_launcher(os.environ)
     world = _alone(strategy, launcher) if strategy in ("none", "dp") else _together(strategy, process, launcher, group)
     world.launcher, world.process = launcher.name, process

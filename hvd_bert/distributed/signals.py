@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 WARNINGS = {signal.SIGUSR1, signal.SIGUSR2}
 ENDING = {signal.SIGTERM, signal.SIGINT}  # the second one ends the run; launchers repeat the others
-SAME_S = 1.0  # within which a repeated signal is the same request: `timeout` and some schedulers send it twice
+SAME_S = 1.0  # a signal repeated within this time is the same request: `timeout` and some schedulers send it twice
 FOLDER = "a move or removal of --output_dir"
 CHECK_S = 1.0
 _WATCHED = ("torchrun", "horovodrun", "mpirun")  # others end their ranks, or their process is not known

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 
 from hvd_bert.distributed.launch import Launcher, LaunchError, number
-from hvd_bert.errors import UserError, reason_of
+from hvd_bert.errors import UserError, short_reason
 
 IN_SWEEP = "HVD_BERT_IN_SWEEP"
 _COMMAND_S = 60  # a busy controller answers late
@@ -90,7 +90,7 @@ def requeue(environ: Mapping[str, str], mode: str, progress: str, announce: Call
     job = find_job(environ)
     if job is None or IN_SWEEP in environ:
         return ""
-    name = job.get("array", job["id"])  # in an array, the number of its last task alone means all tasks
+    name = job.get("array", job["id"])  # the number of an array's last task means the whole array
     try:
         reason = "--requeue no" if mode == "no" else _obstacle(_scontrol("show", "job", name))
         reason = reason or ("" if progress else "this attempt made no progress, so request more time")
@@ -120,7 +120,7 @@ def _scontrol(*words: str) -> str:
     try:
         done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=_COMMAND_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"`scontrol {words[0]}` failed: {reason_of(error)}") from None
+        raise UserError(f"`scontrol {words[0]}` failed: {short_reason(error)}") from None
     if done.returncode > 0:  # < 0: ended by a signal, since Slurm is ending the job
         raise UserError(f"`scontrol {words[0]}` failed: {' '.join(done.stderr.split())}")
     return done.stdout

@@ -25,9 +25,9 @@ from hvd_bert.errors import EXIT_FAILURE
 DISABLED = "HOROVOD_STALL_CHECK_DISABLE"
 WARNS_AFTER = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 ENDS_AFTER = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-WARN_S, END_S = 120, 600  # for a step's collectives; longer than one rank takes to compile a model
-LONGEST_S = 2 * 3600.0  # while one rank downloads, tokenizes, evaluates or writes
-TURN_S = 6.0  # between two ranks' reports: a launcher ends the second rank within 5 s of the first one's end
+WARN_S, END_S = 120, 600  # seconds for a step's collectives; longer than compiling a model takes
+LONGEST_S = 2 * 3600.0  # seconds while one rank downloads, tokenizes, evaluates or writes
+TURN_S = 6.0  # seconds between two ranks' reports: a launcher ends the second rank within 5 s of the first one's end
 ANSWER_S = 10.0  # a store behind a dead link does not answer
 LISTED = "the tensors that Horovod lists above"
 

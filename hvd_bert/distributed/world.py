@@ -21,7 +21,7 @@ import torch
 from hvd_bert.distributed import logs, watchdog
 from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device, choose_threads, share_cores
 from hvd_bert.distributed.slurm import find_job
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, UserError, mistake_in
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, UserError, find_user_error
 from hvd_bert.machine import cpu_limit
 from hvd_bert.storage.writing import writing_to
 
@@ -96,7 +96,7 @@ class World:
     size = local_size = 1
     devices = 1
     elastic = False
-    _comm: Any = None  # mpi4py's communicator of all ranks, where MPI started them
+    _comm: Any = None  # mpi4py's communicator of all ranks, if MPI started them
     _watchdog: watchdog.Watchdog | None = None
 
     def __init__(self) -> None:
@@ -239,7 +239,7 @@ class World:
             try:
                 yield
             except Exception as error:
-                mistake = mistake_in(error)
+                mistake = find_user_error(error)
                 if mistake is None:
                     raise
                 message = str(mistake)

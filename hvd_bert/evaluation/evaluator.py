@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from hvd_bert.config.settings import DataArguments
+from hvd_bert.config.data import DataArguments
 from hvd_bert.data.batch_plan import Ids
 from hvd_bert.data.collate import Batch
 from hvd_bert.data.window_table import WindowTable

@@ -26,7 +26,7 @@ from hvd_bert.errors import UserError
 IntArray = npt.NDArray[np.integer[Any]]
 FloatArray = npt.NDArray[np.float32]
 _Columns = npt.NDArray[np.float64]  # candidates: score, first character, end, start logit and end logit, [5, n]
-_Row = tuple[float, int | None, int | None, float, float]  # the same of one candidate
+_Row = tuple[float, int | None, int | None, float, float]  # one candidate: the values of `_Columns`
 
 # The null odds if there is no span to compare with: above any threshold and, unlike infinity, valid JSON.
 CERTAINLY_NO_ANSWER = sys.float_info.max
@@ -37,7 +37,7 @@ class SpanOptions:
     """Defines what counts as an answer, with run_qa's names and defaults."""
 
     n_best_size: int = 20
-    max_answer_length: int = 30  # in tokens
+    max_answer_length: int = 30  # tokens
     version_2_with_negative: bool = False
     null_score_diff_threshold: float = 0.0  # the answer is "" if the null odds are above this
 
@@ -119,7 +119,7 @@ def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], o
         start_logit, end_logit = window.start_logits[0], window.end_logits[0]
         nulls.append((float(start_logit + end_logit), None, None, float(start_logit), float(end_logit)))
         if len(window.char_starts):
-            parts.append(_best_of_window(window, options))
+            parts.append(_best_candidates(window, options))
     return [_answer(q, parts, nulls, options) for q, (parts, nulls) in zip(questions, found, strict=True)]
 
 
@@ -158,7 +158,7 @@ def _best(candidates: _Columns, count: int) -> list[_Row]:
     return [(score, int(start), int(end), *logits) for score, start, end, *logits in candidates[:, order].T.tolist()]
 
 
-def _best_of_window(window: WindowLogits, options: SpanOptions) -> _Columns:
+def _best_candidates(window: WindowLogits, options: SpanOptions) -> _Columns:
     """The candidates of a window that may be among the n best of its question, unordered; T >= 1.
 
     All ties with the n-th best are kept, since only the comparison of all windows can break them.

@@ -18,18 +18,39 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hvd_bert.model.cpu import fused as fused_kernels
 from hvd_bert.model.cpu import kernels
-from hvd_bert.model.cpu.attention import Attention, drop_threshold, near, of_windows
+from hvd_bert.model.cpu.attention import Attention, drop_threshold, near, split_by_window
 
 NAME = "packed_windows"
 # The first arguments of torch's operations as by_flash and by_efficient pass them. torch's public functions above these
 # operations have no dropout (varlen_attn), or are not developed any more (jagged tensors, pytorch#155065).
 FLASH: tuple[str, ...] = (
-    *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"),
-    *("return_debug_mask", "scale", "window_size_left", "window_size_right"),
+    "query",
+    "key",
+    "value",
+    "cum_seq_q",
+    "cum_seq_k",
+    "max_q",
+    "max_k",
+    "dropout_p",
+    "is_causal",
+    "return_debug_mask",
+    "scale",
+    "window_size_left",
+    "window_size_right",
 )
 EFFICIENT: tuple[str, ...] = (
-    *("query", "key", "value", "bias", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p"),
-    *("custom_mask_type", "compute_log_sumexp", "scale"),
+    "query",
+    "key",
+    "value",
+    "bias",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "dropout_p",
+    "custom_mask_type",
+    "compute_log_sumexp",
+    "scale",
 )
 
 
@@ -47,7 +68,7 @@ class Windows:
     reach: int | None = None
 
 
-def windows_of(lengths: list[int], device: torch.device, reach: int | None = None) -> Windows:
+def make_windows(lengths: list[int], device: torch.device, reach: int | None = None) -> Windows:
     """Windows of these lengths."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
     return Windows(lengths, cu_seqlens, max(lengths), reach)
@@ -75,9 +96,9 @@ def attend_within_windows(
     distance from which on tokens do not attend to each other. Groups of heads may share a key and a value. Returns
     [1, N, heads, head size] and no attention weights.
     """
-    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions are in fp32 whatever the precision
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions are always computed in fp32
     if windows is None:
-        windows = windows_of([query.shape[2]], query.device)
+        windows = make_windows([query.shape[2]], query.device)
     if sliding_window and windows.longest > sliding_window:
         windows = replace(windows, reach=sliding_window - 1)
     drop = dropout if module.training else 0.0
@@ -150,9 +171,18 @@ def by_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
     """torch's flash attention over all windows at once: GPU, half precision."""
-    cu_seqlens, longest = windows.cu_seqlens, windows.longest  # from the host: no wait for the device
+    cu_seqlens, longest = windows.cu_seqlens, windows.longest  # both known on the host, so nothing waits for the device
     output: torch.Tensor = torch.ops.aten._flash_attention_forward(
-        *(query, key, value, cu_seqlens, cu_seqlens, longest, longest, dropout, False, False),
+        query,
+        key,
+        value,
+        cum_seq_q=cu_seqlens,
+        cum_seq_k=cu_seqlens,
+        max_q=longest,
+        max_k=longest,
+        dropout_p=dropout,
+        is_causal=False,
+        return_debug_mask=False,
         scale=scaling,
         window_size_left=windows.reach,
         window_size_right=windows.reach,
@@ -168,7 +198,17 @@ def by_efficient(
     cu_seqlens, longest = windows.cu_seqlens, windows.longest
     needs_sums = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     output: torch.Tensor = torch.ops.aten._efficient_attention_forward(
-        *(query[None], key[None], value[None], None, cu_seqlens, cu_seqlens, longest, longest, dropout, 0, needs_sums),
+        query[None],
+        key[None],
+        value[None],
+        bias=None,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        dropout_p=dropout,
+        custom_mask_type=0,
+        compute_log_sumexp=needs_sums,
         scale=scaling,
     )[0]
     return output.squeeze(0)
@@ -200,7 +240,7 @@ def by_window(
         scaled_dot_product_attention(
             q[None], k[None], v[None], near(q, windows.reach), dropout_p=dropout, scale=scaling
         )[0].transpose(0, 1)
-        for q, k, v in of_windows(windows.lengths, query, key, value)
+        for q, k, v in split_by_window(windows.lengths, query, key, value)
     ]
     return torch.cat(outputs)
 

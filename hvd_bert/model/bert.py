@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForQuestionAnswering
 
 from hvd_bert import hub
-from hvd_bert.config.settings import ModelArguments
+from hvd_bert.config.data import ModelArguments
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention, families
 from hvd_bert.model.cpu import linear
@@ -84,7 +84,7 @@ def configure(config: Any, dropout: float | None, padded: bool, attention_dropou
         given = (attention_dropout if name.startswith("attention") else None, dropout, getattr(config, name))
         setattr(config, name, next(value for value in given if value is not None))
     linear.keep_few_kernels()
-    packed = families.family_of(config).packed
+    packed = families.find_family(config).packed
     own = "sdpa" if families.model_class(config)._supports_sdpa else "eager"
     config._attn_implementation = attention.NAME if packed and not padded else own
 

@@ -86,7 +86,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(config: Any) -> Family:
+def find_family(config: Any) -> Family:
     """The row of a model's configuration; of a family that has none, that of padded windows and unchanged layers."""
     return FAMILIES.get(config.model_type, _PADDED)
 
@@ -111,7 +111,7 @@ def class_with_head(head: Any, config: Any, source: str) -> Any:
 
 def max_tokens(config: Any) -> int:
     """The number of positions of a model, which limits the length of a window."""
-    offset = config.pad_token_id + 1 if family_of(config).positions_after_padding else 0
+    offset = config.pad_token_id + 1 if find_family(config).positions_after_padding else 0
     positions = getattr(config, "max_position_embeddings", None) or -1  # XLNet and T5 have no limit
     return sys.maxsize if positions < 0 else int(positions) - offset
 
@@ -122,14 +122,14 @@ def choose_padding(config: Any, padding: str, unit: str = "windows") -> str:
     name = config.model_type
     if name not in FAMILIES:
         log.info("%s is not a listed family: %s are padded, and no layer is replaced by a faster one.", name, unit)
-    elif padding == "none" and not family_of(config).packed:
+    elif padding == "none" and not find_family(config).packed:
         log.info("%s models take no packed %s: they are padded to the longest of the batch.", name, unit)
-    return "longest" if padding == "none" and not family_of(config).packed else padding
+    return "longest" if padding == "none" and not find_family(config).packed else padding
 
 
 def check_precision(config: Any, precision: str) -> None:
     """Raise UserError if the model's family fails with the precision."""
-    if precision != "fp32" and family_of(config).only_fp32:
+    if precision != "fp32" and find_family(config).only_fp32:
         raise UserError(
             f"--{precision} does not work with {config.model_type} models, whose attention overflows in it. Omit the"
             " flag, or name another model."
@@ -141,14 +141,14 @@ def adapt(model: Any, token_types: bool) -> Any:
 
     `token_types`: whether the model gets token types.
     """
-    model.takes_token_types, family = token_types, family_of(model.config)
+    model.takes_token_types, family = token_types, find_family(model.config)
     if not isinstance(model, model_class(model.config)):
         # Longformer's other heads choose the tokens that attend globally themselves.
         family = replace(family, question_attends_globally=False)
     if not family.packed or family.positions_after_padding or not token_types:  # else it takes BERT's inputs
-        model.register_forward_pre_hook(partial(_inputs_of_family, family), with_kwargs=True)
+        model.register_forward_pre_hook(partial(_family_inputs, family), with_kwargs=True)
     if type(model).__name__.endswith("ForSequenceClassification"):
-        layers = getattr(model.base_model, "encoder", model.base_model)  # without the pooler, which comes after them
+        layers = getattr(model.base_model, "encoder", model.base_model)  # excludes the pooler
         mean = getattr(model.config, "classifier_pooling", "cls") == "mean"  # ModernBERT's
         layers.register_forward_hook(partial(_one_token_per_text, mean=mean), with_kwargs=True)
     return model
@@ -157,15 +157,15 @@ def adapt(model: Any, token_types: bool) -> Any:
 def try_once(model: Any) -> None:
     """Run the encoder over one short window, which fails if the configuration is wrong."""
     config = model.config
-    length = int(np.max(getattr(config, "attention_window", 2)))  # to a multiple of which Longformer pads
+    length = int(np.max(getattr(config, "attention_window", 2)))  # Longformer pads to multiples of its window
     tokens = torch.full((1, length), config.vocab_size - 1, device=model.device)  # 0 or 1 may be padding
-    if family_of(config).positions_after_padding:  # padding has no position, and Longformer's window may exceed them
+    if find_family(config).positions_after_padding:  # padding has no position, and Longformer's window may exceed them
         tokens[:, max_tokens(config) :] = config.pad_token_id
     with evaluating(model):
         model.base_model(input_ids=tokens)
 
 
-def _inputs_of_family(family: Family, model: Any, _: Any, inputs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+def _family_inputs(family: Family, model: Any, _: Any, inputs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """The arguments of a model's forward pass from those that `evaluation.forward` makes of a batch."""
     inputs = {"token_type_ids": None, "attention_mask": None, **inputs}
     ids, types, mask = inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"]
@@ -184,7 +184,7 @@ def _inputs_of_family(family: Family, model: Any, _: Any, inputs: dict[str, Any]
     inputs.pop("position_ids", None)  # the family counts its positions itself
     if mask is not None:
         inputs["input_ids"] = ids.masked_fill(~mask, model.config.pad_token_id or 0)
-        inputs["attention_mask"] = mask.long()  # as tokenizers give it
+        inputs["attention_mask"] = mask.long()  # tokenizers give int64
     return (), inputs
 
 

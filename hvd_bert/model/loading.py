@@ -12,10 +12,10 @@ from transformers import AutoModelForQuestionAnswering
 from transformers.models.auto.configuration_auto import AutoConfig
 
 from hvd_bert import hub
-from hvd_bert.config.settings import ModelArguments
+from hvd_bert.config.data import ModelArguments
 from hvd_bert.errors import UserError, log
 from hvd_bert.machine import free_memory
-from hvd_bert.model.families import class_with_head, family_of, model_class
+from hvd_bert.model.families import class_with_head, find_family, model_class
 from hvd_bert.storage.reading import GIB
 
 LORA_CHECKPOINT = (  # after the name of a folder
@@ -99,7 +99,7 @@ def load_config(name: str, args: ModelArguments, copies: int = 1) -> Any:
 
 def _check_config(config: Any) -> None:
     """Raise ValueError if a model of this configuration could not be built or trained."""
-    if family_of(config).positions_after_padding and not isinstance(config.pad_token_id, int):
+    if find_family(config).positions_after_padding and not isinstance(config.pad_token_id, int):
         raise ValueError("config.json: pad_token_id is missing, after which the positions start")
     layers = {name: getattr(config, name) for name in LAYERS if hasattr(config, name)}
     if min(layers.values()) < 1 or math.prod(layers.values()) > MAX_LAYERS:

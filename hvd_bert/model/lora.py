@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hvd_bert.config.settings import ModelArguments
+from hvd_bert.config.data import ModelArguments
 from hvd_bert.errors import UserError
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -27,7 +27,7 @@ def add_adapters(model: nn.Module, args: ModelArguments, seed: int) -> Any:
     The model changes in place; the head is trained in full. Returns peft's wrapper of it, for `merge`. Raises UserError
     if peft is not installed, or if the model has no such layers.
     """
-    for package in ("peft", "accelerate"):  # which peft imports
+    for package in ("peft", "accelerate"):  # peft imports accelerate
         if find_spec(package) is None:
             raise UserError(f"--lora_rank: {package} is not installed. Run `pip install {package}`.")
     layers = {
@@ -43,7 +43,7 @@ def add_adapters(model: nn.Module, args: ModelArguments, seed: int) -> Any:
     widest = max(max(layer.weight.shape) for layer in layers.values())
     if args.lora_rank > widest:
         raise UserError(f"--lora_rank {args.lora_rank}: its layers have {widest} features. Use a rank of at most that.")
-    peft = import_module("peft")  # here: it takes seconds
+    peft = import_module("peft")  # imported late: it takes seconds
     above = {name for name, _ in model.named_children()} - {model.base_model_prefix}
     trained = [
         name

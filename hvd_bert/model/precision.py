@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from hvd_bert.config.settings import TrainArguments
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.errors import UserError
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

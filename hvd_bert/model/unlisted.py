@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from hvd_bert.errors import reason_of
+from hvd_bert.errors import short_reason
 from hvd_bert.model.families import max_tokens
 from hvd_bert.model.precision import evaluating
 
-AT_LEAST = 32  # tokens of the tried window
+AT_LEAST = 32  # tokens in the trial window
 SPECIAL = ("bos", "cls", "decoder_start", "eos", "mask", "pad", "sep", "unk")  # config.json: bos_token_id, ...
 
 
@@ -29,14 +29,14 @@ def check_unlisted(model: Any, max_seq_length: int) -> None:
             both, alone = _logits(model, rows, mask), _logits(model, rows[1:, :half], mask[1:, :half])
             both.sum().backward()
     except Exception as error:
-        reason = reason_of(error)
+        reason = short_reason(error)
         raise ValueError(f"{name} models are not a listed family, and {length} tokens alone fail: {reason}") from None
     for weights in model.parameters():
         weights.requires_grad_(weights.grad is not None)
     model.zero_grad()
-    per_token = (both.shape[1], alone.shape[1]) == (length, half)  # not a row of classes
+    per_token = (both.shape[1], alone.shape[1]) == (length, half)  # logits per token, not per class
     padded = both[1:, :half] if per_token else both[1:]
-    if not (padded - alone).abs().max() <= 1e-5 * alone.abs().max():  # also if they are NaN
+    if not (padded - alone).abs().max() <= 1e-5 * alone.abs().max():  # also true for NaN
         raise ValueError(f"padding changes the results of {name} models")
 
 

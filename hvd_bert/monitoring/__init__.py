@@ -2,6 +2,10 @@
 
 # The phases of a step in the order of the step-time summary, described in docs/reference/output-files.md.
 PHASES = {
-    "data": "waiting for data", "compute": "forward and backward", "exposed_comm": "exposed communication",
-    "optimizer": "clipping and optimizer", "checkpoint": "checkpoint pause", "other": "other",
-}  # fmt: skip
+    "data": "waiting for data",
+    "compute": "forward and backward",
+    "exposed_comm": "exposed communication",
+    "optimizer": "clipping and optimizer",
+    "checkpoint": "checkpoint pause",
+    "other": "other",
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hvd_bert.config.settings import TrainArguments
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.distributed.world import World
 
 TERA = 1e12

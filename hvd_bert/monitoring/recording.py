@@ -26,7 +26,7 @@ from hvd_bert.errors import UserError, log
 from hvd_bert.storage.writing import check_folder, is_special, make_folder, replacing, writing_to
 
 TRACE = "trace.json.gz"
-_PHASE_ROW = 0  # no thread has this number
+_PHASE_ROW = 0  # a row number that no thread has
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Recording:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
         if self.file and self.world.rank == 0:
-            with suppress(OSError):  # then there is no file afterwards
+            with suppress(OSError):  # then the file is missing later
                 make_folder(self.file.parent)
             self.world.start_timeline(self.file)
         self.world.allgather(None)  # no rank sends a gradient before rank 0 records it
@@ -176,6 +176,6 @@ def _events(trace: RankTrace, start_ns: int) -> Iterator[dict[str, Any]]:
         kept = event["ph"] != "M" or event["name"] == "thread_name"
         if not kept or not isinstance(event["pid"], int):  # the profiler's own marks have a name as pid
             continue
-        if "id" in event:  # of an arrow: ids are unique only within a rank
+        if "id" in event:  # an arrow's id is unique only within a rank
             event["id"] = f"{trace.rank}.{event['id']}"
         yield event | {"pid": own["pid"], "ts": round(event["ts"] + shift_us, 3)}

@@ -89,7 +89,7 @@ class Sampler:
     """Samples one GPU every PERIOD_S seconds, until closed."""
 
     def __init__(self, device_id: str) -> None:
-        self.problem = ""  # why there are no samples
+        self.problem = ""  # the reason why there are no samples
         self._device_id = device_id
         self._samples: list[Sample] = []
         self._last: list[Sample] = []
@@ -195,9 +195,11 @@ def process_usage(device: torch.device) -> dict[str, float]:
     `memory_peak_bytes`."""
     times = os.times()
     stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    started_s = int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")  # since boot: its clock is not set
+    started_s = int(stat.rpartition(")")[2].split()[19]) / os.sysconf(
+        "SC_CLK_TCK"
+    )  # since boot, a clock that is never set
     return {
-        "real_s": round(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, 3),  # with imports
+        "real_s": round(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, 3),  # imports included
         "user_s": times.user,
         "system_s": times.system,
         "memory_peak_bytes": memory_peak(device),

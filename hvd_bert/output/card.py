@@ -43,7 +43,7 @@ def text(folder: Path, settings: Record, results: Record, scores: Record) -> str
     hub, title = results["from_hub"], folder.resolve().name
     settings = public_settings(settings, hub)
     model = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if "model_type" not in model:  # not of transformers
+    if "model_type" not in model:  # not a transformers model
         model = {}
     head = next((head for head in HEADS if str(model.get("architectures")).endswith(f"{head}']")), "")
     scores = {name: score for name, score in scores.items() if math.isfinite(score)}

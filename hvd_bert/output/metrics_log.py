@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hvd_bert.errors import log, reason_of
+from hvd_bert.errors import log, short_reason
 from hvd_bert.output.callback import Callback
 from hvd_bert.output.reporters.base import Reporter, Samples
 from hvd_bert.storage.writing import JsonLines
@@ -93,7 +93,7 @@ class MetricsLogger:
             try:
                 getattr(reporter, method)(*arguments)
             except Exception as error:
-                reason = getattr(error, "strerror", None) or reason_of(error)
+                reason = getattr(error, "strerror", None) or short_reason(error)
                 effect = "Its last values may be missing." if method == "close" else "Training continues."
                 log.warning("%s cannot be written: %s. %s", reporter.title, reason, effect)
                 self.reporters.remove(reporter)

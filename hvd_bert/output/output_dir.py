@@ -26,16 +26,16 @@ from hvd_bert.output.run_folder import OF_EVALUATION, RUN_FILES
 from hvd_bert.storage import locks, writing
 from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import open_regular, parse_json
-from hvd_bert.storage.writing import OWN_PARTIAL, delete, is_special, partial_of, replacing, writing_to
+from hvd_bert.storage.writing import OWN_PARTIAL, delete, is_special, partial_path, replacing, writing_to
 
-Settings = dict[str, Any]  # all of them, by the flags' names
-Locks = dict[Path, locks.Lock]  # those that this process holds, by folder
+Settings = dict[str, Any]  # all settings by flag name
+Locks = dict[Path, locks.Lock]  # locks that this process holds, by folder
 # Flags that name a file or a folder that the run reads.
 INPUTS = ("model_name_or_path", "config_name", "tokenizer_name", "train_file", "validation_file")
-SETTINGS = ("train_config.yaml", "eval_config.yaml")  # by which a run's folder is recognized
+SETTINGS = ("train_config.yaml", "eval_config.yaml")  # their presence marks a run's folder
 LOGS = (".out", ".err", ".log")  # a scheduler may write them into the folder before the run starts
-OLD_RECORD = ".written_by_hvd_bert"  # of earlier versions
-FOLDERS_BEGUN: set[Path] = set()  # in which this process has begun a run
+OLD_RECORD = ".written_by_hvd_bert"  # written by earlier versions
+FOLDERS_BEGUN: set[Path] = set()  # folders where this process has begun a run
 
 
 def check(settings: Settings, held: Locks) -> None:
@@ -187,14 +187,14 @@ def forget_after(folder: Path, step: int) -> None:
         path = folder / name
         if path.exists():
             with open_regular(path) as lines, replacing(path) as partial, partial.open("wb") as kept:
-                kept.writelines(line.rstrip(b"\r\n") + b"\n" for line in lines if _step_of(line) <= step)
+                kept.writelines(line.rstrip(b"\r\n") + b"\n" for line in lines if _logged_step(line) <= step)
     files.remove_leftovers(folder)
     aside = files.set_aside_after(folder, step)
     if aside:
         log.warning("Set aside the checkpoints after step %d, from which training resumes: %s.", step, ", ".join(aside))
 
 
-def _step_of(line: bytes) -> float:
+def _logged_step(line: bytes) -> float:
     try:
         return int(parse_json(line.decode("utf-8", "replace"))["step"])
     except (ValueError, LookupError, TypeError, OverflowError):  # cut short by a crash
@@ -207,4 +207,4 @@ def clear(folder: Path, keeps_card: bool = False) -> None:
     kept = {*SETTINGS, card.NAME} if keeps_card else {*SETTINGS}
     for name in {OLD_RECORD, *RUN_FILES} - kept:
         delete(folder / name)
-        delete(partial_of(folder / name))
+        delete(partial_path(folder / name))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.config.data import QUESTION_ANSWERING, TASKS
-from hvd_bert.config.settings import DEFAULT_MODEL, FLAGS
+from hvd_bert.config.data import DEFAULT_MODEL, QUESTION_ANSWERING, TASKS
+from hvd_bert.config.settings import FLAGS
 
 # Where this machine keeps files, and what only matters there.
 _PRIVATE_GROUPS = ("output", "profiling")

@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import World
-from hvd_bert.machine import PACKAGES, cpu_name, version_of
+from hvd_bert.machine import PACKAGES, cpu_name, package_version
 from hvd_bert.model.cpu import kernels
 from hvd_bert.output import card
 from hvd_bert.output.public import from_hub
-from hvd_bert.storage.writing import delete, partial_of, write_json
+from hvd_bert.storage.writing import delete, partial_path, write_json
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.version import __version__
 
@@ -66,7 +66,7 @@ def write_evaluation(folder: Path, evaluation: EvaluationResult) -> None:
 
 def save_model(folder: Path, task: Task) -> None:
     """Write the task's trained model."""
-    partial = partial_of(folder / "model.safetensors")
+    partial = partial_path(folder / "model.safetensors")
     delete(partial)
     try:
         partial.mkdir()
@@ -112,7 +112,7 @@ def environment_facts(config: Config, world: World) -> dict[str, Any]:
         "seed": config.train.seed,
         "from_hub": from_hub(config.as_flat()),
         "versions": {"python": platform.python_version(), "hvd_bert": __version__}
-        | {package: version_of(package) for package in PACKAGES}
+        | {package: package_version(package) for package in PACKAGES}
         | {"cuda": torch.version.cuda}
         | {"nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None},
     }

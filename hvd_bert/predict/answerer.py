@@ -16,10 +16,10 @@ import torch
 
 from hvd_bert.config.arguments import check_types
 from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.data import ANSWERING, QUESTION_ANSWERING
+from hvd_bert.config.data import ANSWERING, QUESTION_ANSWERING, DataArguments, ModelArguments
 from hvd_bert.config.flag import require
 from hvd_bert.config.parser import path_problem, shortened
-from hvd_bert.config.settings import FLAGS, DataArguments, ModelArguments
+from hvd_bert.config.settings import FLAGS
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.sources.questions import text_mistake
 from hvd_bert.data.sources.squad import Question
@@ -29,7 +29,7 @@ from hvd_bert.errors import UserError, as_user_error, log
 from hvd_bert.evaluation.evaluator import batch_outputs, span_options, span_outputs, window_logits
 from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.model.bert import load_model
-from hvd_bert.model.families import check_precision, family_of, max_tokens
+from hvd_bert.model.families import check_precision, find_family, max_tokens
 from hvd_bert.model.layers import place
 from hvd_bert.model.precision import AUTOCAST
 from hvd_bert.tasks.tokenizer import load_tokenizer
@@ -95,7 +95,7 @@ class QuestionAnswerer:
         self.precision, self.batch_size = precision, batch_size
         self.tokenizer = tokenizer
         self._window_tokenizer = WindowTokenizer(tokenizer, self.window_options)
-        self._warned = False  # that a question was truncated
+        self._warned = False  # whether truncation was reported
 
     def __call__(
         self,
@@ -120,9 +120,9 @@ class QuestionAnswerer:
     def answers(self, questions: Iterable[Question]) -> Iterator[Answer]:
         """The answers in the order of the questions, which are used without checks."""
         for block in blocks(questions):
-            yield from self.answers_of_block(block)
+            yield from self.answer_block(block)
 
-    def answers_of_block(self, block: Sequence[Question]) -> list[Answer]:
+    def answer_block(self, block: Sequence[Question]) -> list[Answer]:
         """The answers to questions whose windows all fit into memory. Windows of similar length share a batch."""
         windows = in_memory(block, self._window_tokenizer)
         if windows.counts.shortened_questions and not self._warned:
@@ -134,7 +134,7 @@ class QuestionAnswerer:
         longest_first = np.argsort(-windows.lengths, kind="stable")
         batches = batch_outputs(
             partial(span_outputs, self.model),
-            Collator(windows, self.device, None if family_of(self.model.config).packed else 0),
+            Collator(windows, self.device, None if find_family(self.model.config).packed else 0),
             longest_first,
             self.batch_size,
             self.device,

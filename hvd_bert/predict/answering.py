@@ -31,7 +31,7 @@ from hvd_bert.predict.answerer import QuestionAnswerer, blocks
 from hvd_bert.predict.writing import Write, appearing, check
 from hvd_bert.tasks.tokenizer import tokenizer_digest
 
-PRINTED = 3  # answers of a file
+PRINTED = 3  # answers printed per file
 WIDTH = 100
 Row = dict[str, Any]
 COLUMNS = dict.fromkeys(("id", "question", "context", "answer"), pa.string())
@@ -92,7 +92,7 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
         qa = load_model(flags, world.device)
         source = open_input(flags, qa)
         questions = source.questions()
-    world.check_same(_inputs_of(qa, source))
+    world.check_same(_common_inputs(qa, source))
     parts = list(blocks(questions))
     quiet = world.rank > 0 or not sys.stderr.isatty()
     with ExitStack() as stack, tqdm(total=len(questions), desc="Answering", unit="question", disable=quiet) as bar:
@@ -103,12 +103,12 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
                 schema = pa.schema(list(columns.items()))
                 write = stack.enter_context(appearing(flags.output, schema))
         for first in range(0, len(parts), world.size):
-            mine = parts[first : first + world.size][world.rank :][:1]  # in the last round, some ranks may have none
+            mine = parts[first : first + world.size][world.rank :][:1]  # in the last round some ranks may have no part
             rows: list[Row] = []
             with world.raise_on_all_ranks(EXIT_FAILURE):
                 for part in mine:
-                    rows += map(partial(_row, flags), part, qa.answers_of_block(part))
-            gathered = list(chain.from_iterable(world.gather(rows)))  # on rank 0
+                    rows += map(partial(_row, flags), part, qa.answer_block(part))
+            gathered = list(chain.from_iterable(world.gather(rows)))  # complete on rank 0 only
             with world.writing("--output", flags.output):
                 if write:
                     write(pa.Table.from_pylist(gathered, schema))
@@ -118,7 +118,7 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
     log.info("%s: %d question(s) answered", flags.output, len(questions))
 
 
-def _inputs_of(qa: QuestionAnswerer, source: Source) -> dict[str, object]:
+def _common_inputs(qa: QuestionAnswerer, source: Source) -> dict[str, object]:
     """What must be equal on all ranks."""
     digest = hashlib.sha256(qa.model.config.to_json_string().encode())
     for weights in qa.model.state_dict().values():
@@ -133,9 +133,15 @@ def _inputs_of(qa: QuestionAnswerer, source: Source) -> dict[str, object]:
 
 def _row(flags: argparse.Namespace, question: Question, answer: Answer) -> Row:
     row = {
-        "id": question.id, "question": question.question, "context": question.context, "answer": answer.text,
-        "start": answer.start, "end": answer.end, "probability": answer.score, "null_odds": answer.null_odds,
-    }  # fmt: skip
+        "id": question.id,
+        "question": question.question,
+        "context": question.context,
+        "answer": answer.text,
+        "start": answer.start,
+        "end": answer.end,
+        "probability": answer.score,
+        "null_odds": answer.null_odds,
+    }
     if flags.n_best == 0:
         return row
     return row | {"nbest": [asdict(candidate) for candidate in answer.nbest[: flags.n_best]]}

@@ -47,9 +47,13 @@ def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> Non
 def _settings(flags: argparse.Namespace, task_name: str) -> dict[str, Any]:
     given = {name: getattr(flags, name) for name in ANSWERING if getattr(flags, name) is not None}
     return given | {
-        "task": task_name, "model_name_or_path": flags.model, "bf16": flags.bf16, "cpu_kernels": flags.cpu_kernels,
-        "per_device_eval_batch_size": flags.per_device_eval_batch_size, "strategy": flags.strategy,
-    }  # fmt: skip
+        "task": task_name,
+        "model_name_or_path": flags.model,
+        "bf16": flags.bf16,
+        "cpu_kernels": flags.cpu_kernels,
+        "per_device_eval_batch_size": flags.per_device_eval_batch_size,
+        "strategy": flags.strategy,
+    }
 
 
 def _with_columns(table: pa.Table, task_name: str, found: Any) -> pa.Table:

@@ -44,7 +44,7 @@ def appearing(path: Path, schema: pa.Schema) -> Iterator[Write]:
         try:
             yield write
         except BaseException:
-            with suppress(OSError):  # that of what is still in its buffer
+            with suppress(OSError):  # closing may fail on what is still buffered
                 file.close()
             raise
         file.close()

@@ -78,7 +78,7 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def partial_of(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """The temporary file of `replacing`."""
     name = os.fsencode(path.name)  # a longer one might not be allowed
     return path.with_name(f".{path.name if len(name) < MAX_NAME else sha256(name).hexdigest()}{OWN_PARTIAL}")
@@ -91,7 +91,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     For one writer at a time: the temporary name is fixed, so that a writer replaces the leftover of a killed one.
     `durable`: the file also survives a power failure.
     """
-    partial = partial_of(path)
+    partial = partial_path(path)
     try:
         partial.unlink(missing_ok=True)  # a symbolic link would be written through
         yield partial

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_bert.config.settings import STRATEGIES, ParallelArguments, TrainArguments
+from hvd_bert.config.settings import STRATEGIES, ParallelArguments
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.precision import keep_casts
 from hvd_bert.strategies.word_rows import WordRows, word_embedding
 
-CHANGING = ("lr", "initial_lr", "step")  # of a parameter group; LAMB counts its steps there
+CHANGING = ("lr", "initial_lr", "step")  # entries of a parameter group that change; LAMB counts its steps there
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -145,7 +146,7 @@ class Strategy:
         # in its place would pass over the gradients once more.
         if limit:
             self.optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0)  # clip_grad_norm_'s factor, inverted
-        if not self.options.train.fp16:  # whose scaler sets it
+        if not self.options.train.fp16:  # under fp16 the scaler sets it
             self.optimizer.found_inf = torch.logical_not(torch.isfinite(norm)).float()
         return norm
 
@@ -209,11 +210,11 @@ class Strategy:
             first = len(number_of)
             number_of |= {names[id(parameter)]: first + i for i, parameter in enumerate(group["params"])}
             numbered.append({**saved, "params": list(range(first, len(number_of)))})
-        state = {number_of[name]: slots for name, slots in slots_of(tensors).items()}
+        state = {number_of[name]: slots for name, slots in optimizer_slots(tensors).items()}
         self.optimizer.load_state_dict({"state": state, "param_groups": numbered})
 
 
-def slots_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def optimizer_slots(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """The optimizer's tensors by "parameter/slot" -> parameter -> slot -> tensor."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():

@@ -40,7 +40,7 @@ class DDPStrategy(Strategy):
             super().backward(loss)
 
     def _average_next(self, averages: bool) -> None:
-        self.module.require_backward_grad_sync = averages  # what its no_sync() sets; the next forward pass reads it
+        self.module.require_backward_grad_sync = averages  # as no_sync() does; the next forward pass reads it
 
     def mark_gradients(self, mark: Callable[[], None]) -> None:
         # Whichever comes last: models register their parameters in any order, and may use only some of them.

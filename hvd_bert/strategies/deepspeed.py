@@ -30,7 +30,7 @@ class DeepSpeedStrategy(Strategy):
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         # Our users cannot act on torch's warnings about DeepSpeed's calls.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        deepspeed = import_module("deepspeed")  # here: it takes seconds and probes for accelerators
+        deepspeed = import_module("deepspeed")  # imported late: it takes seconds and probes for accelerators
         self._utils: Any = deepspeed.utils
         world.broadcast_tensors(model.state_dict())
         # DeepSpeed would compile an allreduce for one host's ranks. A rank killed meanwhile leaves a lock that blocks
@@ -65,7 +65,7 @@ class DeepSpeedStrategy(Strategy):
 
     def backward(self, loss: Tensor) -> None:
         with self._guard():
-            self.module.backward(loss * self.options.accumulation)  # which it divides by that
+            self.module.backward(loss * self.options.accumulation)  # DeepSpeed divides the loss by the accumulation
         self._passes += 1
         if self._passes < self.options.accumulation:
             self.module.step()  # only counts the pass

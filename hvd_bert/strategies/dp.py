@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_bert.distributed.world import World
-from hvd_bert.model.attention import Windows, windows_of
+from hvd_bert.model.attention import Windows, make_windows
 from hvd_bert.strategies.base import Strategy
 
 
@@ -66,7 +66,7 @@ def split_windows(tokens: dict[str, Any], parts: int) -> list[dict[str, Any]]:
         if name != "windows"
     }
     return [
-        {name: row[i] for name, row in rows.items()} | {"windows": windows_of(share, windows.cu_seqlens.device)}
+        {name: row[i] for name, row in rows.items()} | {"windows": make_windows(share, windows.cu_seqlens.device)}
         for i, share in enumerate(shares)
     ]
 

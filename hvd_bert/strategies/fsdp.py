@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hvd_bert.distributed.world import World
-from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions, slots_of
+from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions, optimizer_slots
 
 WHOLE_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -85,7 +85,7 @@ class FSDPStrategy(Strategy):
             {**saved, "params": [names[id(parameter)] for parameter in group["params"]]}
             for group, saved in zip(self.optimizer.param_groups, groups, strict=True)
         ]
-        saved_state: dict[str, Any] = {"state": slots_of(tensors), "param_groups": numbered}
+        saved_state: dict[str, Any] = {"state": optimizer_slots(tensors), "param_groups": numbered}
         set_optimizer_state_dict(self.module, self.optimizer, saved_state, options=WHOLE)
 
 

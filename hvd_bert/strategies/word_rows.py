@@ -36,7 +36,7 @@ class WordRows:
         gradient = self._weight.grad
         if gradient is None or not gradient.is_sparse:  # the model also uses the weight in another way
             return
-        self._dense.index_fill_(0, self._rows, 0.0)  # those of the last step; the others are still zero
+        self._dense.index_fill_(0, self._rows, 0.0)  # clears the rows of the last step; all others are still zero
         self._rows = gradient._indices()[0]
         self._dense.index_add_(0, self._rows, gradient._values())
         self._weight.grad = self._dense

@@ -18,8 +18,10 @@ import safetensors.torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hvd_bert.config.data import TASKS
 from hvd_bert.config.parser import AUTO
-from hvd_bert.config.settings import TASKS, Config, TrainArguments
+from hvd_bert.config.settings import Config
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths, Parts
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
@@ -223,7 +225,7 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
             f" than the {len(lengths)} windows of the training data. Use a smaller number or more data."
         )
     rank_batch, passes = args.per_device_train_batch_size * world.devices, args.gradient_accumulation_steps
-    rank_batch = rank_batch or 1  # until it is chosen (training/batch_size.py)
+    rank_batch = rank_batch or 1  # not chosen yet: see training/batch_size.py
     global_batch = rank_batch * passes * world.size
     plan = BatchPlan(lengths, global_batch, passes, world.size, args.seed, crossover, parts)
     if args.global_batch == -1:
@@ -247,5 +249,5 @@ def weight_copies(trains: bool, strategy: str, world: World) -> int:
     """How many arrays of the weights' size a rank needs in this host's free memory, at least."""
     if world.process.generation > 0:
         return 0  # this process still has the memory of its previous world
-    whole = strategy not in ("fsdp", "deepspeed")  # these keep a part per rank
+    whole = strategy not in ("fsdp", "deepspeed")  # FSDP and DeepSpeed shard the state
     return 4 if whole and trains and world.device.type == "cpu" else 1  # weights, gradients and AdamW's two moments

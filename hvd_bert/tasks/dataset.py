@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
-from hvd_bert.config.settings import DEFAULT_MODEL, TASKS, Config, DataArguments
+from hvd_bert.config.data import DEFAULT_MODEL, TASKS, DataArguments
+from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, Lengths, Parts, balanced_partition, window_costs
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE, UserError
@@ -86,11 +87,11 @@ class DatasetTask(Task):
 
     def __init__(self, config: Config, world: World) -> None:
         name = config.model.model_name_or_path
-        evaluates_own = not config.train.do_train and config.data.task not in TASKS  # those load weights themselves
+        evaluates_own = not config.train.do_train and config.data.task not in TASKS  # others load weights themselves
         of_training = as_trained(config) if evaluates_own else None
         self.config, self.world = of_training or config, world
         self.trained = name if of_training else None
-        torch.manual_seed(self.config.train.seed)  # for new weights
+        torch.manual_seed(self.config.train.seed)  # seeds weights that are not loaded
         self.load(self.config)
         if evaluates_own and (self.trained or not isinstance(self.model, PreTrainedModel)):
             if name in (None, DEFAULT_MODEL):
@@ -141,7 +142,7 @@ class DatasetTask(Task):
         """The `predictions` for the rows of a file, on rank 0. A collective."""
         with self.world.raise_on_all_ranks():
             self.dev = self.inputs(rows)
-        vars(self).pop("_share", None)  # that of other rows
+        vars(self).pop("_share", None)  # computed for other rows
         self.world.check_same(self.fingerprint())
 
         return self._on_rank_0(self.model, lambda shares: as_lists(self.predictions(self._joined(shares)[0])))
@@ -178,7 +179,7 @@ class DatasetTask(Task):
 
         There is none while a rank evaluates its share, so ranks may have different numbers of batches, or none.
         """
-        with self.world.raise_on_all_ranks(EXIT_FAILURE):  # for example of NaN weights
+        with self.world.raise_on_all_ranks(EXIT_FAILURE):  # NaN weights, for example
             share = self._evaluate_share(model)
         shares = self.world.gather(share)
         with self.world.raise_on_all_ranks(EXIT_FAILURE):
@@ -212,13 +213,13 @@ class DatasetTask(Task):
             show_progress=self.world.rank == 0 and sys.stderr.isatty(),
         )
 
-        def outputs_of_batches() -> Iterator[tuple[Ids, Tensor]]:
+        def predict_batches() -> Iterator[tuple[Ids, Tensor]]:
             for part, losses, outputs in batches:
                 all_losses.append(losses)
                 yield part, outputs
 
         with evaluating(model):
-            collected = self.collect(outputs_of_batches()) if len(ids) else None
+            collected = self.collect(predict_batches()) if len(ids) else None
         return ids, torch.cat(all_losses), collected
 
     def collect(self, outputs: Iterable[tuple[Ids, Tensor]]) -> Any:

@@ -36,7 +36,7 @@ class EncoderTask(DatasetTask):
 
     unit: ClassVar[str] = "texts"
     model: Any
-    classes: Sequence[str] = ()  # those of the model; one for a model that gives a number; none for spans
+    classes: Sequence[str] = ()  # the model's classes: one for regression, none for spans
 
     def load_model(self, head: Any, classes: Sequence[str] = ()) -> None:
         """Create `tokenizer`, `model` and `classes` from the settings. Raises UserError.
@@ -117,7 +117,7 @@ def _named_classes(config: Any, classes: Sequence[str]) -> list[str]:
     order = [name.lower() for name in own]
     if not classes:
         classes = own
-    elif sorted(map(str.lower, classes)) == sorted(order):  # as in run_glue
+    elif sorted(map(str.lower, classes)) == sorted(order):  # run_glue does the same
         classes = sorted(classes, key=lambda name: order.index(name.lower()))
     config.num_labels = len(classes)
     config.problem_type = "regression" if len(classes) == 1 else None

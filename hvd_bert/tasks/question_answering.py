@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForQuestionAnswering
 
 from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.data import QUESTION_ANSWERING
+from hvd_bert.config.data import QUESTION_ANSWERING, DataArguments
 from hvd_bert.config.data_files import DataFile
-from hvd_bert.config.settings import Config, DataArguments
+from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, mixture
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad
@@ -35,7 +35,7 @@ from hvd_bert.tasks.dataset import Examples
 from hvd_bert.tasks.encoder import EncoderTask
 
 SCORES = ("exact_match", "f1")
-ENTRY = ("text", "start_logit", "end_logit", "probability")  # of a candidate in run_qa's file
+ENTRY = ("text", "start_logit", "end_logit", "probability")  # columns of a candidate in run_qa's file
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -71,7 +71,7 @@ class QuestionAnswering(EncoderTask):
         elif args.do_eval:
             self.dev = self._load_split("validation")
             if len(self.dev.sets) > 1:
-                names = [metric_of(name, part) for part in ("macro", *self.dev.sets) for name in SCORES]
+                names = [metric_key(name, part) for part in ("macro", *self.dev.sets) for name in SCORES]
                 self.metrics = {**self.metrics, **dict.fromkeys(names, "max")}
 
     def question_set(self, source: Source, windows: WindowTable, **more: Any) -> QuestionSet:
@@ -138,10 +138,10 @@ class QuestionAnswering(EncoderTask):
         for name, part in sets.items():
             questions = self.dev.questions[part.start : part.stop]
             scores = score(questions, texts, odds, v2, data.null_score_diff_threshold)
-            metrics |= {metric_of(metric, name): value for metric, value in scores.items()}
+            metrics |= {metric_key(metric, name): value for metric, value in scores.items()}
         files = [name for name in sets if name]
-        for metric in SCORES if files else ():  # MRQA's: all files count the same
-            metrics[metric_of(metric, "macro")] = fmean(metrics[metric_of(metric, name)] for name in files)
+        for metric in SCORES if files else ():  # as in MRQA, all files count the same
+            metrics[metric_key(metric, "macro")] = fmean(metrics[metric_key(metric, name)] for name in files)
         return metrics
 
     @staticmethod
@@ -189,7 +189,7 @@ def files(answers: list[Answer]) -> dict[str, Any]:
     return contents | ({"eval_null_odds.json": odds} if odds else {})
 
 
-def metric_of(name: str, data: str) -> str:
+def metric_key(name: str, data: str) -> str:
     """The name of a metric of the validation set `data`; "": of all of them."""
     return f"{data}_{name}" if data else name
 

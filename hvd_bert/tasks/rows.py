@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hvd_bert import hub
 from hvd_bert.config.settings import Config
 from hvd_bert.data.sources import files
-from hvd_bert.errors import UserError, as_user_error, reason_of
+from hvd_bert.errors import UserError, as_user_error, short_reason
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -60,24 +60,29 @@ def read_rows(path: str, flag: str) -> Dataset:
     """The rows of a file that `flag` names, in memory. Raises UserError."""
     import datasets
 
-    split = flag.removeprefix("--").removesuffix("_file")  # for messages
+    split = flag.removeprefix("--").removesuffix("_file")  # named in messages
     reader, options = _READERS.get(Path(path.lower().removesuffix(".gz")).suffix, ("", {}))
     if not reader:
         raise UserError(f"{flag} {path}: its name must end with {', '.join(_READERS)}, or with one of them and .gz.")
-    with files.opened(path, f"{flag} {path}"):  # for a message if it is missing
+    with files.opened(path, f"{flag} {path}"):  # reports a missing file
         pass
-    datasets.disable_progress_bars()  # which every rank would show
+    datasets.disable_progress_bars()  # else every rank would show them
     datasets.logging.set_verbosity(logging.CRITICAL)  # it logs the errors that it raises
-    with TemporaryDirectory() as cache:  # no cache stays, since a rank would wait for another's lock on it
+    with TemporaryDirectory() as cache:  # ranks would wait for each other's lock on a shared cache
         try:
             rows = datasets.load_dataset(
-                reader, data_files={split: path}, split=split, cache_dir=cache, keep_in_memory=True,
-                trust_remote_code=False, **options,
-            )  # fmt: skip
+                reader,
+                data_files={split: path},
+                split=split,
+                cache_dir=cache,
+                keep_in_memory=True,
+                trust_remote_code=False,
+                **options,
+            )
         except Exception as error:
             cause = error.__cause__ or error  # `datasets` wraps the reader's own
             remedy = "Save it as UTF-8, in Excel as 'CSV UTF-8'" if isinstance(cause, UnicodeError) else "Fix the file"
-            raise UserError(f"{flag} {path}: cannot be read ({reason_of(cause)}). {remedy}.") from None
+            raise UserError(f"{flag} {path}: cannot be read ({short_reason(cause)}). {remedy}.") from None
     if not len(rows):
         raise UserError(f"{flag} {path}: there are no rows. Give a file with rows.")
     return rows

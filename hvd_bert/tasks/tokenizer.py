@@ -11,11 +11,11 @@ from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from hvd_bert import hub
-from hvd_bert.config.settings import ModelArguments
+from hvd_bert.config.data import ModelArguments
 from hvd_bert.data.window_cutting import Layout
 from hvd_bert.errors import UserError, log
 
-_UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # not in special tokens, such as [CLS] and <S>
+_UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # ignores special tokens such as [CLS] and <S>
 
 
 def load_tokenizer(args: ModelArguments) -> Any:
@@ -56,8 +56,9 @@ def _load_with_case(args: ModelArguments, **extra: Any) -> Any:
         return tokenizer
     log.info(
         "%s: the vocabulary has words with upper-case letters, so texts are not lower-cased. To lower-case them, set"
-        ' "do_lower_case": true in tokenizer_config.json.', name,
-    )  # fmt: skip
+        ' "do_lower_case": true in tokenizer_config.json.',
+        name,
+    )
     return hub.load_pretrained(AutoTokenizer, name, **options, do_lower_case=False, **extra)
 
 

@@ -14,8 +14,8 @@ from hvd_bert.model.loading import LORA_CHECKPOINT
 from hvd_bert.storage.reading import open_regular
 
 _HUB, _FILES = {"dataset_name", "dataset_config_name"}, {"train_file", "validation_file"}
-_OF_TRAINING = {name for name, flag in FLAGS.items() if flag.group in ("model", "data")} | {"seed"}
-_OF_TRAINING -= {"task", "max_eval_samples", "pad_to_max_length"}  # the last follows from --padding
+_TRAINING_FLAGS = {name for name, flag in FLAGS.items() if flag.group in ("model", "data")} | {"seed"}
+_TRAINING_FLAGS -= {"task", "max_eval_samples", "pad_to_max_length"}  # the last follows from --padding
 
 
 def as_trained(config: Config) -> Config | None:
@@ -32,7 +32,7 @@ def as_trained(config: Config) -> Config | None:
     elif config.data.train_file or config.data.validation_file:
         replaced = _HUB
     given = config.as_flat()
-    unset = {name for name in _OF_TRAINING - replaced if given[name] == FLAGS[name].default}
+    unset = {name for name in _TRAINING_FLAGS - replaced if given[name] == FLAGS[name].default}
     of_training = {name: trained[name] for name in unset & trained.keys()}
     return from_flags(given | of_training | {"model_name_or_path": trained.get("model_name_or_path")})
 

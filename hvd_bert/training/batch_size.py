@@ -11,7 +11,8 @@ import torch
 from hvd_bert import machine
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.parser import AUTO
-from hvd_bert.config.settings import FLAGS, TrainArguments
+from hvd_bert.config.settings import FLAGS
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError, log
 from hvd_bert.model.precision import autocast, recompute_layers
@@ -52,7 +53,7 @@ def _largest(task: Task, args: TrainArguments, world: World) -> int:
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = machine.free_memory() // len(world.host_ranks)
-        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # or memory that is free already would hide the growth
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # else memory that is already free would hide the growth
     # Besides weights and gradients, which a pass has: the optimizer's state, averaged weights, buffers for
     # communication and, on CPUs, rank 0's copy for checkpoints (docs/guides/memory.md).
     gradients = 4 * sum(weight.numel() for weight in task.model.parameters() if weight.requires_grad)

@@ -31,10 +31,10 @@ class Breakdown:
     ) -> None:
         """`flops`: see `Task.flops`. `peak_flops`: of all devices; None if unknown. `step`: steps done before."""
         self.meter, self.plan, self.flops, self.peak_flops = meter, plan, flops, peak_flops
-        self.taken = 0  # steps, by this process
+        self.taken = 0  # steps that this process has taken
         self._imbalances = sum(plan.imbalance(before) for before in range(meter.last_step, step))
         self._lines = 0
-        self._sums: Counter[str] = Counter()  # of the lines: NaN if a figure is unknown
+        self._sums: Counter[str] = Counter()  # sums over the log lines; NaN if a figure is unknown
         self._phases = torch.zeros(plan.size, len(meter.phases), dtype=torch.float64)
 
     def count(self, step: int) -> None:

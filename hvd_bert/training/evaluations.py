@@ -47,7 +47,7 @@ class Evaluations:
         self._totals["evaluation_s"] += self._last_s
         return evaluation
 
-    def of_trained(self, trained: Trained, metrics_logger: MetricsLogger) -> EvaluationResult:
+    def evaluate_trained(self, trained: Trained, metrics_logger: MetricsLogger) -> EvaluationResult:
         """The evaluation of the model that a training left. A collective."""
         evaluation = trained.evaluation
         if evaluation is None:

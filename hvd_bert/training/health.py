@@ -24,8 +24,8 @@ from hvd_bert.training.meter import Meter
 # since loss scaling skips up to 16 until its scale fits, and then LIMIT_LATER.
 LIMIT, LIMIT_SCALED, LIMIT_LATER = 3, 20, 10
 MAX_EVENTS = 100  # per start, so that events.jsonl stays small
-MAX_RANKS, MAX_WINDOWS = 8, 1000  # of an event, and per rank
-MAX_NAMES = 8  # of windows in a message
+MAX_RANKS, MAX_WINDOWS = 8, 1000  # listed per event, and per rank
+MAX_NAMES = 8  # window names listed in a message
 ADVICE = (
     "Lower --learning_rate, lengthen the warm-up (--warmup_ratio 0.1), or clip the gradient (--max_grad_norm 1). If it"
     " is always the same batch, check its data."
@@ -83,7 +83,7 @@ class Health:
                 f" {ADVICE_AT_START if self._is_unchanged() else ADVICE}",
                 status=EXIT_FAILURE,
             )
-        if self.world.rank == 0 and not self._fp16:  # with scaling it is nothing unusual
+        if self.world.rank == 0 and not self._fp16:  # loss scaling expects them
             log.warning("%s. The step is skipped: the weights stay as they were.%s", self._cause, _shown(batch))
 
     def _is_unchanged(self) -> bool:

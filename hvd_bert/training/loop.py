@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from hvd_bert.checkpoint import resume
-from hvd_bert.checkpoint.files import Contents, name_of
+from hvd_bert.checkpoint.files import Contents, checkpoint_name
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed import events
@@ -55,10 +55,10 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
         metrics_logger.started(start.settings | effective, start.resume_point.step if start.resume_point else None)
         metrics_logger.notify("on_start", task, world)
         trained = _train(Training(start, prepared, evaluations, metrics_logger, world)) if prepared else None
-        del prepared  # with the optimizer, whose memory the evaluation gets
+        del prepared  # frees the optimizer's memory for the evaluation
         with elastic.keep_on_failure(world, lambda: trained.to_resume if trained else None):
             if trained and evaluations:
-                evaluation = evaluations.of_trained(trained, metrics_logger)
+                evaluation = evaluations.evaluate_trained(trained, metrics_logger)
             elif evaluation and evaluations:
                 evaluations.record(evaluation, metrics_logger, 0)
             results = trained.results | effective if trained else {}
@@ -126,7 +126,7 @@ class Training:
         with world.writing("--output_dir", folder, EXIT_BAD_INPUT):
             self.gpus = GpuUsage(world, folder)
         self.model_step = state.step
-        self.evaluation: EvaluationResult | None = None  # of the model that training leaves
+        self.evaluation: EvaluationResult | None = None  # of the final model
         self._final: Contents | None = None  # under Horovod elastic: the state after the last step
         if evaluations:
             evaluations.best = state.best
@@ -162,32 +162,32 @@ class Training:
     def _finish(self) -> None:
         """After the last step: a last vote and check, then the model of `model_step` in task.model."""
         state = self.state
-        self._start_vote()  # for a signal since the last step, for example during an evaluation
+        self._start_vote()  # a signal may have come since the last step, for example during an evaluation
         if self.stop_requests.any_rank_stops():
             self._stop()
         self.health.check_end()
         if self.world.elastic:
             self._final = state.local_snapshot(copies=True)  # before the model gets other weights
-        state.strategy.gather_model()  # from here on task.model has the trained weights
+        state.strategy.gather_model()  # afterwards task.model has the trained weights
         if state.average:
             state.average.swap()
         self.model_step = self.checkpoints.load_best()
         self.task.merge_adapters()
         if self.model_step != state.step:
-            self.evaluation = None  # it is the last model's, and an earlier one is the best
+            self.evaluation = None  # it belongs to the last model, but an earlier one is the best
 
     def to_resume(self) -> ResumePoint:
         """This rank's state after its last finished step, for the next world of Horovod elastic."""
         kept = self._final or self.state.local_snapshot()
         kept.state["rank_batch"] = self.args.rank_batch
-        return ResumePoint(self.folder / name_of(self.state.step), kept)
+        return ResumePoint(self.folder / checkpoint_name(self.state.step), kept)
 
     def _step(self) -> tuple[float, Tensor]:
         """One optimizer step. Returns its learning rate and the norm of its gradient."""
         state, strategy, meter = self.state, self.state.strategy, self.state.meter
         step_windows = len(self.plan.step_windows(state.step))
         with strategy.passes():
-            for batch in meter.timed("data", self.batches.of_step(state.step)):
+            for batch in meter.timed("data", self.batches.micro_batches(state.step)):
                 with meter.phase("compute"):
                     with autocast(self.world.device, self.args.precision):
                         losses = self.task.losses(strategy.module, batch)[: batch.num_windows]
@@ -195,7 +195,7 @@ class Training:
                     loss = losses.sum() * (self.world.size / step_windows)
                     strategy.backward(loss)
                 meter.add(loss, batch)
-        with meter.phase("other"):  # what does not need the step's gradients, while the last of them are averaged
+        with meter.phase("other"):  # work that overlaps with averaging the last gradients
             self.checkpoints.check_write()
             self._start_vote()
             self.breakdown.count(state.step)
@@ -213,7 +213,7 @@ class Training:
         return learning_rate, grad_norm
 
     def _start_vote(self) -> None:
-        if self.checkpoints.folder_is_lost:
+        if self.checkpoints.output_dir_missing:
             self.stop_requests.stop_without_folder()
         self.stop_requests.start_vote()
 
@@ -237,7 +237,7 @@ class Training:
             self.health.check(state.step)
             now = {"epoch": state.step / per_epoch, "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
             self.metrics_logger.logged(state.step, now | means | self.gpus.read(state.step) | checkpoints.metrics())
-            checkpoints.folder_was_lost()  # not at each step: its file system may be slow
+            checkpoints.is_output_dir_missing()  # not at each step: its file system may be slow
         if state.step == total_steps:  # before a checkpoint holds the untrained weights
             self.health.check_end()
         if stops:
@@ -259,7 +259,7 @@ class Training:
         step = self.state.step
         self.evaluations.record(evaluation, self.metrics_logger, step)
         with self.world.writing("--output_dir", self.folder) as writes:
-            if writes and not self.checkpoints.folder_was_lost() and SAMPLES in evaluation.files:
+            if writes and not self.checkpoints.is_output_dir_missing() and SAMPLES in evaluation.files:
                 write_json(self.folder / SAMPLES, evaluation.files[SAMPLES])  # while the run continues
         self.state.eval_pending = False
         self.checkpoints.evaluated(evaluation.metrics)

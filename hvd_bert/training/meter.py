@@ -118,7 +118,7 @@ class Meter:
         self.last_step = self.skipped_steps = self._skipped_before = 0
         self.train_s = self.loss_sum = 0.0
         self.windows = self.tokens = 0
-        self._phase = "other"  # of `phase`'s innermost block
+        self._phase = "other"  # the innermost open block of `phase`
         self._stopwatch = Stopwatch(world.device)
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._step_loss = torch.zeros_like(self._loss)

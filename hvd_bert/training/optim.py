@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.optimization import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from hvd_bert.config.settings import TrainArguments
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
@@ -171,7 +171,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, grad_norm: Tensor) -> None:
         """Take in the weights after a step; nothing if the norm of its gradient is not finite, since it was skipped."""
-        share = (1 - self._decay) * torch.isfinite(grad_norm)  # on the device, which the host need not wait for
+        share = (1 - self._decay) * torch.isfinite(grad_norm)  # computed on the device, so the host does not wait
         shares: Any = [share] * len(self._weights)
         torch._foreach_lerp_(self._averages, self._weights, shares)
 

@@ -19,7 +19,8 @@ from hvd_bert.checkpoint import files as checkpoint_files
 from hvd_bert.checkpoint.files import Contents
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.checkpoint.schedule import is_due
-from hvd_bert.config.settings import CheckpointArguments, TrainArguments
+from hvd_bert.config.settings import CheckpointArguments
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.distributed import slurm
 from hvd_bert.distributed.signals import FOLDER
 from hvd_bert.distributed.world import CollectiveError
@@ -46,12 +47,12 @@ class Checkpoints:
         self.state, self.folder, self.args = state, folder, args
         self._task, self._settings, self._run = task, settings, run
         self._writer = ThreadPoolExecutor(1, "checkpoint writer")  # the process ends after its jobs
-        self._running: Future[tuple[Exception | None, float]] | None = None  # its error and its seconds
+        self._running: Future[tuple[Exception | None, float]] | None = None  # its error and seconds
         self._first_step = state.step
         self._last_saved = -1  # not the resumed step, which may be in another run's folder
         self._diverged = False
-        self.folder_is_lost = False  # as rank 0 has seen
-        self.on_save: Callable[[int, Path], None] = lambda step, folder: None  # on rank 0, once a write has ended
+        self.output_dir_missing = False  # rank 0's finding
+        self.on_save: Callable[[int, Path], None] = lambda step, folder: None  # called on rank 0 after a write
         self._new: dict[str, float] = {}
         # Of rank 0: the seconds that training waited, and that the writes took.
         self.totals = {"checkpoints": 0, "checkpoint_pause_s": 0.0, "checkpoint_write_s": 0.0}
@@ -72,7 +73,7 @@ class Checkpoints:
         if self.state.step == self._last_saved and not (whole and self.args.save_only_model):
             return
         with self._pause():
-            self._end_of_write(warns=True)
+            self._finish_write(warns=True)
             # The other ranks wait here: at the next gradients a slow file system would look like a stall.
             self.state.world.allgather(None)
             snapshot = self.state.snapshot()
@@ -83,7 +84,8 @@ class Checkpoints:
             if self._diverged:
                 log.warning("No checkpoint is saved at step %d: the loss is NaN or infinite.", self.state.step)
                 return
-            keep = {checkpoint_files.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
+            best = checkpoint_files.checkpoint_name(self.state.best.step)
+            keep = {best} if self.args.load_best_model_at_end else set()
             self._running = self._writer.submit(self._write, snapshot, model_only, keep)
 
     @contextmanager
@@ -128,9 +130,9 @@ class Checkpoints:
         A failed write is only a warning: training continues, and the next write may succeed.
         """
         if self._running is not None and self._running.done():
-            self._end_of_write(warns=True)
+            self._finish_write(warns=True)
 
-    def _end_of_write(self, warns: bool = False) -> Exception | None:
+    def _finish_write(self, warns: bool = False) -> Exception | None:
         """Wait for the write, if there is one, and count its time. Returns its error."""
         if self._running is None:
             return None
@@ -138,19 +140,19 @@ class Checkpoints:
         self._running = None
         self._count("checkpoint_write_s", seconds)
         if error is None:
-            self.on_save(self._last_saved, self.folder / checkpoint_files.name_of(self._last_saved))
-        if error is not None and warns and not self.folder_was_lost():
+            self.on_save(self._last_saved, self.folder / checkpoint_files.checkpoint_name(self._last_saved))
+        if error is not None and warns and not self.is_output_dir_missing():
             log.warning("A checkpoint could not be written in %s: %s. Training continues.", self.folder, error)
         return error
 
-    def folder_was_lost(self) -> bool:
+    def is_output_dir_missing(self) -> bool:
         """Whether the output folder was moved or removed, on rank 0. The caller must then stop the training."""
         if self.state.world.rank == 0:
             try:
                 self.folder.stat()
-            except OSError as error:  # others may be gone in a minute
-                self.folder_is_lost = isinstance(error, FileNotFoundError)
-        return self.folder_is_lost
+            except OSError as error:  # other errors may pass within a minute
+                self.output_dir_missing = isinstance(error, FileNotFoundError)
+        return self.output_dir_missing
 
     def close(self) -> None:
         """Finish a running write: if the training fails, before the launcher kills this rank because others ended."""
@@ -165,7 +167,7 @@ class Checkpoints:
         """Wait for the last write. Raises CollectiveError on all ranks if it failed."""
         with self.state.world.raise_on_all_ranks(EXIT_FAILURE):
             with self._pause():
-                error = self._end_of_write()
+                error = self._finish_write()
             if self._diverged:
                 raise UserError(f"The loss is NaN or infinite at step {self._last_saved}: training has diverged.")
             if error is not None:
@@ -176,16 +178,16 @@ class Checkpoints:
 
         A folder that was moved or removed is created again. After a signal, a Slurm job is requeued.
         """
-        if self.state.world.broadcast(self.folder_was_lost()):
+        if self.state.world.broadcast(self.is_output_dir_missing()):
             self._last_saved = -1
             if self.state.world.rank == 0:
                 output_dir.make_again(self.folder, self._settings)
         self.save(whole=True)
         self.wait_for_write()
         without = " and without --overwrite_output_dir" if self._settings["overwrite_output_dir"] else ""
-        where = self.folder / checkpoint_files.name_of(self.state.step)
+        where = self.folder / checkpoint_files.checkpoint_name(self.state.step)
         message = f"Stopped after step {self.state.step} by {reason}, saved in {where}."
-        by_hand = FOLDER in reason or "SIGINT" in reason  # Ctrl-C in a session inside of a batch job
+        by_hand = FOLDER in reason or "SIGINT" in reason  # Ctrl-C in an interactive session of a batch job
         why_not = "" if by_hand else self._requeue()
         if why_not is not None:
             rerun = f"To resume, rerun the same command with --output_dir {self.folder}{without}."
@@ -227,7 +229,7 @@ class Checkpoints:
         self.wait_for_write()
         if not self.args.load_best_model_at_end or best.step in (0, self.state.step):
             return self.state.step
-        folder = Path(best.folder or self.folder, checkpoint_files.name_of(best.step))
+        folder = Path(best.folder or self.folder, checkpoint_files.checkpoint_name(best.step))
         model, usable = self._task.model, True
         if world.rank == 0:
             try:

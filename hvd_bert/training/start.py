@@ -191,7 +191,7 @@ def earlier_attempt(output_dir: str | None, world: World) -> str | None:
     # A program that trains several times has begun their folders in this order, and does so again.
     new = (folder for folder in sorted(Path("runs").glob("*/")) if folder not in FOLDERS_BEGUN)
     for folder in [Path(output_dir)] if output_dir else new:
-        commands = events.commands_of_job(folder, job["id"])
+        commands = events.job_commands(folder, job["id"])
         if commands and (output_dir or events.command() in commands):
             return str(folder)
     return None
@@ -201,7 +201,7 @@ def set_up(config: Config, world: World) -> None:
     """Threads, precision, memory and logs of this process, before large allocations."""
     set_precision(config.train)
     world.set_threads(config.parallel.num_threads)
-    with world.raise_on_all_ranks():  # for its warning
+    with world.raise_on_all_ranks():  # prints equal warnings of several ranks once
         kernels.start(config.train.cpu_kernels, config.train.precision, world.device)
     if world.device.type == "cpu":
         # transformers imports DeepSpeed if it is installed, which would log its choice of the CPU on every rank.

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from hvd_bert.checkpoint.files import Contents
-from hvd_bert.checkpoint.resume import shape_of
+from hvd_bert.checkpoint.resume import model_shape
 from hvd_bert.checkpoint.schedule import Best
-from hvd_bert.config.settings import ParallelArguments, TrainArguments
+from hvd_bert.config.settings import ParallelArguments
+from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.precision import recompute_layers
-from hvd_bert.strategies.base import Strategy, StrategyOptions, slots_of, strategy_class
+from hvd_bert.strategies.base import Strategy, StrategyOptions, optimizer_slots, strategy_class
 from hvd_bert.training.meter import Meter
 from hvd_bert.training.optim import WeightAverage, layer_depths, make_optimizer, make_schedule
 
@@ -72,7 +73,7 @@ class TrainState:
     plan: BatchPlan
     world: World
     best: Best
-    average: WeightAverage | None = None  # of the weights
+    average: WeightAverage | None = None  # moving average of the weights (EMA)
     buffers: PinnedBuffers = field(default_factory=PinnedBuffers)
     step: int = 0
     eval_pending: bool = False  # the evaluation due after this step has not run
@@ -151,11 +152,18 @@ class TrainState:
         """All but the tensors. `since_last_log`: `Meter.since_last_log` of each rank."""
         schedule = {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"}
         return {
-            "step": self.step, "epoch": self.step / self.plan.steps_per_epoch, "world_size": len(since_last_log),
-            "global_batch": self.plan.global_batch, "accumulation": self.plan.accumulation, "strategy": strategy,
-            "schedule": schedule, "meter": self.meter.state(), "since_last_look": since_last_log,
-            "best": self.best.state(), "eval_pending": self.eval_pending,
-        }  # fmt: skip
+            "step": self.step,
+            "epoch": self.step / self.plan.steps_per_epoch,
+            "world_size": len(since_last_log),
+            "global_batch": self.plan.global_batch,
+            "accumulation": self.plan.accumulation,
+            "strategy": strategy,
+            "schedule": schedule,
+            "meter": self.meter.state(),
+            "since_last_look": since_last_log,
+            "best": self.best.state(),
+            "eval_pending": self.eval_pending,
+        }
 
     def restore(self, contents: Contents, seed: int, root: int = 0) -> None:
         """Restore what `snapshot` or `local_snapshot` returned. A collective. Rank `root` broadcasts its argument; the
@@ -176,7 +184,7 @@ class TrainState:
         seed_ranks(seed, self.step, world)  # for generators that are not in the checkpoint
         if rest["world_size"] == world.size and tensors["rng"]:
             with world.raise_on_all_ranks():
-                set_random_numbers(_of_rank(world.rank, tensors["rng"]), world.gpus)
+                set_random_numbers(_rank_tensors(world.rank, tensors["rng"]), world.gpus)
             since = rest["since_last_look"][world.rank]
         else:
             # Sums over the old ranks. `Meter.read` divides the loss by the new world size.
@@ -192,10 +200,10 @@ def check_tensors(contents: Contents, model: nn.Module) -> None:
     Changes this process's generators, whose states it tries. A checkpoint of another model is left to `resume.check`.
     """
     tensors = contents.tensors
-    if contents.state["identity"].get("the model") != shape_of(model):
+    if contents.state["identity"].get("the model") != model_shape(model):
         return
-    weights, slots = _kinds(model.state_dict()), slots_of(tensors.get("optimizer", {}))
-    numbers = {slot for own in slots.values() for slot in own}  # such as Adam's step
+    weights, slots = _kinds(model.state_dict()), optimizer_slots(tensors.get("optimizer", {}))
+    numbers = {slot for own in slots.values() for slot in own}  # slots that hold one number, such as Adam's step
     moments = {slot for own in slots.values() for slot, tensor in own.items() if tensor.dim()}
     optimizer = {f"{name}/{slot}": weights.get(name) for name in slots for slot in moments}
     optimizer |= {f"{name}/{slot}": (torch.Size(), torch.float32) for name in slots for slot in numbers - moments}
@@ -209,7 +217,7 @@ def check_tensors(contents: Contents, model: nn.Module) -> None:
         raise ValueError("optimizer.safetensors: it is empty or missing")
     for rank in range(contents.state["world_size"]):
         try:
-            set_random_numbers(_of_rank(rank, tensors.get("rng", {})), ())
+            set_random_numbers(_rank_tensors(rank, tensors.get("rng", {})), ())
         except UserError:
             raise ValueError(f"rng.safetensors: no generators' states of rank {rank}") from None
 
@@ -241,7 +249,7 @@ def seed_ranks(seed: int, step: int, world: World) -> None:
     number, *others = sequence.generate_state(world.devices, np.uint64).tolist()
     random.seed(number)
     np.random.seed(sequence.generate_state(4))
-    torch.manual_seed(number)  # of all GPUs
+    torch.manual_seed(number)  # seeds all GPUs, too
     for gpu, other in zip(world.gpus[1:], others, strict=True):
         with torch.cuda.device(gpu):
             torch.cuda.manual_seed(other)
@@ -257,15 +265,15 @@ def random_numbers(gpus: Sequence[torch.device]) -> dict[str, Tensor]:
         "python": torch.tensor([version, *words], dtype=torch.int64),
         "gauss": torch.tensor([gauss, float("nan") if next_gauss is None else next_gauss], dtype=torch.float64),
     }
-    return state | {name: torch.cuda.get_rng_state(gpu) for name, gpu in _names_of(gpus)}
+    return state | {name: torch.cuda.get_rng_state(gpu) for name, gpu in _named_gpus(gpus)}
 
 
-def _of_rank(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _rank_tensors(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     start = f"rank{rank}."
     return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
 
 
-def _names_of(gpus: Sequence[torch.device]) -> Iterator[tuple[str, torch.device]]:
+def _named_gpus(gpus: Sequence[torch.device]) -> Iterator[tuple[str, torch.device]]:
     """The names of their states in a checkpoint: cuda, cuda1, ..."""
     return ((f"cuda{number or ''}", gpu) for number, gpu in enumerate(gpus))
 
@@ -279,7 +287,7 @@ def set_random_numbers(state: dict[str, Tensor], gpus: Sequence[torch.device]) -
         torch.set_rng_state(state["torch"])
         np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, gauss))
         random.setstate((version, tuple(words), next_gauss if next_gauss == next_gauss else None))
-        for name, gpu in _names_of(gpus):
+        for name, gpu in _named_gpus(gpus):
             if name in state:
                 torch.cuda.set_rng_state(state[name], gpu)
     except (LookupError, OverflowError, TypeError, ValueError, RuntimeError) as error:

@@ -153,16 +153,16 @@ def wait_at_the_gate(folder: Path, rank: int) -> None:
     from hvd_bert.data.collate import Prefetcher
 
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
-    of_step = Prefetcher.of_step
+    micro_batches = Prefetcher.micro_batches
 
     def gated(self: Prefetcher, number: int) -> Any:
         if rank == 0 and number + 1 == int(os.environ["GATED_STEP"]):
             (folder / "reached").write_text("reached")
             with (folder / "go").open() as go:
                 go.read(1)
-        return of_step(self, number)
+        return micro_batches(self, number)
 
-    Prefetcher.of_step = gated  # type: ignore[method-assign]
+    Prefetcher.micro_batches = gated  # type: ignore[method-assign]
 
 
 assert sys.argv[1] == "-m"

@@ -24,7 +24,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.evaluation import evaluator
 from hvd_bert.evaluation.forward import span_logits, window_losses
 from hvd_bert.model import attention
-from hvd_bert.model.attention import by_efficient, by_flash, by_jagged, by_window, windows_of
+from hvd_bert.model.attention import by_efficient, by_flash, by_jagged, by_window, make_windows
 from hvd_bert.model.bert import new_model
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import AUTOCAST, autocast
@@ -159,7 +159,7 @@ def attend(kernel: attention.Kernel, dtype: torch.dtype, dropout: float, size: i
     """Forward and backward pass of a kernel on views as BERT makes them."""
     made = [torch.randn(1, sum(LENGTHS), 4, size, device=GPU, dtype=dtype, requires_grad=True) for _ in range(3)]
     query, key, value = (tensor.transpose(1, 2).squeeze(0).transpose(0, 1) for tensor in made)
-    output = kernel(query, key, value, windows_of(LENGTHS, GPU, reach), dropout, 0.5)
+    output = kernel(query, key, value, make_windows(LENGTHS, GPU, reach), dropout, 0.5)
     expect(output, (sum(LENGTHS), 4, size), dtype)
     output.float().sum().backward()
     for tensor in made:

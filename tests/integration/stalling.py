@@ -39,14 +39,14 @@ def stall(kind: str) -> None:
 
 
 def stalling(kind: str) -> None:
-    of_step = Prefetcher.of_step
+    micro_batches = Prefetcher.micro_batches
 
     def stalls(self: Prefetcher, number: int) -> Any:
         if number + 1 == STEP:
             stall(kind)
-        return of_step(self, number)
+        return micro_batches(self, number)
 
-    Prefetcher.of_step = stalls  # type: ignore[method-assign]
+    Prefetcher.micro_batches = stalls  # type: ignore[method-assign]
 
 
 def held(function: Callable[..., Any]) -> Callable[..., Any]:

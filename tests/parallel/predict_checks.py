@@ -44,18 +44,18 @@ def file_is_answered_as_by_one_rank(ranks: Ranks) -> None:
     words = [folder / "asked", "--input", folder / "asked.jsonl", "--output", folder / ANSWERS]
     words += ["--max_seq_length", 40, "--doc_stride", 8]
     flags = parse_flags([str(word) for word in words], Launcher("test", world.size, world.rank))
-    answers_of_block, calls = answerer.QuestionAnswerer.answers_of_block, []
+    answer_block, calls = answerer.QuestionAnswerer.answer_block, []
 
     def fail_on_the_last_rank(self: answerer.QuestionAnswerer, block: list[squad.Question]) -> list[Answer]:
         calls.append(block)
         if len(calls) == 2 and world.rank == world.size - 1:
             raise UserError("the logits are not finite")
-        return answers_of_block(self, block)
+        return answer_block(self, block)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answerer, "BLOCK_QUESTIONS", 4)
         with patch.context() as failing, pytest.raises(CollectiveError, match="the logits are not finite"):
-            failing.setattr(answerer.QuestionAnswerer, "answers_of_block", fail_on_the_last_rank)
+            failing.setattr(answerer.QuestionAnswerer, "answer_block", fail_on_the_last_rank)
             answer_file(flags, world)
         if world.rank == 0:
             assert os.listdir((folder / ANSWERS).parent) == []

@@ -52,11 +52,11 @@ def signal_at(
     step: int, rank: int | set[int], number: int | str, place: str = "start", records: Path | None = None
 ) -> Iterator[None]:
     """Inside, the training of this process signals itself as it begins `step`, if it is `rank`."""
-    original = Prefetcher.of_step
+    original = Prefetcher.micro_batches
     signalled = rank if isinstance(rank, set) else {rank}
     worlds: list[Prefetcher] = []  # one per world of Horovod elastic
 
-    def of_step(self: Prefetcher, number_of_step: int) -> Iterator[Batch]:
+    def micro_batches(self: Prefetcher, number_of_step: int) -> Iterator[Batch]:
         own_rank, begins = self.rank, self not in worlds
         if begins:
             worlds.append(self)
@@ -89,12 +89,12 @@ def signal_at(
                     file.write(json.dumps(row) + "\n")
             yield batch
 
-    Prefetcher.of_step = of_step  # type: ignore[method-assign]
+    Prefetcher.micro_batches = micro_batches  # type: ignore[method-assign]
     try:
         with noted_hosts() as notified:
             yield
     finally:
-        Prefetcher.of_step = original  # type: ignore[method-assign]
+        Prefetcher.micro_batches = original  # type: ignore[method-assign]
 
 
 def notes(folder: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ import math
 import gpu_kernels
 import pytest
 import torch
-from tables import each
 
 from hvd_bert.model import attention
 from hvd_bert.model.attention import (
@@ -19,7 +18,7 @@ from hvd_bert.model.attention import (
     by_window,
     choose,
     fused,
-    windows_of,
+    make_windows,
 )
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.cpu.attention import keep_mask, kept_scale
@@ -56,13 +55,13 @@ def same_with_gradients(found: torch.Tensor, expected: torch.Tensor, *inputs: to
     torch.testing.assert_close(gradients, own, rtol=1e-4, atol=1e-6)
 
 
-@each("lengths", LENGTHS)
-@each("scaling", [None, 0.3])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("scaling", [None, 0.3])
 def test_each_token_attends_to_its_own_window(kernel, lengths, scaling):
     torch.manual_seed(0)
     # As in transformers: views of [1, N, heads x head size].
     query, key, value = (torch.randn(1, 9, 2, 4).transpose(1, 2).requires_grad_() for _ in range(3))
-    windows = windows_of(lengths, CPU)
+    windows = make_windows(lengths, CPU)
     found, weights = attend_within_windows(torch.nn.Identity(), query, key, value, None, 0.0, scaling, windows)
     assert weights is None
     assert found.shape == (1, 9, 2, 4)
@@ -71,12 +70,12 @@ def test_each_token_attends_to_its_own_window(kernel, lengths, scaling):
 
 
 @pytest.mark.parametrize("kernel", [by_flash, by_window, by_probabilities], indirect=True)
-@each("sliding_window", [1, 3, 4, 9])
+@pytest.mark.parametrize("sliding_window", [1, 3, 4, 9])
 def test_local_attention_reaches_less_than_the_sliding_window(kernel, sliding_window):
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3))
     found, _ = attend_within_windows(
-        torch.nn.Identity(), query, key, value, None, windows=windows_of([3, 6], CPU), sliding_window=sliding_window
+        torch.nn.Identity(), query, key, value, None, windows=make_windows([3, 6], CPU), sliding_window=sliding_window
     )
     expected = reference(query, key, value, [3, 6], 0.5, reach=sliding_window - 1)
     same_with_gradients(found, expected, query, key, value)
@@ -85,14 +84,14 @@ def test_local_attention_reaches_less_than_the_sliding_window(kernel, sliding_wi
 def test_groups_of_heads_share_their_key_and_value_and_without_lengths_there_is_one_window(kernel):
     query, key, value = (torch.randn(1, heads, 9, 4) for heads in (4, 2, 2))
     shared = [tensor[:, [0, 0, 1, 1]] for tensor in (key, value)]
-    for windows, lengths in ((windows_of([4, 5], CPU), [4, 5]), (None, [9])):
+    for windows, lengths in ((make_windows([4, 5], CPU), [4, 5]), (None, [9])):
         found, _ = attend_within_windows(torch.nn.Identity(), query, key, value, None, windows=windows)
         torch.testing.assert_close(found, reference(query, *shared, lengths, 0.5))
 
 
 def test_dropout_in_training_only_and_both_passes_drop_the_same(kernel):
     """The output is linear in the values: <output, upstream> = <values, their gradient>."""
-    module, windows = torch.nn.Identity(), windows_of([4, 5], CPU)
+    module, windows = torch.nn.Identity(), make_windows([4, 5], CPU)
     query, key, value = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
     for mode in (False, True):
         one, other = (
@@ -108,7 +107,7 @@ def test_dropout_zeroes_probabilities_and_their_gradient():
     torch.manual_seed(0)
     query, key, value = (torch.randn(7, 2, 4, requires_grad=True) for _ in range(3))
     torch.manual_seed(1)
-    found = by_probabilities(query, key, value, windows_of([7], CPU), 0.4, 0.5)
+    found = by_probabilities(query, key, value, make_windows([7], CPU), 0.4, 0.5)
     torch.manual_seed(1)
     factors = -keep_mask(torch.Size([2, 7, 7]), 0.4) * kept_scale(0.4)
     assert 0 < (factors == 0).sum() < factors.numel()
@@ -126,7 +125,7 @@ def test_bf16_is_near_fp32_with_the_same_dropout():
 
     def both_passes(tensors):
         torch.manual_seed(1)
-        output = by_probabilities(*tensors, windows_of(lengths, CPU), 0.1, 8**-0.5)
+        output = by_probabilities(*tensors, make_windows(lengths, CPU), 0.1, 8**-0.5)
         return [output, *torch.autograd.grad(output, tensors, upstream.to(output.dtype))]
 
     for found, expected in zip(both_passes(rounded), both_passes(exact), strict=True):
@@ -139,7 +138,7 @@ def test_bf16_is_near_fp32_with_the_same_dropout():
 NONE, EFFICIENT, BOTH = frozenset(), frozenset({by_efficient}), frozenset({by_efficient, by_flash})
 
 
-@each(
+@pytest.mark.parametrize(
     ("device", "dtype", "dropout", "head_size", "fused", "expected"),
     [
         ("cuda", torch.bfloat16, 0.0, 64, BOTH, by_flash),
@@ -163,7 +162,7 @@ def test_chosen_kernel(device, dtype, dropout, head_size, fused, expected):
         assert choose(device, dtype, dropout, head_size, fused, local=True) is local
 
 
-@each(
+@pytest.mark.parametrize(
     ("capability", "arguments", "expected"),
     [
         ((7, 0), {}, EFFICIENT),

@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from shared import killed_before_change
-from tables import each
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
@@ -33,7 +32,7 @@ def contents(step: int) -> Contents:
 
 
 def steps(folder: Path) -> list[int]:
-    return [files.step_of(found) for found in files.candidates(folder)]
+    return [files.checkpoint_step(found) for found in files.candidates(folder)]
 
 
 def state_of(folder: Path) -> dict:
@@ -74,7 +73,7 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "flush", lambda path: (done.append(path.name), flush(path)))
     monkeypatch.setattr(Path, "rename", lambda path, to: (done.append((path.name, to.name)), rename(path, to)))
     files.write(tmp_path, 7, contents(2))
-    partial, latest = ".partial-checkpoint-7", writing.partial_of(tmp_path / "latest").name
+    partial, latest = ".partial-checkpoint-7", writing.partial_path(tmp_path / "latest").name
     assert sorted(done[:5]) == sorted(FILES)
     assert done[5:] == [partial, (partial, "checkpoint-7"), tmp_path.name, latest, tmp_path.name]
 
@@ -94,7 +93,7 @@ def killed_at_each_change(output_dir: Path, action: Callable[[], object]) -> Ite
         yield
         files.remove_leftovers(output_dir)
         assert {path.name for path in output_dir.iterdir() if path.name.startswith(".")} <= {
-            writing.partial_of(output_dir / "latest").name,
+            writing.partial_path(output_dir / "latest").name,
         }
         if status == 0:
             return
@@ -117,7 +116,7 @@ def test_a_kill_at_any_point_leaves_a_checkpoint(tmp_path):
     assert set(rewritten) == {7, 9} and len(rewritten) > 20
 
 
-@each("name", FILES)
+@pytest.mark.parametrize("name", FILES)
 def test_damage_is_named(tmp_path, name):
     path = files.write(tmp_path, 7, contents(7)) / name
     cut, missing = lambda path: path.write_bytes(path.read_bytes()[:-1]), lambda path: None
@@ -133,7 +132,7 @@ def test_damage_is_named(tmp_path, name):
 OF_STATE = {"bytes": 2, "sha256": "0" * 64}
 
 
-@each(
+@pytest.mark.parametrize(
     "manifest",
     [
         *([], {"format": 1}, {"files": {"state.json": OF_STATE}}, {"format": 2, "files": {}}),
@@ -169,7 +168,7 @@ def test_one_flipped_bit_is_seen(tmp_path, name, data):
     assert found.state == {"step": 7, "learning_rate": 0.1}
 
 
-@each("fails", ["save_file", "mkdir", "rename", "fsync"])
+@pytest.mark.parametrize("fails", ["save_file", "mkdir", "rename", "fsync"])
 def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails):
     files.write(tmp_path, 7, contents(7))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import pytest
 import torch
-from tables import each
 from torch import nn
 
 from hvd_bert import machine
@@ -30,7 +30,7 @@ NEOVERSE = "processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: fp asimd sve bf16 i
 GRAVITON2 = NEOVERSE.replace(" sve bf16 i8mm", "")
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "architecture", "capability", "kind", "emulates"),
     [
         (cpuinfo(*ZEN5), "x86_64", "AVX512", "AMD, AVX-512", False),
@@ -49,7 +49,7 @@ GRAVITON2 = NEOVERSE.replace(" sve bf16 i8mm", "")
 def test_kind_of_cpu(text, architecture, capability, kind, emulates, monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
     machine.CPUINFO.write_text(text)
-    assert kernels.kind_of(machine.cpuinfo(), architecture, capability) == kind
+    assert kernels.cpu_kind(machine.cpuinfo(), architecture, capability) == kind
     assert kernels.emulates_bf16() is emulates
 
 

@@ -77,13 +77,13 @@ def test_what_is_found_on_a_host(line: Line, status: str, words: str) -> None:
 
 @each("installed, found", [("0.28.1", "signal 11"), (None, "not installed")])
 def test_other_strategies_are_named_without_horovod(monkeypatch, installed, found):
-    monkeypatch.setattr(checks, "version_of", lambda name: installed)
+    monkeypatch.setattr(checks, "package_version", lambda name: installed)
     (line,) = checks.horovod_lines(BROKEN)
     assert line.status == FAILURE and found in line.found and "--strategy ddp under torchrun" in line.hint
 
 
 def test_packages(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "version_of", lambda name: "1" if name in ("torch", "numpy") else None)
+    monkeypatch.setattr(checks, "package_version", lambda name: "1" if name in ("torch", "numpy") else None)
     file = tmp_path / "requirements.txt"
     assert checks.packages_line(file).status == WARNING  # not checked without it
     for more, status, found in (("", OK, ""), ("no_such-one==1\n# other\n", FAILURE, ": no_such-one")):

@@ -12,7 +12,7 @@ from tables import each
 
 from hvd_bert.distributed import horovodrun
 from hvd_bert.distributed.devices import RankInfo
-from hvd_bert.distributed.horovodrun import read_hostfile, slots_of
+from hvd_bert.distributed.horovodrun import host_slots, read_hostfile
 from hvd_bert.errors import UserError
 from hvd_bert.tools.doctor import __main__ as command
 from hvd_bert.tools.doctor import hosts
@@ -41,9 +41,9 @@ SSH = "--ssh-port 22 --ssh-identity-file"
 def test_slots(text, slots):
     if slots is None:
         with pytest.raises(UserError, match=r"-H: .* must be HOST:SLOTS"):
-            slots_of(text)
+            host_slots(text)
     else:
-        assert slots_of(text) == slots
+        assert host_slots(text) == slots
 
 
 def test_hostfile(tmp_path):

@@ -79,11 +79,11 @@ def test_a_full_disk_is_reported_once(tmp_path, capsys, monkeypatch):
 
 
 def test_commands_of_a_slurm_job(tmp_path):
-    assert events.commands_of_job(tmp_path, "12") == []
+    assert events.job_commands(tmp_path, "12") == []
     for job in ({"id": "12"}, {"id": "11"}, None):
         events.begin(tmp_path, True, {"job": job})
         events.failed("stopped")
         events.end()
     with (tmp_path / events.NAME).open("ab") as file:
         file.write(b'[1]\n\xff\n{"event": "start", "job": {"id": "12"')
-    assert events.commands_of_job(tmp_path, "12") == [events.command()]
+    assert events.job_commands(tmp_path, "12") == [events.command()]

@@ -19,7 +19,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.hub import json_file
 from hvd_bert.predict.__main__ import main as predict
 from hvd_bert.storage.reading import read_json
-from hvd_bert.storage.writing import check_output, partial_of, write_json
+from hvd_bert.storage.writing import check_output, partial_path, write_json
 from hvd_bert.tasks.tokenizer import load_tokenizer
 from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.bench.record import opened
@@ -99,7 +99,7 @@ def test_gzip_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["a" * 240, "a" * 250 + ".json", "\u20ac" * 80], ids=["240", "255", "UTF-8"])
 def test_output_with_a_long_name_is_written(name: str, tmp_path: Path) -> None:
     path = check_output(tmp_path / name, overwrite=False)
-    partial_of(path).write_text("the leftover of a killed writer")
+    partial_path(path).write_text("the leftover of a killed writer")
     write_json(path, {"a": 1})
     assert json.loads(path.read_text()) == {"a": 1}
     assert os.listdir(tmp_path) == [name]

@@ -6,7 +6,7 @@ import socket
 from contextlib import nullcontext
 
 import pytest
-from tables import each, refused
+from tables import refused
 
 from hvd_bert.distributed import interfaces
 from hvd_bert.errors import UserError
@@ -34,9 +34,9 @@ def test_setting_goes_to_all_libraries(monkeypatch):
 
 def test_interface_to_this_host_is_the_loopback():
     assert interfaces.interface_to("127.0.0.1") == "lo"
-    assert interfaces.address_towards("127.0.0.1") == interfaces.address_of("lo") == "127.0.0.1"
+    assert interfaces.address_towards("127.0.0.1") == interfaces.interface_address("lo") == "127.0.0.1"
     assert interfaces.interface_to("256.0.0.1") is None
-    assert interfaces.address_of(None) is None
+    assert interfaces.interface_address(None) is None
 
 
 def test_interface_is_the_one_towards_another_host(monkeypatch):
@@ -79,7 +79,7 @@ NO_SITES = "\n".join(f"mca:btl:tcp:param:btl_tcp_if_{name}:source:default" for n
 BRIDGES = ["docker0", "br-0123456789ab", "virbr0", "cni-podman0"]
 
 
-@each(
+@pytest.mark.parametrize(
     ("inner", "environ", "shown", "excluded"),
     [
         (BRIDGES, {}, NO_SITES, ",".join(BRIDGES)),

@@ -12,7 +12,7 @@ from tables import each, refused
 from torch import nn
 from transformers import AutoConfig, AutoModelForQuestionAnswering, Trainer
 
-from hvd_bert.config.settings import SCHEDULES, TrainArguments
+from hvd_bert.config.training import SCHEDULES, TrainArguments
 from hvd_bert.training.optim import (
     check_optimizer,
     large_batch_note,

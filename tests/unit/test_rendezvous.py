@@ -144,7 +144,7 @@ def test_next_world_of_a_process_has_other_keys(environ, monkeypatch):
         monkeypatch.setattr(rendezvous.distributed, name, lambda found=found: found)
     store = rendezvous.serve_store("127.0.0.1")
     monkeypatch.setattr(rendezvous.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    first, second = (rendezvous.group_of_program() for _ in range(2))
+    first, second = (rendezvous.program_group() for _ in range(2))
     assert first is not None and second is not None
     first.store.set("key", "of the first")
     assert not second.store.check(["key"])

@@ -16,7 +16,7 @@ from test_world import heard, make_world
 
 from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.files import Contents
-from hvd_bert.checkpoint.resume import ResumePoint, shape_of
+from hvd_bert.checkpoint.resume import ResumePoint, model_shape
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.data.batch_plan import BatchPlan
@@ -165,14 +165,14 @@ def check(saved: dict, *flags: str, batch: int = 8) -> None:
 def test_identity_has_the_model_the_data_and_what_is_learned_by():
     found = identity("--learning_rate", "3e-5")
     learned_by = {f"--{name}" for name, flag in FLAGS.items() if not flag.may_change_on_resume}
-    data = {"the model": shape_of(MODEL), "the data": "SQuAD", "the number of training windows": 7}
+    data = {"the model": model_shape(MODEL), "the data": "SQuAD", "the number of training windows": 7}
     assert {name: found[name] for name in found.keys() - learned_by} == data
     assert learned_by < found.keys() and found["--learning_rate"] == 3e-5
     assert identity(parts=((4, 4), (4, 8)))["the windows per epoch of each file"] == "[4, 8]"
 
 
 def test_shape_of_a_model_is_part_of_the_checkpoint_format():
-    assert shape_of(MODEL) == "2 tensors, 8 parameters, aa902f8e6f66"
+    assert model_shape(MODEL) == "2 tensors, 8 parameters, aa902f8e6f66"
 
 
 def test_a_ranks_batch_has_all_its_micro_batches():

@@ -190,9 +190,9 @@ def test_stop_saves_in_a_new_folder_if_it_was_removed(run, tmp_path):
     folder.mkdir(parents=True)
     save(checkpoints, 7)
     checkpoints.wait_for_write()
-    assert not checkpoints.folder_was_lost()
+    assert not checkpoints.is_output_dir_missing()
     shutil.rmtree(folder)
-    assert checkpoints.folder_was_lost() and checkpoints.folder_is_lost
+    assert checkpoints.is_output_dir_missing() and checkpoints.output_dir_missing
     with pytest.raises(CollectiveError) as stopped:
         checkpoints.save_and_stop("a removal")
     assert stopped.value.status == EXIT_STOPPED

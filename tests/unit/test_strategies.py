@@ -19,7 +19,7 @@ from hvd_bert.config.command_line import before_joining, parse
 from hvd_bert.config.settings import STRATEGIES, ParallelArguments, TrainArguments
 from hvd_bert.distributed import runner
 from hvd_bert.distributed.launch import LaunchError
-from hvd_bert.model.attention import windows_of
+from hvd_bert.model.attention import make_windows
 from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.strategies.dp import join_windows, split_windows
 from hvd_bert.strategies.horovod import check_bf16
@@ -97,7 +97,7 @@ def test_strategies_of_one_process(monkeypatch):
 
 def packed_windows(lengths: list[int]) -> dict[str, object]:
     tokens = torch.arange(sum(lengths))[None]
-    return {"input_ids": tokens, "position_ids": tokens + 1, "windows": windows_of(lengths, torch.device("cpu"))}
+    return {"input_ids": tokens, "position_ids": tokens + 1, "windows": make_windows(lengths, torch.device("cpu"))}
 
 
 @each(("parts", "expected"), [(2, [[5, 3], [4]]), (3, [[5], [3], [4]]), (8, [[5], [3], [4]])])
@@ -107,7 +107,7 @@ def test_dp_splits_between_windows(parts, expected):
     assert torch.equal(torch.cat([part["input_ids"] for part in split], 1), torch.arange(12)[None])
     for part in split:
         lengths = part["windows"].lengths
-        assert part["windows"].cu_seqlens.tolist() == windows_of(lengths, torch.device("cpu")).cu_seqlens.tolist()
+        assert part["windows"].cu_seqlens.tolist() == make_windows(lengths, torch.device("cpu")).cu_seqlens.tolist()
         assert torch.equal(part["position_ids"], part["input_ids"] + 1)
 
 

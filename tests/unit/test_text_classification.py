@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertCon
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import save
-from hvd_bert.model.attention import windows_of
+from hvd_bert.model.attention import make_windows
 from hvd_bert.output import run_folder
 from hvd_bert.predict.rows import predict_file
 from hvd_bert.strategies.dp import join_windows, split_windows
@@ -120,7 +120,7 @@ def test_dp_splits_and_joins_texts(workdir):
     task = made("--dropout", "0")
     model, (batch, _) = task.model.eval(), task.batch(np.arange(5)).content
     inputs = {"input_ids": batch.input_ids, "token_type_ids": batch.token_type_ids, "position_ids": batch.position_ids}
-    inputs |= {"windows": windows_of(batch.lengths, batch.input_ids.device)}
+    inputs |= {"windows": make_windows(batch.lengths, batch.input_ids.device)}
     joined = join_windows([model(**part) for part in split_windows(inputs, 2)], torch.device("cpu"))
     torch.testing.assert_close(joined.logits, model(**inputs).logits, rtol=0, atol=1e-6)
 

@@ -16,14 +16,14 @@ import msgspec
 
 from hvd_bert.data.sources.questions import SHORT, Found, Mistake, Question, Reading
 
-LEVELS = ("data", "paragraphs", "qas")  # of SQuAD's nesting, each a list of the next
+LEVELS = ("data", "paragraphs", "qas")  # SQuAD's nesting: each level is a list of the next
 SQUAD = Reading().names
 _Text = str | int  # 1912.0 is 1912
 _WHOLE = re.compile(r"\A(-?[0-9]+)\.0\Z")  # as pandas writes the ids of a column with a missing value
-_NUMPY = re.compile(r"\b(?:np\.\w+|array)(?=\()|, dtype=[^)]+(?=\))")  # in an object that pandas writes
+_NUMPY = re.compile(r"\b(?:np\.\w+|array)(?=\()|, dtype=[^)]+(?=\))")  # numpy's notation in objects that pandas writes
 _NAN = re.compile(r"(?<=[ (\[])nan(?=[,)\]}])")
 _NO_COMMA = re.compile(r"(['\"])\s+\1")
-_KINDS = {"answer_start": "a whole number", "is_impossible": "true or false"}  # of values that are not texts
+_KINDS = {"answer_start": "a whole number", "is_impossible": "true or false"}  # kinds of values that are not text
 _EXAMPLE = '{"text": ["London"], "answer_start": [16]}'
 
 
@@ -38,7 +38,7 @@ class _Entry(msgspec.Struct):
 # --- SQuAD's nesting -----------------------------------------------------------------------------
 
 
-def questions_in(where: str, node: Any, reading: Reading, outer: Mapping[str, Any] | None = None) -> Iterator[Found]:
+def read_questions(where: str, node: Any, reading: Reading, outer: Mapping[str, Any] | None = None) -> Iterator[Found]:
     """The questions of a row or of a part of SQuAD's nesting, in which levels may be missing or repeated.
 
     `outer`: the title and the context of the levels above.
@@ -47,7 +47,7 @@ def questions_in(where: str, node: Any, reading: Reading, outer: Mapping[str, An
     names = SQUAD if "context" in outer else reading.names
     if isinstance(node, list):
         for number, part in enumerate(node):
-            yield from questions_in(f"{where}[{number}]", part, reading, outer)
+            yield from read_questions(f"{where}[{number}]", part, reading, outer)
     elif not isinstance(node, dict):
         yield where, Mistake("wrong structure", f"should be an object or a list ({shown(node)})", where)
     elif isinstance(node.get(names["question"]), dict | list):
@@ -63,7 +63,7 @@ def questions_in(where: str, node: Any, reading: Reading, outer: Mapping[str, An
         inner = {**outer, **{key: node[key] for key in ("title", "context") if key in node}}
         level = next((level for level in LEVELS if level in node), "")
         if level and (level != "qas" or "context" in inner):
-            yield from questions_in(f"{where}.{level}".lstrip("."), node[level], reading, inner)
+            yield from read_questions(f"{where}.{level}".lstrip("."), node[level], reading, inner)
             return
         has_context = "context" in inner or names["context"] in node
         needed = '"context"' if level else f'"qas" or "{names["question"]}"' if has_context else '"paragraphs" or "qas"'
@@ -148,7 +148,7 @@ def _located(at: str, context: str, text: Any, start: Any) -> tuple[str, int | N
                 return answer, place
             break
     if start is None and at != "answers[0]":
-        return text, None  # for the metric
+        return text, None  # the metric compares texts only
     reason = f"the answer {SHORT.repr(text)} is not in its context"
     if start is not None:
         found = context[start : start + len(text)] if start >= 0 else ""

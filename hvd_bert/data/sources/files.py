@@ -28,7 +28,7 @@ _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _JSON = re.compile(r"\s*[\[{]")
 _DELIMITERS = ",\t;"
 _MAX_HEADER = 2**16
-MAX_RATIO = 100  # of the sizes without and with gzip; gzip itself allows 1,032
+MAX_RATIO = 100  # largest ratio of unpacked to packed size; gzip itself allows 1,032
 
 
 @contextlib.contextmanager

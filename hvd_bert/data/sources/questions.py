@@ -14,8 +14,8 @@ from functools import cached_property
 from hvd_bert.errors import UserError
 
 SHORT = reprlib.Repr()
-SHORT.maxstring = 80  # of data in messages
-_SHOWN = 5  # mistakes
+SHORT.maxstring = 80  # characters of data quoted in a message
+_SHOWN = 5  # mistakes that a message quotes
 UNANSWERED = "unanswered question"
 
 
@@ -116,7 +116,7 @@ def checked(
     """The questions to use, and what is wrong. Raises UserError for mistakes unless they are to be skipped."""
     questions: list[Question] = []
     mistakes: list[Mistake] = []
-    places: dict[str, str] = {}  # by id
+    places: dict[str, str] = {}  # first place of each id
     left_out = 0
     for where, item in found:
         mistake, question = (item, item.question) if isinstance(item, Mistake) else (None, item)

@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, field, replace
 
 from hvd_bert import hub
 from hvd_bert.data.sources import files
-from hvd_bert.data.sources.entries import LEVELS, questions_in
+from hvd_bert.data.sources.entries import LEVELS, read_questions
 from hvd_bert.data.sources.questions import SHORT, Findings, Found, Mistake, Question, Reading, checked
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import sha256_of
@@ -91,7 +91,7 @@ def _source(
 
     def found() -> Iterator[Found]:
         for where, node in placed():
-            yield from [(where, node)] if isinstance(node, Mistake) else questions_in(where, node, reading)
+            yield from [(where, node)] if isinstance(node, Mistake) else read_questions(where, node, reading)
 
     def load() -> tuple[list[Question], Findings]:
         questions, findings = checked(name, found(), version_2_with_negative, reading)

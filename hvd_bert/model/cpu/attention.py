@@ -53,7 +53,7 @@ def drop_threshold(p: float) -> int:
     return min(round(p * LEVELS), LEVELS - 1)
 
 
-def of_windows(windows: list[int], *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def split_by_window(windows: list[int], *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """The part of each window, as views [heads, T, head size]."""
     return zip(*(tensor.transpose(0, 1).split(windows, 1) for tensor in tensors), strict=True)
 
@@ -89,7 +89,7 @@ class Attention(torch.autograd.Function):
         output = torch.empty_like(value, memory_format=torch.contiguous_format)
         scratch = _for_pairs(query, lengths)
         kept = []
-        for q, k, v, out in of_windows(lengths, query, key, value, output):
+        for q, k, v, out in split_by_window(lengths, query, key, value, output):
             scores, attended = torch.bmm(q, k.transpose(1, 2), out=_pairs(scratch, q)), near(q, reach)
             if attended is not None:
                 scores.masked_fill_(~attended, float("-inf"))
@@ -106,7 +106,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, *kept = ctx.saved_tensors
         gradients = [torch.empty_like(key, memory_format=torch.contiguous_format) for _ in range(3)]
-        parts = of_windows(ctx.lengths, query, key, value, gradient * ctx.scale, *gradients)
+        parts = split_by_window(ctx.lengths, query, key, value, gradient * ctx.scale, *gradients)
         first, second = _for_pairs(query, ctx.lengths), _for_pairs(query, ctx.lengths)
         for (q, k, v, g, of_q, of_k, of_v), probabilities, keep in zip(parts, kept[::2], kept[1::2], strict=True):
             of_probabilities = torch.bmm(g, v.transpose(1, 2), out=_pairs(first, q))

@@ -22,11 +22,23 @@ from hvd_bert import machine
 from hvd_bert.errors import log
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-MULTIPLE = 32  # of sizes of heads and layers
+MULTIPLE = 32  # sizes of heads and layers must be multiples of this
 FLAGS = [
-    *("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-fno-strict-aliasing", "-mfma", "-mvaes", "-mf16c"),
-    *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")),
-    *("-DCPU_CAPABILITY_AVX512", "-DCPU_CAPABILITY=AVX512"),
+    "-O3",
+    "-std=c++20",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-strict-aliasing",
+    "-mfma",
+    "-mvaes",
+    "-mf16c",
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512bf16",
+    "-DCPU_CAPABILITY_AVX512",
+    "-DCPU_CAPABILITY=AVX512",
 ]
 
 
@@ -53,7 +65,7 @@ def build() -> None:
 @cache
 def available() -> bool:
     """Whether the operations are compiled for this torch, and this CPU has their instructions."""
-    capability = torch.backends.cpu.get_cpu_capability()  # which the user may lower
+    capability = torch.backends.cpu.get_cpu_capability()  # the user may have lowered it
     if not (capability.startswith("AVX512") and {"avx512_bf16", "vaes"} <= machine.cpu_flags() and library().exists()):
         return False
     try:

@@ -57,10 +57,10 @@ TABLE = {row.kind: row for row in _ROWS}
 
 _VENDORS = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
 _BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86, aarch64
-_choice: Choice | None = None  # of this process; None: not chosen yet
+_choice: Choice | None = None  # the process's choice; None: not made yet
 
 
-def kind_of(cpuinfo: Mapping[str, str], architecture: str, capability: str) -> str:
+def cpu_kind(cpuinfo: Mapping[str, str], architecture: str, capability: str) -> str:
     """The kind of CPU, a key of TABLE, from its entries of /proc/cpuinfo, from `platform.machine()`, and from the
     instruction set that torch uses, which ATEN_CPU_CAPABILITY may lower."""
     vendor = _VENDORS.get(cpuinfo.get("vendor_id", ""))
@@ -95,18 +95,18 @@ def start(cpu_kernels: str, precision: str, device: torch.device) -> None:
 def select(cpu_kernels: str) -> Choice:
     """Choose only the kernels."""
     global _choice
-    _choice = default_choice() if cpu_kernels == "auto" else Choice(kind_of_machine())
+    _choice = default_choice() if cpu_kernels == "auto" else Choice(own_cpu_kind())
     return _choice
 
 
-def kind_of_machine() -> str:
-    """`kind_of` this machine."""
-    return kind_of(machine.cpuinfo(), platform.machine(), torch.backends.cpu.get_cpu_capability())
+def own_cpu_kind() -> str:
+    """The `cpu_kind` of this machine."""
+    return cpu_kind(machine.cpuinfo(), platform.machine(), torch.backends.cpu.get_cpu_capability())
 
 
 def default_choice() -> Choice:
     """The choice of "auto" for this machine."""
-    kind = kind_of_machine()
+    kind = own_cpu_kind()
     return Choice(kind, *map(without_missing, TABLE[kind][1:]))
 
 
@@ -131,7 +131,7 @@ def active(precision: str | torch.dtype) -> Kernels:
 
 def record(precision: str, device: torch.device) -> dict[str, str] | None:
     """The kind of CPU and its kernels, for the run's record and its checkpoints; None for a run on GPUs."""
-    return {"cpu": kind_of_machine(), **asdict(active(precision))} if device.type == "cpu" else None
+    return {"cpu": own_cpu_kind(), **asdict(active(precision))} if device.type == "cpu" else None
 
 
 def without_missing(kernels: Kernels) -> Kernels:

@@ -39,7 +39,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     return result if bias is None else result.add_(bias.detach())
 
 
-def _gradient_of_weight(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _weight_gradient(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """gradient [N, out] transposed times rows [N, in]: [out, in]."""
     # oneDNN copies the first operand: pass the narrower one.
     if kernels.active(torch.float32).linear == ONEDNN and gradient.shape[1] > rows.shape[1]:
@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
         of_rows, of_weight, of_bias = ctx.needs_input_grad
         return (
             product(gradient, weight.t()) if of_rows else None,
-            _gradient_of_weight(gradient, rows) if of_weight else None,
+            _weight_gradient(gradient, rows) if of_weight else None,
             gradient.sum(0) if of_bias else None,
         )
 
@@ -94,7 +94,7 @@ class Linear(nn.Linear):
         if not in_bf16 or input.device.type != "cpu" or kernels.active(torch.bfloat16).linear != FUSED:
             return False
         fits = not (self.in_features % MULTIPLE or self.out_features % MULTIPLE) and input.numel() > 0
-        trained = self.weight.requires_grad  # a frozen one needs fewer products
+        trained = self.weight.requires_grad  # a frozen weight needs fewer products
         return fits and trained and self.weight.is_contiguous() and self.weight.dtype == torch.float32
 
 

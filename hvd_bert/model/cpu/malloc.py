@@ -10,7 +10,7 @@ from pathlib import Path
 
 # Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-_GROW_BY = 256 << 20  # bytes
+_GROW_BY = 256 << 20  # bytes per growth
 _MADV_HUGEPAGE, _HUGE_PAGE, _PAGE = 14, 2 << 20, 4 << 10
 _HUGE_HEAP = 4 << 30  # bytes of address space; only what is used takes memory
 

@@ -13,7 +13,7 @@ from hvd_bert.config.training import REPORTERS
 from hvd_bert.errors import UserError
 
 Settings = Mapping[str, str | int | float | bool]
-Samples = Sequence[Mapping[str, Any]]  # of eval_samples.json
+Samples = Sequence[Mapping[str, Any]]  # rows of eval_samples.json
 
 
 class Reporter(ABC):

@@ -21,9 +21,9 @@ from hvd_bert.storage.writing import write_json
 
 FOLDER = "wandb"
 SERVICE = "wandb-core"
-STEP = "train/global_step"  # as transformers names it
-RUN_ID = "tracking.json"  # of a run that is resumed: it is the same run there
-PATIENCE_S = 30.0  # at the end of a run
+STEP = "train/global_step"  # the name in transformers
+RUN_ID = "tracking.json"  # names the W&B run that a resumed training continues
+PATIENCE_S = 30.0  # seconds to wait for uploads at the end of a run
 PATIENCE_UNFINISHED_S = 5.0  # a scheduler may give a stopped run little time
 
 

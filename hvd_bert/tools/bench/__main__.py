@@ -83,7 +83,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         raise UserError("--do_train: the benchmark always trains and does nothing else. Remove the flag.")
     ours = ["--no_do_eval", "--eval_strategy=no", "--save_steps=0", f"--max_steps={total}"]
     ours += [f"--logging_steps={flags.steps}"]
-    flags.replaced = sorted(command_line.flags_in(rest) & command_line.flags_in(ours))
+    flags.replaced = sorted(command_line.given_flags(rest) & command_line.given_flags(ours))
     config = command_line.parse(command_line.override_argv(rest, ours))
     config.train.refuse_auto("hvd-bert bench")
     return flags, config

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_bert.config.parser import MAX_SECONDS, Limits, Parser, add_number
-from hvd_bert.distributed.horovodrun import slots_of, without_cache
+from hvd_bert.distributed.horovodrun import host_slots, without_cache
 from hvd_bert.distributed.launch import number
 from hvd_bert.distributed.slurm import requested
 from hvd_bert.errors import UserError
-from hvd_bert.machine import PACKAGES, cpu_name, version_of
+from hvd_bert.machine import PACKAGES, cpu_name, package_version
 from hvd_bert.tools.bench.points import ONE_PROCESS, Point
 from hvd_bert.tools.rendering import counted
 from hvd_bert.version import __version__
@@ -94,7 +94,7 @@ class Launching:
     def check(self) -> None:
         """Raise UserError if the selected launcher cannot be used here."""
         if self.hosts:
-            slots_of(self.hosts)
+            host_slots(self.hosts)
             if self.choice not in ("auto", "horovodrun", "mpirun"):
                 raise UserError(f"-H: --launcher {self.choice} takes no hosts. Use horovodrun or mpirun.")
         if self.extra_args and self.choice in ("auto", "none"):
@@ -114,7 +114,7 @@ class Launching:
         return {
             "--launcher": f"auto, {where}" if self.choice == "auto" else self.choice,
             "--launcher_flag": list(self.extra_args),
-            "versions": versions | {package: version_of(package) for package in PACKAGES},
+            "versions": versions | {package: package_version(package) for package in PACKAGES},
         }
 
     def launcher(self, point: Point) -> str:
@@ -195,7 +195,7 @@ class Launching:
         if launcher_name == "srun" and allocation is not None:
             return self._obstacle_in_job(point.ranks, allocation)
         if self.hosts:
-            slots = sum(slots_of(self.hosts).values())
+            slots = sum(host_slots(self.hosts).values())
             return f"{point.ranks} ranks, but -H {self.hosts} has {slots} slots" if slots < point.ranks else ""
         if gpus and point.ranks > gpus:
             return f"{point.ranks} ranks, but {counted(gpus, 'GPU')}: each rank needs its own"

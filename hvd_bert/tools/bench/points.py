@@ -261,7 +261,7 @@ def with_defaults(flags: Sequence[str], threads: int | None, defaults: Sequence[
 def check_own(flags: Sequence[str], own: Mapping[str, str], who: str) -> None:
     """Raise UserError for a trainer's flag that `who` sets itself. `own`: those flags -> what to do instead."""
     for spelling in sorted(command_line.flag_names(flags)):
-        for name in command_line.flags_in([f"--{spelling}"]) & own.keys():
+        for name in command_line.given_flags([f"--{spelling}"]) & own.keys():
             raise UserError(f"--{spelling}: {who} sets it for each run: {own[name]}.")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.errors import UserError, reason_of
+from hvd_bert.errors import UserError, short_reason
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import Kind, convert, read_json
@@ -103,7 +103,7 @@ def read_record(path: Path, kind: type[Kind]) -> Kind:
     try:
         return convert(read_json(path), kind)
     except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or reason_of(error)
+        reason = (isinstance(error, OSError) and error.strerror) or short_reason(error)
         raise UserError(f"{path} cannot be read ({reason}): {OTHER_OUT}") from None
 
 

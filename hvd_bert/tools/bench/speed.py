@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from transformers import BertConfig
 
 from hvd_bert import hub
+from hvd_bert.config.data import ModelArguments
 from hvd_bert.config.run_plan import RunPlan
-from hvd_bert.config.settings import Config, ModelArguments
+from hvd_bert.config.settings import Config
 from hvd_bert.data.sources import squad
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World

@@ -267,9 +267,9 @@ class Sweep:
 
     def _print_reasons(self, state: str) -> None:
         """Print each reason once, with its points."""
-        names_of: dict[str, list[str]] = {}
+        points: dict[str, list[str]] = {}
         for point, result in self.record.with_state(state).items():
-            names_of.setdefault(result.reason, []).append(point.name)
-        for reason, names in names_of.items():
+            points.setdefault(result.reason, []).append(point.name)
+        for reason, names in points.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             print(f"  {state}: {names[0]}{more}: {reason}")

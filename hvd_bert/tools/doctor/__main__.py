@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser, path
-from hvd_bert.distributed.horovodrun import read_hostfile, slots_of
-from hvd_bert.distributed.launch import find_launcher, ignored, platform_of, speaks_first
+from hvd_bert.distributed.horovodrun import host_slots, read_hostfile
+from hvd_bert.distributed.launch import find_launcher, ignored, platform_name, speaks_first
 from hvd_bert.errors import EXIT_OK, UserError, visible
 from hvd_bert.startup import collector_paused, print_on_one_rank, run_command, start_rank, take_local_rank
 from hvd_bert.streams import end_when_lost, keep_running
@@ -106,7 +106,7 @@ def slots_by(flags: argparse.Namespace) -> dict[str, int]:
     """The slots of each host of --hosts or --hostfile; empty without them. Raises UserError."""
     if flags.hostfile:
         return read_hostfile(flags.hostfile)
-    return slots_of(flags.hosts) if flags.hosts else {}
+    return host_slots(flags.hosts) if flags.hosts else {}
 
 
 def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
@@ -120,7 +120,7 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     own = vars(flags).keys() - {"prove", "json"}
     given = {name for name in own if getattr(flags, name) != parser.get_default(name)}
     for word in rest:
-        if any(name in NOT_PROVED or settings.FLAGS[name].group in GROUPS for name in command_line.flags_in([word])):
+        if any(name in NOT_PROVED or settings.FLAGS[name].group in GROUPS for name in command_line.given_flags([word])):
             given |= command_line.flag_names([word])
     if given:
         names = ", ".join(f"--{name}" for name in sorted(given))
@@ -179,7 +179,7 @@ def _check(argv: list[str] | None) -> int:
         raise UserError(f"--hosts: start the check once, not in each process of {launcher.name}.")
     keep_running()  # the exit status counts, too
     report = Report(flags.json, shown=first)
-    started_by = platform_of(launcher, os.environ)
+    started_by = platform_name(launcher, os.environ)
     unused = [f"{name}={os.environ[name][:40]}" for name in ignored(launcher, os.environ)]
     report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size, "ignored": unused}
     started = f"1 of {launcher.size} ranks by {started_by}" if launcher.size else started_by

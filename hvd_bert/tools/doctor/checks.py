@@ -15,7 +15,7 @@ import torch
 from hvd_bert.config.settings import PACKAGE
 from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.distributed.launch import WITHOUT_HOROVOD
-from hvd_bert.machine import free_memory, version_of
+from hvd_bert.machine import free_memory, package_version
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.doctor import cpu_kernels, probes
@@ -75,7 +75,7 @@ def packages_line(requirements: Path) -> Line:
         names = dict.fromkeys(re.findall(r"^[\w-]+", requirements.read_text(encoding="utf-8"), re.MULTILINE))
     except OSError as error:
         return Line("Packages", WARNING, f"not checked: {requirements} cannot be read ({error.strerror})")
-    missing = [name for name in names if version_of(name) is None and name not in ("horovod", "mpi4py")]
+    missing = [name for name in names if package_version(name) is None and name not in ("horovod", "mpi4py")]
     if not missing:
         return Line("Packages", OK, f"all of {requirements.name} are installed")
     return Line("Packages", FAILURE, f"not installed: {', '.join(missing)}", "Run env/setup.sh.")
@@ -115,7 +115,7 @@ def cuda_line(torch_cuda: str | None, visible: int, gpus: Gpus | NvmlError, hidd
 
 def horovod_lines(build: HorovodBuild | ProbeError) -> list[Line]:
     if isinstance(build, ProbeError):
-        if version_of("horovod") is None:
+        if package_version("horovod") is None:
             return [Line("Horovod", FAILURE, "not installed", f"Run env/setup.sh. {WITHOUT_HOROVOD}")]
         return [Line("Horovod", FAILURE, f"cannot be imported: {build}", f"{REBUILD} {WITHOUT_HOROVOD}")]
     parts = [name for name, there in (("MPI", build.mpi), ("Gloo", build.gloo), ("NCCL", build.nccl)) if there]

@@ -77,12 +77,12 @@ def _linear(precision: str) -> Callable[[], object]:
 
 
 def _attention() -> Callable[[], object]:
-    from hvd_bert.model.attention import attend_within_windows, windows_of  # slow: imports transformers
+    from hvd_bert.model.attention import attend_within_windows, make_windows  # slow: imports transformers
 
     shape = (1, HEADS, sum(WINDOWS), HIDDEN // HEADS)
     q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
     upstream, module = torch.randn(shape).transpose(1, 2), nn.Module()
-    windows = windows_of(WINDOWS, q.device)
+    windows = make_windows(WINDOWS, q.device)
 
     def both_passes() -> object:
         output, _ = attend_within_windows(module, q, k, v, None, dropout=DROPOUT, windows=windows)

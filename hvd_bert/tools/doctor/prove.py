@@ -27,7 +27,7 @@ from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.model.precision import autocast
 from hvd_bert.output import run_folder
 from hvd_bert.output.metrics_log import MetricsLogger
-from hvd_bert.strategies.base import slots_of
+from hvd_bert.strategies.base import optimizer_slots
 from hvd_bert.tasks.base import Task
 from hvd_bert.tools.doctor.report import FAILURE, OK, Line, Report
 from hvd_bert.training.loop import Training
@@ -77,9 +77,9 @@ class Recorded(Prefetcher):
 
     gpus: list[torch.device]
 
-    def of_step(self, step: int) -> Iterator[Any]:
+    def micro_batches(self, step: int) -> Iterator[Any]:
         self.row: Row = {}
-        for ids, batch in super().of_step(step):
+        for ids, batch in super().micro_batches(step):
             note(self.row, ids, batch, self.gpus)
             yield batch
 
@@ -136,7 +136,7 @@ class OneProcess:
     def load(self, weights: Tensors, slots: Tensors) -> None:
         """Continue from the ranks' state."""
         self.model.load_state_dict(weights)
-        for name, of_parameter in slots_of(slots).items():
+        for name, of_parameter in optimizer_slots(slots).items():
             parameter = self.trained[name]
             self.optimizer.state[parameter] = {s: t.to(parameter.device, copy=True) for s, t in of_parameter.items()}
 

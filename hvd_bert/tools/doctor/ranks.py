@@ -16,7 +16,7 @@ from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.interfaces import host_addresses, interface_named
 from hvd_bert.distributed.logs import describe_ranks, ranges
 from hvd_bert.distributed.world import World
-from hvd_bert.machine import PACKAGES, version_of
+from hvd_bert.machine import PACKAGES, package_version
 from hvd_bert.tools.doctor import collective, probes
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, WIDTH, Line
 from hvd_bert.tools.rendering.page import Grid
@@ -72,7 +72,7 @@ def rank_here(world: World) -> Rank:
 def versions(mpi_library: str) -> dict[str, str]:
     """The versions of this process's packages. `mpi_library`: version of the MPI in use, if any."""
     found = {"hvd_bert": __version__, "python": platform.python_version()}
-    found |= {package: number for package in PACKAGES if (number := version_of(package))}
+    found |= {package: number for package in PACKAGES if (number := package_version(package))}
     found["torch"] = torch.__version__  # with the CUDA that it was built for
     if torch.version.cuda:
         found["CUDA of torch"] = torch.version.cuda

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_bert.config import command_line
 from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.data import ANSWERING
+from hvd_bert.config.data import ANSWERING, TASKS
 from hvd_bert.config.parser import HELP, Limits, Parser, add_number
-from hvd_bert.config.settings import FLAGS, TASKS, Config
+from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, start_rank
 
@@ -87,7 +87,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     if not argv or argv[0].startswith("-"):
         raise UserError(f"Name the model first: {parser.prog} MODEL [--validation_file FILE].")
     own, words = parser.parse_known_args(argv)
-    others = command_line.flags_in(words) - ACCEPTED
+    others = command_line.given_flags(words) - ACCEPTED
     named = command_line.flag_names(words) & {"config", "dataset_name", "validation_file"}
     trained = trained_settings(own.model)
     shared: tuple[str, ...] = SHARED

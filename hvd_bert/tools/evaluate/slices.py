@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_bert.config.settings import DataArguments
+from hvd_bert.config.data import DataArguments
 from hvd_bert.data.sources.questions import Question
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample

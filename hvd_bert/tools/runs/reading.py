@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Meta, Struct, field
 from msgspec.structs import asdict
 
-from hvd_bert.config.settings import of_this_version
+from hvd_bert.config.settings import in_this_version
 from hvd_bert.errors import UserError, visible
 from hvd_bert.storage.reading import Count, convert, read_json
 from hvd_bert.tools.runs import record as records
@@ -267,7 +267,7 @@ def run_of(record: Record) -> Run:
         results = convert(record.facts, Results)
     except ValueError as error:
         raise Unusable(f"{RESULTS} is damaged: {error}") from None
-    work, settings, lines = _texts(of_this_version(results.work)), record.settings, record.steps
+    work, settings, lines = _texts(in_this_version(results.work)), record.settings, record.steps
     if not (np.isfinite(lines["loss"]) & (lines["windows_per_s"] > 0) & (lines["step_s"] > 0)).all():
         raise Unusable(f"{METRICS} has a line without its loss, windows_per_s or step_s")
     if len(lines) < 2:

@@ -25,7 +25,7 @@ from functools import partial
 
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import MAX_RUNS, MAX_SECONDS, Limits, Parser, add_number
-from hvd_bert.distributed.horovodrun import slots_of
+from hvd_bert.distributed.horovodrun import host_slots
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost, keep_running
@@ -40,7 +40,7 @@ from hvd_bert.tools.report.comparability import WEAK
 FILE = "tune.json"
 STEPS, PAIRS, MINUTES = 50, 6, 60
 NO_DATA = f"no data are named, so the preset `{PRESET}` is trained. Tune with your own model, data and batch."
-REFUSED = ("HOROVOD_AUTOTUNE", "HOROVOD_TIMELINE")
+REFUSED = ("HOROVOD_AUTOTUNE=", "HOROVOD_TIMELINE=")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -143,9 +143,9 @@ def _check_own_flags(flags: argparse.Namespace) -> None:
     """Raise UserError for what the search cannot take, before the imports."""
     if importlib.util.find_spec("optuna") is None:
         raise UserError("optuna is not installed. Run `pip install optuna`, or install this package's extra `search`.")
-    for name in REFUSED if flags.space == "horovod" else ():
-        if (value := os.environ.get(name, "0")) != "0":
-            raise UserError(f"{name}={value} in the environment changes what is measured. Unset it.")
+    for word in REFUSED if flags.space == "horovod" else ():
+        if (value := os.environ.get(word.rstrip("="), "0")) != "0":
+            raise UserError(f"{word}{value} in the environment changes what is measured. Unset it.")
     if flags.space == "training" and (flags.steps or flags.pairs):
         raise UserError("--steps and --pairs are for --space horovod. Leave them out.")
 
@@ -154,7 +154,7 @@ def _ranks(launching: Launching) -> int:
     """As many ranks as there is room for; 2 on a host without GPUs."""
     allocation = launching.machine.allocation
     if launching.hosts:
-        return sum(slots_of(launching.hosts).values())
+        return sum(host_slots(launching.hosts).values())
     if allocation and launching.choice in ("auto", "srun", "mpirun"):
         return allocation.nodes * allocation.tasks_per_node
     return launching.machine.gpus or 2
