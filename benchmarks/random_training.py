@@ -39,7 +39,7 @@ class Prepared:
         start = Start(self.config, self.task)
         with tempfile.TemporaryDirectory() as folder:
             prepared = prepare_training(start, self.world)
-            made = training(start.in_folder(Path(folder)), prepared, None, recorder, self.world)
+            made = training(start.in_folder(Path(folder)), prepared, None, recorder.logger(), self.world)
             made.run()
         return made, recorder
 

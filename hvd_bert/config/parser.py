@@ -157,6 +157,18 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{shortened(message, 1000)}. `{self.prog} --help` lists the flags.")
 
 
+def add_number(
+    parser: argparse._ActionsContainer, flag: str, default: float | None, text: str, limits: Limits, metavar: str = "N"
+) -> None:
+    """Add a flag that takes a number: a whole one, unless its metavar is another letter than N.
+
+    `text`: the help, whose "(default: ...)" may be left out.
+    """
+    shown = text if "(default: " in text else f"{text} (default: %(default)s)"
+    kind = int if metavar == "N" else float
+    parser.add_argument(flag, metavar=metavar, type=kind, default=default, limits=limits, help=shown)
+
+
 def invocation(action: argparse.Action) -> str:
     """How a flag is written: without the spelling with hyphens, and without the optional value of a switch."""
     names = [name for name in action.option_strings if "-" not in name.lstrip("-")]

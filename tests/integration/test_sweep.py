@@ -37,10 +37,8 @@ def test_interrupted_resumed_and_reported(tmp_path: Path) -> None:
     """The baseline alone, Horovod under horovodrun with a flag of its own, DDP under torchrun, and a strategy that
     cannot run here."""
     launcher(2, "gloo")  # skips if there is no launcher
-    words = [
-        *(sys.executable, "-m", "hvd_bert.tools.bench", "sweep"),
-        *("--strategies", "none,horovod,ddp,dp", "--ranks", "2"),
-    ]
+    words = [sys.executable, "-m", "hvd_bert.tools.bench", "sweep"]
+    words += ["--strategies", "none,horovod,ddp,dp", "--ranks", "2"]
     words += ["--repeats", "1", "--steps", "2", "--global_batch", "4", "--max_train_samples", "33", "--fp16_allreduce"]
     env = {"CUDA_VISIBLE_DEVICES": ""}
     outcome = run([sys.executable, "-c", INTERRUPTED, *words], tmp_path, env=env, timeout=2 * TIMEOUT_S).expect(75)

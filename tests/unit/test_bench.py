@@ -6,7 +6,6 @@ import json
 
 import numpy as np
 import pytest
-from tables import each
 from test_world import make_world
 
 from hvd_bert.errors import UserError
@@ -14,9 +13,8 @@ from hvd_bert.tools.bench import measure
 from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.speed import SQUAD_DECILES, lengths_like_squad, random_task
 
-TINY = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 1100,
-}  # fmt: skip
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY |= {"intermediate_size": 48, "vocab_size": 1100}
 
 
 @pytest.fixture
@@ -63,7 +61,7 @@ def test_memory_needed_includes_the_activations(tiny):
     assert 6 * TINY["hidden_size"] < kept < 60 * TINY["hidden_size"] + 4 * 384  # attention saves a row of probabilities
 
 
-@each(
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         (["--steps", "1"], "--steps 1"),

@@ -167,7 +167,7 @@ def test_no_value_is_read_between_two_lines(tmp_path):
     _, config = parse(["--steps", "4", "--repeats", "2", "--gradient_accumulation_steps", "2", "--strategy", "none"])
     world = make_world()
     start = Start(config, random_task(str(tmp_path), 64, config, world))
-    training = Training(start.in_folder(tmp_path), prepare(start, world), None, Recorder(), world)
+    training = Training(start.in_folder(tmp_path), prepare(start, world), None, Recorder().logger(), world)
     with Asked(training) as asked:
         training.run()
     assert training.state.step == 12

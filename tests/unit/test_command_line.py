@@ -15,7 +15,7 @@ from hvd_bert.config.settings import FLAGS, PACKAGE, save
 from hvd_bert.distributed.world import World
 from hvd_bert.tasks.base import make_plan
 from hvd_bert.tools.bench import __main__ as bench
-from hvd_bert.tools.bench.points import Plan
+from hvd_bert.tools.bench.points import SweepPlan
 
 PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
 
@@ -236,9 +236,8 @@ def test_padding_of_a_record_is_replaced_by_either_flag(tmp_path, flags, expecte
 def test_the_last_value_counts() -> None:
     assert parse(["--do_train", "--no_do_train"]).train.do_train is False
     assert bench.parse(["--steps", "7", "--steps=8"])[0].steps == 8
-    assert Plan(("deepspeed",), (1,), "weak", 1, 2, 1, None, ("--zero_stage", "2", "--zero_stage=1")).divided.owned == {
-        "deepspeed": ["--zero_stage=1"]
-    }
+    plan = SweepPlan(("deepspeed",), (1,), "weak", 1, 2, 1, None, ("--zero_stage", "2", "--zero_stage=1"))
+    assert plan.divided.owned == {"deepspeed": ["--zero_stage=1"]}
 
 
 def test_the_benchmark_replaces_the_users_length() -> None:

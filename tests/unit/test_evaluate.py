@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from documented import undocumented
-from tables import each, refused
+from tables import refused
 from test_text_classification import made, saved, workdir  # noqa: F401  # a fixture
 from test_world import make_world
 from transformers import BertConfig, BertForQuestionAnswering
@@ -111,7 +111,7 @@ def test_compared_models_have_the_same_questions_and_rules(make_model):
     assert (second["max_seq_length"], second["version_2_with_negative"]) == (50, True)
 
 
-@each(
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         (["--validation_file", "f", "model"], "MODEL"),

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import started
-from tables import each
 
 from hvd_bert.tools.bench import one_run
 from hvd_bert.tools.bench.one_run import Stopped, failure_in, signals, start_and_wait
@@ -51,7 +50,7 @@ def test_a_launcher_that_cannot_be_started_fails_the_run(tmp_path: Path) -> None
         assert trained.reason == f"{program} cannot be started: {reason}"
 
 
-@each("group", ["", "setsid "], ids=["the launcher's group", "its own session"])
+@pytest.mark.parametrize("group", ["", "setsid "], ids=["the launcher's group", "its own session"])
 def test_ranks_of_a_launcher_that_was_killed_are_terminated(tmp_path: Path, group: str) -> None:
     with (tmp_path / "log").open("w") as log:
         assert start_and_wait(["sh", "-c", f"{group}sleep 600 & echo $!; kill -9 $$"], os.environ, log, 60, idle) == -9
@@ -65,7 +64,7 @@ def test_what_ran_before_a_run_is_not_terminated(tmp_path: Path) -> None:
         other.kill()
 
 
-@each("name", ["INT", "USR1"])
+@pytest.mark.parametrize("name", ["INT", "USR1"])
 def test_a_signal_terminates_the_run_and_is_raised(tmp_path: Path, name: str) -> None:
     before = signal.getsignal(signal.SIGINT)
     with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match=f"SIG{name}"), signals() as check:
@@ -108,7 +107,7 @@ def test_a_run_ends_if_its_sweep_is_killed() -> None:
     os.close(rank)
 
 
-@each(
+@pytest.mark.parametrize(
     ("log", "reason"),
     [
         ("[1,0]<stderr>:hvd_bert: rank 0 on a: no such file.\nPrimary job terminated\n", "rank 0 on a: no such file."),

@@ -32,7 +32,7 @@ def trained(tmp_path, *flags):
     world, recorder = make_world(), measure.Recorder()
     task = random_task(str(tmp_path), 24, config, world)
     start = Start(config, task)
-    training = Training(start.in_folder(tmp_path), prepare(start, world), None, recorder, world)
+    training = Training(start.in_folder(tmp_path), prepare(start, world), None, recorder.logger(), world)
     training.run()
     needed = measure.memory_needed(task, world, range(2), "fp32")
     weights, moments, _ = training.state.strategy.state()

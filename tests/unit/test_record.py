@@ -7,10 +7,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_runs import make_run, make_samples
-from tables import each
 
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import take
@@ -48,7 +48,7 @@ def test_a_run_that_is_still_going(tmp_path, capsys):
     assert record.read(folder).state == "ended"
 
 
-@each("other_host", [True, False])  # or a file system without locks
+@pytest.mark.parametrize("other_host", [True, False])  # or a file system without locks
 def test_a_run_whose_lock_is_not_visible_here(tmp_path, monkeypatch, other_host):
     def no_locks(path: Path) -> bool:
         raise OSError(95, "not supported")

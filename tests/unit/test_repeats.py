@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from made_runs import make_run
-from tables import each
 
 from hvd_bert.tools.report import comparison
 from hvd_bert.tools.report.comparability import Group
@@ -14,7 +13,7 @@ from hvd_bert.tools.report.runs_page import interval, repeats
 from hvd_bert.tools.runs import reading
 
 
-@each("count", [2, 11, 31])
+@pytest.mark.parametrize("count", [2, 11, 31])
 def test_interval_is_scipys(count):
     stats = pytest.importorskip("scipy.stats")
     values = np.random.default_rng(count).normal(70, 2, count)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import each
 
 from hvd_bert.data.sources.questions import Question
 from hvd_bert.tools.evaluate import slices
@@ -20,7 +20,7 @@ def listed(groups: Groups) -> dict[str, list[int]]:
     return {name: members.tolist() for name, members in groups.items()}
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "word"),
     [
         ("What is it?", "what"),
@@ -41,9 +41,8 @@ def test_question_word(text, word):
 def test_groups_by_answer_length():
     answers = ["a b c d", "a", "", "a b c d e f g h i j k", "a b", "one two three four five", "a b c d e f g h i j"]
     questions = [question(answers=(text, "x")) if text else question(answers=()) for text in answers]
-    assert listed(slices.by_answer_length(questions)) == {
-        "no answer": [2], "1": [1], "2": [4], "4-5": [0, 5], "6-10": [6], "11 or more": [3]
-    }  # fmt: skip
+    expected = {"no answer": [2], "1": [1], "2": [4], "4-5": [0, 5], "6-10": [6], "11 or more": [3]}
+    assert listed(slices.by_answer_length(questions)) == expected
 
 
 def test_groups_by_context_length_are_quartiles():
@@ -55,9 +54,8 @@ def test_groups_by_context_length_are_quartiles():
 
 def test_groups_by_answer():
     questions = [question(), question(answers=()), question()]
-    assert listed(slices.by_answer(questions)) == {
-        "all": [0, 1, 2], "with an answer": [0, 2], "without an answer": [1]
-    }  # fmt: skip
+    expected = {"all": [0, 1, 2], "with an answer": [0, 2], "without an answer": [1]}
+    assert listed(slices.by_answer(questions)) == expected
 
 
 @given(st.lists(st.builds(question, st.text(), st.just(()) | st.tuples(st.text(min_size=1)), st.text()), min_size=1))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from made_runs import PretendedRuns, make_run
-from tables import each, refused
+from tables import refused
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed import slurm
@@ -20,7 +20,7 @@ from hvd_bert.storage import writing
 from hvd_bert.tools.bench import launching, one_run, sweep
 from hvd_bert.tools.bench.launching import Allocation, Launching, Machine, find_allocation
 from hvd_bert.tools.bench.one_run import Stopped
-from hvd_bert.tools.bench.points import Plan, Point, check_flags
+from hvd_bert.tools.bench.points import Point, SweepPlan, check_flags
 
 TWO_CORES = Machine(cores=2, gpus=0, allocation=None)
 FOUR_GPUS = Machine(cores=64, gpus=4, allocation=None)
@@ -29,12 +29,12 @@ DEFAULT = parse([]).as_flat()
 
 def plan_of(
     *flags: str, strategies: str = "none,horovod,ddp", ranks: tuple[int, ...] = (1, 2, 4), **more: object
-) -> Plan:
+) -> SweepPlan:
     settings = {"scaling": "strong", "repeats": 3, "steps": 10, "global_batch": 16, "threads": 1} | more
-    return Plan(tuple(strategies.split(",")), ranks, flags=flags, **settings)  # type: ignore[arg-type]
+    return SweepPlan(tuple(strategies.split(",")), ranks, flags=flags, **settings)  # type: ignore[arg-type]
 
 
-def points_of(plan: Plan) -> list[Point]:
+def points_of(plan: SweepPlan) -> list[Point]:
     return plan.points(check_flags(plan)[0])
 
 
@@ -57,10 +57,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_strong_and_weak_batches() -> None:
     plan = plan_of("--per_device_train_batch_size=6", "--gradient_accumulation_steps=2", scaling="both", repeats=1)
     batches = {each.name: (each.global_batch, plan.trainer_flags(each, 2, Path("out"))) for each in points_of(plan)}
-    assert {name: batch for name, (batch, _) in batches.items() if name.startswith("ddp")} == {
-        "ddp-1-strong-1": 16, "ddp-2-strong-1": 16, "ddp-4-strong-1": 16,
-        "ddp-1-weak-1": 12, "ddp-2-weak-1": 24, "ddp-4-weak-1": 48,
-    }  # fmt: skip
+    expected = {f"ddp-{ranks}-strong-1": 16 for ranks in (1, 2, 4)}
+    expected |= {f"ddp-{ranks}-weak-1": 12 * ranks for ranks in (1, 2, 4)}
+    assert {name: batch for name, (batch, _) in batches.items() if name.startswith("ddp")} == expected
     given = {name: [word for word in flags if "batch_size" in word][-1] for name, (_, flags) in batches.items()}
     assert given["ddp-4-strong-1"] == "--per_device_train_batch_size=2"  # the last of two counts
     assert given["ddp-4-weak-1"] == "--per_device_train_batch_size=6"
@@ -89,7 +88,7 @@ def test_dp_and_the_baseline_are_one_process() -> None:
     assert seen["CUDA_VISIBLE_DEVICES"] == "3,1"
 
 
-@each(
+@pytest.mark.parametrize(
     ("plan", "named"),
     [
         (plan_of(global_batch=18), ["--global_batch 18", "4 ranks", "a multiple of 4"]),
@@ -103,7 +102,7 @@ def test_dp_and_the_baseline_are_one_process() -> None:
         (plan_of("--num_groups=-1"), ["--num_groups -1"]),  # although strategy none ignores it
     ],
 )
-def test_invalid_plan(plan: Plan, named: list[str]) -> None:
+def test_invalid_plan(plan: SweepPlan, named: list[str]) -> None:
     with refused(*named):
         points_of(plan)
 
@@ -111,10 +110,8 @@ def test_invalid_plan(plan: Plan, named: list[str]) -> None:
 def test_a_flag_of_one_strategy_is_passed_to_that_strategy_only(tmp_path: Path) -> None:
     _, left_out = check_flags(plan_of("--fp16", strategies="none,deepspeed"))  # one refuses it, the others run
     assert left_out.keys() == {"deepspeed"} and "--fp16" in left_out["deepspeed"]
-    plan = plan_of(
-        *("--zero-stage", "2", "--bf16", "--zero_stage", "1", "--fp16_allreduce", "--learning_rate", "-1e-5"),
-        strategies="none,horovod,deepspeed,ddp",
-    )
+    flags = ["--zero-stage", "2", "--bf16", "--zero_stage", "1", "--fp16_allreduce", "--learning_rate", "-1e-5"]
+    plan = plan_of(*flags, strategies="none,horovod,deepspeed,ddp")
     assert plan.common_flags()[-3:] == ["--bf16", "--learning_rate", "-1e-5"]
     assert plan.divided.owned == {"deepspeed": ["--zero_stage=1"], "horovod": ["--fp16_allreduce"]}
     file = tmp_path / "mine.yaml"
@@ -198,8 +195,14 @@ def test_obstacles(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None
             installed.clear()
         found = launch.obstacle(where)
         assert words in found and bool(words) == bool(found)
-    assert "2 ranks of 2 threads share 2 cores" in by("auto").warning([point("ddp", 2)], 2)
-    assert by("auto").warning([point("ddp", 2)], 1) == "" == by("auto", FOUR_GPUS).warning([point("ddp", 4)], 99)
+
+
+def test_ranks_that_share_cores_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    by("auto").warn_of_shared_cores([point("ddp", 2)], 1)
+    by("auto", FOUR_GPUS).warn_of_shared_cores([point("ddp", 4)], 99)
+    assert capsys.readouterr().err == ""
+    by("auto").warn_of_shared_cores([point("ddp", 2)], 2)
+    assert "warning: 2 ranks of 2 threads share 2 cores" in capsys.readouterr().err
 
 
 def made(folder: Path, given: dict[str, str], name: str) -> Path:

@@ -6,12 +6,13 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from documented import undocumented
 from made_runs import PretendedRuns, make_run
 from msgspec.structs import replace
-from tables import check_refusal, each, refused
+from tables import check_refusal, refused
 
 from hvd_bert.tools.bench import launching, one_run
 from hvd_bert.tools.bench.launching import Machine
@@ -19,10 +20,11 @@ from hvd_bert.tools.bench.one_run import Stopped
 from hvd_bert.tools.runs import reading
 from hvd_bert.tools.runs.reading import Run
 from hvd_bert.tools.tune import __main__ as tune
-from hvd_bert.tools.tune import spaces
-from hvd_bert.tools.tune.spaces import HOROVOD, TRAINING
 
 optuna = pytest.importorskip("optuna")
+FloatDistribution = optuna.distributions.FloatDistribution
+spaces = pytest.importorskip("hvd_bert.tools.tune.spaces")
+HOROVOD, TRAINING = spaces.HOROVOD, spaces.TRAINING
 trials = pytest.importorskip("hvd_bert.tools.tune.trials")
 CYCLE, GROUPS, FUSION = "HOROVOD_CYCLE_TIME=", "--num_groups=", "HOROVOD_FUSION_THRESHOLD="
 RATE = "--learning_rate="
@@ -32,7 +34,15 @@ RATE = "--learning_rate="
 
 
 def values_of(space: str, *texts: str, environ: Mapping[str, str] | None = None, flags: Sequence[str] = ()) -> object:
-    return {each.name: each.values for each in spaces.chosen(space, texts, flags, environ or {}, 4)}
+    found = parameters(space, *texts, environ=environ or {}, flags=flags)
+    return {each.name: each.choices or (each.distribution.low, each.distribution.high) for each in found}
+
+
+def parameters(
+    space: str, *texts: str, environ: Mapping[str, str] | None = None, flags: Sequence[str] = ()
+) -> list[Any]:
+    names = texts or [name for name in spaces.RANGES[space] if name != "fp16"]
+    return [spaces.make_parameter(text, space, flags, environ or {}, 4) for text in names]
 
 
 def test_candidates_of_horovods_settings_follow_from_the_users_values() -> None:
@@ -46,9 +56,9 @@ def test_candidates_of_horovods_settings_follow_from_the_users_values() -> None:
 
 
 def test_ranges_of_the_training() -> None:
-    learning_rate, batch, *_ = spaces.chosen(TRAINING, (), ["--per_device_train_batch_size=4"], {}, 4)
-    assert (learning_rate.now, learning_rate.values, learning_rate.log) == (5e-5, (1e-5, 1e-4), True)
-    assert (batch.now, batch.values, batch.is_range) == (16, (16, 32, 64), False)
+    learning_rate, batch, *_ = parameters(TRAINING, flags=["--per_device_train_batch_size=4"])
+    assert (learning_rate.now, learning_rate.distribution) == (5e-5, FloatDistribution(1e-5, 1e-4, log=True))
+    assert (batch.now, batch.choices) == (16, (16, 32, 64))
     assert values_of(TRAINING, "seed=1:9", "lr_scheduler_type=linear,cosine") == {
         "seed": (1, 9),
         "lr_scheduler_type": ("linear", "cosine"),
@@ -62,7 +72,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_hierarchical_allreduce_is_tested_where_it_has_an_effect(run: Run) -> None:
-    (hierarchical,) = spaces.chosen(HOROVOD, ["hierarchical"], (), {}, 4)
+    (hierarchical,) = parameters(HOROVOD, "hierarchical")
     on_gpus = {"places": [{"device": "cuda:0"}]}
     for found, tested in (
         (replace(run, hosts=["a", "b"], **on_gpus), True),
@@ -70,7 +80,7 @@ def test_hierarchical_allreduce_is_tested_where_it_has_an_effect(run: Run) -> No
         (replace(run, hosts=["a", "b", "c", "d"], **on_gpus), False),
         (replace(run, **on_gpus), False),
     ):
-        assert spaces.has_effect(hierarchical, found) == tested
+        assert hierarchical.has_effect(found) == tested
 
 
 # Horovod's settings
@@ -164,7 +174,7 @@ class Pairs:
         return ratio
 
 
-@each(
+@pytest.mark.parametrize(
     ("ratios", "gains"),
     [
         ((1.0, 1.0, 1.02, 1.02, 1.02), True),
@@ -305,7 +315,7 @@ def test_a_study_without_a_line_is_begun_only_if_a_kill_cut_it(
         assert study.read_bytes() == content
 
 
-@each(
+@pytest.mark.parametrize(
     ("flags", "named"),
     [
         (["--ranks", "1"], "--ranks 1"),

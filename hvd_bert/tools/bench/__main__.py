@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_bert.config import command_line
-from hvd_bert.config.parser import HELP, MAX_RUNS, Limits, Parser
+from hvd_bert.config.parser import HELP, MAX_RUNS, Limits, Parser, add_number
 from hvd_bert.config.settings import Config
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, start_rank
@@ -53,21 +53,12 @@ def make_parser() -> Parser:
         "Measure the training throughput. Also takes all flags of python -m hvd_bert.train. To compare strategies and"
         " numbers of ranks: hvd-bert bench sweep --help."
     )
-    parser.add_argument(
-        "--model", metavar="PATH",
-        help="Folder or config.json of an encoder, which gets new weights. (default: BERT-base)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--steps", metavar="N", type=int, default=10, limits=Limits(minimum=2),
-        help="Optimizer steps per timed section. (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--repeats", metavar="N", type=int, default=3, limits=Limits(minimum=1, maximum=MAX_RUNS),
-        help="Number of timed sections. (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="Also write the figures to this JSON file. (default: none)"
-    )
+    model = "Folder or config.json of an encoder, which gets new weights. (default: BERT-base)"
+    parser.add_argument("--model", metavar="PATH", help=model)
+    add_number(parser, "--steps", 10, "Optimizer steps per timed section.", Limits(minimum=2))
+    add_number(parser, "--repeats", 3, "Number of timed sections.", Limits(minimum=1, maximum=MAX_RUNS))
+    json = "Also write the figures to this JSON file. (default: none)"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=json)
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing --json FILE. (default: False)")
     return parser
 

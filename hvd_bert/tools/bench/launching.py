@@ -15,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_bert.config.parser import MAX_SECONDS, Limits
+from hvd_bert.config.parser import MAX_SECONDS, Limits, Parser, add_number
 from hvd_bert.distributed.horovodrun import host_slots, without_cache
 from hvd_bert.distributed.launch import number
 from hvd_bert.distributed.slurm import requested
 from hvd_bert.errors import UserError
 from hvd_bert.machine import PACKAGES, cpu_name, package_version
 from hvd_bert.tools.bench.points import ONE_PROCESS, Point
+from hvd_bert.tools.rendering import counted
 from hvd_bert.version import __version__
 
 LAUNCHERS = ("auto", "horovodrun", "mpirun", "srun", "torchrun", "none")
@@ -162,10 +163,12 @@ class Launching:
 
     def environment(self, point: Point, environ: Mapping[str, str]) -> dict[str, str]:
         """The environment for a point's training. Under dp it makes only the point's number of GPUs visible."""
-        if point.strategy != "dp":
-            return dict(environ)
-        visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.machine.gpus))))
-        return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[: point.ranks])}
+        threads = self.threads(environ)
+        made = dict(environ) if threads is None else {**environ, "OMP_NUM_THREADS": str(threads)}
+        if point.strategy == "dp":
+            visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.machine.gpus))))
+            made["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: point.ranks])
+        return made
 
     def threads(self, environ: Mapping[str, str]) -> int | None:
         """Threads per rank on CPUs: OMP_NUM_THREADS, else 1. None with GPUs, where the trainer chooses.
@@ -195,7 +198,7 @@ class Launching:
             slots = sum(host_slots(self.hosts).values())
             return f"{point.ranks} ranks, but -H {self.hosts} has {slots} slots" if slots < point.ranks else ""
         if gpus and point.ranks > gpus:
-            return f"{point.ranks} ranks, but {gpus} GPU{'s' * (gpus > 1)}: each rank needs its own"
+            return f"{point.ranks} ranks, but {counted(gpus, 'GPU')}: each rank needs its own"
         if point.ranks > RANKS_PER_CORE * self.machine.cores:
             return f"{point.ranks} ranks, but {self.machine.cores} cores: use at most {RANKS_PER_CORE} per core"
         return ""
@@ -209,44 +212,43 @@ class Launching:
             return f"{per_node} ranks per node, but {gpus} GPUs: raise --gres or lower --ntasks-per-node of sbatch"
         return ""
 
-    def warning(self, points: Sequence[Point], threads: int) -> str:
-        """A warning that the figures will be misleading; "" if they will not."""
-        machine = self.machine
-        if machine.gpus or machine.allocation or self.hosts:
-            return ""
-        maximum = max(point.processes for point in points)
-        if maximum * threads <= machine.cores:
-            return ""
-        each = f" of {threads} threads" if threads > 1 else ""
-        return f"{maximum} ranks{each} share {machine.cores} cores: expect no speed-up beyond the number of cores."
+    def warn_of_shared_cores(self, points: Sequence[Point], threads: int) -> None:
+        """Warn if the figures will be misleading. `threads`: per rank."""
+        machine, maximum = self.machine, max((point.processes for point in points), default=0)
+        if machine.gpus or machine.allocation or self.hosts or maximum * threads <= machine.cores:
+            return
+        ranks = f"{maximum} ranks of {threads} threads" if threads > 1 else f"{maximum} ranks"
+        effect = f"{ranks} share {machine.cores} cores: expect no speed-up beyond the number of cores."
+        print(f"warning: {effect}", file=sys.stderr)
 
 
-def add_flags(parser: argparse.ArgumentParser, out: str) -> None:
+def add_flags(parser: Parser, out: str) -> None:
     """Add the flags for the folder of all runs, the launcher, and the time per run."""
+    folder = "Folder for all runs; the same folder resumes. (default: %(default)s)"
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path(out), help=folder)
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, default=Path(out),
-        help="Folder for all runs; the same folder resumes. (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--launcher", choices=LAUNCHERS, default="auto",
+        "--launcher",
+        choices=LAUNCHERS,
+        default="auto",
         help="Program that starts the ranks; auto: horovodrun with -H, srun in a Slurm job, else horovodrun for horovod"
         " and torchrun for other strategies. (default: %(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "-H", metavar="HOST:SLOTS,...", help="Hosts for horovodrun or mpirun. (default: this host, or the Slurm job's)"
     )
     parser.add_argument(
-        "--launcher_flag", metavar="WORD", action="append", default=[],
+        "--launcher_flag",
+        metavar="WORD",
+        action="append",
+        default=[],
         help="Additional argument for the launcher; may be repeated: --launcher_flag=--network-interfaces"
         " --launcher_flag=ib0. (default: none)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--timeout", metavar="S", type=float, default=3600.0, limits=Limits(minimum=1, maximum=MAX_SECONDS),
-        help="Maximum seconds per run; a longer run is terminated. (default: %(default)g)",
-    )  # fmt: skip
+    )
+    limit = "Maximum seconds per run; a longer run is terminated. (default: %(default)g)"
+    add_number(parser, "--timeout", 3600.0, limit, Limits(minimum=1, maximum=MAX_SECONDS), metavar="S")
 
 
-def chosen(flags: argparse.Namespace, machine: Machine) -> Launching:
+def choose(flags: argparse.Namespace, machine: Machine) -> Launching:
     """The launcher settings that those flags select. Raises UserError."""
     launching = Launching(flags.launcher, tuple(flags.launcher_flag), flags.H or None, machine)
     launching.check()

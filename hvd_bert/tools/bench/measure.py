@@ -16,6 +16,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.model.cpu import kernels, linear
 from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.monitoring import PHASES
+from hvd_bert.output.callback import Callback
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.tasks.base import Task
 
@@ -24,16 +25,20 @@ ROUNDS, ROUND_S = 5, 0.15  # of the matmul peak
 STATES = 4  # weight, gradient and AdamW's two moments of each parameter
 
 
-class Recorder(MetricsLogger):
-    """Keeps a training's metrics in memory instead of writing them."""
+class Recorder(Callback):
+    """Keeps a training's metrics in memory: the rows of metrics.jsonl."""
 
     def __init__(self) -> None:
-        super().__init__(Path(), enabled=False)
         self.rows: list[dict[str, float]] = []
 
-    def logged(self, step: int, metrics: dict[str, float]) -> None:
-        """Keep a row of metrics.jsonl."""
+    def on_log(self, step: int, metrics: dict[str, float]) -> None:
         self.rows.append({"step": step, **metrics})
+
+    def logger(self) -> MetricsLogger:
+        """A training's logger that writes nothing and calls this callback."""
+        logger = MetricsLogger(Path(), enabled=False)
+        logger.callbacks = [self]
+        return logger
 
 
 def section_figures(

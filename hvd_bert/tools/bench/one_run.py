@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 import psutil
 
+from hvd_bert.distributed.signals import SIGNALS
 from hvd_bert.distributed.slurm import IN_SWEEP
 from hvd_bert.errors import EXIT_OK, EXIT_STOPPED
 from hvd_bert.startup import run_command
@@ -28,15 +29,16 @@ from hvd_bert.tools.runs.failure import first_failure, read_lines, split_mark
 from hvd_bert.tools.runs.reading import Run
 from hvd_bert.tools.runs.record import EVENTS, METRICS, RESULTS
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# A closed terminal ends this process, and the guard its run.
+HANDLED = tuple(number for number in SIGNALS if number != signal.SIGHUP)
 TO_END_S = 40  # longer than torchrun gives ranks that do not respond; horovodrun over MPI waits for them
 LOG, MODEL = "run.log", "model.safetensors"
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 EXIT_NOT_STARTED = 127  # a shell's status for a missing program
 _GUARD = """
 import os, signal, sys
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, signal.SIG_IGN)
+for number in sys.argv[1:]:
+    signal.signal(int(number), signal.SIG_IGN)
 group = sys.stdin.readline()
 sys.stdin.read()
 if group:
@@ -79,8 +81,8 @@ def signals() -> Iterator[Watch]:
 
 @contextmanager
 def _handler(handle: Any) -> Iterator[None]:
-    """Handle SIGNALS by `handle` inside the block."""
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    """Handle HANDLED by `handle` inside the block."""
+    before = {number: signal.signal(number, handle) for number in HANDLED}
     try:
         yield
     finally:
@@ -155,10 +157,14 @@ def start_and_wait(
         process = None  # after a signal during the start, too
         try:
             process = subprocess.Popen(
-                command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,  # only this process gets a Ctrl-C; it terminates the ranks
                 preexec_fn=lambda: os.write(guard_fd, b"%d\n" % os.getpid()),  # before the command starts
-            )  # fmt: skip
+            )
             end = time.monotonic() + timeout
             while (left := end - time.monotonic()) > 0:
                 watch()
@@ -182,7 +188,7 @@ def _guard() -> Iterator[int]:
 
     Yields the file descriptor to write the group's id to. The guard sees the end of its input when this process dies.
     """
-    command = [sys.executable, "-I", "-S", "-c", _GUARD]
+    command = [sys.executable, "-I", "-S", "-c", _GUARD, *(str(int(number)) for number in HANDLED)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as guard:
         assert guard.stdin
         try:

@@ -14,6 +14,7 @@ from hvd_bert.config import command_line
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS, STRATEGIES, Config
 from hvd_bert.errors import UserError
+from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.report.comparability import STRONG, WEAK
 
 SCALINGS = {STRONG: (STRONG,), WEAK: (WEAK,), "both": (STRONG, WEAK)}
@@ -25,11 +26,13 @@ DATA_FLAGS = {"config", "task", "dataset_name", "train_file"}
 OWNERS = {name: flag.owner for name, flag in FLAGS.items() if flag.owner}
 # Only steps are timed and, without dropout, all strategies have the same losses. The user's flags override these.
 DEFAULTS = (
-    *("--dropout=0", "--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5"),
+    "--dropout=0",
+    "--save_steps=0",
+    "--no_do_eval",
+    "--eval_strategy=no",
+    "--logging_steps=5",
     "--lr_scaling=none",  # the same learning rate for any number of ranks, so that losses can be compared
 )
-
-
 DISTORTS_TIMES = "recording would distort the measured times"
 # Flags that a sweep sets for each run -> what to do instead.
 SET_BY_SWEEP = {
@@ -75,11 +78,11 @@ class Point:
     def __str__(self) -> str:
         unit = "GPU" if self.strategy == "dp" else "rank"
         repeat = f"{'seed' if self.by_seed else 'repeat'} {self.repeat}"
-        return f"{self.strategy}, {self.ranks} {unit}{'s' * (self.ranks > 1)}, {self.scaling}, {repeat}"
+        return f"{self.strategy}, {counted(self.ranks, unit)}, {self.scaling}, {repeat}"
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """What a sweep varies, and what it keeps fixed. `flags`: the trainer's, as given by the user.
 
     `epochs` replaces `steps`, and `seeds` replaces `repeats`: one run per seed.
@@ -99,7 +102,7 @@ class Plan:
     @property
     def length(self) -> str:
         """The length of a run in words."""
-        return f"{self.steps} steps" if self.epochs is None else f"{self.epochs:g} epoch{'s' * (self.epochs != 1)}"
+        return f"{self.steps} steps" if self.epochs is None else counted(self.epochs, "epoch")
 
     def points(self, config: Config) -> list[Point]:
         """All points in the order in which they run. `config`: the parsed flags.
@@ -150,7 +153,7 @@ class Plan:
             f"--output_dir={folder}",
             "--overwrite_output_dir",  # the folder already holds the log
         ]
-        return command_line.override_argv(self.flags_of(point.strategy), own)
+        return command_line.override_argv(self.strategy_flags(point.strategy), own)
 
     def length_flags(self) -> list[str]:
         """The trainer's flags for the length of a run."""
@@ -158,7 +161,7 @@ class Plan:
             return [f"--max_steps={self.steps}"]
         return ["--max_steps=-1", f"--num_train_epochs={self.epochs}"]  # -1: also if the --config file limits the steps
 
-    def flags_of(self, strategy: str) -> list[str]:
+    def strategy_flags(self, strategy: str) -> list[str]:
         """The trainer's flags for all points of a strategy."""
         divided = self.divided
         others = [f"--{name}={default}" for name, default in divided.from_file.items() if OWNERS[name] != strategy]
@@ -201,7 +204,7 @@ class Divided:
     from_file: dict[str, Any]
 
 
-def _check_owned(plan: Plan) -> None:
+def _check_owned(plan: SweepPlan) -> None:
     """Raise UserError if a strategy's own flag has a wrong value, or that strategy is not swept."""
     for owner, flags in plan.divided.owned.items():
         command_line.parse([*flags, f"--strategy={owner}"])
@@ -213,7 +216,7 @@ def _check_owned(plan: Plan) -> None:
             raise UserError(f"{error} Add {owner} to --strategies, or remove the flag.") from None
 
 
-def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
+def check_flags(plan: SweepPlan) -> tuple[Config, dict[str, str]]:
     """Return the settings that all points share, and the strategies that refuse them, with the reason.
 
     Raises UserError if no strategy accepts them: for unknown flags, missing files, and flags of strategies that are not
@@ -232,7 +235,7 @@ def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
     for strategy in plan.strategies:
         try:
             configs[strategy] = command_line.parse(
-                [*plan.flags_of(strategy), f"--strategy={strategy}", *plan.length_flags()]
+                [*plan.strategy_flags(strategy), f"--strategy={strategy}", *plan.length_flags()]
             )
         except UserError as error:
             refused[strategy] = str(error)

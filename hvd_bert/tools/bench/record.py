@@ -64,7 +64,7 @@ class SweepRecord:
         content = {"same": self.same, **self.now, "points": rows + list(self.kept.values())}
         replace(self.folder / SWEEP, content)
 
-    def of_state(self, state: str) -> dict[Point, Result]:
+    def with_state(self, state: str) -> dict[Point, Result]:
         """The points in a state."""
         return {point: result for point, result in self.results.items() if result.state == state}
 
@@ -86,7 +86,7 @@ def read_previous(path: Path, same: Mapping[str, Any], what: str) -> dict[str, A
     read_record(path, SweepFile)
     before = previous["same"]
     differing = [
-        f"{name} was {_shown(before[name])} and is {_shown(value)}"
+        f"{name} was {_as_text(before[name])} and is {_as_text(value)}"
         for name, value in same.items()
         if name in before and before[name] != value
     ]
@@ -135,7 +135,7 @@ def replace(path: Path, content: Any) -> None:
         write_json(path, content)
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if value is None:
         return "not set"
     return (shlex.join(value) or "(none)") if isinstance(value, list) else str(value)

@@ -110,7 +110,7 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
     peak = _matmul_peak(task, tokens, device, args.precision)
     start = Start(config, task)
     with tempfile.TemporaryDirectory() as folder:  # GPU usage is recorded there
-        Training(start.in_folder(Path(folder)), prepare(start, world), None, recorder, world).run()
+        Training(start.in_folder(Path(folder)), prepare(start, world), None, recorder.logger(), world).run()
     used = memory_peak(device) - before
     timed = range(flags.steps, args.max_steps)
     needed = measure.memory_needed(task, world, timed, args.precision)
@@ -125,14 +125,17 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
         lengths = (plan.lengths[plan.step_windows(step)] for step in steps)
         sections.append(measure.section_figures(row, lengths, flops, whole_peak))
     return {
-        "figures": measure.spread(sections), "sections": sections, "loss": rows[-1]["loss"],
+        "figures": measure.spread(sections),
+        "sections": sections,
+        "loss": rows[-1]["loss"],
         "matmul_peak_gflops": whole_peak / 1e9,
         "padding_share": measure.padding_share(rows),
         "imbalance": fmean(plan.imbalance(step) for step in timed),
         "memory_bytes": [rank["memory"] for rank in ranks],
         "memory_over_needed": max(rank["memory"] / rank["needed"] for rank in ranks),
-        "windows": plan.num_windows, "global_batch": plan.global_batch,
-    }  # fmt: skip
+        "windows": plan.num_windows,
+        "global_batch": plan.global_batch,
+    }
 
 
 def _matmul_peak(task: Task, tokens: int, device: torch.device, precision: str) -> float:

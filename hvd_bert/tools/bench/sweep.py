@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from hvd_bert.config.parser import LARGEST, MAX_RUNS, Limits, Parser, shortened
+from hvd_bert.config.parser import LARGEST, MAX_RUNS, Limits, Parser, add_number, shortened
 from hvd_bert.distributed import slurm
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
@@ -33,9 +32,9 @@ from hvd_bert.tools.bench import launching as launches
 from hvd_bert.tools.bench import points as planning
 from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.bench.one_run import LOG, MODEL, Stopped, Watch, exit_status, train
-from hvd_bert.tools.bench.points import Plan, Point
+from hvd_bert.tools.bench.points import Point, SweepPlan
 from hvd_bert.tools.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Result, SweepRecord, opened
-from hvd_bert.tools.rendering import seconds
+from hvd_bert.tools.rendering import counted, seconds
 from hvd_bert.tools.report import files
 from hvd_bert.tools.report.comparability import STRONG
 from hvd_bert.tools.runs import reading
@@ -57,12 +56,16 @@ def _sweep(argv: Sequence[str], check: Watch) -> int:
         with writing_to("--report", flags.report):
             files.check(flags.report, flags.overwrite)
     keep_running()
-    launching = launches.chosen(flags, Machine.here(os.environ))
-    threads = launching.threads(os.environ)
-    plan = Plan(
-        planning.check_strategies(flags.strategies),
-        tuple(sorted(set(flags.ranks))),
-        *(flags.scaling, flags.repeats, flags.steps, flags.global_batch, threads, tuple(rest)),
+    launching = launches.choose(flags, Machine.here(os.environ))
+    plan = SweepPlan(
+        strategies=planning.check_strategies(flags.strategies),
+        ranks=tuple(sorted(set(flags.ranks))),
+        scaling=flags.scaling,
+        repeats=flags.repeats,
+        steps=flags.steps,
+        global_batch=flags.global_batch,
+        threads=launching.threads(os.environ),
+        flags=tuple(rest),
         epochs=flags.epochs,
         seeds=tuple(dict.fromkeys(flags.seeds)),
     )
@@ -79,47 +82,40 @@ def make_parser() -> Parser:
         " layers with new weights."
     )
     parser.add_argument(
-        "--strategies", metavar="NAME,...", type=lambda text: text.split(","), default=["none", "horovod"],
+        "--strategies",
+        metavar="NAME,...",
+        type=lambda text: text.split(","),
+        default=["none", "horovod"],
         help="Strategies to compare. (default: none,horovod)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ranks", metavar="N,...", type=_numbers, default=[1, 2], help="Numbers of ranks. (default: 1,2)"
     )
+    ranks = "Numbers of ranks. (default: 1,2)"
+    parser.add_argument("--ranks", metavar="N,...", type=_numbers, default=[1, 2], help=ranks)
     number = parser.add_mutually_exclusive_group()
+    add_number(number, "--repeats", 3, "Runs per point.", Limits(minimum=1, maximum=MAX_RUNS))
     number.add_argument(
-        "--repeats", metavar="N", type=int, default=3, limits=Limits(minimum=1, maximum=MAX_RUNS),
-        help="Runs per point. (default: %(default)s)",
-    )  # fmt: skip
-    number.add_argument(
-        "--seeds", metavar="N,...", type=lambda text: _numbers(text, 0, "seeds"), default=[],
+        "--seeds",
+        metavar="N,...",
+        type=lambda text: _numbers(text, 0, "seeds"),
+        default=[],
         help="In place of --repeats: one run per point and seed. (default: none)",
-    )  # fmt: skip
+    )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument(
-        "--steps", metavar="N", type=int, default=30, limits=Limits(minimum=2),
-        help="Optimizer steps per run; the first is warm-up. (default: %(default)s)",
-    )  # fmt: skip
-    length.add_argument(
-        "--epochs", metavar="X", type=float, limits=Limits(above=0, maximum=1e9),
-        help="In place of --steps: passes over the training windows per run. (default: none)",
-    )  # fmt: skip
+    add_number(length, "--steps", 30, "Optimizer steps per run; the first is warm-up.", Limits(minimum=2))
+    epochs = "In place of --steps: passes over the training windows per run. (default: none)"
+    add_number(length, "--epochs", None, epochs, Limits(above=0, maximum=1e9), metavar="X")
     parser.add_argument(
-        "--scaling", choices=sorted(planning.SCALINGS), default="strong",
+        "--scaling",
+        choices=sorted(planning.SCALINGS),
+        default="strong",
         help="strong: the same --global_batch on all ranks; weak: the same --per_device_train_batch_size per rank."
         " (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--global_batch", metavar="N", type=int, default=16, limits=Limits(minimum=1),
-        help="Windows per step, for strong scaling. (default: %(default)s)",
-    )  # fmt: skip
-    launches.add_flags(parser, "runs/sweep")
-    parser.add_argument(
-        "--requeue", choices=("auto", "no"), default="auto",
-        help="After a stop by a signal, requeue the Slurm job, as in training. (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--report", metavar="DIR", type=Path, help="Also write the report to this folder. (default: none)"
     )
+    add_number(parser, "--global_batch", 16, "Windows per step, for strong scaling.", Limits(minimum=1))
+    launches.add_flags(parser, "runs/sweep")
+    requeue = "After a stop by a signal, requeue the Slurm job, as in training. (default: %(default)s)"
+    parser.add_argument("--requeue", choices=("auto", "no"), default="auto", help=requeue)
+    report = "Also write the report to this folder. (default: none)"
+    parser.add_argument("--report", metavar="DIR", type=Path, help=report)
     parser.add_argument("--overwrite", action="store_true", help="Replace a report in --report DIR. (default: False)")
     return parser
 
@@ -135,7 +131,7 @@ class Sweep:
     """A plan, its launcher and folder, and its progress."""
 
     def __init__(
-        self, plan: Plan, launching: Launching, flags: argparse.Namespace, argv: Sequence[str], check: Watch
+        self, plan: SweepPlan, launching: Launching, flags: argparse.Namespace, argv: Sequence[str], check: Watch
     ) -> None:
         """Check everything before the first run starts. Raises UserError."""
         self.plan, self.launching, self.flags, self.out, self.check = plan, launching, flags, flags.out, check
@@ -168,17 +164,17 @@ class Sweep:
         try:
             with opened(self.out, SWEEP, lambda: self.record.begin(self.points)):
                 self._mark_done_and_skipped()
-                done = len(self.record.of_state(DONE))
+                done = len(self.record.with_state(DONE))
                 self.record.write()
                 self._announce()
                 self._run_all()
         except Stopped as stopped:
             raise self._stopped(str(stopped), done) from None
-        counts = ", ".join(f"{len(self.record.of_state(state))} {state}" for state in (DONE, SKIPPED, FAILED))
+        counts = ", ".join(f"{len(self.record.with_state(state))} {state}" for state in (DONE, SKIPPED, FAILED))
         print(f"In {self.out}: {counts}.")
         self._print_reasons(FAILED)
-        status = EXIT_FAILURE if self.record.of_state(FAILED) else EXIT_OK
-        if not self.record.of_state(DONE):
+        status = EXIT_FAILURE if self.record.with_state(FAILED) else EXIT_OK
+        if not self.record.with_state(DONE):
             return status
         if not self.flags.report:
             print(f"Tables and plots: hvd-bert report {self.out} --out {self.out / 'report'}")
@@ -190,7 +186,7 @@ class Sweep:
 
     def _stopped(self, reason: str, done: int) -> Stopped:
         """Requeue the Slurm job. `done`: the points that were done at the start; a failed one is run again."""
-        left, now = len(self.record.of_state(WAITING)), len(self.record.of_state(DONE))
+        left, now = len(self.record.with_state(WAITING)), len(self.record.with_state(DONE))
         progress = f"{now} of {len(self.points)} points" if now > done else ""
         why_not: str | None = ""
         if "SIGINT" not in reason:  # Ctrl-C in a session inside of a batch job
@@ -211,9 +207,9 @@ class Sweep:
 
     def _announce(self) -> None:
         plan, record = self.plan, self.record
-        waiting = record.of_state(WAITING)
-        counts = ", ".join(f"{len(record.of_state(state))} {state}" for state in STATES if record.of_state(state))
-        print(f"{len(self.points)} run{'s' * (len(self.points) > 1)} of {plan.length} in {self.out}: {counts}")
+        waiting = record.with_state(WAITING)
+        counts = ", ".join(f"{len(record.with_state(state))} {state}" for state in STATES if record.with_state(state))
+        print(f"{counted(len(self.points), 'run')} of {plan.length} in {self.out}: {counts}")
         if not planning.names_data(plan.flags):
             print(
                 f"No --train_file, --dataset_name or --config given: training the preset `{planning.PRESET}` (the"
@@ -223,9 +219,7 @@ class Sweep:
         for strategy, flags in plan.divided.owned.items():
             if strategy in plan.strategies:
                 print(f"  for {strategy} only: {shlex.join(flags)}")
-        warning = self.launching.warning(list(waiting), self.config.parallel.num_threads or 1) if waiting else ""
-        if warning:
-            print(f"warning: {warning}", file=sys.stderr)
+        self.launching.warn_of_shared_cores(list(waiting), self.config.parallel.num_threads or 1)
         self._print_reasons(SKIPPED)
 
     def _run_all(self) -> None:
@@ -244,7 +238,7 @@ class Sweep:
             print(f"[{number}/{len(self.points)}] {point}: {outcome}{took}  ETA {self._eta()}", flush=True)
 
     def _eta(self) -> str:
-        expected = [self.record.expected_s(point) for point in self.record.of_state(WAITING)]
+        expected = [self.record.expected_s(point) for point in self.record.with_state(WAITING)]
         return "?" if None in expected else str(tqdm.format_interval(sum(filter(None, expected))))
 
     def _run(self, point: Point, result: Result) -> None:
@@ -252,13 +246,11 @@ class Sweep:
         folder = self.out / point.name
         flags = self.plan.trainer_flags(point, self.config.train.gradient_accumulation_steps, folder)
         environ = self.launching.environment(point, os.environ)
-        if self.plan.threads is not None:
-            environ["OMP_NUM_THREADS"] = str(self.plan.threads)
         exported = [name for name in EXPORTED if name in environ]
         result.command = self.launching.command(point, flags, exported)
         trained = train(result.command, environ, folder, self.flags.timeout, self.check)
         result.seconds = trained.seconds
-        if trained.status == EXIT_BAD_INPUT and point.strategy == "none" and not self.record.of_state(DONE):
+        if trained.status == EXIT_BAD_INPUT and point.strategy == "none" and not self.record.with_state(DONE):
             raise UserError(trained.reason)  # all points share the wrong setting
         if trained.run is None:
             late = f"took longer than --timeout {self.flags.timeout:g} s"
@@ -275,9 +267,9 @@ class Sweep:
 
     def _print_reasons(self, state: str) -> None:
         """Print each reason once, with its points."""
-        hub_names: dict[str, list[str]] = {}
-        for point, result in self.record.of_state(state).items():
-            hub_names.setdefault(result.reason, []).append(point.name)
-        for reason, names in hub_names.items():
+        points: dict[str, list[str]] = {}
+        for point, result in self.record.with_state(state).items():
+            points.setdefault(result.reason, []).append(point.name)
+        for reason, names in points.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             print(f"  {state}: {names[0]}{more}: {reason}")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from hvd_bert.config import command_line
 from hvd_bert.config.command_line import trained_settings
 from hvd_bert.config.data import ANSWERING, TASKS
-from hvd_bert.config.parser import HELP, Limits, Parser
+from hvd_bert.config.parser import HELP, Limits, Parser, add_number
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, start_rank
@@ -45,16 +45,14 @@ ACCEPTED = {name for name, flag in FLAGS.items() if flag.group in ("model", "dat
 ACCEPTED -= {"model_name_or_path", "train_file", "max_train_samples"}
 ACCEPTED |= {"per_device_eval_batch_size", "bf16", "fp16", "tf32", "deterministic", "cpu_kernels"}
 ACCEPTED |= {"strategy", "num_threads", "output_dir"}
-OF_OWN_TASKS = ("train_file",)  # a task of one's own may read its model's shape, or all its data, from it
+OWN_TASKS = ("train_file",)  # a task of one's own may read its model's shape, or all its data, from it
 
 # Settings that are taken from the model's training by default. Both models of a comparison have equal `SHARED` ones.
-OF_DATA = (
-    *("dataset_name", "dataset_config_name", "validation_file", "question_column", "context_column", "answer_column"),
-    "bad_examples",
-)
+COLUMNS = ("question_column", "context_column", "answer_column")
+DATA = ("dataset_name", "dataset_config_name", "validation_file", *COLUMNS, "bad_examples")
 RULES = ("task", "version_2_with_negative")
-SHARED = (*OF_DATA, *RULES)
-OF_MODEL = (*RULES, *ANSWERING, "padding", "pad_to_max_length", "per_device_eval_batch_size")
+SHARED = (*DATA, *RULES)
+MODEL = (*RULES, *ANSWERING, "padding", "pad_to_max_length", "per_device_eval_batch_size")
 
 
 def make_parser() -> Parser:
@@ -70,14 +68,9 @@ def make_parser() -> Parser:
         " settings are those of the model's training. With --output_dir, that folder gets all files."
     )
     parser.add_argument("model", metavar="MODEL", type=str, help="Output folder of a training, or a hub name.")
-    parser.add_argument(
-        "--compare", metavar="MODEL", type=str,
-        help="Another model to compare with, question by question. (default: none)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--mistakes", metavar="N", type=int, default=10, limits=Limits(minimum=0),
-        help="Number of mistakes to show. (default: %(default)s)",
-    )  # fmt: skip
+    compare = "Another model to compare with, question by question. (default: none)"
+    parser.add_argument("--compare", metavar="MODEL", type=str, help=compare)
+    add_number(parser, "--mistakes", 10, "Number of mistakes to show.", Limits(minimum=0))
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="Also write the results to this JSON file. (default: none)"
     )
@@ -98,11 +91,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     named = command_line.flag_names(words) & {"config", "dataset_name", "validation_file"}
     trained = trained_settings(own.model)
     shared: tuple[str, ...] = SHARED
-    names = OF_MODEL if named else (*OF_MODEL, *OF_DATA)
+    names = MODEL if named else (*MODEL, *DATA)
     configs = [_config(own.model, words, trained, names)]
     if configs[0].data.task not in TASKS:
-        others, shared = others.difference(OF_OWN_TASKS), (*SHARED, *OF_OWN_TASKS)
-        configs = [_config(own.model, words, trained, (*names, *OF_OWN_TASKS))]
+        others, shared = others.difference(OWN_TASKS), (*SHARED, *OWN_TASKS)
+        configs = [_config(own.model, words, trained, (*names, *OWN_TASKS))]
     elif trained.get("train_file") and not trained.get("validation_file") and not named:
         raise UserError(f"The training of {own.model} records no validation data. Give --validation_file FILE.")
     if others:
@@ -110,7 +103,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     if own.compare:
         settings = configs[0].as_flat()
         same = {name: settings[name] for name in shared if settings[name] is not None}
-        configs.append(_config(own.compare, words, trained_settings(own.compare) | same, (*OF_MODEL, *same)))
+        configs.append(_config(own.compare, words, trained_settings(own.compare) | same, (*MODEL, *same)))
     return own, configs
 
 

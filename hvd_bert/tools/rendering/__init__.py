@@ -36,6 +36,11 @@ def percent(share: float, sign: str = "") -> str:
     return f"{100 * share:{sign}.1f} %"
 
 
+def counted(count: float, noun: str) -> str:
+    """A number of things as 1 rank or 2 ranks."""
+    return f"{count:.12g} {noun}" if count == 1 else f"{count:.12g} {noun}s"
+
+
 def byte_size(size: float) -> str:
     """A size as 40 bytes or 42.3 MiB."""
     for unit in ("bytes", "KiB", "MiB"):

@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 
     start_command()
 
+import argparse
 import importlib.util
 import os
 import sys
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from hvd_bert.config import command_line
-from hvd_bert.config.parser import MAX_RUNS, MAX_SECONDS, Limits, Parser
+from hvd_bert.config.parser import MAX_RUNS, MAX_SECONDS, Limits, Parser, add_number
 from hvd_bert.distributed.horovodrun import host_slots
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.storage.writing import writing_to
@@ -35,11 +36,10 @@ from hvd_bert.tools.bench.one_run import Watch, exit_status
 from hvd_bert.tools.bench.points import PRESET, Point
 from hvd_bert.tools.bench.record import opened, read_previous, replace
 from hvd_bert.tools.report.comparability import WEAK
-from hvd_bert.tools.tune import spaces
-from hvd_bert.tools.tune.spaces import HOROVOD, TRAINING
 
 FILE = "tune.json"
 STEPS, PAIRS, MINUTES = 50, 6, 60
+NO_DATA = f"no data are named, so the preset `{PRESET}` is trained. Tune with your own model, data and batch."
 REFUSED = ("HOROVOD_AUTOTUNE=", "HOROVOD_TIMELINE=")
 
 
@@ -55,24 +55,35 @@ def make_parser() -> Parser:
         "Search by trainings for faster settings of Horovod, or for those of the training with the best score. All"
         " other flags go to python -m hvd_bert.train."
     )
-    add = parser.add_argument
-    add("--space", choices=(HOROVOD, TRAINING), default=HOROVOD,
-        help="Settings to search: Horovod's or the training's. (default: %(default)s)")  # fmt: skip
-    add("--range", metavar="NAME[=VALUES]", action="append", default=[],
+    parser.add_argument(
+        "--space",
+        choices=("horovod", "training"),
+        default="horovod",
+        help="Settings to search: Horovod's or the training's. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--range",
+        metavar="NAME[=VALUES]",
+        action="append",
+        default=[],
         help="Setting to search in place of the space's, with LOW:HIGH, LOW:HIGH:log or A,B; may be repeated."
-        " (default: all of the space but fp16)")  # fmt: skip
-    add("--trials", metavar="N", type=int, default=20, limits=Limits(minimum=1, maximum=MAX_RUNS),
-        help="Settings to try. (default: %(default)s)")  # fmt: skip
-    add("--pruner", choices=("median", "halving", "none"), default="median",
-        help="optuna's rule that ends a trial early. (default: %(default)s)")  # fmt: skip
-    add("--ranks", metavar="N", type=int, limits=Limits(minimum=1),
-        help="Number of ranks. (default: the slots of -H, the Slurm job's tasks, this host's GPUs, or 2)")  # fmt: skip
-    add("--steps", metavar="N", type=int, limits=Limits(minimum=2),
-        help=f"Optimizer steps per run; the first is warm-up. (default: {STEPS}; not for training)")  # fmt: skip
-    add("--pairs", metavar="N", type=int, limits=Limits(minimum=1, maximum=MAX_RUNS),
-        help=f"Pairs of runs in the final comparison. (default: {PAIRS}; not for training)")  # fmt: skip
-    add("--minutes", metavar="M", type=float, limits=Limits(minimum=0, maximum=MAX_SECONDS),
-        help=f"Time budget; settings not reached in it are skipped. (default: {MINUTES}; training: none)")  # fmt: skip
+        " (default: all of the space but fp16)",
+    )
+    add_number(parser, "--trials", 20, "Settings to try.", Limits(minimum=1, maximum=MAX_RUNS))
+    parser.add_argument(
+        "--pruner",
+        choices=("median", "halving", "none"),
+        default="median",
+        help="optuna's rule that ends a trial early. (default: %(default)s)",
+    )
+    room = "the slots of -H, the Slurm job's tasks, this host's GPUs, or 2"
+    add_number(parser, "--ranks", None, f"Number of ranks. (default: {room})", Limits(minimum=1))
+    steps = f"Optimizer steps per run; the first is warm-up. (default: {STEPS}; not for training)"
+    add_number(parser, "--steps", None, steps, Limits(minimum=2))
+    pairs = f"Pairs of runs in the final comparison. (default: {PAIRS}; not for training)"
+    add_number(parser, "--pairs", None, pairs, Limits(minimum=1, maximum=MAX_RUNS))
+    minutes = f"Time budget; settings not reached in it are skipped. (default: {MINUTES}; training: none)"
+    add_number(parser, "--minutes", None, minutes, Limits(minimum=0, maximum=MAX_SECONDS), metavar="M")
     launches.add_flags(parser, "runs/tune")
     return parser
 
@@ -80,32 +91,21 @@ def make_parser() -> Parser:
 def _tune(argv: Sequence[str], check: Watch) -> int:
     flags, rest = make_parser().parse_known_args(argv)
     keep_running()
-    for_horovod = flags.space == HOROVOD
-    if importlib.util.find_spec("optuna") is None:
-        raise UserError("optuna is not installed. Run `pip install optuna`, or install this package's extra `search`.")
-    for word in REFUSED if for_horovod else ():
-        if (value := os.environ.get(word[:-1], "0")) != "0":
-            raise UserError(f"{word}{value} in the environment changes what is measured. Unset it.")
-    if not for_horovod and (flags.steps or flags.pairs):
-        raise UserError("--steps and --pairs are for --space horovod. Leave them out.")
-    names = [text.partition("=")[0] for text in flags.range or spaces.RANGES[flags.space]]
-    over = {name: spaces.OVERRIDING[name] for name in names if name in spaces.OVERRIDING}
-    hints = {other: f"it overrides {name}, which is searched" for name, (other, _) in over.items()}
-    planning.check_own(rest, hints | spaces.SET_BY_TUNE[flags.space], "tuning")
-    launching = launches.chosen(flags, Machine.here(os.environ))
-    threads = launching.threads(os.environ)
-    forced = spaces.FORCED[flags.space] | dict(over.values())
-    forced |= {"max_steps": str(flags.steps or STEPS)} if for_horovod else {}
-    defaults = planning.with_defaults(rest, threads, spaces.DEFAULTS[flags.space])
-    common = command_line.override_argv(defaults, [f"--{name}={value}" for name, value in forced.items()])
+    _check_own_flags(flags)
+    from hvd_bert.tools.tune import spaces, study, trials  # they bring optuna and matplotlib
+
+    launching = launches.choose(flags, Machine.here(os.environ))
+    texts = flags.range or [name for name in spaces.RANGES[flags.space] if name != "fp16"]  # which rounds the gradients
+    forced = {"max_steps": str(flags.steps or STEPS)} if flags.space == spaces.HOROVOD else {}
+    common = spaces.trainer_flags(flags.space, texts, rest, forced, launching.threads(os.environ))
     config = command_line.parse(common)
     point = Point(config.parallel.strategy, flags.ranks or _ranks(launching), WEAK, 1, 0)
     obstacle = launching.obstacle(point)
-    if obstacle or (for_horovod and point.ranks < 2):
+    if obstacle or (flags.space == spaces.HOROVOD and point.ranks < 2):
         raise UserError(f"{obstacle or '--ranks 1: a single rank sends nothing. Use 2 or more'}.")
     planning.check_files(config)
-    wanted = spaces.chosen(flags.space, flags.range, common, os.environ, point.ranks)
-    environ = launching.environment(point, os.environ) | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    wanted = [spaces.make_parameter(text, flags.space, common, os.environ, point.ranks) for text in texts]
+    environ = launching.environment(point, os.environ)
     users = {name: value for name, value in sorted(environ.items()) if name.startswith("HOROVOD_")}
     same = {"--space": flags.space, "--range": flags.range, "--ranks": point.ranks, "-H": flags.H}
     same |= {"the trainer's flags": common, **launching.record(), "HOROVOD_... in the environment": users}
@@ -116,19 +116,20 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
         study.check(flags.out, previous.get("result"))
         replace(flags.out / FILE, content | {"result": previous.get("result")})
 
-    from hvd_bert.tools.tune import study, trials  # they bring optuna and matplotlib
-
     with opened(flags.out, FILE, begin), writing_to("--out", flags.out):
         print(f"{point.ranks} ranks under {launching.launcher(point)}, runs in {flags.out}")
-        preset = f"no data are named, so the preset `{PRESET}` is trained. Tune with your own model, data and batch."
-        shared = launching.warning([point], config.parallel.num_threads or 1)
-        for warning in filter(None, ("" if planning.names_data(rest) else preset, shared)):
-            print(f"warning: {warning}", file=sys.stderr)
-        print(f"Without tuning: {' '.join(each.with_value(each.now) for each in wanted)}", flush=True)
+        if not planning.names_data(rest):
+            preset = (
+                f"no data are named, so the preset `{PRESET}` is trained. Tune with your own model, data and batch."
+            )
+            print(f"warning: {preset}", file=sys.stderr)
+        launching.warn_of_shared_cores([point], config.parallel.num_threads or 1)
+        print(f"Without tuning: {' '.join(each.word + spaces.as_text(each.now) for each in wanted)}", flush=True)
         runs = trials.Runs(launching, point, common, environ, flags.out, flags.timeout, check)
-        minutes = flags.minutes if flags.minutes is not None else MINUTES if for_horovod else MAX_SECONDS
+        budget = MINUTES if flags.space == spaces.HOROVOD else MAX_SECONDS
+        minutes = budget if flags.minutes is None else flags.minutes
         try:
-            speed = trials.Speed(runs, flags.pairs or PAIRS) if for_horovod else None
+            speed = trials.Speed(runs, flags.pairs or PAIRS) if flags.space == spaces.HOROVOD else None
             objective = speed or trials.Score(runs, config.train.num_train_epochs)
             result = study.search(objective, wanted, flags.trials, minutes, flags.pruner, config.train.seed)
         except trials.RunFailed as error:
@@ -136,6 +137,17 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
             return EXIT_FAILURE
         replace(flags.out / FILE, content | {"result": result})
     return EXIT_OK
+
+
+def _check_own_flags(flags: argparse.Namespace) -> None:
+    """Raise UserError for what the search cannot take, before the imports."""
+    if importlib.util.find_spec("optuna") is None:
+        raise UserError("optuna is not installed. Run `pip install optuna`, or install this package's extra `search`.")
+    for word in REFUSED if flags.space == "horovod" else ():
+        if (value := os.environ.get(word.rstrip("="), "0")) != "0":
+            raise UserError(f"{word}{value} in the environment changes what is measured. Unset it.")
+    if flags.space == "training" and (flags.steps or flags.pairs):
+        raise UserError("--steps and --pairs are for --space horovod. Leave them out.")
 
 
 def _ranks(launching: Launching) -> int:

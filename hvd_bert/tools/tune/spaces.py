@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import MIB
-from hvd_bert.tools.bench.points import SET_BY_SWEEP, check_own
+from hvd_bert.tools.bench.points import SET_BY_SWEEP, check_own, with_defaults
 from hvd_bert.tools.runs.reading import Run
 
 HOROVOD, TRAINING = "horovod", "training"
@@ -63,65 +65,84 @@ SET_BY_TUNE = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A setting to search. `word`: its variable or flag, with "=". `now`: the user's value, or the default. `values`:
-    the choices; of a range the least and the largest value, and whether its scale is logarithmic (`log`)."""
+    """A setting to search. `word`: its variable or flag, with "=". `now`: the user's value, or the default."""
 
     name: str
     word: str
     now: Value
-    values: tuple[Value, ...]
-    is_range: bool = False
-    log: bool = False
+    distribution: BaseDistribution
 
-    def with_value(self, value: Value) -> str:
-        """The variable or flag with a value."""
-        return self.word + _shown(value)
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The values of a list; empty for a range."""
+        return getattr(self.distribution, "choices", ())
 
-
-def chosen(
-    space: str, texts: Sequence[str], flags: Sequence[str], environ: Mapping[str, str], ranks: int
-) -> list[Parameter]:
-    """The parameters of `texts` (--range), or else the space's. `flags`: the trainer's. Raises UserError."""
-    config, found = command_line.parse([*flags]), []
-    for text in texts or (name for name in RANGES[space] if name != "fp16"):  # which rounds the gradients
-        name, _, values = text.partition("=")
-        values = values or RANGES[space].get(name, "")
-        word, default = KNOBS.get(name, ("", ""))[:2] if space == HOROVOD else (f"--{name}=" * (name in FLAGS), "")
-        if not word or not values:
-            others = "" if space == HOROVOD else ", or with values: other flags of the trainer"
-            problem = "it needs values" if word else "unknown setting"
-            raise UserError(f"--range {text}: {problem}. Choose from {', '.join(RANGES[space])}{others}.")
-        check_own([word], SET_BY_TUNE[space], "tuning")
-        now = _value_now(name, word, default, config, environ, ranks)
-        parts = re.fullmatch(r"([^:,]+):([^:,]+?)(:log)?", values)
-        choices: tuple[Any, ...] = tuple(map(number, (parts[1], parts[2]) if parts else values.split(",")))
-        if parts and (str in map(type, choices) or choices[0] >= choices[1] or (parts[3] and choices[0] <= 0)):
-            raise UserError(f"--range {text}: LOW:HIGH must be numbers, the first one smaller (and above 0 for :log).")
-        for value in choices:
-            if word.startswith("--"):
-                tried = command_line.parse(command_line.override_argv(flags, [word + _shown(value)]))
-                tried.train.refuse_auto("--range")
-            elif isinstance(value, str):
-                raise UserError(f"--range {text}: {value} must be a number.")
-        if space == HOROVOD and not parts:
-            choices = tuple(dict.fromkeys((now, number(default), *choices)))
-        found.append(Parameter(name, word, now, choices, bool(parts), bool(parts and parts[3])))
-    return found
+    def has_effect(self, run: Run) -> bool:
+        """Whether it can change a run like this: Horovod ignores `hierarchical` on one host and without NCCL."""
+        return self.name != "hierarchical" or (not run.on_cpu and 1 < run.nodes < run.ranks)
 
 
-def _value_now(name: str, word: str, default: str, config: Config, environ: Mapping[str, str], ranks: int) -> Value:
+def trainer_flags(
+    space: str, texts: Sequence[str], given: Sequence[str], forced: dict[str, str], threads: int | None
+) -> list[str]:
+    """The trainer's flags of every run that searches `texts` (--range). Raises UserError. `given`: the user's."""
+    names = [text.partition("=")[0] for text in texts]
+    over = {name: OVERRIDING[name] for name in names if name in OVERRIDING}
+    hints = {other: f"it overrides {name}, which is searched" for name, (other, _) in over.items()}
+    check_own(given, hints | SET_BY_TUNE[space], "tuning")
+    forced = FORCED[space] | dict(over.values()) | forced
+    defaults = with_defaults(given, threads, DEFAULTS[space])
+    return command_line.override_argv(defaults, [f"--{name}={value}" for name, value in forced.items()])
+
+
+def make_parameter(text: str, space: str, flags: Sequence[str], environ: Mapping[str, str], ranks: int) -> Parameter:
+    """The parameter of --range `text`. `flags`: the trainer's. Raises UserError."""
+    name, _, values = text.partition("=")
+    values = values or RANGES[space].get(name, "")
+    trainers = (f"--{name}=" if name in FLAGS else "", "", "")
+    word, default, _ = KNOBS.get(name, ("", "", "")) if space == HOROVOD else trainers
+    if not word or not values:
+        others = "" if space == HOROVOD else ", or with values: other flags of the trainer"
+        problem = "it needs values" if word else "unknown setting"
+        raise UserError(f"--range {text}: {problem}. Choose from {', '.join(RANGES[space])}{others}.")
+    check_own([word], SET_BY_TUNE[space], "tuning")
+    now = _value_now(word, default, command_line.parse([*flags]), environ, ranks)
+    bounds = re.fullmatch(r"([^:,]+):([^:,]+?)(:log)?", values)
+    choices = [number(value) for value in (bounds.group(1, 2) if bounds else values.split(","))]
+    distribution = _range(text, choices[0], choices[1], bool(bounds[3])) if bounds else None
+    for value in choices:
+        if word.startswith("--"):
+            tried = command_line.parse(command_line.override_argv(flags, [word + as_text(value)]))
+            tried.train.refuse_auto("--range")
+        elif isinstance(value, str):
+            raise UserError(f"--range {text}: {value} must be a number.")
+    if space == HOROVOD:
+        choices = list(dict.fromkeys((now, number(default), *choices)))
+    return Parameter(name, word, now, distribution or CategoricalDistribution(choices))
+
+
+def _range(text: str, low: Value, high: Value, log: bool) -> BaseDistribution:
+    if isinstance(low, str) or isinstance(high, str) or low >= high or (log and low <= 0):
+        raise UserError(f"--range {text}: LOW:HIGH must be numbers, the first one smaller (and above 0 for :log).")
+    if isinstance(low, int) and isinstance(high, int):
+        return IntDistribution(low, high, log=log)
+    return FloatDistribution(low, high, log=log)
+
+
+def _value_now(word: str, default: str, config: Config, environ: Mapping[str, str], ranks: int) -> Value:
     """The value without tuning: the user's or the default. Raises UserError if a variable is not a number."""
-    if name == "global_batch":
+    if word == "--global_batch=":
         return config.train.windows_per_step(ranks)
     if word.startswith("--"):
-        return number(_shown(config.as_flat()[word[2:-1]]))
+        return number(as_text(config.as_flat()[word[2:-1]]))
     value = number(environ.get(word[:-1], default))
     if isinstance(value, str):
         raise UserError(f"{word}{value} in the environment: must be a number.")
     return value
 
 
-def _shown(value: Value | None) -> str:
+def as_text(value: Value | None) -> str:
+    """A value as on a command line."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
@@ -134,17 +155,12 @@ def number(text: str) -> Value:
     return text if not math.isfinite(value) else int(text) if re.fullmatch("-?[0-9]+", text) else value
 
 
-def setting_of(parameters: Sequence[Parameter], values: Mapping[str, Value]) -> Setting:
+def make_setting(parameters: Sequence[Parameter], values: Mapping[str, Value]) -> Setting:
     """The variables and flags whose values differ from the user's."""
-    return tuple(each.with_value(values[each.name]) for each in parameters if values[each.name] != each.now)
+    return tuple(each.word + as_text(values[each.name]) for each in parameters if values[each.name] != each.now)
 
 
 def divided(setting: Setting) -> tuple[list[str], list[str]]:
     """A setting's variables, and its flags of the trainer."""
     flags = [word for word in setting if word.startswith("--")]
     return [word for word in setting if word not in flags], flags
-
-
-def has_effect(parameter: Parameter, run: Run) -> bool:
-    """Whether it can change a run like this: Horovod ignores `hierarchical` on one host and without NCCL."""
-    return parameter.name != "hierarchical" or (not run.on_cpu and 1 < run.nodes < run.ranks)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 import optuna
 from matplotlib import pyplot
-from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import TPESampler
 from optuna.storages import JournalStorage
@@ -29,7 +29,7 @@ from hvd_bert.tools.bench.record import OTHER_OUT
 from hvd_bert.tools.rendering import DASH
 from hvd_bert.tools.rendering.page import Code, Grid, Page, Picture, Text
 from hvd_bert.tools.report import plots
-from hvd_bert.tools.tune.spaces import Parameter, has_effect, setting_of
+from hvd_bert.tools.tune.spaces import Parameter, make_setting
 from hvd_bert.tools.tune.trials import Score, Speed, TrialFailed
 
 FILE, PAGE, NAME = "study.log", "tune.html", "tune"
@@ -58,8 +58,7 @@ def load(folder: Path, direction: str, pruner: str) -> optuna.Study:
     with as_user_error(lambda reason: f"{path} cannot be read ({reason}): {OTHER_OUT}"):
         (folder / f"{FILE}.lock").unlink(missing_ok=True)  # of a killed process: optuna would wait for it
         if path.exists():
-            with path.open("r+b") as file:
-                file.truncate(file.read().rfind(b"\n") + 1)  # a kill may have cut the last line
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a kill may have cut the last line
         storage = JournalStorage(JournalFileBackend(str(path)))
         study = optuna.create_study(
             storage=storage, study_name=NAME, direction=direction, pruner=PRUNERS[pruner](), load_if_exists=True
@@ -79,13 +78,10 @@ def search(
     objective: Speed | Score, parameters: Sequence[Parameter], count: int, minutes: float, pruner: str, seed: int
 ) -> dict[str, Any]:
     """Run the trials that are left of `count`, print the answer and write the page. Returns the answer's record."""
-    parameters = [each for each in parameters if has_effect(each, objective.first)]
-    space = {each.name: _distribution(each) for each in parameters}
+    parameters = [each for each in parameters if each.has_effect(objective.first)]
     out, a_run = objective.runs.out, objective.first.process_s("real_s") or 0.0
     study = load(out, objective.direction, pruner)
-    if not study.trials:
-        _enqueue(study, parameters, space, objective)
-    count = _enqueue_all(study, parameters, count)
+    count = _enqueue(study, parameters, objective, count)
     print(f"{len(finished(study))} of {count} trials are done")
     print(f"trial  {objective.name:>8}  setting", flush=True)
     while len(done := finished(study)) < count:
@@ -95,9 +91,9 @@ def search(
             break
         mixed = np.random.SeedSequence((seed, len(done))).generate_state(1)  # a resumed search tries the same settings
         study.sampler = TPESampler(seed=int(mixed[0]))
-        trial = study.ask(space)
-        setting = setting_of(parameters, trial.params)
-        known = {setting_of(parameters, t.params): t.value for t in done if t.state == TrialState.COMPLETE}
+        trial = study.ask({each.name: each.distribution for each in parameters})
+        setting = make_setting(parameters, trial.params)
+        known = {make_setting(parameters, t.params): t.value for t in done if t.state == TrialState.COMPLETE}
         known[()] = objective.baseline[0]
         try:
             study.tell(trial, known[setting] if setting in known else objective(trial, setting))
@@ -109,51 +105,39 @@ def search(
         number, words, outcome, value = _row(study.trials[trial.number], parameters, objective)
         print(f"{number:>5}  {value:>{max(8, len(objective.name))}}  {words}: {outcome}", flush=True)
     complete = study.get_trials(states=(TrialState.COMPLETE,))
-    result, answer = objective.answer(study, setting_of(parameters, study.best_params) if complete else ())
+    result, answer = objective.answer(study, make_setting(parameters, study.best_params) if complete else ())
     rows = [_row(trial, parameters, objective) for trial in finished(study)]
     table = Grid(["trial", "setting", "outcome", objective.name], rows, 3)
     page = Page("Tuning", [Code(answer), Text("Trials", 2), table, Text("Plots", 2)])
-    page.add(*(_picture(study, objective.name, plot) for plot in PLOTS if space and len(complete) > 1))
+    page.add(*(_picture(study, objective.name, plot) for plot in PLOTS if parameters and len(complete) > 1))
     write_named(out / PAGE, page.as_html())
     print(f"\n{answer}\nAll trials and optuna's plots: {out / PAGE}")
     return result
 
 
-def _enqueue(
-    study: optuna.Study, parameters: Sequence[Parameter], space: Mapping[str, Any], objective: Speed | Score
-) -> None:
-    """Add the first run as a trial. Of Horovod's settings, of which few have an effect, first change one at a time."""
-    now, (value, by_step) = {each.name: each.now for each in parameters}, objective.baseline
-    with suppress(ValueError):  # the user's values are outside of the space
-        study.add_trial(create_trial(params=now, distributions=space, value=value, intermediate_values=by_step))
-    if isinstance(objective, Speed):
-        for each in parameters:
-            for choice in () if each.is_range else each.values:
-                study.enqueue_trial(now | {each.name: choice}, skip_if_exists=True)
-
-
-def _enqueue_all(study: optuna.Study, parameters: Sequence[Parameter], count: int) -> int:
-    """Enqueue all combinations, if `count` trials suffice: TPE would try some twice. Returns the number of trials."""
-    if math.prod(math.inf if each.is_range else len(each.values) for each in parameters) > count:
-        return count
-    for values in itertools.product(*(each.values for each in parameters)):
-        names = (each.name for each in parameters)
-        study.enqueue_trial(dict(zip(names, values, strict=True)), skip_if_exists=True)
-    return min(count, len(finished(study)) + len(study.get_trials(states=(TrialState.WAITING,))))
-
-
-def _distribution(parameter: Parameter) -> Any:
-    if not parameter.is_range:
-        return CategoricalDistribution(parameter.values)
-    low, high = parameter.values
-    kind = IntDistribution if isinstance(low, int) and isinstance(high, int) else FloatDistribution
-    return kind(low, high, log=parameter.log)
+def _enqueue(study: optuna.Study, parameters: Sequence[Parameter], objective: Speed | Score, count: int) -> int:
+    """Add the first run as a trial. Of Horovod's settings, of which few have an effect, first change one at a time. If
+    `count` trials suffice for all combinations, enqueue them: TPE would try some twice. Returns the number of trials.
+    """
+    names, now = [each.name for each in parameters], {each.name: each.now for each in parameters}
+    first: list[dict[str, Any]] = []
+    if not study.trials:
+        space, (value, by_step) = {each.name: each.distribution for each in parameters}, objective.baseline
+        with suppress(ValueError):  # the user's values are outside of the space
+            study.add_trial(create_trial(params=now, distributions=space, value=value, intermediate_values=by_step))
+        if isinstance(objective, Speed):
+            first = [now | {each.name: choice} for each in parameters for choice in each.choices]
+    all_fit = math.prod(len(each.choices) or math.inf for each in parameters) <= count
+    combinations = itertools.product(*(each.choices for each in parameters)) if all_fit else ()
+    for values in (*first, *(dict(zip(names, combination, strict=True)) for combination in combinations)):
+        study.enqueue_trial(values, skip_if_exists=True)
+    return min(count, len(finished(study)) + len(study.get_trials(states=(TrialState.WAITING,)))) if all_fit else count
 
 
 def _row(trial: FrozenTrial, parameters: Sequence[Parameter], objective: Speed | Score) -> list[str]:
-    setting = " ".join(setting_of(parameters, trial.params)) or "without tuning"
+    setting = " ".join(make_setting(parameters, trial.params)) or "without tuning"
     ended = f"ended early, after {len(trial.intermediate_values)}" if trial.state == TrialState.PRUNED else "done"
-    value = objective.shown(trial.values[0]) if trial.values else DASH
+    value = objective.format(trial.values[0]) if trial.values else DASH
     return [str(trial.number), setting, trial.user_attrs.get(REASON, ended), value]
 
 

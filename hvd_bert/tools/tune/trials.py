@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 from optuna import Study, Trial, TrialPruned
+from optuna.trial import FrozenTrial
 
 from hvd_bert.config.command_line import override_argv
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.storage.writing import delete
 from hvd_bert.tools.bench.launching import Launching
-from hvd_bert.tools.bench.one_run import LOG, MODEL, Trained, Watch, train
+from hvd_bert.tools.bench.one_run import LOG, MODEL, Watch, train
 from hvd_bert.tools.bench.points import Point
 from hvd_bert.tools.rendering import percent
 from hvd_bert.tools.runs import reading, record
@@ -59,12 +60,7 @@ class Runs:
         folder = self.out / FIRST
         with suppress(reading.Unusable):
             return reading.read(folder)
-        trained = self.train((), folder, self.timeout)
-        if trained.run is None:
-            bad = trained.status == EXIT_BAD_INPUT
-            raise UserError(trained.reason) if bad else RunFailed(reason(trained, folder))
-        delete(folder / MODEL)
-        return trained.run
+        return self.train((), folder, self.timeout)
 
     def pair(self, candidate: Setting, number: int) -> float:
         """Run the number-th pair: with the candidate and, directly before or after it in alternating order, without.
@@ -74,31 +70,33 @@ class Runs:
         speeds, longest = {}, max(AT_LEAST_S, TOO_LONG * (self.first().process_s("real_s") or self.timeout))
         for role in ("baseline", "candidate") if number % 2 else ("candidate", "baseline"):
             setting, folder = candidate if role == "candidate" else (), self.out / f"pair-{number:03}" / role
-            trained = self.train(setting, folder, min(self.timeout, longest) if setting else self.timeout)
-            delete(folder / MODEL)  # weights are large and not needed here
-            if trained.run is None:
-                raise TrialFailed(reason(trained, folder)) if setting else RunFailed(reason(trained, folder))
-            speeds[role] = trained.run.windows_per_s
-        return speeds["candidate"] / speeds["baseline"]
+            speeds[role] = self.train(setting, folder, min(self.timeout, longest) if setting else self.timeout)
+        return speeds["candidate"].windows_per_s / speeds["baseline"].windows_per_s
 
-    def train(self, setting: Setting, folder: Path, timeout: float, watch: Watch | None = None) -> Trained:
-        """Train with a setting. `watch`: called every second; what it raises ends the training."""
+    def train(self, setting: Setting, folder: Path, timeout: float, watch: Watch | None = None) -> Run:
+        """Train with a setting. `watch`: called every second; what it raises ends the training, and the model is kept.
+
+        Raises TrialFailed or, without a setting, RunFailed and for bad input UserError.
+        """
         variables, flags = divided(setting)
         environ = {**self.environ, **dict(word.split("=", 1) for word in variables)}
         flags = override_argv(self.flags, [*flags, f"--output_dir={folder}", "--overwrite_output_dir"])
         exported = [name for name in (*(word.strip("=") for word, *_ in KNOBS.values()), SETTING) if name in environ]
         command = self.launching.command(self.point, flags, exported)
         try:
-            return train(command, environ, folder, timeout, watch or self.check)
+            trained = train(command, environ, folder, timeout, watch or self.check)
         finally:
             for path in (*folder.glob("checkpoint-*"), folder / "latest"):  # of a run that was stopped
                 delete(path)
-
-
-def reason(trained: Trained, folder: Path) -> str:
-    """Why a run failed, and where its log is."""
-    late = f"it took longer than {trained.seconds:.0f} s"
-    return f"{late if trained.status is None else trained.reason or 'it has no score'} ({folder / LOG})"
+        if watch is None:
+            delete(folder / MODEL)  # weights are large
+        if trained.run is None:
+            if not setting and trained.status == EXIT_BAD_INPUT:
+                raise UserError(trained.reason)
+            late = f"it took longer than {trained.seconds:.0f} s"
+            reason = late if trained.status is None else trained.reason
+            raise (TrialFailed if setting else RunFailed)(f"{reason} ({folder / LOG})")
+        return trained.run
 
 
 class Speed:
@@ -140,7 +138,7 @@ class Speed:
         except TrialFailed as error:
             return result, f"Keep the defaults: a run with {words} failed: {error}"
         noise = max(MIN_NOISE, *(max(ratio, 1 / ratio) - 1 for ratio in same))
-        middle, low, high = (self.shown(of(ratios)) for of in (statistics.median, min, max))
+        middle, low, high = (self.format(of(ratios)) for of in (statistics.median, min, max))
         gain = f"{middle} ({low} to {high}, {len(ratios)} pairs)"
         result |= {"ratios": ratios, "noise": noise}
         if not (all(ratio > 1 for ratio in ratios) and statistics.median(ratios) - 1 > noise):
@@ -161,7 +159,8 @@ class Speed:
             study.set_user_attr(name, self.runs.pair(setting, len(done) + 1))
         return float(study.user_attrs[name])
 
-    def shown(self, value: float) -> str:
+    @staticmethod
+    def format(value: float) -> str:
         """The value as a gain."""
         return percent(value - 1, "+")
 
@@ -173,7 +172,6 @@ class Score:
     """
 
     runs_at_end = 0
-    folder = "trial-{:03}"  # with the trial's number
 
     def __init__(self, runs: Runs, epochs: float) -> None:
         """`epochs`: of a training for which they are not searched. Raises UserError if runs are not evaluated."""
@@ -188,7 +186,7 @@ class Score:
 
     def __call__(self, trial: Trial, setting: Setting) -> float:
         """Run a trial. Raises TrialFailed and TrialPruned."""
-        folder = self.runs.out / self.folder.format(trial.number)
+        folder = self._folder(trial)
         epochs = float(trial.params.get("num_train_epochs", self.epochs))
         reported: set[int] = set()
 
@@ -204,15 +202,14 @@ class Score:
             if trial.should_prune():
                 raise TrialPruned
 
-        trained = self.runs.train(setting, folder, self.runs.timeout, prune)
+        self.runs.train(setting, folder, self.runs.timeout, prune)
         report()  # those since the last look
-        value = record.read(folder).score(self.name) if trained.run else None
+        value = record.read(folder).score(self.name)
         if value is None:
-            raise TrialFailed(reason(trained, folder))
+            raise TrialFailed(f"it has no score ({folder / LOG})")
         with suppress(ValueError):  # no trial is complete
-            best = self.runs.out / self.folder.format(trial.study.best_trial.number)
             is_best = self._is_better(value, trial.study.best_value)
-            delete((best if is_best else folder) / MODEL)  # weights are large
+            delete((self._folder(trial.study.best_trial) if is_best else folder) / MODEL)  # weights are large
         return value
 
     def answer(self, study: Study, best: Setting) -> tuple[dict[str, Any], str]:
@@ -220,12 +217,14 @@ class Score:
         before = self.baseline[0]
         result: dict[str, Any] = {"set": [], "metric": self.name, "without_tuning": before}
         if not best or not self._is_better(study.best_value, before):
-            return result, f"Keep your settings: no other has a better {self.name} than {self.shown(before)}."
-        folder = self.runs.out / self.folder.format(study.best_trial.number)
+            return result, f"Keep your settings: no other has a better {self.name} than {self.format(before)}."
         return result | {"set": list(best), "value": study.best_value}, (
-            f"Set this: {self.name} is {self.shown(study.best_value)}, without tuning {self.shown(before)}. Compare the"
-            f" two with other seeds, too.\n{to_set(best)}The model is in {folder}."
+            f"Set this: {self.name} is {self.format(study.best_value)}, without tuning {self.format(before)}. Compare"
+            f" the two with other seeds, too.\n{to_set(best)}The model is in {self._folder(study.best_trial)}."
         )
+
+    def _folder(self, trial: Trial | FrozenTrial) -> Path:
+        return self.runs.out / f"trial-{trial.number:03}"
 
     def _is_better(self, value: float, other: float) -> bool:
         return value < other if self.direction == "minimize" else value > other
@@ -237,7 +236,8 @@ class Score:
         kept = np.isfinite(scores) & (found["epoch"] < epochs) & (found["epoch"] % 1 == 0)
         return {int(epoch): float(score) for epoch, score in zip(found["epoch"][kept], scores[kept], strict=True)}
 
-    def shown(self, value: float) -> str:
+    @staticmethod
+    def format(value: float) -> str:
         """The value for a table."""
         return f"{value:.4g}"
 
