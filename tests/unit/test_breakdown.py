@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tables import each
 from test_world import make_world
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -122,7 +121,7 @@ def test_table_of_other_runs():
     assert "GPU of tomorrow in bf16" in line and "--peak_tflops" in line
 
 
-@each(
+@pytest.mark.parametrize(
     ("name", "precision", "tflops"),
     [
         ("NVIDIA A100-SXM4-80GB", "tf32", 156.0),

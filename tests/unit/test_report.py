@@ -16,7 +16,6 @@ from documented import undocumented
 from made_runs import make_run
 from matplotlib.figure import Figure
 from PIL import Image
-from tables import each
 
 from hvd_bert.tools.report import comparability, plots
 from hvd_bert.tools.report.__main__ import main
@@ -121,7 +120,7 @@ LAB_B = {
 }
 
 
-@each("what", LAB_B)
+@pytest.mark.parametrize("what", LAB_B)
 def test_five_times_faster_on_two_gpus_has_no_speedup(tmp_path, capsys, what):
     changed, reason = LAB_B[what]
     make_run(tmp_path / "runs/baseline", "none", 1, 8, 10)
@@ -144,7 +143,7 @@ ALONE = {
 }
 
 
-@each("what", ALONE)
+@pytest.mark.parametrize("what", ALONE)
 def test_runs_of_which_no_two_can_be_compared(tmp_path, capsys, what):
     base, changed, reason = ALONE[what]
     make_run(tmp_path / "runs/baseline", "none", 1, **base)
@@ -161,7 +160,7 @@ def test_runs_of_which_no_two_can_be_compared(tmp_path, capsys, what):
 NOISY = {"work": {"--dropout": None}}
 
 
-@each(
+@pytest.mark.parametrize(
     ("base", "other", "reason"),
     [
         ({}, {"loss": 5.004}, ""),  # 0.8e-3 off
@@ -181,7 +180,7 @@ def test_losses_that_agree(tmp_path, base, other, reason):
     assert reason in found["reason"] and (found["speedup"] == "") == bool(reason)
 
 
-@each(("step", "loss"), [(1, math.nan), (39, math.nan), (1, math.inf)])
+@pytest.mark.parametrize(("step", "loss"), [(1, math.nan), (39, math.nan), (1, math.inf)])
 def test_losses_that_are_no_numbers_do_not_agree(step, loss):
     def run(name: str) -> SimpleNamespace:
         lines = {"step": np.arange(1, 41), "loss": np.linspace(5, 1, 40)}
@@ -299,7 +298,7 @@ def test_runs_of_tasks_with_different_scores(tmp_path):
         assert shown == dict.fromkeys(shown, "") | {key: str(value) for key, value in values.items()}
 
 
-@each(
+@pytest.mark.parametrize(
     ("folder", "flags", "named"),
     [
         ("runs", ["--baseline", "ddp"], ["--baseline ddp", "STRATEGY:RANKS"]),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tables import check_refusal, each
+from tables import check_refusal
 
 import hvd_bert
 from hvd_bert import startup
@@ -51,7 +51,7 @@ HELPS: list[tuple[str, str | None]] = [(words, None) for words in [*OF_ONE_PROCE
 HELPS += [(words, rank) for words in OF_RANKS for rank in "01"]
 
 
-@each(("words", "rank"), HELPS)
+@pytest.mark.parametrize(("words", "rank"), HELPS)
 def test_help(words: str, rank: str | None) -> None:
     launcher = {"HOROVOD_RANK": rank, "HOROVOD_SIZE": "2"} if rank else {}
     printed, imported = imported_by(*f"hvd_bert.{words}".split(), "--help", launcher=launcher)
@@ -99,7 +99,9 @@ def test_a_command_runs_as_by_its_module(script: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected.stderr)
 
 
-@each(("word", "hint"), [("trian", " Did you mean train?"), ("xyz", ""), ("--train", " Did you mean train?")])
+@pytest.mark.parametrize(
+    ("word", "hint"), [("trian", " Did you mean train?"), ("xyz", ""), ("--train", " Did you mean train?")]
+)
 def test_unknown_command(script: Path, word: str, hint: str) -> None:
     done = run(script, word)
     assert (done.returncode, done.stdout) == (2, "")
@@ -112,7 +114,7 @@ def test_only_rank_0_prints(script: Path) -> None:
     assert (printed[1].returncode, printed[1].stdout, printed[1].stderr) == (0, "", "")
 
 
-@each(
+@pytest.mark.parametrize(
     ("words", "rest"),
     [
         (["--bf16", "--seed=1"], ["--bf16", "--seed=1"]),
@@ -129,7 +131,7 @@ def test_local_rank_is_no_setting(words, rest, monkeypatch):
     assert sys.argv[1:] == rest
 
 
-@each(
+@pytest.mark.parametrize(
     ("words", "own"),
     [(["--local_rank=0"], "1"), (["--local_rank=1", "--local-rank", "0"], "1"), (["--local_rank", "--bf16"], None)],
 )
@@ -143,7 +145,9 @@ def test_local_rank_is_the_launchers(words, own, monkeypatch, capsys):
     assert f"LOCAL_RANK is {own or 'not set'}. Remove the flag" in capsys.readouterr().err
 
 
-@each("module", ["hvd_bert.train", "hvd_bert.predict", "hvd_bert.tools.evaluate", "hvd_bert.tools.doctor"])
+@pytest.mark.parametrize(
+    "module", ["hvd_bert.train", "hvd_bert.predict", "hvd_bert.tools.evaluate", "hvd_bert.tools.doctor"]
+)
 def test_another_ranks_local_rank_is_refused(module: str) -> None:
     second = {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     done = run(Path(sys.executable), "-m", module, "--local_rank=0", **second)

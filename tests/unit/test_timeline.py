@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_timelines import START, Timeline, training
-from tables import each
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.tools.timeline import __main__ as command
@@ -103,7 +102,7 @@ def test_sizes_follow_from_dtype_and_shape(tmp_path):
     assert sizes.tolist() == [size for last in cases.values() for size in (-1, last)]
 
 
-@each(
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         ("\xef\xbb\xbf[\n]", "has no events"),
@@ -167,7 +166,7 @@ def test_any_damage_is_read_or_refused(tmp_path, cuts):
     assert command.content.page(findings).as_text()
 
 
-@each("library", ("MPI_ALLREDUCE", "NCCL_ALLREDUCE"))
+@pytest.mark.parametrize("library", ("MPI_ALLREDUCE", "NCCL_ALLREDUCE"))
 def test_phases_messages_and_steps(tmp_path, library):
     seen = found(training(steps=12, library=library), tmp_path)
     assert seen.ranks == 2
@@ -197,7 +196,7 @@ def test_phases_messages_and_steps(tmp_path, library):
     assert step.wait_s == 0
 
 
-@each(
+@pytest.mark.parametrize(
     ("library", "second", "took", "shape", "expected"),
     [  # (time at which a second tensor is ready, after one that was sent for 40 ms)
         ("MPI_ALLREDUCE", 40_100, 5000, (256, 1024), (0.005, 0.045)),  # noticed after the thread has sent the first one
