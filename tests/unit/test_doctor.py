@@ -103,19 +103,10 @@ def test_without_a_package_that_the_doctor_needs():
     assert (line["name"], line["status"]) == ("Packages", FAILURE) and "torch" in line["found"]
 
 
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("Intel(R) MPI Library 2021.9 for Linux* OS", ("Intel MPI", "2021.9")),
-        ("MVAPICH2 Version : 2.3.7 MVAPICH2 Release date", ("MVAPICH", "2.3.7")),
-        ("something else 1.2", None),
-    ],
-)
-def test_mpi_version(text, version):
-    assert probes.mpi_version(text) == version
-
-
-def test_mpi_kinds():
+def test_versions_and_kinds_of_mpi():
+    assert probes.mpi_version("Intel(R) MPI Library 2021.9 for Linux* OS") == ("Intel MPI", "2021.9")
+    assert probes.mpi_version("MVAPICH2 Version : 2.3.7 MVAPICH2 Release date") == ("MVAPICH", "2.3.7")
+    assert probes.mpi_version("something else 1.2") is None
     listed = "MPI plugin types are...\n\tcray_shasta\n\tpmi2\n\tpmix\nspecific pmix plugin versions available: pmix_v4"
     assert probes.mpi_kinds(listed) == ("cray_shasta", "pmi2", "pmix", "pmix_v4")
     assert probes.mpi_kinds("srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: openmpi\n") == ("pmi2", "openmpi")
@@ -129,42 +120,33 @@ def test_mpi_kinds():
         (replace(SLURM, mpi_kinds=("pmi2",)), [OK, WARNING], "not supported"),
         (ProbeError("`srun --mpi=list` did not finish"), [WARNING, WARNING], "unknown"),
     ],
+    ids=["none", "PMIx", "no PMIx", "broken"],
 )
 def test_slurm(slurm, statuses, words):
     lines = checks.slurm_lines(slurm)
     assert [line.status for line in lines] == statuses and words in lines[-1].found
 
 
-@pytest.mark.parametrize(
-    ("free", "status"),
-    [(checks.DISK_RECOMMENDED, OK), (checks.DISK_RECOMMENDED - 1, WARNING), (checks.DISK_REQUIRED - 1, FAILURE)],
-)
-def test_folders(tmp_path, monkeypatch, free, status):
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    line = checks.folder_line("Windows", tmp_path / "not" / "yet", "name another")
-    assert line.status == status and ("name another" in line.hint) == (status != OK) and "GiB free" in line.found
+def test_folders(tmp_path, monkeypatch):
+    recommended, required = checks.DISK_RECOMMENDED, checks.DISK_REQUIRED
+    for free, status in ((recommended, OK), (recommended - 1, WARNING), (required - 1, FAILURE)):
+        monkeypatch.setattr(checks.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        line = checks.folder_line("Windows", tmp_path / "not" / "yet", "name another")
+        assert line.status == status and ("name another" in line.hint) == (status != OK) and "GiB free" in line.found
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     assert checks.folder_line("Windows", tmp_path / "file" / "folder", "name another").status == FAILURE
 
 
-def test_cpu_limit_is_that_of_the_cgroup_and_its_parents(tmp_path, monkeypatch):
-    pod = tmp_path / "pod"
-    pod.mkdir()
-    (pod / "cpu.max").write_text("150000 100000\n")
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert machine._cgroup_cores(pod) == [1.5]
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    monkeypatch.setattr(machine, "_cgroup", lambda: pod / "task")
-    assert machine.cpu_limit() == 0.5
-
-
-def test_free_memory_is_the_minimum_of_host_and_job(tmp_path):
-    assert 0 < machine.free_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    job = tmp_path / "job"
-    task = job / "step" / "task"
+def test_limits_of_the_cgroup_and_its_parents(tmp_path, monkeypatch):
+    task = tmp_path / "pod" / "task"
     task.mkdir(parents=True)
-    for folder, maximum, used, cached in ((task, "max", 10, 0), (job, 1000, 400, 100)):
+    (task.parent / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    monkeypatch.setattr(machine, "_cgroup", lambda: task)
+    assert machine.cpu_limit() == 0.5
+    assert 0 < machine.free_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for folder, maximum, used, cached in ((task, "max", 10, 0), (tmp_path, 1000, 400, 100)):
         (folder / "memory.max").write_text(f"{maximum}\n")
         (folder / "memory.current").write_text(f"{used}\n")
         (folder / "memory.stat").write_text(f"anon 9\nactive_file {cached}\ninactive_file {cached}\n")
@@ -330,7 +312,7 @@ def test_refused_device(diagnosed, capsys, error, message):
     world.allgather, world.broadcast = (lambda value: [value]), (lambda value: value)
     world.close, world.abort = (lambda: ended.append("closed")), raising(SystemExit(2))
     assert diagnosed(lambda: world, Launcher("mpirun", 1, 0)) == 2
-    assert ended == ["closed"] * isinstance(error, CollectiveError)
+    assert ended == (["closed"] if isinstance(error, CollectiveError) else [])
     out = capsys.readouterr().out
     assert message in out and "Python     3.11" in out and out.endswith("Not ready: World.\n")
     # A timer that is left running would end this process, and all tests, minutes later.
@@ -373,36 +355,28 @@ def test_kernels_next_to_torchs_own(seconds, chosen, status, words):
     assert line.status == status and words in f"{line.found} {line.hint}"
 
 
-@pytest.mark.parametrize(
-    ("error", "bound", "right"),
-    [
-        (0.0, 0.0, True),
-        (1.0, 1.0, True),
-        (1.1, 1.0, False),
-        (math.nan, 1.0, False),
-        (math.nan, 0.0, False),
-        (1.0, math.nan, False),
-        (math.inf, math.inf, False),
-    ],
-)
-def test_an_error_is_right_only_within_its_bound_and_a_check_only_after_a_comparison(error, bound, right):
+def test_an_error_is_right_only_within_its_bound_and_a_check_only_after_a_comparison():
     world: Any = SimpleNamespace(rank=0)
     unused: Any = object()
-    proof = prove.Proof(unused, unused, parse([]), world)
-    proof.steps.append({"errors": {}})
-    proof._bounded("Gradients", "weight", torch.tensor(error), torch.tensor(bound))
-    status = {result.name: result.status for result in proof.results()}
-    assert (status["Gradients"] == OK) == right and status["Updates"] == FAILURE
+    right = [(0.0, 0.0), (1.0, 1.0)]
+    wrong = [(1.1, 1.0), (math.nan, 1.0), (math.nan, 0.0), (1.0, math.nan), (math.inf, math.inf)]
+    for error, bound in (*right, *wrong):
+        proof = prove.Proof(unused, unused, parse([]), world)
+        proof.steps.append({"errors": {}})
+        proof._bounded("Gradients", "weight", torch.tensor(error), torch.tensor(bound))
+        status = {result.name: result.status for result in proof.results()}
+        assert (status["Gradients"] == OK) == ((error, bound) in right), (error, bound)
+        assert status["Updates"] == FAILURE
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        pytest.param("--output_dir=mine --max_steps=9", "--max_steps, --output_dir", id="set by it"),
-        pytest.param("--no_do_train", "--no_do_train", id="another spelling"),
-        pytest.param("--timeline_file=t.json", "--timeline_file", id="no output"),
-        pytest.param("--load_best_model_at_end", "--load_best_model_at_end", id="no checkpoint"),
-        pytest.param("--siz 5 --slots=2", "--size, --slots", id="of the checks"),
+        ("--output_dir=mine --max_steps=9", "--max_steps, --output_dir"),
+        ("--no_do_train", "--no_do_train"),  # another spelling
+        ("--timeline_file=t.json", "--timeline_file"),
+        ("--load_best_model_at_end", "--load_best_model_at_end"),
+        ("--siz 5 --slots=2", "--size, --slots"),  # of the checks
     ],
 )
 def test_a_proof_refuses_what_it_cannot_honour(words: str, named: str) -> None:
