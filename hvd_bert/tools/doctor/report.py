@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.tools.rendering import counted
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 WIDTH = 118
@@ -122,8 +123,7 @@ class Report:
         """Print the verdict: `ready`, or "Not ready". Returns the exit status, which is `status` if a check failed."""
         warnings = sum(result.status == WARNING for result in self.results)
         failed = list(dict.fromkeys(result.name for result in self.results if result.status == FAILURE))
-        plural = "s" if warnings > 1 else ""
-        also = f" ({warnings} warning{plural} above)" if warnings else ""
+        also = f" ({counted(warnings, 'warning')} above)" if warnings else ""
         word = ready.partition(":")[0].lower()
         self.print_text(f"\n{ready}{also}." if self.ready else f"\nNot {word}: {', '.join(failed)}.")
         if self.as_json:

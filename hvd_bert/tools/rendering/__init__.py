@@ -13,6 +13,11 @@ def number(value: float | None, form: str = ".4g") -> str:
     return DASH if value is None else format(value, form)
 
 
+def counted(count: float, noun: str) -> str:
+    """A number of things, such as 1 rank or 2 ranks."""
+    return f"{count:.0f} {noun}" if count == 1 else f"{count:.0f} {noun}s"
+
+
 def shown(value: Any) -> str:
     """A setting or a fact as text."""
     if value is None:

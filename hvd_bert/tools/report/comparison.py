@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from hvd_bert.config.parser import shortened
 from hvd_bert.config.settings import STRATEGIES
 from hvd_bert.errors import UserError
+from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.report.comparability import STRONG, WEAK, Group, differences, losses_differ
 from hvd_bert.tools.runs.reading import Excluded, Run
 
@@ -63,7 +64,7 @@ class ScalingTable:
             return f"Weak scaling: {self.size:g} {unit} per device and step"
         if self.scales:
             return f"Strong scaling: global batch {self.size:g}"
-        return f"Side by side on {devices} device{'s' * (devices > 1)}: global batch {self.size:g}"
+        return f"Side by side on {counted(devices, 'device')}: global batch {self.size:g}"
 
 
 def parse_baseline(text: str) -> Baseline:

@@ -7,7 +7,7 @@ from operator import methodcaller
 from typing import Any
 
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.rendering import DASH, number
+from hvd_bert.tools.rendering import DASH, counted, number
 from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.tools.report.comparability import EARLY_STEPS, EARLY_TOLERANCE, LAST_TOLERANCE, NATS, Group
 from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, ScalingTable
@@ -77,7 +77,7 @@ def summary(tables: Sequence[ScalingTable]) -> list[str]:
         parts = [f"{line.group.label} {line.speedup:.2f}" for line in best]
         if parts:
             over = f"times the {table.baseline.one.unit}/s of {table.baseline.name}"
-            sentences.append(f"{table.title}: on {maximum} device{'s' * (maximum > 1)} {', '.join(parts)} {over}.")
+            sentences.append(f"{table.title}: on {counted(maximum, 'device')} {', '.join(parts)} {over}.")
     return sentences
 
 

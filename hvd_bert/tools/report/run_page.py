@@ -14,7 +14,7 @@ import numpy as np
 from hvd_bert.distributed.logs import describe_ranks
 from hvd_bert.monitoring import PHASES
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.rendering import DASH, digits, duration, number, percent, seconds, shown
+from hvd_bert.tools.rendering import DASH, counted, digits, duration, number, percent, seconds, shown
 from hvd_bert.tools.rendering.page import Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
 from hvd_bert.tools.report import parts
 from hvd_bert.tools.runs.record import Record, finite_number, kept, objects
@@ -83,7 +83,7 @@ def _result(record: Record) -> str:
     work = [f"{record.step:,} steps"] if record.step else []
     seconds, size = record.number("train_runtime"), record.number("world_size")
     work += [f"in {duration(seconds)}"] if seconds is not None else []
-    work += [f"on {size:.0f} rank{'s' if size > 1 else ''}"] if size else []
+    work += [f"on {counted(size, 'rank')}"] if size else []
     work += [f"with {record.facts['strategy']}"] if "strategy" in record.facts else []
     batch = record.number("global_batch")
     work += [f"and a global batch of {batch:,.0f}"] if batch else []

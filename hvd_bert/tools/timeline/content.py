@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict
 
-from hvd_bert.tools.rendering import DASH, byte_size, percent, seconds
+from hvd_bert.tools.rendering import DASH, byte_size, counted, percent, seconds
 from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
 from hvd_bert.tools.timeline.analysis import BIG, Findings, StepFigures
 
@@ -34,7 +34,7 @@ def facts(findings: Findings) -> list[str]:
     """Facts about the file, and what it does not contain."""
     ranks = "an unknown number of ranks (set it with --ranks N)"
     if findings.ranks:
-        ranks = "1 rank" if findings.ranks == 1 else f"{findings.ranks} ranks"
+        ranks = counted(findings.ranks, "rank")
     lines = [
         f"{findings.path}: {findings.events:,} events of {ranks} in {seconds(findings.covered_s)}, "
         f"{byte_size(findings.size)}."
