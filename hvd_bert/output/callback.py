@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # large libraries
     from hvd_bert.distributed.world import World
-    from hvd_bert.tasks.base import Task
+    from hvd_bert.tasks.base import MicroBatch, Task
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class Callback:
 
     def on_start(self, task: Task, world: World) -> None:
         """Everything is loaded. `task.model` is the model."""
+
+    def on_batch(self, batch: MicroBatch) -> None:
+        """A micro-batch is ready: its forward pass is next."""
 
     def on_step(self, step: int) -> None:
         """Step `step` (1, 2, ...) is done."""

@@ -188,6 +188,7 @@ class Training:
         step_windows = len(self.plan.step_windows(state.step))
         with strategy.passes():
             for batch in meter.timed("data", self.batches.micro_batches(state.step)):
+                self.metrics_logger.notify("on_batch", batch)
                 with meter.phase("compute"):
                     with autocast(self.world.device, self.args.precision):
                         losses = self.task.losses(strategy.module, batch)[: batch.num_windows]

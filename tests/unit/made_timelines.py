@@ -41,11 +41,16 @@ class Timeline:
         self.event("E", last, tensor)
 
     def send(
-        self, tensors: list[str], start: int, end: int, library: str = "MPI_ALLREDUCE", copy: int = 10,
-        shape: tuple[int, ...] = (256, 1024), what: str = "ALLREDUCE",
-    ) -> None:  # fmt: skip
-        """Add a message. With several tensors it has copies of `copy` us at both ends."""
-        copy = copy if len(tensors) > 1 else 0
+        self,
+        tensors: list[str],
+        start: int,
+        end: int,
+        library: str = "MPI_ALLREDUCE",
+        shape: tuple[int, ...] = (256, 1024),
+        what: str = "ALLREDUCE",
+    ) -> None:
+        """Add a message. With several tensors it has copies of 10 us at both ends."""
+        copy = 10 if len(tensors) > 1 else 0
         for tensor in tensors:
             self.event("B", start, tensor, what)
         spans = [("MEMCPY_IN_FUSION_BUFFER", start, start + copy), (library, start + copy, end - copy)]
@@ -65,9 +70,14 @@ class Timeline:
 
 
 def training(
-    steps: int = 12, ranks: int = 2, straggler: int | None = None, by: int = 0, cached: bool = False,
-    step_us: int = 100_000, library: str = "MPI_ALLREDUCE",
-) -> Timeline:  # fmt: skip
+    steps: int = 12,
+    ranks: int = 2,
+    straggler: int | None = None,
+    by: int = 0,
+    cached: bool = False,
+    step_us: int = 100_000,
+    library: str = "MPI_ALLREDUCE",
+) -> Timeline:
     """Steps of three tensors of 1 MiB: a and b are sent together in 20 ms, then c in 10 ms.
 
     a is ready at 20 ms of the step, b at 30, c at 60. a and b are sent from 30 to 50, c from 60 to 70, so 20 of 30 ms

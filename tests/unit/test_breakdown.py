@@ -8,15 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tables import each
 from test_world import make_world
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.monitoring import PHASES
 from hvd_bert.monitoring.peaks import peak_flops, published_peak
+from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.tools.bench.__main__ import parse
-from hvd_bert.tools.bench.measure import Recorder
 from hvd_bert.tools.bench.speed import random_task
 from hvd_bert.training.breakdown import Breakdown, describe_steps
 from hvd_bert.training.loop import Training
@@ -122,7 +121,7 @@ def test_table_of_other_runs():
     assert "GPU of tomorrow in bf16" in line and "--peak_tflops" in line
 
 
-@each(
+@pytest.mark.parametrize(
     ("name", "precision", "tflops"),
     [
         ("NVIDIA A100-SXM4-80GB", "tf32", 156.0),
@@ -167,7 +166,8 @@ def test_no_value_is_read_between_two_lines(tmp_path):
     _, config = parse(["--steps", "4", "--repeats", "2", "--gradient_accumulation_steps", "2", "--strategy", "none"])
     world = make_world()
     start = Start(config, random_task(str(tmp_path), 64, config, world))
-    training = Training(start.in_folder(tmp_path), prepare(start, world), None, Recorder().logger(), world)
+    logger = MetricsLogger(tmp_path, enabled=False)
+    training = Training(start.in_folder(tmp_path), prepare(start, world), None, logger, world)
     with Asked(training) as asked:
         training.run()
     assert training.state.step == 12

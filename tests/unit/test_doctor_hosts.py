@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from documented import undocumented
-from tables import each
 
 from hvd_bert.distributed import horovodrun
 from hvd_bert.distributed.devices import RankInfo
@@ -17,7 +16,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.tools.doctor import __main__ as command
 from hvd_bert.tools.doctor import hosts
 from hvd_bert.tools.doctor.ranks import Rank
-from hvd_bert.tools.doctor.report import FAILURE, OK, HostReport, Line, Report
+from hvd_bert.tools.doctor.report import FAILURE, CheckResult, HostReport, Report, failure, ok
 
 ADDRESSES = {"a": "10.1.0.5", "b": "10.1.0.6", "c": "10.1.0.7"}
 RANK = Rank(RankInfo(0, "its-name", 0, "cpu", None, frozenset(range(8))), {"torch": "2.13"}, 8)
@@ -26,7 +25,7 @@ SUBNET = "10.1.0.0/16"
 SSH = "--ssh-port 22 --ssh-identity-file"
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "slots"),
     [
         ("a100-01:2,a100-02:2", {"a100-01": 2, "a100-02": 2}),
@@ -76,9 +75,9 @@ def concluded(monkeypatch, capsys):
     return conclude
 
 
-def host(name: str, *lines: Line, interface: str = "ib0", **different: object) -> HostReport:
+def host(name: str, *lines: CheckResult, interface: str = "ib0", **different: object) -> HostReport:
     rank = replace(RANK, addresses={"lo": ["127.0.0.1"], interface: [ADDRESSES[name]]}, **different)
-    own = [Line("Python", OK, "3.11"), Line("Output", OK, "runs"), Line("World", OK, "1 rank(s)")]
+    own = [ok("Python", "3.11"), ok("Output", "runs"), ok("World", "1 rank(s)")]
     return HostReport((*own, *lines), (rank.as_dict(),))
 
 
@@ -101,14 +100,14 @@ def test_ranks_of_all_hosts(concluded):
     assert found["command"] == f"{START} {TRAIN}"
 
 
-@each(
+@pytest.mark.parametrize(
     ("second", "words"),
     [
-        (host("b", Line("Output", FAILURE, "on another host than rank 0's"), Line("Disk", FAILURE, "full")), "full"),
-        (HostReport((Line("ssh", FAILURE, "Permission denied"),)), "Permission denied"),
+        (host("b", failure("Output", "on another host than rank 0's"), failure("Disk", "full")), "full"),
+        (HostReport((failure("ssh", "Permission denied"),)), "Permission denied"),
         (with_gpus("b", "A100", "A100"), "those on a have none"),
         (host("b", versions={"torch": "2.12"}), "torch is 2.13 on ranks 0, 1 and 2.12 on ranks 2, 3"),
-        (host("b", Line("World", FAILURE, "no such interface")), "no such interface"),
+        (host("b", failure("World", "no such interface")), "no such interface"),
     ],
 )
 def test_hosts_that_do_not_fit(concluded, second, words):
@@ -116,13 +115,15 @@ def test_hosts_that_do_not_fit(concluded, second, words):
     assert [words in check["found"] for check in found["checks"] if check["status"] == FAILURE] == [True]
 
 
-@each(("models", "words"), [(["A100"], "2 ranks on b would share one GPU (GPU-b)"), (["A100"] * 3, "")])
+@pytest.mark.parametrize(
+    ("models", "words"), [(["A100"], "2 ranks on b would share one GPU (GPU-b)"), (["A100"] * 3, "")]
+)
 def test_too_few_gpus(concluded, models, words):
     found = concluded({"a": with_gpus("a", "A100", "A100"), "b": with_gpus("b", *models)})
     assert found["ready"] == (not words) and words in str(found["checks"])
 
 
-@each(
+@pytest.mark.parametrize(
     ("setting", "interfaces", "flags", "line"),
     [
         ("", ("ib0", "ib0"), [*SSH.split(), "a key"], f"{START} {SSH} 'a key' {TRAIN}"),

@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_shown_and_left_out(run: Path, name: str, what: str) -> None:
     with hostile.in_place_of(run / name, what):
         shown = record.read(run)
-        assert "\x1b" not in run_page.page_of(shown).as_markdown() + "\n".join(run_page.summary(shown))
+        assert "\x1b" not in run_page.make_page(shown).as_markdown() + "\n".join(run_page.summary(shown))
         if what in hostile.NO_FILES and name not in UNNAMED:
             assert [problem for problem in shown.problems if Path(name).name in problem]
         if RUN_FILES[name]:

@@ -173,7 +173,7 @@ def test_any_content_gives_a_page(tmp_path, data, value):
     row = data.draw(st.sampled_from([rows[0], rows[20], rows[-1]]))
     row[data.draw(st.sampled_from(sorted(row)))] = value
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = run_page.page_of(record.read(folder))
+    made = run_page.make_page(record.read(folder))
     assert made.as_markdown() and run_page.summary(record.read(folder))
 
 

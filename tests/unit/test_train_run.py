@@ -157,7 +157,7 @@ def test_best_score_includes_the_final_evaluation(base, tmp_path, monkeypatch, f
     expected = {"metric": "eval_loss", "value": best["eval_loss"], "step": 3, "since": 0}
     assert best["step"] == 3 and json.loads((whole / "train_results.json").read_text())["best"] == expected
     assert f"`eval_loss` | {best['eval_loss']:.4g} |" in (whole / "README.md").read_text()
-    shown = run_page.page_of(record.read(whole)).as_markdown()
+    shown = run_page.make_page(record.read(whole)).as_markdown()
     assert f"Best eval\\_loss: {best['eval_loss']:.4g}, at step 3." in shown
     if "--save_steps" in flags:
         return

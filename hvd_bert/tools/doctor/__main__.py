@@ -35,7 +35,7 @@ from hvd_bert.errors import EXIT_OK, UserError, visible
 from hvd_bert.startup import collector_paused, print_on_one_rank, run_command, start_rank, take_local_rank
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.doctor.remote import check_hosts
-from hvd_bert.tools.doctor.report import FAILURE, Line, Report
+from hvd_bert.tools.doctor.report import Report, failure
 from hvd_bert.tools.runs.failure import first_failure, read_lines
 
 if TYPE_CHECKING:
@@ -51,55 +51,62 @@ def make_parser() -> Parser:
     """The parser of the command's flags."""
     parser = Parser(prog="hvd-bert doctor")
     parser.description = "Check hosts, ranks and network before a training, and print how to fix each problem."
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of text. (default: False)")
     parser.add_argument(
-        "--json", action="store_true", help="Print one JSON object instead of text. (default: False)"
-    )  # fmt: skip
-    parser.add_argument(
-        "--size", type=float, default=BERT_BASE_MB, metavar="MB", limits=Limits(above=0, maximum=100_000),
+        "--size",
+        type=float,
+        default=BERT_BASE_MB,
+        metavar="MB",
+        limits=Limits(above=0, maximum=100_000),
         help="Megabytes of the measured allreduce. (default: BERT-base's gradients in fp32, %(default)s)",
-    )  # fmt: skip
+    )
+    output = "Folder that a run would write to. (default: %(default)s)"
+    parser.add_argument("--output_dir", metavar="FOLDER", type=Path, default=Path("runs"), help=output)
+    _add_hosts(parser)
     parser.add_argument(
-        "--output_dir", metavar="FOLDER", type=Path, default=Path("runs"),
-        help="Folder that a run would write to. (default: %(default)s)",
-    )  # fmt: skip
-    hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument(
-        "-H", "--hosts", metavar="HOST:SLOTS,...",
-        help="Check these hosts over ssh, and print the horovodrun line that starts a training; with --log, the run's"
-        " hosts. (default: this host)",
-    )  # fmt: skip
-    hosts.add_argument(
-        "--hostfile", metavar="FILE", type=path,
-        help="The same from a file with lines of `a100-01:2` or `a100-01 slots=2`. (default: none)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ssh_port", "--ssh-port", metavar="N", type=int, limits=Limits(minimum=1, maximum=65535),
-        help="Port of ssh on the hosts. (default: ssh's)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ssh_identity_file", "--ssh-identity-file", metavar="FILE", type=Path,
-        help="Private key for ssh. (default: ssh's)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--slots", metavar="N", type=int, default=1, limits=Limits(minimum=1),
+        "--slots",
+        metavar="N",
+        type=int,
+        default=1,
+        limits=Limits(minimum=1),
         help="Ranks on this host, for the check of its memory. (default: %(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--timeout", type=float, default=180.0, metavar="S", limits=Limits(above=0, maximum=MAX_SECONDS),
+        "--timeout",
+        type=float,
+        default=180.0,
+        metavar="S",
+        limits=Limits(above=0, maximum=MAX_SECONDS),
         help="Maximum seconds per step of the check. (default: %(default)g)",
-    )  # fmt: skip
+    )
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument(
-        "--prove", action="store_true",
+        "--prove",
+        action="store_true",
         help="In place of the checks, train a few steps and compare each with the same step in one process. Takes the"
         " training's flags, except for the length, outputs, and what cannot be compared. (default: False)",
-    )  # fmt: skip
-    modes.add_argument(
-        "--log", metavar="FILE", type=path,
-        help="In place of the checks, print the first failure in the log of a run, with its rank and host."
-        " (default: none)",
-    )  # fmt: skip
+    )
+    log = "In place of the checks, print the first failure in the log of a run, with its rank and host. (default: none)"
+    modes.add_argument("--log", metavar="FILE", type=path, help=log)
     return parser
+
+
+def _add_hosts(parser: Parser) -> None:
+    """Add the flags that name hosts and how ssh reaches them."""
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "-H",
+        "--hosts",
+        metavar="HOST:SLOTS,...",
+        help="Check these hosts over ssh, and print the horovodrun line that starts a training; with --log, the run's"
+        " hosts. (default: this host)",
+    )
+    hostfile = "The same from a file with lines of `a100-01:2` or `a100-01 slots=2`. (default: none)"
+    hosts.add_argument("--hostfile", metavar="FILE", type=path, help=hostfile)
+    port, limits = "Port of ssh on the hosts. (default: ssh's)", Limits(minimum=1, maximum=65535)
+    parser.add_argument("--ssh_port", "--ssh-port", metavar="N", type=int, limits=limits, help=port)
+    key = "Private key for ssh. (default: ssh's)"
+    parser.add_argument("--ssh_identity_file", "--ssh-identity-file", metavar="FILE", type=Path, help=key)
 
 
 def slots_by(flags: argparse.Namespace) -> dict[str, int]:
@@ -151,14 +158,14 @@ def show_first_failure(flags: argparse.Namespace) -> None:
     """Print the first failure in the log of --log. Raises UserError."""
     hosts = [host for host, slots in slots_by(flags).items() for _ in range(slots)]
     try:
-        failure = visible(first_failure(read_lines(flags.log), hosts))
+        found = visible(first_failure(read_lines(flags.log), hosts))
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"--log {flags.log}: cannot be read: {reason}. Give a file with a launcher's output.") from None
     if flags.json:
-        print(json.dumps({"first_failure": failure or None}))
+        print(json.dumps({"first_failure": found or None}))
     else:
-        print(f"First failure: {failure}" if failure else f"No failure found in {flags.log}.")
+        print(f"First failure: {found}" if found else f"No failure found in {flags.log}.")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -191,7 +198,7 @@ def _check(argv: list[str] | None) -> int:
         with collector_paused():
             from hvd_bert.tools.doctor.diagnosis import diagnose
     except ModuleNotFoundError as error:
-        report.add([Line("Packages", FAILURE, f"not installed: {error.name}", "Run env/setup.sh.")])
+        report.add(failure("Packages", f"not installed: {error.name}", "Run env/setup.sh."))
         return report.close()
     return diagnose(flags, launcher, report)
 

@@ -12,7 +12,7 @@ from torch import nn
 from hvd_bert.model.cpu import fused, kernels
 from hvd_bert.model.cpu.kernels import FUSED, ONEDNN, OPENBLAS, OWN, TORCH, Kernels
 from hvd_bert.model.precision import autocast
-from hvd_bert.tools.doctor.report import OK, WARNING, Line
+from hvd_bert.tools.doctor.report import CheckResult, ok, warning
 
 BUDGET_S, ROUNDS = 2.0, 3  # for all operations; at least so many rounds of each
 SLOWER, CLEARLY_SLOWER = 1.05, 1.15  # times as long
@@ -20,14 +20,10 @@ ROWS, HIDDEN, INNER = 1430, 384, 1536  # MiniLM's; 8 windows of SQuAD
 WINDOWS, HEADS, DROPOUT = [179] * 8, 12, 0.1
 LINEAR = {name: Kernels(linear=name) for name in (TORCH, ONEDNN, OPENBLAS)}
 LINEAR_IN_BF16 = {name: Kernels(linear=name) for name in (TORCH, FUSED)}
-ATTENTION = {
-    TORCH: Kernels(),
-    OWN: Kernels(attention=OWN),
-    FUSED: Kernels(attention=FUSED),
-}
+ATTENTION = {TORCH: Kernels(), OWN: Kernels(attention=OWN), FUSED: Kernels(attention=FUSED)}
 
 
-def lines() -> list[Line]:
+def lines() -> list[CheckResult]:
     """The check: about BUDGET_S of measurements, and whether the CPU computes in bf16."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -44,7 +40,7 @@ def lines() -> list[Line]:
         torch.set_num_threads(threads)
     if kernels.TABLE[chosen.kind].bf16.attention == FUSED and not fused.available():
         hint = "Run python -m hvd_bert.model.cpu.fused on a host with a compiler for C++20, such as g++ 11."
-        found.append(Line("Fused kernels", WARNING, "not compiled, so training is slower", hint))
+        found.append(warning("Fused kernels", "not compiled, so training is slower", hint))
     return [*found, bf16_line(emulated)]
 
 
@@ -91,22 +87,22 @@ def _attention() -> Callable[[], object]:
     return both_passes
 
 
-def kernel_line(name: str, kind: str, seconds: Mapping[str, float], chosen: str) -> Line:
+def kernel_line(name: str, kind: str, seconds: Mapping[str, float], chosen: str) -> CheckResult:
     """Whether the chosen kernel of an operation is the right one. `seconds`: by kernel."""
     speeds = ", ".join(f"{kernel} {1e3 * value:.1f} ms" for kernel, value in seconds.items())
     found = f"{kind}: {chosen} is used; forward and backward pass: {speeds}"
     fastest = min(seconds, key=seconds.__getitem__)
     if chosen != TORCH and seconds[chosen] > SLOWER * seconds[TORCH]:
         hint = "If a second check on the idle machine agrees, train with --cpu_kernels torch, and report this line."
-        return Line(name, WARNING, f"{found}. torch's own is faster", hint)
+        return warning(name, f"{found}. torch's own is faster", hint)
     if seconds[chosen] > CLEARLY_SLOWER * seconds[fastest]:
         hint = "If a second check on the idle machine agrees, report this line: a training could be faster."
-        return Line(name, WARNING, f"{found}. {fastest} is faster, but not used on this kind of CPU", hint)
-    return Line(name, OK, found)
+        return warning(name, f"{found}. {fastest} is faster, but not used on this kind of CPU", hint)
+    return ok(name, found)
 
 
-def bf16_line(emulated: bool) -> Line:
+def bf16_line(emulated: bool) -> CheckResult:
     if emulated:
         hint = "Leave out --bf16 on this CPU."
-        return Line("bf16", WARNING, "emulated by this CPU, many times slower than fp32", hint)
-    return Line("bf16", OK, "computed by this CPU's own instructions")
+        return warning("bf16", "emulated by this CPU, many times slower than fp32", hint)
+    return ok("bf16", "computed by this CPU's own instructions")

@@ -16,7 +16,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.tools.doctor import checks, collective, probes
 from hvd_bert.tools.doctor.probes import ProbeError
 from hvd_bert.tools.doctor.ranks import rank_here, rank_lines, ranks_table
-from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, Line, Report, isolated, merged
+from hvd_bert.tools.doctor.report import CheckResult, Report, failure, isolated, merged, ok, warning
 from hvd_bert.tools.rendering import seconds
 
 # Rank 0 times out first and reports: after another rank's exit, the launcher would kill it.
@@ -24,7 +24,7 @@ OTHERS_LATER_S = 30.0
 
 
 class StepTimeout:
-    """Ends this process with a failure line if a step takes too long, as a missing rank would block it forever."""
+    """Ends this process with a failure if a step takes too long, as a missing rank would block it forever."""
 
     def __init__(self, report: Report, timeout: float) -> None:
         self.report = report
@@ -36,7 +36,7 @@ class StepTimeout:
         """Start the next step and restart the timer."""
         self.done()
         self.name = name
-        self._timer = threading.Timer(self.timeout, self._expire, (Line(name, FAILURE, doing, hint),))
+        self._timer = threading.Timer(self.timeout, self._expire, (doing, hint))
         self._timer.daemon = True
         self._timer.start()
 
@@ -45,9 +45,8 @@ class StepTimeout:
         if self._timer:
             self._timer.cancel()
 
-    def _expire(self, line: Line) -> None:
-        found = f"{line.found}: not finished after {self.timeout:.0f} s"
-        self.report.add([Line(line.name, line.status, found, line.hint)])
+    def _expire(self, doing: str, hint: str) -> None:
+        self.report.add(failure(self.name, f"{doing}: not finished after {self.timeout:.0f} s", hint))
         self.report.close()
         sys.stderr.flush()
         os._exit(EXIT_BAD_INPUT)  # the main thread hangs in a library
@@ -57,7 +56,7 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
     """Run all checks. Returns the exit status of this rank."""
     alone = launcher.name == "none"
     if alone:  # first: a crash of Horovod must not hide these
-        report.add(checks.host_lines(launcher.name, flags.slots, flags.output_dir))
+        report.add(*checks.host_lines(launcher.name, flags.slots, flags.output_dir))
     step_timeout = StepTimeout(report, flags.timeout)
     step_timeout.step(
         "World",
@@ -72,7 +71,7 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
         return _no_world(error, flags, launcher, report)
     try:
         if alone:
-            report.add(_task_lines(launcher))
+            report.add(*_task_lines(launcher))
         else:
             step_timeout.step("Hosts", "a host does not finish its checks", "Run `hvd-bert doctor` alone on each host.")
             _examine_hosts(flags, launcher, world, report)
@@ -91,11 +90,11 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
             _measure(int(flags.size * 1e6), world, report)
     except Exception as error:  # on this rank only: the others must not wait for it
         step_timeout.done()
-        failure = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
-        report.add([Line(step_timeout.name, FAILURE, failure)])
+        reason = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
+        report.add(failure(step_timeout.name, reason))
         report.close()
         if not report.shown:
-            print(f"hvd_bert: {failure}", file=sys.stderr, flush=True)
+            print(f"hvd_bert: {reason}", file=sys.stderr, flush=True)
         world.abort(EXIT_BAD_INPUT)
     step_timeout.done()
     status = world.broadcast(report.close())  # rank 0 has all lines
@@ -104,27 +103,27 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
 
 
 def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, report: Report) -> int:
-    failure = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     if not report.shown:
         # Rank 0 reports problems of all ranks, and this rank must not fail before it. This rank prints only its own.
         no_horovod = isinstance(probes.horovod(), ProbeError)
         found_by_all = isinstance(error, LaunchError) or (isinstance(error, CollectiveError) and not error.mine)
         if no_horovod or not found_by_all:
-            print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {failure}", file=sys.stderr, flush=True)
+            print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {reason}", file=sys.stderr, flush=True)
         return EXIT_OK if found_by_all or (no_horovod and isinstance(error, UserError)) else EXIT_BAD_INPUT
     if launcher.name != "none":
-        report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
+        report.add(*checks.host_lines(launcher.name, 1, flags.output_dir))
     rebuild = "Fix the failures above first, then run env/setup.sh to rebuild Horovod."
     hint = "" if isinstance(error, UserError) else rebuild
-    report.add([Line("World", FAILURE, failure, hint)])
+    report.add(failure("World", reason, hint))
     return report.close()
 
 
-def _task_lines(launcher: Launcher) -> list[Line]:
+def _task_lines(launcher: Launcher) -> list[CheckResult]:
     try:
         check_tasks(launcher, os.environ)
     except LaunchError as error:  # a warning: the check of a host is a process without a launcher
-        return [Line("Tasks", WARNING, str(error))]
+        return [warning("Tasks", str(error))]
     return []
 
 
@@ -133,7 +132,7 @@ def _examine_hosts(flags: argparse.Namespace, launcher: Launcher, world: World, 
     output_dir = flags.output_dir if world.rank == 0 else None
     leads = world.local_rank == 0
     found = checks.host_lines(launcher.name, world.local_size, output_dir) if leads else []
-    report.add(merged([(host, lines) for host, lines in world.allgather((world.host, found)) if lines]))
+    report.add(*merged([(host, lines) for host, lines in world.allgather((world.host, found)) if lines]))
 
 
 def _examine_ranks(world: World, report: Report) -> bool:
@@ -141,13 +140,13 @@ def _examine_ranks(world: World, report: Report) -> bool:
     try:
         world.set_up_device()
     except CollectiveError as error:
-        report.add([Line("World", FAILURE, str(error))])
+        report.add(failure("World", str(error)))
         return False
     ranks = world.allgather(rank_here(world))
     report.data["ranks"] = [rank.as_dict() for rank in ranks]
     if world.size > 1:
         report.print_text(f"\n{ranks_table(ranks)}\n")
-    report.add(isolated("World", lambda: rank_lines(ranks, world.controller)))
+    report.add(*isolated("World", lambda: rank_lines(ranks, world.controller)))
     return True
 
 
@@ -156,9 +155,9 @@ def _measure(num_bytes: int, world: World, report: Report) -> None:
     try:
         timings = collective.measure(world, num_bytes)
     except CollectiveError as error:
-        report.add([Line("Allreduce", FAILURE, str(error))])
+        report.add(failure("Allreduce", str(error)))
         return
     report.data["allreduce"] = [timing.as_dict() for timing in timings]
     report.print_text(f"\n{collective.allreduce_table(timings)}\n")
     found = f"correct sums; {num_bytes / 1e6:.1f} MB in {seconds(timings[0].median_s)}"
-    report.add([Line("Allreduce", OK, found)])
+    report.add(ok("Allreduce", found))

@@ -19,24 +19,24 @@ from hvd_bert.distributed.interfaces import SETTING, address_towards, own_addres
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import convert
 from hvd_bert.tools.doctor.ranks import Rank, described, fit_lines, ranks_table
-from hvd_bert.tools.doctor.report import FAILURE, OK, HostReport, Line, Report, merged
+from hvd_bert.tools.doctor.report import OK, CheckResult, HostReport, Report, failure, merged, ok
 
 
 def conclude(
     found: Mapping[str, HostReport], slots: Mapping[str, int], flags: argparse.Namespace, report: Report
 ) -> int:
     """Make one report of the hosts' reports. Returns the exit status."""
-    report.add(merged([(host, _lines(each, host == next(iter(found)))) for host, each in found.items()]))
+    report.add(*merged([(host, _results(each, host == next(iter(found)))) for host, each in found.items()]))
     ranks: list[Rank] = []
     if all(each.ranks for each in found.values()):
         try:
             ranks = _planned(found, slots)
         except ValueError as error:  # a UserError, or a host has another version
-            report.add([Line("Ranks", FAILURE, str(error))])
+            report.add(failure("Ranks", str(error)))
     if ranks:
         report.data["ranks"] = [rank.as_dict() for rank in ranks]
         report.print_text(f"\n{ranks_table(ranks)}\n")
-        report.add([Line("Ranks", OK, described(ranks)), *fit_lines(ranks)])
+        report.add(ok("Ranks", described(ranks)), *fit_lines(ranks))
     report.data["command"] = _command(slots, ranks, flags) if report.ready else ""
     status = report.close("Ready: a training would start on these hosts")
     if report.ready:
@@ -44,8 +44,8 @@ def conclude(
     return status
 
 
-def _lines(found: HostReport, first: bool) -> list[Line]:
-    """The lines of a host. Omits its world of one rank, and the output folder where rank 0 is not."""
+def _results(found: HostReport, first: bool) -> list[CheckResult]:
+    """The results of a host. Omits its world of one rank, and the output folder where rank 0 is not."""
     lines = [line for line in found.checks if line.name != "World" or line.status != OK]
     return lines if first else [line for line in lines if line.name != "Output"]
 

@@ -55,7 +55,7 @@ class Gpus:
     names: tuple[str, ...]
 
 
-def output_of(command: list[str], timeout: float = COMMAND_TIMEOUT_S) -> str:
+def run_command(command: list[str], timeout: float = COMMAND_TIMEOUT_S) -> str:
     """The output of a command. Raises ProbeError if it is missing, fails or takes longer than `timeout` seconds."""
     try:
         done = subprocess.run(
@@ -80,7 +80,7 @@ def _short(command: list[str]) -> str:
 def _imported(program: str, kind: type[Kind]) -> Kind | ProbeError:
     """What a program prints in its last line. Libraries may print lines before it."""
     try:
-        lines = output_of([sys.executable, "-c", program], IMPORT_TIMEOUT_S).strip().splitlines()
+        lines = run_command([sys.executable, "-c", program], IMPORT_TIMEOUT_S).strip().splitlines()
         return convert(parse_json(lines[-1]), kind)
     except ProbeError as error:
         return error
@@ -124,7 +124,7 @@ def slurm() -> Slurm | ProbeError | None:
     if shutil.which("srun") is None:
         return None
     try:
-        return Slurm(output_of(["srun", "--version"]).strip(), mpi_kinds(output_of(["srun", "--mpi=list"])))
+        return Slurm(run_command(["srun", "--version"]).strip(), mpi_kinds(run_command(["srun", "--mpi=list"])))
     except ProbeError as error:
         return error
 
@@ -138,7 +138,7 @@ def mpi_kinds(listed: str) -> tuple[str, ...]:
 def mpirun() -> tuple[str, str] | None:
     """Path and version text of mpirun; None if there is none. Raises ProbeError."""
     path = shutil.which("mpirun")
-    return (path, output_of([path, "--version"])) if path else None
+    return (path, run_command([path, "--version"])) if path else None
 
 
 def mpi_version(text: str) -> tuple[str, str] | None:

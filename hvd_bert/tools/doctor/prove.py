@@ -11,8 +11,10 @@ import copy
 import hashlib
 import json
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,15 @@ from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.model.precision import autocast
 from hvd_bert.output import run_folder
+from hvd_bert.output.callback import Callback
 from hvd_bert.output.metrics_log import MetricsLogger
-from hvd_bert.strategies.base import optimizer_slots
-from hvd_bert.tasks.base import Task
-from hvd_bert.tools.doctor.report import FAILURE, OK, Line, Report
+from hvd_bert.strategies.base import Strategy, optimizer_slots
+from hvd_bert.tasks.base import MicroBatch, Task
+from hvd_bert.tools.doctor.report import CheckResult, Report, failure, ok
 from hvd_bert.training.loop import Training
 from hvd_bert.training.optim import make_optimizer, make_schedule
 from hvd_bert.training.start import Start, load, prepare
-from hvd_bert.training.state import TrainState, random_numbers, seed_ranks, set_random_numbers
+from hvd_bert.training.state import random_numbers, seed_ranks, set_random_numbers
 
 # The largest error of a gradient or an update, as a share of its norm. The whole norm, by which gradients are clipped,
 # has an error of up to 1e-5 in fp32.
@@ -65,23 +68,11 @@ def digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value, default=plain).encode(), digest_size=8).hexdigest()
 
 
-def note(row: Row, ids: Ids, batch: Any, gpus: list[torch.device]) -> None:
+def note(row: Row, ids: Ids, batch: MicroBatch, gpus: list[torch.device]) -> None:
     """Add a micro-batch to a rank's row, before its forward pass."""
     found = {"Plan": ids.tolist(), "Inputs": digest(batch), "Seeds": digest(random_numbers(gpus))}
     for check, value in found.items():
         row.setdefault(check, []).append(value)
-
-
-class Recorded(Prefetcher):
-    """Makes pairs of ids and batch, and notes them in `row`, which has this rank's last step."""
-
-    gpus: list[torch.device]
-
-    def micro_batches(self, step: int) -> Iterator[Any]:
-        self.row: Row = {}
-        for ids, batch in super().micro_batches(step):
-            note(self.row, ids, batch, self.gpus)
-            yield batch
 
 
 class OneProcess:
@@ -94,19 +85,22 @@ class OneProcess:
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.model, self.args, world.size * world.devices)
         self.schedule = make_schedule(self.optimizer, self.args, self.args.max_steps)
-        self.random = list[Tensors]()  # each rank's
-        other = copy.copy(world)
-        for other.rank in range(world.size):
+        self.random: list[Tensors] = []  # each rank's
+        for rank in range(world.size):
+            other = copy.copy(world)
+            other.rank = rank
             seed_ranks(self.args.seed, 0, other)
             self.random.append(random_numbers(self.gpus))
 
     def gradients(self, step: int) -> tuple[list[Row], dict[str, float]]:
         """Compute the clipped gradients of step `step` (0, 1, ...). Returns each rank's row, and the step's figures."""
-        own, rows, loss, size = random_numbers(self.gpus), [Row() for _ in self.random], 0.0, len(self.random)
+        own, size = random_numbers(self.gpus), len(self.random)
+        rows: list[Row] = [{} for _ in range(size)]
+        loss = 0.0
         for rank, row in enumerate(rows):
             set_random_numbers(self.random[rank], self.gpus)
             for ids in self.plan.rank_windows(step, rank):
-                batch: Any = self.task.batch(ids)
+                batch = self.task.batch(ids)
                 note(row, ids, batch, self.gpus)
                 with autocast(self.device, self.args.precision):
                     losses = self.task.losses(self.model, batch)[: batch.num_windows]
@@ -136,29 +130,41 @@ class OneProcess:
     def load(self, weights: Tensors, slots: Tensors) -> None:
         """Continue from the ranks' state."""
         self.model.load_state_dict(weights)
-        for name, of_parameter in optimizer_slots(slots).items():
+        for name, tensors in optimizer_slots(slots).items():
             parameter = self.trained[name]
-            self.optimizer.state[parameter] = {s: t.to(parameter.device, copy=True) for s, t in of_parameter.items()}
+            self.optimizer.state[parameter] = {s: t.to(parameter.device, copy=True) for s, t in tensors.items()}
 
 
-class Proof(MetricsLogger):
+class Proof(Callback):
     """Compares each step on rank 0. `failures`: the first per check. `steps`: see docs/reference/output-files.md."""
 
-    def __init__(self, state: TrainState, batches: Recorded, one: OneProcess | None, config: Config) -> None:
-        super().__init__(Path(), enabled=False)
-        self.strategy, self._batches, self.one, self.world = state.strategy, batches, one, state.world
+    def __init__(self, strategy: Strategy, one: OneProcess | None, config: Config, world: World) -> None:
+        """`one`: on rank 0."""
+        self.strategy, self.one, self.world = strategy, one, world
         self.failures: dict[str, str] = {}
-        self.compared = set[str]()  # the checks that compared something
+        self.compared: set[str] = set()  # the checks that compared something
         self.steps: list[dict[str, Any]] = []
+        self._row: Row = {}  # this rank's, of the current step
+        self._prefetched: deque[Ids] = deque()
         self._share = 1 - config.train.adam_beta1  # of a gradient in AdamW's first moment
         sent = [f" sent as {name}" for name in ("fp16", "bf16") if getattr(config.parallel, f"{name}_allreduce")]
         self._bound = BOUNDS["gradient" + "".join(sent)]
 
-    def logged(self, step: int, metrics: dict[str, float]) -> None:
-        """Compare step `step` (1, 2, ...), which is done. A collective."""
+    def make_batch(self, task: Task, ids: Ids) -> MicroBatch:
+        """Make a micro-batch of this rank, and remember its windows until it is trained on."""
+        self._prefetched.append(ids)
+        return task.batch(ids)
+
+    def on_batch(self, batch: MicroBatch) -> None:
+        """Note what this rank trains on."""
+        note(self._row, self._prefetched.popleft(), batch, self.world.gpus)
+
+    def on_log(self, step: int, metrics: dict[str, float]) -> None:
+        """Compare step `step` (1, 2, ...), which is done."""
         weights, slots, _ = self.strategy.state()
         hashes = {name: digest(t) for name, t in {**self.strategy.gather_model().state_dict(), **slots}.items()}
-        rows = self.world.gather(self._batches.row | {"Copies": hashes})
+        rows = self.world.gather(self._row | {"Copies": hashes})
+        self._row = {}
         if self.one:
             expected, figures = self.one.gradients(step - 1)
             short = [row | {"Copies": digest(row["Copies"])} for row in rows]
@@ -187,14 +193,14 @@ class Proof(MetricsLogger):
         expected = {name: p.grad.cpu() for name, p in one.trained.items() if p.grad is not None}
         whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
         for name, gradient in expected.items():
-            past, now = (of.get(f"{name}/exp_avg", torch.zeros_like(gradient)) for of in (before, ranks))
+            past, now = (state.get(f"{name}/exp_avg", torch.zeros_like(gradient)) for state in (before, ranks))
             found = (now - (1 - self._share) * past) / self._share
             bound = self._bound * (gradient.norm() + FLOOR * whole) + ROUNDING * past.norm() / self._share
             self._bounded("Gradients", name, (found - gradient).norm(), bound)
             one.trained[name].grad = found.to(one.device)
         one.update()
         for name, value in one.state().items():
-            past, now = (of.get(name, torch.zeros_like(value)) for of in (before, ranks))
+            past, now = (state.get(name, torch.zeros_like(value)) for state in (before, ranks))
             bound = BOUNDS["update"] * (value - past).norm() + ROUNDING * value.norm()
             self._bounded("Updates", name, (now - value).norm(), bound)
 
@@ -208,14 +214,19 @@ class Proof(MetricsLogger):
         if not holds:
             self.failures.setdefault(check, f"step {len(self.steps)}: {found}")
 
-    def lines(self) -> Iterator[Line]:
-        """A line per check."""
+    def results(self) -> Iterator[CheckResult]:
+        """A result per check."""
         for check, text in CHECKS.items():
             if self.one and check not in self.compared:
                 self.failures[check] = "nothing was compared"
             errors = [(e, name) for step in self.steps for name, e in step["errors"].get(check, {}).items()]
-            found = text + " (error / bound at most {:.2g}, of {})".format(*max(errors)) if errors else text
-            yield Line(check, FAILURE if check in self.failures else OK, self.failures.get(check, found))
+            if check in self.failures:
+                yield failure(check, self.failures[check])
+            elif errors:
+                largest, name = max(errors)
+                yield ok(check, f"{text} (error / bound at most {largest:.2g}, of {name})")
+            else:
+                yield ok(check, text)
 
 
 def prove(start: Start, world: World) -> Proof:
@@ -226,16 +237,16 @@ def prove(start: Start, world: World) -> Proof:
         # The third step ends an epoch with one window more than ranks, which they cannot share evenly.
         lengths = task.plan.lengths[: 2 * task.plan.global_batch + world.size + 1]
         task.plan = replace(task.plan, lengths=lengths)
-    plan = task.plan
-    one = OneProcess(task, plan, config, world) if world.rank == 0 else None
+    one = OneProcess(task, task.plan, config, world) if world.rank == 0 else None
     prepared = prepare(start, world)
     prepared.batches.close()
-    batches = Recorded(prepared.state.plan, lambda ids: (ids, task.batch(ids)), world.rank, 0)
-    batches.gpus = world.gpus
-    proof = Proof(prepared.state, batches, one, config)
+    proof = Proof(prepared.state.strategy, one, config, world)
+    batches = Prefetcher(prepared.state.plan, partial(proof.make_batch, task), world.rank, 0)
+    metrics_logger = MetricsLogger(Path(), enabled=False)
+    metrics_logger.callbacks = [proof]
     with tempfile.TemporaryDirectory() as folder:
         start = start.in_folder(Path(folder))
-        Training(start, replace(prepared, batches=batches), None, proof, world).run()
+        Training(start, replace(prepared, batches=batches), None, metrics_logger, world).run()
     return proof
 
 
@@ -245,7 +256,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     settings, launcher = start.config.as_flat(), world.launcher
     proof, report = prove(start, world), Report(flags.json, shown=world.rank == 0)
     report.print_text(f"{world.size} rank(s), --strategy {settings['strategy']}, launcher {launcher}\n")
-    report.add(list(proof.lines()))
+    report.add(*proof.results())
     report.data = {"settings": settings, "launcher": launcher, "bounds": BOUNDS, "steps": proof.steps}
     report.data |= run_folder.environment_facts(start.config, world)
     if world.broadcast(report.close("Proved: the ranks do the work of one process", EXIT_FAILURE)):

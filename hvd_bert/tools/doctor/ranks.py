@@ -18,7 +18,7 @@ from hvd_bert.distributed.logs import describe_ranks, ranges
 from hvd_bert.distributed.world import World
 from hvd_bert.machine import PACKAGES, package_version
 from hvd_bert.tools.doctor import collective, probes
-from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, WIDTH, Line
+from hvd_bert.tools.doctor.report import WIDTH, CheckResult, failure, ok, warning
 from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.version import __version__
 
@@ -97,10 +97,10 @@ def ranks_table(ranks: Sequence[Rank]) -> str:
     return f"{grid.for_terminal()}\n{shared}"
 
 
-def rank_lines(ranks: Sequence[Rank], controller: str) -> list[Line]:
+def rank_lines(ranks: Sequence[Rank], controller: str) -> list[CheckResult]:
     """The world of ranks that have joined, and whether they fit together."""
     connection = {"mpi": "MPI", "gloo": "Gloo"}.get(controller, "nothing (one rank)")
-    return [Line("World", OK, f"{described(ranks)}, connected through {connection}"), *fit_lines(ranks)]
+    return [ok("World", f"{described(ranks)}, connected through {connection}"), *fit_lines(ranks)]
 
 
 def described(ranks: Sequence[Rank]) -> str:
@@ -110,31 +110,30 @@ def described(ranks: Sequence[Rank]) -> str:
     return f"{len(ranks)} rank(s) on {len(hosts)} host(s), {device}"
 
 
-def fit_lines(ranks: Sequence[Rank]) -> list[Line]:
+def fit_lines(ranks: Sequence[Rank]) -> list[CheckResult]:
     """Whether the ranks fit together."""
     return [*([_versions_line(ranks)] if len(ranks) > 1 else []), *_gpus_lines(ranks), *_cores_lines(ranks)]
 
 
-def _versions_line(ranks: Sequence[Rank]) -> Line:
+def _versions_line(ranks: Sequence[Rank]) -> CheckResult:
     names = dict.fromkeys(name for rank in ranks for name in rank.versions)
     found = _differences(ranks, {name: [rank.versions.get(name, "missing") for rank in ranks] for name in names})
     if not found:
-        return Line("Versions", OK, "the same on all ranks")
-    return Line(
+        return ok("Versions", "the same on all ranks")
+    return failure(
         "Versions",
-        FAILURE,
         found,
         "Use one environment on all hosts: on a shared file system, or set up by the same env/setup.sh command on each."
         " Load the same modules on each.",
     )
 
 
-def _gpus_lines(ranks: Sequence[Rank]) -> list[Line]:
+def _gpus_lines(ranks: Sequence[Rank]) -> list[CheckResult]:
     """A warning if models or drivers of the ranks' GPUs differ."""
     values = {"model": [rank.gpu for rank in ranks], "driver": [rank.driver for rank in ranks]}
     found = _differences(ranks, values) if ranks[0].gpus else ""
     hint = "The slowest GPU sets the speed of all. Use hosts with the same GPUs and drivers."
-    return [Line("GPUs", WARNING, found, hint)] if found else []
+    return [warning("GPUs", found, hint)] if found else []
 
 
 def _differences(ranks: Sequence[Rank], values: Mapping[str, Sequence[str]]) -> str:
@@ -150,15 +149,14 @@ def _differences(ranks: Sequence[Rank], values: Mapping[str, Sequence[str]]) -> 
     return "; ".join(differing)
 
 
-def _cores_lines(ranks: Sequence[Rank]) -> list[Line]:
+def _cores_lines(ranks: Sequence[Rank]) -> list[CheckResult]:
     """A warning if there are more ranks than cores, or if ranks leave most of a host unused."""
     on_host = Counter(rank.info.host for rank in ranks)
     bound = [rank for rank in ranks if len(rank.info.cores) == 1 and rank.host_cores >= 2 * on_host[rank.info.host]]
     if bound:
         return [
-            Line(
+            warning(
                 "Cores",
-                WARNING,
                 f"{describe_ranks([rank.info.rank for rank in bound])} may use only one of"
                 f" {bound[0].host_cores} cores on {bound[0].info.host}; Horovod's own thread needs a second",
                 "mpirun binds up to 2 ranks to a core each: add `--bind-to none`. Slurm: --cpus-per-task=N.",
@@ -169,4 +167,4 @@ def _cores_lines(ranks: Sequence[Rank]) -> list[Line]:
         f"{n} ranks share {len(cores)} core(s) on {host}" for (host, cores), n in sharers.items() if n > len(cores)
     ]
     hint = "Start fewer ranks per host, or request more cores (Slurm: --cpus-per-task=N)."
-    return [Line("Cores", WARNING, f"{'; '.join(crowded)}: they slow each other down", hint)] if crowded else []
+    return [warning("Cores", f"{'; '.join(crowded)}: they slow each other down", hint)] if crowded else []

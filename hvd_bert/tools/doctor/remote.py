@@ -15,7 +15,7 @@ from hvd_bert.config.settings import PACKAGE
 from hvd_bert.distributed.interfaces import SETTING, own_address_at
 from hvd_bert.startup import collector_paused
 from hvd_bert.storage.reading import convert, parse_json
-from hvd_bert.tools.doctor.report import FAILURE, HostReport, Line, Report
+from hvd_bert.tools.doctor.report import HostReport, Report, failure
 
 CLONE = PACKAGE.parent
 # horovodrun passes all variables on; the checks depend on these.
@@ -48,9 +48,14 @@ def _examine(host: str, slots: int, flags: argparse.Namespace) -> HostReport:
         return _failed("Name", f"does not resolve: {error.strerror}", hint)
     try:
         done = subprocess.run(
-            _command(host, slots, flags), cwd=CLONE, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=flags.timeout,
-        )  # fmt: skip
+            _command(host, slots, flags),
+            cwd=CLONE,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=flags.timeout,
+        )
     except subprocess.TimeoutExpired:
         hint = f"Run `hvd-bert doctor` on {host}, or use a longer --timeout."
         return _failed("Doctor", f"not finished after {flags.timeout:.0f} s", hint)
@@ -88,4 +93,4 @@ def _refused(host: str, done: subprocess.CompletedProcess[str], flags: argparse.
 
 
 def _failed(name: str, found: str, hint: str) -> HostReport:
-    return HostReport((Line(name, FAILURE, found, hint),))
+    return HostReport((failure(name, found, hint),))

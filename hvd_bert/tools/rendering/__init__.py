@@ -1,21 +1,43 @@
-"""HTML pages, text tables, and figures with their units."""
+"""Pages, tables and charts, and values as text with their units."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 DASH = "-"  # an unknown figure
+
+
+def number(value: float | None, form: str = ".4g") -> str:
+    """A figure, or a dash if it is unknown."""
+    return DASH if value is None else format(value, form)
+
+
+def counted(count: float, noun: str) -> str:
+    """A number of things, such as 1 rank or 2 ranks."""
+    return f"{count:.0f} {noun}" if count == 1 else f"{count:.0f} {noun}s"
+
+
+def shown(value: Any) -> str:
+    """A setting or a fact as text."""
+    if value is None:
+        return DASH
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(shown, value)) or DASH
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def seconds(value: float) -> str:
     """A time as 15 s, 1.23 ms or 40 us; a dash if it is NaN."""
     if math.isnan(value):
         return DASH
-    unit, scale = unit_of(value)
+    unit, scale = time_unit(value)
     return f"{digits(value * scale)} {unit}"
 
 
-def unit_of(value: float) -> tuple[str, float]:
+def time_unit(value: float) -> tuple[str, float]:
     """The unit in which a time in seconds is 1 or more, and how many of it are a second."""
     return ("s", 1) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("us", 1e6)
 

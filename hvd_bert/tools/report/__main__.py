@@ -32,8 +32,8 @@ from hvd_bert.tools.report import comparison, content, files, run_page, runs_pag
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
 from hvd_bert.tools.report.files import CSV_FILES, MARKDOWN, PAGE
-from hvd_bert.tools.runs import reading, record
-from hvd_bert.tools.runs.reading import LeftOut
+from hvd_bert.tools.runs import reading
+from hvd_bert.tools.runs.reading import Excluded
 from hvd_bert.tools.runs.record import Record
 
 
@@ -52,16 +52,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "runs", metavar="RUNS", nargs="+", type=Path, help="Output folders of trainings, or folders above them."
     )
-    parser.add_argument(
-        "--out", metavar="DIR", type=Path, default=Path("report"),
-        help="Folder to write the report to. (default: %(default)s)",
-    )  # fmt: skip
+    out = "Folder to write the report to. (default: %(default)s)"
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("report"), help=out)
     parser.add_argument("--overwrite", action="store_true", help="Replace a report in --out DIR. (default: False)")
-    parser.add_argument(
-        "--baseline", metavar="STRATEGY:RANKS",
-        help="Runs that speed-ups are relative to."
-        " (default: none:1, else the smallest world of horovod, else the smallest)",
-    )  # fmt: skip
+    baseline = (
+        "Runs that speed-ups are relative to. (default: none:1, else the smallest world of horovod, else the smallest)"
+    )
+    parser.add_argument("--baseline", metavar="STRATEGY:RANKS", help=baseline)
     return parser
 
 
@@ -70,9 +67,9 @@ def write(flags: argparse.Namespace) -> None:
     with writing_to("--out", flags.out):
         files.check(flags.out, flags.overwrite)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
-    records = [record.read(folder) for folder in reading.find(flags.runs)]
+    records = [reading.read(folder, strict=False) for folder in reading.find(flags.runs)]
     if len(records) == 1 and not baseline:
-        _write_files(flags.out, run_page.page_of(records[0]), dict.fromkeys(CSV_FILES, ()))
+        _write_files(flags.out, run_page.make_page(records[0]), dict.fromkeys(CSV_FILES, ()))
         print(visible("\n".join([*run_page.summary(records[0]), f"The page: {flags.out / PAGE}"])))
     else:
         _write_comparison(records, baseline, flags)
@@ -80,34 +77,34 @@ def write(flags: argparse.Namespace) -> None:
 
 def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | None, flags: argparse.Namespace) -> None:
     """Compare runs."""
-    runs, left_out = reading.comparable(records, reading.unrun(flags.runs))
+    runs, excluded = reading.comparable(records, reading.excluded_by_sweeps(flags.runs))
     kept, other_hardware = comparison.same_hardware(runs) if runs else ([], [])
-    left_out += other_hardware
+    excluded += other_hardware
     groups = comparison.grouped(kept)
     tables = comparison.tables(groups, baseline)
-    left_out += _without_table(groups, tables, flags.baseline)
+    excluded += _without_table(groups, tables, flags.baseline)
     compared = [line for table in tables for line in table.lines if line.speedup and line.group is not table.baseline]
-    reasons = content.reasons(tables, left_out)
+    reasons = content.reasons(tables, excluded)
     if baseline and not compared:
         no_result = "No two of these runs can be compared, so there is no speed-up to report:"
         raise UserError("\n  ".join([no_result, *reasons]))
     shown = [table for table in tables if any(line in compared for line in table.lines)]
-    page = runs_page.page_of(records, kept, groups, shown, reasons)
+    page = runs_page.make_page(records, kept, groups, shown, reasons)
     if compared:
         page.add(Text("Definitions", 2), Listing(content.definitions()))
-    rows = (content.table_rows(tables), content.run_rows(kept, left_out))
+    rows = (content.table_rows(tables), content.run_rows(kept, excluded))
     _write_files(flags.out, page, dict(zip(CSV_FILES, rows, strict=True)))
     if not compared:
         print(visible(runs_page.overview(records).for_terminal() + "\n"))
     _print_summary(shown, reasons, flags.out)
 
 
-def _without_table(groups: Sequence[Group], tables: Sequence[ScalingTable], baseline: str | None) -> list[LeftOut]:
+def _without_table(groups: Sequence[Group], tables: Sequence[ScalingTable], baseline: str | None) -> list[Excluded]:
     shown = {id(line.group) for table in tables for line in table.lines}
     reason = "no other run has the same global batch, or the same batch per device on other devices"
     if baseline:
         reason += f", with a baseline of {baseline}"
-    return [LeftOut(run.name, reason) for group in groups if id(group) not in shown for run in group.runs]
+    return [Excluded(run.name, reason) for group in groups if id(group) not in shown for run in group.runs]
 
 
 def _write_files(folder: Path, page: Page, csv_files: Mapping[str, Sequence[dict[str, Any]]]) -> None:

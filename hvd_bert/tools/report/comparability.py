@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from hvd_bert.tools.rendering import counted
+
 if TYPE_CHECKING:  # numpy
     from hvd_bert.tools.runs.reading import Run
 
@@ -37,7 +39,7 @@ class Group:
         """Label, ranks and nodes, for a sentence."""
         run = self.one
         on = f" on {run.nodes} nodes" if run.nodes > 1 else ""
-        return f"{self.label}, {run.ranks} rank{'s' * (run.ranks > 1)}{on}"
+        return f"{self.label}, {counted(run.ranks, 'rank')}{on}"
 
     @cached_property
     def windows_per_s(self) -> float:

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from hvd_bert.config.parser import shortened
 from hvd_bert.config.settings import STRATEGIES
 from hvd_bert.errors import UserError
+from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.report.comparability import STRONG, WEAK, Group, differences, losses_differ
-from hvd_bert.tools.runs.reading import LeftOut, Run
+from hvd_bert.tools.runs.reading import Excluded, Run
 
 RESAMPLES = 10_000
 RANGE = 0.95
-
-# `Compared.checked` if no other row has the same batch.
-UNCHECKED = ""
+Baseline = tuple[str, int]  # strategy and ranks
+UNCHECKED = ""  # `Compared.checked` if no other row has the same batch
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Compared:
     `speedup_min`, `speedup_max`: None if a side has only one run, which says nothing about its variance."""
 
     group: Group
-    speedup: float | None
-    speedup_min: float | None
-    speedup_max: float | None
-    efficiency: float | None
-    reason: str
     checked: str
+    reason: str = ""
+    speedup: float | None = None
+    speedup_min: float | None = None
+    speedup_max: float | None = None
+    efficiency: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class ScalingTable:
             return f"Weak scaling: {self.size:g} {unit} per device and step"
         if self.scales:
             return f"Strong scaling: global batch {self.size:g}"
-        return f"Side by side on {devices} device{'s' * (devices > 1)}: global batch {self.size:g}"
+        return f"Side by side on {counted(devices, 'device')}: global batch {self.size:g}"
 
 
-def parse_baseline(text: str) -> tuple[str, int]:
+def parse_baseline(text: str) -> Baseline:
     """Parse STRATEGY:RANKS. Raises UserError."""
     strategy, _, ranks = text.partition(":")
     if not strategy or not ranks.isdecimal() or len(ranks) > 9:
@@ -75,26 +75,25 @@ def parse_baseline(text: str) -> tuple[str, int]:
     return strategy, int(ranks)
 
 
-def same_hardware(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:
+def same_hardware(runs: Sequence[Run]) -> tuple[list[Run], list[Excluded]]:
     """The runs on the most common hardware, and the others."""
     most = statistics.mode(run.device_name for run in runs)
-    left = [
-        LeftOut(run.name, f"ran on {run.device_name}, most runs on {most}: report it separately")
+    others = [
+        Excluded(run.name, f"ran on {run.device_name}, most runs on {most}: report it separately")
         for run in runs
         if run.device_name != most
     ]
-    return [run for run in runs if run.device_name == most], left
+    return [run for run in runs if run.device_name == most], others
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
     """Group the repeats, in the order of the tables."""
     members: dict[object, list[Run]] = {}
     for run in runs:
-        key = (
-            *(run.strategy, run.nodes, run.ranks, run.devices, run.global_batch, run.steps, run.windows),
-            *(run.learning_rate, run.threads, frozenset(run.work.items()), frozenset(run.variant.items())),
-        )
-        members.setdefault(key, []).append(run)
+        size = (run.nodes, run.ranks, run.devices, run.threads, run.global_batch)
+        length = (run.steps, run.windows, run.learning_rate)
+        work = (run.strategy, frozenset(run.work.items()), frozenset(run.variant.items()))
+        members.setdefault((size, length, work), []).append(run)
     groups = [Group(tuple(repeats), _label(repeats[0], runs)) for repeats in members.values()]
     return sorted(groups, key=_order)
 
@@ -113,14 +112,14 @@ def _label(run: Run, runs: Sequence[Run]) -> str:
     return f"{run.strategy} ({', '.join(settings)})" if settings else run.strategy
 
 
-def tables(groups: Sequence[Group], baseline: tuple[str, int] | None) -> list[ScalingTable]:
+def tables(groups: Sequence[Group], baseline: Baseline | None) -> list[ScalingTable]:
     """All tables of the groups: strong scaling, then weak scaling. Other groups are compared side by side."""
     made = []
     for kind in (STRONG, WEAK):
         sizes = [group.one.global_batch / (1 if kind == STRONG else group.one.devices) for group in groups]
         for size in sorted(set(sizes)):
             members = [group for group, own in zip(groups, sizes, strict=True) if own == size]
-            made += _tables_of(kind, size, members, baseline)
+            made += _split_by_work(kind, size, members, baseline)
     shown = {id(line.group) for table in made for line in table.lines if table.scales}
     return [
         table
@@ -129,7 +128,7 @@ def tables(groups: Sequence[Group], baseline: tuple[str, int] | None) -> list[Sc
     ]
 
 
-def _tables_of(kind: str, size: float, members: list[Group], chosen: tuple[str, int] | None) -> list[ScalingTable]:
+def _split_by_work(kind: str, size: float, members: list[Group], chosen: Baseline | None) -> list[ScalingTable]:
     """One table per work that several of `members` did. The others join the first table, without a speed-up.
 
     If no two did the same work, there is one table of all.
@@ -146,13 +145,13 @@ def _tables_of(kind: str, size: float, members: list[Group], chosen: tuple[str, 
     found = []
     for number, same in enumerate(several or [alone]):
         rows = sorted([*same, *alone], key=_order) if several and number == 0 else same
-        base = baseline_of(same, chosen) or baseline_of(rows, chosen)
+        base = find_baseline(same, chosen) or find_baseline(rows, chosen)
         if base is not None and len(rows) > 1:
             found.append(ScalingTable(kind, size, base, tuple(_line(base, group, rows, kind) for group in rows)))
     return found
 
 
-def baseline_of(groups: Sequence[Group], chosen: tuple[str, int] | None) -> Group | None:
+def find_baseline(groups: Sequence[Group], chosen: Baseline | None) -> Group | None:
     """The chosen group (None if missing); by default strategy none, else Horovod's smallest world, else the smallest.
 
     `groups` are in the order of `grouped`.
@@ -177,11 +176,11 @@ def _line(base: Group, group: Group, table: Sequence[Group], kind: str) -> Compa
         reference, checked = _reference(base, group, table, kind)
         reason = losses_differ(reference, group)
     if reason:
-        return Compared(group, None, None, None, None, reason, checked)
+        return Compared(group, checked, reason)
     speedup = group.windows_per_s / base.windows_per_s
     efficiency = speedup / (group.one.devices / base.one.devices)
     minimum, maximum = speedup_range(base, group)
-    return Compared(group, speedup, minimum, maximum, efficiency, "", checked)
+    return Compared(group, checked, "", speedup, minimum, maximum, efficiency)
 
 
 def speedup_range(base: Group, group: Group) -> tuple[float, float] | tuple[None, None]:
@@ -205,7 +204,7 @@ def _reference(base: Group, group: Group, table: Sequence[Group], kind: str) -> 
     devices. If there is none, the repeats of `group` are compared with each other."""
     peers = [peer for peer in table if peer.one.global_batch == group.one.global_batch]
     peers = [peer for peer in peers if not differences(base, peer, kind)]
-    reference = base if base in peers else baseline_of(peers, None) or group
+    reference = base if base in peers else find_baseline(peers, None) or group
     if reference is not group:
         return reference, reference.name
     return group, "baseline" if group is base else "reference" if len(peers) > 1 else UNCHECKED

@@ -7,19 +7,14 @@ from operator import methodcaller
 from typing import Any
 
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.rendering import DASH
+from hvd_bert.tools.rendering import DASH, counted, number
 from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.tools.report.comparability import EARLY_STEPS, EARLY_TOLERANCE, LAST_TOLERANCE, NATS, Group
 from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, ScalingTable
-from hvd_bert.tools.runs.reading import PROCESS_TIMES, LeftOut, Run
+from hvd_bert.tools.runs.reading import PROCESS_TIMES, Excluded, Run
 
 SHORT = {"exact_match": "EM", "f1": "F1"}  # names of scores in tables
 SPREAD = 0.1  # of the repeats, over their median; a larger spread is a caveat
-
-
-def number(value: float | None, form: str) -> str:
-    """A figure, or a dash if it is None."""
-    return DASH if value is None else format(value, form)
 
 
 def _range(minimum: float | None, maximum: float | None, form: str) -> str:
@@ -82,11 +77,11 @@ def summary(tables: Sequence[ScalingTable]) -> list[str]:
         parts = [f"{line.group.label} {line.speedup:.2f}" for line in best]
         if parts:
             over = f"times the {table.baseline.one.unit}/s of {table.baseline.name}"
-            sentences.append(f"{table.title}: on {maximum} device{'s' * (maximum > 1)} {', '.join(parts)} {over}.")
+            sentences.append(f"{table.title}: on {counted(maximum, 'device')} {', '.join(parts)} {over}.")
     return sentences
 
 
-def reasons(tables: Iterable[ScalingTable], left_out: Sequence[LeftOut]) -> list[str]:
+def reasons(tables: Iterable[ScalingTable], excluded: Sequence[Excluded]) -> list[str]:
     """A line per run or row without a speed-up, with the reason."""
     where: dict[tuple[str, str, str], list[str]] = {}
     for table in tables:
@@ -94,12 +89,12 @@ def reasons(tables: Iterable[ScalingTable], left_out: Sequence[LeftOut]) -> list
             if line.reason:
                 names = [run.name for run in line.group.runs]
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                where.setdefault((line.group.name, ", ".join(names[:3]) + more, line.reason), []).append(_in(table))
+                where.setdefault((line.group.name, ", ".join(names[:3]) + more, line.reason), []).append(_lower(table))
     rows = [f"{name} ({'; '.join(places)}; {names}): {reason}." for (name, names, reason), places in where.items()]
-    return rows + [f"{left.name}: {left.reason}." for left in left_out]
+    return rows + [f"{left.name}: {left.reason}." for left in excluded]
 
 
-def _in(table: ScalingTable) -> str:
+def _lower(table: ScalingTable) -> str:
     return table.title[0].lower() + table.title[1:]
 
 
@@ -107,19 +102,20 @@ def caveats(tables: Iterable[ScalingTable]) -> list[str]:
     """What makes the figures less reliable."""
     found = []
     for table in tables:
+        place = _lower(table)
         for line in table.lines:
             if line.efficiency is not None and line.efficiency > 1.05:
                 found.append(
-                    f"{line.group.name} ({_in(table)}) has an efficiency of {line.efficiency:.2f}, above the ideal of"
+                    f"{line.group.name} ({place}) has an efficiency of {line.efficiency:.2f}, above the ideal of"
                     " 1. Check whether other programs used the baseline's device."
                 )
         unchecked = [line.group.name for line in table.lines if line.speedup is not None and line.checked == UNCHECKED]
         if unchecked:
-            found.append(f"{_in(table)}: the losses of {', '.join(unchecked)} were compared with no other strategy's.")
+            found.append(f"{place}: the losses of {', '.join(unchecked)} were compared with no other strategy's.")
         apart = [line.group.name for line in table.lines if line.speedup is not None and line.group.variation > SPREAD]
         if apart:
             found.append(
-                f"{_in(table)}: the repeats of {', '.join(apart)} are more than {SPREAD:.0%} apart. Differences of that"
+                f"{place}: the repeats of {', '.join(apart)} are more than {SPREAD:.0%} apart. Differences of that"
                 " size are noise. Check what else ran on the machine."
             )
         if min((len(line.group.runs) for line in table.lines if not line.reason), default=3) < 3:
@@ -156,21 +152,24 @@ def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:
             "size": f"{table.size:g}",
             "baseline": table.baseline.name,
             "strategy": line.group.label,
-            "nodes": line.group.one.nodes, "ranks": line.group.one.ranks, "devices": line.group.one.devices,
-            "global_batch": line.group.one.global_batch, "steps": line.group.one.steps, "runs": len(line.group.runs),
+            **{name: getattr(line.group.one, name) for name in ("nodes", "ranks", "devices", "global_batch", "steps")},
+            "runs": len(line.group.runs),
             "train_runtime_s": line.group.median(lambda run: run.runtime_s),
             "windows_per_s": line.group.windows_per_s,
             "windows_per_s_least": line.group.spread()[0],
             "windows_per_s_most": line.group.spread()[1],
-            "speedup": line.speedup, "speedup_least": line.speedup_min, "speedup_most": line.speedup_max,
-            "efficiency": line.efficiency, "reason": line.reason,
+            "speedup": line.speedup,
+            "speedup_least": line.speedup_min,
+            "speedup_most": line.speedup_max,
+            "efficiency": line.efficiency,
+            "reason": line.reason,
         }
         for table in tables
         for line in table.lines
-    ]  # fmt: skip
+    ]
 
 
-def run_rows(runs: Iterable[Run], left_out: Iterable[LeftOut]) -> list[dict[str, Any]]:
+def run_rows(runs: Iterable[Run], excluded: Iterable[Excluded]) -> list[dict[str, Any]]:
     """CSV rows, one per run."""
     keys = ("strategy", "nodes", "ranks", "devices", "global_batch", "steps", "windows", "seed", "device_name")
     figures = ("windows_per_s", "step_s", "exposed_share", *PROCESS_TIMES, "memory_bytes", "last_loss")
@@ -183,4 +182,4 @@ def run_rows(runs: Iterable[Run], left_out: Iterable[LeftOut]) -> list[dict[str,
         | dict(run.scores)  # last, since tasks have different ones
         for run in runs
     ]
-    return used + [{"run": left.name, "left_out": left.reason} for left in left_out]
+    return used + [{"run": left.name, "left_out": left.reason} for left in excluded]

@@ -10,41 +10,41 @@ import numpy as np
 
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.monitoring import PHASES
-from hvd_bert.tools.rendering import DASH, unit_of
+from hvd_bert.tools.rendering import DASH, shown, time_unit
 from hvd_bert.tools.rendering.charts import Chart, Series
 from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.tools.report.content import SHORT
 from hvd_bert.tools.runs.record import Record, kept
 
 
-def of_run(record: Record) -> list[Chart]:
+def run_charts(record: Record) -> list[Chart]:
     """Loss, scores, learning rate, gradient norm and throughput of one run, as far as recorded."""
     losses = [_series(record, "loss", "training", 0), _series(record, "eval_loss", "validation", 1)]
     scores = [_series(record, f"eval_{name}", score_name(name), place) for place, name in enumerate(record.score_names)]
     charts = [_chart("Loss", "loss", losses)]
     if len(record.evaluations) > 1:  # one evaluation is no curve
         charts.append(_chart("Scores", _score_unit([record]), scores))
-    return [chart for chart in [*charts, *_of_training([record])] if chart.series]
+    return [chart for chart in [*charts, *_training_charts([record])] if chart.series]
 
 
 def of_runs(records: Sequence[Record]) -> list[Chart]:
-    """The same of several runs: a chart per figure, with a curve per run that recorded it."""
-    charts = [_chart("Training loss", "loss", _of(records, "loss"))]
+    """Charts of several runs, one curve each."""
+    charts = [_chart("Training loss", "loss", _curves(records, "loss"))]
     if any(len(record.evaluations) > 1 for record in records):
-        charts.append(_chart("Validation loss", "loss", _of(records, "eval_loss")))
+        charts.append(_chart("Validation loss", "loss", _curves(records, "eval_loss")))
         names = dict.fromkeys(name for record in records for name in record.score_names)
         for name in names:
-            of_name = [record for record in records if name in record.score_names]
-            charts.append(_chart(score_name(name), _score_unit(of_name), _of(records, f"eval_{name}")))
-    return [chart for chart in [*charts, *_of_training(records)] if chart.series]
+            scored = [record for record in records if name in record.score_names]
+            charts.append(_chart(score_name(name), _score_unit(scored), _curves(records, f"eval_{name}")))
+    return [chart for chart in [*charts, *_training_charts(records)] if chart.series]
 
 
-def _of_training(records: Sequence[Record]) -> list[Chart]:
+def _training_charts(records: Sequence[Record]) -> list[Chart]:
     units = dict.fromkeys(f"{record.unit}/s" for record in records if len(record.steps))
     return [
-        _chart("Learning rate", "learning rate", _of(records, "learning_rate")),
-        _chart("Gradient norm before clipping", "norm", _of(records, "grad_norm")),
-        _chart("Throughput", " or ".join(units), _of(records, "windows_per_s")),
+        _chart("Learning rate", "learning rate", _curves(records, "learning_rate")),
+        _chart("Gradient norm before clipping", "norm", _curves(records, "grad_norm")),
+        _chart("Throughput", " or ".join(units), _curves(records, "windows_per_s")),
     ]
 
 
@@ -62,7 +62,7 @@ def score_name(name: str) -> str:
     return SHORT.get(name, name.replace("_", " "))
 
 
-def _of(records: Sequence[Record], key: str) -> list[Series | None]:
+def _curves(records: Sequence[Record], key: str) -> list[Series | None]:
     """A curve per run, under the part of its name that runs do not share."""
     paths = [os.path.abspath(record.name) for record in records]
     above = os.path.commonpath([os.path.dirname(path) for path in paths])
@@ -80,7 +80,7 @@ def _series(record: Record, key: str, name: str, colour: int) -> Series | None:
 def step_time(record: Record) -> Chart | None:
     """The parts of a step over the steps, without the first line, which is warm-up."""
     steps = record.steps
-    unit, scale = unit_of(float(np.nanmax([0, *steps["step_s"][1:]])))
+    unit, scale = time_unit(float(np.nanmax([0, *steps["step_s"][1:]])))
     series = [
         Series(name, steps["step"][1:], scale * steps[f"{phase}_s"][1:], number)
         for number, (phase, name) in enumerate(PHASES.items())
@@ -96,7 +96,7 @@ def gpu_usage(record: Record) -> list[Chart]:
         "gpu_memory_gib": ("GPU memory in use", "GiB"),
         "gpu_power_w": ("GPU power", "W"),
     }
-    by_rank = {int(rank): record.gpus.of("rank", rank) for rank in np.unique(record.gpus["rank"]) if rank >= 0}
+    by_rank = {int(rank): record.gpus.where("rank", rank) for rank in np.unique(record.gpus["rank"]) if rank >= 0}
     if not by_rank:  # only rank 0's, in metrics.jsonl
         by_rank = {0: record.steps}
     charts = []
@@ -113,17 +113,6 @@ def gpu_usage(record: Record) -> list[Chart]:
 OUTPUT = ("output_dir", "overwrite_output_dir")  # differ between any two runs
 # Of train_results.json: the world and the machine.
 FACTS = ("world_size", "global_batch", "learning_rate", "train_steps", "hosts", "device_name", "threads_per_rank")
-
-
-def shown(value: Any) -> str:
-    """A setting's value as text."""
-    if value is None:
-        return DASH
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(shown, value)) or DASH
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def changed(settings: Mapping[str, Any]) -> Grid:
@@ -150,13 +139,13 @@ def _is_changed(name: str, value: Any) -> bool:
 def differences(records: Sequence[Record]) -> Grid:
     """Everything that is not the same in all runs: a row per run or, if there are fewer runs, a column per run."""
     values = [_compared(record) for record in records]
-    names = dict.fromkeys(name for of_run in values for name in of_run)
-    differing = [name for name in names if len({of_run.get(name, DASH) for of_run in values}) > 1]
+    names = dict.fromkeys(name for compared in values for name in compared)
+    differing = [name for name in names if len({compared.get(name, DASH) for compared in values}) > 1]
     runs = [record.name for record in records]
     if len(differing) > len(records):
-        rows = [[name, *(of_run.get(name, DASH) for of_run in values)] for name in differing]
+        rows = [[name, *(compared.get(name, DASH) for compared in values)] for name in differing]
         return Grid(["what", *runs], rows, words=len(runs) + 1)
-    rows = [[run, *(of_run.get(name, DASH) for name in differing)] for run, of_run in zip(runs, values, strict=True)]
+    rows = [[run, *(own.get(name, DASH) for name in differing)] for run, own in zip(runs, values, strict=True)]
     return Grid(["run", *differing], rows, words=len(differing) + 1)
 
 

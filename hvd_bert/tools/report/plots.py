@@ -53,10 +53,7 @@ def scaling(table: ScalingTable) -> bytes:
         _panel(axes[0, 0], table, "Speed-up", _speedup)
         _ideal(axes[0, 1], counts, 0)
         _panel(axes[0, 1], table, "Efficiency", lambda line: _speedup(line, base / line.group.one.devices))
-        _panel(
-            axes[1, 0], table, f"Throughput, {table.lines[0].group.one.unit}/s",
-            lambda line: None if line.reason else (line.group.windows_per_s, *line.group.spread()),
-        )  # fmt: skip
+        _panel(axes[1, 0], table, f"Throughput, {table.lines[0].group.one.unit}/s", _throughput)
         _panel(axes[1, 1], table, "Memory per rank, GiB", _memory)
         handles, names = axes[1, 0].get_legend_handles_labels()
         ideal, ideal_name = axes[0, 0].get_legend_handles_labels()
@@ -70,6 +67,10 @@ def _speedup(line: Compared, scale: float = 1.0) -> tuple[float, float, float] |
     if line.speedup is None:
         return None
     return line.speedup * scale, (line.speedup_min or line.speedup) * scale, (line.speedup_max or line.speedup) * scale
+
+
+def _throughput(line: Compared) -> tuple[float, float, float] | None:
+    return None if line.reason else (line.group.windows_per_s, *line.group.spread())
 
 
 def _memory(line: Compared) -> tuple[float, float, float] | None:
@@ -87,7 +88,7 @@ def _ideal(axes: Axes, counts: Sequence[int], slope: float) -> None:
 
 
 def _panel(
-    axes: Axes, table: ScalingTable, title: str, figure_of: Callable[[Compared], tuple[float, float, float] | None]
+    axes: Axes, table: ScalingTable, title: str, measure: Callable[[Compared], tuple[float, float, float] | None]
 ) -> None:
     """One line per strategy, shifted a little so that none hides another, with bars from minimum to maximum."""
     labels = list(dict.fromkeys(line.group.label for line in table.lines))
@@ -97,7 +98,7 @@ def _panel(
     for number, label in enumerate(labels):
         shift = (number - (len(labels) - 1) / 2) * (0.018 * (counts[-1] - counts[0]) if linear else 0.05)
         lines = [line for line in table.lines if line.group.label == label]
-        found = [(line.group.one.devices, figures) for line in lines if (figures := figure_of(line))]
+        found = [(line.group.one.devices, figures) for line in lines if (figures := measure(line))]
         points = [(devices + shift if linear else devices * 2**shift, *values) for devices, values in found]
         if not points:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,24 +14,24 @@ import numpy as np
 from hvd_bert.distributed.logs import describe_ranks
 from hvd_bert.monitoring import PHASES
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.rendering import DASH, digits, duration, percent
-from hvd_bert.tools.rendering import seconds as time
+from hvd_bert.tools.rendering import DASH, counted, digits, duration, number, percent, seconds, shown
 from hvd_bert.tools.rendering.page import Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
-from hvd_bert.tools.report import content, parts
-from hvd_bert.tools.runs.record import Record, kept, number_of, objects_in
+from hvd_bert.tools.report import parts
+from hvd_bert.tools.runs.record import Record, finite_number, kept, objects
 
 NO_REASON = (
     "No reason is recorded: the job may have been killed. Its log has more. To resume, rerun the same command with the"
     " same --output_dir."
 )
+MAX_ROWS, MAX_NAMES = 50, 8  # of skipped steps, and of their windows
 
 
-def page_of(record: Record) -> Page:
+def make_page(record: Record) -> Page:
     """The page of a run."""
     page = Page(f"Run {record.name}", [*_about(record), status(record), Figures(figures(record))])
     sections: list[tuple[str, Sequence[Block]]] = [
-        ("Training", parts.of_run(record)),
-        ("Skipped steps", health_of(record)),
+        ("Training", parts.run_charts(record)),
+        ("Skipped steps", _skipped_steps(record)),
         ("Step time", _step_time(record)),
         ("GPU usage", parts.gpu_usage(record)),
         ("Sample answers", list(_samples(record))),
@@ -49,7 +50,7 @@ def page_of(record: Record) -> Page:
 
 def _about(record: Record) -> list[Block]:
     """What was trained, on which data, and when."""
-    settings, start = record.settings, number_of(record.facts.get("time"))
+    settings, start = record.settings, finite_number(record.facts.get("time"))
     data = settings.get("dataset_name") or settings.get("train_file") or []
     used = [[settings.get("model_name_or_path") or ""], data if isinstance(data, list) else [data]]
     text = " on ".join(filter(None, (", ".join(Path(str(name)).name for name in names) for names in used)))
@@ -78,11 +79,11 @@ def _result(record: Record) -> str:
     """What came of a finished training, in a sentence."""
     names = record.score_names  # without those of each file
     names = [name for name in names if not any(name.endswith(f"_{other}") for other in names)]
-    scores = [f"{parts.score_name(name)} {_score(record.score(name))}" for name in names]
+    scores = [f"{parts.score_name(name)} {_figure(record.score(name))}" for name in names]
     work = [f"{record.step:,} steps"] if record.step else []
     seconds, size = record.number("train_runtime"), record.number("world_size")
     work += [f"in {duration(seconds)}"] if seconds is not None else []
-    work += [f"on {size:.0f} rank{'s' if size > 1 else ''}"] if size else []
+    work += [f"on {counted(size, 'rank')}"] if size else []
     work += [f"with {record.facts['strategy']}"] if "strategy" in record.facts else []
     batch = record.number("global_batch")
     work += [f"and a global batch of {batch:,.0f}"] if batch else []
@@ -91,27 +92,46 @@ def _result(record: Record) -> str:
 
 def figures(record: Record) -> list[tuple[str, str]]:
     """The run's main figures, one row of them."""
-    found = [(parts.score_name(name), _score(record.score(name))) for name in record.score_names]
+    found = [(parts.score_name(name), _figure(record.score(name))) for name in record.score_names]
     losses, speeds = record.steps["loss"], record.steps["windows_per_s"][1:]
     if "eval_loss" in record.scores:
-        found.append(("validation loss", _score(record.scores["eval_loss"])))
+        found.append(("validation loss", _figure(record.scores["eval_loss"])))
     elif len(losses):
-        found.append(("training loss", _score(losses[-1])))
+        found.append(("training loss", _figure(losses[-1])))
     if np.isfinite(speeds).any():
         found.append((f"{record.unit}/s", digits(np.nanmedian(speeds))))
     for key, name in (("mfu", "model FLOPs (MFU)"), ("padding_share", "padding")):
         if key in record.steps and np.nanmedian(record.steps[key]) > 0:
             found.append((name, percent(np.nanmedian(record.steps[key]))))
-    seconds = record.number("train_runtime")
-    if seconds is not None:
-        found.append(("training time", duration(seconds)))
+    runtime = record.number("train_runtime")
+    if runtime is not None:
+        found.append(("training time", duration(runtime)))
     if "world_size" in record.facts:
-        found.append(("ranks", parts.shown(record.facts["world_size"])))
+        found.append(("ranks", shown(record.facts["world_size"])))
     return found
 
 
-def _score(value: Any) -> str:
-    return content.number(number_of(value), ".4g")
+def _figure(value: Any) -> str:
+    return number(finite_number(value))
+
+
+def _skipped_steps(record: Record) -> list[Block]:
+    """A table of the last events; empty without any."""
+    rows = [_row(event) for event in record.skipped_steps[-MAX_ROWS:]]
+    if not rows:
+        return []
+    left_out = len(record.skipped_steps) - len(rows)
+    note = "They had no finite gradient. The ranks are those whose loss is not finite. events.jsonl has all windows."
+    if left_out:
+        note += f" {left_out} earlier events are not shown."
+    return [Grid(["step", "rank", "windows of that rank"], rows, words=3), Text(note)]
+
+
+def _row(event: Mapping[str, Any]) -> list[str]:
+    first: Mapping[str, Any] = next(iter(objects(event.get("batch"))), {})
+    windows = [str(name) for name in kept(first.get("windows"), list[Any], [])]
+    more = f" and {len(windows) - MAX_NAMES} more" if len(windows) > MAX_NAMES else ""
+    return [str(event.get("step", DASH)), str(first.get("rank", DASH)), ", ".join(windows[:MAX_NAMES]) + more or DASH]
 
 
 def _step_time(record: Record) -> list[Block]:
@@ -123,11 +143,11 @@ def _step_time(record: Record) -> list[Block]:
     suffixes = ("", "_min", "_max") if "compute_min_s" in steps else ("",)  # of several ranks
     rows, whole = [], _mean(steps["step_s"][1:], weights)
     for phase in (*PHASES, "step"):
-        seconds = steps[f"{phase}_s"][1:]
-        if not np.isfinite(seconds).any():
+        times = steps[f"{phase}_s"][1:]
+        if not np.isfinite(times).any():
             continue
-        cells = [time(_mean(steps[f"{phase}{suffix}_s"][1:], weights)) for suffix in suffixes]
-        share = percent(_mean(seconds, weights) / whole) if whole > 0 else DASH
+        cells = [seconds(_mean(steps[f"{phase}{suffix}_s"][1:], weights)) for suffix in suffixes]
+        share = percent(_mean(times, weights) / whole) if whole > 0 else DASH
         rows.append([PHASES.get(phase, phase), *cells, share])
     head = ["phase", *["per step", "minimum over ranks", "maximum over ranks"][: len(suffixes)], "share"]
     chart = parts.step_time(record)
@@ -154,8 +174,8 @@ def _sample(sample: Mapping[str, Any]) -> Details:
     rows = [
         ["predicted", prediction or "no answer"],
         ["gold", "; ".join(golds) or "no answer"],
-        ["probability", _score(sample.get("probability"))],
-        ["F1", _score(sample.get("f1"))],
+        ["probability", _figure(sample.get("probability"))],
+        ["F1", _figure(sample.get("f1"))],
         ["id", str(sample.get("id"))],
     ]
     place = max(0, kept(sample.get("answer_start"), int, 0))  # older runs lack it
@@ -181,10 +201,10 @@ def _ranks(record: Record) -> list[Block]:
     rows = []
     for rank in ranks:
         process = processes.get(str(rank.get("rank")), {})
-        memory = number_of(process.get("memory_peak_bytes"))
-        times = [_score(process.get(key)) for key in ("real_s", "user_s", "system_s")]
-        cells = [parts.shown(rank.get(key)) for key in ("rank", "host", "local_rank", "device")]
-        rows.append([*cells, *times, content.number(memory and memory / GIB, ".2f")])
+        memory = finite_number(process.get("memory_peak_bytes"))
+        times = [_figure(process.get(key)) for key in ("real_s", "user_s", "system_s")]
+        cells = [shown(rank.get(key)) for key in ("rank", "host", "local_rank", "device")]
+        rows.append([*cells, *times, number(memory and memory / GIB, ".2f")])
     head = ["rank", "host", "local rank", "device", "real, s", "user, s", "system, s", "memory, GiB"]
     return [
         Grid(["host", "ranks", "devices"], hosts, words=3),
@@ -193,25 +213,24 @@ def _ranks(record: Record) -> list[Block]:
 
 
 def _joined(values: Any) -> str:
-    return ", ".join(dict.fromkeys(map(parts.shown, values)))
+    return ", ".join(dict.fromkeys(map(shown, values)))
 
 
 def _checkpoints(record: Record) -> list[Block]:
     rows = [[name, str(step)] for name, step in record.checkpoints.items()]
     blocks: list[Block] = [Grid(["checkpoint", "step"], rows)] if rows else []
-    best = number_of(record.best.get("value"))
+    best = finite_number(record.best.get("value"))
     if best is not None:
         blocks.append(Text(f"Best {record.best.get('metric')}: {best:.4g}, at step {record.best.get('step')}."))
     return blocks
 
 
 def _warnings(record: Record) -> list[Block]:
-    shown = []
+    counts: Counter[str] = Counter()
     for event in record.warnings:
         ranks = kept(event.get("ranks"), list[int], [])
         by = f"{describe_ranks(ranks)}: " if ranks not in ([], [0]) else ""
-        shown.append(f"{by}{event.get('message')}")
-    counts = {text: shown.count(text) for text in dict.fromkeys(shown)}
+        counts[f"{by}{event.get('message')}"] += 1
     items = [text + (f" ({count} times)" if count > 1 else "") for text, count in counts.items()]
     return [Listing([*items, *record.problems])] if items or record.problems else []
 
@@ -226,10 +245,11 @@ def _settings(record: Record) -> list[Block]:
 def _versions(record: Record) -> list[Block]:
     facts = record.facts
     keys = ("device_name", "threads_per_rank", "precision", "controller", "devices_per_rank")
-    rows = [[key.replace("_", " "), parts.shown(facts[key])] for key in keys if key in facts]
+    rows = [[key.replace("_", " "), shown(facts[key])] for key in keys if key in facts]
     for kind in ("job", "versions"):
         values = kept(facts.get(kind), dict[str, Any], {})
-        rows += [[f"{'job ' * (kind == 'job')}{name}", parts.shown(value)] for name, value in values.items()]
+        prefix = "job " if kind == "job" else ""
+        rows += [[prefix + name, shown(value)] for name, value in values.items()]
     return [Grid(["name", "value"], rows, words=2)] if rows else []
 
 
@@ -253,25 +273,3 @@ def summary(record: Record) -> Sequence[str]:
     """The run in a few lines, for the terminal."""
     state = status(record)
     return [f"{record.name}: {state.label} {state.text}", *(f"  {name}: {value}" for name, value in figures(record))]
-
-
-MAX_ROWS, MAX_NAMES = 50, 8
-
-
-def health_of(record: Record) -> list[Block]:
-    """A table of the last events; empty without any."""
-    rows = [_row(event) for event in record.skipped_steps[-MAX_ROWS:]]
-    if not rows:
-        return []
-    left_out = len(record.skipped_steps) - len(rows)
-    note = "They had no finite gradient. The ranks are those whose loss is not finite. events.jsonl has all windows."
-    if left_out:
-        note += f" {left_out} earlier events are not shown."
-    return [Grid(["step", "rank", "windows of that rank"], rows, words=3), Text(note)]
-
-
-def _row(event: Mapping[str, Any]) -> list[str]:
-    first: Mapping[str, Any] = next(iter(objects_in(event.get("batch"))), {})
-    windows = [str(name) for name in kept(first.get("windows"), list[Any], [])]
-    more = f" and {len(windows) - MAX_NAMES} more" if len(windows) > MAX_NAMES else ""
-    return [str(event.get("step", DASH)), str(first.get("rank", DASH)), ", ".join(windows[:MAX_NAMES]) + more or DASH]

@@ -6,17 +6,17 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from hvd_bert.tools.rendering import DASH, duration
+from hvd_bert.tools.rendering import DASH, duration, number, shown
 from hvd_bert.tools.rendering.page import Figures, Grid, Listing, Page, Picture, Text
 from hvd_bert.tools.report import content, parts, plots
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
 from hvd_bert.tools.report.files import PICTURE
 from hvd_bert.tools.runs.reading import Run
-from hvd_bert.tools.runs.record import Record, number_of
+from hvd_bert.tools.runs.record import Record, finite_number
 
 
-def page_of(
+def make_page(
     records: Sequence[Record],
     runs: Sequence[Run],
     groups: Sequence[Group],
@@ -74,10 +74,10 @@ def overview(records: Sequence[Record]) -> Grid:
     for record in records:
         losses, seconds = record.steps["loss"], record.number("train_runtime")
         cells = [record.name, record.state if record.state != "ended" else "not finished"]
-        cells += [parts.shown(record.facts.get(key)) for key in ("strategy", "world_size")]
+        cells += [shown(record.facts.get(key)) for key in ("strategy", "world_size")]
         cells += [str(record.step), DASH if seconds is None else duration(seconds)]
-        cells.append(content.number(number_of(losses[-1]) if len(losses) else None, ".4g"))
-        cells += [content.number(record.score(name), ".4g") for name in scores]
+        cells.append(number(finite_number(losses[-1]) if len(losses) else None))
+        cells += [number(record.score(name)) for name in scores]
         rows.append(cells)
     return Grid([*head, *(content.SHORT.get(name, name) for name in scores)], rows, words=3)
 
@@ -91,11 +91,11 @@ def _add_table(page: Page, table: ScalingTable) -> None:
 
 
 # 97.5 % quantiles of Student's t-distribution for 1, 2, ... degrees of freedom.
-T_QUANTILES = (
-    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
-    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
-    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
-)
+_QUANTILES = """
+12.7062 4.3027 3.1824 2.7764 2.5706 2.4469 2.3646 2.3060 2.2622 2.2281 2.2010 2.1788 2.1604 2.1448 2.1314
+2.1199 2.1098 2.1009 2.0930 2.0860 2.0796 2.0739 2.0687 2.0639 2.0595 2.0555 2.0518 2.0484 2.0452 2.0423
+"""
+T_QUANTILES = [float(quantile) for quantile in _QUANTILES.split()]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -126,11 +126,9 @@ def _rows(group: Group) -> list[list[str]]:
         known = [value for value in values if value is not None]
         if len(known) > 1:
             low, high = interval(known)
-            numbers = [statistics.fmean(known), statistics.stdev(known)]
-            cells = [f"{number:.4g}" for number in numbers] + [f"{low:.4g} to {high:.4g}"]
-            rows.append(
-                [group.name, parts.score_name(name), str(len(known)), *cells, f"{min(known):.4g}", f"{max(known):.4g}"]
-            )
+            cells = [number(statistics.fmean(known)), number(statistics.stdev(known)), f"{low:.4g} to {high:.4g}"]
+            cells += [number(min(known)), number(max(known))]
+            rows.append([group.name, parts.score_name(name), str(len(known)), *cells])
         elif known:
-            rows.append([group.name, parts.score_name(name), "1", f"{known[0]:.4g}", *[DASH] * 4])
+            rows.append([group.name, parts.score_name(name), "1", number(known[0]), *[DASH] * 4])
     return rows

@@ -1,4 +1,4 @@
-"""Finished runs whose speeds can be compared, and their figures. Others are left out, with the reason."""
+"""Find runs and read them: all that is known of one, or only a finished one whose speed can be compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, overload
 
 import numpy as np
 from msgspec import Meta, Struct, field
@@ -18,6 +18,7 @@ from hvd_bert.errors import UserError, visible
 from hvd_bert.storage.reading import Count, convert, read_json
 from hvd_bert.tools.runs import record as records
 from hvd_bert.tools.runs.record import (
+    DEFAULT_SCORES,
     EVALUATED_ONLY,
     LARGEST,
     METRICS,
@@ -25,7 +26,7 @@ from hvd_bert.tools.runs.record import (
     SETTINGS,
     LineArrays,
     Record,
-    number_of,
+    finite_number,
 )
 
 RUN_FILES = {RESULTS, SETTINGS, METRICS, EVALUATED_ONLY}
@@ -35,11 +36,10 @@ SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its
 REPEATED = ("--seed",)
 IN_STEPS = ("--num_train_epochs", "--max_steps")
 OF_THE_STRATEGY = ("--fp16_allreduce", "--bf16_allreduce")
-
+PROCESS_TIMES = ("real_s", "user_s", "system_s")
 
 Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 AtLeastOne = Annotated[int, Meta(ge=1, le=2**53)]
-PROCESS_TIMES = ("real_s", "user_s", "system_s")
 
 
 class Process(Struct):
@@ -51,37 +51,31 @@ class Process(Struct):
     memory_peak_bytes: Number | None = None
 
 
-NAMES = {
-    "ranks": "world_size", "steps": "train_steps", "windows": "train_samples", "runtime_s": "train_runtime",
-    "threads": "threads_per_rank", "places": "ranks", "score_names": "scores",
-}  # fmt: skip
-
-
-class Results(Struct, kw_only=True, rename=NAMES):
+class Results(Struct, kw_only=True):
     """train_results.json. Older runs lack what has a default."""
 
     work: dict[str, Any]
-    ranks: AtLeastOne
+    ranks: AtLeastOne = field(name="world_size")
     global_batch: AtLeastOne
-    steps: AtLeastOne
-    windows: AtLeastOne
-    runtime_s: Number
+    steps: AtLeastOne = field(name="train_steps")
+    windows: AtLeastOne = field(name="train_samples")
+    runtime_s: Number = field(name="train_runtime")
     learning_rate: Number
     seed: Count
-    threads: AtLeastOne
+    threads: AtLeastOne = field(name="threads_per_rank")
     devices_per_rank: AtLeastOne = 1
     strategy: str = "horovod"
     controller: str | None = None
     device_name: str = "unknown"
     unit: str = "windows"
     hosts: list[str] = []
-    places: list[dict[str, Any]] = []
-    score_names: list[str] = field(default_factory=lambda: ["exact_match", "f1"])
+    places: list[dict[str, Any]] = field(name="ranks", default_factory=list)
+    score_names: list[str] = field(name="scores", default_factory=lambda: [*DEFAULT_SCORES])
     versions: dict[str, Any] = {}
     processes: list[Process] = []
 
 
-class Run(Results, kw_only=True, rename=NAMES | {"scores": "values"}):
+class Run(Results, kw_only=True):
     """A finished run; None: not recorded. `lines`: of its steps; the steady state is every line after the first.
 
     `work`: settings, model and data; equal if two runs did the same work. `variant`: settings of the strategy.
@@ -92,7 +86,7 @@ class Run(Results, kw_only=True, rename=NAMES | {"scores": "values"}):
     variant: Mapping[str, str]
     without_dropout: bool
     lines: LineArrays
-    scores: Mapping[str, float | None]
+    scores: Mapping[str, float | None] = field(name="values")
 
     @property
     def nodes(self) -> int:
@@ -149,8 +143,12 @@ class Run(Results, kw_only=True, rename=NAMES | {"scores": "values"}):
         return float(losses[-max(1, len(losses) // 4) :].mean())
 
 
+class Unusable(Exception):
+    """A run cannot be part of a comparison; the message is the reason."""
+
+
 @dataclass(frozen=True)
-class LeftOut:
+class Excluded:
     """A run, or a row of a table, without a speed-up, and the reason."""
 
     name: str
@@ -173,10 +171,6 @@ class SweepFile(Struct):
 
     same: dict[str, Any]
     points: list[SweepRow] = []
-
-
-class Unusable(Exception):
-    """A run cannot be part of a report; the message is the reason."""
 
 
 def find(paths: Sequence[Path]) -> list[Path]:
@@ -204,55 +198,55 @@ def _walk(path: Path) -> Iterable[tuple[Path, set[str]]]:
         yield Path(folder), set(files)
 
 
-def comparable(
-    records: Sequence[Record], unrun: Mapping[Path, LeftOut] | None = None
-) -> tuple[list[Run], list[LeftOut]]:
-    """The usable runs among `records`, and those left out; `unrun`: runs for which a sweep recorded the reason."""
-    runs, left_out = [], list(dict.fromkeys((unrun or {}).values()))
-    for record in records:
-        if unrun and Path(record.name) in unrun:
-            continue
-        try:
-            runs.append(run_of(record))
-        except Unusable as error:
-            left_out.append(LeftOut(record.name, str(error)))
-    return runs, left_out
-
-
-def unrun(paths: Sequence[Path]) -> dict[Path, LeftOut]:
+def excluded_by_sweeps(paths: Sequence[Path]) -> dict[Path, Excluded]:
     """Runs that a sweep in or below `paths` skipped or that failed: folder (it may not exist) -> run and reason."""
-    found: dict[Path, LeftOut] = {}
-    for path in paths:
-        for folder, files in _walk(path):
-            if SWEEP in files:
-                found |= _unrun_of(folder)
+    found: dict[Path, Excluded] = {}
+    for folder in (folder for path in paths for folder, files in _walk(path) if SWEEP in files):
+        try:
+            points = convert(read_json(folder / SWEEP), SweepFile).points
+        except (OSError, ValueError) as error:
+            reason = f"{SWEEP} cannot be read: {getattr(error, 'strerror', None) or error}"
+            found[folder / SWEEP] = Excluded(str(folder), reason)
+            continue
+        together: dict[tuple[str, str], list[str]] = {}
+        for point in points:
+            if point.state in ("skipped", "failed"):
+                why = f"{point.state}: {(point.reason or 'no reason is recorded').rstrip('.')}"
+                together.setdefault((point.strategy, why), []).append(point.name)
+        for (strategy, why), names in together.items():
+            excluded = Excluded(f"{strategy} ({', '.join(names)} of {folder})", why)
+            found |= {folder / name: excluded for name in names}
     return found
 
 
-def _unrun_of(folder: Path) -> dict[Path, LeftOut]:
-    try:
-        points = convert(read_json(folder / SWEEP), SweepFile).points
-    except (OSError, ValueError) as error:
-        reason = f"{SWEEP} cannot be read: {getattr(error, 'strerror', None) or error}"
-        return {folder / SWEEP: LeftOut(str(folder), reason)}
-    together: dict[tuple[str, str], list[str]] = {}
-    for point in points:
-        if point.state in ("skipped", "failed"):
-            why = f"{point.state}: {(point.reason or 'no reason is recorded').rstrip('.')}"
-            together.setdefault((point.strategy, why), []).append(point.name)
-    return {
-        folder / name: LeftOut(f"{strategy} ({', '.join(names)} of {folder})", why)
-        for (strategy, why), names in together.items()
-        for name in names
-    }
+def comparable(records: Sequence[Record], by_sweeps: Mapping[Path, Excluded]) -> tuple[list[Run], list[Excluded]]:
+    """The runs among `records` that can be compared, and the others. `by_sweeps`: those of `excluded_by_sweeps`."""
+    runs, excluded = [], list(dict.fromkeys(by_sweeps.values()))
+    for record in records:
+        if Path(record.name) in by_sweeps:
+            continue
+        try:
+            runs.append(to_run(record))
+        except Unusable as error:
+            excluded.append(Excluded(record.name, str(error)))
+    return runs, excluded
 
 
-def read(folder: Path) -> Run:
-    """Read the run in a folder. Raises Unusable."""
-    return run_of(records.read(folder))
+@overload
+def read(folder: Path) -> Run: ...
 
 
-def run_of(record: Record) -> Run:
+@overload
+def read(folder: Path, strict: Literal[False]) -> Record: ...
+
+
+def read(folder: Path, strict: bool = True) -> Run | Record:
+    """Read the run in a folder. `strict`: only one whose speed can be compared; raises Unusable for others."""
+    record = records.read(folder)
+    return to_run(record) if strict else record
+
+
+def to_run(record: Record) -> Run:
     """A run whose speed can be compared. Raises Unusable."""
     damaged = [problem for problem in record.problems if problem.startswith((RESULTS, METRICS))]
     if damaged:
@@ -278,14 +272,14 @@ def run_of(record: Record) -> Run:
     variant |= {"--zero_stage": str(settings.get("zero_stage"))} if results.strategy == "deepspeed" else {}
     results.work = {name: work[name] for name in work if name not in (*REPEATED, *IN_STEPS, *OF_THE_STRATEGY)}
     results.versions = _texts(results.versions)
+    no_dropout = work.get("--dropout") in ("0", "0.0") and work.get("--attention_dropout") in ("0", "0.0", "None")
     return Run(
         **asdict(results),
         name=record.name,
         variant=variant | {"controller": visible(str(results.controller))},
-        without_dropout=work.get("--dropout") in ("0", "0.0")
-        and work.get("--attention_dropout") in ("0", "0.0", "None"),
+        without_dropout=no_dropout,
         lines=lines,
-        scores={name: number_of(record.scores.get(name)) for name in results.score_names},
+        scores={name: finite_number(record.scores.get(name)) for name in results.score_names},
     )
 
 

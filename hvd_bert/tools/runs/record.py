@@ -1,7 +1,6 @@
 """Everything that a run's folder says about it, also of a run that is still going, has failed or was only evaluated.
 
-What is missing or damaged is listed in `Record.problems`, and the rest is shown. `reading.py` is stricter, since speeds
-are compared.
+What is missing or damaged is listed in `Record.problems`, and the rest is shown.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import MAX_YAML_BYTES, Kind, convert, parse_json, read_json, read_text
 
-RESULTS, METRICS, SETTINGS, SCORES = "train_results.json", "metrics.jsonl", "train_config.yaml", "eval_results.json"
-EVALUATED_ONLY, EVENTS, SAMPLES = "eval_config.yaml", "events.jsonl", "eval_samples.json"
-GPUS = "gpu_usage.jsonl"
+RESULTS, METRICS, SETTINGS = "train_results.json", "metrics.jsonl", "train_config.yaml"
+EVALUATED_ONLY, EVALUATION = "eval_config.yaml", "eval_results.json"
+EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
 WORLD = ("strategy", "world_size", "device_name")
 MAX_METRICS = 2**32  # bytes: millions of lines
+DEFAULT_SCORES = ("exact_match", "f1")  # of runs that record no names
 RECENT = 20  # lines from which the speed of a run that is still going is computed
 MAX_STEP = 2**53  # floats hold all whole numbers up to it
 SILENT_S = 300.0  # where a lock cannot be seen: a run that has written nothing for longer is not running any more
@@ -50,7 +50,7 @@ class LineArrays:
     def __getitem__(self, key: str) -> NDArray[np.float64]:
         return self.columns.get(key, np.full(len(self), math.nan))
 
-    def of(self, key: str, value: float) -> LineArrays:
+    def where(self, key: str, value: float) -> LineArrays:
         """The lines in which `key` has this value."""
         kept = self[key] == value
         return LineArrays({name: column[kept] for name, column in self.columns.items()})
@@ -99,11 +99,11 @@ class Record:
 
     def number(self, key: str) -> float | None:
         """A number of `facts`."""
-        return number_of(self.facts.get(key))
+        return finite_number(self.facts.get(key))
 
     def entries(self, key: str) -> Sequence[Mapping[str, Any]]:
         """A list of objects of `facts`; empty if it is missing."""
-        return objects_in(self.facts.get(key))
+        return objects(self.facts.get(key))
 
     @property
     def unit(self) -> str:
@@ -113,12 +113,12 @@ class Record:
     @property
     def score_names(self) -> list[str]:
         """The names of the task's scores, as in eval_results.json."""
-        names = kept(self.facts.get("scores"), list[str], ["exact_match", "f1"])
+        names = kept(self.facts.get("scores"), list[str], [*DEFAULT_SCORES])
         return [name for name in names if name in self.scores or f"eval_{name}" in self.evaluations]
 
     def score(self, name: str) -> float | None:
         """The last value of a score."""
-        value = number_of(self.scores.get(name))
+        value = finite_number(self.scores.get(name))
         if value is not None:
             return value
         found = self.evaluations[f"eval_{name}"]
@@ -131,7 +131,7 @@ class Record:
         total, recent = self.number("train_steps"), self.steps["step_s"][1:][-RECENT:]
         if total is None or not len(recent):
             return None
-        return number_of(max(0.0, total - self.step) * float(statistics.median(recent)))
+        return finite_number(max(0.0, total - self.step) * float(statistics.median(recent)))
 
 
 def kept(value: Any, kind: type[Kind], default: Kind) -> Kind:
@@ -142,12 +142,12 @@ def kept(value: Any, kind: type[Kind], default: Kind) -> Kind:
         return default
 
 
-def objects_in(value: Any) -> list[dict[str, Any]]:
+def objects(value: Any) -> list[dict[str, Any]]:
     """The objects in a list; empty for anything else."""
     return [entry for entry in kept(value, list[Any], []) if isinstance(entry, dict)]
 
 
-def number_of(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """A finite number of moderate size; None for anything else."""
     finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return float(value) if finite else None
@@ -156,7 +156,7 @@ def number_of(value: Any) -> float | None:
 def read(folder: Path) -> Record:
     """Read the run in a folder. It may be written at the same time."""
     problems: list[str] = []
-    events = objects_in(list(_lines(folder / EVENTS, problems)))
+    events = objects(list(_lines(folder / EVENTS, problems)))
     starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
     # A later evaluation in the folder of a training is not how the run was started.
     begins = [events[number] for number in starts if "train_steps" in events[number]]
@@ -165,7 +165,7 @@ def read(folder: Path) -> Record:
     results = _object(folder / RESULTS, problems)
     rows, evaluations = _metrics(folder / METRICS, problems)
     trained = (folder / SETTINGS).exists() or len(rows) > 0
-    finished = bool(results) if trained else (folder / SCORES).exists()
+    finished = bool(results) if trained else (folder / EVALUATION).exists()
     checkpoints = _checkpoints(folder)
     state = _object(folder / [*checkpoints][-1] / "state.json", problems) if checkpoints else {}
     facts = ([*since[:1], *begins] or [{}])[-1] | results
@@ -177,11 +177,11 @@ def read(folder: Path) -> Record:
         state="finished" if finished else "ended" if ends or not _is_running(folder) else "running",
         steps=rows,
         evaluations=evaluations,
-        gpus=_columns(objects_in(list(_lines(folder / GPUS, problems)))),
+        gpus=_columns(objects(list(_lines(folder / GPUS, problems)))),
         facts=facts,
-        settings=settings_of(folder / (SETTINGS if (folder / SETTINGS).exists() else EVALUATED_ONLY)),
-        scores=_object(folder / SCORES, problems),
-        samples=objects_in(_load(folder / SAMPLES, problems)),
+        settings=read_settings(folder / (SETTINGS if (folder / SETTINGS).exists() else EVALUATED_ONLY)),
+        scores=_object(folder / EVALUATION, problems),
+        samples=objects(_load(folder / SAMPLES, problems)),
         checkpoints=checkpoints,
         best=kept(facts.get("best") or state.get("best"), dict[str, Any], {}),
         ended="" if finished else "\n".join(dict.fromkeys(ends)),
@@ -192,7 +192,7 @@ def read(folder: Path) -> Record:
     )
 
 
-def settings_of(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
     """A run's flags; empty if their file is missing or damaged, since no comparison depends on them."""
     try:
         settings = yaml.safe_load(read_text(path, MAX_YAML_BYTES))
@@ -271,7 +271,7 @@ def _metrics(path: Path, problems: list[str]) -> tuple[LineArrays, LineArrays]:
 
 def _columns(lines: Sequence[Mapping[str, Any]]) -> LineArrays:
     keys = dict.fromkeys(key for line in lines for key in line)
-    return LineArrays({key: np.array([number_of(line.get(key)) for line in lines], np.float64) for key in keys})
+    return LineArrays({key: np.array([finite_number(line.get(key)) for line in lines], np.float64) for key in keys})
 
 
 def _checkpoints(folder: Path) -> dict[str, int]:

@@ -62,10 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--html", metavar="OUT", type=Path, help="Also write an HTML page to this file. (default: none)"
     )
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing --html OUT. (default: False)")
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", limits=Limits(minimum=1),
-        help="Number of ranks, if the file does not name them. (default: from FILE)",
-    )  # fmt: skip
+    ranks = "Number of ranks, if the file does not name them. (default: from FILE)"
+    parser.add_argument("--ranks", type=int, metavar="N", limits=Limits(minimum=1), help=ranks)
     return parser
 
 

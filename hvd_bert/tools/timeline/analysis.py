@@ -11,8 +11,8 @@ import numpy as np
 
 from hvd_bert.errors import UserError
 from hvd_bert.tools.timeline.events import CYCLE, NONE, Array, Recording
-from hvd_bert.tools.timeline.spans import COLLECTIVE, NEGOTIATION, Messages, Negotiations, Spans, kind_of, spans_of
-from hvd_bert.tools.timeline.steps import FULL, StepTable, steps_of
+from hvd_bert.tools.timeline.spans import COLLECTIVE, NEGOTIATION, Messages, Negotiations, Spans, find_spans, span_kind
+from hvd_bert.tools.timeline.steps import FULL, StepTable, find_steps
 
 LATE_US = 2000  # twice Horovod's cycle: below that, ranks may have been seen in the same cycle
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes: upper limits of the classes of messages
@@ -112,25 +112,33 @@ def analyse(path: Path, ranks: int | None) -> Findings:
     """Analyze a file. `ranks`: number of ranks, if the file does not name them. Raises UserError."""
     recording = Recording()
     events, names = recording.events(path), recording.names
-    if not any(kind_of(name) == NEGOTIATION for name in names):
+    if not any(span_kind(name) == NEGOTIATION for name in names):
         own = ", ".join([name for name in names if name != CYCLE][:3])
         reason = f"its events are {own}" if own else "no tensor was sent while it was written"
         raise UserError(f"{path} has none of Horovod's operations: {reason}.")
-    spans = spans_of(events, names)
-    steps, sizes = _full(steps_of(spans, names)), Sizes(spans.messages, names)
+    spans = find_spans(events, names)
+    steps, sizes = _full(find_steps(spans, names)), Sizes(spans.messages, names)
     naming_ranks, speed = int((spans.negotiations.ticks > 0).sum()), sizes.bytes_per_s()
     if naming_ranks or len(recording.ranks) > 1:
         ranks = max(recording.ranks) + 1
     return Findings(
-        path=str(path), size=path.stat().st_size, events=len(events), cut_short=recording.cut_short,
-        unfinished=spans.unfinished, covered_s=recording.covered_us * 1e-6, ranks=ranks,
-        negotiations=len(spans.negotiations), naming_ranks=naming_ranks,
-        phases=phases_of(spans, names, recording.covered_us), sizes=sizes.rows(),
+        path=str(path),
+        size=path.stat().st_size,
+        events=len(events),
+        cut_short=recording.cut_short,
+        unfinished=spans.unfinished,
+        covered_s=recording.covered_us * 1e-6,
+        ranks=ranks,
+        negotiations=len(spans.negotiations),
+        naming_ranks=naming_ranks,
+        phases=phase_times(spans, names, recording.covered_us),
+        sizes=sizes.rows(),
         bytes_per_s=speed,
         wire_bytes_per_s=speed * 2 * (ranks - 1) / ranks if ranks else math.nan,
         fast_bytes_per_s=sizes.fast_bytes_per_s(),
-        step=_step_figures(steps), rank_rows=ranks_of(spans.negotiations, recording.ranks, steps),
-    )  # fmt: skip
+        step=_step_figures(steps),
+        rank_rows=rank_lags(spans.negotiations, recording.ranks, steps),
+    )
 
 
 def _full(steps: StepTable | None) -> StepTable | None:
@@ -150,17 +158,24 @@ def _step_figures(steps: StepTable | None) -> StepFigures | None:
     step_us = float(np.median(took)) if len(took) else 0.0
     if step_us <= 0:
         return None
-    middle = {name: float(np.median(column)) for name, column in vars(steps).items()}
+    medians = {name: float(np.median(column)) for name, column in vars(steps).items()}
     busy = max(float(steps.busy.sum()), 1.0)
     return StepFigures(
-        steps=len(steps), step_s=step_us * 1e-6, p99_s=float(np.quantile(took, 0.99)) * 1e-6,
-        busy_s=middle["busy"] * 1e-6,
-        exposed_least_s=middle["exposed_min"] * 1e-6, exposed_most_s=middle["exposed_max"] * 1e-6,
+        steps=len(steps),
+        step_s=step_us * 1e-6,
+        p99_s=float(np.quantile(took, 0.99)) * 1e-6,
+        busy_s=medians["busy"] * 1e-6,
+        exposed_least_s=medians["exposed_min"] * 1e-6,
+        exposed_most_s=medians["exposed_max"] * 1e-6,
         hidden_share=1 - float(steps.exposed_max.sum()) / busy,
-        exposed_least_share=middle["exposed_min"] / step_us, exposed_most_share=middle["exposed_max"] / step_us,
-        wait_s=middle["wait"] * 1e-6, wait_p99_s=float(np.quantile(steps.wait, 0.99)) * 1e-6,
-        wait_share=middle["wait"] / step_us, messages=middle["messages"], size=middle["size"],
-    )  # fmt: skip
+        exposed_least_share=medians["exposed_min"] / step_us,
+        exposed_most_share=medians["exposed_max"] / step_us,
+        wait_s=medians["wait"] * 1e-6,
+        wait_p99_s=float(np.quantile(steps.wait, 0.99)) * 1e-6,
+        wait_share=medians["wait"] / step_us,
+        messages=medians["messages"],
+        size=medians["size"],
+    )
 
 
 def quantile(values: Array, part: float) -> float:
@@ -168,30 +183,26 @@ def quantile(values: Array, part: float) -> float:
     return float(np.quantile(values, part)) if len(values) else math.nan
 
 
-def phases_of(spans: Spans, names: Sequence[str], covered_us: int) -> list[Phase]:
+def phase_times(spans: Spans, names: Sequence[str], covered_us: int) -> list[Phase]:
     """Times of each kind of span, negotiations first."""
     found = []
     for rows in (spans.negotiations, spans.activities):
         for code in np.unique(rows.code).tolist():
-            own = rows.code == code
-            sort = np.argsort(rows.start[own], kind="stable")
-            start, end = rows.start[own][sort], rows.end[own][sort]
+            own = np.flatnonzero(rows.code == code)
+            own = own[np.argsort(rows.start[own], kind="stable")]
+            start, end = rows.start[own], rows.end[own]
             reached = np.maximum.accumulate(np.append(0, end))[:-1]
             covered = int(np.maximum(0, end - np.maximum(start, reached)).sum())
-            took = np.maximum(0, end - start) * 1e-6
-            found.append(
-                Phase(
-                    names[code], _kind(names[code]), len(took), covered * 1e-6, covered / max(1, covered_us),
-                    quantile(took, 0.5), quantile(took, 0.99),
-                )
-            )  # fmt: skip
+            took, share = np.maximum(0, end - start) * 1e-6, covered / max(1, covered_us)
+            ends = quantile(took, 0.5), quantile(took, 0.99)
+            found.append(Phase(names[code], _phase_kind(names[code]), len(took), covered * 1e-6, share, *ends))
     order = ["negotiation", "wait", "queue", "copy", "collective", "set-up"]
     return sorted(found, key=lambda phase: (order.index(phase.kind), -phase.total_s))
 
 
-def _kind(name: str) -> str:
+def _phase_kind(name: str) -> str:
     """The kind of a phase, as in timeline/content.py."""
-    known = {NEGOTIATION: "negotiation", COLLECTIVE: "collective"}.get(kind_of(name))
+    known = {NEGOTIATION: "negotiation", COLLECTIVE: "collective"}.get(span_kind(name))
     if known or name == "QUEUE":
         return known or "queue"
     return "wait" if name.startswith("WAIT") else "copy" if name.startswith(("MEMCPY", "COPY")) else "set-up"
@@ -230,7 +241,7 @@ class Sizes:
         return quantile(self.size[big] / np.maximum(self.took_us[big], 1) * 1e6, 1 - FAST)
 
 
-def ranks_of(negotiations: Negotiations, ranks: set[int], steps: StepTable | None) -> list[RankRow]:
+def rank_lags(negotiations: Negotiations, ranks: set[int], steps: StepTable | None) -> list[RankRow]:
     """How often, and by how much, each rank is last."""
     late, found = negotiations.lag > LATE_US, []
     named = int((negotiations.ticks > 0).sum())
@@ -240,10 +251,6 @@ def ranks_of(negotiations: Negotiations, ranks: set[int], steps: StepTable | Non
         if steps is not None:
             of_steps = int((steps.last_rank != NONE).sum())
             lag = steps.lag[(steps.last_rank == rank) & (steps.lag > LATE_US)] * 1e-6
-        found.append(
-            RankRow(
-                rank, len(lags), len(lags) / max(1, named), quantile(lags, 0.5), quantile(lags, 0.99),
-                len(lag), of_steps, quantile(lag, 0.5), float(lag.sum()),
-            )
-        )  # fmt: skip
+        of_tensors = len(lags), len(lags) / max(1, named), quantile(lags, 0.5), quantile(lags, 0.99)
+        found.append(RankRow(rank, *of_tensors, len(lag), of_steps, quantile(lag, 0.5), float(lag.sum())))
     return found

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict
 
-from hvd_bert.tools.rendering import DASH, byte_size, percent, seconds
+from hvd_bert.tools.rendering import DASH, byte_size, counted, percent, seconds
 from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
 from hvd_bert.tools.timeline.analysis import BIG, Findings, StepFigures
 
@@ -34,7 +34,7 @@ def facts(findings: Findings) -> list[str]:
     """Facts about the file, and what it does not contain."""
     ranks = "an unknown number of ranks (set it with --ranks N)"
     if findings.ranks:
-        ranks = f"{findings.ranks} rank{'s' * (findings.ranks > 1)}"
+        ranks = counted(findings.ranks, "rank")
     lines = [
         f"{findings.path}: {findings.events:,} events of {ranks} in {seconds(findings.covered_s)}, "
         f"{byte_size(findings.size)}."
@@ -70,11 +70,10 @@ def step_lines(findings: Findings) -> list[str]:
 
 def phases(findings: Findings) -> Grid:
     """The table of phases."""
-    rows = [
-        [phase.name, KINDS[phase.kind], f"{phase.count:,}", seconds(phase.total_s), percent(phase.share),
-         seconds(phase.median_s), seconds(phase.p99_s)]
-        for phase in findings.phases
-    ]  # fmt: skip
+    rows = []
+    for phase in findings.phases:
+        cells = [phase.name, KINDS[phase.kind], f"{phase.count:,}", seconds(phase.total_s), percent(phase.share)]
+        rows.append([*cells, seconds(phase.median_s), seconds(phase.p99_s)])
     return Grid(["phase", "meaning", "count", "total", "of all time", "median", "p99"], rows, words=2)
 
 
@@ -114,11 +113,11 @@ def bandwidth(findings: Findings) -> list[str]:
 
 def ranks(findings: Findings) -> Grid:
     """The table of ranks, with how often each is last."""
-    rows = [
-        [f"rank {row.rank}", f"{row.last:,}", percent(row.share), seconds(row.median_s), seconds(row.p99_s),
-         f"{row.steps} of {row.of_steps}", seconds(row.step_median_s), seconds(row.waited_s or math.nan)]
-        for row in findings.rank_rows
-    ]  # fmt: skip
+    rows = []
+    for row in findings.rank_rows:
+        cells = [f"rank {row.rank}", f"{row.last:,}", percent(row.share), seconds(row.median_s), seconds(row.p99_s)]
+        cells += [f"{row.steps} of {row.of_steps}", seconds(row.step_median_s), seconds(row.waited_s or math.nan)]
+        rows.append(cells)
     head = ["rank", "last for tensors", "share", "by (median)", "p99", "last in steps", "by (median)", "total wait"]
     return Grid(head, rows)
 

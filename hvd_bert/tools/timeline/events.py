@@ -43,9 +43,8 @@ _EVENT = re.compile(
     rb'"ph": "(?:E|([BXi])", "name": "([^"]{0,200}))", "ts": (\d{1,15})(?=[,}])'
     rb'(?:, "pid": (\d{1,7})(?:\}|,(?: "args": \{"dtype": "(\w+)", "shape": "\[([\d, ]*)\]")?))?'
 )
-ITEM_BYTES = {"uint8": 1, "int8": 1, "bool": 1, "uint16": 2, "int16": 2, "float16": 2, "bfloat16": 2} | {
-    **{"int32": 4, "float32": 4, "uint32": 4, "int64": 8, "uint64": 8, "float64": 8}
-}
+ITEM_BYTES = dict.fromkeys(("uint8", "int8", "bool"), 1) | dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2)
+ITEM_BYTES |= dict.fromkeys(("int32", "float32", "uint32"), 4) | dict.fromkeys(("int64", "uint64", "float64"), 8)
 
 
 @dataclass
@@ -64,6 +63,34 @@ class Table:
         """The rows of all tables."""
         columns = zip(*(vars(table).values() for table in tables), strict=True)
         return cls(*map(np.concatenate, columns))
+
+
+class Groups:
+    """The rows of a table by a key of at least 0: a figure of each group, in the order of the keys."""
+
+    def __init__(self, key: Array) -> None:
+        order = np.argsort(key, kind="stable")
+        self._order, self._begin = order, np.flatnonzero(np.diff(key[order], prepend=NONE) != 0)
+        self.size = np.diff(self._begin, append=len(order))
+        self.first_row, self.last_row = order[self._begin], order[self._begin + self.size - 1]
+
+    def min(self, column: Array) -> Array:
+        """The minimum of each group."""
+        return np.minimum.reduceat(column[self._order], self._begin)
+
+    def max(self, column: Array) -> Array:
+        """The maximum of each group."""
+        return np.maximum.reduceat(column[self._order], self._begin)
+
+    def sum(self, column: Array) -> Array:
+        """The sum of each group."""
+        return np.add.reduceat(column[self._order], self._begin)
+
+    def of_rows(self, figures: Array) -> Array:
+        """The figure of its group for each row."""
+        found = np.empty(len(self._order), figures.dtype)
+        found[self._order] = np.repeat(figures, self.size)
+        return found
 
 
 @dataclass
@@ -116,8 +143,8 @@ class Recording:
         code, phase = np.divmod(np.array(kinds, np.int32), 256)
         ts = np.array(list(map(int, times)), np.int64)
         pid = np.array([int(text) if text else NONE for text in pids], np.int32)
-        size = np.array([_bytes_of(*kind) if kind[0] else NONE for kind in zip(types, shapes, strict=True)], np.int64)
-        return Events(phase.astype(np.uint8), code, ts, pid, size)
+        sizes = [_tensor_bytes(dtype, shape) if dtype else NONE for dtype, shape in zip(types, shapes, strict=True)]
+        return Events(phase.astype(np.uint8), code, ts, pid, np.array(sizes, np.int64))
 
     def _kind(self, phase: bytes, text: bytes) -> int:
         """256 times the code plus the phase of the events of a name; 0 for events that are in no row."""
@@ -151,7 +178,7 @@ def _check_start(path: Path) -> None:
 
 
 @lru_cache(4096)
-def _bytes_of(dtype: bytes, shape: bytes) -> int:
+def _tensor_bytes(dtype: bytes, shape: bytes) -> int:
     """Bytes of a tensor; NONE if unknown."""
     item = ITEM_BYTES.get(dtype.decode())
     parts = [part.strip() for part in shape.split(b",") if part.strip()]

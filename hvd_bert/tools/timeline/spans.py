@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_bert.tools.timeline.events import BEGIN, END, NONE, TICK, Array, Events, Table
+from hvd_bert.tools.timeline.events import BEGIN, END, NONE, TICK, Array, Events, Groups, Table
 
 NEGOTIATE = "NEGOTIATE_"
 OPERATIONS = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "ADASUM")
@@ -89,7 +89,7 @@ class Spans:
     unfinished: int
 
 
-def kind_of(name: str) -> int:
+def span_kind(name: str) -> int:
     """The kind of a span by its name; OTHER: not a tensor's."""
     if name.startswith(NEGOTIATE):
         return NEGOTIATION
@@ -109,14 +109,14 @@ class _Pairs(Table):
     code: Array
     kind: Array
 
-    def of(self, *kinds: int) -> Array:
+    def rows(self, *kinds: int) -> Array:
         return np.flatnonzero(np.isin(self.kind, kinds))
 
 
-def spans_of(events: Events, names: Sequence[str]) -> Spans:
+def find_spans(events: Events, names: Sequence[str]) -> Spans:
     """The spans of a file's events, in the file's order. `names`: by code."""
     order = np.argsort(events.pid, kind="stable")
-    return _Work(events.only(order), order, np.array([kind_of(name) for name in names], np.int8)).spans()
+    return _Work(events.only(order), order, np.array([span_kind(name) for name in names], np.int8)).spans()
 
 
 class _Work:
@@ -131,46 +131,38 @@ class _Work:
             pair = np.flatnonzero((phase[:-1] == BEGIN) & (phase[1:] == END) & (pid[:-1] == pid[1:]))
             begins.append(lasting[pair])
             ends.append(lasting[pair + 1])
-            left = np.ones(len(lasting), bool)
-            left[pair] = left[pair + 1] = False
-            lasting = lasting[left]
+            lasting = np.delete(lasting, np.concatenate([pair, pair + 1]))
         begin, end = np.concatenate(begins), np.concatenate(ends)
-        sort = np.argsort(begin)
-        begin, end = begin[sort], end[sort]
         code = events.code[begin]
-        self.pairs = _Pairs(begin, end, code, kinds[code])
+        self.pairs = _Pairs(begin, end, code, kinds[code]).only(np.argsort(begin))
         opened = kinds[events.code[lasting[events.phase[lasting] == BEGIN]]]
         self.unfinished = int(np.isin(opened, (NEGOTIATION, OPERATION)).sum())
 
     def spans(self) -> Spans:
         """All spans that have an end."""
         pairs, ts = self.pairs, self.events.ts
-        negotiating = pairs.of(NEGOTIATION)
-        negotiations = self._negotiations(negotiating)
-        rows = pairs.of(OPERATION)
-        # The span before an operation on the same tensor is its negotiation.
-        whole = pairs.of(NEGOTIATION, OPERATION)
-        before = np.full(len(pairs.begin), NONE)
-        number = np.full(len(pairs.begin), NONE)
-        number[negotiating] = np.arange(len(negotiating))
-        pid = self.events.pid[pairs.begin[whole]]
-        same = np.flatnonzero(pid[1:] == pid[:-1]) + 1
-        before[whole[same]] = number[whole[same - 1]]
-        inside = pairs.of(ACTIVITY, COLLECTIVE)
+        negotiations = self._negotiations(pairs.rows(NEGOTIATION))
+        rows = pairs.rows(OPERATION)
+        inside = pairs.rows(ACTIVITY, COLLECTIVE)
         parent = np.searchsorted(pairs.begin[rows], pairs.begin[inside]) - 1
         has = parent >= 0
         has[has] = pairs.end[rows[parent[has]]] > pairs.end[inside[has]]
         inside, parent = inside[has], parent[has]
-        message, collective = self._messages_of(rows, inside, parent)
+        message, collective = self._number_messages(rows, inside, parent)
         operations = Operations(
-            pairs.code[rows], self.events.pid[pairs.begin[rows]], ts[pairs.begin[rows]], ts[pairs.end[rows]],
-            message, before[rows], self.events.size[pairs.end[rows]],
-        )  # fmt: skip
-        activities, of_message = self._activities(inside, message[parent])
+            code=pairs.code[rows],
+            pid=self.events.pid[pairs.begin[rows]],
+            start=ts[pairs.begin[rows]],
+            end=ts[pairs.end[rows]],
+            message=message,
+            negotiation=self._negotiation_before()[rows],
+            size=self.events.size[pairs.end[rows]],
+        )
+        activities, sender = self._activities(inside, message[parent])
         messages = self._messages(operations, negotiations, collective)
         sending = np.flatnonzero(self.kinds[activities.code] == COLLECTIVE)
-        np.minimum.at(messages.sent, of_message[sending], activities.start[sending])
-        np.maximum.at(messages.received, of_message[sending], activities.end[sending])
+        np.minimum.at(messages.sent, sender[sending], activities.start[sending])
+        np.maximum.at(messages.received, sender[sending], activities.end[sending])
         file_order = np.argsort(self.order[pairs.begin[rows]])
         return Spans(negotiations, operations.only(file_order), messages, activities, self.unfinished)
 
@@ -182,72 +174,76 @@ class _Work:
         last = np.where(known, self.events.code[end - 1], NONE)
         return Negotiations(self.pairs.code[rows], self.events.pid[begin], ts[begin], ts[end], ticks, lag, last)
 
-    def _messages_of(self, rows: Array, inside: Array, parent: Array) -> tuple[Array, Array]:
-        """The message number of each operation, and the collective's code of each message."""
-        count = len(self.events)
+    def _negotiation_before(self) -> Array:
+        """For each span: the number of the negotiation that is the span before it on the same tensor, or NONE.
+
+        Activities are inside of operations and do not count.
+        """
+        number, before = np.full(len(self.pairs), NONE), np.full(len(self.pairs), NONE)
+        negotiating = self.pairs.rows(NEGOTIATION)
+        number[negotiating] = np.arange(len(negotiating))
+        whole = self.pairs.rows(NEGOTIATION, OPERATION)
+        pid = self.events.pid[self.pairs.begin[whole]]
+        same = np.flatnonzero(pid[1:] == pid[:-1]) + 1
+        before[whole[same]] = number[whole[same - 1]]
+        return before
+
+    def _number_messages(self, rows: Array, inside: Array, parent: Array) -> tuple[Array, Array]:
+        """The message number of each operation, and the collective's code of each message.
+
+        Tensors of a message begin its collective together, so the first B after an E begins a message:
+
+            tensor    a b a b c c
+            event     B B E E B E
+            message   0 0     1
+        """
         message, code = np.full(len(rows), NONE), np.full(len(rows), NONE)
-        sending = self.pairs.kind[inside] == COLLECTIVE
-        spans, owner = inside[sending], parent[sending]
-        first = np.flatnonzero(np.diff(owner, prepend=NONE) != 0)
-        spans, owner = spans[first], owner[first]
-        total = 0
+        sending = np.flatnonzero(self.pairs.kind[inside] == COLLECTIVE)
+        sending = sending[np.flatnonzero(np.diff(parent[sending], prepend=NONE) != 0)]  # the first of each operation
+        spans, owner, total = inside[sending], parent[sending], 0
         for kind in np.unique(self.pairs.code[spans]).tolist():
-            own = self.pairs.code[spans] == kind
-            begin, end = self.order[self.pairs.begin[spans[own]]], self.order[self.pairs.end[spans[own]]]
-            mark = np.zeros(count, np.int8)
-            mark[begin], mark[end] = 1, 2
-            places = np.flatnonzero(mark)
-            begins = mark[places] == 1
-            fresh = begins.copy()
-            fresh[1:] &= ~begins[:-1]
-            of_place = np.zeros(count, np.int64)
-            of_place[places] = np.cumsum(fresh) - 1 + total
-            message[owner[own]], code[owner[own]] = of_place[begin], kind
+            own = np.flatnonzero(self.pairs.code[spans] == kind)
+            ends = (self.pairs.begin[spans[own]], self.pairs.end[spans[own]])
+            sort = np.argsort(self.order[np.concatenate(ends)])
+            is_begin = sort < len(own)
+            fresh = np.diff(is_begin.astype(np.int8), prepend=0) == 1
+            number = total + np.cumsum(fresh) - 1
+            operations = owner[own[sort[is_begin]]]
+            message[operations], code[operations] = number[is_begin], kind
             total += int(fresh.sum())
         alone = np.flatnonzero(message == NONE)
         message[alone] = total + np.arange(len(alone))
-        total += len(alone)
-        # Number them in the order in which they began.
-        start = np.full(total, count)
-        np.minimum.at(start, message, self.order[self.pairs.begin[rows]])
-        rank = np.empty(total, np.int64)
-        rank[np.argsort(start)] = np.arange(total)
-        message = rank[message]
-        collective = np.full(total, NONE)
+        begun = Groups(message).min(self.order[self.pairs.begin[rows]])
+        message = np.argsort(np.argsort(begun))[message]  # in the order in which they began
+        collective = np.full(len(begun), NONE)
         collective[message] = code
         return message, collective
 
     def _activities(self, inside: Array, message: Array) -> tuple[Activities, Array]:
         """One row per message and activity, shared by its tensors; and the message of each row."""
         code = self.pairs.code[inside].astype(np.int64)
-        key = message * (len(self.kinds) + 1) + code
-        sort = np.argsort(key, kind="stable")
-        key, rows = key[sort], inside[sort]
-        first = np.flatnonzero(np.diff(key, prepend=NONE) != 0)
-        begin, end = self.events.ts[self.pairs.begin[rows]], self.events.ts[self.pairs.end[rows]]
+        groups = Groups(message * (len(self.kinds) + 1) + code)
         # Writing 200 events takes time. The activity itself is between the last B and the first E.
-        latest, earliest = np.maximum.reduceat(begin, first), np.minimum.reduceat(end, first)
-        return Activities(code[sort][first], latest, np.maximum(latest, earliest)), message[sort][first]
+        latest = groups.max(self.events.ts[self.pairs.begin[inside]])
+        earliest = groups.min(self.events.ts[self.pairs.end[inside]])
+        return Activities(code[groups.first_row], latest, np.maximum(latest, earliest)), message[groups.first_row]
 
     def _messages(self, rows: Operations, past: Negotiations, collective: Array) -> Messages:
-        sort = np.argsort(rows.message, kind="stable")
-        first = np.flatnonzero(np.diff(rows.message[sort], prepend=NONE) != 0)
-        size, start, end = rows.size[sort], rows.start[sort], rows.end[sort]
-        before = rows.negotiation[sort]
-        known = before != NONE
-        seen = np.where(known, past.start[before], start) if len(past.start) else start
-        ready = np.where(known, past.end[before], start) if len(past.end) else start
-        minimum = np.minimum.reduceat(size, first)
-        starts, ends = np.minimum.reduceat(start, first), np.maximum.reduceat(end, first)
+        """`received`: not known yet, and neither is `sent` of the messages with a collective."""
+        groups = Groups(rows.message)
+        seen, ready = rows.start.copy(), rows.start.copy()
+        known = np.flatnonzero(rows.negotiation != NONE)
+        seen[known], ready[known] = past.start[rows.negotiation[known]], past.end[rows.negotiation[known]]
+        start, end = groups.min(rows.start), groups.max(rows.end)
         return Messages(
-            code=rows.code[sort][first],
+            code=rows.code[groups.first_row],
             collective=collective,
-            tensors=np.diff(first, append=len(sort)),
-            size=np.where(minimum < 0, NONE, np.add.reduceat(size, first)),
-            seen=np.maximum.reduceat(seen, first),
-            ready=np.maximum.reduceat(ready, first),
-            start=starts,
-            end=ends,
-            sent=np.where(collective == NONE, starts, ends),
-            received=starts.copy(),
+            tensors=groups.size,
+            size=np.where(groups.min(rows.size) < 0, NONE, groups.sum(rows.size)),
+            seen=groups.max(seen),
+            ready=groups.max(ready),
+            start=start,
+            end=end,
+            sent=np.where(collective == NONE, start, end),
+            received=start.copy(),
         )

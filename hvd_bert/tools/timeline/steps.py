@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_bert.tools.timeline.events import NONE, Array, Table
+from hvd_bert.tools.timeline.events import NONE, Array, Groups, Table
 from hvd_bert.tools.timeline.spans import Messages, Spans
 
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
@@ -58,7 +58,7 @@ class _Sent(Messages):
     named: Array
 
 
-def steps_of(spans: Spans, names: Sequence[str]) -> StepTable | None:
+def find_steps(spans: Spans, names: Sequence[str]) -> StepTable | None:
     """All steps; None if there are none. `names`: of spans by code."""
     reductions = [code for code, name in enumerate(names) if name in REDUCTIONS]
     rows = np.flatnonzero(np.isin(spans.operations.code, reductions))
@@ -74,7 +74,7 @@ def steps_of(spans: Spans, names: Sequence[str]) -> StepTable | None:
     for _ in range(3):
         sent = _without_trailing(sent)
     waiting = np.array([not name.startswith(ASYNCHRONOUS) for name in names])
-    return _table(sent, waiting[sent.collective] & (sent.collective != NONE), _by_step(sent))
+    return _make_table(sent, waiting[sent.collective] & (sent.collective != NONE))
 
 
 def _boundaries(pid: Array) -> Array:
@@ -92,71 +92,75 @@ def _boundaries(pid: Array) -> Array:
 
 def _lags(spans: Spans, rows: Array, message: Array) -> tuple[Array, Array, Array]:
     """Per message: the largest lag of its tensors, the last rank (NONE if unknown), and how many tensors name ranks."""
-    lag = np.zeros(len(spans.messages.code), np.int64)
-    last_rank = np.full(len(lag), NONE)
+    count = len(spans.messages)
+    lag, last_rank = np.zeros(count, np.int64), np.full(count, NONE)
     negotiation = spans.operations.negotiation[rows]
     message, negotiation = message[negotiation != NONE], negotiation[negotiation != NONE]
     named = spans.negotiations.ticks[negotiation] > 1
     message, negotiation = message[named], negotiation[named]
-    sort = np.lexsort((spans.negotiations.lag[negotiation], message))
-    lag[message[sort]] = spans.negotiations.lag[negotiation[sort]]  # the largest comes last and wins
-    last_rank[message[sort]] = spans.negotiations.last_rank[negotiation[sort]]
-    return lag, last_rank, np.bincount(message, minlength=len(lag))
-
-
-def _by_step(sent: _Sent) -> tuple[Array, Array]:
-    """The largest lag of each step and its last rank, if at least half of the step's tensors name ranks."""
-    sort = np.lexsort((sent.lag, sent.last_rank != NONE, sent.step))
-    last = np.flatnonzero(np.diff(sent.step[sort], append=-1) != 0)
-    first = np.flatnonzero(np.diff(sent.step, prepend=-1) != 0)
-    known = 2 * np.add.reduceat(sent.named, first) >= np.add.reduceat(sent.tensors, first)
-    return np.where(known, sent.lag[sort[last]], 0), np.where(known, sent.last_rank[sort[last]], NONE)
+    sort = np.argsort(spans.negotiations.lag[negotiation], kind="stable")
+    message, negotiation = message[sort], negotiation[sort]
+    largest = Groups(message).last_row
+    lag[message[largest]] = spans.negotiations.lag[negotiation[largest]]
+    last_rank[message[largest]] = spans.negotiations.last_rank[negotiation[largest]]
+    return lag, last_rank, np.bincount(message, minlength=count)
 
 
 def _without_trailing(sent: _Sent) -> _Sent:
     """Remove a step's last message if it is small and became ready only after all others were received."""
-    last = np.diff(sent.step, append=-1) != 0
-    first = np.diff(sent.step, prepend=-1) != 0
-    total = np.add.reduceat(sent.size, np.flatnonzero(first))[np.cumsum(first) - 1]
-    back = np.maximum.accumulate(sent.end)
-    apart = np.zeros(len(last), bool)
-    apart[1:] = sent.seen[1:] >= back[:-1]
-    return sent.only(np.flatnonzero(~(last & ~first & apart & (sent.size >= 0) & (sent.size < SMALL * total))))
+    steps = Groups(sent.step)
+    last = steps.last_row
+    received = np.maximum.accumulate(sent.end)[last - 1]
+    small = (sent.size[last] >= 0) & (sent.size[last] < SMALL * steps.sum(sent.size))
+    trailing = last[(steps.size > 1) & (sent.seen[last] >= received) & small]
+    return sent.only(np.delete(np.arange(len(sent)), trailing))
 
 
-def _table(sent: _Sent, synchronous: Array, lags: tuple[Array, Array]) -> StepTable:
-    is_first = np.diff(sent.step, prepend=-1) != 0
-    first = np.flatnonzero(is_first)
-    row = np.cumsum(is_first) - 1
-    last = np.append(first[1:], len(row)) - 1
-    back = np.maximum.accumulate(sent.end)
+def _make_table(sent: _Sent, synchronous: Array) -> StepTable:
+    """`synchronous`: which messages were sent by the thread that negotiates."""
+    steps = Groups(sent.step)
     start = sent.start.copy()
-    start[1:] = np.maximum(start[1:], back[:-1])  # overlapping messages count once
-    ready = np.maximum.reduceat(sent.ready, first)
-    seen = np.minimum(np.maximum.reduceat(sent.seen, first), ready)
-    # Messages that were negotiated together: the thread sent them one by one, and noticed no new tensor meanwhile.
-    fresh = is_first.copy()
-    fresh[1:] |= sent.ready[1:] > sent.start[:-1]
-    list_start = np.maximum.accumulate(np.where(fresh, np.arange(len(row)), 0))
-    before = list_start[last] - 1
-    has = (before >= first) & synchronous[before] & (seen - sent.end[before] <= AT_ONCE_US)
-    earliest = np.where(has, sent.start[list_start[before]], seen)
+    start[1:] = np.maximum(start[1:], np.maximum.accumulate(sent.end)[:-1])  # overlapping messages count once
+    ready = steps.max(sent.ready)
+    seen = np.minimum(steps.max(sent.seen), ready)
+    earliest = _earliest_ready(sent, steps, synchronous, seen)
 
-    def after(moment: Array) -> Array:
-        each = np.maximum(0, sent.end - np.maximum(start, moment[row]))
-        total: Array = np.add.reduceat(each, first)
-        return total
+    def sent_after(moment: Array) -> Array:
+        return steps.sum(np.maximum(0, sent.end - np.maximum(start, steps.of_rows(moment))))
 
+    # The largest lag of each step and its last rank, if at least half of the step's tensors name ranks.
+    by_lag = np.lexsort((sent.lag, sent.last_rank != NONE))
+    largest = by_lag[Groups(sent.step[by_lag]).last_row]
+    known = 2 * steps.sum(sent.named) >= steps.sum(sent.tensors)
     return StepTable(
-        number=sent.step[first],
-        start=np.minimum.reduceat(sent.seen, first),
-        tensors=np.add.reduceat(sent.tensors, first),
-        messages=last - first + 1,
-        size=np.add.reduceat(np.maximum(sent.size, 0), first),
-        busy=np.add.reduceat(np.maximum(0, sent.end - start), first),
-        exposed_min=after(ready),
-        exposed_max=after(np.minimum(earliest, ready)),
+        number=sent.step[steps.first_row],
+        start=steps.min(sent.seen),
+        tensors=steps.sum(sent.tensors),
+        messages=steps.size,
+        size=steps.sum(np.maximum(sent.size, 0)),
+        busy=steps.sum(np.maximum(0, sent.end - start)),
+        exposed_min=sent_after(ready),
+        exposed_max=sent_after(np.minimum(earliest, ready)),
         wait=ready - seen,
-        lag=lags[0],
-        last_rank=lags[1],
+        lag=np.where(known, sent.lag[largest], 0),
+        last_rank=np.where(known, sent.last_rank[largest], NONE),
     )
+
+
+def _earliest_ready(sent: _Sent, steps: Groups, synchronous: Array, seen: Array) -> Array:
+    """When the last tensor of each step can have been ready on its first rank, at the earliest. `seen`: when Horovod
+    noticed it.
+
+    The thread that sends notices nothing meanwhile. It sends the messages of one negotiation, a list, one by one:
+
+        list       |   1   |    2    |
+        message    |-a-|-b-||-c-|-d-|      c's and d's tensors can have been ready since a was sent
+    """
+    row = np.arange(len(sent))
+    begins_list = np.zeros(len(sent), bool)
+    begins_list[steps.first_row] = True
+    begins_list[1:] |= sent.ready[1:] > sent.start[:-1]
+    list_start = np.maximum.accumulate(np.where(begins_list, row, 0))
+    before = list_start[steps.last_row] - 1  # the last message of the list before the step's last one
+    waited = (before >= steps.first_row) & synchronous[before] & (seen - sent.end[before] <= AT_ONCE_US)
+    return np.where(waited, sent.start[list_start[before]], seen)
