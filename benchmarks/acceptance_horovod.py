@@ -111,10 +111,10 @@ def check_apart(place: Place) -> Outcome:
     """With and without asynchronous completion, each in a process of its own."""
     if importlib.util.find_spec("horovod") is None:
         raise NotHere("needs Horovod")
-    found = []
-    for name, value in (("horovod", "0"), ("horovod-async", "1")):
-        words = [sys.executable, __file__, place.device, str(place.file(name))]
-        found.append(Outcome(**place.record(name, words, HOROVOD_ENABLE_ASYNC_COMPLETION=value)))
+    found = [
+        place.outcome(name, __file__, HOROVOD_ENABLE_ASYNC_COMPLETION=value)
+        for name, value in (("horovod", "0"), ("horovod-async", "1"))
+    ]
     text = "; asynchronous completion: ".join(outcome.found for outcome in found)
     figures = {"without": found[0].figures, "with": found[1].figures}
     return Outcome(text, all(outcome.passed for outcome in found), figures)

@@ -16,8 +16,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import killed_before_change
 from safetensors import SafetensorError, safe_open
-from shared import killed_before_change
 from tables import each
 
 from hvd_bert.checkpoint import files
