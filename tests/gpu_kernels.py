@@ -65,9 +65,16 @@ def forward(
 
 
 def backward(
-    upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, dropout: float, scale: float | None,
-    seed: Tensor, reach: Any = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    upstream: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu: Tensor,
+    dropout: float,
+    scale: float | None,
+    seed: Tensor,
+    reach: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     for place, keep, far, g, q, k, v in parts(cu, dropout, seed, reach, upstream, query, key, value):

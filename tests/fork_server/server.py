@@ -29,14 +29,24 @@ import threading
 from typing import Any, NoReturn
 
 PRELOADED = [
-    "hvd_bert.training.loop", "hvd_bert.output.reporters.tensorboard", "hvd_bert.predict.answering",
-    "hvd_bert.config.command_line", "transformers.models.bert.modeling_bert",
-    "transformers.models.bert.tokenization_bert", "transformers.conversion_mapping",
-    "hvd_bert.distributed.runner", "hvd_bert.distributed.torch_world", "hvd_bert.strategies.horovod",
-    "hvd_bert.strategies.ddp", "hvd_bert.strategies.fsdp",
-    "hvd_bert.tools.doctor.diagnosis", "hvd_bert.tools.bench.speed", "horovod.torch",
-    "horovod.runner.launch", "torch.distributed.run",
-]  # fmt: skip
+    "hvd_bert.training.loop",
+    "hvd_bert.output.reporters.tensorboard",
+    "hvd_bert.predict.answering",
+    "hvd_bert.config.command_line",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.bert.tokenization_bert",
+    "transformers.conversion_mapping",
+    "hvd_bert.distributed.runner",
+    "hvd_bert.distributed.torch_world",
+    "hvd_bert.strategies.horovod",
+    "hvd_bert.strategies.ddp",
+    "hvd_bert.strategies.fsdp",
+    "hvd_bert.tools.doctor.diagnosis",
+    "hvd_bert.tools.bench.speed",
+    "horovod.torch",
+    "horovod.runner.launch",
+    "torch.distributed.run",
+]
 # Imported for the first command that names them: trainings by DeepSpeed also import torch's compiler, 5 s per rank.
 PRELOADED_IF_NAMED = {"deepspeed": ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]}
 NUMBER = struct.Struct("!I")

@@ -60,7 +60,7 @@ def summed() -> float:
     return float(ones)
 
 
-def status_of(**settings: Any) -> Any:
+def training_status(**settings: Any) -> Any:
     """The status of a UserError, the name of another error, or None if the training ends."""
     try:
         train(**SETTINGS | settings)
@@ -70,15 +70,15 @@ def status_of(**settings: Any) -> Any:
 
 def in_group(kind: str, **settings: Any) -> None:
     distributed.init_process_group("gloo")
-    stopped = status_of(callbacks=[AtStep2()] if kind == "group" else [], **settings)
-    resumed = status_of(**settings) if kind == "group" else None
+    stopped = training_status(callbacks=[AtStep2()] if kind == "group" else [], **settings)
+    resumed = training_status(**settings) if kind == "group" else None
     write(distributed.get_rank(), stopped=stopped, resumed=resumed, sum=summed())
 
 
 def failing(**settings: Any) -> None:
     distributed.init_process_group("gloo")
-    alone = status_of(**settings | {"strategy": "none"})
-    write(distributed.get_rank(), alone=alone, failed=status_of(callbacks=[AtStep2(None)], **settings))
+    alone = training_status(**settings | {"strategy": "none"})
+    write(distributed.get_rank(), alone=alone, failed=training_status(callbacks=[AtStep2(None)], **settings))
 
 
 def submitted(ranks: int, **settings: Any) -> None:
@@ -161,7 +161,7 @@ if __name__ == "__main__":
     elif kind.startswith("submitit"):
         submitted(int(kind[-1]), **settings)
     else:
-        trains = functools.partial(in_group, kind) if kind == "thread" else status_of
+        trains = functools.partial(in_group, kind) if kind == "thread" else training_status
         thread = threading.Thread(target=trains, kwargs=settings)
         thread.start()
         thread.join()

@@ -18,7 +18,6 @@ import pytest
 from documented import Fence
 from launch import REPOSITORY, built, run
 from made_runs import make_run
-from tables import each
 
 pytestmark = pytest.mark.integration
 
@@ -92,7 +91,7 @@ def clone(
     return Clone(folder)
 
 
-@each("page", documented.GUIDES)
+@pytest.mark.parametrize("page", documented.GUIDES)
 def test_every_mark_is_needed(page: str) -> None:
     for fence in documented.fences(page):
         for need in fence.needs:

@@ -19,7 +19,6 @@ import torch
 from commands import said, small_run
 from launch import Outcome, built, run
 from stopping_at import PHASES, notes, taken
-from tables import each
 
 pytestmark = pytest.mark.integration
 
@@ -52,7 +51,7 @@ def elastic(
     return run([str(word) for word in words], folder, env=environ)
 
 
-@each("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_training_continues_without_a_killed_worker(tmp_path: Path, rank: int) -> None:
     outcome = elastic(tmp_path, f"5 {rank} SIGKILL start").expect(0)
     assert "Resuming after step 4, kept by rank 0" in said(outcome), outcome
@@ -72,15 +71,19 @@ for host in localhost 127.0.0.1; do [ -e $host/signalled ] && echo >>looks || ec
 """
 REPORTED = {
     "horovod#2652: the optimizer of an added worker has no state yet": (
-        "3 0 hosts start", {"discover": "echo localhost:1\n[ ! -e localhost/signalled ] || echo 127.0.0.1:1"}, 2
+        "3 0 hosts start",
+        {"discover": "echo localhost:1\n[ ! -e localhost/signalled ] || echo 127.0.0.1:1"},
+        2,
     ),
     "horovod#3264: all workers of a host are killed at once": ("5 2,3 SIGKILL start", {"slots": 2, "least": 2}, 2),
     "horovod#3494: a host is removed, fewer than --min-np remain, another comes": (
-        "3 0 hosts start", {"least": 2, "discover": ANOTHER_COMES}, 2
+        "3 0 hosts start",
+        {"least": 2, "discover": ANOTHER_COMES},
+        2,
     ),
     "horovod#3494, with a host that dies": ("3 0 SIGKILL start", {"least": 2, "discover": ANOTHER_COMES}, 2),
     "a rank is stopped for longer than Gloo waits": ("3 1 SIGSTOP 30", {"least": 2, "limit_s": 20}, 2),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
     return weights(folder / "out")
 
 
-@each("stop, hosts, size", REPORTED.values(), ids=list(REPORTED))
+@pytest.mark.parametrize("stop, hosts, size", REPORTED.values(), ids=list(REPORTED))
 def test_reported_deadlocks(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor], stop: str, hosts: dict[str, Any], size: int
 ) -> None:

@@ -16,10 +16,8 @@ from hvd_bert.errors import EXIT_BAD_INPUT
 pytestmark = pytest.mark.integration
 
 # How the ranks are started, with the strategy. tests/cluster has those of several hosts.
-STARTED = [
-    *[("torch", "horovod"), ("torch", "ddp"), ("torch", "fsdp"), ("deepspeed", "deepspeed"), ("accelerate", "ddp")],
-    *[("JSM", "horovod"), ("FLUX", "ddp"), ("PMIX", "horovod")],
-]
+STARTED = [("torch", "horovod"), ("torch", "fsdp"), ("deepspeed", "deepspeed"), ("accelerate", "ddp")]
+STARTED += [("JSM", "horovod"), ("FLUX", "ddp"), ("PMIX", "horovod")]
 
 
 @pytest.mark.parametrize(("by", "strategy"), STARTED)

@@ -38,7 +38,7 @@ def found(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed", "horovod"])
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed", "horovod"])
 def test_group_of_the_program(tmp_path: Path, horovodruns: list[float], strategy: str) -> None:
     skip_without(strategy)
     start(tmp_path, "torch", "group", strategy)

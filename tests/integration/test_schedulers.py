@@ -14,7 +14,6 @@ import pytest
 from documented import text_of
 from launch import built, environment, programs
 from processes import started
-from tables import each
 
 pytestmark = pytest.mark.integration
 
@@ -105,13 +104,13 @@ def test_a_signalled_job_is_requeued_and_resumes(
             environ |= {"OUT": OUT, "PBS_JOBID": "8.server"}
 
 
-@each(
-    ("script", "of_horovodrun", "status"),
+@pytest.mark.parametrize(
+    ("script", "launcher_status", "status"),
     [("hvd.pbs", 75, 75), ("hvd.lsf", 75, 1), ("hvd.sge", 75, 75), *[(script, 2, 2) for script in SCRIPTS]],
 )
-def test_other_ends_are_not_requeued(tmp_path: Path, script: str, of_horovodrun: int, status: int) -> None:
+def test_other_ends_are_not_requeued(tmp_path: Path, script: str, launcher_status: int, status: int) -> None:
     """Also a stop without a new checkpoint. The ranks are those of the scheduler's variable."""
-    stub = f'#!/bin/sh\nprintf "%s\\n" "$@" >"{tmp_path}/arguments"\nexit {of_horovodrun}\n'
+    stub = f'#!/bin/sh\nprintf "%s\\n" "$@" >"{tmp_path}/arguments"\nexit {launcher_status}\n'
     environ = make_job(script, tmp_path, {"a100-01": 2, "a100-02": 2}, horovodrun=stub)
     (tmp_path / OUT).mkdir(parents=True)
     (tmp_path / OUT / "latest").write_text("checkpoint-3\n")

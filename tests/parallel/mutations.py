@@ -63,7 +63,7 @@ KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "window dropped": ("plan", lambda other, ids: ids[:-1]),
     "window twice": ("plan", lambda other, ids: np.append(ids[:-1], ids[0])),
     "bit of a token": ("batch", lambda row: row.__ixor__(1)),
-}  # fmt: skip
+}
 LAYER = "bert.encoder.layer.1."
 PLACES = (  # rank, step from 1 on, tensor
     (0, 1, "bert.embeddings.position_embeddings.weight"),
