@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from commands import GLOBAL_BATCH, sample_ids, read_lines, said, small_run
+from commands import GLOBAL_BATCH, read_lines, said, sample_ids, small_run
 from documented import undocumented
 from launch import Outcome, launcher, run
 
