@@ -31,7 +31,7 @@ LENGTHS = {"cuda": [384, 17, 128, 1, 250, 96, 63, 300], "cpu": [40, 7, 1, 33]}
 HEADS, HEAD_SIZE, REACH, DROPOUT = 12, 64, 16, 0.1
 SCALING = HEAD_SIZE**-0.5
 TIMED = 20
-SIGMAS = 6.0  # of a mean over random numbers
+SIGMAS = 6.0  # allowed deviation of a mean over random numbers
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

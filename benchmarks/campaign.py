@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 RANKS = 2
 EVERY, BLOCK = 100, 10  # steps between two records; steps of a block, the fastest of which is recorded
 MAX_GROWTH = 0.02
-ROWS = 10  # of the kernels
+KERNEL_ROWS = 10
 # The campaigns that print failures, and how many kills, minutes, stops, steps and evaluations they take.
 NUMBERS = {"kills": 200, "rank_kills": 60, "stops": 100, "steps": 10_000, "evaluations": 1000}
 
@@ -60,7 +60,7 @@ class Recorder(Callback):
     def __init__(self, folder: Path) -> None:
         self._file = JsonLines(folder / f"rank{os.environ['OMPI_COMM_WORLD_RANK']}.jsonl")
         self._process = psutil.Process()
-        self._times = [time.thread_time()]  # of this thread on the CPU, at the end of each block since the last record
+        self._times = [time.thread_time()]  # CPU time at the end of each block since the last record
 
     def on_step(self, step: int) -> None:
         if step % BLOCK == 0:
@@ -133,7 +133,7 @@ def print_kernels() -> None:
     record = {
         "launches_per_step": sum(row["calls"] for row in rows) / made.section,
         "busy_ms_per_step": 1000 * total_s / made.section,
-        "kernels": [row | {"share": row["seconds"] / total_s} for row in rows[:ROWS]],
+        "kernels": [row | {"share": row["seconds"] / total_s} for row in rows[:KERNEL_ROWS]],
     }
     write_record(record, made.out)
 

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 from shared import small_run, tiny_bert
 
-import hvd_bert.training.loop  # noqa: F401  # which the command imports late, and here each rank would
+import hvd_bert.training.loop  # noqa: F401  # imported before the fork, else each rank would import it
 from hvd_bert.checkpoint import files
 from hvd_bert.distributed.rendezvous import serve_store
 from hvd_bert.distributed.runner import run_as_rank
@@ -33,7 +33,7 @@ from hvd_bert.storage.writing import flush
 from hvd_bert.training import api
 from hvd_bert.training.state import TrainState
 
-RANKS = 2  # of the campaigns with several ranks
+RANKS = 2
 END_S = 60.0  # for a rank to end by itself after another one was killed
 LIMIT_S = 600.0  # without a step: the run hangs
 SAVE_STEPS = 8  # between the checkpoints of `kills`
@@ -163,7 +163,7 @@ def attempt(
 
 def start(rank: int, size: int, flags: Sequence[str], reporter: Reporter) -> tuple[int, int]:
     """Train in a forked rank, over Gloo. Returns the reading end of its pipe and its process id."""
-    if rank == 0 and size > 1:  # in place of torchrun
+    if rank == 0 and size > 1:
         stores.append(serve_store("127.0.0.1"))
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": stores[-1].port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         job |= {"TORCHELASTIC_RUN_ID": "forked", "GROUP_WORLD_SIZE": 1, "GROUP_RANK": 0}
@@ -228,7 +228,7 @@ def rank_kills(folder: Path, minutes: int) -> dict[str, Any]:
     """A run in which one of two ranks is killed every minute, and one in which none is."""
     os.environ["HOROVOD_CYCLE_TIME"] = "5"  # an hour of polling once a millisecond would take a core
     pause_s = 0.4
-    steps = int(60 * minutes / pause_s)  # which take longer than `minutes`
+    steps = int(60 * minutes / pause_s)  # they take longer than `minutes`
     flags = small_run(f"--max_steps {steps} --save_steps 20 --eval_strategy steps --eval_steps 50") + tiny_bert(folder)
     attempt([*flags, "--output_dir", str(folder / "whole")], RANKS)
     flags += ["--output_dir", str(folder / "out")]

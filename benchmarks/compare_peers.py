@@ -80,7 +80,7 @@ def trainer_flags(args: argparse.Namespace, model: Path | str, rank_batch: int, 
     """This trainer's flags, except for the number of steps and the output folder."""
     flags = ["--model_name_or_path", str(model), "--train_file", str(args.train_file), "--no_do_eval"]
     flags += ["--per_device_train_batch_size", str(rank_batch), "--learning_rate", str(LEARNING_RATE)]
-    flags += ["--warmup_ratio", "0", "--seed", str(seed)]  # as the peers
+    flags += ["--warmup_ratio", "0", "--seed", str(seed)]
     flags += ["--max_seq_length", str(args.max_seq_length), "--doc_stride", str(min(128, args.max_seq_length // 3))]
     flags += ["--max_train_samples", str(args.max_train_samples)] if args.max_train_samples else []
     return [*flags, "--eval_strategy", "no", "--save_steps", "0"]

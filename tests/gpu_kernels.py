@@ -124,7 +124,7 @@ def register() -> None:
 def install(file: str) -> None:
     """Choose as on an A100."""
     register()
-    sdpa._select_sdp_backend = lambda query, *_: (  # of jagged tensors
+    sdpa._select_sdp_backend = lambda query, *_: (  # jagged tensors
         SDPBackend.FLASH_ATTENTION if query.dtype in HALF else SDPBackend.EFFICIENT_ATTENTION
     )
     chosen, seen = attention.choose, set[Any]()

@@ -22,8 +22,8 @@ from stopping_at import PHASES, notes, taken
 
 pytestmark = pytest.mark.integration
 
-WINDOWS, STEPS_PER_EPOCH = 33, 3  # of small_run
-BOUND = 1e-5  # of weights, since other ranks sum the gradients in another order
+WINDOWS, STEPS_PER_EPOCH = 33, 3  # see small_run
+MAX_DIFFERENCE = 1e-5  # other ranks sum the gradients in another order
 HOSTS = ("localhost", "127.0.0.1", "127.1")  # names of this machine
 
 
@@ -55,7 +55,7 @@ def elastic(
 def test_training_continues_without_a_killed_worker(tmp_path: Path, rank: int) -> None:
     outcome = elastic(tmp_path, f"5 {rank} SIGKILL start").expect(0)
     assert "Resuming after step 4, kept by rank 0" in said(outcome), outcome
-    (results,) = tmp_path.glob("*/out/train_results.json")  # of the survivor
+    (results,) = tmp_path.glob("*/out/train_results.json")
     result = json.loads(results.read_text())
     assert (result["world_size"], result["train_samples"]) == (1, 2 * WINDOWS)
     windows = taken(tmp_path, 4)
@@ -103,7 +103,7 @@ def test_reported_deadlocks(
     out = finished(tmp_path)
     result = json.loads((out / "train_results.json").read_text())
     assert (result["world_size"], result["train_samples"]) == (size, 2 * WINDOWS), outcome
-    assert largest_difference(out, undisturbed) <= BOUND, outcome
+    assert largest_difference(out, undisturbed) <= MAX_DIFFERENCE, outcome
 
 
 def test_elastic_needs_its_launcher(tmp_path: Path) -> None:
@@ -137,13 +137,13 @@ def test_random_kills_change_no_weight(tmp_path: Path) -> None:
             if kept:
                 first, next_ = ([row["step"] for row in notes(folder) if row["world"] == world] for world in (1, 2))
                 kill |= {"kept": kept[0], "begun": max(first), "begun_again": min(next_, default=kept[0] + 1)}
-                kill["repeated_steps"] = max(0, kill["begun"] - kill["begun_again"])  # of the finished ones
+                kill["repeated_steps"] = max(0, kill["begun"] - kill["begun_again"])
         if kill.get("ranks") != 4:  # else the run ended before its kill
             with open(os.environ.get("HVD_BERT_MEASURED", os.devnull), "a", encoding="utf-8") as file:
                 file.write(json.dumps(kill) + "\n")
         if not kill["aborted"] or outcome.hung:
             outcome.expect(0)
-            assert len(kept) == (kill["ranks"] < 4) and kill["difference"] <= BOUND, (kill, outcome)
+            assert len(kept) == (kill["ranks"] < 4) and kill["difference"] <= MAX_DIFFERENCE, (kill, outcome)
         if "begun" in kill:
             assert (kill["repeated_steps"], kill["begun_again"]) == (0, kept[0] + 1), (kill, outcome)
             assert taken(folder, kept[0]) == trained, (kill, outcome)

@@ -30,7 +30,7 @@ def test_two_ranks_are_one_world(tmp_path: Path, horovodruns: list[float], by: s
     assert said(stopped).count("Stopped after step 3 by SIGTERM to rank 1") == 1, stopped
     assert (out / "latest").read_text().strip() == "checkpoint-3"
     command = [*launcher(2, by), *TRAIN]
-    if by == "deepspeed":  # which gives a program of Python the flag --local_rank
+    if by == "deepspeed":  # it gives a Python program the flag --local_rank
         command = [*command[: command.index("--no_local_rank")], "--module", TRAIN[-1]]
     run([*command, *words], tmp_path).expect(0)
     results = json.loads((out / "train_results.json").read_text())

@@ -50,7 +50,7 @@ def make_job(script: str, clone: Path, slots: dict[str, int], **horovodrun: str)
 
 def run_job(script: str, clone: Path, environ: dict[str, str], signalled: str = "") -> tuple[int, str]:
     """The script's status and output. `signalled`: what gets its scheduler's signal when the first step is logged."""
-    sge = script == "hvd.sge"  # which starts the script in the folder of submission, with its arguments
+    sge = script == "hvd.sge"  # it starts the script in the folder of submission, with its arguments
     words = ["bash", str(clone / script), *(FLAGS.split() if sge else [])]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     output = ""
@@ -68,7 +68,7 @@ def run_job(script: str, clone: Path, environ: dict[str, str], signalled: str = 
 def send_signal(job: int, to: str) -> None:
     if to == "timeout":
         (timer,) = psutil.Process(job).children()
-        timer.send_signal(signal.SIGALRM)  # as when its time is over
+        timer.send_signal(signal.SIGALRM)  # its time is over
     elif to == "group":
         os.killpg(job, signal.SIGUSR1)
     else:

@@ -183,7 +183,7 @@ def launcher(size: int, by: str) -> list[str]:
         return [str(program), *ours[by].format(size, by_variables.free_port()).split()]
     if by == "torch":
         return [sys.executable, by_variables.__file__, by, str(size)]
-    if by in by_variables.OF_MPI:
+    if by in by_variables.MPI_VARIABLES:
         return [*launcher(size, "mpirun"), sys.executable, by_variables.__file__, by]
     controller = "mpi" if by == "mpirun" else by
     if controller not in built():

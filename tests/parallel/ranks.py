@@ -39,12 +39,12 @@ class Ranks:
 
 Check = Callable[[Ranks], None]
 CHECKS: dict[str, Check] = {}
-OF_HOROVOD: set[str] = set()  # what does not depend on the strategy, and Horovod's own traps
+HOROVOD_CHECKS: set[str] = set()  # what does not depend on the strategy, and Horovod's own traps
 
 
 def check(function: Check) -> Check:
     """Register a check of Horovod's worlds under its function's name."""
-    OF_HOROVOD.add(function.__name__)
+    HOROVOD_CHECKS.add(function.__name__)
     return check_every_strategy(function)
 
 
@@ -57,7 +57,7 @@ def check_every_strategy(function: Check) -> Check:
 
 def check_names(strategy: str) -> list[str]:
     """The names of the checks of a strategy's worlds, in order."""
-    return [name for name in CHECKS if strategy == "horovod" or name not in OF_HOROVOD]
+    return [name for name in CHECKS if strategy == "horovod" or name not in HOROVOD_CHECKS]
 
 
 def call(main: Callable[[World], object], world: World, words: Sequence[object]) -> None:

@@ -20,7 +20,7 @@ from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
 from hvd_bert.errors import EXIT_STOPPED
 from hvd_bert.training.api import main as train
 
-STEPS = 6  # of 2 passes each, if the rank's batch allows; an epoch has 2 steps, the last of one window
+STEPS = 6  # each has 2 passes, if the rank's batch allows; an epoch has 2 steps, the last has one window
 
 
 def flags(world: World, strategy: str, out: Path) -> list[str]:

@@ -125,7 +125,7 @@ def launch(request: pytest.FixtureRequest, worlds: Any) -> Launch:
     return worlds(size, by, strategy)
 
 
-of_horovod = pytest.mark.parametrize("launch", HOROVOD, ids=world_name, indirect=True, scope="session")
+horovod_worlds = pytest.mark.parametrize("launch", HOROVOD, ids=world_name, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
@@ -211,7 +211,7 @@ def test_classification_is_that_of_one_rank(launch: Launch, alone: Launch) -> No
     assert found["probability"] == pytest.approx(expected["probability"], abs=1e-4)
 
 
-@of_horovod
+@horovod_worlds
 def test_losses_of_a_task_of_ones_own_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
     for one in (launch, alone):
         one.expect("task_of_ones_own_ends_well")
@@ -220,7 +220,7 @@ def test_losses_of_a_task_of_ones_own_are_those_of_one_rank(launch: Launch, alon
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
-@of_horovod
+@horovod_worlds
 def test_answers_to_a_file_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
     for one in (launch, alone):
         one.expect("file_is_answered_as_by_one_rank")
@@ -228,7 +228,7 @@ def test_answers_to_a_file_are_those_of_one_rank(launch: Launch, alone: Launch) 
     assert found == expected and len(expected.splitlines()) == 30
 
 
-@of_horovod
+@horovod_worlds
 @pytest.mark.parametrize("num_questions", evaluation_checks.NUM_QUESTIONS)
 @pytest.mark.parametrize("preset", evaluation_checks.PRESETS)
 def test_evaluation_is_that_of_one_rank(launch: Launch, alone: Launch, preset: str, num_questions: int) -> None:
@@ -240,7 +240,7 @@ def test_evaluation_is_that_of_one_rank(launch: Launch, alone: Launch, preset: s
     assert found["null_odds"] == pytest.approx(expected["null_odds"], abs=1e-4)
 
 
-@of_horovod
+@horovod_worlds
 @pytest.mark.parametrize("num_questions", evaluation_checks.NUM_QUESTIONS)
 def test_scores_are_the_official_scripts(launch: Launch, num_questions: int) -> None:
     try:
