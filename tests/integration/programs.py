@@ -91,9 +91,7 @@ def submitted(ranks: int, **settings: Any) -> None:
         batch = {"per_device_train_batch_size": 16 // ranks}
         return train(**SETTINGS | settings | batch, callbacks=callbacks).scores
 
-    os.environ["MASTER_PORT"] = str(
-        get_free_port()
-    )  # submitit's own choice may be in use
+    os.environ["MASTER_PORT"] = str(get_free_port())  # submitit's own choice may be in use
     executor = submitit.LocalExecutor("logs")
     executor.update_parameters(tasks_per_node=ranks, timeout_min=3)
     executor.submit(job, AtStep2(signal.SIGUSR2)).wait()  # submitit's signal of a preemption

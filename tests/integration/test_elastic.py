@@ -106,11 +106,6 @@ def test_reported_deadlocks(
     assert largest_difference(out, undisturbed) <= MAX_DIFFERENCE, outcome
 
 
-def test_elastic_needs_its_launcher(tmp_path: Path) -> None:
-    refused = run(small_run(1, tmp_path / "out", "--elastic"), tmp_path).expect(2)
-    assert "--elastic needs Horovod's elastic launcher. Start horovodrun" in refused.output
-
-
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
 def test_random_kills_change_no_weight(tmp_path: Path) -> None:
