@@ -82,7 +82,8 @@ def test_scripts_are_short() -> None:
 
 @pytest.mark.parametrize(
     ("script", "signalled", "status"),
-    [("hvd.pbs", ["timeout"] * 2, 75), ("hvd.lsf", ["group", "script"], 75), ("hvd.sge", ["timeout"] * 2, 99)],
+    [("hvd.pbs", ["timeout"] * 2, 75), ("hvd.lsf", ["group", "script"], 75), ("hvd.sge", ["timeout"], 99)],
+    ids=["pbs", "lsf", "sge"],
 )
 def test_a_signalled_job_is_requeued_and_resumes(
     tmp_path: Path, script: str, signalled: list[str], status: int
