@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tables import each, refused
+from tables import refused
 from test_families import small
 from test_train_api import start
 from test_world import make_world
@@ -193,7 +193,7 @@ def test_truncated_questions_are_reported_once(model, caplog):
     assert len(caplog.messages) == 1 and "--max_seq_length" in caplog.text
 
 
-@each(
+@pytest.mark.parametrize(
     ("question", "context", "named"),
     [
         ("Who?", " \n", ["context"]),
@@ -212,7 +212,7 @@ def test_what_cannot_be_answered(qa, question, context, named):
         qa(question=question, context=context)
 
 
-@each(
+@pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"precision": "int8"}, ["precision 'int8'", "fp32, bf16, fp16"]),

@@ -7,7 +7,6 @@ import math
 import gpu_kernels
 import pytest
 import torch
-from tables import each
 
 from hvd_bert.model import attention
 from hvd_bert.model.attention import (
@@ -56,8 +55,8 @@ def same_with_gradients(found: torch.Tensor, expected: torch.Tensor, *inputs: to
     torch.testing.assert_close(gradients, own, rtol=1e-4, atol=1e-6)
 
 
-@each("lengths", LENGTHS)
-@each("scaling", [None, 0.3])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("scaling", [None, 0.3])
 def test_each_token_attends_to_its_own_window(kernel, lengths, scaling):
     torch.manual_seed(0)
     # As in transformers: views of [1, N, heads x head size].
@@ -71,7 +70,7 @@ def test_each_token_attends_to_its_own_window(kernel, lengths, scaling):
 
 
 @pytest.mark.parametrize("kernel", [by_flash, by_window, by_probabilities], indirect=True)
-@each("sliding_window", [1, 3, 4, 9])
+@pytest.mark.parametrize("sliding_window", [1, 3, 4, 9])
 def test_local_attention_reaches_less_than_the_sliding_window(kernel, sliding_window):
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3))
@@ -139,7 +138,7 @@ def test_bf16_is_near_fp32_with_the_same_dropout():
 NONE, EFFICIENT, BOTH = frozenset(), frozenset({by_efficient}), frozenset({by_efficient, by_flash})
 
 
-@each(
+@pytest.mark.parametrize(
     ("device", "dtype", "dropout", "head_size", "fused", "expected"),
     [
         ("cuda", torch.bfloat16, 0.0, 64, BOTH, by_flash),
@@ -163,7 +162,7 @@ def test_chosen_kernel(device, dtype, dropout, head_size, fused, expected):
         assert choose(device, dtype, dropout, head_size, fused, local=True) is local
 
 
-@each(
+@pytest.mark.parametrize(
     ("capability", "arguments", "expected"),
     [
         ((7, 0), {}, EFFICIENT),

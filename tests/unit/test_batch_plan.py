@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import each, refused
+from tables import refused
 from test_world import make_world
 
 from hvd_bert.config.command_line import parse
@@ -83,8 +84,8 @@ def test_ranks_share_a_step_evenly(plan, step):
         assert np.ptp(costs[np.array(sizes) == size]) <= most_expensive
 
 
-@each("num_windows", [8, 24, 101])
-@each("step", [0, 2, 7, 40])
+@pytest.mark.parametrize("num_windows", [8, 24, 101])
+@pytest.mark.parametrize("step", [0, 2, 7, 40])
 def test_step_does_not_depend_on_the_world(num_windows, step):
     worlds = [(1, 1), (1, 2), (2, 2), (1, 4), (2, 4), (1, 8)]  # accumulation and size
     plans = [BatchPlan(lengths(num_windows), 8, *world, seed=3, crossover=MINILM) for world in worlds]
@@ -102,8 +103,8 @@ def test_plan_is_pure(plan, step):
     assert [ids.tolist() for passes in by_rank(again, step) for ids in passes] == assigned
 
 
-@each("crossover", [MINILM, BERT_BASE])
-@each(("size", "batch"), [(2, 8), (4, 8), (8, 8), (3, 8), (4, 16), (128, 8)])
+@pytest.mark.parametrize("crossover", [MINILM, BERT_BASE])
+@pytest.mark.parametrize(("size", "batch"), [(2, 8), (4, 8), (8, 8), (3, 8), (4, 16), (128, 8)])
 def test_ranks_take_nearly_the_same_number_of_tokens(size, batch, crossover):
     plan = BatchPlan(lengths(40 * size * batch), batch * size, 1, size, 0, crossover)
     tokens = [imbalance(plan.rank_tokens(step)) for step in range(plan.steps_per_epoch)]
@@ -138,7 +139,7 @@ def test_order_stays_the_same():
         assert plan.step_windows(1).tolist() == epoch_1
 
 
-@each("weights", [(1, 1, 1), (1, 2, 0.5), (0.3, 2.5, 1), (0.001, 1, 0.1)])
+@pytest.mark.parametrize("weights", [(1, 1, 1), (1, 2, 0.5), (0.3, 2.5, 1), (0.001, 1, 0.1)])
 def test_each_window_once_before_any_twice(weights):
     sizes = (7, 20, 31)
     parts = mixture(sizes, weights)
@@ -154,14 +155,14 @@ def test_each_window_once_before_any_twice(weights):
             assert found.sum() == each_epoch * (epoch + 1) and found.max() - found.min() <= 1, size
 
 
-@each(("num_windows", "size"), [(0, 1), (3, 4), (1, 2)])
+@pytest.mark.parametrize(("num_windows", "size"), [(0, 1), (3, 4), (1, 2)])
 def test_fewer_windows_than_ranks_are_refused(num_windows, size):
     with refused(f"{num_windows} windows", f"{size} ranks"):
         BatchPlan(lengths(num_windows), size, 1, size, 0, MINILM)
     BatchPlan(lengths(size), size, 1, size, 0, MINILM)
 
 
-@each(
+@pytest.mark.parametrize(
     ("size", "accumulation", "before", "after", "passes"),
     [(3, 1, 8, 16, 3), (2, 2, 12, 24, 4), (4, 1, 8, 4, 1), (1, 2, 16, 17, 3)],
 )
@@ -185,7 +186,7 @@ def plan_of(size: int, *flags: str) -> BatchPlan:
     return make_plan(LENGTHS, parse(list(flags)).train, 4608, make_world(size=size))
 
 
-@each("size", [1, 2, 3, 4, 5, 8, 32])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 32])
 def test_global_batch_is_kept_on_any_number_of_ranks(size):
     plan = plan_of(size, "--global_batch", "32", "--per_device_train_batch_size", "8")
     taken = [[len(ids) for ids in plan.rank_windows(0, rank)] for rank in range(size)]
@@ -194,7 +195,7 @@ def test_global_batch_is_kept_on_any_number_of_ranks(size):
     assert len({len(passes) for passes in taken}) == 1
 
 
-@each(
+@pytest.mark.parametrize(
     ("flags", "named"),
     [
         (["--global_batch", "3"], ["--global_batch 3", "4 devices"]),
@@ -210,7 +211,7 @@ def test_global_batch_that_does_not_fit_is_refused(flags, named):
         plan_of(4, *flags)
 
 
-@each(
+@pytest.mark.parametrize(
     ("preset", "sizes", "batches", "learning_rate", "epochs"),
     [
         # The BERT paper's (Devlin et al. 2019, section 4.2).

@@ -10,7 +10,7 @@ import gpu_kernels
 import numpy as np
 import pytest
 import torch
-from tables import each, refused
+from tables import refused
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -67,7 +67,9 @@ def load(tokenizer, seed: int = 1, compiled: bool = False, **names) -> BertForQu
 # --- sources ---------------------------------------------------------------------------------------
 
 
-@each("source", [{"config_name": "scratch"}, {"model_name_or_path": "encoder"}, {"model_name_or_path": "model"}])
+@pytest.mark.parametrize(
+    "source", [{"config_name": "scratch"}, {"model_name_or_path": "encoder"}, {"model_name_or_path": "model"}]
+)
 def test_no_pooler_and_all_parameters_are_used(folders, tokenizer, windows, source):
     model = load(tokenizer, **{key: folders / value for key, value in source.items()})
     assert not [name for name, _ in model.named_parameters() if "pooler" in name]
@@ -100,7 +102,9 @@ def test_saved_folder_loads_whole_with_our_own_layers(folders, tokenizer):
 # --- refused input ---------------------------------------------------------------------------------
 
 
-@each(("kind", "reason"), [(ViTConfig, "vit"), (FNetConfig, "padding changes the results of fnet models")])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(ViTConfig, "vit"), (FNetConfig, "padding changes the results of fnet models")]
+)
 def test_families_that_cannot_be_right_are_refused(tokenizer, tmp_path, kind, reason):
     kind(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, max_position_embeddings=64).save_pretrained(
         tmp_path
@@ -210,7 +214,7 @@ def test_autocast_leaves_weights_gradients_and_logits_in_fp32(model, windows):
         assert torch.equal(window_losses(model, batch), full)
 
 
-@each(("version", "used"), [("2.10.0", True), ("2.13.1+cu130", False), ("2.14.0", True)])
+@pytest.mark.parametrize(("version", "used"), [("2.10.0", True), ("2.13.1+cu130", False), ("2.14.0", True)])
 def test_cudnns_attention_is_off_where_its_gradients_are_wrong(monkeypatch, version, used):
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:

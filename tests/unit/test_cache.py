@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tables import each, refused
+from tables import refused
 
 from hvd_bert.data import cache
 from hvd_bert.errors import UserError
@@ -132,7 +132,7 @@ def test_errors_name_the_variable_to_set(tmp_path):
         cache.entry(tmp_path / "file" / "windows", "key", build)
 
 
-@each(
+@pytest.mark.parametrize(
     ("own", "xdg", "expected"),
     [
         ("/own", "/xdg", "/own/windows"),

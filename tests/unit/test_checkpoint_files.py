@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from processes import killed_before_change
 from safetensors import SafetensorError, safe_open
-from tables import each
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
@@ -117,7 +116,7 @@ def test_a_kill_at_any_point_leaves_a_checkpoint(tmp_path):
     assert set(rewritten) == {7, 9} and len(rewritten) > 20
 
 
-@each("name", FILES)
+@pytest.mark.parametrize("name", FILES)
 def test_damage_is_named(tmp_path, name):
     path = files.write(tmp_path, 7, contents(7)) / name
     cut, missing = lambda path: path.write_bytes(path.read_bytes()[:-1]), lambda path: None
@@ -133,7 +132,7 @@ def test_damage_is_named(tmp_path, name):
 OF_STATE = {"bytes": 2, "sha256": "0" * 64}
 
 
-@each(
+@pytest.mark.parametrize(
     "manifest",
     [
         *([], {"format": 1}, {"files": {"state.json": OF_STATE}}, {"format": 2, "files": {}}),
@@ -169,7 +168,7 @@ def test_one_flipped_bit_is_seen(tmp_path, name, data):
     assert found.state == {"step": 7, "learning_rate": 0.1}
 
 
-@each("fails", ["save_file", "mkdir", "rename", "fsync"])
+@pytest.mark.parametrize("fails", ["save_file", "mkdir", "rename", "fsync"])
 def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails):
     files.write(tmp_path, 7, contents(7))
 

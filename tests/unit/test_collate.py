@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-from tables import each
 
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.data.collate import AHEAD, Collator, Prefetcher
@@ -45,7 +44,7 @@ def windows(rows) -> WindowTable:
     return WindowTable.from_columns({name: [row[name] for row in rows] for name in rows[0]})
 
 
-@each("ids", [[0], [3, 1], list(range(11, -1, -2)), np.arange(12)])
+@pytest.mark.parametrize("ids", [[0], [3, 1], list(range(11, -1, -2)), np.arange(12)])
 def test_batch(rows, windows, ids):
     tokens, types, positions, lengths = [], [], [], []
     for row in (rows[i] for i in ids):
@@ -69,8 +68,8 @@ def test_batch(rows, windows, ids):
     assert {value.dtype for value in others} == {torch.int64}
 
 
-@each("ids", [[0], [3, 1], list(range(12))])
-@each("pad_to", [0, 25])
+@pytest.mark.parametrize("ids", [[0], [3, 1], list(range(12))])
+@pytest.mark.parametrize("pad_to", [0, 25])
 def test_padded_batch(rows, windows, ids, pad_to):
     chosen = [rows[i] for i in ids]
     longest = max(len(row["input_ids"]) for row in chosen)
@@ -89,7 +88,7 @@ def test_padded_batch(rows, windows, ids, pad_to):
     assert torch.equal(padded.ends, packed.ends)
 
 
-@each("pad_to", [None, 0])
+@pytest.mark.parametrize("pad_to", [None, 0])
 def test_rank_without_windows_gets_one_that_does_not_count(windows, pad_to):
     batch = Collator(windows, CPU, pad_to)([])
     assert (batch.num_windows, batch.num_positions) == (0, 0)
@@ -106,7 +105,7 @@ def plan() -> BatchPlan:
     return BatchPlan(lengths, global_batch=8, accumulation=2, size=2, seed=3, crossover=100)
 
 
-@each("first", [0, 7])
+@pytest.mark.parametrize("first", [0, 7])
 def test_batches_are_those_of_the_plan(plan, first):
     batches = Prefetcher(plan, lambda ids: ids.tolist(), rank=1, first=first)  # type: ignore[arg-type, return-value]
     for step in range(first, first + 8):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tables import each, refused
+from tables import refused
 
 from hvd_bert.config.command_line import PRESETS as PRESET_FOLDER
 from hvd_bert.config.command_line import drop_flags, override_argv, parse
@@ -44,8 +44,8 @@ def write(folder: Path, text: str) -> str:
 # --- flags -----------------------------------------------------------------------------------------
 
 
-@each("joined", [True, False], ids=["--flag=value", "--flag value"])
-@each(("name", "value"), RUN_QA.items())
+@pytest.mark.parametrize("joined", [True, False], ids=["--flag=value", "--flag value"])
+@pytest.mark.parametrize(("name", "value"), RUN_QA.items())
 def test_run_qa_flag(name, value, joined):
     default = parse([]).as_flat()
     settings = parse([f"--{name}={value}"] if joined else [f"--{name}", str(value)]).as_flat()
@@ -53,7 +53,7 @@ def test_run_qa_flag(name, value, joined):
     assert type(settings[name]) is type(value)
 
 
-@each(
+@pytest.mark.parametrize(
     ("flags", "name", "value"),
     [
         *((flags, "bf16", True) for flags in ("--bf16", "--bf16 True", "--bf16=true")),
@@ -79,7 +79,7 @@ def test_help_lists_every_flag(capsys):
 # --- refused input ---------------------------------------------------------------------------------
 
 
-@each(
+@pytest.mark.parametrize(
     ("flags", "named"),
     [
         ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate?"]),
@@ -107,7 +107,7 @@ def test_refused_flags(flags, named, capsys):
     assert capsys.readouterr() == ("", "")  # the entry point prints it once
 
 
-@each("name", [name for name, flag in FLAGS.items() if flag.range])
+@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.range])
 def test_limits_of_a_flag(name):
     flag = FLAGS[name]
     lower, upper = flag.minimum, flag.maximum
@@ -136,7 +136,7 @@ def test_command_line_wins_over_file_over_default(tmp_path):
         assert (settings.train.learning_rate, settings.train.seed, settings.train.logging_steps) == (1e-3, 6, 10)
 
 
-@each("preset", PRESETS)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_shipped_preset(preset):
     settings = parse(["--config", preset])
     written = yaml.safe_load((PRESET_FOLDER / f"{preset}.yaml").read_text(encoding="utf-8"))
@@ -149,7 +149,7 @@ def test_shipped_preset(preset):
         assert flat[name] == value, name
 
 
-@each(
+@pytest.mark.parametrize(
     ("flags", "expected"),
     [
         (
@@ -175,7 +175,7 @@ def test_source_on_the_command_line_replaces_the_files(tmp_path, flags, expected
     assert {key: settings[key] for key in expected} == expected
 
 
-@each(
+@pytest.mark.parametrize(
     ("flags", "dataset", "v2"),
     [
         ([], "squad", False),
@@ -191,7 +191,7 @@ def test_dataset(flags, dataset, v2):
     assert settings.model.model_name_or_path == settings.model.tokenizer == "bert-base-uncased"
 
 
-@each("preset", [None, *PRESETS])
+@pytest.mark.parametrize("preset", [None, *PRESETS])
 def test_saved_settings_read_back_the_same(tmp_path, preset):
     flags = ["--config", preset] if preset else []
     flags += ["--null_score_diff_threshold=-1e-5", "--no_do_eval", "--output_dir", "ünter: way", "--eval_strategy=no"]
@@ -201,7 +201,7 @@ def test_saved_settings_read_back_the_same(tmp_path, preset):
     assert parse(["--config", str(path)]) == settings
 
 
-@each(
+@pytest.mark.parametrize(
     ("flags", "padding", "pad_to"),
     [
         ("", "none", None),
@@ -217,7 +217,7 @@ def test_padding(tmp_path, flags, padding, pad_to):
     assert (data.padding, data.pad_to_max_length, data.pad_to) == (padding, padding == "max_length", pad_to)
 
 
-@each(
+@pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ("", "max_length"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import pytest
 import torch
-from tables import each
 from torch import nn
 
 from hvd_bert import machine
@@ -30,7 +30,7 @@ NEOVERSE = "processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: fp asimd sve bf16 i
 GRAVITON2 = NEOVERSE.replace(" sve bf16 i8mm", "")
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "architecture", "capability", "kind", "emulates"),
     [
         (cpuinfo(*ZEN5), "x86_64", "AVX512", "AMD, AVX-512", False),

@@ -14,7 +14,7 @@ import hostile
 import pytest
 import torch
 from safetensors.torch import load_file
-from tables import each, refused
+from tables import refused
 from test_families import small
 from transformers import AlbertConfig, BertConfig, BertForQuestionAnswering
 
@@ -216,7 +216,7 @@ def test_rank_of_adapters_above_the_layers_size(good, tokenizer) -> None:
         add_adapters(load_model(args, tokenizer, LENGTH, seed=1), args, seed=1)
 
 
-@each("name", CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_damage_is_one_message(good, tmp_path, make_questions, name):
     folder = shutil.copytree(good, tmp_path / "damaged")
     damage, words = CASES[name]
@@ -276,7 +276,7 @@ def words_only(folder: Path, words: list[str]) -> ModelArguments:
 CASED = ["Berlin", "be", "##rlin"]
 
 
-@each(
+@pytest.mark.parametrize(
     ("words", "file", "content", "expected"),
     [
         (["##Berlin", "Ber", "##lin"], None, {}, ["Ber", "##lin"]),
@@ -304,7 +304,7 @@ def test_cased_vocabulary_is_not_lower_cased(tmp_path, caplog, words, file, cont
     assert load_tokenizer(ModelArguments(tokenizer_name=str(tmp_path / "again"))).tokenize("Berlin") == expected
 
 
-@each("name", ["/nowhere", "./nowhere/at/all", "someone/uncached"])
+@pytest.mark.parametrize("name", ["/nowhere", "./nowhere/at/all", "someone/uncached"])
 def test_missing_model(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tables import each, refused
+from tables import refused
 from test_card import code_of
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
 
@@ -22,7 +22,7 @@ def touch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / name).touch()
 
 
-@each(
+@pytest.mark.parametrize(
     ("flag", "values", "expected"),
     [
         ("train_file", ["c:2"], [("c:2", "", 1)]),
@@ -43,7 +43,7 @@ def test_weights_and_names(tmp_path, monkeypatch, flag, values, expected):
     assert override_argv(words, [f"--{flag}=other"]) == ["--seed", "1", f"--{flag}=other"]
 
 
-@each(
+@pytest.mark.parametrize(
     ("flag", "values", "named"),
     [
         *(("train_file", [f"a.json:{weight}"], [f"a.json:{weight}"]) for weight in ("0", "-1", "nan", "1001", "")),

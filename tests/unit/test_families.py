@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tables import each, refused
+from tables import refused
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
@@ -158,8 +158,8 @@ def compare(models, windows: WindowTable, pad_to: int | None = None, classes: bo
         assert reference.grad is not None or weights.grad is None, name
 
 
-@each("kernel", [attention.by_window, attention.by_probabilities, attention.by_jagged])
-@each("name", PACKED)
+@pytest.mark.parametrize("kernel", [attention.by_window, attention.by_probabilities, attention.by_jagged])
+@pytest.mark.parametrize("name", PACKED)
 def test_packed_windows_give_the_logits_and_gradients_of_transformers(name, kernel, windows, monkeypatch):
     def chosen(device, dtype, dropout, head_size, fused, local):
         return attention.by_window if local and kernel is attention.by_jagged else kernel
@@ -170,12 +170,12 @@ def test_packed_windows_give_the_logits_and_gradients_of_transformers(name, kern
     compare(both, windows)
 
 
-@each("name", TRAINED)
+@pytest.mark.parametrize("name", TRAINED)
 def test_padded_windows_give_the_logits_and_gradients_of_transformers(name, windows):
     compare(models(name, padded=True), windows, pad_to=0)
 
 
-@each("name", ["squeezebert", "luke", "bart"])
+@pytest.mark.parametrize("name", ["squeezebert", "luke", "bart"])
 def test_a_family_without_a_row_is_trained_on_padded_windows_with_layers_of_its_own(name, windows, monkeypatch, caplog):
     monkeypatch.setitem(CONFIGS, name, CONFIG_MAPPING[name])
     both = ours, _ = models(name, padded=True)
@@ -189,7 +189,9 @@ def test_a_family_without_a_row_is_trained_on_padded_windows_with_layers_of_its_
 
 
 # YOSO hashes tokens; LUKE's positions begin after the padding token's; LXMERT needs an image.
-@each(("name", "tokens", "reason"), [("yoso", 8, "padding"), ("luke", 63, "index"), ("lxmert", 8, "visual_feats")])
+@pytest.mark.parametrize(
+    ("name", "tokens", "reason"), [("yoso", 8, "padding"), ("luke", 63, "index"), ("lxmert", 8, "visual_feats")]
+)
 def test_a_family_without_a_row_that_fails_is_refused(name, tokens, reason, monkeypatch):
     monkeypatch.setitem(CONFIGS, name, CONFIG_MAPPING[name])
     torch.manual_seed(0)
@@ -198,15 +200,15 @@ def test_a_family_without_a_row_that_fails_is_refused(name, tokens, reason, monk
         check_unlisted(model, tokens)
 
 
-@each("pad_to", [None, 0], ids=["packed batch", "padded batch"])
-@each(("name", "pooling"), CLASSIFIED)
+@pytest.mark.parametrize("pad_to", [None, 0], ids=["packed batch", "padded batch"])
+@pytest.mark.parametrize(("name", "pooling"), CLASSIFIED)
 def test_texts_give_the_logits_and_gradients_of_transformers(name, pooling, pad_to, windows):
     if name in PACKED or pad_to is not None:  # padded families have no packed texts
         compare(models(name, pad_to is not None, pooling, classes=True), windows, pad_to, classes=True)
 
 
-@each("pad_to", [None, 0], ids=["packed batch", "padded batch"])
-@each("name", TRAINED)
+@pytest.mark.parametrize("pad_to", [None, 0], ids=["packed batch", "padded batch"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_head_for_tokens_gives_the_logits_of_transformers(name, pad_to, windows):
     if CONFIGS[name] not in TAGGERS or (name in PADDED and pad_to is None):
         return
@@ -226,7 +228,7 @@ def test_head_for_tokens_gives_the_logits_of_transformers(name, pad_to, windows)
         assert (row - other[: len(row)])[:length].abs().max() <= 1e-5 * expected.abs().max()
 
 
-@each("head", [TAGGERS, CLASSIFIERS])
+@pytest.mark.parametrize("head", [TAGGERS, CLASSIFIERS])
 def test_other_heads_of_a_family_without_a_row_are_tried(head, monkeypatch):
     monkeypatch.setitem(CONFIGS, "squeezebert", CONFIG_MAPPING["squeezebert"])
     config = small("squeezebert")
@@ -238,14 +240,14 @@ def test_other_heads_of_a_family_without_a_row_are_tried(head, monkeypatch):
         check_unlisted(model, 40)
 
 
-@each("name", TRAINED)
+@pytest.mark.parametrize("name", TRAINED)
 def test_padding_is_set_for_families_that_need_it(name):
     for padding in ("none", "max_length"):
         expected = "longest" if name in PADDED and padding == "none" else padding
         assert choose_padding(small(name), padding) == expected
 
 
-@each("name", TRAINED)
+@pytest.mark.parametrize("name", TRAINED)
 def test_encoder_without_a_head_is_loaded(name, tokenizer, tmp_path):
     config = small(name)
     config.vocab_size = len(tokenizer)
@@ -260,7 +262,7 @@ def test_encoder_without_a_head_is_loaded(name, tokenizer, tmp_path):
         load_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer, 32, seed=1, needs_head=True)
 
 
-@each("name", [name for name in TRAINED if not FAMILIES[name].only_fp32])
+@pytest.mark.parametrize("name", [name for name in TRAINED if not FAMILIES[name].only_fp32])
 def test_half_precision(name, windows):
     model = new_model(small(name), 0.1, seed=1).train()
     with autocast(CPU, "bf16"):
@@ -268,8 +270,10 @@ def test_half_precision(name, windows):
     assert all(weights.grad.isfinite().all() for weights in model.parameters() if weights.grad is not None)
 
 
-@each("chosen", [kernels.TORCH_ONLY, kernels.Kernels(norm=kernels.FUSED)], ids=["torch", "fused where compiled"])
-@each("name", [name for name in TRAINED if FAMILIES[name].add_and_norm])
+@pytest.mark.parametrize(
+    "chosen", [kernels.TORCH_ONLY, kernels.Kernels(norm=kernels.FUSED)], ids=["torch", "fused where compiled"]
+)
+@pytest.mark.parametrize("name", [name for name in TRAINED if FAMILIES[name].add_and_norm])
 def test_layers_with_residual_and_norm_compute_what_those_of_transformers_do(name, chosen, monkeypatch):
     monkeypatch.setitem(SMALL, "hidden_size", 32)
     monkeypatch.setitem(SMALL, "embedding_size", 32)
@@ -302,7 +306,7 @@ def test_layers_with_hooks_and_of_other_libraries_are_not_replaced():
     assert layer.attention.output.dense is quantized and type(layer.attention.self.query) is Linear
 
 
-@each("name", [name for name, family in FAMILIES.items() if family.attention])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.attention])
 def test_query_key_and_value_as_one_product(name, windows):
     batch, own = Collator(windows, CPU)(range(len(LENGTHS))), new_model(small(name), 0.0, seed=1).eval()
     joined = copy.deepcopy(own)
@@ -321,7 +325,7 @@ def test_query_key_and_value_as_one_product(name, windows):
     assert not torch.equal(*(window_losses(dropping, batch) for _ in "ab"))
 
 
-@each("name", TRAINED)
+@pytest.mark.parametrize("name", TRAINED)
 def test_sparse_gradient_of_the_words(name, windows):
     gradients = []
     for sparse in (False, True):
@@ -352,7 +356,7 @@ def test_a_family_that_transformers_lacks_is_refused_with_the_advice_to_upgrade(
 # --- limits and settings ---------------------------------------------------------------------------
 
 
-@each(("name", "expected"), [("bert", 64), ("roberta", 62), ("mpnet", 62)])
+@pytest.mark.parametrize(("name", "expected"), [("bert", 64), ("roberta", 62), ("mpnet", 62)])
 def test_number_of_positions(name, expected):
     assert max_tokens(small(name)) == expected
     own = model_class(small(name))(small(name)).eval()
@@ -369,7 +373,7 @@ def test_positions_after_no_padding_token_are_refused(tmp_path):
         load_config(str(tmp_path), ModelArguments(model_name_or_path=str(tmp_path)))
 
 
-@each("name", TRAINED)
+@pytest.mark.parametrize("name", TRAINED)
 def test_number_of_weights_and_dropout_everywhere(name):
     config = small(name)
     config.num_labels = 3  # a classifier's
@@ -384,7 +388,7 @@ def test_number_of_weights_and_dropout_everywhere(name):
     assert (True, 0.5) in given and given <= {(True, 0.5), (False, 0.25)}
 
 
-@each("name", TRAINED)
+@pytest.mark.parametrize("name", TRAINED)
 def test_adapters_begin_with_the_models_results_and_are_merged(name, windows, tmp_path):
     model, batch = new_model(small(name), 0.0, seed=1).eval(), collator(name, windows)([1, 0])
     before, logits = dict(model.named_parameters()), span_logits(model, batch)[0]
@@ -401,7 +405,7 @@ def test_adapters_begin_with_the_models_results_and_are_merged(name, windows, tm
     assert merge(wrapper).keys() == set(FILES) and dict(model.named_parameters()).keys() == before.keys()
 
 
-@each("name", TRAINED)
+@pytest.mark.parametrize("name", TRAINED)
 def test_copies_keep_the_adapted_inputs_and_the_saved_class(name, windows, tmp_path):
     ours, _ = models(name)
     batch = collator(name, windows)([1, 0])
@@ -427,8 +431,8 @@ def mesh() -> Iterator[DeviceMesh]:
 # ALBERT has layers inside of layers, DeBERTa is padded. ALBERT's
 # classifier has a pooler after its layers, ModernBERT's takes the mean of a text.
 @pytest.mark.filterwarnings("error:.*returned a view tensor")  # FSDP then misses operations in place
-@each("classes", [False, True])
-@each("name", ["albert", "modernbert", "roberta", "deberta-v2"])
+@pytest.mark.parametrize("classes", [False, True])
+@pytest.mark.parametrize("name", ["albert", "modernbert", "roberta", "deberta-v2"])
 def test_sharded_copies_compute_the_same(name, classes, windows, mesh):
     ours, _ = models(name, name in PADDED, "mean" if name == "modernbert" and classes else None, classes)
     batch = collator(name, windows)(range(len(LENGTHS)))

@@ -11,7 +11,7 @@ import torch
 from documented import REPOSITORY
 from family_tokenizers import MAKERS, unigram
 from hypothesis import given, settings
-from tables import each, refused
+from tables import refused
 from test_tokenization import answer_of, ask, cases, spans_of, to_windows
 from test_world import make_world
 from transformers import (
@@ -78,7 +78,7 @@ def test_windows_equal_those_of_the_tokenizer(family_tokenizer, tokenizer, case)
             )
 
 
-@each("answer", ["red", "pale grey-green", "42", "1940"])
+@pytest.mark.parametrize("answer", ["red", "pale grey-green", "42", "1940"])
 def test_label_by_hand(family_tokenizer, answer):
     question = ask("The red boxes of 1940 are in the hall; box 42 is pale grey-green.", answer)
     (row,), _ = to_windows(family_tokenizer, [question])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tables import each
 from test_families import QUESTION, SEP, TRAINED, small
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig
@@ -31,7 +30,7 @@ def counted(model) -> int:
     return counter.get_total_flops()
 
 
-@each("name", TRAINED)
+@pytest.mark.parametrize("name", TRAINED)
 def test_formula_gives_what_torchs_counter_counts(name):
     config = small(name)
     for key, value in PUBLISHED.get(name, {}).items():

@@ -15,7 +15,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from tables import each, refused
+from tables import refused
 
 from hvd_bert import hub
 from hvd_bert.data.sources import squad
@@ -70,7 +70,7 @@ def questions(make_questions) -> list[Question]:
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
-@each("name", FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_formats(tmp_path, questions, to_rows, name, compress):
     rows = to_rows(questions)
     assert read(tmp_path, compress(FORMATS[name](rows)), v2=True) == questions
@@ -79,7 +79,7 @@ def test_formats(tmp_path, questions, to_rows, name, compress):
     assert read(tmp_path, compress(FORMATS[name](renamed)), COLUMNS, v2=True) == questions
 
 
-@each("name", FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_one_answer_as_text_with_its_place(tmp_path, questions, name):
     rows = [
         {"id": q.id, "title": q.title, "context": q.context, "question": q.question}
@@ -89,7 +89,7 @@ def test_one_answer_as_text_with_its_place(tmp_path, questions, name):
     assert read(tmp_path, FORMATS[name](rows), Reading(answer_column="text"), v2=True) == questions
 
 
-@each("name", ["JSON", "Parquet"])
+@pytest.mark.parametrize("name", ["JSON", "Parquet"])
 def test_answers_as_objects(tmp_path, make_questions, to_rows, name):
     """A list of objects, or a single one."""
     (question,) = make_questions(1)
@@ -98,7 +98,7 @@ def test_answers_as_objects(tmp_path, make_questions, to_rows, name):
         assert read(tmp_path, FORMATS[name]([{**to_rows([question])[0], "answers": answers}])) == [question]
 
 
-@each("name", FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_whole_numbers_as_text_and_text_as_whole_numbers(tmp_path, make_questions, to_rows, name):
     (question,) = make_questions(1)
     answers = {"text": list(question.answer_texts), "answer_start": [f" {question.answer_starts[0]}"]}
@@ -106,8 +106,8 @@ def test_whole_numbers_as_text_and_text_as_whole_numbers(tmp_path, make_question
     assert read(tmp_path, FORMATS[name]([row])) == [dataclasses.replace(question, id="12")]
 
 
-@each("column", ["answers", "context", "question"])
-@each("name", FORMATS)
+@pytest.mark.parametrize("column", ["answers", "context", "question"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_missing_columns_are_named_with_the_flags(tmp_path, make_questions, to_rows, name, column):
     rows = [{"query" if key == column else key: row[key] for key in row} for row in to_rows(make_questions(2))]
     for count in (1, 2):
@@ -115,7 +115,7 @@ def test_missing_columns_are_named_with_the_flags(tmp_path, make_questions, to_r
             read(tmp_path, FORMATS[name](rows[:count]))
 
 
-@each("name", ["JSON", "CSV", "Parquet", "SQuAD"])
+@pytest.mark.parametrize("name", ["JSON", "CSV", "Parquet", "SQuAD"])
 def test_questions_without_an_id_get_their_place(tmp_path, make_questions, to_rows, to_squad, name):
     questions = make_questions(3)
     for keys in ([None, None, None], [None, "", "mine"]):
@@ -144,7 +144,7 @@ def test_rows_of_csv_that_cannot_be_read(tmp_path, make_questions, to_rows):
             read(tmp_path, wrong)
 
 
-@each("end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
 def test_line_ends_of_csv(tmp_path, make_questions, to_rows, end):
     content = as_csv(to_rows(make_questions(3))).replace(b"\r\n", end)
     assert read(tmp_path, content) == make_questions(3)
@@ -171,7 +171,7 @@ def test_hub_columns(monkeypatch, make_questions, to_rows):
     assert source.questions() == expected
 
 
-@each("name", FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_prediction_needs_no_answers(tmp_path, questions, to_rows, name):
     rows = [{"context": row["context"], "question": row["question"]} for row in to_rows(questions)]
     found = read(tmp_path, FORMATS[name](rows), Reading(purpose="prediction"))

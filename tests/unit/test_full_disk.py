@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from tables import each
 from test_metrics_log import SCORES, metrics, rows
 from test_output_dir import recording
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  fixtures
@@ -80,7 +79,7 @@ def full_disk(lines: JsonLines) -> Iterator[None]:
     os.close(full)
 
 
-@each("calls", [[64], [1] * 300])
+@pytest.mark.parametrize("calls", [[64], [1] * 300])
 def test_lines_are_written_once_there_is_space(tmp_path, caplog, calls):
     lines = JsonLines(tmp_path / "metrics.jsonl")
     values = [{"step": step, "text": "x" * 400} for step in range(sum(calls))]  # 64 of them exceed Python's buffers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tables import each
 from transformers import ElectraConfig
 from transformers.models.electra.modeling_electra import ElectraSelfOutput
 
@@ -42,7 +41,7 @@ def by_hand(q, k, v, masks, scaling):
 
 
 @needs_fused
-@each(
+@pytest.mark.parametrize(
     ("dtype", "size", "lengths", "tolerance"),
     [
         (torch.float32, 32, [179, 33, 1, 384, 64], 1e-6),
@@ -85,7 +84,9 @@ def test_attention_repeats_with_the_generator_and_threads_do_not_change_it():
 
 
 @needs_fused
-@each(("tokens", "size_in", "size_out", "bias"), [(67, 64, 96, True), (5, 96, 32, False), (64, 32, 1536, True)])
+@pytest.mark.parametrize(
+    ("tokens", "size_in", "size_out", "bias"), [(67, 64, 96, True), (5, 96, 32, False), (64, 32, 1536, True)]
+)
 def test_linear_layer_in_bf16(tokens, size_in, size_out, bias):
     torch.manual_seed(0)
     layer, rows = Linear(size_in, size_out, bias=bias), torch.randn(2, tokens, size_in, requires_grad=True)
@@ -102,7 +103,7 @@ def test_linear_layer_in_bf16(tokens, size_in, size_out, bias):
 
 
 @needs_fused
-@each(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_dropout_residual_and_layer_norm_equal_their_formula(dtype, tolerance):
     torch.manual_seed(0)
     rows, residual, gradient = torch.randn(137, 64).to(dtype), torch.randn(137, 64) * 2 + 1, torch.randn(137, 64)
@@ -120,7 +121,7 @@ def test_dropout_residual_and_layer_norm_equal_their_formula(dtype, tolerance):
 
 
 @needs_fused
-@each("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_layer_with_the_fused_norm(precision):
     layer = AddAndNorm.of(ElectraSelfOutput(ElectraConfig(hidden_size=64, hidden_dropout_prob=0.0)))
     inputs, results = (torch.randn(1, 9, 64, requires_grad=True), torch.randn(1, 9, 64, requires_grad=True)), []

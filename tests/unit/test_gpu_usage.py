@@ -10,7 +10,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from documented import undocumented
-from tables import each
 
 from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.monitoring import usage as module
@@ -110,7 +109,7 @@ def test_usage_of_all_ranks(tmp_path, driver):
     ]
 
 
-@each(
+@pytest.mark.parametrize(
     ("world", "read", "started", "said"),
     [
         (world_of("0-x", "0-a", rank=1), {"gpu_util_percent": 90.0}, 1, ""),  # rank 0's figures

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tables import each
 from test_world import make_world
 from torch import nn
 
@@ -101,7 +100,7 @@ def test_skipped_step_names_the_rank_and_its_windows(recorded, caplog):
     assert "The gradient is NaN or infinite at step 4" in caplog.text
 
 
-@each(
+@pytest.mark.parametrize(
     ("fp16", "loss", "first", "later"),
     [
         (False, math.nan, LIMIT, LIMIT),

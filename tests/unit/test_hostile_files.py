@@ -8,7 +8,6 @@ from pathlib import Path
 import hostile
 import pytest
 from made_runs import make_run, make_samples
-from tables import each
 
 from hvd_bert.output import output_dir
 from hvd_bert.storage import locks
@@ -45,8 +44,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@each("what", hostile.ALL)
-@each("name", OF_A_RUN)
+@pytest.mark.parametrize("what", hostile.ALL)
+@pytest.mark.parametrize("name", OF_A_RUN)
 def test_a_run_is_shown_and_left_out(run: Path, name: str, what: str) -> None:
     with hostile.in_place_of(run / name, what):
         shown = record.read(run)
@@ -69,8 +68,8 @@ KEPT: dict[str, Callable[[Path], object]] = {
 }
 
 
-@each("what", hostile.ALL)
-@each("name", KEPT)
+@pytest.mark.parametrize("what", hostile.ALL)
+@pytest.mark.parametrize("name", KEPT)
 def test_own_files(tmp_path: Path, name: str, what: str) -> None:
     hostile.ALL[what](tmp_path / name)
     try:

@@ -10,7 +10,6 @@ from pathlib import Path
 import hostile
 import pytest
 from made_runs import make_run, make_samples
-from tables import each
 
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.errors import EXIT_OK, UserError
@@ -55,7 +54,7 @@ NUMBERS = [
 ]
 
 
-@each(("command", "name", "value"), NUMBERS)
+@pytest.mark.parametrize(("command", "name", "value"), NUMBERS)
 def test_numbers_are_refused(command: str, name: str, value: str) -> None:
     with pytest.raises(UserError) as raised:
         COMMANDS[command]([f"--{name}={value}"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from tables import each, refused
+from tables import refused
 
 from hvd_bert import hub
 from hvd_bert.data.sources import squad
@@ -54,13 +54,13 @@ def test_unanswered_rows_need_the_flag(no_network, write_hub_cache, make_questio
         squad.open_hub("squad_v2", "train", False).questions()
 
 
-@each("name", ["squad", "/dev/zero", "train.json/", "a/b/c", " ", "..."])
+@pytest.mark.parametrize("name", ["squad", "/dev/zero", "train.json/", "a/b/c", " ", "..."])
 def test_names_that_cannot_be_loaded(name):
     with refused(f"--dataset_name {name}", "--train_file", "--validation_file", "--config sample"):
         squad.open_hub(name, "train", False)
 
 
-@each("name", ["..", "data", "some/data"])
+@pytest.mark.parametrize("name", ["..", "data", "some/data"])
 def test_folders_are_no_data_sets(tmp_path, monkeypatch, name):
     (tmp_path / "some" / "data").mkdir(parents=True)
     (tmp_path / "data").mkdir()

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import grimp
-from tables import each
+import pytest
 
 import hvd_bert
 
@@ -55,7 +55,7 @@ def brings(nodes: Iterator[ast.AST], *packages: str) -> bool:
     return any(name.split(".")[0] in packages for node in nodes for name in imported_names(node))
 
 
-@each("module", MODULES)
+@pytest.mark.parametrize("module", MODULES)
 def test_horovod_is_imported_at_home_only(module):
     assert not brings(at_import(tree(module)), "horovod", "mpi4py"), "importing must not start anything"
     if not module.startswith(HOROVOD_AT_HOME):
@@ -66,13 +66,13 @@ def test_horovod_is_imported_at_home_only(module):
 READERS = ("distributed.", "strategies.deepspeed", "tools.bench.launching")
 
 
-@each("module", [module for module in MODULES if not module.startswith(READERS)])
+@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith(READERS)])
 def test_launcher_variables_are_read_at_home_only(module):
     texts = [node.value for node in ast.walk(tree(module)) if isinstance(node, ast.Constant)]
     assert [text for text in texts if isinstance(text, str) and LAUNCHER_VARIABLE.fullmatch(text)] == []
 
 
-@each("folder", ["benchmarks", "examples", "hvd_bert", "scripts"])
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "hvd_bert", "scripts"])
 def test_only_tests_import_from_tests(folder):
     helpers = {"tests", *(path.stem for path in (PACKAGE.parent / "tests").rglob("*.py"))}
     texts = {path: path.read_text(encoding="utf-8") for path in (PACKAGE.parent / folder).rglob("*.py")}

@@ -6,7 +6,7 @@ import socket
 from contextlib import nullcontext
 
 import pytest
-from tables import each, refused
+from tables import refused
 
 from hvd_bert.distributed import interfaces
 from hvd_bert.errors import UserError
@@ -79,7 +79,7 @@ NO_SITES = "\n".join(f"mca:btl:tcp:param:btl_tcp_if_{name}:source:default" for n
 BRIDGES = ["docker0", "br-0123456789ab", "virbr0", "cni-podman0"]
 
 
-@each(
+@pytest.mark.parametrize(
     ("inner", "environ", "shown", "excluded"),
     [
         (BRIDGES, {}, NO_SITES, ",".join(BRIDGES)),

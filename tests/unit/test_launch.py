@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tables import each, refused
+from tables import refused
 
 from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device, choose_threads, share_cores
 from hvd_bert.distributed.launch import (
@@ -40,7 +40,7 @@ BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "17"}
 INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}
 
 
-@each(
+@pytest.mark.parametrize(
     ("environ", "expected"),
     [
         (HOROVODRUN, ("horovodrun", 4, 3)),
@@ -130,7 +130,7 @@ def test_what_is_ignored_and_which_platform_started_the_ranks():
     assert platform_name(find_launcher(HOROVODRUN | kubeflow), HOROVODRUN | kubeflow) == "horovodrun"
 
 
-@each(
+@pytest.mark.parametrize(
     ("launcher", "size", "hint"),
     [
         (Launcher("none", None, None), 1, None),
@@ -191,7 +191,7 @@ INTEL = "Intel(R) MPI Library 2021.14 for Linux* OS\n"
 SLURM_PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}  # srun --mpi=pmi2, which any MPI may support
 
 
-@each(
+@pytest.mark.parametrize(
     ("environ", "mpi", "named"),
     [
         (MPIRUN, OPEN_MPI, None),
@@ -215,7 +215,7 @@ def test_mpirun_of_another_mpi(environ, mpi, named):
 # --- devices and threads ---------------------------------------------------------------------------
 
 
-@each(
+@pytest.mark.parametrize(
     ("visible", "devices"),
     [
         (0, ["cpu", "cpu", "cpu"]),
@@ -246,7 +246,7 @@ def test_ranks_may_share_cpus_but_no_gpu():
         check_devices(rank_infos(("a", "GPU-2"), ("b", "GPU-2"), ("b", "GPU-1"), ("b", "GPU-2"), ("b", "GPU-2")))
 
 
-@each(
+@pytest.mark.parametrize(
     ("allocated", "threads"),
     [
         ([range(8)], [8]),
@@ -267,7 +267,7 @@ def test_share_of_a_container_with_a_limit_on_cpus():
         assert share_cores(ranks[0], ranks, limit) == threads
 
 
-@each(
+@pytest.mark.parametrize(
     ("environ", "threads"),
     [
         ({}, 8),
@@ -298,8 +298,8 @@ NUMBERS = {
 SET_BY = dict(zip(NUMBERS, (HOROVODRUN, MPIRUN, TORCHRUN, JSRUN, FLUX, TORCHS, PALS, SRUN), strict=True))
 
 
-@each("value", ["abc", "", "-1", "1.5", "٣", "9" * 5000])
-@each(("launcher", "name"), [(by, name) for by, names in NUMBERS.items() for name in names.split()])
+@pytest.mark.parametrize("value", ["abc", "", "-1", "1.5", "٣", "9" * 5000])
+@pytest.mark.parametrize(("launcher", "name"), [(by, name) for by, names in NUMBERS.items() for name in names.split()])
 def test_variable_that_is_no_number(launcher, name, value):
     environ = SET_BY[launcher] | {name: value}
     with refused(name, value[:40]):
@@ -307,7 +307,7 @@ def test_variable_that_is_no_number(launcher, name, value):
         requested_tasks(environ)
 
 
-@each(
+@pytest.mark.parametrize(
     ("environ", "programs", "nested"),
     [
         (SRUN, ["slurmstepd"], False),
@@ -335,7 +335,7 @@ def test_launchers_in_tasks_of_srun_report_it_once():
     assert speaks_first(HOROVODRUN | {"HOROVOD_RANK": "0", "SLURM_STEP_NUM_TASKS": "abc"}), "reported when joining"
 
 
-@each(
+@pytest.mark.parametrize(
     ("environ", "requested"),
     [
         ({}, 1),
@@ -362,7 +362,7 @@ def test_process_without_launcher_in_a_job_of_several_tasks():
         check_tasks(find_launcher(environ), environ)
 
 
-@each(
+@pytest.mark.parametrize(
     ("size", "environ", "seconds"),
     [
         (None, {}, None),

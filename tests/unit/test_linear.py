@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tables import each
 from torch import nn
 
 from hvd_bert.model.cpu import kernels, linear
@@ -34,8 +33,10 @@ def library(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("library")
-@each("shape, bias", [((1, 37, 24), True), ((37, 24), False), ((1, 1, 24), True)])
-@each("size_out", [7, 24, 40])  # with more rows than columns, the weight's gradient is computed transposed
+@pytest.mark.parametrize("shape, bias", [((1, 37, 24), True), ((37, 24), False), ((1, 1, 24), True)])
+@pytest.mark.parametrize(
+    "size_out", [7, 24, 40]
+)  # with more rows than columns, the weight's gradient is computed transposed
 def test_result_and_gradients(shape, size_out, bias, monkeypatch):
     used = []
     product = linear.product

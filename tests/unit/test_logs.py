@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
-from tables import each
 from test_world import make_world
 
 from hvd_bert.distributed import logs
@@ -32,7 +31,9 @@ def as_before() -> Iterator[None]:
     log.setLevel(logging.NOTSET)
 
 
-@each(("terminal", "launcher", "timed"), [(True, False, False), (False, False, True), (True, True, True)])
+@pytest.mark.parametrize(
+    ("terminal", "launcher", "timed"), [(True, False, False), (False, False, True), (True, True, True)]
+)
 def test_lines_have_times_except_on_a_terminal_without_a_launcher(capsys, monkeypatch, terminal, launcher, timed):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     if launcher:

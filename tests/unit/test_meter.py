@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tables import each
 from test_metrics_log import Clock
 
 from hvd_bert.monitoring import PHASES
@@ -44,7 +43,7 @@ def work_of(row: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in row.items() if not key.startswith(tuple(PHASES))}
 
 
-@each("size, passes", [(1, 2), (4, 1)])
+@pytest.mark.parametrize("size, passes", [(1, 2), (4, 1)])
 def test_meter(clock, size, passes):
     meter = Meter(world_of(size))
     losses = [5.0, 4.0, 3.0, 2.0, 1.0]
