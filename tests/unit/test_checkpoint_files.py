@@ -149,6 +149,7 @@ def test_wrong_manifest_is_named(tmp_path, manifest):
     hostile.check_message(str(raised.value), str(folder))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(FILES), data=st.data())
 def test_one_flipped_bit_is_seen(tmp_path, name, data):

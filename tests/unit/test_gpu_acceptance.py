@@ -225,6 +225,7 @@ def test_torchs_reports_of_waits_are_counted(monkeypatch):
     assert (len(waits), modes) == (2, ["warn", "default"])
 
 
+@pytest.mark.slow
 def test_steps_and_evaluation_are_measured(tmp_path):
     out, model = tmp_path / "steps.json", str(acceptance_speed.SAMPLE / "six_layers.json")
     words = [sys.executable, str(ROOT / "benchmarks/acceptance_steps.py"), "--out", str(out), "--steps", "2"]
