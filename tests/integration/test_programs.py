@@ -66,7 +66,7 @@ def test_thread_under_a_launcher(tmp_path: Path, horovodruns: list[float]) -> No
     check(tmp_path, horovodruns)
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "horovod")])
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (2, "horovod")])
 def test_submitit(tmp_path: Path, horovodruns: list[float], ranks: int, strategy: str) -> None:
     pytest.importorskip("submitit")
     start(tmp_path, "none", f"submitit{ranks}", strategy, cold=True)
