@@ -3,7 +3,7 @@
 The reference is padded attention in float64. A kernel may be as far from it as torch's padded kernel of the same dtype,
 times FACTOR, plus a few roundings. Each precision runs in its own process:
 
-    python benchmarks/acceptance_attention.py cuda bf16 FOUND.json
+    python benchmarks/acceptance_attention.py cuda FOUND.json bf16
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,39 +22,32 @@ from acceptance_place import Outcome, Place
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hvd_bert.model.attention import (
-    Kernel,
-    Windows,
-    by_efficient,
-    by_flash,
-    by_jagged,
-    by_probabilities,
-    by_window,
-    fused,
-    make_windows,
-)
+from hvd_bert.model import attention
+from hvd_bert.model.attention import Kernel, Windows, make_windows
 
 FACTOR, ROUNDINGS = 3.0, 8.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LENGTHS = [384, 17, 128, 1, 250, 96, 63, 300]
+LENGTHS = {"cuda": [384, 17, 128, 1, 250, 96, 63, 300], "cpu": [40, 7, 1, 33]}
 HEADS, HEAD_SIZE, REACH, DROPOUT = 12, 64, 16, 0.1
+SCALING = HEAD_SIZE**-0.5
 TIMED = 20
-SIGMAS = 6.0  # of a mean over random numbers
+SIGMAS = 6.0  # allowed deviation of a mean over random numbers
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Kernel, int | None]]:
     """Those that the device has for the dtype, each with its `reach` (local attention; None: all tokens attend)."""
-    half = dtype != torch.float32
-    yield "by_window", by_window, None
-    yield "by_window, local", by_window, REACH
-    yield "by_jagged", by_jagged, None
-    if by_efficient in fused(device) and dtype != torch.bfloat16:
-        yield "by_efficient", by_efficient, None
-    if by_flash in fused(device) and half:
-        yield "by_flash", by_flash, None
-        yield "by_flash, local", by_flash, REACH
+    half, fused = dtype != torch.float32, attention.fused(device)
+    yield "by_window", attention.by_window, None
+    yield "by_window, local", attention.by_window, REACH
+    yield "by_jagged", attention.by_jagged, None
+    if attention.by_efficient in fused and dtype != torch.bfloat16:
+        yield "by_efficient", attention.by_efficient, None
+    if attention.by_flash in fused and half:
+        yield "by_flash", attention.by_flash, None
+        yield "by_flash, local", attention.by_flash, REACH
     if device.type == "cpu" and not half:
-        yield "by_probabilities", by_probabilities, None
+        yield "by_probabilities", attention.by_probabilities, None
 
 
 def padded(query: Tensor, key: Tensor, value: Tensor, windows: Windows) -> Tensor:
@@ -70,99 +63,93 @@ def padded(query: Tensor, key: Tensor, value: Tensor, windows: Windows) -> Tenso
     return torch.cat([row[:length] for row, length in zip(output, windows.lengths, strict=True)])
 
 
-def results(attend: object, tensors: list[Tensor], upstream: Tensor) -> list[Tensor]:
+def results(attend: Attend, tensors: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
     """Output and gradients, in float64."""
-    inputs = [tensor.detach().requires_grad_() for tensor in tensors]
-    output = attend(*inputs)  # type: ignore[operator]
-    gradients = torch.autograd.grad(output, inputs, upstream.to(output.dtype))
+    query, key, value = (tensor.detach().requires_grad_() for tensor in tensors)
+    output = attend(query, key, value)
+    gradients = torch.autograd.grad(output, [query, key, value], upstream.to(output.dtype))
     return [tensor.detach().double() for tensor in (output, *gradients)]
 
 
-def excess(kernel: Kernel, reach: int | None, lengths: list[int], device: torch.device, dtype: torch.dtype) -> float:
-    """The largest error of the output and the gradients, over what is allowed. At most 1 is right, NaN is wrong."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (sum(lengths), HEADS, HEAD_SIZE)
-    *tensors, upstream = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4))
-    windows = make_windows(lengths, device, reach)
-    exact = results(partial(padded, windows=windows), [tensor.double() for tensor in tensors], upstream.double())
-    torchs = results(partial(padded, windows=windows), tensors, upstream)
-    scaling = HEAD_SIZE**-0.5
-    found = results(lambda q, k, v: kernel(q, k, v, windows, 0.0, scaling), tensors, upstream)
-    shares = []
-    for mine, other, expected in zip(found, torchs, exact, strict=True):
-        allowed = FACTOR * (other - expected).abs().max() + ROUNDINGS * torch.finfo(dtype).eps * expected.abs().max()
-        shares.append((mine - expected).abs().max() / allowed.where(allowed.isfinite(), torch.nan))
-    return float(torch.stack(shares).max())  # NaN if any is NaN, unlike Python's max
+class Trial:
+    """A kernel on windows with random tensors of one dtype."""
 
+    def __init__(self, kernel: Kernel, reach: int | None, device: torch.device, dtype: torch.dtype) -> None:
+        self.kernel, self.device, self.dtype = kernel, device, dtype
+        self.lengths = LENGTHS[device.type]
+        self.windows = make_windows(self.lengths, device, reach)
+        self.shape = (sum(self.lengths), HEADS, HEAD_SIZE)
+        generator = torch.Generator().manual_seed(0)
+        *self.tensors, self.upstream = (torch.randn(self.shape, generator=generator).to(device, dtype) for _ in "qkvg")
+        self.rounding = torch.finfo(dtype).eps
 
-def dropout_error(kernel: Kernel, lengths: list[int], device: torch.device, dtype: torch.dtype) -> float:
-    """With values 1 the output of a head is the sum of the kept probabilities over 1 - p, whose mean is 1.
+    def attend(self, dropout: float) -> Attend:
+        return lambda query, key, value: self.kernel(query, key, value, self.windows, dropout, SCALING)
 
-    Returns how far the mean over all tokens is from 1, over what chance explains. At most 1 is right.
-    """
-    shape = (sum(lengths), HEADS, HEAD_SIZE)
-    equal = torch.zeros(shape, device=device, dtype=dtype)  # a token attends to all of its window alike
-    windows = make_windows(lengths, device)
-    output = kernel(equal, equal, torch.ones_like(equal), windows, DROPOUT, 1.0).double()[..., 0]
-    per_token = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths)).double()
-    variance = float((DROPOUT / (1 - DROPOUT) / per_token).sum()) * HEADS
-    chance = SIGMAS * variance**0.5 / (len(per_token) * HEADS) + 4 * torch.finfo(dtype).eps
-    changed = bool((output - 1).abs().max() > 4 * torch.finfo(dtype).eps)
-    return abs(float(output.mean()) - 1) / chance if changed else float("inf")
+    def excess(self) -> float:
+        """The largest error of output and gradients, over what is allowed. At most 1 is right, NaN is wrong."""
+        reference = partial(padded, windows=self.windows)
+        exact = results(reference, [tensor.double() for tensor in self.tensors], self.upstream.double())
+        torchs = results(reference, self.tensors, self.upstream)
+        found = results(self.attend(0.0), self.tensors, self.upstream)
+        shares = []
+        for mine, other, expected in zip(found, torchs, exact, strict=True):
+            allowed = FACTOR * (other - expected).abs().max() + ROUNDINGS * self.rounding * expected.abs().max()
+            shares.append((mine - expected).abs().max() / allowed.where(allowed.isfinite(), torch.nan))
+        return float(torch.stack(shares).max())  # NaN if any is NaN, unlike Python's max
 
+    def dropout_error(self) -> float:
+        """With values 1 the output of a head is the sum of the kept probabilities over 1 - p, whose mean is 1.
 
-def dropout_gradient_error(kernel: Kernel, lengths: list[int], device: torch.device, dtype: torch.dtype) -> float:
-    """The output is linear in the values: <output, upstream> = <values, their gradient>, if both passes drop the same.
+        Returns how far the mean over all tokens is from 1, over what chance explains. At most 1 is right.
+        """
+        equal = torch.zeros(self.shape, device=self.device, dtype=self.dtype)  # a token attends to its window alike
+        output = self.attend(DROPOUT)(equal, equal, torch.ones_like(equal)).double()[..., 0]
+        per_token = torch.tensor(self.lengths).repeat_interleave(torch.tensor(self.lengths)).double()
+        variance = float((DROPOUT / (1 - DROPOUT) / per_token).sum()) * HEADS
+        chance = SIGMAS * variance**0.5 / (len(per_token) * HEADS) + 4 * self.rounding
+        changed = bool((output - 1).abs().max() > 4 * self.rounding)
+        return abs(float(output.mean()) - 1) / chance if changed else float("inf")
 
-    Returns the difference over what roundings explain. At most 1 is right.
-    """
-    shape = (sum(lengths), HEADS, HEAD_SIZE)
-    tensors = [torch.randn(shape, device=device, dtype=dtype) for _ in range(4)]
-    windows = make_windows(lengths, device)
-    found = results(lambda q, k, v: kernel(q, k, v, windows, DROPOUT, HEAD_SIZE**-0.5), tensors[:3], tensors[3])
-    one, other = found[0] * tensors[3].double(), found[3] * tensors[2].double()
-    return float((one.sum() - other.sum()).abs() / (ROUNDINGS * torch.finfo(dtype).eps * one.norm()))
+    def dropout_gradient_error(self) -> float:
+        """The output is linear in the values: <output, upstream> = <values, their gradient>, if both passes drop the
+        same. Returns the difference over what roundings explain. At most 1 is right."""
+        found = results(self.attend(DROPOUT), self.tensors, self.upstream)
+        one, other = found[0] * self.upstream.double(), found[3] * self.tensors[2].double()
+        return float((one.sum() - other.sum()).abs() / (ROUNDINGS * self.rounding * one.norm()))
 
-
-def milliseconds(
-    kernel: Kernel, reach: int | None, lengths: list[int], device: torch.device, dtype: torch.dtype
-) -> float:
-    """Of a forward and a backward pass with dropout, the median."""
-    tensors = [torch.randn(sum(lengths), HEADS, HEAD_SIZE, device=device, dtype=dtype) for _ in range(4)]
-    query, key, value = (tensor.requires_grad_() for tensor in tensors[:3])
-    windows, seconds = make_windows(lengths, device, reach), []
-    for _ in range(TIMED):
-        start = time.perf_counter()
-        output = kernel(query, key, value, windows, DROPOUT, HEAD_SIZE**-0.5)
-        torch.autograd.grad(output, [query, key, value], tensors[3])
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return 1000 * statistics.median(seconds)
+    def milliseconds(self) -> float:
+        """The median time of a forward and a backward pass with dropout."""
+        attend, seconds = self.attend(DROPOUT), []
+        query, key, value = (tensor.detach().requires_grad_() for tensor in self.tensors)
+        for _ in range(TIMED):
+            start = time.perf_counter()
+            torch.autograd.grad(attend(query, key, value), [query, key, value], self.upstream)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            seconds.append(time.perf_counter() - start)
+        return 1000 * statistics.median(seconds)
 
 
 def check(device_type: str, precision: str) -> Outcome:
     """All kernels of a dtype."""
     device, dtype = torch.device(device_type), DTYPES[precision]
-    lengths = LENGTHS if device_type == "cuda" else [40, 7, 1, 33]
     torch.manual_seed(0)
-    found = {name: excess(kernel, reach, lengths, device, dtype) for name, kernel, reach in kernels(device, dtype)}
+    found, times = {}, {}
     for name, kernel, reach in kernels(device, dtype):
+        trial = Trial(kernel, reach, device, dtype)
+        found[name] = trial.excess()
         if reach is None:
-            found[f"{name}, dropout"] = dropout_error(kernel, lengths, device, dtype)
-            found[f"{name}, dropout's gradient"] = dropout_gradient_error(kernel, lengths, device, dtype)
+            found[f"{name}, dropout"] = trial.dropout_error()
+            found[f"{name}, dropout's gradient"] = trial.dropout_gradient_error()
+        times[name] = trial.milliseconds()
     wrong = [name for name, share in found.items() if not share <= 1]
     text = f"wrong: {', '.join(wrong)}" if wrong else f"{', '.join(found)}: at most {max(found.values()):.2f} of it"
-    times = {
-        name: milliseconds(kernel, reach, lengths, device, dtype) for name, kernel, reach in kernels(device, dtype)
-    }
     return Outcome(text, not wrong, {"share_of_tolerance": found, "milliseconds": times})
 
 
 def check_apart(place: Place, precision: str) -> Outcome:
-    """In a process that ends: its CUDA context would exclude all others from a GPU in mode Exclusive_Process."""
-    name = f"attention-{precision}"
-    return Outcome(**place.record(name, [sys.executable, __file__, place.device, precision, str(place.file(name))]))
+    return place.outcome(f"attention-{precision}", __file__, precision)
 
 
 CHECKS = {
@@ -174,4 +161,4 @@ CHECKS = {
 }
 
 if __name__ == "__main__":
-    Path(sys.argv[3]).write_text(json.dumps(asdict(check(sys.argv[1], sys.argv[2]))), encoding="utf-8")
+    Path(sys.argv[2]).write_text(json.dumps(asdict(check(sys.argv[1], sys.argv[3]))), encoding="utf-8")

@@ -26,13 +26,13 @@ from hvd_bert.errors import UserError
 from hvd_bert.strategies.horovod import check_bf16
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-SIZES = (1, 7, 768, 768 * 768, 3072)  # of a fused sum
+FUSED_SIZES = (1, 7, 768, 768 * 768, 3072)
 PRODUCTS, STEPS, TIMED = 50, 10, 10
 
 
 def sums(hvd: Any, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a sum, a scaled one and a fused average are right."""
-    values, *many = (torch.randn(size, device=device).to(dtype) for size in (100_003, *SIZES))
+    values, *many = (torch.randn(size, device=device).to(dtype) for size in (100_003, *FUSED_SIZES))
     scaled = hvd.allreduce(values, op=hvd.Sum, name=f"scaled.{dtype}", prescale_factor=2.0)
     found = [hvd.allreduce(values, op=hvd.Sum, name=f"sum.{dtype}"), scaled]
     found += hvd.grouped_allreduce(many, op=hvd.Average, name=f"many.{dtype}")
@@ -111,10 +111,10 @@ def check_apart(place: Place) -> Outcome:
     """With and without asynchronous completion, each in a process of its own."""
     if importlib.util.find_spec("horovod") is None:
         raise NotHere("needs Horovod")
-    found = []
-    for name, value in (("horovod", "0"), ("horovod-async", "1")):
-        words = [sys.executable, __file__, place.device, str(place.file(name))]
-        found.append(Outcome(**place.record(name, words, HOROVOD_ENABLE_ASYNC_COMPLETION=value)))
+    found = [
+        place.outcome(name, __file__, HOROVOD_ENABLE_ASYNC_COMPLETION=value)
+        for name, value in (("horovod", "0"), ("horovod-async", "1"))
+    ]
     text = "; asynchronous completion: ".join(outcome.found for outcome in found)
     figures = {"without": found[0].figures, "with": found[1].figures}
     return Outcome(text, all(outcome.passed for outcome in found), figures)

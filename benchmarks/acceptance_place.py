@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import compare_peers
-from shared import REPOSITORY, launch_environment
+import shared
 
-from hvd_bert.checkpoint.files import checkpoint_name
 from hvd_bert.errors import UserError
 
 MAX_COMMAND_S = {"cuda": 240.0, "cpu": 600.0}  # the longest on a GPU is torch.compile's first run
 GRACE_S = 10.0  # from SIGTERM to SIGKILL: horovodrun gives its ranks 5 s
 SAMPLE = ["--config", "sample", "--max_train_samples", "700", "--no_do_eval", "--report_to", "none"]
 STEPS, BATCH = 20, 32
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 class NotHere(Exception):
@@ -61,16 +60,16 @@ class Place:
     def left_s(self) -> float:
         return self.ends_at - time.monotonic()
 
-    def several(self) -> None:
+    def require_several(self) -> None:
         """Raise NotHere unless there are several GPUs; on CPUs two ranks share them."""
         if self.device == "cuda" and self.gpus < 2:
             raise NotHere("needs 2 GPUs")
 
     def environment(self, device: str, gpus: int) -> dict[str, str]:
         """For a command on the CPU, or on the first GPUs."""
-        env = os.environ | launch_environment() | {"HVD_BERT_CACHE": str(self.out / "cache")}
-        env |= {name: "1" for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH", "")]))
+        env = os.environ | shared.launch_environment() | {"HVD_BERT_CACHE": str(self.out / "cache")}
+        env |= dict.fromkeys(OFFLINE, "1")
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(shared.REPOSITORY), env.get("PYTHONPATH", "")]))
         if device == "cpu":
             env |= {"CUDA_VISIBLE_DEVICES": ""}
             env.setdefault("OMP_NUM_THREADS", "1" if self.device == "cpu" else "4")
@@ -87,7 +86,7 @@ class Place:
             raise OutOfTime("no time was left (--minutes)")
         env = self.environment(device or self.device, gpus) | settings
         try:
-            compare_peers.run(words, env, log, min(left_s, MAX_COMMAND_S[self.device]), GRACE_S)
+            shared.run(words, env, log, min(left_s, MAX_COMMAND_S[self.device]), GRACE_S)
         except UserError as error:
             if self.left_s() <= GRACE_S:
                 raise OutOfTime(f"{name} was ended at the limit (--minutes)") from error
@@ -105,6 +104,15 @@ class Place:
         record: dict[str, Any] = json.loads(self.file(name).read_text(encoding="utf-8"))
         return record
 
+    def outcome(self, name: str, program: str, *words: str, **settings: str) -> Outcome:
+        """What a program of this folder wrote: PROGRAM DEVICE FILE WORDS...
+
+        It ends before the next one starts: its CUDA context would exclude all others from a GPU in mode
+        Exclusive_Process.
+        """
+        command = [sys.executable, program, self.device, str(self.file(name)), *words]
+        return Outcome(**self.record(name, command, **settings))
+
     def train(self, name: str, *flags: str, ranks: int = 0, device: str = "", gpus: int = 1) -> Path:
         """Train on the sample. Returns the output folder. `ranks`: under horovodrun; 0: without a launcher."""
         folder = self.out / name
@@ -112,12 +120,11 @@ class Place:
         self.run(name, launched(ranks) + words, device, gpus)
         return folder
 
-    def losses_of(self, name: str, *flags: str, ranks: int = 0, device: str = "", gpus: int = 1) -> list[float | None]:
+    def train_losses(self, name: str, *flags: str, ranks: int = 0, device: str = "", gpus: int = 1) -> Sequence[Any]:
         """The losses of STEPS steps with a global batch of BATCH windows, without dropout; None: a skipped step. Each
         run is made once."""
         if name not in self.losses:
-            steps = ["--max_steps", str(STEPS), "--logging_steps", "1", "--save_steps", "0"]
-            steps += ["--global_batch", str(BATCH)]
+            steps = f"--max_steps {STEPS} --logging_steps 1 --save_steps 0 --global_batch {BATCH}".split()
             folder = self.train(f"losses-{name}", *steps, *flags, ranks=ranks, device=device, gpus=gpus)
             rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
             self.losses[name] = [row["loss"] for row in rows if "loss" in row]
@@ -128,7 +135,3 @@ def launched(ranks: int) -> list[str]:
     """The words before a command that start it on `ranks` ranks of this host."""
     horovodrun = str(Path(sys.executable).with_name("horovodrun"))
     return [horovodrun, "-np", str(ranks), "-H", f"localhost:{ranks}"] if ranks else []
-
-
-def checkpoint_of(folder: Path, step: int) -> Path:
-    return folder / checkpoint_name(step)

@@ -20,7 +20,6 @@ from typing import Any
 import compare_peers
 import numpy as np
 from acceptance_place import NotHere, Outcome, OutOfTime, Place, launched
-from compare_report import timing
 from shared import REPOSITORY, in_turns, peer_columns, spread
 from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
 
@@ -51,45 +50,38 @@ ON_GPU = ["--tf32", "True", "--dataloader_num_workers", "2", "--dataloader_persi
 
 
 def common_flags(place: Place) -> list[str]:
-    """Of `hvd-bert bench` and of `campaign.py kernels`: BERT-base; on the CPU a smaller one."""
+    """For `hvd-bert bench` and the programs that take its flags: BERT-base; on the CPU a smaller one."""
     sizes = SIZES[place.device]
     flags = ["--bf16", "--strategy", "none", "--max_seq_length", str(sizes["length"])]
-    flags += ["--tf32"] if place.device == "cuda" else []
-    flags += ["--per_device_train_batch_size", str(sizes["batch"])]
-    return flags + (["--model", str(SAMPLE / "six_layers.json")] if place.device == "cpu" else [])
+    flags += ["--per_device_train_batch_size", str(sizes["batch"]), "--steps", str(sizes["steps"])]
+    return flags + (["--tf32"] if place.device == "cuda" else ["--model", str(SAMPLE / "six_layers.json")])
 
 
-def shape_of(place: Place) -> Any:
+def model_config(place: Place) -> Any:
     """The model that is measured."""
     return BertConfig.from_json_file(SAMPLE / "six_layers.json") if place.device == "cpu" else BertConfig()
 
 
-def ours(place: Place, flags: list[str], name: str, ranks: int = 0, **settings: str) -> dict[str, Any]:
+def measure_ours(place: Place, flags: list[str], name: str, ranks: int = 0, **settings: str) -> dict[str, Any]:
     """The record of `hvd-bert bench`. `ranks`: under horovodrun; 0: without a launcher."""
-    sizes = SIZES[place.device]
     words = [sys.executable, "-m", "hvd_bert.tools.bench", *common_flags(place), *flags]
-    words += ["--json", str(place.file(name)), "--steps", str(sizes["steps"]), "--repeats", str(sizes["repeats"])]
+    words += ["--json", str(place.file(name)), "--repeats", str(SIZES[place.device]["repeats"])]
     return place.record(name, launched(ranks) + words, gpus=max(1, ranks), **settings)
 
 
-def peer(place: Place, flags: list[str], name: str) -> dict[str, Any]:
+def measure_peer(place: Place, flags: list[str], name: str) -> dict[str, Any]:
     """windows/s and tokens/s of the HF Trainer with its best flags."""
-    sizes = SIZES[place.device]
+    sizes, best = SIZES[place.device], compare_peers.VARIANTS["hf_best"]
     model, windows = prepare_peer(place)
     out = place.out / name
     out.mkdir()
-    steps = WARMUP + sizes["peer_steps"]
-    words = [sys.executable, str(compare_peers.PEERS / "hf_trainer.py"), "--model_name_or_path", str(model)]
-    words += ["--windows", str(windows), "--times_file", str(out / "times.json"), "--output_dir", str(out)]
-    words += ["--max_steps", str(steps), "--per_device_train_batch_size", str(sizes["batch"])]
-    words += ["--bf16", "--save_strategy", "no", "--report_to", "none", *compare_peers.HF_BEST]
-    words += [*compare_peers.VARIANTS["hf_best"].shuffling, *flags]
+    words = [sys.executable, *compare_peers.peer_command(model, windows, out, sizes["batch"])]
+    words += ["--output_dir", str(out), "--max_steps", str(WARMUP + sizes["peer_steps"]), "--bf16"]
+    words += [*best.flags, *best.shuffling, *flags]
     place.run(name, words + (ON_GPU if place.device == "cuda" else ["--use_cpu"]))
     rows = json.loads((out / "times.json").read_text(encoding="utf-8"))
-    timed = timing(rows, WARMUP, sizes["peer_steps"], sizes["batch"])
-    return {
-        "figures": {"windows_per_s": {"median": timed.windows_per_s}, "tokens_per_s": {"median": timed.tokens_per_s}}
-    }
+    rates = compare_peers.timing(rows, WARMUP, sizes["peer_steps"], sizes["batch"])
+    return {"figures": {name: {"median": rate} for name, rate in rates.items()}}
 
 
 def prepare_peer(place: Place) -> tuple[Path, Path]:
@@ -99,7 +91,7 @@ def prepare_peer(place: Place) -> tuple[Path, Path]:
     model, windows = place.out / "peer-model", place.out / "peer-windows"
     if windows.exists():
         return model, windows
-    config = shape_of(place)
+    config = model_config(place)
     config.num_labels = 2
     BertForQuestionAnswering(config).save_pretrained(model)
     tokenizer = AutoTokenizer.from_pretrained(SAMPLE, trust_remote_code=False)
@@ -123,7 +115,14 @@ class Rounds:
         self.errors: dict[str, str] = {}
         self._measured = False
 
-    def of(self, place: Place, name: str) -> list[dict[str, Any]]:
+    def medians(self, place: Place, name: str, figure: str) -> list[float]:
+        """A figure of a variant, one per round. Raises NotHere if this device lacks it, else as `read`."""
+        found = [record["figures"].get(figure) for record in self.read(place, name)]
+        if None in found:
+            raise NotHere(f"{figure} is unknown on this device")
+        return [value["median"] for value in found]
+
+    def read(self, place: Place, name: str) -> list[dict[str, Any]]:
         """The records of a variant, one per round. Raises UserError if it could not be measured."""
         if not self._measured:
             self._measured = True
@@ -136,37 +135,28 @@ class Rounds:
 
     def _measure(self, place: Place) -> None:
         """In turns, every second round in reverse order. A variant that fails does not keep the others from running."""
-        variants: dict[str, tuple[Callable[..., dict[str, Any]], list[str]]]
-        variants = {name: (ours, flags) for name, flags in OURS.items()}
-        variants |= {name: (peer, flags) for name, flags in PEERS.items()} if has_peer() else {}
+        variants = [*OURS, *(PEERS if has_peer() else ())]
         for number in range(place.rounds):
             if number and place.left_s() < ROUND_S:
                 return
-            for name in in_turns(list(variants), number):
-                measure, flags = variants[name]
-                if name not in self.errors:
-                    try:
-                        log = f"round{number + 1}-{'-'.join(name.replace(',', '').split())}"
-                        self.records[name].append(measure(place, flags, log))
-                    except OutOfTime:
-                        return
-                    except Exception as error:
-                        self.errors[name] = f"{type(error).__name__}: {error}"
-
-
-def _medians(records: list[dict[str, Any]], figure: str) -> list[float]:
-    found = [record["figures"][figure]["median"] for record in records if figure in record["figures"]]
-    if not found:
-        raise NotHere(f"{figure} is unknown on this device")
-    return found
+            for name in in_turns(variants, number):
+                measure: Callable[..., dict[str, Any]] = measure_ours if name in OURS else measure_peer
+                log = f"round{number + 1}-{'-'.join(name.replace(',', '').split())}"
+                try:
+                    if name not in self.errors:
+                        self.records[name].append(measure(place, (OURS | PEERS)[name], log))
+                except OutOfTime:
+                    return
+                except Exception as error:
+                    self.errors[name] = f"{type(error).__name__}: {error}"
 
 
 def window_flops(place: Place) -> float:
     """Useful FLOP of training on a window of LENGTH tokens."""
-    return forward_flops(BertForQuestionAnswering(shape_of(place))).training([LENGTH])
+    return forward_flops(BertForQuestionAnswering(model_config(place))).training([LENGTH])
 
 
-def stages_of(gpu: str) -> Sequence[float]:
+def find_stages(gpu: str) -> Sequence[float]:
     """The row of STAGES, if the GPU is a whole one. A part of one (MIG) and a GH200 have no published peak."""
     found = [stages for name, stages in STAGES.items() if name in gpu]
     return found[0] if found and published_peak(gpu, "bf16") is not None else ()
@@ -190,19 +180,17 @@ def has_peer() -> bool:
 
 def throughput(place: Place, rounds: Rounds, name: str) -> Outcome:
     """windows/s, and MFU, or the share of the measured matmul peak where the GPU's own is not published."""
-    records = rounds.of(place, name)
-    padded = [1e9 * gflops / window_flops(place) for gflops in _medians(records, "useful_gflops")]
-    windows, known = _medians(records, "windows_per_s"), published_peak(place.gpu, "bf16") is not None
-    mfu = _medians(records, "mfu" if known else "matmul_utilization")
-    found = (
-        f"{spread(windows)} of SQuAD's lengths, {spread(mfu, 3)} {'MFU' if known else 'of the measured matmul peak'},"
-    )
-    figures = {"padded_equivalent": padded, "windows_per_s": windows, "mfu" if known else "matmul_utilization": mfu}
-    return staged(f"{found} {spread(padded)} padded-equivalent", padded, stages_of(place.gpu), figures)
+    flops, known = window_flops(place), published_peak(place.gpu, "bf16") is not None
+    share, of_what = ("mfu", "MFU") if known else ("matmul_utilization", "of the measured matmul peak")
+    padded = [1e9 * gflops / flops for gflops in rounds.medians(place, name, "useful_gflops")]
+    windows, shares = (rounds.medians(place, name, figure) for figure in ("windows_per_s", share))
+    figures = {"padded_equivalent": padded, "windows_per_s": windows, share: shares}
+    found = f"{spread(windows)} of SQuAD's lengths, {spread(shares, 3)} {of_what}, {spread(padded)} padded-equivalent"
+    return staged(found, padded, find_stages(place.gpu), figures)
 
 
 def memory(place: Place, rounds: Rounds) -> Outcome:
-    record = rounds.of(place, next(iter(OURS)))[0]
+    record = rounds.read(place, next(iter(OURS)))[0]
     gib = max(record["memory_bytes"]) / 2**30
     return Outcome(f"{gib:.2f} GiB, {record['memory_over_needed']:.2f} of the computed need", None, {"gib": gib})
 
@@ -212,9 +200,9 @@ def over_peer(place: Place, rounds: Rounds) -> Outcome:
     the peer groups windows by length, so those of its timed steps are not as long as the others'."""
     if not has_peer():
         raise NotHere("needs accelerate (env/setup.sh --bench)")
-    best, (peers, theirs) = _fastest(place, rounds, OURS)[1], _fastest(place, rounds, PEERS)
+    (_, best), (peer, theirs) = _fastest(place, rounds, OURS), _fastest(place, rounds, PEERS)
     ratios = [mine / other for mine, other in zip(best, theirs, strict=False)]
-    text = f"{peers} at {spread(theirs)} useful tokens/s, this trainer at {spread(ratios, 2)} x"
+    text = f"{peer} at {spread(theirs)} useful tokens/s, this trainer at {spread(ratios, 2)} x"
     return staged(text, ratios, PEER_STAGES if place.device == "cuda" else (), {"ratios": ratios})
 
 
@@ -224,7 +212,7 @@ def _fastest(place: Place, rounds: Rounds, variants: Iterable[str]) -> tuple[str
     problem = None
     for name in variants:
         try:
-            found[name] = _medians(rounds.of(place, name), "tokens_per_s")
+            found[name] = rounds.medians(place, name, "tokens_per_s")
         except UserError as error:
             problem = error
     if problem and not found:
@@ -232,21 +220,16 @@ def _fastest(place: Place, rounds: Rounds, variants: Iterable[str]) -> tuple[str
     return max(found.items(), key=lambda item: statistics.median(item[1]))
 
 
-def _program(place: Place, program: str, name: str, *flags: str, **settings: str) -> dict[str, Any]:
+def _record(place: Place, program: str, name: str, *flags: str, **settings: str) -> dict[str, Any]:
     """The record of a program of this folder, which may take a word."""
     file, *word = program.split()
     words = [sys.executable, str(Path(__file__).with_name(file)), *word, "--out", str(place.file(name))]
     return place.record(name, [*words, *common_flags(place), *flags], **settings)
 
 
-def _steps(place: Place, name: str = "steps", **settings: str) -> dict[str, Any]:
-    flags = ["--steps", str(SIZES[place.device]["steps"])]
-    return _program(place, "acceptance_steps.py", name, *flags, **settings)
-
-
 def host_waits(place: Place) -> Outcome:
     """Operations of a training step in which the host waits for the GPU, by torch.cuda.set_sync_debug_mode."""
-    record = _steps(place)
+    record = _record(place, "acceptance_steps.py", "steps")
     if record["waits"] is None:
         raise NotHere("needs a GPU")
     return Outcome(f"{record['waits']} in {record['steps']} steps", record["waits"] == 0 < record["steps"], record)
@@ -254,7 +237,7 @@ def host_waits(place: Place) -> Outcome:
 
 def evaluation(place: Place) -> Outcome:
     """windows/s of passes without gradients over those of training."""
-    record = _steps(place)
+    record = _record(place, "acceptance_steps.py", "steps")
     ratio = record["evaluation_per_s"] / record["training_per_s"]
     found = f"{ratio:.2f} x: {record['evaluation_per_s']:.0f} and {record['training_per_s']:.0f} windows/s"
     return Outcome(found, EVALUATION_GOAL <= ratio < math.inf if place.device == "cuda" else None, record)
@@ -262,15 +245,15 @@ def evaluation(place: Place) -> Outcome:
 
 def _two_ranks(place: Place, name: str, **settings: str) -> float:
     """windows/s of two ranks under Horovod."""
-    place.several()
-    figures = ours(place, ["--strategy", "horovod"], name, 2, **settings)["figures"]
+    place.require_several()
+    figures = measure_ours(place, ["--strategy", "horovod"], name, 2, **settings)["figures"]
     return float(figures["windows_per_s"]["median"])
 
 
 def scaling(place: Place, rounds: Rounds) -> Outcome:
     """windows/s of two ranks under Horovod over twice those of one process."""
     both = _two_ranks(place, "scaling")
-    alone = statistics.median(_medians(rounds.of(place, next(iter(OURS))), "windows_per_s"))
+    alone = statistics.median(rounds.medians(place, next(iter(OURS)), "windows_per_s"))
     share = both / (2 * alone)
     passed = SCALING_GOAL <= share < math.inf if place.device == "cuda" else None
     return Outcome(f"{share:.3f}: {both:.0f} and {alone:.0f} windows/s", passed, {"share": share})
@@ -287,7 +270,8 @@ def expandable(place: Place) -> Outcome:
     """Reserved memory and windows/s with torch's expandable segments, and without."""
     if place.device != "cuda":
         raise NotHere("needs a GPU")
-    without, with_it = _steps(place), _steps(place, "steps-expandable", **EXPANDABLE)
+    without = _record(place, "acceptance_steps.py", "steps")
+    with_it = _record(place, "acceptance_steps.py", "steps-expandable", **EXPANDABLE)
     gib = [record["reserved_bytes"] / 2**30 for record in (with_it, without)]
     ratio = with_it["training_per_s"] / without["training_per_s"]
     found = f"{gib[0]:.2f} GiB reserved, {gib[1]:.2f} without; {ratio:.3f} x windows/s"
@@ -297,10 +281,10 @@ def expandable(place: Place) -> Outcome:
 def kernels(place: Place) -> Outcome:
     """Launches and the GPU's time per step, at a quarter of the windows and at all, and the longest kernels; on the CPU
     of torch's operators."""
-    found, records, steps = "", {}, "8" if place.device == "cuda" else "2"
+    found, records = "", {}
     for batch in (SIZES[place.device]["batch"] // 4, SIZES[place.device]["batch"]):
-        flags = ["--steps", steps, "--per_device_train_batch_size", str(batch)]
-        records[str(batch)] = record = _program(place, "campaign.py kernels", f"kernels-{batch}", *flags)
+        flags = ["--steps", "8" if place.device == "cuda" else "2", "--per_device_train_batch_size", str(batch)]
+        records[str(batch)] = record = _record(place, "campaign.py kernels", f"kernels-{batch}", *flags)
         found += "{launches_per_step:,.0f} and {busy_ms_per_step:.1f} ms at {} windows; ".format(batch, **record)
     found += ", ".join(f"{row['share']:.0%} {row['name'][:40]}" for row in record["kernels"][:3])
     return Outcome(f"{found}, ...", None, records)
@@ -310,15 +294,16 @@ def checks() -> dict[str, tuple[str, Callable[[Place], Outcome]]]:
     """name -> goal, check. The first of them measures for all."""
     rounds = Rounds()
     windows = "; ".join(f"{gpu}: {stages}" for gpu, stages in STAGES.items()) + " padded-equivalent"
-    found: dict[str, tuple[str, Callable[[Place], Outcome]]] = {}
-    for name in OURS:
-        found[f"windows/s and MFU, {name}"] = windows, partial(throughput, rounds=rounds, name=name)
-    found["memory"] = "-", partial(memory, rounds=rounds)
-    found["over the HF Trainer's best flags"] = f"{PEER_STAGES} x useful tokens/s", partial(over_peer, rounds=rounds)
-    found["memory with expandable segments"] = "-", expandable
-    found["host waits per step"] = "0", host_waits
-    found["evaluation over training"] = f">= {EVALUATION_GOAL:g} x windows/s", evaluation
-    found["scaling from 1 to 2 GPUs"] = f">= {SCALING_GOAL:g}", partial(scaling, rounds=rounds)
-    found["asynchronous completion on 2 GPUs"] = "-", asynchronous
-    found["launches per step, kernels that dominate"] = "-", kernels
-    return found
+    throughputs = {
+        f"windows/s and MFU, {name}": (windows, partial(throughput, rounds=rounds, name=name)) for name in OURS
+    }
+    return throughputs | {
+        "memory": ("-", partial(memory, rounds=rounds)),
+        "over the HF Trainer's best flags": (f"{PEER_STAGES} x useful tokens/s", partial(over_peer, rounds=rounds)),
+        "memory with expandable segments": ("-", expandable),
+        "host waits per step": ("0", host_waits),
+        "evaluation over training": (f">= {EVALUATION_GOAL:g} x windows/s", evaluation),
+        "scaling from 1 to 2 GPUs": (f">= {SCALING_GOAL:g}", partial(scaling, rounds=rounds)),
+        "asynchronous completion on 2 GPUs": ("-", asynchronous),
+        "launches per step, kernels that dominate": ("-", kernels),
+    }

@@ -9,21 +9,18 @@ windows pass through the model without gradients.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import torch
-from random_training import end, prepare
+from random_training import Prepared, prepare
+from shared import end, write_record
 
-from hvd_bert.distributed.world import World
 from hvd_bert.model.precision import autocast, evaluating
-from hvd_bert.tasks.base import Task
-from hvd_bert.training.loop import Training
+from hvd_bert.output.callback import Callback
 
 
 @contextmanager
@@ -40,17 +37,37 @@ def counted_waits() -> Iterator[list[str]]:
     waits += [str(warning.message) for warning in seen if "synchronizing CUDA operation" in str(warning.message)]
 
 
-def evaluated_per_s(task: Task, world: World, steps: range, precision: str) -> float:
-    """Windows/s of the steps' windows, in batches of the same size, which are made before."""
+class Waits(Callback):
+    """The waits of the second section's steps, up to the one that is logged; and the windows/s of the last section."""
+
+    def __init__(self, section: int) -> None:
+        self.section, self.windows_per_s = section, 0.0
+        self.found: list[str] = []
+        self._counting = ExitStack()
+
+    def on_step(self, step: int) -> None:
+        if step == 2 * self.section - 1:
+            self._counting.close()
+
+    def on_log(self, step: int, metrics: dict[str, float]) -> None:
+        self.windows_per_s = metrics["windows_per_s"]
+        if step == self.section and torch.cuda.is_available():
+            self.found = self._counting.enter_context(counted_waits())
+
+
+def evaluated_per_s(made: Prepared) -> float:
+    """Windows/s of the last section's windows, in batches of the same size, which are made before."""
+    task, device = made.task, made.world.device
     assert task.plan is not None
-    batches = [task.batch(ids) for step in steps for ids in task.plan.rank_windows(step, world.rank)]
-    with evaluating(task.model), autocast(world.device, precision):
+    steps = range(2 * made.section, 3 * made.section)
+    batches = [task.batch(ids) for step in steps for ids in task.plan.rank_windows(step, made.world.rank)]
+    with evaluating(task.model), autocast(device, made.config.train.precision):
         for timed in (batches[:1], batches):  # the first one warms up
-            _wait(world.device)
+            _wait(device)
             start = time.perf_counter()
             for batch in timed:
                 task.losses(task.model, batch)
-            _wait(world.device)
+            _wait(device)
     return sum(batch.num_windows for batch in batches) / (time.perf_counter() - start)
 
 
@@ -62,33 +79,16 @@ def _wait(device: torch.device) -> None:
 def main() -> None:
     """Parse, train, evaluate, print or write."""
     made = prepare(sys.argv[1:], 2, "Waits of the host, and the rate of evaluation.")
-    steps, on_gpu = made.section, made.world.device.type == "cuda"
-    waits: list[list[str]] = []  # per step
-
-    class Counting(Training):
-        """Counts the waits of the steps between two that are logged."""
-
-        def _step(self) -> Any:
-            if not on_gpu or not steps <= self.state.step < 2 * steps - 1:
-                return super()._step()
-            with counted_waits() as found:
-                result = super()._step()
-            waits.append(found)
-            return result
-
-    _, recorder = made.run(Counting)
-    last = range(2 * steps, 3 * steps)
+    waits = Waits(made.section)
+    made.run(waits)
     record = {
-        "waits": sum(map(len, waits)) if on_gpu else None,
-        "steps": len(waits),
-        "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else None,
-        "training_per_s": recorder.rows[-1]["windows_per_s"],
-        "evaluation_per_s": evaluated_per_s(made.task, made.world, last, made.config.train.precision),
+        "waits": len(waits.found) if made.on_gpu else None,
+        "steps": made.section - 1 if made.on_gpu else 0,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if made.on_gpu else None,
+        "training_per_s": waits.windows_per_s,
+        "evaluation_per_s": evaluated_per_s(made),
     }
-    text = json.dumps(record, indent=1)
-    print(text)
-    if made.out:
-        made.out.write_text(text + "\n")
+    write_record(record, made.out)
 
 
 if __name__ == "__main__":

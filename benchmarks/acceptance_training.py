@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import torch
-from acceptance_place import BATCH, NotHere, Outcome, Place, checkpoint_of, launched
+import numpy as np
+from acceptance_place import BATCH, NotHere, Outcome, Place, launched
 
+from hvd_bert.checkpoint.files import checkpoint_name
 from hvd_bert.errors import UserError
 
 # Relative differences of a loss in 20 steps from the same weights.
@@ -27,7 +29,7 @@ def preflight(place: Place) -> Outcome:
     return Outcome(f"a training would start; {warnings} warning(s) in doctor.log")
 
 
-def _compared(
+def compared(
     reference: Sequence[float | None], losses: Sequence[float | None], tolerance: float, max_skipped: int = 0
 ) -> Outcome:
     """Compare the losses step by step, except skipped steps, which have none. After a skipped step the weights are one
@@ -41,73 +43,56 @@ def _compared(
     if skipped > max_skipped or not pairs:
         found = f"{skipped} of {len(losses)} steps were skipped or have no loss; at most {max_skipped} may be"
         return Outcome(found, False, figures)
-    one, other = torch.tensor(pairs, dtype=torch.float64).T
-    worst, allowed = float(((one - other) / other).abs().max()), tolerance * (1 + skipped)  # NaN if any loss is NaN
-    compared = f"{len(pairs)} losses" + (f", {skipped} skipped," if skipped else "")
+    one, other = np.array(pairs, dtype=float).T
+    worst, allowed = float(np.abs((one - other) / other).max()), tolerance * (1 + skipped)  # NaN if any loss is NaN
+    said = f"{len(pairs)} losses" + (f", {skipped} skipped," if skipped else "")
     if not worst <= allowed:
-        return Outcome(f"{compared} differ by {worst:.1e} (relative), more than {allowed:g}", False, figures)
-    return Outcome(f"{compared} agree to {worst:.1e}", figures=figures | {"worst": worst})
+        return Outcome(f"{said} differ by {worst:.1e} (relative), more than {allowed:g}", False, figures)
+    return Outcome(f"{said} agree to {worst:.1e}", figures=figures | {"worst": worst})
 
 
-def _alone(place: Place) -> list[float | None]:
-    return place.losses_of("fp32", "--strategy", "none")
+def train_alone(place: Place) -> Sequence[float | None]:
+    """The losses in fp32 without a strategy, with which the others are compared."""
+    return place.train_losses("fp32", "--strategy", "none")
 
 
-def losses_of_the_cpu(place: Place) -> Outcome:
-    on_cpu = place.losses_of("cpu", "--strategy", "none", device="cpu")
-    return _compared(on_cpu, _alone(place), SAME_PRECISION)
+def precision(place: Place, name: str) -> Outcome:
+    """The losses on the GPU are those of fp32, and these are the CPU's."""
+    if name == "fp32":
+        on_cpu = place.train_losses("cpu", "--strategy", "none", device="cpu")
+        return compared(on_cpu, train_alone(place), SAME_PRECISION)
+    losses = place.train_losses(name, "--strategy", "none", f"--{name}")
+    return compared(train_alone(place), losses, HALF_PRECISION, MAX_SKIPPED if name == "fp16" else 0)
 
 
-def half_precision(precision: str) -> Check:
-    def check(place: Place) -> Outcome:
-        losses = place.losses_of(precision, "--strategy", "none", f"--{precision}")
-        return _compared(_alone(place), losses, HALF_PRECISION, MAX_SKIPPED if precision == "fp16" else 0)
-
-    return check
-
-
-def resume(*flags: str) -> Check:
+def resume(place: Place, name: str) -> Outcome:
     """A run that is resumed from its checkpoint leaves the same bytes as one that was not interrupted."""
-
-    def check(place: Place) -> Outcome:
-        name = "-".join(["resume", *(flag.strip("-") for flag in flags)])
-        common = ["--strategy", "none", "--deterministic", "--dropout", "0.1", "--max_steps", str(LAST_STEP), *flags]
-        common += ["--per_device_train_batch_size", str(BATCH), "--save_steps", str(RESUMED_STEP)]
-        whole = place.train(f"{name}-whole", *common)
-        checkpoint = checkpoint_of(whole, RESUMED_STEP)
-        resumed = place.train(f"{name}-resumed", *common, "--resume_from_checkpoint", str(checkpoint))
-        first, second = ((folder / "model.safetensors").read_bytes() for folder in (whole, resumed))
-        same = first == second
-        return Outcome("the same weights to the bit" if same else "the weights differ", same)
-
-    return check
+    flags = f"--strategy none --deterministic --dropout 0.1 --max_steps {LAST_STEP} --save_steps {RESUMED_STEP}".split()
+    flags += ["--per_device_train_batch_size", str(BATCH), *([] if name == "fp32" else [f"--{name}"])]
+    whole = place.train(f"resume-{name}-whole", *flags)
+    checkpoint = whole / checkpoint_name(RESUMED_STEP)
+    resumed = place.train(f"resume-{name}-resumed", *flags, "--resume_from_checkpoint", str(checkpoint))
+    first, second = ((folder / "model.safetensors").read_bytes() for folder in (whole, resumed))
+    return Outcome("the same weights to the bit" if first == second else "the weights differ", first == second)
 
 
-def strategy(name: str, several: bool = False) -> Check:
+def strategy(place: Place, name: str, several: bool = False) -> Outcome:
     """The losses of a strategy, on one device or on all of them, are those of one process."""
-
-    def check(place: Place) -> Outcome:
-        if several:
-            place.several()
-        if name == "dp":
-            if place.device == "cpu":
-                raise NotHere("needs 2 GPUs")
-            losses = place.losses_of("dp", "--strategy", "dp", gpus=place.ranks)
-        else:
-            ranks = place.ranks if several else 1
-            under = ranks if several or name == "horovod" else 0
-            losses = place.losses_of(f"{name}-{ranks}", "--strategy", name, ranks=under, gpus=ranks)
-        return _compared(_alone(place), losses, SAME_PRECISION if several else SAME_SUMS)
-
-    return check
+    if several:
+        place.require_several()
+    if name == "dp" and place.device == "cpu":
+        raise NotHere("needs 2 GPUs")
+    gpus = place.ranks if several else 1
+    ranks = 0 if name == "dp" else gpus if several or name == "horovod" else 0
+    losses = place.train_losses(f"{name}-{gpus}", "--strategy", name, ranks=ranks, gpus=gpus)
+    return compared(train_alone(place), losses, SAME_PRECISION if several else SAME_SUMS)
 
 
 def allreduce(place: Place) -> Outcome:
     """Sums over the ranks are right, and of tensors on GPUs NCCL sends them."""
-    place.several()
-    words = [sys.executable, "-m", "hvd_bert.tools.doctor", "--size", "400", "--output_dir", str(place.out)]
-    if place.device == "cpu":
-        words[words.index("400")] = "1"
+    place.require_several()
+    size = "1" if place.device == "cpu" else "400"
+    words = [sys.executable, "-m", "hvd_bert.tools.doctor", "--size", size, "--output_dir", str(place.out)]
     printed = place.run("allreduce", launched(place.ranks) + words, gpus=place.ranks)
     rows = [re.sub(r"^\[[\d,]+\]<\w+>:", "", line).strip() for line in printed.splitlines() if "Horovod, " in line]
     large = " ".join(rows[0].split()) if rows else "no allreduce was measured"
@@ -117,16 +102,15 @@ def allreduce(place: Place) -> Outcome:
 # name -> goal, check
 CHECKS: dict[str, tuple[str, Check]] = {
     "preflight check": ("no failure", preflight),
-    "losses of 20 steps, fp32": (f"the CPU's, to {SAME_PRECISION:g}", losses_of_the_cpu),
-    "losses of 20 steps, bf16": (f"those of fp32, to {HALF_PRECISION:g}", half_precision("bf16")),
-    "losses of 20 steps, fp16": (f"those of fp32, to {HALF_PRECISION:g}", half_precision("fp16")),
-    "resume, --deterministic, fp32": ("the same to the bit", resume()),
-    "resume, --deterministic, bf16": ("the same to the bit", resume("--bf16")),
-    "horovod, world of 1": (f"losses of one process, to {SAME_SUMS:g}", strategy("horovod")),
-    "ddp, world of 1": (f"losses of one process, to {SAME_SUMS:g}", strategy("ddp")),
-    "fsdp, world of 1": (f"losses of one process, to {SAME_SUMS:g}", strategy("fsdp")),
-    "horovod, world of all GPUs": (f"losses of one process, to {SAME_PRECISION:g}", strategy("horovod", True)),
-    "ddp, world of all GPUs": (f"losses of one process, to {SAME_PRECISION:g}", strategy("ddp", True)),
-    "dp, all GPUs": (f"losses of one process, to {SAME_PRECISION:g}", strategy("dp", True)),
-    "allreduce of all GPUs": ("right sums, by NCCL", allreduce),
+    "losses of 20 steps, fp32": (f"the CPU's, to {SAME_PRECISION:g}", partial(precision, name="fp32")),
 }
+for name in ("bf16", "fp16"):
+    CHECKS[f"losses of 20 steps, {name}"] = (f"those of fp32, to {HALF_PRECISION:g}", partial(precision, name=name))
+for name in ("fp32", "bf16"):
+    CHECKS[f"resume, --deterministic, {name}"] = ("the same to the bit", partial(resume, name=name))
+for name in ("horovod", "ddp", "fsdp"):
+    CHECKS[f"{name}, world of 1"] = (f"losses of one process, to {SAME_SUMS:g}", partial(strategy, name=name))
+for name, extent in {"horovod": "world of all GPUs", "ddp": "world of all GPUs", "dp": "all GPUs"}.items():
+    goal = f"losses of one process, to {SAME_PRECISION:g}"
+    CHECKS[f"{name}, {extent}"] = (goal, partial(strategy, name=name, several=True))
+CHECKS["allreduce of all GPUs"] = ("right sums, by NCCL", allreduce)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from shared import launch_environment, size_of, small_run, tiny_bert
+from shared import end, launch_environment, small_run, tiny_bert, write_record
 
 from hvd_bert.config import command_line
 from hvd_bert.output.callback import Callback
@@ -46,22 +46,21 @@ if TYPE_CHECKING:
 RANKS = 2
 EVERY, BLOCK = 100, 10  # steps between two records; steps of a block, the fastest of which is recorded
 MAX_GROWTH = 0.02
-ROWS = 10  # of the kernels
+KERNEL_ROWS = 10
 # The campaigns that print failures, and how many kills, minutes, stops, steps and evaluations they take.
 NUMBERS = {"kills": 200, "rank_kills": 60, "stops": 100, "steps": 10_000, "evaluations": 1000}
 
 
 class Recorder(Callback):
-    """Records what its rank uses, every EVERY steps; rank 0 also the sizes of the run's files.
+    """Records what its rank uses, every EVERY steps.
 
     Other programs slow most steps down. The fastest block of steps shows what a step takes without them.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-        self._file = JsonLines(folder / f"rank{self._rank}.jsonl")
-        self._out, self._process = folder / "out", psutil.Process()
-        self._times = [time.thread_time()]  # of this thread on the CPU, at the end of each block since the last record
+        self._file = JsonLines(folder / f"rank{os.environ['OMPI_COMM_WORLD_RANK']}.jsonl")
+        self._process = psutil.Process()
+        self._times = [time.thread_time()]  # CPU time at the end of each block since the last record
 
     def on_step(self, step: int) -> None:
         if step % BLOCK == 0:
@@ -72,8 +71,7 @@ class Recorder(Callback):
         self._times = self._times[-1:]
         used = {"cpu_ms_per_step": 1000 * fastest_s, "rss_mib": self._process.memory_info().rss / 2**20}
         used |= {"open_files": self._process.num_fds(), "threads": self._process.num_threads()}
-        sizes = {path.name: size_of(path) for path in self._out.iterdir()} if self._rank == 0 else {}
-        self._file.write({"step": step, "sizes": sizes, **used})
+        self._file.write({"step": step, **used})
 
     def train(self, world: World) -> None:
         """A whole run on one rank."""
@@ -92,10 +90,6 @@ def recorded_run(folder: Path, flags: str) -> dict[str, Any]:
         limits = {"cpu_ms_per_step": 1 + MAX_GROWTH, "rss_mib": 1 + MAX_GROWTH, "open_files": 1, "threads": 1}
         grown = [key for key, limit in limits.items() if used[key][1] > limit * used[key][0]]
         figures["failures"] += [f"rank {rank}: {key} grew from {used[key][0]:g} to {used[key][1]:g}" for key in grown]
-    first, last = ranks[0][len(ranks[0]) // 10], ranks[0][-1]
-    steps = last["step"] - first["step"]
-    sizes = {name: (size - first["sizes"].get(name, 0)) / steps for name, size in last["sizes"].items()}
-    figures["bytes_per_step"] = {name: size for name, size in sizes.items() if not name.startswith("checkpoint-")}
     return figures
 
 
@@ -108,7 +102,7 @@ def growth(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     return {key: [summary(row[key] for row in part) for part in parts] for key, summary in summaries.items()}
 
 
-def print_kernels(argv: Sequence[str]) -> None:
+def print_kernels() -> None:
     """Train on random windows, and print the kernels that take most of the device's time, and their number.
 
     `--steps` steps are recorded by torch's profiler, after as many that are not. On the CPU: torch's operators.
@@ -116,38 +110,32 @@ def print_kernels(argv: Sequence[str]) -> None:
     from random_training import prepare
     from torch.profiler import ProfilerActivity, profile
 
-    from hvd_bert.training.loop import Training
+    made = prepare(sys.argv[2:], 1, "The kernels that dominate a training.")
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if made.on_gpu else [])]
+    recorded = profile(activities=activities)
 
-    made = prepare(argv, 1, "The kernels that dominate a training.")
-    on_gpu = made.world.device.type == "cuda"
-    recorded = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
-
-    class Profiled(Training):
-        def _after_step(self, *args: Any) -> None:
-            super()._after_step(*args)
-            if self.state.step == made.section:
+    class Profiled(Callback):
+        def on_log(self, step: int, metrics: dict[str, float]) -> None:
+            if step == made.section:
                 recorded.start()
 
-    made.run(Profiled)
+    made.run(Profiled())
     recorded.stop()
     rows = []
     for event in recorded.key_averages():
-        seconds = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+        seconds = (event.self_device_time_total if made.on_gpu else event.self_cpu_time_total) / 1e6
         # Annotations, such as "Optimizer.step", span kernels that have rows of their own.
         is_kernel = event.device_type.name != "CPU" and not getattr(event, "is_user_annotation", False)
-        if seconds and (is_kernel or not on_gpu):
+        if seconds and (is_kernel or not made.on_gpu):
             rows.append({"name": event.key, "calls": event.count, "seconds": seconds})
     rows.sort(key=lambda row: -row["seconds"])
     total_s = sum(row["seconds"] for row in rows)
     record = {
         "launches_per_step": sum(row["calls"] for row in rows) / made.section,
         "busy_ms_per_step": 1000 * total_s / made.section,
-        "kernels": [row | {"share": row["seconds"] / total_s} for row in rows[:ROWS]],
+        "kernels": [row | {"share": row["seconds"] / total_s} for row in rows[:KERNEL_ROWS]],
     }
-    text = json.dumps(record, indent=1)
-    print(text)
-    if made.out:
-        made.out.write_text(text + "\n")
+    write_record(record, made.out)
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -189,17 +177,15 @@ def main() -> int:
         import campaign_kills
 
         figures = getattr(campaign_kills, flags.campaign)(folder, number)
-    print(json.dumps(figures, indent=1))
+    write_record(figures, None)
     return int(bool(figures["failures"]))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["rank"]:  # of `recorded_run`
+    if sys.argv[1:2] == ["rank"]:  # started by `recorded_run`
         recorder = Recorder(Path(sys.argv[2]))
         del sys.argv[1:3]
         start_rank(recorder.train, command_line.parse)
     if sys.argv[1:2] == ["kernels"]:
-        from random_training import end
-
-        end(lambda: print_kernels(sys.argv[2:]))
+        end(print_kernels)
     sys.exit(main())

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 RANK = str(Path(__file__).resolve())
 STRATEGIES = {"elastic": "horovod", "horovod": "horovod", "ddp": "ddp", "fsdp": "fsdp"}  # -> the trainer's
 HOSTS = ("localhost", "127.0.0.1")  # names of this host, since Horovod elastic leaves the host of a lost rank
-WHOLE_S = 30.0  # of a training without kills, at most
+MAX_WHOLE_S = 30.0  # a training without kills
 STEPS = 10**6  # more than a training takes
 USEFUL, DETECTION, RESTART, REPEATED = PARTS = ("useful_s", "detection_s", "restart_s", "repeated_s")
 LOST = {DETECTION: "detection", RESTART: "restart", REPEATED: "repeated steps"}
@@ -207,7 +207,7 @@ def measured(name: str, folder: Path, flags: argparse.Namespace, rest: Sequence[
     """The record's row of a strategy: without kills, then with them."""
     accounts = []
     kills = kill_times(flags.every, flags.duration)
-    for label, times, duration in (("whole", [], min(flags.duration, WHOLE_S)), ("killed", kills, flags.duration)):
+    for label, times, duration in (("whole", [], min(flags.duration, MAX_WHOLE_S)), ("killed", kills, flags.duration)):
         out, log, notes = (folder / f"{name}-{label}{suffix}" for suffix in ("", ".log", ".jsonl"))
         own = [f"--strategy={STRATEGIES[name]}", f"--elastic={name == 'elastic'}", f"--max_steps={STEPS}"]
         own += [f"--per_device_train_batch_size={flags.global_batch // flags.ranks}", f"--output_dir={out}"]

@@ -5,13 +5,11 @@ The ranks start with everything imported, so that hundreds of starts take minute
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import random
 import select
-import shutil
 import signal
 import statistics
 import sys
@@ -22,9 +20,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from shared import killed_before_change, size_of, small_run, tiny_bert
+from shared import small_run, tiny_bert
 
-import hvd_bert.training.loop  # noqa: F401  # which the command imports late, and here each rank would
+import hvd_bert.training.loop  # noqa: F401  # imported before the fork, else each rank would import it
 from hvd_bert.checkpoint import files
 from hvd_bert.distributed.rendezvous import serve_store
 from hvd_bert.distributed.runner import run_as_rank
@@ -35,7 +33,7 @@ from hvd_bert.storage.writing import flush
 from hvd_bert.training import api
 from hvd_bert.training.state import TrainState
 
-RANKS = 2  # of the campaigns with several ranks
+RANKS = 2
 END_S = 60.0  # for a rank to end by itself after another one was killed
 LIMIT_S = 600.0  # without a step: the run hangs
 SAVE_STEPS = 8  # between the checkpoints of `kills`
@@ -68,11 +66,11 @@ class Reporter(Callback):
         self.then(step)
 
 
-def stopped(every: int, last: int) -> Reporter:
-    """Stops its run by SIGTERM after each `every`th step before the last one."""
+def stopped(last: int) -> Reporter:
+    """Stops its run by SIGTERM after every tenth step before the last one."""
 
     def stop(step: int) -> None:
-        if (step + 1) % every == 0 and step + 1 < last:
+        if (step + 1) % 10 == 0 and step + 1 < last:
             os.kill(os.getpid(), signal.SIGTERM)
 
     return Reporter(then=stop)
@@ -100,21 +98,6 @@ def slow_writes(slower_s: float) -> Reporter:
         patch.object(files, "flush", slow_flush).start()
         patch.object(files, "write", reported_write).start()
         patch.object(TrainState, "snapshot", reported_snapshot).start()
-
-    return Reporter(prepare)
-
-
-def killed_rewrite(number: int) -> Reporter:
-    """Kills its rank before the `number`th change in the folder while it writes the checkpoint of step SAVE_STEPS."""
-
-    def prepare(reporter: Reporter) -> None:
-        write = files.write
-
-        def killed_write(folder: Path, step: int, contents: files.Contents) -> Path:
-            with killed_before_change(number if step == SAVE_STEPS else 0):
-                return write(folder, step, contents)
-
-        patch.object(files, "write", killed_write).start()
 
     return Reporter(prepare)
 
@@ -180,7 +163,7 @@ def attempt(
 
 def start(rank: int, size: int, flags: Sequence[str], reporter: Reporter) -> tuple[int, int]:
     """Train in a forked rank, over Gloo. Returns the reading end of its pipe and its process id."""
-    if rank == 0 and size > 1:  # in place of torchrun
+    if rank == 0 and size > 1:
         stores.append(serve_store("127.0.0.1"))
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": stores[-1].port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         job |= {"TORCHELASTIC_RUN_ID": "forked", "GROUP_WORLD_SIZE": 1, "GROUP_RANK": 0}
@@ -211,11 +194,11 @@ def start(rank: int, size: int, flags: Sequence[str], reporter: Reporter) -> tup
 
 def differences(one: Path, other: Path) -> list[str]:
     """Where two finished runs differ, bit for bit."""
-    mine, theirs = result_of(one), result_of(other)
+    mine, theirs = read_result(one), read_result(other)
     return [f"{name} differs" for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
 
 
-def result_of(out: Path) -> dict[str, Any]:
+def read_result(out: Path) -> dict[str, Any]:
     """Checksums of the last checkpoint's tensors, its state, and the lines of metrics.jsonl; all without times."""
     newest = files.candidates(out)[0]
     result: dict[str, Any] = json.loads((newest / "manifest.json").read_text(encoding="utf-8"))["files"]
@@ -236,16 +219,16 @@ def stops(folder: Path, number: int) -> dict[str, Any]:
     attempt([*flags, "--output_dir", str(folder / "whole")], RANKS)
     flags += ["--output_dir", str(folder / "out")]
     resumes = 0
-    while EXIT_STOPPED in attempt(flags, RANKS, stopped(10, last)).statuses:
+    while EXIT_STOPPED in attempt(flags, RANKS, stopped(last)).statuses:
         resumes += 1
-    return {"resumes": resumes} | comparison(folder)
+    return {"resumes": resumes, "failures": differences(folder / "whole", folder / "out")}
 
 
 def rank_kills(folder: Path, minutes: int) -> dict[str, Any]:
     """A run in which one of two ranks is killed every minute, and one in which none is."""
     os.environ["HOROVOD_CYCLE_TIME"] = "5"  # an hour of polling once a millisecond would take a core
     pause_s = 0.4
-    steps = int(60 * minutes / pause_s)  # which take longer than `minutes`
+    steps = int(60 * minutes / pause_s)  # they take longer than `minutes`
     flags = small_run(f"--max_steps {steps} --save_steps 20 --eval_strategy steps --eval_steps 50") + tiny_bert(folder)
     attempt([*flags, "--output_dir", str(folder / "whole")], RANKS)
     flags += ["--output_dir", str(folder / "out")]
@@ -253,26 +236,18 @@ def rank_kills(folder: Path, minutes: int) -> dict[str, Any]:
     while attempt(flags, RANKS, paced, (0, 60.0) if time.monotonic() < begin + 60 * minutes else NEVER).killed:
         killed += 1
         print(f"{time.monotonic() - begin:.0f} s: {killed} kills", file=sys.stderr, flush=True)
-    return {"kills": killed, "steps": steps} | comparison(folder)
-
-
-def comparison(folder: Path) -> dict[str, Any]:
-    """Where a run differs from the one that was never interrupted, and how large the logs of both are."""
-    names = ("metrics.jsonl", "events.jsonl", "tb")
-    sizes = {out: {name: size_of(folder / out / name) for name in names} for out in ("whole", "out")}
-    return {"failures": differences(folder / "whole", folder / "out"), "log_bytes": sizes}
+    return {"kills": killed, "steps": steps, "failures": differences(folder / "whole", folder / "out")}
 
 
 def kills(folder: Path, number: int) -> dict[str, Any]:
     """A run that is killed at random moments, and one that never is.
 
     Some kills hit the start, most the training, and many the write of a checkpoint, which is slowed down for that: in
-    some attempts it takes fewer steps than --save_steps, in others more. Before that the kills of `rewrites`.
+    some attempts it takes fewer steps than --save_steps, in others more.
     """
-    flags = small_run(f"--save_steps {SAVE_STEPS}")
-    tally: dict[str, Any] = rewrites(folder, flags)
-    tally |= {"kills": 0, "while_starting": 0, "while_writing": 0, "steps_lost": []}
-    flags += f"--logging_steps 1 --eval_strategy no --max_steps {3 * SAVE_STEPS * number} --output_dir".split()
+    tally: dict[str, Any] = {"failures": [], "kills": 0, "while_starting": 0, "while_writing": 0, "steps_lost": []}
+    last = 3 * SAVE_STEPS * number
+    flags = small_run(f"--save_steps {SAVE_STEPS} --logging_steps 1 --eval_strategy no --max_steps {last} --output_dir")
     attempt([*flags, str(folder / "whole")])
     dice, saved, out = random.Random(0), 0, folder / "out"
     while tally["kills"] < number:
@@ -286,25 +261,6 @@ def kills(folder: Path, number: int) -> dict[str, Any]:
     tally["failures"] += differences(folder / "whole", out)
     lost = tally.pop("steps_lost")
     return tally | {"median_steps_lost": statistics.median(lost), "most_steps_lost": max(lost)}
-
-
-def rewrites(folder: Path, flags: Sequence[str]) -> dict[str, Any]:
-    """Stop a run at an evaluation, in the middle. Resume it often: it evaluates, and saves that step again.
-
-    The n-th time it is killed before the write's n-th change in its folder, and started once more.
-    """
-    last, failures = 2 * SAVE_STEPS, []
-    flags = [*flags, *f"--max_steps {last} --eval_strategy steps --eval_steps {SAVE_STEPS}".split()]
-    attempt([*flags, "--output_dir", str(folder / "stopped")], reporter=stopped(SAVE_STEPS, last))
-    for number in itertools.count(1):
-        out = shutil.copytree(folder / "stopped", folder / str(number))
-        again = [*flags, "--load_best_model_at_end", "--output_dir", str(out)]
-        if not attempt(again, reporter=killed_rewrite(number)).killed:
-            break
-        if len(attempt(again).steps) != last - SAVE_STEPS:
-            failures.append(f"no resume after the kill before change {number} of the write")
-        shutil.rmtree(out)
-    return {"rewrites_killed": number - 1, "failures": failures}
 
 
 def inspect(out: Path, made: Attempt, before: int, tally: dict[str, Any]) -> int:
@@ -323,8 +279,8 @@ def inspect(out: Path, made: Attempt, before: int, tally: dict[str, Any]) -> int
         tally["failures"].append(f"went back from step {before} to {saved}")
     if made.steps:
         done = made.steps[-1]
-        of_write = done - made.writing if made.writing > saved else 0
+        in_write = done - made.writing if made.writing > saved else 0
         tally["steps_lost"].append(done - saved)
-        if done - saved > SAVE_STEPS + of_write or of_write > SAVE_STEPS:
-            tally["failures"].append(f"lost {done - saved} of {done} steps, {of_write} of them during a write")
+        if done - saved > SAVE_STEPS + in_write or in_write > SAVE_STEPS:
+            tally["failures"].append(f"lost {done - saved} of {done} steps, {in_write} of them during a write")
     return saved

@@ -1,11 +1,11 @@
-"""Compares the speed of this trainer with its peers: the same windows, model, global batch and threads.
+"""Compares the speed of this trainer with the Hugging Face Trainer: the same windows, model, global batch and threads.
 
     bash env/setup.sh --bench
     python benchmarks/compare_peers.py --model_name_or_path MODEL --train_file train-v1.1.json --out DIR
 
-Begins with a preflight: a few steps of each variant without dropout, on windows of one length in the same order, must
-give the same losses. Otherwise nothing is compared. Then the variants take turns for --repeats rounds, each time in new
-processes on the CPUs of this host, with the model's own dropout. Prints a Markdown table and writes DIR/peers.json.
+Begins with a preflight: a few steps of each variant without dropout, on the same windows, must give the same losses.
+Otherwise nothing is compared. Then the variants take turns for --repeats rounds, each time in new processes on the CPUs
+of this host, with the model's own dropout. Prints a Markdown table and writes DIR/peers.json.
 docs/evidence/benchmarks.md describes the variants.
 """
 
@@ -18,21 +18,27 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
+import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from compare_report import Row, Timing, check_losses, compared, table, timing
-from compare_windows import LEARNING_RATE, Work, our_flags, prepare
-from random_training import end
-from shared import in_turns, launch_environment, machine
+import numpy as np
+import pyarrow as pa
+from shared import end, in_turns, launch_environment, machine, make_folder, markdown_table, peer_columns, run, spread
 
+from hvd_bert.config import command_line
+from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
+from hvd_bert.tasks.question_answering import QuestionAnswering
 
-PEERS = Path(__file__).resolve().parent / "peers"
-
+Row = Mapping[str, Any]  # a step: step_s (seconds), loss, tokens; None: not recorded
+Rates = dict[str, float]
+PEER = Path(__file__).resolve().parent / "peers" / "hf_trainer.py"
+LEARNING_RATE = 5e-5
+WINDOWS, TOKENS = "windows_per_s", "tokens_per_s"
 # What this trainer sets by itself, for its peers: glibc keeps the memory of a step for the next, in huge pages, and
 # oneDNN keeps its kernels.
 # MALLOC_MMAP_THRESHOLD_ would not do: glibc ignores values above 32 MiB, and an embedding's gradient is larger.
@@ -47,69 +53,94 @@ ALLOCATOR = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train. `script`: the peer's; None: this trainer. `padded`: every window to --max_seq_length.
-    `fp32`: also with --bf16.
-    """
+    """A way to train, this trainer or its peer. `padded`: every window to --max_seq_length; `fp32`: also with --bf16;
+    `shuffling`: flags that the preflight omits, since it needs the windows in order."""
 
     label: str
-    script: str | None = None
+    peer: bool = True
     flags: Sequence[str] = ()
-    shuffling: Sequence[str] = ()  # flags that the preflight omits, since it needs the windows in order
+    shuffling: Sequence[str] = ()
     padded: bool = False
     fp32: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
 
-HF_BEST = [
-    "--no_pad_to_max_length",
-    *("--optim", "adamw_torch_fused"),
-    *("--ddp_find_unused_parameters", "False"),
-    "--count_tokens",
-]
+HF_BEST = ["--no_pad_to_max_length", "--count_tokens", "--optim", "adamw_torch_fused"]
+HF_BEST += ["--ddp_find_unused_parameters", "False"]
+GROUPED = ("--train_sampling_strategy", "group_by_length")
 VARIANTS = {
-    "ours": Variant("this trainer"),
-    "ours_fp32": Variant("this trainer in fp32, next to --bf16", fp32=True),
-    "hf_run_qa": Variant("HF Trainer as run_qa sets it", "hf_trainer.py", padded=True),
-    "hf_best": Variant(
-        "HF Trainer: dynamic padding, grouped by length, fused AdamW, allocator settings", "hf_trainer.py", HF_BEST,
-        shuffling=("--train_sampling_strategy", "group_by_length"), environment=ALLOCATOR,
-    ),
-    "hf_rebalance": Variant(
-        "the same with `batch_rebalance` in place of grouping", "hf_trainer.py", HF_BEST,
-        shuffling=("--train_sampling_strategy", "batch_rebalance"), environment=ALLOCATOR,
-    ),
-    "lightning": Variant("Lightning DDP, padded", "lightning_ddp.py", padded=True),
-}  # fmt: skip
+    "ours": Variant("this trainer", peer=False),
+    "ours_fp32": Variant("this trainer in fp32, next to --bf16", peer=False, fp32=True),
+    "hf_run_qa": Variant("HF Trainer as run_qa sets it", padded=True),
+    "hf_best": Variant("HF Trainer, best flags", flags=HF_BEST, shuffling=GROUPED, environment=ALLOCATOR),
+}
 
 
-# --- runs ----------------------------------------------------------------------------------------
+def trainer_flags(args: argparse.Namespace, model: Path | str, rank_batch: int, seed: int) -> list[str]:
+    """This trainer's flags, except for the number of steps and the output folder."""
+    flags = ["--model_name_or_path", str(model), "--train_file", str(args.train_file), "--no_do_eval"]
+    flags += ["--per_device_train_batch_size", str(rank_batch), "--learning_rate", str(LEARNING_RATE)]
+    flags += ["--warmup_ratio", "0", "--seed", str(seed)]
+    flags += ["--max_seq_length", str(args.max_seq_length), "--doc_stride", str(min(128, args.max_seq_length // 3))]
+    flags += ["--max_train_samples", str(args.max_train_samples)] if args.max_train_samples else []
+    return [*flags, "--eval_strategy", "no", "--save_steps", "0"]
 
 
-def command(name: str, args: argparse.Namespace, work: Work, out: Path, steps: int, seed: int | None) -> list[str]:
-    """The command of a variant. `seed` None: the preflight, in the order of the tables and with losses."""
-    variant = VARIANTS[name]
+def prepare(args: argparse.Namespace) -> dict[str, float]:
+    """Write what the variants read to --out: the model with and without dropout, and tables of windows.
+
+    The tables have the order in which this trainer takes windows one by one. Returns the numbers of windows and tokens.
+    """
+    from datasets import Dataset, disable_progress_bars
+
+    disable_progress_bars()
+    world = World()
+    world.size = args.ranks  # the order depends on it; loading does not communicate
+    for name, dropout in (("model", []), ("exact_model", ["--dropout", "0"])):
+        config = command_line.parse([*trainer_flags(args, args.model_name_or_path, 1, args.seed), *dropout])
+        task = QuestionAnswering(config, world)
+        task.save(args.out / name)
+    assert task.train and task.plan
+    order = np.concatenate([task.plan.step_windows(step) for step in range(task.plan.steps_per_epoch)])
+    rows = pa.Table.from_batches(task.train.windows.batches).take(order).to_pydict()
+    features = peer_columns(*(rows[name] for name in ("input_ids", "context_start", "start_position", "end_position")))
+    Dataset.from_dict(features).save_to_disk(args.out / "windows")
+    padded = task.tokenizer.pad(features, padding="max_length", max_length=args.max_seq_length)
+    Dataset.from_dict(dict(padded)).save_to_disk(args.out / "padded_windows")
+    return {"windows": len(order), "mean_tokens": statistics.fmean(map(len, features["input_ids"]))}
+
+
+def command(name: str, args: argparse.Namespace, out: Path, steps: int, seed: int | None) -> list[str]:
+    """The command of a variant. `seed` None: the preflight, with the loss of each step.
+
+    The softmax of BertForQuestionAnswering over a window's positions includes its padding. So the preflight's batches
+    have one window each, which needs no padding, in the order of the table.
+    """
+    variant, preflight = VARIANTS[name], seed is None
+    model = args.out / ("exact_model" if preflight else "model")
+    rank_batch = 1 if preflight else args.per_device_train_batch_size
+    used_seed = args.seed if seed is None else seed
     common = ["--max_steps", str(steps), "--output_dir", str(out)]
     common += ["--bf16"] if args.bf16 and not variant.fp32 else []
-    used_seed = work.seed if seed is None else seed
-    if variant.script is None:
+    if not variant.peer:
         start = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(args.ranks), sys.executable, "-m"]
-        flags = our_flags(work.train_file, str(work.model), work.max_seq_length, work.rank_batch, used_seed)
-        flags += ["--max_train_samples", str(work.max_samples)] if work.max_samples else []
-        # The preflight needs each loss. Otherwise few lines, of which one is where the timed steps begin.
-        flags += ["--logging_steps", "1" if seed is None else str(math.gcd(args.warmup, steps))]
+        # Few lines, of which one is where the timed steps begin.
+        logging_steps = "1" if preflight else str(math.gcd(args.warmup, steps))
+        flags = [*trainer_flags(args, model, rank_batch, used_seed), "--logging_steps", logging_steps]
         return [*start, "hvd_bert.train", *flags, *common]
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
-    flags = ["--model_name_or_path", str(work.model), "--times_file", str(out / "times.json")]
-    flags += ["--windows", str(work.padded_windows if variant.padded else work.windows)]
-    flags += ["--per_device_train_batch_size", str(work.rank_batch)]
-    flags += ["--learning_rate", str(LEARNING_RATE), "--seed", str(used_seed)]
-    if variant.script == "hf_trainer.py":
-        flags += ["--use_cpu", "--ddp_backend", "gloo", "--save_strategy", "no"]
-        in_order = ["--train_sampling_strategy", "sequential", "--logging_steps", "1"]
-    else:
-        in_order = ["--in_order"]
-    flags += [*variant.flags, *(in_order if seed is None else variant.shuffling)]
-    return [*start, str(PEERS / variant.script), *flags, *common]
+    table = args.out / ("padded_windows" if variant.padded and not preflight else "windows")
+    flags = ["--use_cpu", "--ddp_backend", "gloo", "--learning_rate", str(LEARNING_RATE), "--seed", str(used_seed)]
+    in_order = ["--train_sampling_strategy", "sequential", "--logging_steps", "1"]
+    flags += [*variant.flags, *(in_order if preflight else variant.shuffling)]
+    return [*start, *peer_command(model, table, out, rank_batch), *flags, *common]
+
+
+def peer_command(model: Path, windows: Path, out: Path, rank_batch: int) -> list[str]:
+    """The peer's program, and what each of its runs is given."""
+    words = [str(PEER), "--model_name_or_path", str(model), "--windows", str(windows)]
+    words += ["--times_file", str(out / "times.json"), "--per_device_train_batch_size", str(rank_batch)]
+    return [*words, "--save_strategy", "no", "--report_to", "none"]
 
 
 def environment(variant: Variant, threads: int) -> dict[str, str]:
@@ -120,81 +151,104 @@ def environment(variant: Variant, threads: int) -> dict[str, str]:
     return env | launch_environment() | variant.environment
 
 
-def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float, grace_s: float = 30.0) -> None:
-    """Run a command, terminate all its processes if it takes too long, kill them `grace_s` later. Raises UserError if
-    it fails."""
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            words, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            status: int | str = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            status = f"none after {timeout_s:.0f} s"  # it is terminated below
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)  # launchers then terminate their ranks
-                try:
-                    process.wait(grace_s)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-    if status != 0:
-        last = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
-        raise UserError(
-            f"{last}\nended with status {status}; above are the last lines of {log}. Command:\n  {shlex.join(words)}"
-        )
-
-
-def rows_of(name: str, out: Path) -> list[Row]:
-    """A row per optimizer step: seconds, and the loss and the tokens if they were recorded.
-
-    This trainer's steps between two logged ones have the mean of these.
-    """
-    if VARIANTS[name].script is not None:
+def read_rows(name: str, out: Path) -> list[Row]:
+    """A row per optimizer step. This trainer's steps between two logged ones have the mean of these."""
+    if VARIANTS[name].peer:
         return list(json.loads((out / "times.json").read_text()))
     logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     rows: list[Row] = []
     for row in logged:
         if "step_s" in row:
-            one = {"step_s": row["step_s"], "loss": row["loss"], "tokens": row["tokens_per_s"] * row["step_s"]}
-            rows += [one] * (row["step"] - len(rows))
+            step = {"step_s": row["step_s"], "loss": row["loss"], "tokens": row["tokens_per_s"] * row["step_s"]}
+            rows += [step] * (row["step"] - len(rows))
     return rows
 
 
-def train(name: str, args: argparse.Namespace, work: Work, run_name: str, steps: int, seed: int | None) -> list[Row]:
+def train(name: str, args: argparse.Namespace, run_name: str, steps: int, seed: int | None) -> list[Row]:
     """One run of a variant in fresh processes."""
     out = args.out / run_name
     out.mkdir()
     print(f"{run_name} ...", file=sys.stderr, flush=True)
-    words = command(name, args, work, out, steps, seed)
+    words = command(name, args, out, steps, seed)
     run(words, environment(VARIANTS[name], args.threads), out.with_suffix(".log"), args.timeout)
-    rows = rows_of(name, out)
+    rows = read_rows(name, out)
     shutil.rmtree(out)  # it holds the model
     return rows
 
 
-def steps_of(name: str, args: argparse.Namespace) -> tuple[int, int]:
+def timing(rows: Sequence[Row], warmup: int, steps: int, global_batch: int) -> Rates:
+    """Windows/s and, if they were counted, useful tokens/s of `steps` steps after `warmup` untimed ones.
+
+    Raises UserError if the run has fewer.
+    """
+    timed = rows[warmup : warmup + steps]
+    if len(timed) < steps:
+        raise UserError(f"The run has {len(rows)} steps. It needs {warmup} untimed and {steps} timed ones.")
+    seconds, tokens = sum(row["step_s"] for row in timed), [row["tokens"] for row in timed]
+    return {WINDOWS: steps * global_batch / seconds} | ({} if None in tokens else {TOKENS: sum(tokens) / seconds})
+
+
+def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float) -> float:
+    """The largest relative difference from the first variant's losses, step by step.
+
+    Raises UserError if it is above `tolerance`, or if a loss is missing, NaN or infinite: the speed of variants that
+    train differently must not be compared.
+    """
+    by_variant = np.array([[math.nan if loss is None else loss for loss in row] for row in _equally_long(losses)])
+    reference = by_variant[:1]
+    worst = float(np.abs((by_variant - reference) / reference).max(initial=0.0)) if reference.size else math.nan
+    if not worst <= tolerance:
+        said = "\n".join(f"  {name:12} {' '.join(map(str, values))}" for name, values in losses.items())
+        raise UserError(
+            f"The losses of the preflight's steps differ by {worst:.1e} (relative), more than --tolerance"
+            f" {tolerance:.1e}: the variants do not train alike, so their speeds are not compared.\n{said}"
+        )
+    return worst
+
+
+def _equally_long(losses: Mapping[str, Sequence[float | None]]) -> list[list[float | None]]:
+    """The losses, with None for the steps that a variant lacks."""
+    longest = max(map(len, losses.values()))
+    return [[*values, *[None] * (longest - len(values))] for values in losses.values()]
+
+
+def compare(args: argparse.Namespace) -> dict[str, list[Rates]]:
+    """The rates of each variant, one per round."""
+    runs: dict[str, list[Rates]] = {name: [] for name in args.variants}
+    for number in range(args.repeats):
+        for name in in_turns(args.variants, number):
+            warmup, steps = count_steps(name, args)
+            rows = train(name, args, f"round{number + 1}-{name}", warmup + steps, args.seed + number)
+            rates = timing(rows, warmup, steps, args.per_device_train_batch_size * args.ranks)
+            print(f"  {rates[WINDOWS]:.2f} windows/s", file=sys.stderr, flush=True)
+            runs[name].append(rates)
+    return runs
+
+
+def count_steps(name: str, args: argparse.Namespace) -> tuple[int, int]:
     """Untimed and timed steps. Fewer if every window is padded, since all steps then do the same work."""
     if VARIANTS[name].padded:
         return min(args.warmup, args.padded_steps), args.padded_steps
     return args.warmup, args.steps
 
 
-def compare(args: argparse.Namespace, work: Work) -> dict[str, list[Timing]]:
-    """The timings of each variant, one per round."""
-    runs: dict[str, list[Timing]] = {name: [] for name in args.variants}
-    for number in range(args.repeats):
-        for name in in_turns(args.variants, number):
-            warmup, steps = steps_of(name, args)
-            rows = train(name, args, work, f"round{number + 1}-{name}", warmup + steps, args.seed + number)
-            result = timing(rows, warmup, steps, args.per_device_train_batch_size * args.ranks)
-            print(f"  {result.windows_per_s:.2f} windows/s", file=sys.stderr, flush=True)
-            runs[name].append(result)
-    return runs
+def ratios(runs: Mapping[str, Sequence[Rates]], peer: str, rate: str) -> list[float]:
+    """This trainer's rate over a peer's, per round. Tokens/s do not depend on which windows the timed steps had."""
+    pairs = zip(runs.get("ours", []), runs[peer], strict=False)
+    return [mine[rate] / other[rate] for mine, other in pairs if rate in mine and rate in other]
 
 
-# --- the whole -----------------------------------------------------------------------------------
+def table(runs: Mapping[str, Sequence[Rates]]) -> str:
+    """A Markdown table with a row per variant, in the order of `runs`."""
+    head = [f"medians of {len(next(iter(runs.values())))} rounds (range)", "windows/s", "useful tokens/s"]
+    head += ["windows/s of this trainer over it", "tokens/s of this trainer over it"]
+    rows = []
+    for name, rounds in runs.items():
+        tokens = [rates[TOKENS] for rates in rounds if TOKENS in rates]
+        over = [ratios(runs, name, rate) if name != "ours" else [] for rate in (WINDOWS, TOKENS)]
+        cells = [spread([rates[WINDOWS] for rates in rounds], 2), f"{statistics.median(tokens):.0f}" if tokens else "-"]
+        rows.append([VARIANTS[name].label, *cells, *(spread(found, 2) if found else "-" for found in over)])
+    return markdown_table(head, rows)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -218,7 +272,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=1, help="Threads per rank. (default: %(default)s)")
     add("--per_device_train_batch_size", type=int, default=8, help="Windows per rank. (default: %(default)s)")
     add("--max_seq_length", type=int, default=384, help="Maximum tokens per window. (default: %(default)s)")
-    add("--max_windows", type=int, help="Use only the first questions, up to this many windows. (default: all)")
+    add("--max_train_samples", type=int, help="Use only the first questions. (default: all)")
     add("--bf16", action="store_true", help="Train in bfloat16 autocast, except for ours_fp32.")
     add("--seed", type=int, default=42, help="Seed of the first round; each round has its own. (default: %(default)s)")
     add("--timeout", type=float, default=1800.0, help="Maximum seconds per run. (default: %(default)g)")
@@ -226,7 +280,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.variants = args.variants or [name for name in VARIANTS if args.bf16 or not VARIANTS[name].fp32]
     if args.tolerance is None:
         args.tolerance = 0.02 if args.bf16 else 1e-4
-    for name in ("repeats", "steps", "padded_steps", "preflight_steps", "ranks", "threads", "max_windows"):
+    for name in ("repeats", "steps", "padded_steps", "preflight_steps", "ranks", "threads", "max_train_samples"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
     if args.warmup < 0:
@@ -237,38 +291,29 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Prepare, check the losses, compare, print."""
     args = parse(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    if any(args.out.iterdir()):
-        raise UserError(f"--out {args.out}: the folder is not empty. Name a new one.")
-    preflight, timed = prepare(args)
+    make_folder(args.out)
+    data = prepare(args)
     losses = {
-        name: [row["loss"] for row in train(name, args, preflight, f"preflight-{name}", args.preflight_steps, None)]
+        name: [row["loss"] for row in train(name, args, f"preflight-{name}", args.preflight_steps, None)]
         for name in args.variants
     }
     worst = check_losses(losses, args.tolerance)
     print(f"The losses agree to {worst:.1e}.", file=sys.stderr, flush=True)
-    runs = compare(args, timed)
-    labels = {name: VARIANTS[name].label for name in args.variants}
+    runs = compare(args)
+    commands = {name: command(name, args, args.out / name, sum(count_steps(name, args)), args.seed) for name in runs}
     record = {
         "command": shlex.join(sys.orig_argv),
         **machine(),
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
-        "windows": timed.num_windows,
-        "mean_tokens": timed.mean_tokens,
+        **data,
         "preflight": {"losses": losses, "largest_relative_difference": worst},
-        "environments": {name: dict(VARIANTS[name].environment) for name in args.variants},
-        "commands": {
-            name: shlex.join(command(name, args, timed, args.out / name, sum(steps_of(name, args)), args.seed))
-            for name in args.variants
-        },
-        "runs": {
-            name: [asdict(t) | {"windows_per_s": t.windows_per_s, "tokens_per_s": t.tokens_per_s} for t in timings]
-            for name, timings in runs.items()
-        },
-        "ratios": compared(runs, "ours"),
+        "environments": {name: VARIANTS[name].environment for name in runs},
+        "commands": {name: shlex.join(words) for name, words in commands.items()},
+        "runs": runs,
+        "ratios": {name: {rate: ratios(runs, name, rate) for rate in (WINDOWS, TOKENS)} for name in runs},
     }
     (args.out / "peers.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(table(runs, labels, "ours"))
+    print(table(runs))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from hvd_bert.tasks.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 ALL, ALLOCATOR = "all", "allocator"
-Seconds = dict[str, list[float]]  # by "precision, variant": of each batch
+Seconds = dict[str, list[float]]  # "precision, variant" -> seconds per batch
 
 
 def variants(chosen: Kernels) -> dict[str, Kernels]:

@@ -30,10 +30,9 @@ import acceptance_speed
 import acceptance_training
 import torch
 from acceptance_place import NotHere, Outcome, OutOfTime, Place
-from random_training import end
-from shared import machine, markdown_table
+from shared import end, machine, make_folder, markdown_table
 
-from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.errors import EXIT_FAILURE, EXIT_OK
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import probes
 
@@ -76,10 +75,8 @@ def run_check(name: str, goal: str, check: Callable[[Place], Outcome], place: Pl
         outcome = check(place)
         found, figures = outcome.found, outcome.figures
         result = REPORTED if outcome.passed is None else PASSED if outcome.passed else FAILED
-    except NotHere as reason:
-        found, result = str(reason), NOT_HERE
-    except OutOfTime as reason:
-        found, result = str(reason), LATE
+    except (NotHere, OutOfTime) as reason:
+        found, result = str(reason), NOT_HERE if isinstance(reason, NotHere) else LATE
     except Exception as error:
         # The last line says most: the others are the end of a log, which the JSON file has.
         text = str(error).strip()
@@ -89,16 +86,16 @@ def run_check(name: str, goal: str, check: Callable[[Place], Outcome], place: Pl
     return Line(name, goal, found, result, time.monotonic() - start, figures)
 
 
-def gpu_names(limit_s: float) -> list[str]:
-    """The GPUs that torch has, asked in another process. Raises UserError if it cannot use them."""
+def gpu_names(limit_s: float) -> tuple[list[str], str]:
+    """The GPUs that torch has, asked in another process, or why it cannot use them."""
     words = [sys.executable, "-c", GPU_NAMES]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
-        raise UserError(f"no answer of the GPU after {limit_s:.0f} s") from None
+        return [], f"no answer of the GPU after {limit_s:.0f} s"
     if done.returncode:
-        raise UserError((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
-    return list(json.loads(done.stdout.splitlines()[-1]))
+        return [], (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    return json.loads(done.stdout.splitlines()[-1]), ""
 
 
 def hardware(names: Sequence[str]) -> dict[str, Any]:
@@ -108,7 +105,7 @@ def hardware(names: Sequence[str]) -> dict[str, Any]:
     if names:
         found["gpus"] = list(names)
         found["nccl_of_torch"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found | ({"driver": str(gpus)} if isinstance(gpus, NvmlError) else {"driver": gpus.driver})
+    return found | {"driver": str(gpus) if isinstance(gpus, NvmlError) else gpus.driver}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -129,7 +126,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def without_gpu(error: str = "") -> str:
+def describe_missing_gpu(error: str) -> str:
     """Why there is no GPU, in one line. `error`: why the one that is there cannot be used."""
     gpus = probes.gpus()
     driver = f"no driver: {gpus}" if isinstance(gpus, NvmlError) else f"driver {gpus.driver}, {len(gpus.names)} GPU(s)"
@@ -144,37 +141,24 @@ def main(argv: Sequence[str] | None = None, checks: Checks | None = None) -> int
     """Run the checks, print, write. Returns the exit status."""
     args, start = parse(argv), time.monotonic()
     names: list[str] = []
-    reason = ""
     if args.device == "cuda":
-        try:
-            names = gpu_names(min(NAMES_S, 60 * args.minutes))
-        except UserError as error:
-            reason = str(error)
+        names, error = gpu_names(min(NAMES_S, 60 * args.minutes))
         if not names:
-            print(without_gpu(reason), file=sys.stderr)
+            print(describe_missing_gpu(error), file=sys.stderr)
             return EXIT_NO_GPU
-    out = args.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    if any(out.iterdir()):
-        raise UserError(f"--out {args.out}: the folder is not empty. Name a new one.")
-    gpu = names[0] if names else ""
-    place = Place(args.device, len(names), gpu, out, start + 60 * args.minutes, args.rounds)
+    out = make_folder(args.out.resolve())
+    place = Place(args.device, len(names), "".join(names[:1]), out, start + 60 * args.minutes, args.rounds)
     lines = []
     for name, (goal, check) in (all_checks() if checks is None else checks).items():
         if not args.only or any(word in name for word in args.only):
             lines.append(run_check(name, goal, check, place))
             print(f"{lines[-1].result:11} {name}: {lines[-1].found}", file=sys.stderr, flush=True)
-    record: dict[str, Any] = {
-        "command": shlex.join(sys.orig_argv),
-        "device": args.device,
-        "gpu": hardware(names),
-        **machine(),
-    }
+    record = {"command": shlex.join(sys.orig_argv), "device": args.device, "gpu": hardware(names), **machine()}
     record |= {"lines": [asdict(line) for line in lines]}
     (out / "gpu_acceptance.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(markdown_table(["check", "goal", "found", "result", "s"], [line.cells() for line in lines]))
     failed, late = (sum(line.result == result for line in lines) for result in (FAILED, LATE))
-    said = f"{failed} of {len(lines)} checks failed" + f", {late} ran out of time (--minutes)" * bool(late)
+    said = f"{failed} of {len(lines)} checks failed" + (f", {late} ran out of time (--minutes)" if late else "")
     print(f"\n{said}. Details: {out}/gpu_acceptance.json, and a log of each command.")
     return EXIT_FAILURE if failed or late else EXIT_OK
 

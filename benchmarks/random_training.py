@@ -1,22 +1,21 @@
-"""What the benchmarks share that train on random windows in this process, and how a benchmark ends at bad input."""
+"""What the benchmarks share that train on random windows in this process."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.runner import join
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.model.layers import place
+from hvd_bert.output.callback import Callback
+from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.bench import __main__ as bench_flags
-from hvd_bert.tools.bench.measure import Recorder
 from hvd_bert.tools.bench.speed import random_task
 from hvd_bert.training.loop import Training
 from hvd_bert.training.start import Start, set_up
@@ -33,15 +32,18 @@ class Prepared:
     world: World
     task: QuestionAnswering
 
-    def run(self, training: type[Training]) -> tuple[Training, Recorder]:
-        """Train by this class; its metrics stay in memory."""
-        recorder = Recorder()
+    @property
+    def on_gpu(self) -> bool:
+        return self.world.device.type == "cuda"
+
+    def run(self, callback: Callback) -> None:
+        """Train. The metrics go to the callback only."""
+        metrics_logger = MetricsLogger(Path(), enabled=False)
+        metrics_logger.callbacks = [callback]
         start = Start(self.config, self.task)
         with tempfile.TemporaryDirectory() as folder:
             prepared = prepare_training(start, self.world)
-            made = training(start.in_folder(Path(folder)), prepared, None, recorder.logger(), self.world)
-            made.run()
-        return made, recorder
+            Training(start.in_folder(Path(folder)), prepared, None, metrics_logger, self.world).run()
 
 
 def prepare(argv: Sequence[str], sections: int, description: str | None) -> Prepared:
@@ -57,12 +59,3 @@ def prepare(argv: Sequence[str], sections: int, description: str | None) -> Prep
     task = random_task(given.model, count, config, world)
     place(task.model, world.device)
     return Prepared(own.out, given.steps, config, world, task)
-
-
-def end(main: Callable[[], int | None]) -> None:
-    """Run a program, and exit with its status. Bad input is one line."""
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)

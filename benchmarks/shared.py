@@ -1,25 +1,25 @@
-"""What benchmarks share: a command's environment, hardware and versions, a tiny model, exact kills, tables."""
+"""What benchmarks share: commands and their environment, hardware and versions, a tiny model, tables."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import platform
+import shlex
 import signal
 import statistics
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.machine import cpu_name, package_version
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "horovod", "transformers", "accelerate", "lightning", "datasets", "numpy")
+PACKAGES = ("torch", "horovod", "transformers", "accelerate", "datasets", "numpy")
 SMALL_RUN = "--config sample --max_train_samples 64 --max_eval_samples 4 --per_device_train_batch_size 4 --dropout 0.1"
-CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"}  # Python's audit events
 T = TypeVar("T")
 
 
@@ -38,6 +38,32 @@ def launch_environment() -> dict[str, str]:
     return env | {"TOKENIZERS_PARALLELISM": "false"}
 
 
+def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float, grace_s: float = 30.0) -> None:
+    """Run a command, terminate all its processes if it takes too long, kill them `grace_s` later. Raises UserError if
+    it fails."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            words, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status: int | str = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = f"none after {timeout_s:.0f} s"  # it is terminated below
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)  # launchers then terminate their ranks
+                try:
+                    process.wait(grace_s)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+    if status != 0:
+        last = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+        raise UserError(
+            f"{last}\nended with status {status}; above are the last lines of {log}. Command:\n  {shlex.join(words)}"
+        )
+
+
 def small_run(flags: str) -> list[str]:
     """The trainer's flags for a run on 64 questions, with some more. On 2 ranks it takes 8 steps per epoch."""
     return [*SMALL_RUN.split(), *flags.split()]
@@ -52,9 +78,20 @@ def tiny_bert(folder: Path) -> list[str]:
     return ["--config_name", str(folder / "model")]
 
 
-def size_of(path: Path) -> int:
-    """Bytes of a file or a folder."""
-    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+def make_folder(out: Path) -> Path:
+    """Make the folder of --out. Raises UserError if it has files."""
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise UserError(f"--out {out}: the folder is not empty. Name a new one.")
+    return out
+
+
+def write_record(record: dict[str, Any], out: Path | None) -> None:
+    """Print a record as JSON; also write it to `out`."""
+    text = json.dumps(record, indent=1)
+    print(text)
+    if out:
+        out.write_text(text + "\n", encoding="utf-8")
 
 
 def in_turns(names: Sequence[T], number: int) -> Sequence[T]:
@@ -76,20 +113,6 @@ def peer_columns(
     }
 
 
-@contextmanager
-def killed_before_change(number: int) -> Iterator[None]:
-    """Inside, this process is killed before it opens, makes, renames or removes a file for the `number`th time."""
-    changes, watches = itertools.count(1), True
-
-    def kill(event: str, arguments: tuple[Any, ...]) -> None:
-        if watches and event in CHANGES and next(changes) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(kill)  # for the rest of the process
-    yield
-    watches = False
-
-
 def spread(values: Sequence[float], digits: int = 1) -> str:
     """Median and range."""
     middle, low, high = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
@@ -100,3 +123,12 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The first column holds words, the others numbers."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
+
+
+def end(main: Callable[[], int | None]) -> None:
+    """Run a program, and exit with its status. Bad input is one line."""
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)

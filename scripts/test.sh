@@ -69,12 +69,13 @@ if [ "$extent" = versions ]; then
 fi
 check ruff check .
 check ruff format --check .
-check lint-imports
-mapfile -t shell_scripts < <(git ls-files --cached --others --exclude-standard 2>/dev/null -- '*.sh' '*.slurm' .ci/run |
-  grep . || find env scripts .ci -type f \( -name '*.sh' -o -name '*.slurm' -o -name run \))
-check shellcheck "${shell_scripts[@]}"
-
-(check mypy && check mkdocs build --strict --quiet) >"$reports/checks" 2>&1 & # half a minute, while the tests run
+static_checks() {
+  local shell_scripts
+  mapfile -t shell_scripts < <(git ls-files --cached --others --exclude-standard 2>/dev/null -- '*.sh' '*.slurm' .ci/run |
+    grep . || find env scripts .ci -type f \( -name '*.sh' -o -name '*.slurm' -o -name run \))
+  check lint-imports && check shellcheck "${shell_scripts[@]}" && check mypy && check mkdocs build --strict --quiet
+}
+static_checks >"$reports/checks" 2>&1 & # half a minute, while the tests run
 checks=$!
 campaign='not campaign'
 if [ "$extent" = full ]; then campaign='campaign or not campaign'; fi

@@ -65,9 +65,16 @@ def forward(
 
 
 def backward(
-    upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, dropout: float, scale: float | None,
-    seed: Tensor, reach: Any = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    upstream: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu: Tensor,
+    dropout: float,
+    scale: float | None,
+    seed: Tensor,
+    reach: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     for place, keep, far, g, q, k, v in parts(cu, dropout, seed, reach, upstream, query, key, value):
@@ -117,7 +124,7 @@ def register() -> None:
 def install(file: str) -> None:
     """Choose as on an A100."""
     register()
-    sdpa._select_sdp_backend = lambda query, *_: (  # of jagged tensors
+    sdpa._select_sdp_backend = lambda query, *_: (  # jagged tensors
         SDPBackend.FLASH_ATTENTION if query.dtype in HALF else SDPBackend.EFFICIENT_ATTENTION
     )
     chosen, seen = attention.choose, set[Any]()

@@ -1,11 +1,13 @@
-"""Processes that a test starts end with it, whatever it raises: also those that they started, in whatever session."""
+"""Processes that a test starts end with it, whatever it raises, as do those that they started; exact kills."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 LIMIT_S = 60.0
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"}  # Python's audit events
 _TOKEN = "HVD_BERT_TEST_LAUNCH"  # in the environment of a process and of all that it starts, so that none can hide
 Process = TypeVar("Process", bound="subprocess.Popen[Any]")
 
@@ -54,3 +57,17 @@ def _kill(process: subprocess.Popen[Any], token: str) -> None:
             if mark in (entry / "environ").read_bytes().split(b"\0"):
                 os.kill(int(entry.name), signal.SIGKILL)
     process.wait()
+
+
+@contextmanager
+def killed_before_change(number: int) -> Iterator[None]:
+    """Inside, this process is killed before it opens, makes, renames or removes a file for the `number`th time."""
+    changes, watches = itertools.count(1), True
+
+    def kill(event: str, arguments: tuple[Any, ...]) -> None:
+        if watches and event in CHANGES and next(changes) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)  # for the rest of the process
+    yield
+    watches = False

@@ -4,17 +4,20 @@
         --windows TABLE --times_file TIMES.json --output_dir OUT --max_steps 28
 
 Takes all flags of TrainingArguments, with their defaults. --windows is a data set as run_qa's tokenization makes it and
-`save_to_disk` writes it: padded to --max_seq_length or, with --no_pad_to_max_length, not padded.
+`save_to_disk` writes it: padded to --max_seq_length or, with --no_pad_to_max_length, not padded. --times_file gets a
+row per optimizer step.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset
-from step_times import leave, write_times
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoTokenizer,
@@ -37,14 +40,15 @@ class PeerArguments:
 
 
 class StepTimes(TrainerCallback):
-    """The end of each step, and the tokens up to there (0: not counted)."""
+    """The seconds of each step, and its tokens if they are counted."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.ends, self.tokens = [time.perf_counter()], [0]
+        self.rows, self.end, self.seen = [], time.perf_counter(), 0
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.ends.append(time.perf_counter())
-        self.tokens.append(int(state.num_input_tokens_seen))
+        end, seen = time.perf_counter(), int(state.num_input_tokens_seen)
+        self.rows.append({"step_s": end - self.end, "tokens": seen - self.seen or None})
+        self.end, self.seen = end, seen
 
 
 def main() -> None:
@@ -64,8 +68,12 @@ def main() -> None:
     trainer.train()
     if trainer.is_world_process_zero():
         losses = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
-        write_times(peer.times_file, times.ends, losses, times.tokens)
-    leave()
+        rows = [{"step": step, **row, "loss": losses.get(step)} for step, row in enumerate(times.rows, start=1)]
+        peer.times_file.write_text(json.dumps(rows))
+    # Without finalizing Python, during which Gloo's threads can abort the process (pytorch#190489, #117762).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

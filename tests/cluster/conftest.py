@@ -4,46 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fork_server import start as fork_server
-from harness import FOLDER, Cluster, new_environment, script
+from harness import FOLDER, Cluster, new_environment, started_cluster
 from launch import programs, served
-
-CANNOT_RUN_HERE = 3
-
-
-def new_folder() -> Path:
-    """A folder for a separate cluster. Short, because paths of sockets are limited."""
-    return Path(f"/tmp/hvd_{uuid.uuid4().hex[:8]}")
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """The running cluster; skips if it cannot run here. It also stops if this process is killed."""
-    place = new_folder()
-    started = script("up.sh", "--owner", str(os.getpid()), HVD_BERT_CLUSTER=str(place))
-    if started.returncode == CANNOT_RUN_HERE:
-        pytest.skip(started.stderr.strip())
-    assert started.returncode == 0, started.stderr
-    cluster = Cluster(place)
-    server = cluster.serve_commands()
-    yield cluster
-    fork_server.end(server)
-    script("down.sh", HVD_BERT_CLUSTER=str(place)).check_returncode()
-    assert not place.exists()
-
-
-@pytest.fixture
-def folder(cluster: Cluster) -> Iterator[Path]:
-    """The folder of another cluster, which stops with the test."""
-    place = new_folder()
-    yield place
-    script("down.sh", HVD_BERT_CLUSTER=str(place)).check_returncode()
-    assert not place.exists()
+    """The running cluster."""
+    with started_cluster() as cluster:
+        server = cluster.serve_commands()
+        yield cluster
+        fork_server.end(server)
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def open_end(own: str, other: str, loss: float) -> int:
 def carry(ends: list[int], delay_s: float, loss: float) -> None:
     """Carry packets from each end to the other, until standard input ends."""
     first, second = ends
-    queues: dict[int, deque[tuple[float, bytes]]] = {end: deque() for end in ends}  # by destination
+    queues: dict[int, deque[tuple[float, bytes]]] = {end: deque() for end in ends}  # destination -> packets
     across = {first: second, second: first}
     while True:
         due = [packets[0][0] for packets in queues.values() if packets]

@@ -17,9 +17,9 @@ from harness import FOLDER, SMALL, Cluster
 from launch import Outcome
 
 STEPS, SAVE_STEPS, GATE = 12, 4, 7  # disturbed before step 7, three steps after a checkpoint
-STALL_S = 20  # in place of 600
+STALL_S = 20  # the trainer's own limit is 600
 START_S = 400.0  # until the gate, on a loaded machine
-LEFT_S = 60.0  # in which ranks may outlive their launcher
+LEFT_S = 60.0  # ranks may outlive their launcher by this time
 TRAIN = f"{FOLDER / 'altered.py'} -m hvd_bert.train {SMALL} {STEPS} --save_steps {SAVE_STEPS} --no_do_eval"
 ON_BOTH = "--nodes=2 --ntasks-per-node=1"
 AGENTS = f"srun {ON_BOTH} --mpi=none --kill-on-bad-exit=1 --wait=60"
@@ -59,7 +59,7 @@ class Disturbed:
         if "torchrun" in self.launch:
             self._note_agents()
         self.env: dict[str, str | None] = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_S)}
-        self.hosts_environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster.state)}  # of on.sh
+        self.hosts_environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster.state)}  # on.sh reads it
 
     def _note_agents(self) -> None:
         """Have each host's torchrun write its process id, as its rank does: it must end, too."""
@@ -70,7 +70,7 @@ class Disturbed:
 
     def train(self, gate: int = 0, patience_s: float = START_S) -> Outcome:
         """Train to the end, or resume. `gate`: the step to wait at."""
-        for old in self.gates.glob("*.pid"):  # of the run that this one resumes
+        for old in self.gates.glob("*.pid"):
             old.unlink()
         flags = f"--output_dir {self.out}" + (" --strategy ddp" if "torchrun" in self.launch else "")
         words = ["python", str(FOLDER / "until_all_end.py"), str(self.gates), str(LEFT_S), *shlex.split(self.launch)]

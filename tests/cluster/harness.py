@@ -9,7 +9,9 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ JOB_SCRIPT = REPOSITORY / "scripts" / "hvd.slurm"
 TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "190")) * 2
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 HOSTS = ["a100-01", "a100-02"]
+CANNOT_RUN_HERE = 3
 # rank, host, local rank and device of four ranks on both hosts
 RANK_INFOS = [(0, "a100-01", 0, "cpu"), (1, "a100-01", 1, "cpu"), (2, "a100-02", 0, "cpu"), (3, "a100-02", 1, "cpu")]
 SMALL = "--config sample --max_train_samples 64 --max_eval_samples 8 --dropout 0 --logging_steps 1 --max_steps"
@@ -67,6 +70,24 @@ def script(name: str, *arguments: str, **env: str) -> subprocess.CompletedProces
     command = ["bash", str(FOLDER / name), *arguments]
     environ = os.environ | env
     return subprocess.run(command, env=environ, text=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=180)
+
+
+@contextmanager
+def started_cluster(**options: str) -> Iterator[Cluster]:
+    """A cluster in a folder of its own, short because paths of sockets are limited. `options`: up.sh's variables.
+
+    Skips if it cannot run here. It also stops if this process is killed.
+    """
+    place = Path(f"/tmp/hvd_{uuid.uuid4().hex[:8]}")
+    try:
+        started = script("up.sh", "--owner", str(os.getpid()), HVD_BERT_CLUSTER=str(place), **options)
+        if started.returncode == CANNOT_RUN_HERE:
+            pytest.skip(started.stderr.strip())
+        assert started.returncode == 0, started.stderr
+        yield Cluster(place)
+    finally:
+        script("down.sh", HVD_BERT_CLUSTER=str(place)).check_returncode()
+    assert not place.exists()
 
 
 class Cluster:
@@ -128,12 +149,6 @@ class Cluster:
         out, err = (Path(facts[name]).read_text() for name in ("StdOut", "StdErr"))
         status = int(facts["ExitCode"].split(":")[0])
         return Ended(job, facts["JobState"], status, out, err, time.monotonic() - start)
-
-
-def losses(folder: Path) -> list[float]:
-    """The loss of each step of a run."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 def results(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ ONE_HOST, FOUR_RANKS = "a100-01:2", "a100-01:2,a100-02:2"
 SIX_LAYERS = "--config sweep --dropout 0 --num_threads 1 --no_do_eval --save_steps 0 --logging_steps 1 --output_dir out"
 
 
-def ranks_of(hosts: str) -> int:
+def count_slots(hosts: str) -> int:
     """The number of ranks in a value of horovodrun's -H."""
     return sum(int(host.split(":")[1]) for host in hosts.split(","))
 
@@ -24,12 +24,12 @@ def ranks_of(hosts: str) -> int:
 def horovodrun(hosts: str, controller: str, program: str) -> str:
     """The command that starts ranks on these hosts."""
     interface = " --network-interfaces eth0" if controller == "gloo" and "," in hosts else ""
-    return f"horovodrun -np {ranks_of(hosts)} -H {hosts} --{controller}{interface} python {program}"
+    return f"horovodrun -np {count_slots(hosts)} -H {hosts} --{controller}{interface} python {program}"
 
 
 def six_layers(hosts: str, steps: int, windows: int = 16, more: str = "") -> str:
     """Flags of the trainer on these hosts; `windows`: the global batch."""
-    return f"{SIX_LAYERS} --max_steps {steps} --per_device_train_batch_size {windows // ranks_of(hosts)}{more}"
+    return f"{SIX_LAYERS} --max_steps {steps} --per_device_train_batch_size {windows // count_slots(hosts)}{more}"
 
 
 def recorded(

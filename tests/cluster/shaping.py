@@ -18,10 +18,10 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 NODES = ("a100-01", "a100-02")
-QUEUE_MS = 20  # of packets that wait for the bucket; longer queues lose packets, as in a switch
+QUEUE_MS = 20  # a longer queue loses packets, like a switch
 MIN_BURST = 128 * 1024  # bytes: two bunches of TCP's segments
 TIMER_S = 250e-6  # upper bound for the kernel's interval between two looks at the bucket
-TIMEOUT_S = 30.0  # of one command
+COMMAND_TIMEOUT_S = 30.0
 
 
 @contextmanager
@@ -52,12 +52,12 @@ def _rate(environ: dict[str, str], device: str, gbps: float) -> Iterator[None]:
     try:
         for host in NODES:
             replace = _command(host, *qdisc, "replace", "dev", device, "root", "tbf", *bucket)
-            subprocess.run(replace, env=environ, check=True, timeout=TIMEOUT_S)
+            subprocess.run(replace, env=environ, check=True, timeout=COMMAND_TIMEOUT_S)
         yield
     finally:
         for host in NODES:
             delete = _command(host, *qdisc, "delete", "dev", device, "root")
-            subprocess.run(delete, env=environ, check=False, timeout=TIMEOUT_S)
+            subprocess.run(delete, env=environ, check=False, timeout=COMMAND_TIMEOUT_S)
 
 
 @contextmanager
@@ -67,12 +67,12 @@ def _wire(environ: dict[str, str], latency_ms: float, loss: float) -> Iterator[N
     assert process.stdin is not None and process.stdout is not None
     try:
         if process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"delay_line.py ended with status {process.wait(TIMEOUT_S)}")
+            raise RuntimeError(f"delay_line.py ended with status {process.wait(COMMAND_TIMEOUT_S)}")
         yield
     finally:
-        process.stdin.close()  # by which it ends
+        process.stdin.close()  # ends it
         try:
-            process.wait(TIMEOUT_S)
+            process.wait(COMMAND_TIMEOUT_S)
         finally:
             process.kill()
             process.stdout.close()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import report_of
+from commands import read_report
 from harness import RANK_INFOS, Cluster, Environment
 
 pytestmark = pytest.mark.cluster
@@ -38,7 +38,7 @@ def failures(
     cluster: Cluster, cwd: Path, arguments: str, env: Environment | None = None
 ) -> list[tuple[str, list[str], str]]:
     """Name, hosts and finding of each check that fails."""
-    report = report_of(cluster.on("login", f"{DOCTOR} {arguments} --json", cwd, env).expect(2))
+    report = read_report(cluster.on("login", f"{DOCTOR} {arguments} --json", cwd, env).expect(2))
     assert not report["ready"] and not report["command"]
     return [(line["name"], line["hosts"], line["found"]) for line in report["checks"] if line["status"] == "failure"]
 

@@ -14,7 +14,7 @@ from hvd_bert.tools.runs.failure import first_failure
 pytestmark = pytest.mark.cluster
 
 RAISED = "rank 1 on a100-02 failed:"
-FAILED = r"rank \d on \S+ failed:"  # of any rank; Open MPI prints "readv failed:", too
+FAILED = r"rank \d on \S+ failed:"  # any rank; Open MPI prints "readv failed:", too
 IMPORT = "ModuleNotFoundError: No module named 'hvd_bert.evaluation.evaluator'"
 STALL_TIMES = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
 WAITED = "rank 0 on a100-01 has waited 4 s for rank 1 on a100-02 to reach "
@@ -101,7 +101,7 @@ def test_launcher_in_each_task_of_srun_is_refused(cluster: Cluster, tmp_path: Pa
 
 
 def test_own_name_that_other_hosts_cannot_use(cluster: Cluster, tmp_path: Path) -> None:
-    hosts = tmp_path / "hosts"  # as Debian's installer writes it
+    hosts = tmp_path / "hosts"  # like Debian's installer
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 a100-01\n10.77.0.12 a100-02\n")
     # By its address, since horovodrun takes 127.0.1.1 for another host, and would use ssh.
     command = "horovodrun --gloo -np 2 -H 10.77.0.11:1,a100-02:1 --network-interfaces eth0 python -m hvd_bert.train"

@@ -6,11 +6,13 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import FINAL, FOLDER, JOB_SCRIPT, SMALL, Cluster, losses, new_environment, script
+from commands import losses
+from harness import FINAL, FOLDER, JOB_SCRIPT, SMALL, Cluster, new_environment, started_cluster
 
 # Campaigns: 16 interpreters start one by one, since the fork server serves only the other cluster.
 pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(3600)]
@@ -22,14 +24,10 @@ TIMEOUT_S = 900.0
 
 
 @pytest.fixture
-def eight(folder: Path) -> Cluster:
+def eight() -> Iterator[Cluster]:
     """A cluster of eight nodes."""
-    options = {"HVD_BERT_CLUSTER_HOSTS": "8", "HVD_BERT_CLUSTER_OWN_INTERFACES": "yes"}
-    started = script("up.sh", "--owner", str(os.getpid()), HVD_BERT_CLUSTER=str(folder), **options)
-    if started.returncode == 3:
-        pytest.skip(started.stderr.strip())
-    assert started.returncode == 0, started.stderr
-    return Cluster(folder)
+    with started_cluster(HVD_BERT_CLUSTER_HOSTS="8", HVD_BERT_CLUSTER_OWN_INTERFACES="yes") as cluster:
+        yield cluster
 
 
 def waiting(tmp_path: Path) -> dict[str, str]:

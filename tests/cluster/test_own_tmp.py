@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import resuming
 from disturbed import Disturbed, ends
-from harness import HOSTS, Cluster, script
+from harness import HOSTS, Cluster, started_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(1200)]
 BIN = Path(sys.executable).parent
@@ -18,12 +19,10 @@ COLD = {"PATH": f"{BIN}:{os.environ['PATH']}", "HVD_BERT_VENV": str(BIN.parent),
 
 
 @pytest.fixture
-def apart(folder: Path) -> Cluster:
+def apart() -> Iterator[Cluster]:
     """A cluster whose nodes have no common /tmp. They share the cluster's own folder."""
-    options = {"HVD_BERT_CLUSTER": str(folder), "HVD_BERT_CLUSTER_OWN_TMP": "yes"}
-    started = script("up.sh", "--owner", str(os.getpid()), **options)
-    assert started.returncode == 0, started.stderr
-    return Cluster(folder)
+    with started_cluster(HVD_BERT_CLUSTER_OWN_TMP="yes") as cluster:
+        yield cluster
 
 
 def training(cluster: Cluster, name: str, launcher: str) -> Disturbed:

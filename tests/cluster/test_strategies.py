@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import FOLDER, HOSTS, RANK_INFOS, SMALL, Cluster, listening, losses, results
+from commands import losses
+from harness import FOLDER, HOSTS, RANK_INFOS, SMALL, Cluster, listening, results
 
 pytestmark = pytest.mark.cluster
 STEPS = f"{SMALL} 4 --output_dir out --per_device_train_batch_size"

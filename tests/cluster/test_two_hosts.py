@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import said
-from harness import HOSTS, JOB_SCRIPT, RANK_INFOS, SMALL, Cluster, listening, losses, results
+from commands import losses, said
+from harness import HOSTS, JOB_SCRIPT, RANK_INFOS, SMALL, Cluster, listening, results
 
 pytestmark = pytest.mark.cluster
 STEPS = f"{SMALL} 4 --per_device_train_batch_size 4"  # the same windows in each step, wherever the 4 ranks are

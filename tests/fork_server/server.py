@@ -29,18 +29,28 @@ import threading
 from typing import Any, NoReturn
 
 PRELOADED = [
-    "hvd_bert.training.loop", "hvd_bert.output.reporters.tensorboard", "hvd_bert.predict.answering",
-    "hvd_bert.config.command_line", "transformers.models.bert.modeling_bert",
-    "transformers.models.bert.tokenization_bert", "transformers.conversion_mapping",
-    "hvd_bert.distributed.runner", "hvd_bert.distributed.torch_world", "hvd_bert.strategies.horovod",
-    "hvd_bert.strategies.ddp", "hvd_bert.strategies.fsdp",
-    "hvd_bert.tools.doctor.diagnosis", "hvd_bert.tools.bench.speed", "horovod.torch",
-    "horovod.runner.launch", "torch.distributed.run",
-]  # fmt: skip
+    "hvd_bert.training.loop",
+    "hvd_bert.output.reporters.tensorboard",
+    "hvd_bert.predict.answering",
+    "hvd_bert.config.command_line",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.bert.tokenization_bert",
+    "transformers.conversion_mapping",
+    "hvd_bert.distributed.runner",
+    "hvd_bert.distributed.torch_world",
+    "hvd_bert.strategies.horovod",
+    "hvd_bert.strategies.ddp",
+    "hvd_bert.strategies.fsdp",
+    "hvd_bert.tools.doctor.diagnosis",
+    "hvd_bert.tools.bench.speed",
+    "horovod.torch",
+    "horovod.runner.launch",
+    "torch.distributed.run",
+]
 # Imported for the first command that names them: trainings by DeepSpeed also import torch's compiler, 5 s per rank.
 PRELOADED_IF_NAMED = {"deepspeed": ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]}
 NUMBER = struct.Struct("!I")
-CREDENTIALS = struct.Struct("3i")  # of a socket's peer: process, user, group
+PEER_CREDENTIALS = struct.Struct("3i")  # process, user, group
 PR_SET_PDEATHSIG = 1
 HOST = ("net", "uts", "mnt")  # namespaces; mnt is last, since /proc may be another afterwards
 
@@ -111,8 +121,8 @@ def receive(client: socket.socket) -> dict[str, Any]:
     header, streams, _, _ = socket.recv_fds(client, NUMBER.size, 3)
     with client.makefile("rb") as file:
         command: dict[str, Any] = json.loads(file.read(NUMBER.unpack(header)[0]))
-    peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    return command | {"streams": streams, "client": CREDENTIALS.unpack(peer)[0]}
+    peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+    return command | {"streams": streams, "client": PEER_CREDENTIALS.unpack(peer)[0]}
 
 
 def enter(pid: int, namespaces: tuple[str, ...]) -> None:
@@ -125,7 +135,7 @@ def enter(pid: int, namespaces: tuple[str, ...]) -> None:
         os.close(file)
 
 
-def continue_in(pid: int) -> None:
+def continue_inside(pid: int) -> None:
     """Return in a child of this process that is in all namespaces of process `pid`; this process ends as that does."""
     enter(pid, ("pid", *HOST))
     child = os.fork()  # a process cannot change its own PID namespace, only its children's
@@ -201,6 +211,6 @@ if __name__ == "__main__":
     gc.enable()
     del sys.path[0]  # this folder
     if len(sys.argv) > 2:
-        continue_in(int(sys.argv[2]))
+        continue_inside(int(sys.argv[2]))
     become(serve(sys.argv[1]))
     leave(execute())

@@ -44,7 +44,7 @@ def said(outcome: Outcome) -> str:
     return TIME.sub("", _PREFIX.sub("", "".join(lines)))
 
 
-def report_of(outcome: Outcome) -> dict[str, Any]:
+def read_report(outcome: Outcome) -> dict[str, Any]:
     """The doctor's JSON object in the output; launchers add lines of their own."""
     (line,) = [line for line in said(outcome).splitlines() if line.startswith("{")]
     report: dict[str, Any] = json.loads(line)
@@ -60,7 +60,7 @@ def losses(out: Path) -> list[float]:
     return [line["loss"] for line in read_lines(out / "metrics.jsonl") if "loss" in line]
 
 
-def questions_of(name: str, count: int) -> list[str]:
+def sample_ids(name: str, count: int) -> list[str]:
     """Ids of the first questions of a file of the sample."""
     articles = json.loads(gzip.decompress((SAMPLE / name).read_bytes()))["data"]
     paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]

@@ -17,7 +17,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from hvd_bert import Callback, train
@@ -60,7 +60,7 @@ def summed() -> float:
     return float(ones)
 
 
-def status_of(**settings: Any) -> Any:
+def training_status(**settings: Any) -> Any:
     """The status of a UserError, the name of another error, or None if the training ends."""
     try:
         train(**SETTINGS | settings)
@@ -70,15 +70,15 @@ def status_of(**settings: Any) -> Any:
 
 def in_group(kind: str, **settings: Any) -> None:
     distributed.init_process_group("gloo")
-    stopped = status_of(callbacks=[AtStep2()] if kind == "group" else [], **settings)
-    resumed = status_of(**settings) if kind == "group" else None
+    stopped = training_status(callbacks=[AtStep2()] if kind == "group" else [], **settings)
+    resumed = training_status(**settings) if kind == "group" else None
     write(distributed.get_rank(), stopped=stopped, resumed=resumed, sum=summed())
 
 
 def failing(**settings: Any) -> None:
     distributed.init_process_group("gloo")
-    alone = status_of(**settings | {"strategy": "none"})
-    write(distributed.get_rank(), alone=alone, failed=status_of(callbacks=[AtStep2(None)], **settings))
+    alone = training_status(**settings | {"strategy": "none"})
+    write(distributed.get_rank(), alone=alone, failed=training_status(callbacks=[AtStep2(None)], **settings))
 
 
 def submitted(ranks: int, **settings: Any) -> None:
@@ -91,7 +91,7 @@ def submitted(ranks: int, **settings: Any) -> None:
         batch = {"per_device_train_batch_size": 16 // ranks}
         return train(**SETTINGS | settings | batch, callbacks=callbacks).scores
 
-    os.environ["MASTER_PORT"] = str(free_port())  # submitit's own choice, a function of the job's number, may be in use
+    os.environ["MASTER_PORT"] = str(get_free_port())  # submitit's own choice may be in use
     executor = submitit.LocalExecutor("logs")
     executor.update_parameters(tasks_per_node=ranks, timeout_min=3)
     executor.submit(job, AtStep2(signal.SIGUSR2)).wait()  # submitit's signal of a preemption
@@ -114,11 +114,6 @@ def by_ray(**settings: Any) -> None:
     ray_train.main("2", *(f"{name}={value}" for name, value in (SETTINGS | settings).items()))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def by_variables(rank: int, port: int, settings: dict[str, Any]) -> None:
     """Train as one of two ranks that have torch's variables."""
     four = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -129,11 +124,11 @@ def by_variables(rank: int, port: int, settings: dict[str, Any]) -> None:
 def by_spawn(**settings: Any) -> None:
     status = None
     try:
-        spawn(by_variables, (free_port(), settings | {"callbacks": [AtStep2()]}), nprocs=2)
+        spawn(by_variables, (get_free_port(), settings | {"callbacks": [AtStep2()]}), nprocs=2)
     except ProcessExitedException as error:
         status = error.exit_code
     stopped = Path(settings["output_dir"], "latest").read_text().strip()
-    spawn(by_variables, (free_port(), settings), nprocs=2)
+    spawn(by_variables, (get_free_port(), settings), nprocs=2)
     write(0, status=status, stopped=stopped)
 
 
@@ -146,7 +141,7 @@ def by_actors(**settings: Any) -> None:
 
     ray.init(num_cpus=2, include_dashboard=False)
     actors = [ray.remote(num_cpus=1)(Rank).remote() for _ in range(2)]
-    port = free_port()
+    port = get_free_port()
     ray.get([actor.train.remote(rank, port) for rank, actor in enumerate(actors)])
 
 
@@ -161,7 +156,7 @@ if __name__ == "__main__":
     elif kind.startswith("submitit"):
         submitted(int(kind[-1]), **settings)
     else:
-        trains = functools.partial(in_group, kind) if kind == "thread" else status_of
+        trains = functools.partial(in_group, kind) if kind == "thread" else training_status
         thread = threading.Thread(target=trains, kwargs=settings)
         thread.start()
         thread.join()

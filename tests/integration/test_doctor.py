@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import report_of, said
+from commands import read_report, said
 from documented import undocumented
 from launch import built, launcher, run
 
@@ -36,7 +36,7 @@ def test_two_ranks(by: str, tmp_path: Path) -> None:
         assert "connected through MPI" in text, outcome
         assert text.count("Horovod, MPI") == 2, outcome
         return
-    report = report_of(outcome)
+    report = read_report(outcome)
     assert report["ready"], outcome
     assert undocumented(report, "Preflight check JSON", without=("versions", "addresses")) == []
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
@@ -54,7 +54,7 @@ def test_two_ranks(by: str, tmp_path: Path) -> None:
 
 
 def test_proof(tmp_path: Path) -> None:
-    report = report_of(run([*DOCTOR, "--prove", "--json", "--strategy", "none"], tmp_path).expect(0))
+    report = read_report(run([*DOCTOR, "--prove", "--json", "--strategy", "none"], tmp_path).expect(0))
     assert report["ready"] and [len(step["ranks"]) for step in report["steps"]] == [1] * 5
     data = ("settings", "checks", "hashes", "errors", "figures", "bounds")
     assert undocumented(report, "Proof JSON", "train_results.json", without=data) == []
@@ -67,7 +67,7 @@ def test_worlds_of_size_1_are_refused(tmp_path: Path) -> None:
     """Two processes started by a launcher of another MPI do not find each other."""
     env = {"PMI_SIZE": "2", "PMI_RANK": "0"}
     outcome = run([*DOCTOR, "--json"], tmp_path, env=env).expect(2)
-    report = report_of(outcome)
+    report = read_report(outcome)
     (world,) = [check for check in report["checks"] if check["name"] == "World"]
     assert "mpirun started 2 processes, but Horovod sees a world of 1" in world["found"]
     assert [check["name"] for check in report["checks"] if check["status"] == "failure"] == ["World"]

@@ -18,7 +18,6 @@ import pytest
 from documented import Fence
 from launch import REPOSITORY, built, run
 from made_runs import make_run
-from tables import each
 
 pytestmark = pytest.mark.integration
 
@@ -27,7 +26,7 @@ NEEDS = {
     "cluster": r"(for|done|s(alloc|batch|info|run))\b|.*(a100-\d|--host(file|-discovery)|tests/cluster|cluster_pack)",
     "containers": r"(docker|apptainer|srun (--[-=\w]+ )+apptainer) ",
     "cores": r"mpirun -np 4",
-    "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/|run_qa\.py)",  # that the reader replaces
+    "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/|run_qa\.py)",  # the reader replaces them
     "ray": r".*ray_train",  # test_programs.py runs it
     "server": r"tensorboard|hf upload\b",
     "time": r".*(hvd-bert (bench|tune)\b|benchmarks/|scripts/(demo|test)\.sh|--config sample\b)",
@@ -92,7 +91,7 @@ def clone(
     return Clone(folder)
 
 
-@each("page", documented.GUIDES)
+@pytest.mark.parametrize("page", documented.GUIDES)
 def test_every_mark_is_needed(page: str) -> None:
     for fence in documented.fences(page):
         for need in fence.needs:

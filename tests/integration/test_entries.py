@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from commands import TIME, said
 from launch import Outcome, launcher, run
-from tables import each
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE
 
@@ -27,7 +26,9 @@ def two_ranks(folder: Path, by: str, *words: object, cold: bool = False) -> Outc
     return outcome
 
 
-@each(("by", "strategy", "taken_apart", "status"), [("mpirun", "horovod", True, 0), ("mpirun", "fsdp", False, 75)])
+@pytest.mark.parametrize(
+    ("by", "strategy", "taken_apart", "status"), [("mpirun", "horovod", True, 0), ("mpirun", "fsdp", False, 75)]
+)
 def test_rank_finishes_what_it_began(tmp_path: Path, by: str, strategy: str, taken_apart: bool, status: int) -> None:
     """Python must not be finalized alongside threads of torch's Gloo: they abort the process (pytorch#190489)."""
     outcome = two_ranks(tmp_path, by, "ending", strategy, tmp_path, *([status] if status else []), cold=True)
@@ -98,7 +99,7 @@ def test_each_warning_is_one_line(by: str, strategy: str, failure: str, tmp_path
 # --- ranks that have joined through Horovod but do not reach the key-value store ------------------------
 
 
-@each("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_cannot_reach_the_others_is_named_once(tmp_path: Path, rank: int) -> None:
     outcome = two_ranks(tmp_path, "mpirun", "unmet", "ddp", rank, "store").expect(EXIT_BAD_INPUT)
     assert said(outcome).count("hvd_bert: ") == 1, outcome

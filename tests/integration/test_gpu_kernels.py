@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from commands import losses, read_lines, skip_without, small_run
 from launch import REPOSITORY, SAMPLE, launcher, run
-from tables import each
 
 pytestmark = pytest.mark.integration
 PROGRAM = [sys.executable, REPOSITORY / "tests" / "gpu_kernels.py"]
@@ -29,7 +28,7 @@ def on_gpu_kernels(words: Sequence[str | Path], folder: Path, starts: Sequence[s
     return set(file.read_text().splitlines())
 
 
-@each(
+@pytest.mark.parametrize(
     "flags, used, tolerance",
     [
         (["none", "--torch_compile", "--bf16"], BF16, 2e-2),
@@ -37,6 +36,7 @@ def on_gpu_kernels(words: Sequence[str | Path], folder: Path, starts: Sequence[s
         (["fsdp", "--bf16", "--torch_compile", "--gradient_checkpointing"], BF16, 2e-2),
         (["deepspeed"], FP32, 1e-4),
     ],
+    ids=["none", "ddp", "fsdp", "deepspeed"],
 )
 def test_training(tmp_path: Path, baseline: Path, flags: list[str], used: set[str], tolerance: float) -> None:
     skip_without(flags[0])

@@ -10,7 +10,6 @@ import documented
 import pytest
 from commands import said
 from launch import launcher, run
-from tables import each
 
 pytestmark = pytest.mark.integration
 
@@ -38,7 +37,7 @@ if __name__ == "__main__":
 """
 
 
-@each(("by", "strategy"), [("torchrun", "ddp"), ("torchrun", "horovod"), ("gloo", "horovod"), ("mpirun", "fsdp")])
+@pytest.mark.parametrize(("by", "strategy"), [("torchrun", "ddp"), ("gloo", "horovod"), ("mpirun", "fsdp")])
 def test_two_trainings_on_two_ranks(by: str, strategy: str, tmp_path: Path) -> None:
     (tmp_path / "digits.py").write_text(documented.own_task())
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 STOPPING = [sys.executable, stopping_at.__file__]
 DROPOUT = ("--dropout", 0.1, "--save_steps", 2)
-STEPS_PER_EPOCH, STEPS = 3, 6  # of small_run
+STEPS_PER_EPOCH, STEPS = 3, 6  # see small_run
 
 
 def train(folder: Path, size: int, by: str, *flags: object, stop: str = "0 0 SIGTERM start") -> Outcome:
@@ -93,7 +93,7 @@ def test_moved_output_folder_stops_the_run(tmp_path: Path, whole: dict[int, Path
     assert not stopped.hung and stopped.status in (EXIT_STOPPED, 1), stopped
     assert said(stopped).count("--output_dir") == 2, stopped
     warnings = [line for line in stopped.output.splitlines() if "warning" in line.lower()]
-    assert all("TensorBoard" in line for line in warnings), stopped  # whose thread may find its file gone first
+    assert all("TensorBoard" in line for line in warnings), stopped  # its thread may find its file gone first
     assert (tmp_path / "run" / "moved" / "metrics.jsonl").exists()
     (saved,) = (tmp_path / "run" / "out").glob("checkpoint-*")
     assert saved.name in ("checkpoint-3", "checkpoint-4")  # the earlier one if a write fails

@@ -14,7 +14,6 @@ import pytest
 from documented import text_of
 from launch import built, environment, programs
 from processes import started
-from tables import each
 
 pytestmark = pytest.mark.integration
 
@@ -51,7 +50,7 @@ def make_job(script: str, clone: Path, slots: dict[str, int], **horovodrun: str)
 
 def run_job(script: str, clone: Path, environ: dict[str, str], signalled: str = "") -> tuple[int, str]:
     """The script's status and output. `signalled`: what gets its scheduler's signal when the first step is logged."""
-    sge = script == "hvd.sge"  # which starts the script in the folder of submission, with its arguments
+    sge = script == "hvd.sge"  # it starts the script in the folder of submission, with its arguments
     words = ["bash", str(clone / script), *(FLAGS.split() if sge else [])]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     output = ""
@@ -69,7 +68,7 @@ def run_job(script: str, clone: Path, environ: dict[str, str], signalled: str = 
 def send_signal(job: int, to: str) -> None:
     if to == "timeout":
         (timer,) = psutil.Process(job).children()
-        timer.send_signal(signal.SIGALRM)  # as when its time is over
+        timer.send_signal(signal.SIGALRM)  # its time is over
     elif to == "group":
         os.killpg(job, signal.SIGUSR1)
     else:
@@ -83,7 +82,8 @@ def test_scripts_are_short() -> None:
 
 @pytest.mark.parametrize(
     ("script", "signalled", "status"),
-    [("hvd.pbs", ["timeout"] * 2, 75), ("hvd.lsf", ["group", "script"], 75), ("hvd.sge", ["timeout"] * 2, 99)],
+    [("hvd.pbs", ["timeout"] * 2, 75), ("hvd.lsf", ["group", "script"], 75), ("hvd.sge", ["timeout"], 99)],
+    ids=["pbs", "lsf", "sge"],
 )
 def test_a_signalled_job_is_requeued_and_resumes(
     tmp_path: Path, script: str, signalled: list[str], status: int
@@ -105,13 +105,13 @@ def test_a_signalled_job_is_requeued_and_resumes(
             environ |= {"OUT": OUT, "PBS_JOBID": "8.server"}
 
 
-@each(
-    ("script", "of_horovodrun", "status"),
+@pytest.mark.parametrize(
+    ("script", "launcher_status", "status"),
     [("hvd.pbs", 75, 75), ("hvd.lsf", 75, 1), ("hvd.sge", 75, 75), *[(script, 2, 2) for script in SCRIPTS]],
 )
-def test_other_ends_are_not_requeued(tmp_path: Path, script: str, of_horovodrun: int, status: int) -> None:
+def test_other_ends_are_not_requeued(tmp_path: Path, script: str, launcher_status: int, status: int) -> None:
     """Also a stop without a new checkpoint. The ranks are those of the scheduler's variable."""
-    stub = f'#!/bin/sh\nprintf "%s\\n" "$@" >"{tmp_path}/arguments"\nexit {of_horovodrun}\n'
+    stub = f'#!/bin/sh\nprintf "%s\\n" "$@" >"{tmp_path}/arguments"\nexit {launcher_status}\n'
     environ = make_job(script, tmp_path, {"a100-01": 2, "a100-02": 2}, horovodrun=stub)
     (tmp_path / OUT).mkdir(parents=True)
     (tmp_path / OUT / "latest").write_text("checkpoint-3\n")

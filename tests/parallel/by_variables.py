@@ -12,8 +12,12 @@ import subprocess
 import sys
 
 # The variables of size and rank. PMIX: of PRRTE, which sets the rank only (Open MPI's mpirun sets it as well).
-OF_MPI = {"JSM": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"), "FLUX": ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"), "PMIX": ()}
-MPIRUNS = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+MPI_VARIABLES = {
+    "JSM": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    "FLUX": ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    "PMIX": (),
+}
+MPIRUN_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 
 
 def free_port() -> int:
@@ -21,7 +25,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def of_torch(size: int, command: list[str]) -> int:
+def start_by_torch(size: int, command: list[str]) -> int:
     """Start the ranks on this host. Returns the largest status."""
     job = os.environ | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [subprocess.Popen(command, env=job | {"RANK": str(rank)}) for rank in range(size)]
@@ -30,9 +34,9 @@ def of_torch(size: int, command: list[str]) -> int:
 
 def main(kind: str, *words: str) -> None:
     if kind == "torch":
-        sys.exit(of_torch(int(words[0]), list(words[1:])))
-    values = [os.environ.pop(name) for name in MPIRUNS]
-    os.environ.update(zip(OF_MPI[kind], values, strict=False))
+        sys.exit(start_by_torch(int(words[0]), list(words[1:])))
+    values = [os.environ.pop(name) for name in MPIRUN_VARIABLES]
+    os.environ.update(zip(MPI_VARIABLES[kind], values, strict=False))
     os.execvp(words[0], words)
 
 

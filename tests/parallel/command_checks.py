@@ -85,6 +85,8 @@ def whole_run_ends_well(ranks: Ranks) -> None:
 @check_every_strategy
 def average_of_the_weights_is_evaluated_and_saved(ranks: Ranks) -> None:
     """At each step, and at the end that of the best step, whichever was averaged from the weights that were trained."""
+    if ranks.is_large:
+        return
     flags = ("--ema_decay", 0.5, "--learning_rate", 1e-3, "--max_eval_samples", 5)
     strategy = ranks.strategy.partition(":")[0]
     if strategy in ("fsdp", "deepspeed"):

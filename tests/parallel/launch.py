@@ -30,11 +30,35 @@ TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "190"))
 # Variables of a surrounding job would be taken for this launch's. hvd_bert.model.cpu.linear sets the first two, also in
 # this process when a test calls it; the fork server's commands would then no longer have its environment.
 _FOREIGN = (
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY", "OMPI_", "PMIX_", "PMI_", "SLURM_", "HOROVOD_", "MV2_",
-    "MVP_", "JSM_", "FLUX_", "PALS_", "ALPS_", "TORCHELASTIC_", "PET_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE", "TF_CONFIG", "CLUSTER_SPEC", "SM_HOSTS", "SKYPILOT_", "SUBMITIT_", "VC_", "HF_HUB_CACHE",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+    "LRU_CACHE_CAPACITY",
+    "OMPI_",
+    "PMIX_",
+    "PMI_",
+    "SLURM_",
+    "HOROVOD_",
+    "MV2_",
+    "MVP_",
+    "JSM_",
+    "FLUX_",
+    "PALS_",
+    "ALPS_",
+    "TORCHELASTIC_",
+    "PET_",
+    "MASTER_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "TF_CONFIG",
+    "CLUSTER_SPEC",
+    "SM_HOSTS",
+    "SKYPILOT_",
+    "SUBMITIT_",
+    "VC_",
+    "HF_HUB_CACHE",
     "HF_DATASETS_CACHE",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -159,7 +183,7 @@ def launcher(size: int, by: str) -> list[str]:
         return [str(program), *ours[by].format(size, by_variables.free_port()).split()]
     if by == "torch":
         return [sys.executable, by_variables.__file__, by, str(size)]
-    if by in by_variables.OF_MPI:
+    if by in by_variables.MPI_VARIABLES:
         return [*launcher(size, "mpirun"), sys.executable, by_variables.__file__, by]
     controller = "mpi" if by == "mpirun" else by
     if controller not in built():

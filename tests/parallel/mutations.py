@@ -63,7 +63,7 @@ KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "window dropped": ("plan", lambda other, ids: ids[:-1]),
     "window twice": ("plan", lambda other, ids: np.append(ids[:-1], ids[0])),
     "bit of a token": ("batch", lambda row: row.__ixor__(1)),
-}  # fmt: skip
+}
 LAYER = "bert.encoder.layer.1."
 PLACES = (  # rank, step from 1 on, tensor
     (0, 1, "bert.embeddings.position_embeddings.weight"),
@@ -151,7 +151,7 @@ class MutantTask(QuestionAnswering):
 
     def losses(self, model: Any, batch: MicroBatch) -> Any:
         losses = super().losses(model, batch)
-        if model is not self.model or not self.plan:  # in one process
+        if model is not self.model or not self.plan:  # the pass of one process
             return losses
         total = len(self.plan.step_windows(Now.number - 1))
         return Now.mutated("losses", self.world.rank, Now.number, total, losses)
@@ -179,5 +179,5 @@ def main(world: World) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["mutations"] = sys.modules["__main__"]  # by which the trainer imports the classes
+    sys.modules["mutations"] = sys.modules["__main__"]  # the trainer imports the classes by this name
     run_as_rank(main)

@@ -74,7 +74,7 @@ def signal_at(
                 elif number == "move":
                     os.rename("out", "moved")
                 elif place in PHASES:
-                    threading.Thread(target=die_in, args=(place,), daemon=True).start()
+                    threading.Thread(target=die_during, args=(place,), daemon=True).start()
                 elif place not in ("start", "inside"):
                     name = str(number).removeprefix("SIG")
                     later = f"sleep {place} && kill -{name} {os.getpid()}"
@@ -118,7 +118,7 @@ def current_phase() -> str | None:
     return next((phase for phase, within in PHASES.items() if codes & {f.__code__ for f in within}), None)
 
 
-def die_in(phase: str, mean_s: float = 0.01) -> None:
+def die_during(phase: str, mean_s: float = 0.01) -> None:
     """End this process by SIGKILL at a random moment: the first of a Poisson process that falls into the phase."""
     dice = random.Random(os.getpid())  # leaves the training's random numbers alone
     while current_phase() != phase:

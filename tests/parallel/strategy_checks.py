@@ -75,7 +75,7 @@ def first_gradients_of_every_packed_family_are_those_of_one_process(ranks: Ranks
 
     FSDP shards by a family's layers, and DDP needs a gradient of each weight.
     """
-    if ranks.strategy not in ("fsdp", "ddp"):
+    if ranks.strategy not in ("fsdp", "ddp") or ranks.is_large or ranks.world.size == 1:
         return
     sizes = json.loads((ranks.folder / "tiny" / "config.json").read_text())
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")

@@ -30,8 +30,7 @@ import task_checks
 import training_checks
 import world_checks  # noqa: F401  # registers its checks
 from launch import SAMPLE, SAMPLE_DEV, TIMEOUT_S, Outcome, launcher, run
-from ranks import checks_of
-from tables import each
+from ranks import check_names
 
 pytestmark = pytest.mark.parallel
 
@@ -39,9 +38,15 @@ pytestmark = pytest.mark.parallel
 # One rank under a launcher is one process without: tests/integration/test_run.py.
 HOROVOD = [(4, "gloo", "horovod"), (2, "mpi", "horovod"), (1, "none", "horovod")]
 OTHERS = [
-    (4, "gloo", "fsdp"), (4, "torchrun", "ddp"), (2, "gloo", "deepspeed:1"), (2, "torchrun", "deepspeed"),
-    (2, "mpirun", "ddp"), (1, "none", "deepspeed"), (1, "none", "fsdp"), (1, "none", "none"),
-]  # fmt: skip
+    (4, "gloo", "fsdp"),
+    (4, "torchrun", "ddp"),
+    (2, "gloo", "deepspeed:1"),
+    (2, "torchrun", "deepspeed"),
+    (2, "mpirun", "ddp"),
+    (1, "none", "deepspeed"),
+    (1, "none", "fsdp"),
+    (1, "none", "none"),
+]
 # The folders of runs that checks leave.
 RUNS = {"run": "whole_run_ends_well", "padded_run": "padded_and_clipped_run_in_passes_ends_well"}
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
@@ -105,12 +110,12 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return start
 
 
-def name_of(world: tuple[int, str, str]) -> str:
+def world_name(world: tuple[int, str, str]) -> str:
     size, by, strategy = world
     return f"{size}-{by}" if strategy == "horovod" else f"{size}-{by}-{strategy}"
 
 
-@pytest.fixture(params=HOROVOD + OTHERS, ids=name_of, scope="session")
+@pytest.fixture(params=HOROVOD + OTHERS, ids=world_name, scope="session")
 def launch(request: pytest.FixtureRequest, worlds: Any) -> Launch:
     """Every world."""
     size, by, strategy = request.param
@@ -120,7 +125,7 @@ def launch(request: pytest.FixtureRequest, worlds: Any) -> Launch:
     return worlds(size, by, strategy)
 
 
-of_horovod = pytest.mark.parametrize("launch", HOROVOD, ids=name_of, indirect=True, scope="session")
+horovod_worlds = pytest.mark.parametrize("launch", HOROVOD, ids=world_name, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +137,7 @@ def alone(worlds: Any) -> Launch:
 def test_every_check(launch: Launch) -> None:
     """The checks of ranks.py; one that fails is named with its rank."""
     launch.outcome.expect(0)
-    checks = checks_of(launch.strategy)
+    checks = check_names(launch.strategy)
     failures = [
         f"{check}, rank {rank}: {text}"
         for check in checks
@@ -150,7 +155,7 @@ def test_losses_of_one_process_are_those_of_before(alone: Launch) -> None:
     np.testing.assert_allclose(alone.losses(), golden, rtol=0, atol=1e-4)
 
 
-@each("run", RUNS)
+@pytest.mark.parametrize("run", RUNS)
 def test_losses_of_every_step_are_those_of_one_rank(launch: Launch, alone: Launch, run: str) -> None:
     found, expected = launch.losses(run), alone.losses(run)
     assert found[0] == pytest.approx(expected[0], rel=0, abs=1e-6)
@@ -158,9 +163,8 @@ def test_losses_of_every_step_are_those_of_one_rank(launch: Launch, alone: Launc
     assert min(expected[len(expected) // 2 :]) < expected[0], "nothing was learnt, so that nothing is shown"
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
     results = launch.read(f"{run}/train_results.json")
-    assert (results["learning_rate"], results["global_batch"]) == (
-        command_checks.LEARNING_RATE, training_checks.GLOBAL_BATCH
-    )  # fmt: skip
+    expected = command_checks.LEARNING_RATE, training_checks.GLOBAL_BATCH
+    assert (results["learning_rate"], results["global_batch"]) == expected
 
 
 def test_padded_run_is_clipped(alone: Launch) -> None:
@@ -207,7 +211,7 @@ def test_classification_is_that_of_one_rank(launch: Launch, alone: Launch) -> No
     assert found["probability"] == pytest.approx(expected["probability"], abs=1e-4)
 
 
-@of_horovod
+@horovod_worlds
 def test_losses_of_a_task_of_ones_own_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
     for one in (launch, alone):
         one.expect("task_of_ones_own_ends_well")
@@ -216,7 +220,7 @@ def test_losses_of_a_task_of_ones_own_are_those_of_one_rank(launch: Launch, alon
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
-@of_horovod
+@horovod_worlds
 def test_answers_to_a_file_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
     for one in (launch, alone):
         one.expect("file_is_answered_as_by_one_rank")
@@ -224,9 +228,9 @@ def test_answers_to_a_file_are_those_of_one_rank(launch: Launch, alone: Launch) 
     assert found == expected and len(expected.splitlines()) == 30
 
 
-@of_horovod
-@each("num_questions", evaluation_checks.NUM_QUESTIONS)
-@each("preset", evaluation_checks.PRESETS)
+@horovod_worlds
+@pytest.mark.parametrize("num_questions", evaluation_checks.NUM_QUESTIONS)
+@pytest.mark.parametrize("preset", evaluation_checks.PRESETS)
 def test_evaluation_is_that_of_one_rank(launch: Launch, alone: Launch, preset: str, num_questions: int) -> None:
     name = evaluation_checks.evaluation_name(preset, num_questions)
     found, expected = launch.read(name), alone.read(name)
@@ -236,8 +240,8 @@ def test_evaluation_is_that_of_one_rank(launch: Launch, alone: Launch, preset: s
     assert found["null_odds"] == pytest.approx(expected["null_odds"], abs=1e-4)
 
 
-@of_horovod
-@each("num_questions", evaluation_checks.NUM_QUESTIONS)
+@horovod_worlds
+@pytest.mark.parametrize("num_questions", evaluation_checks.NUM_QUESTIONS)
 def test_scores_are_the_official_scripts(launch: Launch, num_questions: int) -> None:
     try:
         script, _ = official_squad.scripts()

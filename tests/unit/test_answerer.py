@@ -133,6 +133,7 @@ def test_answers_are_those_of_evaluation(model, questions, write_squad, tmp_path
         same(answers[::order], evaluated)
 
 
+@pytest.mark.slow
 def test_copies_also_in_another_process_give_the_same_answers(tokenizer, questions, tmp_path):
     asked = [{"question": q.question, "context": q.context} for q in questions[:3]]
     with multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -60,6 +60,7 @@ def chosen_alone(free_mib: int) -> int:
     return int(done.stdout.split()[-1])
 
 
+@pytest.mark.slow
 def test_as_many_windows_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = chosen_alone(2000)  # of which 80 % are used
     assert 0.8 * 0.8 * 2000 < 48 * found < 1.1 * 0.8 * 2000

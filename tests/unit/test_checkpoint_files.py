@@ -16,8 +16,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import killed_before_change
 from safetensors import SafetensorError, safe_open
-from shared import killed_before_change
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
@@ -152,6 +152,7 @@ def test_wrong_manifest_is_named(tmp_path, manifest):
     hostile.check_message(str(raised.value), str(folder))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(FILES), data=st.data())
 def test_one_flipped_bit_is_seen(tmp_path, name, data):

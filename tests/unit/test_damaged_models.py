@@ -216,6 +216,7 @@ def test_rank_of_adapters_above_the_layers_size(good, tokenizer) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_damage_is_one_message(good, tmp_path, make_questions, name):
     folder = shutil.copytree(good, tmp_path / "damaged")
     damage, words = CASES[name]

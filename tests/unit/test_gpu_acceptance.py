@@ -1,4 +1,4 @@
-"""benchmarks/gpu_acceptance.py: its table and exit status, its commands, and its checks of the kernels on a CPU."""
+"""benchmarks/gpu_acceptance.py: its table and exit status, and that each kind of check can fail."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import itertools
 import json
 import math
 import os
-import shlex
 import subprocess
 import sys
 import time
 import warnings
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,14 @@ import acceptance_place
 import acceptance_speed
 import acceptance_steps
 import acceptance_training
-import compare_peers
 import gpu_acceptance
 import pytest
 import torch
-from acceptance_place import STEPS, NotHere, Outcome, OutOfTime, Place
-from tables import each, refused
+from acceptance_place import NotHere, Outcome, OutOfTime, Place
+from tables import refused
 
-from hvd_bert.config import command_line
 from hvd_bert.errors import UserError
 from hvd_bert.model.attention import by_window
-from hvd_bert.tools.bench import __main__ as bench_flags
 
 ROOT, ROUNDS = Path(__file__).resolve().parents[2], 2
 
@@ -90,7 +87,9 @@ def test_without_a_gpu_one_line_and_status_3(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-@each("program", ["sleep 60", "trap '' TERM; sleep 60 & wait; sleep 60"], ids=["ends at SIGTERM", "ignores it"])
+@pytest.mark.parametrize(
+    "program", ["sleep 60", "trap '' TERM; sleep 60 & wait; sleep 60"], ids=["ends at SIGTERM", "ignores it"]
+)
 def test_a_command_is_ended_at_the_limit_and_its_line_is_out_of_time(tmp_path, monkeypatch, program):
     monkeypatch.setattr(acceptance_place, "GRACE_S", 1.0)
     machine = place(tmp_path, seconds=3)
@@ -108,12 +107,12 @@ def test_rounds_that_were_measured_count_when_the_time_ends(tmp_path, monkeypatc
         return {"figures": {}}
 
     calls = itertools.count(1)
-    monkeypatch.setattr(acceptance_speed, "ours", measure)
+    monkeypatch.setattr(acceptance_speed, "measure_ours", measure)
     monkeypatch.setattr(acceptance_speed, "has_peer", lambda: False)
     rounds, machine = acceptance_speed.Rounds(), replace(place(tmp_path), rounds=3)
-    assert [len(rounds.of(machine, name)) for name in acceptance_speed.OURS] == [2, 2]
+    assert [len(rounds.read(machine, name)) for name in acceptance_speed.OURS] == [2, 2]
     with pytest.raises(OutOfTime):
-        rounds.of(machine, next(iter(acceptance_speed.PEERS)))
+        rounds.read(machine, next(iter(acceptance_speed.PEERS)))
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
@@ -125,7 +124,7 @@ def test_the_script_needs_a_driver_before_it_installs_anything():
 
 
 @pytest.mark.slow
-@each("precision", acceptance_attention.DTYPES)
+@pytest.mark.parametrize("precision", acceptance_attention.DTYPES)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_kernels_are_right_on_this_cpu(precision):
     assert acceptance_attention.check("cpu", precision).passed
@@ -149,7 +148,7 @@ WRONG = {
 }
 
 
-@each("kernel", WRONG)
+@pytest.mark.parametrize("kernel", WRONG, ids=list(WRONG))
 def test_wrong_kernels_are_found(monkeypatch, kernel):
     monkeypatch.setattr(acceptance_attention, "kernels", lambda *_: [("it", WRONG[kernel], None)])
     outcome = acceptance_attention.check("cpu", "fp32")
@@ -186,7 +185,7 @@ class Horovod:
             parameter.grad = self.change(parameter.grad)
 
 
-@each(
+@pytest.mark.parametrize(
     ("change", "right"),
     [
         (lambda tensor: tensor.clone(), [True, True, True]),
@@ -203,6 +202,7 @@ def test_wrong_sums_and_hooks_of_horovod_are_found(change, right):
     assert [sums, waits, acceptance_horovod.hooks(hvd, device)] == right
 
 
+@pytest.mark.slow
 def test_horovods_sums_and_hooks_are_right_here_and_not_needed(tmp_path, monkeypatch):
     pytest.importorskip("horovod")
     outcome = acceptance_horovod.check_apart(place(tmp_path))
@@ -226,6 +226,7 @@ def test_torchs_reports_of_waits_are_counted(monkeypatch):
     assert (len(waits), modes) == (2, ["warn", "default"])
 
 
+@pytest.mark.slow
 def test_steps_and_evaluation_are_measured(tmp_path):
     out, model = tmp_path / "steps.json", str(acceptance_speed.SAMPLE / "six_layers.json")
     words = [sys.executable, str(ROOT / "benchmarks/acceptance_steps.py"), "--out", str(out), "--steps", "2"]
@@ -235,109 +236,49 @@ def test_steps_and_evaluation_are_measured(tmp_path):
     assert record["waits"] is None and record["evaluation_per_s"] > record["training_per_s"] > 0
 
 
-class Commands:
-    """Stands for the runs: keeps their words, and writes what each would leave."""
-
-    def __init__(self, speed: float = 1.0, losses: dict[str, float] | None = None, has_peer=True, waits=0) -> None:
-        self.words: list[list[str]] = []
-        self.has_peer, self.waits = has_peer, waits
-        self.visible: list[str] = []
-        self.speed, self.losses = speed, losses or {}
-
-    def __call__(self, words: list[str], env: dict[str, str], log: Path, timeout_s: float, grace_s: float) -> None:
-        self.words.append(list(words))
-        self.visible.append(env.get("CUDA_VISIBLE_DEVICES", "all"))
-        assert timeout_s > 0
-        log.write_text("435.6 MB  Horovod, NCCL, GPU memory  12.3 ms\n")
-        name = log.stem
-        if "hvd_bert.train" in words:
-            config = command_line.parse(words[words.index("hvd_bert.train") + 1 :])
-            folder = Path(str(config.train.output_dir))
-            folder.mkdir()
-            loss = self.losses.get(name, 5.0)
-            folder.joinpath("metrics.jsonl").write_text(f'{{"loss": {loss}}}\n' * STEPS)
-            folder.joinpath("model.safetensors").write_text("weights")
-        elif "hvd_bert.tools.bench" in words:
-            flags, _ = bench_flags.parse(words[words.index("hvd_bert.tools.bench") + 1 :])
-            speed = self.speed * (2 if "horovodrun" in words[0] else 1)
-            speed *= 0.75 if "HOROVOD_ENABLE_ASYNC_COMPLETION" in env else 1
-            figures = {"windows_per_s": 900 * speed, "useful_gflops": 2e5 * self.speed, "mfu": 0.6 * self.speed}
-            figures |= {"matmul_utilization": 0.7, "tokens_per_s": 2500 * self.speed}
-            record: dict[str, Any] = {"figures": {key: {"median": value} for key, value in figures.items()}}
-            flags.json.write_text(json.dumps(record | {"memory_bytes": [2**34], "memory_over_needed": 1.2}))
-        elif words[1].endswith("hf_trainer.py"):
-            row = {"step_s": 0.08, "loss": 1.0, "tokens": 100}
-            Path(words[words.index("--times_file") + 1]).write_text(json.dumps([row] * 100))
-        elif words[1].endswith("acceptance_steps.py"):
-            bench_flags.parse(words[words.index("--out") + 2 :])
-            record = {"waits": self.waits, "steps": 9, "training_per_s": 900.0, "evaluation_per_s": 2000 * self.speed}
-            record["reserved_bytes"] = 2**33 if "PYTORCH_ALLOC_CONF" in env else 2**34
-            Path(words[words.index("--out") + 1]).write_text(json.dumps(record))
-        elif words[1].endswith("campaign.py"):
-            bench_flags.parse(words[words.index("--out") + 2 :])
-            kernel, counts = {"name": "flash", "share": 0.3}, {"launches_per_step": 1100.0, "busy_ms_per_step": 5.5}
-            Path(words[words.index("--out") + 1]).write_text(json.dumps(counts | {"kernels": [kernel] * 10}))
-
-
-def lines_of(machine: Place, monkeypatch: pytest.MonkeyPatch, commands: Commands) -> dict[str, gpu_acceptance.Line]:
-    monkeypatch.setattr(compare_peers, "run", commands)
-    monkeypatch.setattr(acceptance_speed, "has_peer", lambda: commands.has_peer)
-    monkeypatch.setattr(acceptance_speed, "prepare_peer", lambda place: (Path("model"), Path("windows")))
+def test_measurements_fail_below_their_goals_and_pass_at_them(tmp_path, monkeypatch):
+    """The figures of the programs are written here: 2 H100, with the speed of `speed` times the goals."""
+    monkeypatch.setattr(acceptance_speed, "has_peer", lambda: True)
     monkeypatch.setattr(acceptance_speed, "window_flops", lambda place: 2e11)
-    checks = acceptance_training.CHECKS | acceptance_speed.checks()
-    return {name: gpu_acceptance.run_check(name, goal, check, machine) for name, (goal, check) in checks.items()}
+    for speed, waits, result in ((1.0, 0, "pass"), (0.99, 1, "FAIL"), (math.nan, 1, "FAIL")):
+        machine = place(tmp_path / str(speed), "cuda", 2, gpu="NVIDIA H100 80GB HBM3")
+        machine.out.mkdir()
+        rounds = acceptance_speed.Rounds()
+        rounds._measured = True
+        figures = {
+            "windows_per_s": 900,
+            "useful_gflops": speed * 650 * 2e11 / 1e9,
+            "mfu": 0.5,
+            "tokens_per_s": 1300 * speed,
+        }
+        for name in acceptance_speed.OURS:
+            rounds.records[name] = [{"figures": {key: {"median": value} for key, value in figures.items()}}] * 3
+        for name in acceptance_speed.PEERS:
+            rounds.records[name] = [{"figures": {"tokens_per_s": {"median": 1000.0}}}] * 3
+        steps = {"waits": waits, "steps": 9, "training_per_s": 900.0, "evaluation_per_s": 1350 * speed}
+        scaling = {"figures": {"windows_per_s": {"median": 2 * 0.97 * 900 * speed}}}
+        for name, record in {"steps": steps, "scaling": scaling}.items():
+            machine.file(name).write_text(json.dumps(record))
+        checks = {
+            "throughput": partial(acceptance_speed.throughput, rounds=rounds, name=next(iter(acceptance_speed.OURS))),
+            "peer": partial(acceptance_speed.over_peer, rounds=rounds),
+            "scaling": partial(acceptance_speed.scaling, rounds=rounds),
+            "waits": acceptance_speed.host_waits,
+            "evaluation": acceptance_speed.evaluation,
+        }
+        lines = {name: gpu_acceptance.run_check(name, "-", check, machine) for name, check in checks.items()}
+        assert {name: line.result for name, line in lines.items()} == dict.fromkeys(checks, result), lines
 
 
-def test_two_a100(tmp_path, monkeypatch):
-    commands = Commands()
-    lines = lines_of(place(tmp_path, "cuda", 2, gpu="NVIDIA A100-SXM4-80GB"), monkeypatch, commands)
-    failed = {name: line.found for name, line in lines.items() if line.result not in ("pass", "-")}
-    assert not failed
-    assert [name for name, line in lines.items() if line.result == "-"] == WITHOUT_A_GOAL
-    assert lines["memory with expandable segments"].found == "8.00 GiB reserved, 16.00 without; 1.000 x windows/s"
-    assert lines["asynchronous completion on 2 GPUs"].found.startswith("0.750 x")
-    launches = lines["launches per step, kernels that dominate"].found
-    assert launches.startswith("1,100 and 5.5 ms at 8 windows; 1,100 and 5.5 ms at 32 windows; 30% flash")
-    assert lines["windows/s and MFU, this trainer"].figures["padded_equivalent"] == [1000.0] * ROUNDS
-    ratios = lines["over the HF Trainer's best flags"].figures["ratios"]
-    assert ratios == pytest.approx([2.0] * ROUNDS)
-    on_two = [words for words, visible in zip(commands.words, commands.visible, strict=True) if visible == "0,1"]
-    assert [shlex.join(words[1:5]) for words in on_two if "horovodrun" in words[0]] == ["-np 2 -H localhost:2"] * 5
-    assert set(commands.visible) == {"", "0", "0,1"}  # "": the CPU's losses; the peer would take all that it sees
-    assert sum("hvd_bert.train" in words for words in commands.words) == 14  # the runs that checks share are made once
+def test_what_needs_two_gpus_is_not_run_on_one(tmp_path):
+    machine = place(tmp_path, "cuda", 1)
+    for name, (goal, check) in gpu_acceptance.all_checks().items():
+        if "all GPUs" in name or "2 GPUs" in name:
+            assert gpu_acceptance.run_check(name, goal, check, machine).result == "not here"
+    assert not list(tmp_path.iterdir())
 
 
-def results(lines: dict[str, gpu_acceptance.Line], result: str) -> list[str]:
-    return [name for name, line in lines.items() if line.result == result]
-
-
-PEER = "over the HF Trainer's best flags"
-OF_TWO = ["horovod, world of all GPUs", "ddp, world of all GPUs", "dp, all GPUs", "allreduce of all GPUs"]
-OF_TWO += ["scaling from 1 to 2 GPUs", "asynchronous completion on 2 GPUs"]
-WITHOUT_A_GOAL = ["memory", "memory with expandable segments", "asynchronous completion on 2 GPUs"]
-WITHOUT_A_GOAL.append("launches per step, kernels that dominate")
-WAITS, EVALUATION = "host waits per step", "evaluation over training"
-MISSED = [f"windows/s and MFU, {name}" for name in acceptance_speed.OURS]
-DIFFER = ["losses of 20 steps, bf16", "ddp, world of 1"]
-SLOW = {"speed": 0.5, "losses": {"losses-bf16": 5.4, "losses-ddp-1": 5.01}, "waits": 9}
-
-
-@each(
-    ("commands", "gpu", "failed", "not_here"),
-    [
-        (SLOW, "NVIDIA H100 80GB HBM3", [*DIFFER, *MISSED, PEER, WAITS, EVALUATION], OF_TWO),
-        ({"speed": 0.8}, "NVIDIA H100 80GB HBM3", [], OF_TWO),
-        ({"has_peer": False, "speed": 0.8}, "NVIDIA A100-SXM4-80GB MIG 1g.10gb", [], [*OF_TWO, PEER]),  # no known peak
-    ],
-    ids=["slow", "H100", "part of a GPU, no accelerate"],
-)
-def test_one_gpu(tmp_path, monkeypatch, commands, gpu, failed, not_here):
-    lines = lines_of(place(tmp_path, "cuda", 1, gpu=gpu), monkeypatch, made := Commands(**commands))
-    assert results(lines, "FAIL") == failed and sorted(results(lines, "not here")) == sorted(not_here)
-    assert made.has_peer or not any("hf_trainer.py" in " ".join(words) for words in made.words)
-
-
-@each(
+@pytest.mark.parametrize(
     ("values", "passed", "said"),
     [
         ([780, 500, 900], True, "it: stage 1 of 3 (650), next 1,150"),
@@ -349,13 +290,13 @@ def test_one_gpu(tmp_path, monkeypatch, commands, gpu, failed, not_here):
     ],
 )
 def test_a_line_passes_at_the_first_stage_and_names_the_next(values, passed, said):
-    stages = acceptance_speed.stages_of("NVIDIA H100 80GB HBM3")
+    stages = acceptance_speed.find_stages("NVIDIA H100 80GB HBM3")
     outcome = acceptance_speed.staged("it", values, stages, {})
     assert (outcome.passed, outcome.found) == (passed, said)
     assert acceptance_speed.staged("it", values, (), {}).passed is None
 
 
-@each(
+@pytest.mark.parametrize(
     ("losses", "skips", "passed"),
     [
         ([4.0, 3.0, 2.0], 0, True),
@@ -371,13 +312,13 @@ def test_a_line_passes_at_the_first_stage_and_names_the_next(values, passed, sai
     ],
 )
 def test_skipped_steps_are_not_compared_and_all_others_must_agree(losses, skips, passed):
-    assert acceptance_training._compared([4.0, 3.0, 2.0], losses, 0.05, skips).passed is passed
+    assert acceptance_training.compared([4.0, 3.0, 2.0], losses, 0.05, skips).passed is passed
 
 
-@each("reference", [[], [4.0, None], [4.0]])
+@pytest.mark.parametrize("reference", [[], [4.0, None], [4.0]])
 def test_a_reference_must_have_all_losses(reference):
     with pytest.raises(UserError):
-        acceptance_training._compared(reference, [4.0, 3.0] if reference else [], 0.05, 3)
+        acceptance_training.compared(reference, [4.0, 3.0] if reference else [], 0.05, 3)
 
 
 def test_the_users_choice_of_gpus_holds(tmp_path, monkeypatch):

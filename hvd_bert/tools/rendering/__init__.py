@@ -15,7 +15,7 @@ def number(value: float | None, form: str = ".4g") -> str:
 
 def counted(count: float, noun: str) -> str:
     """A number of things, such as 1 rank or 2 ranks."""
-    return f"{count:.0f} {noun}" if count == 1 else f"{count:.0f} {noun}s"
+    return f"{count:.12g} {noun}" if count == 1 else f"{count:.12g} {noun}s"
 
 
 def shown(value: Any) -> str:
@@ -56,11 +56,6 @@ def duration(value: float) -> str:
 def percent(share: float, sign: str = "") -> str:
     """A share as 12.3 %. `sign`: "+" for a difference."""
     return f"{100 * share:{sign}.1f} %"
-
-
-def counted(count: float, noun: str) -> str:
-    """A number of things as 1 rank or 2 ranks."""
-    return f"{count:.12g} {noun}" if count == 1 else f"{count:.12g} {noun}s"
 
 
 def byte_size(size: float) -> str:
