@@ -16,7 +16,6 @@ import documented
 import flags_page
 import pytest
 from documented import REPOSITORY, Fence
-from tables import each
 
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS
@@ -147,7 +146,7 @@ LAUNCHERS = {"horovodrun": of_horovodrun} | dict.fromkeys(
 )
 
 
-@each("fence", FENCES)
+@pytest.mark.parametrize("fence", FENCES)
 def test_commands_of_a_fence(fence: Fence, clone: Path) -> None:
     found = calls(fence.content, clone)
     assert found or fence.content.startswith(("source ", "export ")), fence.content

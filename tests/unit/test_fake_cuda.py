@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from launch import environment
-from tables import each
 
 FOLDER = Path(__file__).resolve().parents[1] / "fake_cuda"
 TORCH = Path(torch.__file__).parent
@@ -40,7 +39,7 @@ def results() -> dict[str, str | None]:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch has GPUs of its own")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, as the set-up of Horovod")
-@each("name", CHECKS)
+@pytest.mark.parametrize("name", CHECKS)
 def test_on_a_made_up_gpu(name: str) -> None:
     failure = results()[name]
     if failure:

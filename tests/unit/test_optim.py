@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tables import each, refused
+from tables import refused
 from torch import nn
 from transformers import AutoConfig, AutoModelForQuestionAnswering, Trainer
 
@@ -42,7 +42,7 @@ def model_of(family):
         return AutoModelForQuestionAnswering.from_config(AutoConfig.for_model(family, **sizes, pad_token_id=0))
 
 
-@each("family", ["bert", "albert", "modernbert", "deberta-v2"])
+@pytest.mark.parametrize("family", ["bert", "albert", "modernbert", "deberta-v2"])
 def test_groups_are_the_trainers(family):
     model = model_of(family)
     decaying, spared = make_optimizer(model, TrainArguments(), 1).param_groups
@@ -51,7 +51,7 @@ def test_groups_are_the_trainers(family):
     assert len(decaying["params"]) + len(spared["params"]) == len(list(model.parameters()))
 
 
-@each(
+@pytest.mark.parametrize(
     ("family", "places"),
     [
         ("bert", ["qa_outputs", "bert.encoder.layer.1", "bert.encoder.layer.0", "bert.embeddings"]),
@@ -86,7 +86,7 @@ def test_frozen_parameters_are_left_out():
     assert held == {id(parameter) for parameter in (model[0].bias, *model[1].parameters())}
 
 
-@each("optim", ["adamw_torch_fused", "lamb", "lars"])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "lamb", "lars"])
 def test_settings_reach_the_optimizer(optim):
     learned = {"learning_rate": 2e-5, "lr_scaling": "linear", "weight_decay": 0.5}
     args = TrainArguments(optim=optim, adam_beta1=0.8, adam_epsilon=1e-6, **learned)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def test_optimizer_that_is_not_installed_is_named(monkeypatch):
 UNLIMITED, OF_32 = {"lr_scaling_limit": math.inf}, {"lr_base_batch_size": 32}
 
 
-@each(
+@pytest.mark.parametrize(
     ("rule", "settings", "devices", "factor"),
     [
         ("none", UNLIMITED, 8, 1),
@@ -145,7 +145,7 @@ def test_large_batch_is_noted_with_its_effect_and_the_flag():
         assert note_of(4, **settings) is None
 
 
-@each(
+@pytest.mark.parametrize(
     ("settings", "steps"),
     [
         ({}, 11),  # a tenth, rounded up
@@ -166,7 +166,7 @@ def test_schedules_step_by_step():
     )
 
 
-@each("name", SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_on_offer(name):
     warm = [] if name == "constant" else [0.0, 0.25, 0.5, 0.75]
     seen = rates(TrainArguments(learning_rate=1.0, warmup_steps=4, lr_scheduler_type=name), 12)

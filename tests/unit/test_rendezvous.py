@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from by_variables import free_port
-from tables import each, refused
+from tables import refused
 
 from hvd_bert.distributed import rendezvous, slurm
 from hvd_bert.distributed.launch import Launcher
@@ -220,7 +220,7 @@ def scontrol(folder: Path, script: str) -> str:
     return f"{folder}:/usr/bin:/bin"
 
 
-@each("listed", HOSTS)
+@pytest.mark.parametrize("listed", HOSTS)
 def test_hosts_of_slurms_list(monkeypatch, tmp_path, listed):
     script = f'[ "$*" = "show hostnames {listed}" ] && printf "%s\\n" {HOSTS[listed]}'
     monkeypatch.setenv("PATH", scontrol(tmp_path, script))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tables import each, refused
+from tables import refused
 from test_world import heard, make_world
 
 from hvd_bert.checkpoint import files, resume
@@ -214,7 +214,7 @@ def test_batch_beyond_an_epoch_is_refused_unless_it_is_a_checkpoints():
     assert resume.keep_global_batch(plan, point, make_world()).global_batch == 24
 
 
-@each("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_the_global_batch_stays_that_of_the_checkpoint(rank):
     plan = BatchPlan(np.full(64, 20, np.int32), global_batch=8, accumulation=1, size=2, seed=0, crossover=1)
     for saved, passes in ((32, 4), (8, 1)):
@@ -254,7 +254,7 @@ def test_all_ranks_restore_what_rank_0_has_read():
 BEST, PATIENCE = ["--load_best_model_at_end"], ["--early_stopping_patience", "2"]
 
 
-@each(
+@pytest.mark.parametrize(
     ("trains", "evaluates", "flags", "named"),
     [
         (False, False, [], "--no_do_train"),
@@ -272,7 +272,7 @@ def test_a_run_needs_something_to_do_and_what_its_flags_use(trains, evaluates, f
         start.check_task(parse(flags), task)
 
 
-@each(
+@pytest.mark.parametrize(
     ("elastic", "flags", "named"),
     [
         (True, ["--strategy", "none", "--output_dir", "out"], "--strategy horovod"),

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from horovod.common.exceptions import HorovodInternalError
-from tables import each, refused
+from tables import refused
 from test_world import make_world
 
 from hvd_bert.distributed import runner as module
@@ -44,7 +44,7 @@ def raising(error: BaseException):
     return entry
 
 
-@each(
+@pytest.mark.parametrize(
     ("entry", "status", "said"),
     [
         (lambda world: None, EXIT_OK, ""),
@@ -59,7 +59,7 @@ def test_ranks_that_agree_exit_with_the_status(monkeypatch, capsys, entry, statu
     assert capsys.readouterr().err == said
 
 
-@each(
+@pytest.mark.parametrize(
     ("error", "status", "said"),
     [
         (UserError("only here"), EXIT_BAD_INPUT, "hvd_bert: rank 0 on {host}: only here\n"),
@@ -73,7 +73,7 @@ def test_rank_that_fails_alone_ends_all(monkeypatch, capsys, error, status, said
     assert capsys.readouterr().err.startswith(said.format(host=world.host))
 
 
-@each(
+@pytest.mark.parametrize(
     ("error", "rank", "status"),
     [
         (LaunchError("no world"), None, EXIT_BAD_INPUT),
@@ -126,7 +126,7 @@ def ending_before_the_world(monkeypatch: pytest.MonkeyPatch, error: Exception, r
     return left.value.code
 
 
-@each("begins", [True, False])
+@pytest.mark.parametrize("begins", [True, False])
 def test_error_of_all_ranks_is_raised_in_a_thread(monkeypatch, begins):
     """sys.exit would end only the thread, in silence."""
     error = CollectiveError("all know it")
@@ -139,7 +139,7 @@ def test_error_of_all_ranks_is_raised_in_a_thread(monkeypatch, begins):
         assert thread.submit(run_in_program, raising(error)).exception() is error
 
 
-@each("reason", [HostsChanged(), HorovodInternalError("Connection closed by peer")])
+@pytest.mark.parametrize("reason", [HostsChanged(), HorovodInternalError("Connection closed by peer")])
 def test_elastic_rank_joins_the_next_world(monkeypatch, reason):
     world = make_world()
     world.elastic = True
@@ -154,7 +154,7 @@ def test_elastic_rank_joins_the_next_world(monkeypatch, reason):
     assert len(left) == 2  # of both worlds
 
 
-@each(
+@pytest.mark.parametrize(
     ("elastic", "reason", "said"),
     [
         (True, "Mismatched allreduce tensor shapes", "Mismatched allreduce tensor shapes"),  # a defect of its own

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tables import each, refused
+from tables import refused
 from test_world import make_world
 
 from hvd_bert.checkpoint import files, resume
@@ -142,7 +142,7 @@ def test_failed_write_is_a_warning_and_the_next_one_succeeds(run, disk, tmp_path
     assert found(tmp_path) == ["checkpoint-3"]
 
 
-@each("error", [FULL, MemoryError("no memory")])
+@pytest.mark.parametrize("error", [FULL, MemoryError("no memory")])
 def test_failed_last_write_is_no_stop(run, disk, error):
     checkpoints = run()
     disk.errors = [error]

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from tables import each
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS, PACKAGE, STRATEGIES
@@ -34,7 +33,7 @@ MAY_CHANGE_ON_RESUME = {
 }
 
 
-@each("name", FLAGS)
+@pytest.mark.parametrize("name", FLAGS)
 def test_properties_of_a_flag(name):
     flag = FLAGS[name]
     assert flag.help.endswith(".") and "\n" not in flag.help and len(flag.help) <= 120
@@ -58,7 +57,7 @@ def test_flags_that_choose_where_a_run_starts_and_flags_of_one_strategy():
     assert owned == {("deepspeed", "zero_stage"), *horovod}
 
 
-@each(
+@pytest.mark.parametrize(
     ("flags", "steps"),
     [([], 30), (["--num_train_epochs", "1.45"], 15), (["--max_steps", "7"], 7), (["--num_train_epochs", "0.01"], 1)],
 )
@@ -66,7 +65,7 @@ def test_total_steps(flags, steps):
     assert parse(flags).train.total_steps(steps_per_epoch=10) == steps
 
 
-@each(
+@pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ([], [10, 20]),
@@ -100,7 +99,7 @@ def refusal(name: str) -> str:
     return str(refused.value)
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "name", "value"),
     [
         ("timeline_steps: 1:30", "timeline_steps", "1:30"),
@@ -125,7 +124,7 @@ def test_values_are_those_of_the_command_line(tmp_path: Path, text: str, name: s
     assert parse(["--config", write(tmp_path, text)]).as_flat()[name] == value
 
 
-@each(
+@pytest.mark.parametrize(
     ("content", "named"),
     [
         ("learning_rat: 1", ["'learning_rat'", "did you mean learning_rate?"]),

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 from processes import started
-from tables import each
 from test_world import heard, make_world
 
 from hvd_bert.distributed import signals
@@ -26,7 +25,7 @@ def stops(requests: StopRequests) -> bool:
     return requests.any_rank_stops()
 
 
-@each("number", SIGNALS)
+@pytest.mark.parametrize("number", SIGNALS)
 def test_signal_asks_to_stop(number):
     before = [signal.getsignal(number) for number in SIGNALS]
     requests = StopRequests(make_world())

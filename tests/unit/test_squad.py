@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tables import check_refusal, each, refused
+from tables import check_refusal, refused
 
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Reading
@@ -100,7 +100,7 @@ def test_files_that_cannot_be_read(tmp_path):
 JSON = b'{"data": [' + b'"text", ' * 100 + b"1]}"
 
 
-@each(
+@pytest.mark.parametrize(
     ("content", "named"),
     [
         (bz2.compress(JSON), ["byte", "Decompress"]),
@@ -135,7 +135,7 @@ def test_files_that_are_not_questions(tmp_path, content, named):
 # --- mistakes in an entry ------------------------------------------------------------------------
 
 
-@each(
+@pytest.mark.parametrize(
     ("place", "value", "named"),
     [
         (("title",), [3], "data[1].paragraphs[0].qas[0].title"),
@@ -159,7 +159,7 @@ def test_wrong_structure_names_the_place(tmp_path, make_questions, to_squad, pla
     check(write(tmp_path, content), named)
 
 
-@each(
+@pytest.mark.parametrize(
     ("answers", "named"),
     [
         ({"text": ["a"], "answer_start": []}, "[0].answers"),
@@ -173,7 +173,7 @@ def test_wrong_answers_in_a_flat_row(tmp_path, make_questions, to_rows, answers,
     check(write(tmp_path, [{**to_rows(make_questions(1))[0], "answers": answers}]), named)
 
 
-@each(
+@pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"context": " \n"}, ["context"]),
@@ -195,7 +195,7 @@ def test_mistakes_name_the_question_and_its_place(tmp_path, make_questions, to_r
     check(write(tmp_path, to_rows(questions)), f"question {questions[2].id!r} ([2]", *named)
 
 
-@each("start", [1, 10**6])
+@pytest.mark.parametrize("start", [1, 10**6])
 def test_long_data_are_shortened_in_messages(tmp_path, make_questions, to_rows, start):
     (first,), long = make_questions(1), "x" * 10**6
     question = dataclasses.replace(first, id=long, context=f"a {long}", answer_texts=(long,), answer_starts=(start,))

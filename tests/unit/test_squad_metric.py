@@ -11,7 +11,6 @@ import official_squad
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import each
 
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.evaluation.squad_metric import question_scores, score
@@ -76,7 +75,7 @@ def test_golden_v1() -> None:
     assert score(questions, predictions) == pytest.approx(GOLDEN["v1.1"]["scores"], abs=1e-9)
 
 
-@each("threshold", ["0.0", "1.0", "-2.5", "none"])
+@pytest.mark.parametrize("threshold", ["0.0", "1.0", "-2.5", "none"])
 def test_golden_v2(threshold: str) -> None:
     questions, predictions, odds = golden("v2.0")
     got = (

@@ -8,9 +8,9 @@ import random
 from contextlib import nullcontext
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load, save
-from tables import each
 from test_world import make_world
 
 from hvd_bert.checkpoint.schedule import Best
@@ -24,7 +24,7 @@ def draw() -> list[float]:
     return [*gauss, random.random(), float(np.random.rand()), *torch.rand(3).tolist(), *torch.randn(5).tolist()]
 
 
-@each("drawn_before", [0, 1, 2, 3, 700])
+@pytest.mark.parametrize("drawn_before", [0, 1, 2, 3, 700])
 def test_random_numbers_continue(drawn_before):
     seed_ranks(5, 0, make_world())
     for _ in range(drawn_before):
@@ -71,7 +71,7 @@ def test_random_numbers_of_all_gpus_of_a_rank_are_restored(monkeypatch):
     assert restored.keys() == {first}
 
 
-@each(
+@pytest.mark.parametrize(
     ("metric", "values", "best", "since"),
     [
         ("f1", [10.0, 30.0, 20.0, 30.0], (30.0, 2), 2),

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 import pytest
-from tables import each, refused
+from tables import refused
 
 from hvd_bert.storage import locks
 from hvd_bert.storage.reading import Count
@@ -97,7 +97,7 @@ def test_file_system_without_locks(tmp_path, monkeypatch):
     assert not (tmp_path / "elsewhere").exists()
 
 
-@each("failing", ["write", "replace", ""])
+@pytest.mark.parametrize("failing", ["write", "replace", ""])
 def test_a_write_replaces_the_whole_file_or_keeps_the_old_one(tmp_path, monkeypatch, failing):
     path = tmp_path / "x.json"
     path.write_text("old")
@@ -136,7 +136,7 @@ def test_record_has_the_declared_types(tmp_path):
     assert record == Rows([Row(1.0)], {"a": 3}) and isinstance(record.rows[0].seconds, float)
 
 
-@each(
+@pytest.mark.parametrize(
     ["content", "place"],
     [
         ({"rows": [{"seconds": 1}, {"seconds": "x"}]}, "rows[1].seconds"),
@@ -154,7 +154,7 @@ def test_wrong_value_in_a_record_is_named_with_its_place(tmp_path, content, plac
         read_record(path, Rows)
 
 
-@each("content", [None, "{", '{"rows": [{"seconds": 1' + "0" * 400 + "}]}"])
+@pytest.mark.parametrize("content", [None, "{", '{"rows": [{"seconds": 1' + "0" * 400 + "}]}"])
 def test_file_without_a_record_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "r.json").write_text(content)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tables import each, refused
+from tables import refused
 from test_world import make_world
 from torch import nn
 
@@ -48,7 +48,7 @@ def test_horovod_that_cannot_send_bf16_names_the_line_that_builds_one(monkeypatc
     check_bf16(torch.device("cpu"))
 
 
-@each(
+@pytest.mark.parametrize(
     ("flags", "named"),
     [
         (["--strategy", "ddp", "--fp16_allreduce"], ["--fp16_allreduce", "--strategy horovod"]),
@@ -100,7 +100,7 @@ def packed_windows(lengths: list[int]) -> dict[str, object]:
     return {"input_ids": tokens, "position_ids": tokens + 1, "windows": make_windows(lengths, torch.device("cpu"))}
 
 
-@each(("parts", "expected"), [(2, [[5, 3], [4]]), (3, [[5], [3], [4]]), (8, [[5], [3], [4]])])
+@pytest.mark.parametrize(("parts", "expected"), [(2, [[5, 3], [4]]), (3, [[5], [3], [4]]), (8, [[5], [3], [4]])])
 def test_dp_splits_between_windows(parts, expected):
     split = split_windows(packed_windows([5, 3, 4]), parts)
     assert [part["windows"].lengths for part in split] == expected
@@ -141,7 +141,7 @@ def step_and_state(strategy: Strategy, factor: float) -> tuple[float, dict[str, 
     return norm, {name: value.detach().clone() for name, value in (weights | tensors).items()}
 
 
-@each("kind", [torch.optim.AdamW, torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9)])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9)])
 def test_fused_optimizer_clips_and_skips_as_another_does(kind: Callable[..., torch.optim.Optimizer]):
     """If this fails with another torch, see how its GradScaler lets a fused optimizer do both."""
     options = StrategyOptions(TrainArguments(max_grad_norm=0.5), ParallelArguments(), accumulation=1)
@@ -160,7 +160,7 @@ def test_fused_optimizer_clips_and_skips_as_another_does(kind: Callable[..., tor
     torch.testing.assert_close(*clipped)
 
 
-@each("supports", [True, False])
+@pytest.mark.parametrize("supports", [True, False])
 def test_scaler_decides_on_a_step_where_the_optimizer_does_not(supports: bool):
     """If this fails with another torch, HorovodStrategy sets an attribute in vain."""
     weight = nn.Parameter(torch.ones(1))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tables import each, refused
+from tables import refused
 from test_predict import answered, rows_of
 from test_world import make_world
 from transformers import BertConfig, BertForMaskedLM
@@ -34,7 +34,7 @@ def own_task(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-@each(
+@pytest.mark.parametrize(
     ("task", "named"),
     [
         ("digitz:Digits", "No module named 'digitz'"),

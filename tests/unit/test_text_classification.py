@@ -15,7 +15,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from tables import each, refused
+from tables import refused
 from test_predict import answered, rows_of
 from test_world import make_world
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, pipeline
@@ -128,7 +128,7 @@ def test_dp_splits_and_joins_texts(workdir):
 # --- Data -----------------------------------------------------------------------------------------
 
 
-@each("name", ["t.csv", "t.CSV.gz", "t.tsv", "t.parquet", "t.jsonl", "t.json.gz"])
+@pytest.mark.parametrize("name", ["t.csv", "t.CSV.gz", "t.tsv", "t.parquet", "t.jsonl", "t.json.gz"])
 def test_formats(workdir, name):
     rows = pandas.DataFrame({"id": ["7", "8"], "text": ['a "red" box', "NA"], "by": ["me", ""], "label": [1, 10]})
     kind = name.lower().split(".")[1]
@@ -152,7 +152,7 @@ def test_formats(workdir, name):
     assert tokens.input_ids[0].tolist() == first + second and task.classes == ["1", "10"] and task.dev is None
 
 
-@each(
+@pytest.mark.parametrize(
     ("row", "columns"),
     [
         ({"text": "a", "label": 1}, ["text"]),
@@ -166,7 +166,7 @@ def test_columns_of_texts(workdir, row, columns):
     assert task.model.config.text_columns == columns
 
 
-@each("name", ["t.csv", "t.parquet", "t.jsonl"])
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet", "t.jsonl"])
 def test_index_and_whole_numbers_of_pandas(workdir, name):
     rows = pandas.DataFrame({"text": ["a", "b"], "label": [10, 9]}, index=["first", "second"])
     for part, frame in ((name, rows), (f"dev_{name}", rows.astype({"label": float}))):
@@ -181,7 +181,7 @@ def test_index_and_whole_numbers_of_pandas(workdir, name):
 GOOD = {"text": "a", "label": "x"}
 
 
-@each(
+@pytest.mark.parametrize(
     ("rows", "named"),
     [
         ([GOOD, {"text": "a", "label": None}], ["Row 2 of the train data", "`label`"]),
@@ -200,7 +200,7 @@ def test_mistakes_in_the_data(workdir, rows, named):
         made(files=["--train_file=t.jsonl"])
 
 
-@each(
+@pytest.mark.parametrize(
     ("flags", "named"),
     [
         (["--train_file=t.txt"], ["--train_file t.txt", ".csv", ".parquet"]),
@@ -261,7 +261,7 @@ def hub_cache(workdir, monkeypatch, write_hub_cache):
     return write_cache
 
 
-@each("name", GLUE)
+@pytest.mark.parametrize("name", GLUE)
 def test_tasks_of_glue(hub_cache, name):
     names = ["entailment", "neutral", "contradiction"] if name == "mnli" else ["no", "yes"]
     splits = ("train", "validation_matched" if name == "mnli" else "validation")

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from tables import each, refused
+from tables import refused
 
 from hvd_bert.data import window_cutting, window_table
 from hvd_bert.data.sources import squad
@@ -176,7 +176,7 @@ def test_using_the_tokenizer_does_not_change_the_key(source, tokenizer, own_cach
 # --- wrong values ----------------------------------------------------------------------------------
 
 
-@each(
+@pytest.mark.parametrize(
     ("options", "named"),
     [
         (WindowOptions(132, 128), ["--max_seq_length 132", "--doc_stride 128", "at least 133"]),
