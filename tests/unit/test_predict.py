@@ -175,9 +175,9 @@ def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):  # 
     file.write_text("".join(json.dumps(row) + "\n" for row in asked))
     words = (model, "--input", file, "--output", output, "--question_column", "query", "--context_column", "passage")
     answered(*words, "--n_best", "0")
-    assert [*rows_of(output)[0]] == [*COLUMNS]
+    assert [*read_rows(output)[0]] == [*COLUMNS]
     answered(*words, "--overwrite")  # the first
-    rows = rows_of(output)
+    rows = read_rows(output)
     for row, question, found in zip(rows, questions, QuestionAnswerer(model).answers(questions), strict=True):
         values = (question.id, question.question, question.context, found.text)
         assert tuple(row[name] for name in COLUMNS) == (*values, found.start, found.end, found.score, found.null_odds)
@@ -185,7 +185,7 @@ def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):  # 
         assert row["nbest"][0].keys() == {"text", "start", "end", "probability", "start_logit", "end_logit"}
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of answers, as others read them."""
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in path.read_bytes().decode().splitlines()]

@@ -163,7 +163,6 @@ sys.meta_path.insert(0, Interrupting())
 COMMANDS = {
     "train": (["hvd_bert.train", "--config", "sample"], "hvd_bert.training.loop"),  # once the ranks have met
     "sweep": (["hvd_bert.tools.bench", "sweep"], "yaml"),
-    "predict": (["hvd_bert.predict", "model", "--context", "a", "--question", "b"], "torch"),
     "at its first import": (["hvd_bert.train"], "hvd_bert.training.api"),
 }
 
@@ -175,7 +174,7 @@ def interrupting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def end_of(words: list[str], module: str, interrupting: Path, stderr: Any = subprocess.PIPE) -> tuple[int, str]:
+def interrupted(words: list[str], module: str, interrupting: Path, stderr: Any = subprocess.PIPE) -> tuple[int, str]:
     """Run a command that is interrupted at the import of a module. Returns its status and standard error."""
     path = os.pathsep.join([str(interrupting), *filter(None, sys.path)])
     done = subprocess.run(
@@ -188,8 +187,7 @@ def end_of(words: list[str], module: str, interrupting: Path, stderr: Any = subp
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_interrupted_command(name: str, interrupting: Path) -> None:
-    words, module = COMMANDS[name]
-    assert end_of(words, module, interrupting) == (130, "hvd_bert: interrupted\n")
+    assert interrupted(*COMMANDS[name], interrupting) == (130, "hvd_bert: interrupted\n")
 
 
 def test_interrupted_without_a_reader(interrupting: Path) -> None:
@@ -197,13 +195,13 @@ def test_interrupted_without_a_reader(interrupting: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stderr:
-        assert end_of(["hvd_bert.tools.timeline", "file"], "numpy", interrupting, stderr)[0] == 130
+        assert interrupted(["hvd_bert.tools.timeline", "file"], "numpy", interrupting, stderr)[0] == 130
 
 
 def test_ignored_interrupt_stays_ignored(interrupting: Path) -> None:
     """In a background job of a script, for example."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited
     try:
-        assert end_of(["hvd_bert.tools.timeline", "--help"], "numpy", interrupting) == (0, "")
+        assert interrupted(["hvd_bert.tools.timeline", "--help"], "numpy", interrupting) == (0, "")
     finally:
         signal.signal(signal.SIGINT, before)

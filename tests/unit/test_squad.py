@@ -104,7 +104,7 @@ JSON = b'{"data": [' + b'"text", ' * 100 + b"1]}"
     ("content", "named"),
     [
         (bz2.compress(JSON), ["byte", "Decompress"]),
-        (gzip.compress(JSON)[:-20], ["gzip"]),
+        (gzip.compress(JSON, mtime=0)[:-20], ["gzip"]),
         (b"PAR1" + bytes(100) + b"PAR1", ["Parquet"]),
         ('{"data": []}'.encode("utf-16"), ["byte 0", "UTF-16", "UTF-8"]),
         ('{"data": "é"}'.encode("latin-1"), ["byte 10", "UTF-8"]),
@@ -121,12 +121,12 @@ JSON = b'{"data": [' + b'"text", ' * 100 + b"1]}"
         ('{"' + "x" * 10**6 + '": 1}', ["found 'xxx"]),
         ('{"data": {"a": 1}}', ["data", "'a'"]),
         ('{"context": {"0": "c"}, "question": {"0": "q"}, "answers": {"0": "c"}}', ["columns", 'orient="records"']),
-        ('{"context": ["c"], "question": ["q"], "answers": ["c"]}', ["columns", 'orient="records"']),
         ('{"data": [{"title": "t", "paragraphs": []}]}', ["no questions"]),
         ('{"data": ["text"]}', ["data[0]", '"text"']),
         ('[{"id": "a"}]', ["context", "question", "answers", "found 'id'"]),
         ('[{"id": "a"}, {"context": "c", "question": "q", "answers": []}]', ["[0]", '"paragraphs"']),
     ],
+    ids=lambda value: repr(value)[:30],
 )
 def test_files_that_are_not_questions(tmp_path, content, named):
     check(write(tmp_path, content), *named)
@@ -163,7 +163,6 @@ def test_wrong_structure_names_the_place(tmp_path, make_questions, to_squad, pla
     ("answers", "named"),
     [
         ({"text": ["a"], "answer_start": []}, "[0].answers"),
-        ({"text": ["a", "b"], "answer_start": [1]}, "[0].answers"),
         ({"text": [[1]], "answer_start": [0]}, "[0].answers[0].text"),
         ({"text": ["a"], "answer_start": [0.5]}, "[0].answers[0].answer_start"),
         ([], "'q0' ([0])"),
@@ -181,7 +180,6 @@ def test_wrong_answers_in_a_flat_row(tmp_path, make_questions, to_rows, answers,
         ({"answer_texts": (" ",), "answer_starts": (3,)}, ["no answer"]),
         ({"answer_texts": (" ", "blue"), "answer_starts": (3, 47)}, ["empty"]),
         ({"answer_starts": (-1,)}, ["the answer 'blue'", "character -1"]),
-        ({"answer_starts": (4000,)}, ["4000"]),
         ({"question": "what \ud83d?"}, ["'\\ud83d'"]),
         ({"id": "q\udcff"}, ["'\\udcff'"]),
         ({"answer_starts": (4,)}, ["character 4", "'2 is'"]),
@@ -213,9 +211,3 @@ def test_the_first_five_mistakes_are_shown_and_all_are_counted(tmp_path, make_qu
     with pytest.raises(UserError) as caught:
         squad.open_file(path, False).questions()
     assert "'q5'" not in str(caught.value)
-
-
-def test_unanswered_questions_need_the_flag(tmp_path, make_questions, to_squad):
-    path = write(tmp_path, to_squad(make_questions(10, unanswered_every=3)))
-    assert len(squad.open_file(path, True).questions()) == 10
-    check(path, "4 mistakes in 10", "'q0' (data[0].paragraphs[0].qas[0])", "--version_2_with_negative")

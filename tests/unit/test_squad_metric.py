@@ -134,17 +134,6 @@ def test_v2_equals_the_official_script(official: Official, drawn: Drawn, thresho
     assert score(questions, predictions, given_odds, True, threshold) == pytest.approx(expected, abs=1e-9)
 
 
-@given(scored(min_golds=0), st.sampled_from([-1.0, 0.0, 1.0]))
-def test_best_spans_instead_of_nulled_texts_change_only_the_best_thresholds(drawn: Drawn, threshold: float) -> None:
-    questions, best_spans, odds = drawn
-    nulled = {id_: "" if odds[id_] > threshold else text for id_, text in best_spans.items()}
-    with_spans = score(questions, best_spans, odds, True, threshold)
-    with_nulls = score(questions, nulled, odds, True, threshold)
-    assert {k: v for k, v in with_spans.items() if "best" not in k} == {
-        k: v for k, v in with_nulls.items() if "best" not in k
-    }
-
-
 def test_best_threshold_above_the_used_one_needs_the_best_spans() -> None:
     questions = [question("q1", ["cat"]), question("q2", ["dog"]), question("q3", [])]
     spans, odds = {"q1": "cat", "q2": "dog", "q3": "cow"}, {"q1": -1.0, "q2": 2.0, "q3": 3.0}

@@ -88,7 +88,7 @@ def test_best(metric, values, best, since):
     assert gains.count(True) == (2 if len(values) == 4 else int(best[1] > 0))
 
 
-def tensors_of(value: float) -> dict[str, torch.Tensor]:
+def make_tensors(value: float) -> dict[str, torch.Tensor]:
     matrix = torch.full((3, 5), value)
     return {"matrix": matrix, "transposed": matrix[:, :2].t(), "step": torch.tensor(value), "none": torch.empty(0)} | {
         "whole": torch.full((7,), int(value))
@@ -102,14 +102,14 @@ def places(copies: dict[str, torch.Tensor]) -> dict[str, int]:
 def test_copies_are_equal_and_stay_where_they_are():
     copies, before = PinnedBuffers(), None
     for value in (1.0, 2.0):
-        tensors = tensors_of(value)
+        tensors = make_tensors(value)
         made = copies.copy("model", tensors)
         for name, tensor in tensors.items():
             assert made[name].equal(tensor) and made[name].dtype == tensor.dtype and made[name].is_contiguous()
         assert before in (None, places(made))
         before = places(made)
     other = copies.copy("optimizer", {"matrix": torch.zeros(3, 5)})
-    assert made["matrix"].equal(tensors_of(2.0)["matrix"]) and not other["matrix"].any()
+    assert made["matrix"].equal(make_tensors(2.0)["matrix"]) and not other["matrix"].any()
     assert copies.copy("model", {"matrix": torch.ones(2, 40)})["matrix"].equal(torch.ones(2, 40))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
-import math
 import multiprocessing
 import os
 import signal
@@ -137,26 +135,21 @@ def test_record_has_the_declared_types(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ["content", "place"],
+    ("content", "place"),
     [
-        ({"rows": [{"seconds": 1}, {"seconds": "x"}]}, "rows[1].seconds"),
-        ({"rows": [{"seconds": math.nan}]}, "rows[0].seconds"),
-        ({"rows": [{"seconds": 1, "count": -1}]}, "rows[0].count"),
-        ({"rows": [{"count": 1}]}, "seconds"),
-        ({"rows": [], "by_name": {"a": "b"}}, "by_name"),
-        ([], "array"),
+        ('{"rows": [{"seconds": 1}, {"seconds": "x"}]}', "rows[1].seconds"),
+        ('{"rows": [{"seconds": 1, "count": -1}]}', "rows[0].count"),
+        ('{"rows": [{"count": 1}]}', "seconds"),
+        ("[]", "array"),
+        ("{", ""),
+        ('{"rows": [{"seconds": 1' + "0" * 400 + "}]}", ""),
+        (None, ""),
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_wrong_value_in_a_record_is_named_with_its_place(tmp_path, content, place):
+def test_wrong_content_of_a_record_is_named_with_its_place(tmp_path, content, place):
     path = tmp_path / "r.json"
-    path.write_text(json.dumps(content))
+    if content is not None:
+        path.write_text(content)
     with refused(path, place):
         read_record(path, Rows)
-
-
-@pytest.mark.parametrize("content", [None, "{", '{"rows": [{"seconds": 1' + "0" * 400 + "}]}"])
-def test_file_without_a_record_is_refused(tmp_path, content):
-    if content is not None:
-        (tmp_path / "r.json").write_text(content)
-    with refused(tmp_path / "r.json"):
-        read_record(tmp_path / "r.json", Rows)
