@@ -211,11 +211,8 @@ def write_hub_cache(to_rows: Callable[[Sequence[Question]], list[dict[str, Any]]
                     writer.write(row)
                 num_examples, num_bytes = writer.finalize()
             infos.add(datasets.SplitInfo(split, num_bytes, num_examples, dataset_name=short))
-        info = datasets.DatasetInfo(
-            features=features, builder_name="parquet", dataset_name=short, config_name=config,
-            version="0.0.0", splits=infos,
-        )  # fmt: skip
-        info.write_to_directory(str(target))
+        names = {"builder_name": "parquet", "dataset_name": short, "config_name": config, "version": "0.0.0"}
+        datasets.DatasetInfo(features=features, splits=infos, **names).write_to_directory(str(target))
 
     return write
 

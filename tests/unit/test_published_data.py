@@ -71,12 +71,8 @@ class Published(NamedTuple):
 SETS = {
     "SQuAD 1.1": Published(nested, "In 1858 Ada met Bernadette.", (["1858", "In 1858"], ["Bernadette"])),
     "SQuAD 2.0": Published(nested, "In 1858 Ada met Bernadette.", (["1858"], []), v2=True),
-    "XQuAD": Published(nested, "球队在 2015 年赢得 24 场比赛。", (["2015"], ["24"])),
     "DRCD": Published(
         nested, "梵語在社交中口耳相傳。", (["口耳相傳"], ["梵語"]), of_answers={"id": "1"}, others={"id": "1001-10"}
-    ),
-    "CMRC 2018": Published(
-        nested, "《三国》由光荣开发。", (["光荣", "由光荣"], ["三国"]), change=off_by(-1), others={"id": "DEV_0"}
     ),
     "JaQuAD": Published(
         flat, "東京 都知事 は 2020 年", (["東京"], ["2020"]), ("tr-0", "tr-1"),
@@ -84,9 +80,6 @@ SETS = {
     ),
     "ARCD": Published(
         nested, "جمال عبد الناصر رئيس مصر.", (["جمال"], ["رئيس مصر"]), (969331847642, 115150665555), off_by(1)
-    ),
-    "SQuAD-es": Published(
-        nested, "Los Broncos ganaron en Santa Clara.", (["Santa Clara"], ["Los Broncos"]), change=text(str.lower)
     ),
     "SQuAD-it": Published(
         nested, "La squadra vinse nel 2015.", (["2015"], ["squadra"]), change=text(lambda _: ""),

@@ -23,10 +23,8 @@ def test_sample_has_all_that_a_reader_needs():
         [question(0), question(1)], [answer(0, "a red thing", 0.123456), answer(1, "The box!")], False
     )
     assert (right["id"], right["exact_match"]) == ("q1", 100.0)
-    assert wrong == {
-        "id": "q0", "question": "what 0?", "context": "red box", "answers": ["red box", "box"], "answer_start": 0,
-        "prediction": "a red thing", "probability": 0.1235, "exact_match": 0.0, "f1": 50.0,
-    }  # fmt: skip
+    asked = {"id": "q0", "question": "what 0?", "context": "red box", "answers": ["red box", "box"], "answer_start": 0}
+    assert wrong == asked | {"prediction": "a red thing", "probability": 0.1235, "exact_match": 0.0, "f1": 50.0}
 
 
 @pytest.mark.parametrize("wrong", [lambda n: n % 4 == 0, lambda n: n < 400])

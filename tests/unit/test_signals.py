@@ -177,10 +177,9 @@ def interrupting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interrupted(words: list[str], module: str, interrupting: Path, stderr: Any = subprocess.PIPE) -> tuple[int, str]:
     """Run a command that is interrupted at the import of a module. Returns its status and standard error."""
     path = os.pathsep.join([str(interrupting), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-m", *words], stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=60,
-        cwd=interrupting, env={**os.environ, "PYTHONPATH": path, "INTERRUPTED_AT": module},
-    )  # fmt: skip
+    env, command = {**os.environ, "PYTHONPATH": path, "INTERRUPTED_AT": module}, [sys.executable, "-m", *words]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+    done = subprocess.run(command, cwd=interrupting, env=env, timeout=60, **streams)
     return done.returncode, done.stderr
 
 

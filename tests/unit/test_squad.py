@@ -163,6 +163,7 @@ def test_wrong_structure_names_the_place(tmp_path, make_questions, to_squad, pla
     ("answers", "named"),
     [
         ({"text": ["a"], "answer_start": []}, "[0].answers"),
+        ({"text": ["a", "b"], "answer_start": [1]}, "[0].answers"),
         ({"text": [[1]], "answer_start": [0]}, "[0].answers[0].text"),
         ({"text": ["a"], "answer_start": [0.5]}, "[0].answers[0].answer_start"),
         ([], "'q0' ([0])"),

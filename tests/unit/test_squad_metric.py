@@ -16,8 +16,8 @@ from hvd_bert.data.sources.squad import Question
 from hvd_bert.evaluation.squad_metric import question_scores, score
 
 GOLDEN = json.loads((Path(__file__).parent / "squad_metric_golden.json").read_text(encoding="utf-8"))
-V2_NAMES = {"exact": "exact_match", "final_exact": "best_exact", "final_exact_thresh": "best_exact_thresh",
-            "final_f1": "best_f1", "final_f1_thresh": "best_f1_thresh"}  # fmt: skip
+V2_NAMES = {"exact": "exact_match", "final_exact": "best_exact", "final_exact_thresh": "best_exact_thresh"}
+V2_NAMES |= {"final_f1": "best_f1", "final_f1_thresh": "best_f1_thresh"}
 Official = tuple[ModuleType, ModuleType]
 Scores = dict[str, float]
 Drawn = tuple[list[Question], dict[str, str], dict[str, float]]
@@ -32,10 +32,7 @@ def official() -> Official:
 
 
 def question(id_: str, golds: list[str]) -> Question:
-    return Question(
-        id=id_, title="", context=" ".join(golds), question="?", answer_texts=tuple(golds),
-        answer_starts=tuple(0 for _ in golds),
-    )  # fmt: skip
+    return Question(id_, "", " ".join(golds), "?", tuple(golds), (0,) * len(golds))
 
 
 def as_dataset(questions: list[Question]) -> list[dict[str, Any]]:
@@ -50,9 +47,8 @@ def official_v1(module: ModuleType, questions: list[Question], predictions: dict
 
 
 def official_v2(
-    module: ModuleType, questions: list[Question], predictions: dict[str, str],
-    odds: dict[str, float] | None, threshold: float,
-) -> Scores:  # fmt: skip
+    module: ModuleType, questions: list[Question], predictions: dict[str, str], odds: Scores | None, threshold: float
+) -> Scores:
     # The standalone script has --na-prob-thresh; in this copy, it is a default value.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module._apply_no_ans_threshold, "__defaults__", (threshold if odds else 1.0,))
@@ -78,11 +74,8 @@ def test_golden_v1() -> None:
 @pytest.mark.parametrize("threshold", ["0.0", "1.0", "-2.5", "none"])
 def test_golden_v2(threshold: str) -> None:
     questions, predictions, odds = golden("v2.0")
-    got = (
-        score(questions, predictions, None, True)
-        if threshold == "none"
-        else score(questions, predictions, odds, True, float(threshold))
-    )
+    used = (None, True) if threshold == "none" else (odds, True, float(threshold))
+    got = score(questions, predictions, *used)
     assert got == pytest.approx(GOLDEN["v2.0"]["scores"][threshold], abs=1e-9)
 
 

@@ -63,12 +63,9 @@ def test_strategy_is_known_before_the_world_is_joined(tmp_path):
     (file := tmp_path / "mine.yaml").write_text("strategy: fsdp\n")
     for argv, expected in (
         ([], "horovod"),
-        (["--strategy=fsdp"], "fsdp"),
         (["--strategy", "ddp", "--no_such_flag"], "ddp"),  # the error is reported after the ranks have joined
         (["--strategy", "no_such_strategy"], "horovod"),
-        (["--strategy"], "horovod"),
         (["--help", "--strategy", "none"], "none"),
-        (["--config", str(file)], "fsdp"),
         (["--config", str(file), "--strategy", "ddp"], "ddp"),
     ):
         assert before_joining(argv)["strategy"] == expected, argv

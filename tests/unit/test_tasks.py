@@ -24,6 +24,7 @@ from hvd_bert.predict.rows import predict_file
 from hvd_bert.tasks.base import load_task, task_class
 from hvd_bert.tasks.dataset import DatasetTask, Examples, to_device
 from hvd_bert.tasks.rows import column, load_rows
+from hvd_bert.tasks.trained import as_trained
 
 
 @pytest.fixture
@@ -165,6 +166,20 @@ def test_evaluation_of_a_model_from_elsewhere(base_model):
     """No training has left its settings there: a model of transformers stays as `load` made it."""
     task = evaluating("scored:Masked", "base", "--train_file=texts.txt")
     assert task.trained is None and task.settings.model.model_name_or_path == "base"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--max_seq_length=9"], {"train_file": "a.csv", "validation_file": "b.csv", "max_seq_length": 9}),
+        (["--dataset_name=me/mine"], {"train_file": None, "validation_file": None, "dataset_name": "me/mine"}),
+    ],
+)
+def test_data_of_an_evaluation(tmp_path, given, expected):
+    trained = ["--task=a:A", "--train_file=a.csv", "--validation_file=b.csv", "--max_seq_length=50"]
+    save(parse(trained).as_flat(), tmp_path / "train_config.yaml")
+    found = as_trained(parse(["--task=a:A", "--no_do_train", f"--model_name_or_path={tmp_path}", *given])).as_flat()
+    assert {name: found[name] for name in expected} == expected
 
 
 def test_predictions_of_a_file(own_task, tmp_path, monkeypatch):

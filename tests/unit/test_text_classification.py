@@ -77,11 +77,10 @@ def test_losses_and_predictions_are_transformers(workdir, tokenizer):
         losses, found = task.forward(task.model, task.batch(ids).content)
         torch.testing.assert_close(found, expected.logits.softmax(-1), rtol=0, atol=1e-5)
         torch.testing.assert_close(losses.mean(), expected.loss, rtol=0, atol=1e-5)
-    assert padded.batch(ids).num_positions == 12 * 64
-    assert packed.batch(ids).num_positions == packed.train.lengths.sum()
-    best, classes = expected.logits.detach().softmax(-1).max(-1)
-    for row, given, class_, probability in zip(predicted("saved", "train.jsonl"), ROWS, classes, best, strict=True):
-        assert row == given | {"prediction": packed.classes[class_], "probability": pytest.approx(float(probability))}
+    assert [made.batch(ids).num_positions for made in (padded, packed)] == [12 * 64, packed.train.lengths.sum()]
+    for row, given, scores in zip(predicted("saved", "train.jsonl"), ROWS, found.tolist(), strict=True):
+        prediction = packed.classes[np.argmax(scores)]
+        assert row == given | {"prediction": prediction, "probability": pytest.approx(max(scores), abs=1e-5)}
 
 
 @pytest.mark.parametrize(
@@ -103,19 +102,19 @@ def test_classes_are_those_of_all_rows_of_several_files_or_of_the_model(workdir)
     write("more.jsonl", {"sentence1": "a", "sentence2": "b", "label": "so"})
     task = made("--max_train_samples=2", "--max_eval_samples=5", "--train_file", "train.jsonl", "more.jsonl")
     assert task.classes == ["maybe", "no", "so", "yes"] and (len(task.train), len(task.dev)) == (2, 5)
-    task = made()
+    task = made("--seed=1")
     task.model.config.id2label = {0: "YES", 1: "maybe", 2: "no"}
     assert made(model=f"--model_name_or_path={saved(task)}").classes == ["yes", "maybe", "no"]
 
 
 def test_glues_columns_classes_and_matched_validation_data_are_found(workdir, monkeypatch, write_hub_cache):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "hub")
-    names, text = ["entailment", "neutral", "contradiction"], datasets.Value("string")
-    features = {"premise": text, "hypothesis": text, "label": datasets.ClassLabel(names=names)}
+    text, kind = datasets.Value("string"), datasets.ClassLabel(names=["entailment", "neutral"])
+    features = datasets.Features({"premise": text, "hypothesis": text, "label": kind})
     content = dict.fromkeys(("train", "validation_matched"), [{"premise": "a", "hypothesis": "b", "label": 1}] * 2)
-    write_hub_cache(workdir / "hub", content, "nyu-mll/glue", "mnli", datasets.Features(features))
+    write_hub_cache(workdir / "hub", content, "nyu-mll/glue", "mnli", features)
     task = made(files=["--dataset_name=glue", "--dataset_config_name=mnli"])
-    assert task.model.config.text_columns == ["premise", "hypothesis"] and task.classes == names
+    assert task.model.config.text_columns == ["premise", "hypothesis"] and task.classes == kind.names
     assert set(task.evaluate(task.model).metrics) == {"accuracy", "f1", "matthews_correlation", "eval_loss"}
 
 
@@ -132,11 +131,9 @@ def test_variations_of_the_guide(workdir, task, rows):
     found, other = packed.evaluate(packed.model), padded.evaluate(padded.model)
     assert found.metrics == pytest.approx(other.metrics, abs=1e-5) and set(found.metrics) == set(packed.metrics)
     expected = found.files["eval_predictions.json"]
-    rows = predicted(saved(packed), "train.jsonl", task)
-    if task.startswith("tagger"):
-        assert [row["tags"] for row in rows] == expected["tags"] and [*map(len, expected["tags"])] == [2, 1]
-    else:
-        assert [row["prediction"] for row in rows] == pytest.approx(expected, abs=1e-5)
+    column = "tags" if "tags" in rows[0] else "prediction"
+    written = [row[column] for row in predicted(saved(packed), "train.jsonl", task)]
+    assert written == (expected["tags"] if column == "tags" else pytest.approx(expected, abs=1e-5))
 
 
 def test_trained_model_needs_nothing_but_its_folder(workdir):
@@ -144,12 +141,10 @@ def test_trained_model_needs_nothing_but_its_folder(workdir):
     task.model.bert.save_pretrained("encoder")
     with refused("encoder", "classifier.bias", "classifier.weight"):
         made("--no_do_train", "--tokenizer_name=model", model="--model_name_or_path=encoder")
-    run, expected = saved(task), task.evaluate(task.model)
+    expected = task.evaluate(task.model)
+    Path(saved(task)).rename("moved")
     Path("model").rename("gone")
-    Path(run).rename("moved")
     again = made("--no_do_train", model="--model_name_or_path=moved")
-    found = again.evaluate(again.model)
-    assert found.metrics == expected.metrics and found.files == expected.files
+    assert again.evaluate(again.model).files == expected.files
     Path("unlabelled.csv").write_text("note,sentence2,sentence1\na,box,red\n")
-    (row,) = predicted("moved", "unlabelled.csv")
-    assert row.keys() == {"note", "sentence2", "sentence1", "prediction", "probability"}
+    assert {"note", "prediction", "probability"} < predicted("moved", "unlabelled.csv")[0].keys()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,25 +106,6 @@ def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monke
     monkeypatch.setattr(loop.Evaluations, "evaluate", signalled(evaluate))  # a launcher repeats the signal
     train(base, "--output_dir", str(out), "--eval_strategy", "no")
     assert {"model.safetensors", "train_results.json", "eval_results.json"} <= {path.name for path in out.iterdir()}
-
-
-def test_the_final_evaluation_has_the_optimizers_memory(base, tmp_path, monkeypatch):
-    optimizers, alive, evaluate = [], [], loop.Evaluations.evaluate
-
-    class Noted(Strategy):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            optimizers.append(weakref.ref(self.optimizer))
-
-    def evaluated(*args: Any) -> Any:
-        gc.collect()
-        alive.append(optimizers[-1]() is not None)
-        return evaluate(*args)
-
-    monkeypatch.setattr("hvd_bert.training.state.strategy_class", lambda name: Noted)
-    monkeypatch.setattr(loop.Evaluations, "evaluate", evaluated)
-    train(base, "--output_dir", str(tmp_path / "out"), "--eval_strategy", "steps", "--eval_steps", "2")
-    assert alive == [True, False]
 
 
 def test_best_model_is_loaded_from_the_folder_that_was_resumed_from(base, tmp_path):
