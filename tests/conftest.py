@@ -212,8 +212,7 @@ def write_hub_cache(to_rows: Callable[[Sequence[Question]], list[dict[str, Any]]
                 num_examples, num_bytes = writer.finalize()
             infos.add(datasets.SplitInfo(split, num_bytes, num_examples, dataset_name=short))
         names = {"builder_name": "parquet", "dataset_name": short, "config_name": config, "version": "0.0.0"}
-        info = datasets.DatasetInfo(features=features, splits=infos, **names)
-        info.write_to_directory(str(target))
+        datasets.DatasetInfo(features=features, splits=infos, **names).write_to_directory(str(target))
 
     return write
 

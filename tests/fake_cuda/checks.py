@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -30,14 +29,11 @@ from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.strategies.base import Strategy, StrategyOptions
 from hvd_bert.strategies.dp import DPStrategy
-from hvd_bert.tasks.base import MicroBatch
 from hvd_bert.tasks.dataset import to_device
-from hvd_bert.tools.bench.speed import lengths_like_squad
-from hvd_bert.training.meter import DeferredScalars, Meter
+from hvd_bert.training.meter import DeferredScalars
 
 GPU, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 LENGTHS = [5, 9, 3]
-GRADIENTS = 199  # of BERT-base, which a second pass adds up
 KINDS = [("fp32", False), ("bf16", False), ("fp16", False), ("bf16", True)]  # precision, padded
 
 
@@ -58,30 +54,6 @@ class Waits(TorchDispatchMode):
                 self.found.append(name)
         elif name in ("_local_scalar_dense", "nonzero", "equal") and args[0].device == GPU:
             self.found.append(name)
-        return result
-
-
-class Launches(TorchDispatchMode):
-    """Counts the kernels that torch starts on the GPU: one per operation, except views and new memory, and of an
-    operation on lists of tensors as many as their chunks need (ATen/native/cuda/MultiTensorApply.cuh)."""
-
-    CHUNK, CHUNKS, TENSORS = 65536, 320, (0, 110, 64, 48, 36)  # elements; per kernel: chunks, and tensors by lists
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        name = function.overloadpacket.__name__
-        lists = [arg for arg in args if isinstance(arg, list) and arg and isinstance(arg[0], Tensor)]
-        if name.startswith(("_foreach", "_fused")):
-            chunks = sum(-(-tensor.numel() // self.CHUNK) for tensor in lists[0])
-            limit = self.TENSORS[min(len(lists), 4)]
-            self.count += max(-(-chunks // self.CHUNKS), -(-len(lists[0]) // limit))
-        elif not function.is_view and not name.startswith(("empty", "new_empty", "_unsafe_view", "_record_function")):
-            first = result[0] if isinstance(result, (tuple, list)) else result
-            self.count += isinstance(first, Tensor) and first.device == GPU
         return result
 
 
@@ -202,15 +174,11 @@ def one_step(strategy: Strategy, made: Batch, precision: str) -> None:
         assert {slot.device for slot in slots.values()} == {GPU}
 
 
-def made_strategy(
-    kind: type[Strategy], precision: str, padded: bool, devices: int = 1, model: nn.Module | None = None
-) -> Strategy:
+def made_strategy(kind: type[Strategy], precision: str, padded: bool, devices: int = 1) -> Strategy:
     world = World()
     world.device, world.devices = GPU, devices
-    options = StrategyOptions(
-        TrainArguments(fp16=precision == "fp16", bf16=precision == "bf16"), ParallelArguments(), 2
-    )
-    model = model or small_bert(padded=padded)
+    args = TrainArguments(fp16=precision == "fp16", bf16=precision == "bf16")
+    model, options = small_bert(padded=padded), StrategyOptions(args, ParallelArguments(), 2)
     return kind(model, lambda module: torch.optim.AdamW(module.parameters(), fused=True), options, world)
 
 
@@ -232,45 +200,6 @@ def no_step_waits_for_the_gpu() -> None:
         torch.ones(2, device=GPU).sum().item()
         torch.ones(2, device=GPU).cpu()
     assert waits.found == ["_local_scalar_dense", "_to_copy"]
-
-
-@check
-def a_step_of_bert_base_starts_few_kernels_whatever_the_number_of_windows() -> None:
-    """docs/evidence/gpu-acceptance.md shows these numbers."""
-    found = {}
-    for count, passes in ((8, 1), (32, 1), (32, 2)):
-        strategy = made_strategy(Strategy, "bf16", padded=False, model=on_gpu(lambda: new_model(BertConfig(), 0.1, 0)))
-        strategy.options = replace(strategy.options, accumulation=passes)
-        made = batch(padded=False, lengths=lengths_like_squad(count, 384, 42).tolist())
-        for _ in range(2):  # the first step also makes the optimizer's state
-            parts = count_launches(strategy, made)
-        found[count, passes] = parts
-    one, other, two = found.values()
-    assert one == other and sum(one.values()) <= 960 and sum(two.values()) < 2 * sum(one.values()) + GRADIENTS, found
-    if torch.__version__.startswith("2.13."):  # other versions may have other operations
-        assert one == {"forward": 315, "backward": 419, "optimizer": 40}, found
-        assert two == {"forward": 556, "backward": 1037, "optimizer": 41}, found  # weights are cast once
-
-
-def count_launches(strategy: Strategy, made: Batch) -> dict[str, int]:
-    """Kernels of a step by its parts, as the loop makes it."""
-    meter, counted = Meter(strategy._world), {name: Launches() for name in ("forward", "backward", "optimizer")}
-    strategy.module.train()
-    counts = MicroBatch(made, made.num_windows, sum(made.lengths), made.num_positions)
-    with strategy.passes():
-        for _ in range(strategy.options.accumulation):
-            with counted["forward"], autocast(GPU, "bf16"):
-                loss = window_losses(strategy.module, made).sum() * (1 / made.num_windows)
-            with counted["backward"]:
-                strategy.backward(loss)
-            with counted["optimizer"]:
-                meter.add(loss, counts)
-    with counted["optimizer"]:
-        strategy.synchronize()
-        norm = strategy.clip()
-        strategy.step()
-        meter.end_step(norm)
-    return {name: mode.count for name, mode in counted.items()}
 
 
 @check
@@ -307,16 +236,15 @@ def logits_of_an_evaluation_are_fp32() -> None:
                 expect(logits, (len(LENGTHS), max(LENGTHS)), torch.float32)
 
 
-def _note(seen: set[tuple[torch.device, torch.dtype]], _: object, __: object, output: Tensor) -> None:
-    seen.add((output.device, output.dtype))
-
-
 @check
 def dp_computes_on_each_gpu_in_the_precision_of_the_run() -> None:
     for precision in AUTOCAST:  # padded batches are split by torch's own code, which needs a CUDA build
         strategy = made_strategy(DPStrategy, precision, padded=False, devices=2)
         seen: set[tuple[torch.device, torch.dtype]] = set()
-        note = partial(_note, seen)
+
+        def note(_: object, __: object, output: Tensor, seen: Any = seen) -> None:
+            seen.add((output.device, output.dtype))
+
         for layer in strategy.model.modules():
             if type(layer).__name__ == "BertIntermediate":
                 layer.register_forward_hook(note)

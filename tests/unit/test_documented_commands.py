@@ -16,7 +16,6 @@ import documented
 import flags_page
 import pytest
 from documented import REPOSITORY, Fence
-from tables import each
 
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS
@@ -124,7 +123,7 @@ def check_script(script: str, arguments: list[str]) -> None:
         assert not unknown, f"{script} has no {unknown}"
 
 
-def of_horovodrun(arguments: list[str]) -> list[str]:
+def horovodruns_command(arguments: list[str]) -> list[str]:
     from horovod.runner import launch
 
     with pytest.MonkeyPatch.context() as patch:
@@ -133,7 +132,7 @@ def of_horovodrun(arguments: list[str]) -> list[str]:
     return command
 
 
-def after_options(arguments: list[str]) -> list[str]:
+def started_command(arguments: list[str]) -> list[str]:
     """What mpirun, torchrun or a program of Slurm starts; without a command salloc starts a shell."""
     while arguments and arguments[0].startswith("-") and arguments[0] != "-m":
         arguments = arguments[2 if arguments[0] in ("-np", "--nproc-per-node") else 1 :]
@@ -142,12 +141,12 @@ def after_options(arguments: list[str]) -> list[str]:
     return arguments if arguments[0] in ("python", "hvd-bert") else ["python", *arguments]
 
 
-LAUNCHERS = {"horovodrun": of_horovodrun} | dict.fromkeys(
-    ("mpirun", "salloc", "sbatch", "srun", "torchrun"), after_options
+LAUNCHERS = {"horovodrun": horovodruns_command} | dict.fromkeys(
+    ("mpirun", "salloc", "sbatch", "srun", "torchrun"), started_command
 )
 
 
-@each("fence", FENCES)
+@pytest.mark.parametrize("fence", FENCES)
 def test_commands_of_a_fence(fence: Fence, clone: Path) -> None:
     found = calls(fence.content, clone)
     assert found or fence.content.startswith(("source ", "export ")), fence.content

@@ -9,7 +9,7 @@ import hostile
 import pytest
 import test_timeline
 from made_runs import make_run
-from tables import check_refusal, each
+from tables import check_refusal
 from test_world import make_world
 
 from hvd_bert.distributed.world import CollectiveError
@@ -32,7 +32,10 @@ PLACES = {
 EXISTING = {"file": lambda path: path.write_text("mine"), "link": lambda path: path.symlink_to("nowhere")}
 
 
-@each(("what", "flags"), [*((what, ["--overwrite"]) for what in PLACES), *((what, []) for what in EXISTING)])
+CASES = [*((what, ["--overwrite"]) for what in PLACES), *((what, []) for what in EXISTING)]
+
+
+@pytest.mark.parametrize(("what", "flags"), CASES, ids=str)
 def test_outputs_are_refused_before_the_work(tmp_path, monkeypatch, capsys, what, flags):
     for module in (speed, evaluation):
         monkeypatch.setattr(module, "set_up", lambda config, world: None)
@@ -51,10 +54,7 @@ def test_outputs_are_refused_before_the_work(tmp_path, monkeypatch, capsys, what
     assert state(path) == before
 
 
-@pytest.mark.parametrize(
-    ("size", "status"),
-    [pytest.param(250, 0, id="the longest that fit"), pytest.param(251, 2, id="too long")],
-)
+@pytest.mark.parametrize(("size", "status"), [(250, 0), (251, 2)])
 def test_a_name_is_refused_before_the_work_only_if_the_system_refuses_it(tmp_path, capsys, size, status):
     path = test_timeline.training(4).write(tmp_path / "t.json")
     out = tmp_path / f"{'é' * (size // 2)}{'x' * (size % 2)}.html"
@@ -67,7 +67,7 @@ def state(path: Path) -> object:
     return (os.lstat(path).st_ino, os.lstat(path).st_mtime_ns) if os.path.lexists(path) else None
 
 
-@each("name", ["out.html", "link.html"])
+@pytest.mark.parametrize("name", ["out.html", "link.html"])
 def test_page_of_a_timeline_is_replaced(tmp_path, name):
     path = test_timeline.training(4).write(tmp_path / "t.json")
     (tmp_path / "link.html").symlink_to("out.html")
@@ -94,7 +94,7 @@ def test_a_report_replaces_an_earlier_one_with_overwrite(tmp_path, capsys):
     assert (out / "report.md").read_text() != "earlier" and {(out / name).read_text() for name in others} == {"earlier"}
 
 
-@each("what", ["file", "folder", "fifo", "link"])
+@pytest.mark.parametrize("what", ["file", "fifo", "link"])
 def test_a_report_refuses_what_is_no_file(tmp_path, capsys, what):
     run, out = make_run(tmp_path / "run"), tmp_path / "out"
     bad = out if what == "file" else out / "runs.csv"
@@ -129,7 +129,7 @@ def test_run_of_a_sweep_replaces_an_earlier_ones_records(tmp_path, monkeypatch):
     assert started == [{".lock", "run.log", "notes.txt", "train_config.yaml"}] * 2
 
 
-@each("command", [sweep.main, tune.main])
+@pytest.mark.parametrize("command", [sweep.main, tune.main])
 def test_refused_folder_of_a_sweep_has_no_lock_file(tmp_path, monkeypatch, command):
     monkeypatch.setattr(Machine, "here", lambda environ: Machine(cores=2, gpus=0, allocation=None))
     monkeypatch.setattr(Launching, "obstacle", lambda *_: "")

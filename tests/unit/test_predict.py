@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas
 import pytest
-from tables import each, refused
+from tables import refused
 from test_answerer import model, questions, record  # noqa: F401  # fixtures
 from test_world import make_world
 from transformers import BertConfig, BertModel
@@ -31,7 +31,7 @@ from hvd_bert.tasks.question_answering import QuestionAnswering
 ALONE = Launcher("none", None, None)
 
 
-@each("value", ["abc", "1e9", "2.5", "true"])
+@pytest.mark.parametrize("value", ["abc", "1e9", "2.5", "true"])
 def test_trained_settings_of_a_wrong_type(tmp_path, value):
     record(tmp_path, max_seq_length=value)
     with refused("train_config.yaml", value):
@@ -69,7 +69,7 @@ def test_model_without_a_span_head_is_refused_unless_it_is_trained(tokenizer, tm
     QuestionAnswering(parse(flags), make_world())
 
 
-@each(
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         ([], ["--question", "--context", "--input FILE"]),
@@ -134,7 +134,7 @@ def one_rank() -> World:
     return world
 
 
-@each("what", ["the model", "the tokenizer", "the settings", "the input"])
+@pytest.mark.parametrize("what", ["the model", "the tokenizer", "the settings", "the input"])
 def test_ranks_with_other_inputs_are_refused(model, tmp_path, monkeypatch, what):  # noqa: F811
     (tmp_path / "asked.jsonl").write_text(json.dumps({"question": "Who?", "context": "Ada."}) + "\n")
     world = one_rank()
@@ -166,7 +166,7 @@ def test_files_of_others_stay_and_a_full_disk_leaves_none(model, tmp_path):  # n
     assert os.listdir(tmp_path / "new") == []
 
 
-@each("suffix", [".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
 def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):  # noqa: F811
     monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 13)
     questions = [*questions[:2], replace(questions[2], context='Zo\u00eb, "a"\rb,\nc is red.'), *questions[3:]]
@@ -175,9 +175,9 @@ def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):  # 
     file.write_text("".join(json.dumps(row) + "\n" for row in asked))
     words = (model, "--input", file, "--output", output, "--question_column", "query", "--context_column", "passage")
     answered(*words, "--n_best", "0")
-    assert [*rows_of(output)[0]] == [*COLUMNS]
+    assert [*read_rows(output)[0]] == [*COLUMNS]
     answered(*words, "--overwrite")  # the first
-    rows = rows_of(output)
+    rows = read_rows(output)
     for row, question, found in zip(rows, questions, QuestionAnswerer(model).answers(questions), strict=True):
         values = (question.id, question.question, question.context, found.text)
         assert tuple(row[name] for name in COLUMNS) == (*values, found.start, found.end, found.score, found.null_odds)
@@ -185,7 +185,7 @@ def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):  # 
         assert row["nbest"][0].keys() == {"text", "start", "end", "probability", "start_logit", "end_logit"}
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of answers, as others read them."""
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in path.read_bytes().decode().splitlines()]

@@ -7,7 +7,7 @@ from functools import partialmethod
 
 import pytest
 import torch
-from tables import each, refused
+from tables import refused
 from test_world import make_world
 from torch import nn
 
@@ -40,7 +40,7 @@ def trained(tmp_path, *flags):
     return [row["loss"] for row in recorder.rows], weights | moments, kept
 
 
-@each("flags", [["--dropout", "0.1", "--padding", "longest"], ["--bf16"]])
+@pytest.mark.parametrize("flags", [["--dropout", "0.1", "--padding", "longest"], ["--bf16"]])
 def test_training_is_the_same_to_the_bit_with_less_memory(tmp_path, flags):
     losses, state, kept = trained(tmp_path, *flags)
     other_losses, other_state, other_kept = trained(tmp_path, *flags, "--gradient_checkpointing")

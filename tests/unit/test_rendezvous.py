@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from pathlib import Path
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from by_variables import free_port
-from tables import each, refused
+from tables import refused
 
 from hvd_bert.distributed import rendezvous, slurm
 from hvd_bert.distributed.launch import Launcher
@@ -34,7 +34,7 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def listening(port: int) -> set[str]:
     """The addresses at which this process listens on a port."""
     found = psutil.Process().net_connections("tcp")
-    return {each.laddr.ip for each in found if each.laddr.port == port and each.status == psutil.CONN_LISTEN}
+    return {socket.laddr.ip for socket in found if socket.laddr.port == port and socket.status == psutil.CONN_LISTEN}
 
 
 def test_store_listens_at_its_address_only(environ):
@@ -106,24 +106,6 @@ def test_rank_0_that_does_not_come_is_named(environ, monkeypatch, caplog):
     assert f"rank 0 to serve at 127.0.0.1:{port}" in message
 
 
-def test_hosts_whose_names_do_not_resolve(environ, monkeypatch):
-    """Each rank gives the address by which it reaches the store, and takes its interface from those of other hosts."""
-    chosen: list[list[str]] = []
-    monkeypatch.setattr(rendezvous, "choose_interface", lambda _, variable, others: chosen.append(others))
-    store = rendezvous.serve_store("127.0.0.1")
-    here, launcher = socket.gethostname(), Launcher("torchrun", 4, 1)
-    for rank, place in {0: f"{here} 127.0.0.1", 2: "pod-2 10.77.0.12", 3: "pod-3 10.77.0.13"}.items():
-        store.set(f"hvd_bert.place.{rank}", f"4 {place}")
-        store.set(f"hvd_bert.interface.{rank}", "")
-    assert rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME") == [here, here, "pod-2", "pod-3"]
-    store.set("hvd_bert.place.0", "4 pod-0 127.0.0.1")  # which itself reaches the store by the loopback
-    rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME")
-    assert chosen == [["10.77.0.12", "10.77.0.13"], ["127.0.0.1", "10.77.0.12", "10.77.0.13"]]
-    store.set("hvd_bert.interface.3", "pod-3 has no route. Set HVD_BERT_INTERFACE")
-    with refused("rank 3", "pod-3", "HVD_BERT_INTERFACE", error=CollectiveError):  # on all ranks: none waits
-        rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME")
-
-
 def test_setting_of_the_interface_counts_where_ranks_meet(environ):
     store = rendezvous.serve_store("127.0.0.1")
     environ["HVD_BERT_INTERFACE"] = "127.0.0.0/8"
@@ -179,22 +161,6 @@ def test_under_torchrun_nothing_listens_on_all_interfaces(environ):
     rendezvous.check_horovodrun()
 
 
-def test_places_of_ranks_on_uneven_hosts(environ, monkeypatch):
-    store, checked, here = rendezvous.serve_store("127.0.0.1"), [], socket.gethostname()
-    monkeypatch.setattr(rendezvous, "launcher_store", lambda launcher: store)
-    monkeypatch.setattr(rendezvous, "check_own_name", lambda *address, **beyond: checked.append((*address, beyond)))
-    environ["HOROVOD_GLOO_IFACE"] = "lo"
-    for rank, place in enumerate((f"{here} 127.0.0.1", "another 10.77.0.12")):
-        store.set(f"hvd_bert.place.{rank}", f"3 {place}")
-        store.set(f"hvd_bert.interface.{rank}", "")
-        store.set(f"hvd_bert.name.{rank}", "")
-    store.set("hvd_bert.horovod", "127.0.0.1 29500")
-    rendezvous.serve_horovod(Launcher("torchrun", 3, 2))
-    assert checked == [("127.0.0.1", {"beyond_this_host": True})]
-    places = {"LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
-    assert {name: environ[f"HOROVOD_{name}"] for name in places} == places
-
-
 def test_ranks_that_torchrun_restarts_have_other_keys(environ):
     served = rendezvous.serve_store("127.0.0.1")  # by the agent
     environ.update(TORCHRUN, MASTER_PORT=str(served.port))
@@ -205,33 +171,23 @@ def test_ranks_that_torchrun_restarts_have_other_keys(environ):
 
 # --- Slurm -----------------------------------------------------------------------------------------
 
-# What Slurm 22.05's scontrol prints.
-HOSTS = {
-    "a100-01": "a100-01",
-    "a100-[01-02,07]": "a100-01 a100-02 a100-07",
-    "rack[0-1]_blade[0-1],x": "rack0_blade0 rack0_blade1 rack1_blade0 rack1_blade1 x",
-}
+SHOW_HOSTNAMES = '[ "$*" = "show hostnames a100-[01-02,07]" ] && printf "%s\\n" a100-01 a100-02 a100-07'
 
 
-def scontrol(folder: Path, script: str) -> str:
-    """PATH with an scontrol of ours."""
-    (folder / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "scontrol").chmod(0o755)
-    return f"{folder}:/usr/bin:/bin"
-
-
-@each("listed", HOSTS)
-def test_hosts_of_slurms_list(monkeypatch, tmp_path, listed):
-    script = f'[ "$*" = "show hostnames {listed}" ] && printf "%s\\n" {HOSTS[listed]}'
-    monkeypatch.setenv("PATH", scontrol(tmp_path, script))
-    assert slurm.expand_hosts(listed) == HOSTS[listed].split()
-
-
-def test_hosts_where_slurms_commands_are_missing(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", scontrol(tmp_path, "echo no configuration >&2; exit 1"))
-    assert slurm.expand_hosts("n1,n2") == ["n1", "n2"]
-    with refused("gpu[1-2]", "torchrun"):
-        slurm.expand_hosts("gpu[1-2]")
+@pytest.mark.parametrize(
+    ("script", "listed", "hosts"),
+    [
+        (SHOW_HOSTNAMES, "a100-[01-02,07]", ["a100-01", "a100-02", "a100-07"]),
+        ("exit 1", "n1,n2", ["n1", "n2"]),
+        ("exit 1", "gpu[1-2]", None),
+    ],
+)
+def test_hosts_of_slurms_list(monkeypatch, tmp_path, script, listed, hosts):
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with nullcontext() if hosts else refused(listed, "torchrun"):
+        assert slurm.expand_hosts(listed) == hosts
 
 
 def test_steps_of_slurm_do_not_share_nodes_and_ports():
@@ -255,3 +211,37 @@ def test_store_of_slurm_tasks_listens_towards_the_other_nodes(environ, monkeypat
     assert listening(port) == {address}
     store.set("key", "value")
     assert rendezvous._slurm_store(1, nodes, port).get("key") == b"value", "a rank of the same node"
+
+
+def test_hosts_whose_names_do_not_resolve(environ, monkeypatch):
+    """Each rank gives the address by which it reaches the store, and takes its interface from those of other hosts."""
+    chosen: list[list[str]] = []
+    monkeypatch.setattr(rendezvous, "choose_interface", lambda _, variable, others: chosen.append(others))
+    store = rendezvous.serve_store("127.0.0.1")
+    here, launcher = socket.gethostname(), Launcher("torchrun", 4, 1)
+    for rank, place in {0: f"{here} 127.0.0.1", 2: "pod-2 10.77.0.12", 3: "pod-3 10.77.0.13"}.items():
+        store.set(f"hvd_bert.place.{rank}", f"4 {place}")
+        store.set(f"hvd_bert.interface.{rank}", "")
+    assert rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME") == [here, here, "pod-2", "pod-3"]
+    store.set("hvd_bert.place.0", "4 pod-0 127.0.0.1")  # which itself reaches the store by the loopback
+    rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME")
+    assert chosen == [["10.77.0.12", "10.77.0.13"], ["127.0.0.1", "10.77.0.12", "10.77.0.13"]]
+    store.set("hvd_bert.interface.3", "pod-3 has no route. Set HVD_BERT_INTERFACE")
+    with refused("rank 3", "pod-3", "HVD_BERT_INTERFACE", error=CollectiveError):  # on all ranks: none waits
+        rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME")
+
+
+def test_places_of_ranks_on_uneven_hosts(environ, monkeypatch):
+    store, checked, here = rendezvous.serve_store("127.0.0.1"), [], socket.gethostname()
+    monkeypatch.setattr(rendezvous, "launcher_store", lambda launcher: store)
+    monkeypatch.setattr(rendezvous, "check_own_name", lambda *address, **beyond: checked.append((*address, beyond)))
+    environ["HOROVOD_GLOO_IFACE"] = "lo"
+    for rank, place in enumerate((f"{here} 127.0.0.1", "another 10.77.0.12")):
+        store.set(f"hvd_bert.place.{rank}", f"3 {place}")
+        store.set(f"hvd_bert.interface.{rank}", "")
+        store.set(f"hvd_bert.name.{rank}", "")
+    store.set("hvd_bert.horovod", "127.0.0.1 29500")
+    rendezvous.serve_horovod(Launcher("torchrun", 3, 2))
+    assert checked == [("127.0.0.1", {"beyond_this_host": True})]
+    places = {"LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+    assert {name: environ[f"HOROVOD_{name}"] for name in places} == places

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tables import each, refused
+from tables import refused
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdowns_to_safe_html
 from tensorboard.plugins.hparams import metadata as hparams
@@ -107,13 +107,13 @@ def test_wandb(base: list[str], tmp_path: Path, wandb: Any) -> None:  # noqa: F8
             assert text.encode() in content, text
 
 
-@each("value", ["all", "none,wandb"])
+@pytest.mark.parametrize("value", ["all", "none,wandb"])
 def test_unknown_reporters_are_refused(value: str) -> None:
     with refused(f"--report_to {value}", "tensorboard, wandb"):
         parse(["--report_to", value])
 
 
-@each("folder", [False, True], ids=["nothing", "a folder of that name"])
+@pytest.mark.parametrize("folder", [False, True], ids=["nothing", "a folder of that name"])
 def test_missing_package(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool) -> None:  # noqa: F811
     monkeypatch.setitem(base_module.REPORTERS, "no_such_package", "none")
     monkeypatch.chdir(tmp_path)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
 
 import pytest
-from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, BertForQuestionAnswering
 
 from hvd_bert.evaluation.postprocess import Answer, Candidate
 from hvd_bert.output import run_folder
 from hvd_bert.tasks import question_answering
 from hvd_bert.tasks.base import EvaluationResult
-from hvd_bert.tasks.question_answering import QuestionAnswering
 
 
 def answer(number: int, odds: float | None) -> Answer:
@@ -37,25 +34,3 @@ def test_evaluation_files(tmp_path, v2):
         },
     }
     assert set(os.listdir(tmp_path)) <= run_folder.RUN_FILES.keys()  # or the next run would not replace it
-
-
-def model_of(tokenizer: Any) -> BertForQuestionAnswering:
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    return BertForQuestionAnswering(BertConfig(vocab_size=len(tokenizer), **sizes))
-
-
-def task_of(model: BertForQuestionAnswering, tokenizer: Any) -> QuestionAnswering:
-    task = QuestionAnswering.__new__(QuestionAnswering)
-    task.model, task.tokenizer = model, tokenizer
-    return task
-
-
-def test_saved_model_is_loaded_by_transformers(tmp_path, tokenizer):
-    model = model_of(tokenizer)
-    run_folder.save_model(tmp_path, task_of(model, tokenizer))
-    assert set(os.listdir(tmp_path)) <= run_folder.RUN_FILES.keys()
-    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # readable as the umask allows
-    loaded = AutoModelForQuestionAnswering.from_pretrained(tmp_path).state_dict()
-    assert all(value.equal(loaded[name]) for name, value in model.state_dict().items())
-    text = "what colour is the box?"
-    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == tokenizer(text)["input_ids"]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tables import each, refused
+from tables import refused
 from test_world import make_world
 
 from hvd_bert.checkpoint import files, resume
@@ -89,7 +89,7 @@ def save(checkpoints: Checkpoints, step: int) -> None:
     checkpoints.save()
 
 
-def state_of(folder: Path) -> dict[str, Any]:
+def saved_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "state.json").read_text())
 
 
@@ -125,7 +125,7 @@ def test_a_training_that_fails_finishes_its_write(run, disk, tmp_path):
         save(checkpoints, 4)
         disk.go.set()
         raise CollectiveError("The loss is nan at step 5.")
-    assert state_of(tmp_path / "checkpoint-4")["step"] == 4  # before the launcher ends this rank
+    assert saved_state(tmp_path / "checkpoint-4")["step"] == 4  # before the launcher ends this rank
 
 
 def test_failed_write_is_a_warning_and_the_next_one_succeeds(run, disk, tmp_path, caplog):
@@ -142,7 +142,7 @@ def test_failed_write_is_a_warning_and_the_next_one_succeeds(run, disk, tmp_path
     assert found(tmp_path) == ["checkpoint-3"]
 
 
-@each("error", [FULL, MemoryError("no memory")])
+@pytest.mark.parametrize("error", [FULL, MemoryError("no memory")])
 def test_failed_last_write_is_no_stop(run, disk, error):
     checkpoints = run()
     disk.errors = [error]
@@ -159,7 +159,7 @@ def test_stop_reports_how_to_resume(run, tmp_path):
     with refused(*named, error=CollectiveError) as stopped:
         checkpoints.save_and_stop("SIGINT to rank 0")
     assert stopped.value.status == EXIT_STOPPED
-    assert "model_only" not in state_of(tmp_path / "checkpoint-7")
+    assert "model_only" not in saved_state(tmp_path / "checkpoint-7")
     assert found(tmp_path) == ["checkpoint-7"]
 
 
@@ -196,7 +196,7 @@ def test_stop_saves_in_a_new_folder_if_it_was_removed(run, tmp_path):
     with pytest.raises(CollectiveError) as stopped:
         checkpoints.save_and_stop("a removal")
     assert stopped.value.status == EXIT_STOPPED
-    assert state_of(folder / "checkpoint-7")["step"] == 7 and resume.unfinished(folder)
+    assert saved_state(folder / "checkpoint-7")["step"] == 7 and resume.unfinished(folder)
     shutil.rmtree(folder.parent)  # such as a file system that is gone: nothing is written in its place
     with pytest.raises(CollectiveError, match="No such file") as failed:
         checkpoints.save_and_stop("a removal")

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 from processes import started
-from tables import each
 from test_world import heard, make_world
 
 from hvd_bert.distributed import signals
@@ -26,7 +25,7 @@ def stops(requests: StopRequests) -> bool:
     return requests.any_rank_stops()
 
 
-@each("number", SIGNALS)
+@pytest.mark.parametrize("number", SIGNALS)
 def test_signal_asks_to_stop(number):
     before = [signal.getsignal(number) for number in SIGNALS]
     requests = StopRequests(make_world())
@@ -164,7 +163,6 @@ sys.meta_path.insert(0, Interrupting())
 COMMANDS = {
     "train": (["hvd_bert.train", "--config", "sample"], "hvd_bert.training.loop"),  # once the ranks have met
     "sweep": (["hvd_bert.tools.bench", "sweep"], "yaml"),
-    "predict": (["hvd_bert.predict", "model", "--context", "a", "--question", "b"], "torch"),
     "at its first import": (["hvd_bert.train"], "hvd_bert.training.api"),
 }
 
@@ -176,21 +174,19 @@ def interrupting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def end_of(words: list[str], module: str, interrupting: Path, stderr: Any = subprocess.PIPE) -> tuple[int, str]:
+def interrupted(words: list[str], module: str, interrupting: Path, stderr: Any = subprocess.PIPE) -> tuple[int, str]:
     """Run a command that is interrupted at the import of a module. Returns its status and standard error."""
     path = os.pathsep.join([str(interrupting), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-m", *words], stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=60,
-        cwd=interrupting, env={**os.environ, "PYTHONPATH": path, "INTERRUPTED_AT": module},
-    )  # fmt: skip
+    env, command = {**os.environ, "PYTHONPATH": path, "INTERRUPTED_AT": module}, [sys.executable, "-m", *words]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+    done = subprocess.run(command, cwd=interrupting, env=env, timeout=60, **streams)
     return done.returncode, done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_interrupted_command(name: str, interrupting: Path) -> None:
-    words, module = COMMANDS[name]
-    assert end_of(words, module, interrupting) == (130, "hvd_bert: interrupted\n")
+    assert interrupted(*COMMANDS[name], interrupting) == (130, "hvd_bert: interrupted\n")
 
 
 def test_interrupted_without_a_reader(interrupting: Path) -> None:
@@ -198,13 +194,13 @@ def test_interrupted_without_a_reader(interrupting: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stderr:
-        assert end_of(["hvd_bert.tools.timeline", "file"], "numpy", interrupting, stderr)[0] == 130
+        assert interrupted(["hvd_bert.tools.timeline", "file"], "numpy", interrupting, stderr)[0] == 130
 
 
 def test_ignored_interrupt_stays_ignored(interrupting: Path) -> None:
     """In a background job of a script, for example."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited
     try:
-        assert end_of(["hvd_bert.tools.timeline", "--help"], "numpy", interrupting) == (0, "")
+        assert interrupted(["hvd_bert.tools.timeline", "--help"], "numpy", interrupting) == (0, "")
     finally:
         signal.signal(signal.SIGINT, before)

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tables import check_refusal, each, refused
+from tables import check_refusal, refused
 
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Reading
@@ -100,11 +100,11 @@ def test_files_that_cannot_be_read(tmp_path):
 JSON = b'{"data": [' + b'"text", ' * 100 + b"1]}"
 
 
-@each(
+@pytest.mark.parametrize(
     ("content", "named"),
     [
         (bz2.compress(JSON), ["byte", "Decompress"]),
-        (gzip.compress(JSON)[:-20], ["gzip"]),
+        (gzip.compress(JSON, mtime=0)[:-20], ["gzip"]),
         (b"PAR1" + bytes(100) + b"PAR1", ["Parquet"]),
         ('{"data": []}'.encode("utf-16"), ["byte 0", "UTF-16", "UTF-8"]),
         ('{"data": "é"}'.encode("latin-1"), ["byte 10", "UTF-8"]),
@@ -121,12 +121,12 @@ JSON = b'{"data": [' + b'"text", ' * 100 + b"1]}"
         ('{"' + "x" * 10**6 + '": 1}', ["found 'xxx"]),
         ('{"data": {"a": 1}}', ["data", "'a'"]),
         ('{"context": {"0": "c"}, "question": {"0": "q"}, "answers": {"0": "c"}}', ["columns", 'orient="records"']),
-        ('{"context": ["c"], "question": ["q"], "answers": ["c"]}', ["columns", 'orient="records"']),
         ('{"data": [{"title": "t", "paragraphs": []}]}', ["no questions"]),
         ('{"data": ["text"]}', ["data[0]", '"text"']),
         ('[{"id": "a"}]', ["context", "question", "answers", "found 'id'"]),
         ('[{"id": "a"}, {"context": "c", "question": "q", "answers": []}]', ["[0]", '"paragraphs"']),
     ],
+    ids=lambda value: repr(value)[:30],
 )
 def test_files_that_are_not_questions(tmp_path, content, named):
     check(write(tmp_path, content), *named)
@@ -135,7 +135,7 @@ def test_files_that_are_not_questions(tmp_path, content, named):
 # --- mistakes in an entry ------------------------------------------------------------------------
 
 
-@each(
+@pytest.mark.parametrize(
     ("place", "value", "named"),
     [
         (("title",), [3], "data[1].paragraphs[0].qas[0].title"),
@@ -159,7 +159,7 @@ def test_wrong_structure_names_the_place(tmp_path, make_questions, to_squad, pla
     check(write(tmp_path, content), named)
 
 
-@each(
+@pytest.mark.parametrize(
     ("answers", "named"),
     [
         ({"text": ["a"], "answer_start": []}, "[0].answers"),
@@ -173,7 +173,7 @@ def test_wrong_answers_in_a_flat_row(tmp_path, make_questions, to_rows, answers,
     check(write(tmp_path, [{**to_rows(make_questions(1))[0], "answers": answers}]), named)
 
 
-@each(
+@pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"context": " \n"}, ["context"]),
@@ -181,7 +181,6 @@ def test_wrong_answers_in_a_flat_row(tmp_path, make_questions, to_rows, answers,
         ({"answer_texts": (" ",), "answer_starts": (3,)}, ["no answer"]),
         ({"answer_texts": (" ", "blue"), "answer_starts": (3, 47)}, ["empty"]),
         ({"answer_starts": (-1,)}, ["the answer 'blue'", "character -1"]),
-        ({"answer_starts": (4000,)}, ["4000"]),
         ({"question": "what \ud83d?"}, ["'\\ud83d'"]),
         ({"id": "q\udcff"}, ["'\\udcff'"]),
         ({"answer_starts": (4,)}, ["character 4", "'2 is'"]),
@@ -195,7 +194,7 @@ def test_mistakes_name_the_question_and_its_place(tmp_path, make_questions, to_r
     check(write(tmp_path, to_rows(questions)), f"question {questions[2].id!r} ([2]", *named)
 
 
-@each("start", [1, 10**6])
+@pytest.mark.parametrize("start", [1, 10**6])
 def test_long_data_are_shortened_in_messages(tmp_path, make_questions, to_rows, start):
     (first,), long = make_questions(1), "x" * 10**6
     question = dataclasses.replace(first, id=long, context=f"a {long}", answer_texts=(long,), answer_starts=(start,))
@@ -213,9 +212,3 @@ def test_the_first_five_mistakes_are_shown_and_all_are_counted(tmp_path, make_qu
     with pytest.raises(UserError) as caught:
         squad.open_file(path, False).questions()
     assert "'q5'" not in str(caught.value)
-
-
-def test_unanswered_questions_need_the_flag(tmp_path, make_questions, to_squad):
-    path = write(tmp_path, to_squad(make_questions(10, unanswered_every=3)))
-    assert len(squad.open_file(path, True).questions()) == 10
-    check(path, "4 mistakes in 10", "'q0' (data[0].paragraphs[0].qas[0])", "--version_2_with_negative")

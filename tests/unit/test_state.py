@@ -8,15 +8,15 @@ import random
 from contextlib import nullcontext
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load, save
-from tables import each
 from test_world import make_world
 
 from hvd_bert.checkpoint.schedule import Best
 from hvd_bert.training import state
 from hvd_bert.training.optim import WeightAverage
-from hvd_bert.training.state import PinnedBuffers, seed_ranks
+from hvd_bert.training.state import seed_ranks
 
 
 def draw() -> list[float]:
@@ -24,7 +24,7 @@ def draw() -> list[float]:
     return [*gauss, random.random(), float(np.random.rand()), *torch.rand(3).tolist(), *torch.randn(5).tolist()]
 
 
-@each("drawn_before", [0, 1, 2, 3, 700])
+@pytest.mark.parametrize("drawn_before", [0, 1, 2, 3, 700])
 def test_random_numbers_continue(drawn_before):
     seed_ranks(5, 0, make_world())
     for _ in range(drawn_before):
@@ -71,7 +71,7 @@ def test_random_numbers_of_all_gpus_of_a_rank_are_restored(monkeypatch):
     assert restored.keys() == {first}
 
 
-@each(
+@pytest.mark.parametrize(
     ("metric", "values", "best", "since"),
     [
         ("f1", [10.0, 30.0, 20.0, 30.0], (30.0, 2), 2),
@@ -86,31 +86,6 @@ def test_best(metric, values, best, since):
     assert (kept.value, kept.step) == best
     assert kept.since == since
     assert gains.count(True) == (2 if len(values) == 4 else int(best[1] > 0))
-
-
-def tensors_of(value: float) -> dict[str, torch.Tensor]:
-    matrix = torch.full((3, 5), value)
-    return {"matrix": matrix, "transposed": matrix[:, :2].t(), "step": torch.tensor(value), "none": torch.empty(0)} | {
-        "whole": torch.full((7,), int(value))
-    }
-
-
-def places(copies: dict[str, torch.Tensor]) -> dict[str, int]:
-    return {name: copy.data_ptr() for name, copy in copies.items() if copy.numel()}
-
-
-def test_copies_are_equal_and_stay_where_they_are():
-    copies, before = PinnedBuffers(), None
-    for value in (1.0, 2.0):
-        tensors = tensors_of(value)
-        made = copies.copy("model", tensors)
-        for name, tensor in tensors.items():
-            assert made[name].equal(tensor) and made[name].dtype == tensor.dtype and made[name].is_contiguous()
-        assert before in (None, places(made))
-        before = places(made)
-    other = copies.copy("optimizer", {"matrix": torch.zeros(3, 5)})
-    assert made["matrix"].equal(tensors_of(2.0)["matrix"]) and not other["matrix"].any()
-    assert copies.copy("model", {"matrix": torch.ones(2, 40)})["matrix"].equal(torch.ones(2, 40))
 
 
 def test_average_follows_the_steps_that_were_taken():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
-import math
 import multiprocessing
 import os
 import signal
@@ -18,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 import pytest
-from tables import each, refused
+from tables import refused
 
 from hvd_bert.storage import locks
 from hvd_bert.storage.reading import Count
@@ -97,7 +95,7 @@ def test_file_system_without_locks(tmp_path, monkeypatch):
     assert not (tmp_path / "elsewhere").exists()
 
 
-@each("failing", ["write", "replace", ""])
+@pytest.mark.parametrize("failing", ["write", "replace", ""])
 def test_a_write_replaces_the_whole_file_or_keeps_the_old_one(tmp_path, monkeypatch, failing):
     path = tmp_path / "x.json"
     path.write_text("old")
@@ -136,27 +134,22 @@ def test_record_has_the_declared_types(tmp_path):
     assert record == Rows([Row(1.0)], {"a": 3}) and isinstance(record.rows[0].seconds, float)
 
 
-@each(
-    ["content", "place"],
+@pytest.mark.parametrize(
+    ("content", "place"),
     [
-        ({"rows": [{"seconds": 1}, {"seconds": "x"}]}, "rows[1].seconds"),
-        ({"rows": [{"seconds": math.nan}]}, "rows[0].seconds"),
-        ({"rows": [{"seconds": 1, "count": -1}]}, "rows[0].count"),
-        ({"rows": [{"count": 1}]}, "seconds"),
-        ({"rows": [], "by_name": {"a": "b"}}, "by_name"),
-        ([], "array"),
+        ('{"rows": [{"seconds": 1}, {"seconds": "x"}]}', "rows[1].seconds"),
+        ('{"rows": [{"seconds": 1, "count": -1}]}', "rows[0].count"),
+        ('{"rows": [{"count": 1}]}', "seconds"),
+        ("[]", "array"),
+        ("{", ""),
+        ('{"rows": [{"seconds": 1' + "0" * 400 + "}]}", ""),
+        (None, ""),
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_wrong_value_in_a_record_is_named_with_its_place(tmp_path, content, place):
+def test_wrong_content_of_a_record_is_named_with_its_place(tmp_path, content, place):
     path = tmp_path / "r.json"
-    path.write_text(json.dumps(content))
+    if content is not None:
+        path.write_text(content)
     with refused(path, place):
         read_record(path, Rows)
-
-
-@each("content", [None, "{", '{"rows": [{"seconds": 1' + "0" * 400 + "}]}"])
-def test_file_without_a_record_is_refused(tmp_path, content):
-    if content is not None:
-        (tmp_path / "r.json").write_text(content)
-    with refused(tmp_path / "r.json"):
-        read_record(tmp_path / "r.json", Rows)

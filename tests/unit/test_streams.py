@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from tables import each
 
 from hvd_bert.errors import EXIT_BROKEN_PIPE, EXIT_FAILURE
 
@@ -59,7 +58,7 @@ def opened() -> Iterator[Callable[[str], int]]:
             os.close(descriptor)
 
 
-@each(
+@pytest.mark.parametrize(
     ("policy", "unbuffered", "sent", "width"),
     [("keep_running", True, SENT, 99), ("keep_running", False, 50, 99999), ("end_when_lost", True, 50, 99999)],
 )
@@ -69,7 +68,7 @@ def test_nothing_is_lost_while_somebody_reads(policy, unbuffered, sent, width):
     assert done.stdout == "".join(f"{number:{width}}\n" for number in range(sent))
 
 
-@each(
+@pytest.mark.parametrize(
     ("how", "reason", "size", "unbuffered"),
     [
         ("no reader", "Broken pipe", {}, True),
@@ -84,7 +83,7 @@ def test_command_continues_with_one_warning(opened, how, reason, size, unbuffere
     assert (done.returncode, sorted(done.stderr.splitlines(keepends=True))) == (0, ["done\n", WARNING.format(reason)])
 
 
-@each(("sent", "flush"), [(SENT, True), (1, True), (1, False)])
+@pytest.mark.parametrize(("sent", "flush"), [(SENT, True), (1, True), (1, False)])
 def test_command_that_only_prints_ends_quietly(opened, sent, flush):
     done = run("end_when_lost", stdout=opened("no reader"), sent=sent, flush=flush)
     assert done.returncode == EXIT_BROKEN_PIPE

@@ -6,11 +6,12 @@ import json
 
 import documented
 import numpy as np
+import pandas
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tables import each, refused
-from test_predict import answered, rows_of
+from tables import refused
+from test_predict import answered, read_rows
 from test_world import make_world
 from transformers import BertConfig, BertForMaskedLM
 
@@ -22,6 +23,7 @@ from hvd_bert.output import run_folder
 from hvd_bert.predict.rows import predict_file
 from hvd_bert.tasks.base import load_task, task_class
 from hvd_bert.tasks.dataset import DatasetTask, Examples, to_device
+from hvd_bert.tasks.rows import column, load_rows
 from hvd_bert.tasks.trained import as_trained
 
 
@@ -34,7 +36,7 @@ def own_task(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-@each(
+@pytest.mark.parametrize(
     ("task", "named"),
     [
         ("digitz:Digits", "No module named 'digitz'"),
@@ -60,6 +62,9 @@ def test_own_task_is_evaluated_and_saved(own_task, tmp_path):
     classes = task.model(pixels).argmax(1)
     assert evaluation.metrics["accuracy"] == pytest.approx(float((classes == labels).double().mean()))
     assert evaluation.files == {"eval_predictions.json": classes.tolist()}
+    task.predictions = lambda classes: {"digit": classes, "first": [*classes[:2]]}  # tensors become JSON
+    files = task.evaluate(task.model).files["eval_predictions.json"]
+    assert json.loads(json.dumps(files)) == {"digit": classes.tolist(), "first": classes[:2].tolist()}
     assert evaluation.summary == f"accuracy {evaluation.metrics['accuracy']:.4f}  loss" + evaluation.summary[21:]
     run_folder.save_model(tmp_path, task)
     task.model.load_state_dict(load_file(tmp_path / "model.safetensors"))
@@ -166,15 +171,13 @@ def test_evaluation_of_a_model_from_elsewhere(base_model):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ([], {"train_file": "a.csv", "validation_file": "b.csv", "dataset_name": None, "max_seq_length": 50}),
-        (["--max_seq_length=9"], {"train_file": "a.csv", "max_seq_length": 9}),
-        (["--validation_file=c.csv"], {"train_file": "a.csv", "validation_file": "c.csv"}),
+        (["--max_seq_length=9"], {"train_file": "a.csv", "validation_file": "b.csv", "max_seq_length": 9}),
         (["--dataset_name=me/mine"], {"train_file": None, "validation_file": None, "dataset_name": "me/mine"}),
     ],
 )
 def test_data_of_an_evaluation(tmp_path, given, expected):
-    files = ["--train_file=a.csv", "--validation_file=b.csv"]
-    save(parse(["--task=a:A", *files, "--max_seq_length=50"]).as_flat(), tmp_path / "train_config.yaml")
+    trained = ["--task=a:A", "--train_file=a.csv", "--validation_file=b.csv", "--max_seq_length=50"]
+    save(parse(trained).as_flat(), tmp_path / "train_config.yaml")
     found = as_trained(parse(["--task=a:A", "--no_do_train", f"--model_name_or_path={tmp_path}", *given])).as_flat()
     assert {name: found[name] for name in expected} == expected
 
@@ -187,7 +190,7 @@ def test_predictions_of_a_file(own_task, tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [tmp_path, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.csv", "--overwrite"]
     answered(*words, by=lambda flags, world: predict_file(flags, "digits:Digits", world))
-    found = rows_of(tmp_path / "out.csv")
+    found = read_rows(tmp_path / "out.csv")
     classes = trained.model(pixels).argmax(1).tolist()
     assert [(row["name"], json.loads(row["pixels"]), row["prediction"]) for row in found] == [
         (n, row["pixels"], label) for n, (row, label) in enumerate(zip(rows, classes, strict=True))
@@ -199,26 +202,24 @@ def test_predictions_of_a_file(own_task, tmp_path, monkeypatch):
                 answered(*words, by=lambda flags, world: predict_file(flags, "digits:Digits", world))
 
 
+def shapes_of_the_batch(model, batch):
+    return torch.zeros(len(batch[1])), torch.zeros(len(batch[1]), len(batch[1]))
+
+
 @pytest.mark.parametrize(
     ("method", "returned", "named"),
     [
         ("forward", lambda model, batch: (model(batch[0]).mean(), None), ["`forward`", "[]", 'reduction="none"']),
+        ("forward", shapes_of_the_batch, ["`forward`", "[1]", "[8]"]),
         ("score", lambda classes: {"f1": 1.0}, ["`score`", "accuracy", "`metrics`"]),
     ],
 )
 def test_wrong_results_of_a_method_are_named(own_task, method, returned, named):
     task = load_task(parse(["--task", "digits:Digits"]), make_world())
     setattr(task, method, returned)
-    use = task.evaluate if method == "score" else lambda model: task.losses(model, task.batch(np.arange(2)))
-    with refused("digits:Digits", *named, error=CollectiveError if method == "score" else UserError):
-        use(task.model)
-
-
-def test_predictions_may_be_tensors(own_task):
-    task = load_task(parse(["--task", "digits:Digits"]), make_world())
-    task.predictions = lambda classes: {"digit": classes, "all": [*classes[:2]]}
-    found = task.evaluate(task.model).files["eval_predictions.json"]
-    assert len(found["digit"]) == 297 and json.loads(json.dumps(found))["all"] == found["digit"][:2]
+    with refused("digits:Digits", *named, error=UserError):
+        task.losses(task.model, task.batch(np.arange(2)))
+        task.evaluate(task.model)
 
 
 def test_batch_without_examples_has_one_that_does_not_count(own_task):
@@ -227,6 +228,56 @@ def test_batch_without_examples_has_one_that_does_not_count(own_task):
     assert (full.num_windows, full.num_tokens, full.num_positions) == (2, 2, 2)
     assert (empty.num_windows, empty.num_tokens, empty.num_positions) == (0, 0, 0)
     assert len(task.losses(task.model, full)) == 2 and len(task.losses(task.model, empty)) == 1
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.CSV.gz", "t.tsv", "t.parquet", "t.jsonl", "t.json.gz"])
+def test_rows_of_each_format_without_the_index_of_pandas(tmp_path, name):
+    rows = pandas.DataFrame({"text": ['a "red" box', "NA"], "label": [10.0, 9.0]}, index=["x", "y"])
+    path = tmp_path / name
+    if "parquet" in name:
+        rows.to_parquet(path)
+    elif "json" in name:
+        rows.to_json(path, orient="records", lines="jsonl" in name)
+    elif "tsv" in name:  # as GLUE's: without quotes
+        path.write_text('text\tlabel\na "red" box\t10\nNA\t9\n')
+    else:
+        rows.to_csv(path)
+    assert load_rows(parse([f"--train_file={path}"]), "train").to_dict() == {
+        "text": ['a "red" box', "NA"],
+        "label": [10, 9],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("t.txt", b"a", [".csv", ".parquet"]),
+        ("t.csv", b"", ["cannot be read"]),
+        ("t.csv", b"text,label\n", ["no data"]),
+        ("t.csv", "text\né\n".encode("cp1252"), ["'CSV UTF-8'"]),
+        ("t.jsonl", b'{"a": 1}\n["a"]\n', ["cannot be read"]),
+        ("t.parquet", b"PAR1", ["cannot be read"]),
+        ("missing.csv", None, ["no such file"]),
+    ],
+)
+def test_files_without_rows(tmp_path, name, content, named):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with refused(f"--train_file {tmp_path / name}", *named):
+        load_rows(parse([f"--train_file={tmp_path / name}"]), "train")
+
+
+def test_rows_need_a_file_the_column_and_its_values(tmp_path):
+    (tmp_path / "t.csv").write_text("text,label\na,1\nb,\n")
+    rows = load_rows(parse([f"--train_file={tmp_path / 't.csv'}"]), "train")
+    for name, named in (("label", "Row 2 of the train data"), ("other", "text, label")):
+        with refused(named, f"`{name}`"):
+            column(rows, name)
+    with refused("--train_file", "--no_do_train"):
+        load_rows(parse([f"--validation_file={tmp_path / 't.csv'}"]), "train")
+    with refused("--train_file", "weights"):
+        load_rows(parse(["--train_file", f"{tmp_path / 't.csv'}:2"]), "train")
+    assert load_rows(parse([f"--train_file={tmp_path / 't.csv'}"]), "validation") is None
 
 
 def test_model_without_a_weight_to_train_is_refused(own_task, tmp_path):
@@ -251,13 +302,6 @@ def test_items_of_a_data_set():
     batch = to_device(examples.collate(np.array([4, 1])), torch.device("cpu"))
     assert batch["x"].tolist() == [[4.0, 1.0], [1.0, 1.0]] and batch["y"].tolist() == [4, 1]
     assert len(examples) == 5 and Examples.of_dataset(items, "digest").lengths.tolist() == [1] * 5
-
-
-def test_outputs_of_different_shapes_are_named(own_task):
-    task = load_task(parse(["--task", "digits:Digits"]), make_world())
-    task.forward = lambda model, batch: (torch.zeros(len(batch[1])), torch.zeros(len(batch[1]), len(batch[1])))
-    with refused("--task digits:Digits", "`forward`", "[1]", "[8]", error=CollectiveError):
-        task.evaluate(task.model)
 
 
 def test_run_of_an_own_task_is_no_model_for_questions(own_task, tmp_path):

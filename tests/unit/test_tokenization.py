@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import each, refused
+from tables import refused
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
@@ -103,7 +104,7 @@ def test_label_is_exact_in_each_window_with_the_whole_answer(tokenizer, case):
 RED = "red, green and red"
 
 
-@each(
+@pytest.mark.parametrize(
     ("question", "label"),
     [
         (ask("the red box", "red"), "red"),
@@ -168,7 +169,7 @@ UNSUPPORTED = {
 }
 
 
-@each("pair", UNSUPPORTED.values(), ids=[*UNSUPPORTED])
+@pytest.mark.parametrize("pair", UNSUPPORTED.values(), ids=[*UNSUPPORTED])
 def test_unsupported_layouts_are_refused(tokenizer, pair):
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     special = [("[CLS]", 2), ("[SEP]", 3)]

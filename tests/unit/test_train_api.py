@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from tables import refused
-from torch import distributed
 
 from hvd_bert import Callback, train
 from hvd_bert.errors import EXIT_STOPPED, UserError
@@ -44,77 +42,72 @@ def start(out: Path, at_step_2: Callable[[], object] = lambda: None, **settings:
     return run, calls
 
 
-def of_the_process() -> list[Any]:
+def process_state() -> list[Any]:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     logs = [[*logging.getLogger(name).handlers] for name in (None, "hvd_bert")]
     numbers = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    torchs = (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-    )
-    torchs += (torch.utils.deterministic.fill_uninitialized_memory,)  # type: ignore[attr-defined]
+    torchs = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()]
+    torchs += [torch.backends.cuda.cudnn_sdp_enabled(), torch.utils.deterministic.fill_uninitialized_memory]
     return [handlers, logs, numbers, torchs, dict(os.environ), sys.stdout, sys.stderr]
 
 
-def test_trainings_in_a_row_are_equal_and_the_process_is_given_back(tmp_path: Path) -> None:
-    before = of_the_process()
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The calls of the callback in a training by itself."""
+    return start(tmp_path_factory.mktemp("whole") / "run")[1]
+
+
+def test_trainings_in_a_row_are_equal_and_the_process_is_given_back(tmp_path: Path, whole: list[Any]) -> None:
+    before = process_state()
     run, calls = start(tmp_path / "first")
-    assert of_the_process() == before
-    names = [*("start", "step", "log", "step", "step", "step", "log", "save", "evaluate", "end")]
-    assert [name for name, *_ in calls] == [f"on_{name}" for name in names] and calls[-1][1] is run
+    assert process_state() == before
+    names = " ".join(name.removeprefix("on_") for name, *_ in calls)
+    assert names == "start step log step step step log save evaluate end" and calls[-1][1] is run
     assert run.scores["accuracy"] and (run.output_dir / "train_results.json").exists()
     locks.take(run.output_dir / locks.LOCK, wait=False).release()
-    assert start(tmp_path / "second")[1][1:-1] == calls[1:-1]
+    assert whole[1:-1] == calls[1:-1]
 
 
-def test_errors_are_raised_and_the_run_resumes(tmp_path: Path) -> None:
-    before = of_the_process()
+def test_errors_are_raised_and_the_run_resumes(tmp_path: Path, whole: list[Any]) -> None:
+    before = process_state()
     with pytest.raises(ZeroDivisionError):
         start(tmp_path / "run", lambda: 1 / 0)
     with pytest.raises(UserError) as stopped:  # it was asked at step 2, and the vote is in step 3
         start(tmp_path / "run", lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert getattr(stopped.value, "status", None) == EXIT_STOPPED
-    assert start(tmp_path / "run")[1][1:-1] == start(tmp_path / "whole")[1][5:-1]
+    assert start(tmp_path / "run")[1][1:-1] == whole[5:-1]
     for settings, named in (({"max_step": 3}, "max_step"), ({"max_steps": "three"}, "three")):
         with refused(named):
             start(tmp_path / "none", **settings)
-    assert of_the_process() == before
+    assert process_state() == before
 
 
 @pytest.mark.parametrize("by", ["a callback", "a callback, in the same folder", "another thread"])
-def test_training_inside_another_one_is_refused_and_leaves_it_alone(tmp_path: Path, by: str) -> None:
-    before = of_the_process()
+def test_training_inside_another_one_is_refused_and_leaves_it_alone(tmp_path: Path, whole: list[Any], by: str) -> None:
+    before = process_state()
 
     def inner() -> None:
-        seen = of_the_process()
+        seen = process_state()
         with refused("train()"):
             start(tmp_path / ("run" if "same" in by else "inner"), overwrite_output_dir=True)
-        assert of_the_process() == seen
+        assert process_state() == seen
 
     with ThreadPoolExecutor(1) as thread:
         _, calls = start(tmp_path / "run", (lambda: thread.submit(inner).result()) if "thread" in by else inner)
-    assert calls[1:-1] == start(tmp_path / "alone")[1][1:-1] and not (tmp_path / "inner").exists()
-    assert of_the_process() == before
+    assert calls[1:-1] == whole[1:-1] and not (tmp_path / "inner").exists()
+    assert process_state() == before
 
 
 @pytest.mark.parametrize(
     ("argument", "named"),
     [
         ({"output_dir": b"x"}, ["output_dir b'x'", "str"]),
-        ({"output_dir": 5}, ["output_dir 5", "str"]),
-        ({"output_dir": ["x"]}, ["output_dir ['x']", "str"]),
-        ({"learning_rate": {"peak": 1}}, ["learning_rate {'peak': 1}", "float"]),
         ({"max_steps": 2.5}, ["max_steps 2.5", "int"]),
-        ({"max_steps": True}, ["max_steps True", "int"]),
         ({"bf16": np.ones((2, 2))}, ["bf16 array", "bool"]),
         ({"train_file": ["a.json", b"b.json"]}, ["train_file ['a.json', b'b.json']", "str"]),
-        ({"timeline_file": b"t"}, ["timeline_file b't'", "str"]),
         ({"config": b"sample"}, ["config b'sample'", "str"]),
         ({"task": 5}, ["task 5", "str", "Task"]),
         ({"callbacks": [5]}, ["callbacks [5]", "Callback"]),
-        ({"callbacks": [Callback]}, ["callbacks [<class", "Callback"]),
-        ({"callbacks": Callback()}, ["callbacks <", "Sequence"]),
         ({"callbacks": (each for each in [Callback()])}, ["callbacks <generator", "Sequence"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -128,11 +121,11 @@ def test_arguments_of_a_wrong_type_are_refused(
     assert not [*tmp_path.iterdir()]
 
 
-def test_arguments_may_be_texts_numpys_numbers_and_paths(tmp_path: Path) -> None:
+def test_arguments_may_be_texts_numpys_numbers_and_paths(tmp_path: Path, whole: list[Any]) -> None:
     settings = {"max_steps": "4", "learning_rate": "5e-5", "adam_epsilon": np.float64(1e-8), "seed": np.int64(42)}
     switches = {"bf16": np.bool_(False), "fp16": 0, "tf32": "no", "do_train": 1, "eval_steps": None, "weight_decay": 0}
     _, calls = start(tmp_path / "others", **settings, **switches)
-    assert calls[1:-1] == start(tmp_path / "run")[1][1:-1]
+    assert calls[1:-1] == whole[1:-1]
 
 
 @pytest.mark.parametrize("where", ["notebook", "own handler"])
@@ -144,43 +137,16 @@ def test_signals_are_left_to_an_interactive_program(
     else:
         signal.signal(signal.SIGINT, lambda number, frame: None)
     seen: list[Any] = []
-    start(tmp_path, lambda: seen.append(of_the_process()[0]))
-    assert seen == [of_the_process()[0]]
+    start(tmp_path, lambda: seen.append(process_state()[0]))
+    assert seen == [process_state()[0]]
     assert capsys.readouterr().out.count("SIGTERM are left to this program") == 1
 
 
-def test_function_that_calls_it_can_be_sent_to_other_processes() -> None:
-    assert pickle.loads(pickle.dumps(train)) is train
-
-
-def test_other_thread_than_the_main_one(tmp_path: Path) -> None:
-    before = of_the_process()
+def test_other_thread_than_the_main_one(tmp_path: Path, whole: list[Any]) -> None:
+    before = process_state()
     with ThreadPoolExecutor(1) as thread:
         _, calls = thread.submit(start, tmp_path / "thread").result()
         with pytest.raises(ZeroDivisionError):
             thread.submit(start, tmp_path / "failing", lambda: 1 / 0).result()
-    assert of_the_process() == before
-    assert calls[1:-1] == start(tmp_path / "main")[1][1:-1]
-
-
-@pytest.fixture
-def group() -> Iterator[Any]:
-    """A process group of one process, as the program's."""
-    store = distributed.HashStore()
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield distributed.group.WORLD
-    distributed.destroy_process_group()
-
-
-def test_group_of_the_program_is_joined_and_stays(tmp_path: Path, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)  # what the group was made from
-    before = of_the_process()
-    ways = {strategy: start(tmp_path / strategy, strategy=strategy)[1][1:-1] for strategy in ("ddp", "horovod", "none")}
-    assert ways["ddp"] == ways["horovod"] == ways["none"]
-    with pytest.raises(ZeroDivisionError):
-        start(tmp_path / "failing", lambda: 1 / 0, strategy="ddp")
-    assert of_the_process() == before and distributed.group.WORLD is group
-    ones = torch.ones(2)
-    distributed.all_reduce(ones)
-    assert ones.sum() == 2
+    assert process_state() == before
+    assert calls[1:-1] == whole[1:-1]

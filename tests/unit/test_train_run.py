@@ -110,25 +110,6 @@ def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monke
     assert {"model.safetensors", "train_results.json", "eval_results.json"} <= {path.name for path in out.iterdir()}
 
 
-def test_the_final_evaluation_has_the_optimizers_memory(base, tmp_path, monkeypatch):
-    optimizers, alive, evaluate = [], [], loop.Evaluations.evaluate
-
-    class Noted(Strategy):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            optimizers.append(weakref.ref(self.optimizer))
-
-    def evaluated(*args: Any) -> Any:
-        gc.collect()
-        alive.append(optimizers[-1]() is not None)
-        return evaluate(*args)
-
-    monkeypatch.setattr("hvd_bert.training.state.strategy_class", lambda name: Noted)
-    monkeypatch.setattr(loop.Evaluations, "evaluate", evaluated)
-    train(base, "--output_dir", str(tmp_path / "out"), "--eval_strategy", "steps", "--eval_steps", "2")
-    assert alive == [True, False]
-
-
 def test_best_model_is_loaded_from_the_folder_that_was_resumed_from(base, tmp_path):
     best = ("--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--eval_steps", "1")
     base = [*base, *best, "--learning_rate", "10", "--save_steps", "1", "--save_total_limit", "9"]
@@ -205,3 +186,22 @@ def test_what_a_start_decides_is_recorded_and_leaves_the_settings_as_they_are(ba
     expected = {"output_dir": str(out), "metric_for_best_model": "f1"}
     assert begun["decided"] == expected | {"per_device_train_batch_size": batch} and batch > 1
     assert recorded == RunPlan(**begun["decided"]).applied_to(config)
+
+
+def test_the_final_evaluation_has_the_optimizers_memory(base, tmp_path, monkeypatch):
+    optimizers, alive, evaluate = [], [], loop.Evaluations.evaluate
+
+    class Noted(Strategy):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            optimizers.append(weakref.ref(self.optimizer))
+
+    def evaluated(*args: Any) -> Any:
+        gc.collect()
+        alive.append(optimizers[-1]() is not None)
+        return evaluate(*args)
+
+    monkeypatch.setattr("hvd_bert.training.state.strategy_class", lambda name: Noted)
+    monkeypatch.setattr(loop.Evaluations, "evaluate", evaluated)
+    train(base, "--output_dir", str(tmp_path / "out"), "--eval_strategy", "steps", "--eval_steps", "2")
+    assert alive == [True, False]

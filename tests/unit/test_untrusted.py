@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launch import SAMPLE
-from tables import each, refused
+from tables import refused
 
 import hvd_bert
 from hvd_bert.config.settings import ModelArguments
@@ -79,8 +79,8 @@ def test_a_script_in_a_data_set_never_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@each("name", ["windows.json", "windows.arrow", "sha256.json"])
-@each("what", [*hostile.ALL, "pickle"])
+@pytest.mark.parametrize("name", ["windows.json", "windows.arrow", "sha256.json"])
+@pytest.mark.parametrize("what", [*hostile.ALL, "pickle"])
 def test_a_damaged_cache_is_built_again(
     tmp_path: Path, tokenizer: Any, make_questions: Any, own_cache: Path, caplog: Any, name: str, what: str
 ) -> None:
@@ -146,7 +146,7 @@ def train_from_scratch(model: str) -> None:
     load_model(ModelArguments(config_name=model), None, 32, seed=1)
 
 
-@each("load", [train, train_from_scratch])
+@pytest.mark.parametrize("load", [train, train_from_scratch])
 def test_code_is_refused_without_a_question(folder: Path, load: Callable[[str], Any], monkeypatch, capfd) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     with refused(folder):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tables import each
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # missing in its type stubs
 
 from hvd_bert.distributed import watchdog
@@ -19,7 +18,7 @@ from hvd_bert.errors import EXIT_FAILURE
 SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one of the ranks"
 
 
-@each(
+@pytest.mark.parametrize(
     ("given", "times"),
     [
         ({}, (120, 600)),
@@ -100,7 +99,7 @@ def test_store_that_does_not_answer_is_rank_zeros(end, monkeypatch):
     assert "for rank 0 on a100-01 to reach a.weight" in end(1, store=store, names=["a.weight"])
 
 
-@each(("waited", "message", "ends"), [(301, SHUT_DOWN, True), (299, SHUT_DOWN, False), (301, "other", False)])
+@pytest.mark.parametrize(("waited", "message", "ends"), [(301, SHUT_DOWN, 1), (299, SHUT_DOWN, 0), (301, "other", 0)])
 def test_inspector_that_comes_first_is_a_stall(monkeypatch, capsys, waited, message, ends):
     statuses: list[int] = []
     stall_watchdog = Watchdog(0, ["one", "two"], 600, HashStore(), statuses.append)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from tables import each, refused
+from tables import refused
 
 from hvd_bert.data import window_cutting, window_table
 from hvd_bert.data.sources import squad
@@ -26,7 +26,7 @@ def source(make_questions):
     return squad.from_questions("small", make_questions(10, unanswered_every=5))
 
 
-def file_in(cache: Path) -> tuple[Path, int]:
+def cached_table(cache: Path) -> tuple[Path, int]:
     """The cache's only table, and the file's inode: another one was built again."""
     (file,) = cache.glob("*/windows.arrow")
     return file, file.stat().st_ino
@@ -41,7 +41,7 @@ def rows(table: WindowTable) -> pa.Table:
 
 def test_table_has_its_schema_and_counts(source, tokenizer, own_cache):
     dataset = prepare(source, tokenizer, SMALL)
-    file_in(own_cache)
+    cached_table(own_cache)
     assert rows(dataset).schema.equals(window_cutting.SCHEMA)
     assert sorted(set(dataset.column("question"))) == list(range(10))
     counted = dataset.counts
@@ -49,11 +49,10 @@ def test_table_has_its_schema_and_counts(source, tokenizer, own_cache):
     assert prepare(source, tokenizer, SMALL).counts == counted
 
 
-@pytest.mark.parametrize("place", [0.2, 0.5, 0.8], ids="{:.0%} of the file".format)
-@pytest.mark.parametrize("name", ["windows.arrow", "windows.json", "sha256.json"])
+@pytest.mark.parametrize(("name", "place"), [("windows.arrow", 0.8), ("windows.json", 0.5), ("sha256.json", 0.2)])
 def test_a_flipped_bit_in_the_cache_is_not_trained_on(source, tokenizer, own_cache, caplog, name, place):
     table = prepare(source, tokenizer, SMALL)
-    path = file_in(own_cache)[0].with_name(name)
+    path = cached_table(own_cache)[0].with_name(name)
     content = bytearray(path.read_bytes())
     content[int(place * len(content))] ^= 1
     path.unlink()  # `table` has the file in memory
@@ -70,7 +69,7 @@ def test_cached_table_is_mapped_and_not_read(source, tokenizer, own_cache):
     before = pa.total_allocated_bytes()
     dataset = prepare(source, tokenizer, SMALL)
     assert pa.total_allocated_bytes() <= before
-    with pa.OSFile(str(file_in(own_cache)[0])) as file, pa.ipc.open_stream(file) as stream:
+    with pa.OSFile(str(cached_table(own_cache)[0])) as file, pa.ipc.open_stream(file) as stream:
         in_memory = stream.read_all()
     assert len(in_memory) == len(dataset)
     assert pa.total_allocated_bytes() > before  # reading it allocates memory
@@ -135,10 +134,10 @@ def test_same_call_finds_the_table_without_reading_the_questions(source, tokeniz
         raise AssertionError("must not be read")
 
     prepare(source, tokenizer, SMALL)
-    first = file_in(own_cache)
+    first = cached_table(own_cache)
     unread = squad.Source("elsewhere", source.digest, never)
     prepare(unread, tokenizer, SMALL)
-    assert file_in(own_cache) == first
+    assert cached_table(own_cache) == first
 
 
 def test_key_covers_every_option_the_text_and_the_tokenizer(
@@ -167,16 +166,16 @@ def test_key_covers_every_option_the_text_and_the_tokenizer(
 
 def test_using_the_tokenizer_does_not_change_the_key(source, tokenizer, own_cache):
     prepare(source, tokenizer, SMALL)
-    first = file_in(own_cache)
+    first = cached_table(own_cache)
     tokenizer("what is", "red box in the hall", truncation="only_second", max_length=9, padding="max_length")
     prepare(source, tokenizer, SMALL)
-    assert file_in(own_cache) == first
+    assert cached_table(own_cache) == first
 
 
 # --- wrong values ----------------------------------------------------------------------------------
 
 
-@each(
+@pytest.mark.parametrize(
     ("options", "named"),
     [
         (WindowOptions(132, 128), ["--max_seq_length 132", "--doc_stride 128", "at least 133"]),

@@ -51,13 +51,12 @@ def test_rank_infos_for_the_log(monkeypatch):
     assert world.describe()[1].startswith("Slurm job id 17")
 
 
+PATHS = r"--train_file differs: /a/train.json on a \(rank 0\), /b/train.json on b"
+CONTENT = r"the training data differs: 1{12}, 2 windows, total length 7 on a"
+
+
 @pytest.mark.parametrize(
-    ("path", "digest", "message"),
-    [
-        ("/b/train.json", "1" * 12, r"--train_file differs: /a/train.json on a \(rank 0\), /b/train.json on b"),
-        ("/a/train.json", "2" * 12, r"the training data differs: 1{12}, 2 windows, total length 7 on a"),
-    ],
-    ids=["path", "content"],
+    ("path", "digest", "message"), [("/b/train.json", "1" * 12, PATHS), ("/a/train.json", "2" * 12, CONTENT)]
 )
 def test_training_files_that_differ_between_hosts(path: str, digest: str, message: str) -> None:
     def values(path: str, digest: str) -> dict[str, object]:
