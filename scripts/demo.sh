@@ -13,7 +13,13 @@ for word in "$@"; do
   if [ "$word" = --no-apt ]; then apt=(--no-apt); else flags+=("$word"); fi
 done
 
-bash env/setup.sh ${apt[@]+"${apt[@]}"} </dev/null
+has_nvidia_driver() {
+  [ -e /dev/nvidiactl ] || command -v nvidia-smi >/dev/null || PATH=$PATH:/sbin ldconfig -p 2>/dev/null | grep -q 'libcuda\.so'
+}
+options=(${apt[@]+"${apt[@]}"})
+# An environment that exists keeps its torch.
+[ -e .venv/hvd_bert.settings ] || has_nvidia_driver || options+=(--torch cpu)
+bash env/setup.sh ${options[@]+"${options[@]}"} </dev/null
 # Always on the CPU: two ranks would need two GPUs.
 export PATH="$PWD/.venv/bin:$PATH" CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
 if [ "$(id -u)" -eq 0 ]; then # Open MPI refuses to run as root otherwise
