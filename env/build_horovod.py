@@ -226,9 +226,9 @@ def find_nccl(wanted: bool | None, torch: Torch, args: argparse.Namespace) -> Nc
     return Nccl(cuda_home, home, libraries[-1], arches, identity)
 
 
-def common_arches(of_torch: tuple[str, ...], of_nvcc: list[str]) -> str:
+def common_arches(torch_arches: tuple[str, ...], nvcc_arches: list[str]) -> str:
     """The architectures that torch was built for and this nvcc supports; 80,90 if there are none."""
-    return ",".join(arch for arch in of_torch if f"sm_{arch}" in of_nvcc) or "80,90"
+    return ",".join(arch for arch in torch_arches if f"sm_{arch}" in nvcc_arches) or "80,90"
 
 
 @dataclass(frozen=True)
@@ -269,12 +269,12 @@ def unpack(archive: Path, folder: Path) -> list[str]:
     return ["tar", "-xf", str(archive), "-C", str(folder), "--strip-components=1"]
 
 
-def not_of_the_source(folder: Path) -> Any:
+def ignored_files(folder: Path) -> Any:
     return lambda parent, names: {".git"} | ({"build"} if Path(parent) == folder else set())
 
 
 def hash_tree(folder: Path) -> str:
-    ignored = not_of_the_source(folder)
+    ignored = ignored_files(folder)
     total = hashlib.sha256()
     for parent, folders, names in os.walk(folder):
         skip = ignored(parent, names)
@@ -462,7 +462,7 @@ def copy_source(source: Source, work: Path, log: Log) -> Path:
     """A copy that may be changed."""
     copy = work / "source"
     if source.folder:
-        shutil.copytree(source.folder, copy, symlinks=True, ignore=not_of_the_source(source.folder))
+        shutil.copytree(source.folder, copy, symlinks=True, ignore=ignored_files(source.folder))
     else:
         copy.mkdir()
         log.run(*unpack(download_release(work, log), copy))

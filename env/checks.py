@@ -81,8 +81,8 @@ def installed(clone: str, *lists: str) -> None:
         sys.exit("this package is not installed")
     if not (Path(sysconfig.get_path("scripts")) / "hvd-bert").exists():
         sys.exit("hvd-bert is not installed")
-    of_torch = "torch" + re.sub(r"[^A-Za-z0-9]", ".", metadata.version("torch")) + ".k"
-    if not metadata.version("horovod").partition("+")[2].startswith(of_torch):
+    torch_part = "torch" + re.sub(r"[^A-Za-z0-9]", ".", metadata.version("torch")) + ".k"
+    if not metadata.version("horovod").partition("+")[2].startswith(torch_part):
         sys.exit("Horovod is not built for this torch")
     for name in ("pip", "torch", "horovod", "transformers"):
         if importlib.util.find_spec(name) is None:
