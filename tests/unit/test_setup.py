@@ -207,7 +207,8 @@ def test_what_is_no_source_is_refused(tree: Path, tmp_path: Path, missing: str, 
 
 def run(*command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     words = [str(word) for word in command]
-    return subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=300, check=False)
+    environ = os.environ | env
+    return subprocess.run(words, cwd="/", env=environ, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +238,7 @@ def test_every_system_package_has_a_reason() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_an_environment_from_another_python_and_wheels(tmp_path: Path) -> None:
     """Without a network: of this Python's packages, and of a wheel of its Horovod if the cache has it."""
     pytest.importorskip("horovod")
