@@ -4,6 +4,8 @@
 #   bash scripts/demo.sh                          writes to runs/demo
 #   bash scripts/demo.sh --config sample_v2       further flags of the trainer, but not --output_dir
 #   bash scripts/demo.sh --no-apt                 as root on Debian: install no system packages
+# Without an NVIDIA driver, a new .venv gets torch's CPU build where the package index has one. For GPUs later:
+# bash env/setup.sh --torch 2.13.0
 set -euo pipefail
 case ${1:-} in -h | --help) exec sed -n '2,/^set/s/^# //p' "$0" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,7 +15,13 @@ for word in "$@"; do
   if [ "$word" = --no-apt ]; then apt=(--no-apt); else flags+=("$word"); fi
 done
 
-bash env/setup.sh ${apt[@]+"${apt[@]}"} </dev/null
+has_nvidia_driver() {
+  [ -e /dev/nvidiactl ] || command -v nvidia-smi >/dev/null || [[ $(PATH=$PATH:/sbin ldconfig -p 2>/dev/null) == *libcuda.so* ]]
+}
+options=(${apt[@]+"${apt[@]}"})
+# An environment that exists keeps its torch.
+[ -e .venv/hvd_bert.settings ] || has_nvidia_driver || options+=(--torch cpu)
+bash env/setup.sh ${options[@]+"${options[@]}"} </dev/null
 # Always on the CPU: two ranks would need two GPUs.
 export PATH="$PWD/.venv/bin:$PATH" CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
 if [ "$(id -u)" -eq 0 ]; then # Open MPI refuses to run as root otherwise

@@ -72,7 +72,7 @@ def own_flags() -> set[str]:
     """Of the commands, and what the scripts, benchmarks and examples take or pass on."""
     parsers = [command_line.make_parser(), *(command.make_parser() for command in flags_page.OTHERS.values())]
     found = {option for parser in parsers for option in parser._option_string_actions}
-    for pattern in ("env/*.sh", "scripts/*", "benchmarks/**/*.py", "examples/*.py", "tests/cluster/*"):
+    for pattern in ("env/*.sh", "env/*.py", "scripts/*", "benchmarks/**/*.py", "examples/*.py", "tests/cluster/*"):
         for path in filter(Path.is_file, REPOSITORY.glob(pattern)):
             found |= set(FLAG.findall(path.read_text(encoding="utf-8")))
     return found

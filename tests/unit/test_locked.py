@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
-from tables import each
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKED = ROOT / "env" / "locked"
@@ -34,8 +34,8 @@ def pins(path: Path, python: str) -> dict[str, str]:
     return found
 
 
-@each("python", SUPPORTED)
-@each("name", FILES)
+@pytest.mark.parametrize("python", SUPPORTED)
+@pytest.mark.parametrize("name", FILES)
 def test_the_locked_versions_are_the_required_ones(name: str, python: str) -> None:
     required, locked = pins(FILES[name], python), pins(LOCKED / f"{name}.txt", python)
     if FILES[name].name == "requirements.txt":  # torch has a file of its own, and Horovod's hash is in its build
@@ -44,7 +44,7 @@ def test_the_locked_versions_are_the_required_ones(name: str, python: str) -> No
     assert required and required.items() <= locked.items(), "run `bash env/lock.sh`"
 
 
-@each("python", SUPPORTED)
+@pytest.mark.parametrize("python", SUPPORTED)
 def test_pip_installs_what_is_required_except_horovod_and_mpi(python: str) -> None:
     declared = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
     assert declared
@@ -55,7 +55,7 @@ def test_pip_installs_what_is_required_except_horovod_and_mpi(python: str) -> No
     assert all(specifier.contains(required[name].removeprefix("==")) for name, specifier in allowed.items())
 
 
-@each("name", FILES)
+@pytest.mark.parametrize("name", FILES)
 def test_every_locked_package_has_hashes_and_no_address(name: str) -> None:
     text = (LOCKED / f"{name}.txt").read_text()
     entries = re.split(r"\n(?=\S)", text.strip())
