@@ -20,7 +20,6 @@ import pytest
 import yaml
 from documented import PAGES, REPOSITORY, code_spans, headings, section, text_of
 from markdown.extensions.toc import slugify
-from tables import each
 
 from hvd_bert import errors
 from hvd_bert.config import command_line
@@ -78,7 +77,7 @@ def own_flags() -> set[str]:
     return found
 
 
-@each("page", PAGES)
+@pytest.mark.parametrize("page", PAGES)
 def test_flags_exist(page: str) -> None:
     known = own_flags().union(*FOREIGN_FLAGS.values(), {name.rstrip("*") for name in GROUPS_OF_FLAGS})
     assert set(FLAG.findall(text_of(page))) - known == set()
@@ -106,7 +105,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return getattr(made, "value", made)  # of an enum
 
 
-@each("page", PAGES)
+@pytest.mark.parametrize("page", PAGES)
 def test_paths_exist(page: str) -> None:
     path = re.compile(r"(?:benchmarks|docs|env|examples|hvd_bert|scripts|tests)/[\w./-]*")
     generated = re.compile(r"env/site\.sh|.*\bNAME\b.*")  # or a name to choose
