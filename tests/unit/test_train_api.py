@@ -31,7 +31,8 @@ def start(out: Path, at_step_2: Callable[[], object] = lambda: None, **settings:
     calls: list[Any] = []
 
     def called(name: str, first: Any, *others: Any) -> None:
-        calls.append((name, first, others[0]["loss"]) if name == "on_log" else (name, first))
+        shown = {"on_log": lambda: (first, others[0]["loss"]), "on_batch": lambda: (first.num_windows,)}
+        calls.append((name, *shown.get(name, lambda: (first,))()))
         if (name, first) == ("on_step", 2):
             at_step_2()
 
@@ -62,7 +63,7 @@ def test_trainings_in_a_row_are_equal_and_the_process_is_given_back(tmp_path: Pa
     run, calls = start(tmp_path / "first")
     assert process_state() == before
     names = " ".join(name.removeprefix("on_") for name, *_ in calls)
-    assert names == "start step log step step step log save evaluate end" and calls[-1][1] is run
+    assert names == "start batch step log batch step batch step batch step log save evaluate end" and calls[-1][1] is run
     assert run.scores["accuracy"] and (run.output_dir / "train_results.json").exists()
     locks.take(run.output_dir / locks.LOCK, wait=False).release()
     assert whole[1:-1] == calls[1:-1]
@@ -75,7 +76,7 @@ def test_errors_are_raised_and_the_run_resumes(tmp_path: Path, whole: list[Any])
     with pytest.raises(UserError) as stopped:  # it was asked at step 2, and the vote is in step 3
         start(tmp_path / "run", lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert getattr(stopped.value, "status", None) == EXIT_STOPPED
-    assert start(tmp_path / "run")[1][1:-1] == whole[5:-1]
+    assert start(tmp_path / "run")[1][1:-1] == whole[8:-1]
     for settings, named in (({"max_step": 3}, "max_step"), ({"max_steps": "three"}, "three")):
         with refused(named):
             start(tmp_path / "none", **settings)
