@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up the environment, trains a small BERT from scratch on the sample with 2 ranks (about 2 minutes on 2 idle
+# Sets up the environment, trains a small BERT from scratch on the sample with 2 ranks (about a minute on 2 idle
 # cores), evaluates it on held-out questions, answers some of them, and writes a page about the run.
 #   bash scripts/demo.sh                          writes to runs/demo
 #   bash scripts/demo.sh --config sample_v2       further flags of the trainer, but not --output_dir
