@@ -63,7 +63,8 @@ def test_trainings_in_a_row_are_equal_and_the_process_is_given_back(tmp_path: Pa
     run, calls = start(tmp_path / "first")
     assert process_state() == before
     names = " ".join(name.removeprefix("on_") for name, *_ in calls)
-    assert names == "start batch step log batch step batch step batch step log save evaluate end" and calls[-1][1] is run
+    assert names == "start batch step log batch step batch step batch step log save evaluate end"
+    assert calls[-1][1] is run
     assert run.scores["accuracy"] and (run.output_dir / "train_results.json").exists()
     locks.take(run.output_dir / locks.LOCK, wait=False).release()
     assert whole[1:-1] == calls[1:-1]
