@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tables import refused
+from refusals import refused
 from test_families import small
 from test_train_api import start
 from test_world import make_world

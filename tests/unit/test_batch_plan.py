@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import refused
+from refusals import refused
 from test_world import make_world
 
 from hvd_bert.config.command_line import parse

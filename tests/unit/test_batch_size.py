@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import refused
+from refusals import refused
 from test_world import make_world
 from torch import Tensor, nn
 

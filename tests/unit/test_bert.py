@@ -10,7 +10,7 @@ import gpu_kernels
 import numpy as np
 import pytest
 import torch
-from tables import refused
+from refusals import refused
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (

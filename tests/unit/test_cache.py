@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tables import refused
+from refusals import refused
 
 from hvd_bert.data import cache
 from hvd_bert.errors import UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tables import refused
+from refusals import refused
 
 from hvd_bert.config.command_line import PRESETS as PRESET_FOLDER
 from hvd_bert.config.command_line import drop_flags, override_argv, parse

@@ -13,8 +13,8 @@ from typing import Any
 import hostile
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import load_file
-from tables import refused
 from test_families import small
 from transformers import AlbertConfig, BertConfig, BertForQuestionAnswering
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tables import refused
+from refusals import refused
 from test_card import last_code_block
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
 

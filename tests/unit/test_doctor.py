@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import refused
+from refusals import refused
 
 from hvd_bert import machine
 from hvd_bert.config.command_line import parse

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from documented import undocumented
-from tables import refused
+from refusals import refused
 from test_text_classification import made, saved, workdir  # noqa: F401  # a fixture
 from test_world import make_world
 from transformers import BertConfig, BertForQuestionAnswering

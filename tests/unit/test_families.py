@@ -11,8 +11,8 @@ import families_page
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import save_file
-from tables import refused
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy

@@ -11,7 +11,7 @@ import torch
 from documented import REPOSITORY
 from family_tokenizers import MAKERS, unigram
 from hypothesis import given, settings
-from tables import refused
+from refusals import refused
 from test_tokenization import answer_of, ask, cases, spans_of, to_windows
 from test_world import make_world
 from transformers import (

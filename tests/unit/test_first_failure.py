@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tables import check_refusal
+from refusals import check_refusal
 
 from hvd_bert.tools.doctor import __main__ as doctor
 from hvd_bert.tools.runs.failure import first_failure

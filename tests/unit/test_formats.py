@@ -15,7 +15,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from tables import refused
+from refusals import refused
 
 from hvd_bert import hub
 from hvd_bert.data.sources import squad

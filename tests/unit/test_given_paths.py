@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tables import refused
+from refusals import refused
 
 from hvd_bert import QuestionAnswerer, train
 from hvd_bert.config import command_line

@@ -28,7 +28,7 @@ import gpu_acceptance
 import pytest
 import torch
 from acceptance_place import NotHere, Outcome, OutOfTime, Place
-from tables import refused
+from refusals import refused
 
 from hvd_bert.errors import UserError
 from hvd_bert.model.attention import by_window

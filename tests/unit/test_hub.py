@@ -7,7 +7,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from tables import refused
+from refusals import refused
 
 from hvd_bert import hub
 from hvd_bert.data.sources import squad

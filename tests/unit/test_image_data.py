@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from image_data import load_images
 from PIL import Image
-from tables import refused
+from refusals import refused
 from test_hub import no_network  # noqa: F401  # a fixture
 
 MADE = np.random.default_rng(0)

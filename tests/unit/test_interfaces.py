@@ -7,7 +7,7 @@ import socket
 from contextlib import nullcontext
 
 import pytest
-from tables import refused
+from refusals import refused
 
 from hvd_bert.distributed import interfaces
 from hvd_bert.errors import UserError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tables import refused
+from refusals import refused
 
 from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device, choose_threads, share_cores
 from hvd_bert.distributed.launch import (

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tables import refused
+from refusals import refused
 from torch import nn
 from transformers import AutoConfig, AutoModelForQuestionAnswering, Trainer
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tables import refused
+from refusals import refused
 from test_world import make_world
 
 from hvd_bert.checkpoint import files, resume

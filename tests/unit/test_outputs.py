@@ -9,7 +9,7 @@ import hostile
 import pytest
 import test_timeline
 from made_runs import make_run
-from tables import check_refusal
+from refusals import check_refusal
 from test_world import make_world
 
 from hvd_bert.distributed.world import CollectiveError

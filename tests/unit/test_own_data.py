@@ -10,7 +10,7 @@ from typing import Any
 from unicodedata import normalize
 
 import pytest
-from tables import refused
+from refusals import refused
 from test_formats import FORMATS
 
 from hvd_bert.data.sources import squad

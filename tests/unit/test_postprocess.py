@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import refused
+from refusals import refused
 
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.evaluation.postprocess import Answer, Candidate, SpanOptions, WindowLogits, answers_of

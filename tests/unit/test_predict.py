@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas
 import pytest
-from tables import refused
+from refusals import refused
 from test_answerer import model, questions, record  # noqa: F401  # fixtures
 from test_world import make_world
 from transformers import BertConfig, BertModel

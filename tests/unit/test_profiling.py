@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import refused
+from refusals import refused
 from test_world import make_world
 
 from hvd_bert.config.command_line import before_joining, parse

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
-from tables import refused
+from refusals import refused
 from test_tokenization import answer_of, to_windows
 
 from hvd_bert.data.sources import squad

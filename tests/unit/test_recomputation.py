@@ -7,7 +7,7 @@ from functools import partialmethod
 
 import pytest
 import torch
-from tables import refused
+from refusals import refused
 from test_world import make_world
 from torch import nn
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from by_variables import free_port
-from tables import refused
+from refusals import refused
 
 from hvd_bert.distributed import rendezvous, slurm
 from hvd_bert.distributed.launch import Launcher

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tables import refused
+from refusals import refused
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdowns_to_safe_html
 from tensorboard.plugins.hparams import metadata as hparams

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tables import refused
+from refusals import refused
 from test_world import heard, make_world
 
 from hvd_bert.checkpoint import files, resume

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from horovod.common.exceptions import HorovodInternalError
-from tables import refused
+from refusals import refused
 from test_world import make_world
 
 from hvd_bert.distributed import runner as module

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tables import check_refusal, refused
+from refusals import check_refusal, refused
 
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Reading

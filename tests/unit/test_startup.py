@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tables import check_refusal
+from refusals import check_refusal
 
 import hvd_bert
 from hvd_bert import startup

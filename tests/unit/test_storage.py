@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 import pytest
-from tables import refused
+from refusals import refused
 
 from hvd_bert.storage import locks
 from hvd_bert.storage.reading import Count

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tables import refused
+from refusals import refused
 from test_world import make_world
 from torch import nn
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from made_runs import PretendedRuns, make_run
-from tables import refused
+from refusals import refused
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed import slurm

@@ -9,8 +9,8 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import load_file, save_file
-from tables import refused
 from test_predict import answered, read_rows
 from test_world import make_world
 from transformers import BertConfig, BertForMaskedLM

@@ -10,7 +10,7 @@ import documented
 import numpy as np
 import pytest
 import torch
-from tables import refused
+from refusals import refused
 from test_predict import answered, read_rows
 from test_world import make_world
 from transformers import AutoModelForSequenceClassification, BertConfig

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import refused
+from refusals import refused
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 

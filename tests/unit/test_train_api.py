@@ -16,7 +16,7 @@ import documented
 import numpy as np
 import pytest
 import torch
-from tables import refused
+from refusals import refused
 
 from hvd_bert import Callback, train
 from hvd_bert.errors import EXIT_STOPPED, UserError

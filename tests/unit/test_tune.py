@@ -12,7 +12,7 @@ import pytest
 from documented import undocumented
 from made_runs import PretendedRuns, make_run
 from msgspec.structs import replace
-from tables import check_refusal, refused
+from refusals import check_refusal, refused
 
 from hvd_bert.tools.bench import launching, one_run
 from hvd_bert.tools.bench.launching import Machine

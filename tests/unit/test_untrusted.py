@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launch import SAMPLE
-from tables import refused
+from refusals import refused
 
 import hvd_bert
 from hvd_bert.config.settings import ModelArguments

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from tables import refused
+from refusals import refused
 
 from hvd_bert.data import window_cutting, window_table
 from hvd_bert.data.sources import squad
