@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from commands import said
 from launch import TRAIN, launcher, programs, run
-from test_startup import make_script
 
 pytestmark = pytest.mark.integration
 
@@ -22,7 +21,9 @@ NO_HUB |= {"HF_HUB_CACHE": None, "HF_DATASETS_CACHE": None, "TRANSFORMERS_CACHE"
 def test_trains_from_the_hubs_cache_into_a_dated_folder(hub_home: Path, tmp_path: Path, size: int, by: str) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    script = make_script(tmp_path, programs() / "python")
+    script = tmp_path / "hvd-bert"  # what pip writes for the entry point
+    script.write_text(f"#!{programs() / 'python'}\nimport sys\nfrom hvd_bert.__main__ import main\nsys.exit(main())\n")
+    script.chmod(0o755)
     train = TRAIN if by == "none" else [script, "train"]
     outcome = run([*launcher(size, by), *train], empty, env=NO_HUB).expect(0)
     assert [path.name for path in empty.iterdir()] == ["runs"]

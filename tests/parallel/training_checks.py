@@ -44,7 +44,7 @@ def sample(*flags: str | float | Path) -> list[str]:
     fixed = ["--config", "sample", "--config_name", tiny, "--tokenizer_name", tiny, "--dropout", 0]
     strategy, _, stage = sys.argv[3].partition(":")  # as in "deepspeed:1"
     fixed += ["--strategy", strategy, *(["--zero_stage", stage] if stage else [])]
-    fixed += ["--max_train_samples", WINDOWS, "--weight_decay", 0.01]
+    fixed += ["--max_train_samples", WINDOWS, "--weight_decay", 0.01, "--adam_beta2", 0.98, "--warmup_ratio", 0.1]
     return command_line.override_argv([str(word) for word in fixed], [str(word) for word in flags])
 
 
