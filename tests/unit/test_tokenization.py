@@ -172,6 +172,7 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("pair", UNSUPPORTED.values(), ids=[*UNSUPPORTED])
 def test_unsupported_layouts_are_refused(tokenizer, pair):
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_padding()  # other tests may have padded by this tokenizer
     special = [("[CLS]", 2), ("[SEP]", 3)]
     backend.post_processor = processors.TemplateProcessing(single="[CLS] $A", pair=pair, special_tokens=special)
     other = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]")
