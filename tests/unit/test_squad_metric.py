@@ -140,3 +140,10 @@ def test_versions_differ_on_texts_without_words() -> None:
     the = question("q", ["the"])
     assert score([the], {"q": "a"}) == {"exact_match": 100.0, "f1": 0.0, "total": 1}
     assert (question_scores(the, "a", False), question_scores(the, "a", True)) == ((1.0, 0.0), (1.0, 1.0))
+
+
+@pytest.mark.parametrize(("threshold", "exact"), [({"null_score_diff_threshold": 0.5}, 100.0), ({}, 0.0)])
+def test_odds_must_exceed_the_threshold(threshold: dict[str, float], exact: float) -> None:
+    """By default it is 0."""
+    scores = score([question("q", ["Ada"])], {"q": "Ada"}, {"q": 0.5}, True, **threshold)
+    assert scores["exact_match"] == exact
