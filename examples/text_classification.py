@@ -33,8 +33,11 @@ class TextClassification(EncoderTask):
     """The class of a text, or of a pair of texts."""
 
     metrics: Mapping[str, Literal["max", "min"]] = {
-        "accuracy": "max", "f1": "max", "matthews_correlation": "max", "eval_loss": "min"
-    }  # fmt: skip
+        "accuracy": "max",
+        "f1": "max",
+        "matthews_correlation": "max",
+        "eval_loss": "min",
+    }
     label_column: ClassVar[str] = "label"
     # One column or two. By default sentence1 and sentence2, or else the first one or two columns of texts.
     text_columns: ClassVar[Sequence[str]] = ()

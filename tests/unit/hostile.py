@@ -16,11 +16,17 @@ def text(content: str | bytes) -> Make:
 
 
 CONTENTS: dict[str, Make] = {
-    "empty": text(""), "NUL bytes": text(bytes(100)), "not UTF-8": text(b'{"a": "\xff\xfe"}\n'),
-    "UTF-16": text('{"a": 1}'.encode("utf-16")), "cut off": text('{"step": 1, "lo'),
-    "5,000 digits": text('{"step": ' + "9" * 5000 + "}\n"), "only digits": text("7" * 5000 + "\n"),
-    "a list": text("[1]\n"), "null": text("null\n"), "a text": text('"a\\ud800\\u001b[31m"\n'),
-}  # fmt: skip
+    "empty": text(""),
+    "NUL bytes": text(bytes(100)),
+    "not UTF-8": text(b'{"a": "\xff\xfe"}\n'),
+    "UTF-16": text('{"a": 1}'.encode("utf-16")),
+    "cut off": text('{"step": 1, "lo'),
+    "5,000 digits": text('{"step": ' + "9" * 5000 + "}\n"),
+    "only digits": text("7" * 5000 + "\n"),
+    "a list": text("[1]\n"),
+    "null": text("null\n"),
+    "a text": text('"a\\ud800\\u001b[31m"\n'),
+}
 NO_FILES: dict[str, Make] = {"fifo": lambda path: os.mkfifo(path), "folder": lambda path: path.mkdir()}
 ALL = CONTENTS | NO_FILES
 

@@ -51,9 +51,20 @@ def folder() -> Path:
 
 
 def _download(work: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
-               "--only-binary=:all:", "--retries=1", "--timeout=10", f"--dest={work}",
-               f"tf-models-official=={VERSION}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--retries=1",
+        "--timeout=10",
+        f"--dest={work}",
+        f"tf-models-official=={VERSION}",
+    ]
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=120)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:

@@ -36,9 +36,13 @@ def model(tokenizer, tmp_path_factory) -> Path:
     """The folder of a "trained" model with settings of its own; its large weights make large differences of logits."""
     folder = tmp_path_factory.mktemp("model")
     config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
         initializer_range=0.3,
-    )  # fmt: skip
+    )
     torch.manual_seed(1)
     BertForQuestionAnswering(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

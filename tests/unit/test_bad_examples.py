@@ -18,8 +18,12 @@ from hvd_bert.data.window_table import prepare
 TRAINING = Reading(bad_examples="skip")
 EVALUATION = Reading(bad_examples="skip", purpose="evaluation")
 MISTAKES = {
-    "misplaced answer": 4, "unusable text": 2, "duplicate id": 1, "wrong type": 1, "unanswered question": 1,
-}  # fmt: skip
+    "misplaced answer": 4,
+    "unusable text": 2,
+    "duplicate id": 1,
+    "wrong type": 1,
+    "unanswered question": 1,
+}
 
 
 @pytest.fixture

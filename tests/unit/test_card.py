@@ -39,12 +39,26 @@ def printed_by(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> s
 def training_results(**changes: Any) -> dict[str, Any]:
     """What train_results.json holds of a training."""
     results = {
-        "scores": ["accuracy"], "strategy": "ddp", "unit": "images", "train_windows": 1500, "global_batch": 16,
-        "devices_per_rank": 1, "train_steps": 200, "steps_per_epoch": 94, "learning_rate": 1e-3, "warmup_steps": 20.0,
-        "world_size": 2, "hosts": ["secret-01", "secret-02"], "precision": "fp32", "seed": 42, "train_runtime": 3725.4,
-        "train_samples_per_second": 12.5, "device_name": "A processor", "versions": {"torch": "2", "cuda": None},
+        "scores": ["accuracy"],
+        "strategy": "ddp",
+        "unit": "images",
+        "train_windows": 1500,
+        "global_batch": 16,
+        "devices_per_rank": 1,
+        "train_steps": 200,
+        "steps_per_epoch": 94,
+        "learning_rate": 1e-3,
+        "warmup_steps": 20.0,
+        "world_size": 2,
+        "hosts": ["secret-01", "secret-02"],
+        "precision": "fp32",
+        "seed": 42,
+        "train_runtime": 3725.4,
+        "train_samples_per_second": 12.5,
+        "device_name": "A processor",
+        "versions": {"torch": "2", "cuda": None},
         "from_hub": {},
-    }  # fmt: skip
+    }
     return results | changes
 
 
@@ -134,9 +148,10 @@ def test_names_on_the_hub_and_paths(tmp_path, monkeypatch):
     settings = parse(["--model_name_or_path", "google-bert/bert-base-uncased", *flags]).as_flat()
     hub = public.from_hub(settings)
     assert hub == {
-        "model_name_or_path": "google-bert/bert-base-uncased", "tokenizer_name": "me/mine",
+        "model_name_or_path": "google-bert/bert-base-uncased",
+        "tokenizer_name": "me/mine",
         "dataset_name": "rajpurkar/squad_v2",
-    }  # fmt: skip
+    }
     shown = public.public_settings(settings | {"cache_dir": "/secret", "train_file": "/secret/a.json"}, hub)
     assert "/secret" not in str(shown) and shown["train_file"] == "a.json" and shown["model_revision"] == "refs/pr/1"
     paths = {name: "/secret/x" for name in FLAGS.keys() - public.NO_PATHS}  # also of flags that are added later

@@ -41,9 +41,13 @@ def good(tmp_path_factory, tokenizer) -> Path:
     """A small model's folder."""
     folder = tmp_path_factory.mktemp("good")
     config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
         max_position_embeddings=64,
-    )  # fmt: skip
+    )
     BertForQuestionAnswering(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -44,12 +44,25 @@ PAD, CLS, SEP, QUESTION, FIRST_TOKEN, VOCABULARY = 1, 2, 3, 4, 5, 60
 LENGTHS = [12, 17, 11, 20, 12]
 # Sizes by the names that configurations have; sliding_window: of local attention, shorter than the windows.
 SMALL = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.4, "embedding_size": 16,
-    "pad_token_id": PAD, "sep_token_id": SEP, "question_token_id": QUESTION, "type_vocab_size": 2,
-    "num_key_value_heads": 2, "attention_window": 4, "sliding_window": 3, "input_embedding_size": 16,
-    "local_attention": 6, "num_hidden_groups": 2,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.4,
+    "embedding_size": 16,
+    "pad_token_id": PAD,
+    "sep_token_id": SEP,
+    "question_token_id": QUESTION,
+    "type_vocab_size": 2,
+    "num_key_value_heads": 2,
+    "attention_window": 4,
+    "sliding_window": 3,
+    "input_embedding_size": 16,
+    "local_attention": 6,
+    "num_hidden_groups": 2,
+}
 
 CONFIGS = {name: CONFIG_MAPPING[name] for name in FAMILIES if name in CONFIG_MAPPING}
 LACKING = sorted(FAMILIES.keys() - CONFIGS.keys())  # in the installed transformers

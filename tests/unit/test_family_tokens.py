@@ -50,9 +50,13 @@ def own_windows(tokenizer, questions, length, stride):
     return tokenizer(
         [question.question.lstrip() for question in questions],
         [question.context for question in questions],
-        truncation="only_second", max_length=length, stride=stride, return_overflowing_tokens=True,
-        return_offsets_mapping=True, return_token_type_ids=True,
-    )  # fmt: skip
+        truncation="only_second",
+        max_length=length,
+        stride=stride,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+        return_token_type_ids=True,
+    )
 
 
 @given(cases())
@@ -158,9 +162,12 @@ def test_token_types_are_those_of_the_tokenizer(tokenizer, tmp_path):
 
 def listing_token_types(tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer, model_input_names=["input_ids", "token_type_ids"],
-        pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]",
-    )  # fmt: skip
+        tokenizer_object=tokenizer.backend_tokenizer,
+        model_input_names=["input_ids", "token_type_ids"],
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+    )
 
 
 def test_roberta_with_the_tokenizer_of_bert_is_trained_with_type_0(tokenizer, tmp_path, make_questions, write_squad):

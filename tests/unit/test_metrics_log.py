@@ -47,9 +47,14 @@ def clock(monkeypatch) -> Clock:
 
 def metrics(step: int) -> dict[str, float]:
     return {
-        "epoch": step / 4, "learning_rate": 1e-4, "grad_norm": 0.5, "loss": 4.0 / step, "windows_per_s": 12.0,
-        "tokens_per_s": 900.0, "step_s": 0.25,
-    }  # fmt: skip
+        "epoch": step / 4,
+        "learning_rate": 1e-4,
+        "grad_norm": 0.5,
+        "loss": 4.0 / step,
+        "windows_per_s": 12.0,
+        "tokens_per_s": 900.0,
+        "step_s": 0.25,
+    }
 
 
 def run(folder: Path, clock: Clock, enabled: bool = True, seconds: float = 4.0) -> None:

@@ -58,7 +58,7 @@ NESTED = {
     "questions in the article": {"data": [{"context": CONTEXT, "qas": [ENTRY]}]},
     "False as text": {"data": [{"paragraphs": [{"context": CONTEXT, "qas": [{**ENTRY, "is_impossible": "False"}]}]}]},
     "rows among paragraphs": {"data": [{"paragraphs": [{**ROW, "answers": ANSWER}]}]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NESTED)

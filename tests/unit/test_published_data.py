@@ -75,27 +75,36 @@ SETS = {
         nested, "梵語在社交中口耳相傳。", (["口耳相傳"], ["梵語"]), of_answers={"id": "1"}, others={"id": "1001-10"}
     ),
     "JaQuAD": Published(
-        flat, "東京 都知事 は 2020 年", (["東京"], ["2020"]), ("tr-0", "tr-1"),
-        text(lambda year: year.replace("0", "０")), of_answers={"answer_type": "Location"},
+        flat,
+        "東京 都知事 は 2020 年",
+        (["東京"], ["2020"]),
+        ("tr-0", "tr-1"),
+        text(lambda year: year.replace("0", "０")),
+        of_answers={"answer_type": "Location"},
     ),
     "ARCD": Published(
         nested, "جمال عبد الناصر رئيس مصر.", (["جمال"], ["رئيس مصر"]), (969331847642, 115150665555), off_by(1)
     ),
     "SQuAD-it": Published(
-        nested, "La squadra vinse nel 2015.", (["2015"], ["squadra"]), change=text(lambda _: ""),
+        nested,
+        "La squadra vinse nel 2015.",
+        (["2015"], ["squadra"]),
+        change=text(lambda _: ""),
         mistake="unanswered question",
     ),
     "TQuAD": Published(nested, "Fatih 1453 yılında aldı.", (["1453"], ["Fatih"]), change=off_by(400)),
-    "PersianQA": Published(
-        nested, "شرکت در تهران است.", (["تهران"], ["شرکت"]), (9318, 9319), off_by(2), v2=True
-    ),
+    "PersianQA": Published(nested, "شرکت در تهران است.", (["تهران"], ["شرکت"]), (9318, 9319), off_by(2), v2=True),
     "PIAF": Published(nested, "Il naît à Paris.", (["Il"], ["Paris"]), ("p1", "p2"), text(lambda place: f"{place} ")),
     "GermanQuAD": Published(
-        nested, "Köln liegt am Rhein.", (["Rhein"], ["Köln"]), (38544, 38545), others={"document_id": 43958},
+        nested,
+        "Köln liegt am Rhein.",
+        (["Rhein"], ["Köln"]),
+        (38544, 38545),
+        others={"document_id": 43958},
         of_answers={"answer_id": 53778, "document_id": 43958, "answer_category": None},
     ),
     "UIT-ViQuAD 2.0": Published(nested, "Hà Nội là thủ đô.", (["Hà Nội"], []), ("0001-1", "0001-2"), v2=True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SETS)
