@@ -119,10 +119,7 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
     with opened(flags.out, FILE, begin), writing_to("--out", flags.out):
         print(f"{point.ranks} ranks under {launching.launcher(point)}, runs in {flags.out}")
         if not planning.names_data(rest):
-            preset = (
-                f"no data are named, so the preset `{PRESET}` is trained. Tune with your own model, data and batch."
-            )
-            print(f"warning: {preset}", file=sys.stderr)
+            print(f"warning: {NO_DATA}", file=sys.stderr)
         launching.warn_of_shared_cores([point], config.parallel.num_threads or 1)
         print(f"Without tuning: {' '.join(each.word + spaces.as_text(each.now) for each in wanted)}", flush=True)
         runs = trials.Runs(launching, point, common, environ, flags.out, flags.timeout, check)
