@@ -14,6 +14,7 @@ from made_runs import PretendedRuns, make_run
 from msgspec.structs import replace
 from refusals import check_refusal, refused
 
+from hvd_bert.config import command_line
 from hvd_bert.tools.bench import launching, one_run
 from hvd_bert.tools.bench.launching import Machine
 from hvd_bert.tools.bench.one_run import Stopped
@@ -42,7 +43,8 @@ def parameters(
     space: str, *texts: str, environ: Mapping[str, str] | None = None, flags: Sequence[str] = ()
 ) -> list[Any]:
     names = texts or [name for name in spaces.RANGES[space] if name != "fp16"]
-    return [spaces.make_parameter(text, space, flags, environ or {}, 4) for text in names]
+    config = command_line.parse([*flags])
+    return [spaces.make_parameter(text, space, flags, config, environ or {}, 4) for text in names]
 
 
 def test_candidates_of_horovods_settings_follow_from_the_users_values() -> None:

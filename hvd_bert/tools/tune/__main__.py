@@ -104,7 +104,7 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
     if obstacle or (flags.space == spaces.HOROVOD and point.ranks < 2):
         raise UserError(f"{obstacle or '--ranks 1: a single rank sends nothing. Use 2 or more'}.")
     planning.check_files(config)
-    wanted = [spaces.make_parameter(text, flags.space, common, os.environ, point.ranks) for text in texts]
+    wanted = [spaces.make_parameter(text, flags.space, common, config, os.environ, point.ranks) for text in texts]
     environ = launching.environment(point, os.environ)
     users = {name: value for name, value in sorted(environ.items()) if name.startswith("HOROVOD_")}
     same = {"--space": flags.space, "--range": flags.range, "--ranks": point.ranks, "-H": flags.H}

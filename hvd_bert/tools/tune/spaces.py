@@ -95,8 +95,10 @@ def trainer_flags(
     return command_line.override_argv(defaults, [f"--{name}={value}" for name, value in forced.items()])
 
 
-def make_parameter(text: str, space: str, flags: Sequence[str], environ: Mapping[str, str], ranks: int) -> Parameter:
-    """The parameter of --range `text`. `flags`: the trainer's. Raises UserError."""
+def make_parameter(
+    text: str, space: str, flags: Sequence[str], config: Config, environ: Mapping[str, str], ranks: int
+) -> Parameter:
+    """The parameter of --range `text`. `flags`: the trainer's, of which `config` are the settings. Raises UserError."""
     name, _, values = text.partition("=")
     values = values or RANGES[space].get(name, "")
     trainers = (f"--{name}=" if name in FLAGS else "", "", "")
@@ -106,7 +108,7 @@ def make_parameter(text: str, space: str, flags: Sequence[str], environ: Mapping
         problem = "it needs values" if word else "unknown setting"
         raise UserError(f"--range {text}: {problem}. Choose from {', '.join(RANGES[space])}{others}.")
     check_own([word], SET_BY_TUNE[space], "tuning")
-    now = _value_now(word, default, command_line.parse([*flags]), environ, ranks)
+    now = _value_now(word, default, config, environ, ranks)
     bounds = re.fullmatch(r"([^:,]+):([^:,]+?)(:log)?", values)
     choices = [number(value) for value in (bounds.group(1, 2) if bounds else values.split(","))]
     distribution = _range(text, choices[0], choices[1], bool(bounds[3])) if bounds else None
