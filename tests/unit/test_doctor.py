@@ -29,16 +29,14 @@ from hvd_bert.tools.doctor.__main__ import parse_proof
 from hvd_bert.tools.doctor.collective import Timing
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm
 from hvd_bert.tools.doctor.ranks import Rank, rank_lines, ranks_table
-from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, CheckResult, Report, failure, merged, ok, warning
+from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, CheckResult, Report, ok, warning
 
 NO_DRIVER = NvmlError("NVML Shared Library Not Found")
 TWO_GPUS = Gpus("570.86", "12.8", ("A100", "A100"))
 BUILD = HorovodBuild("0.28.1", mpi=True, gloo=True, nccl=False)
 BROKEN = ProbeError("`python -c ...` was killed by signal 11")
 LIBRARY = "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"
-OPEN_MPI = ("/usr/bin/mpirun", "mpirun (Open MPI) 4.1.4\n\nReport bugs to ...")
 MPICH = ("/opt/bin/mpirun", "HYDRA build details:\n    Version:    4.0.2\n    Release Date: ...")
-SLURM = Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4"))
 
 
 @pytest.mark.parametrize(
@@ -46,28 +44,21 @@ SLURM = Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4"))
     [
         (checks.python_line((3, 9, 18), "/bin/python"), FAILURE, "3.9.18, /bin/python"),
         (checks.torch_line("2.5.1+cu124"), FAILURE, "2.5.1+cu124"),
-        (checks.torch_line("2.13.0+cpu"), OK, ""),
-        (checks.memory_line(8 * checks.GIB, 2), OK, ""),
-        (cpu_kernels.bf16_line(False), OK, ""),
         (cpu_kernels.bf16_line(True), WARNING, "emulated"),
         (checks.memory_line(8 * checks.GIB, 4), WARNING, "4 rank(s)"),
         (checks.driver_line(TWO_GPUS), OK, "570.86, supports CUDA up to 12.8"),
-        (checks.driver_line(NO_DRIVER), OK, "Library Not Found"),
-        (checks.cuda_line(None, 0, NO_DRIVER, False), OK, "no GPU on this host"),
         (checks.cuda_line("12.8", 2, TWO_GPUS, False), OK, "2 GPU(s): A100, A100"),
         (checks.cuda_line(None, 0, TWO_GPUS, False), WARNING, "built for CPUs only"),
         (checks.cuda_line("12.8", 0, TWO_GPUS, True), WARNING, "CUDA_VISIBLE_DEVICES"),
         (checks.cuda_line("13.0", 0, TWO_GPUS, False), FAILURE, "CUDA 13.0, cannot use them; the driver supports"),
-        (checks.horovod_lines(BUILD)[0], OK, "MPI, Gloo"),
         (checks.horovod_lines(replace(BUILD, gloo=False))[0], WARNING, "without Gloo"),
         (checks.horovod_lines(replace(BUILD, gloo=False, mpi=False))[0], FAILURE, "neither MPI nor Gloo"),
-        (checks.nccl_line(BUILD, 0, "2.28.9"), OK, "not needed"),
         (checks.nccl_line(BUILD, 2, "2.28.9"), FAILURE, "without NCCL"),
-        (checks.mpi_line(BUILD, LIBRARY, OPEN_MPI, False), OK, "Open MPI 4.1.4, the same in"),
+        (checks.nccl_line(replace(BUILD, nccl=True), 2, "2.28.9"), OK, "2.28.9"),
         (checks.mpi_line(BUILD, LIBRARY, MPICH, False), FAILURE, "/opt/bin/mpirun is MPICH 4.0.2"),
         (checks.mpi_line(BUILD, LIBRARY, MPICH, True), WARNING, "/opt/bin/mpirun is MPICH 4.0.2"),
         (checks.mpi_line(BUILD, LIBRARY, None, False), WARNING, "mpirun is not on PATH"),
-        (checks.mpi_line(BUILD, BROKEN, OPEN_MPI, False), FAILURE, "mpi4py cannot be used"),
+        (checks.mpi_line(BUILD, BROKEN, MPICH, False), FAILURE, "mpi4py cannot be used"),
         (checks.mpi_line(replace(BUILD, mpi=False), BROKEN, None, False), OK, "--gloo"),
     ],
     ids=lambda value: value.name if isinstance(value, CheckResult) else None,
@@ -116,11 +107,9 @@ def test_versions_and_kinds_of_mpi():
     ("slurm", "statuses", "words"),
     [
         (None, [OK, OK], "not needed"),
-        (SLURM, [OK, OK], "`srun --mpi=pmix`"),
-        (replace(SLURM, mpi_kinds=("pmi2",)), [OK, WARNING], "not supported"),
+        (Slurm("slurm-wlm 22.05.8", ("pmi2",)), [OK, WARNING], "not supported"),
         (ProbeError("`srun --mpi=list` did not finish"), [WARNING, WARNING], "unknown"),
     ],
-    ids=["none", "PMIx", "no PMIx", "broken"],
 )
 def test_slurm(slurm, statuses, words):
     lines = checks.slurm_lines(slurm)
@@ -178,10 +167,8 @@ def mixed(**differing: object) -> list[Rank]:
 @pytest.mark.parametrize(
     ("ranks", "statuses", "words"),
     [
-        (world("a", "a", "b", "b"), {}, "on CPUs"),
-        (world("a", "b", device="cuda:0"), {}, "each with a GPU"),
+        (mixed(), {}, "each with a GPU"),
         (mixed(gpus=("V100",)), {"GPUs": WARNING}, "model is A100 on rank 0 and V100 on rank 1"),
-        (mixed(driver="550.1"), {"GPUs": WARNING}, "driver is 570.86 on rank 0 and 550.1 on rank 1"),
         (world("a", "a", cores=frozenset({0}), host_cores=2), {"Cores": WARNING}, "2 ranks share 1 core(s) on a"),
         (world("a", "a", cores=frozenset({3}), host_cores=64), {"Cores": WARNING}, "may use only one of 64 cores"),
     ],
@@ -201,10 +188,7 @@ def test_differing_versions():
     assert line.status == FAILURE and "one environment" in line.hint
     assert "torch is 2.8.0 on ranks 0, 1 and 2.6.0 on ranks 2, 3" in line.found
     assert "python is 3.11.7 on ranks 0-2 and missing on rank 3" in line.found
-    shown = ranks_table(found).splitlines()
-    assert shown[0].split() == ["host", "rank", "local", "rank", "device", "interface", "cores", "versions"]
-    assert shown[3].split()[:6] == ["b", "2", "0", "cpu", "all", "0-7"]
-    assert shown[3].endswith("python 3.11.7, torch 2.6.0")
+    assert ranks_table(found).splitlines()[3].endswith("python 3.11.7, torch 2.6.0")
     assert "cuda:0 A100  ib0 " in ranks_table(mixed(interface="ib0"))
 
 
@@ -234,13 +218,6 @@ def test_every_check_is_isolated(monkeypatch, tmp_path):
     assert (found[-1].name, found[-1].status) == ("Output", OK)
 
 
-def test_merged():
-    python, full, roomy = ok("Python", "3.11"), failure("Disk", "full"), ok("Disk", "empty")
-    lines = merged([("a", [python, roomy]), ("b", [full]), ("c", [roomy])])
-    assert lines == [replace(python, hosts=("a",)), replace(roomy, hosts=("a", "c")), replace(full, hosts=("b",))]
-    assert merged([("a", [python]), ("b", [python])]) == [python] and "on b: full" in str(lines[2])
-
-
 @pytest.mark.parametrize(
     ("found", "status", "verdict"),
     [
@@ -249,19 +226,12 @@ def test_merged():
     ],
 )
 def test_report(capsys, found, status, verdict):
-    for as_json, shown in ((False, True), (True, True), (False, False), (True, False)):  # not shown: another rank's
-        report = Report(as_json, shown)
-        report.data["ranks"] = []
+    for shown in (True, False):  # not shown: another rank's
+        report = Report(as_json=False, shown=shown)
         report.add(*found)
         assert report.close() == status
-        out, err = capsys.readouterr()
-        assert (bool(out), err) == (shown, "")
-        if shown and as_json:
-            record = json.loads(out)
-            assert (record["ready"], record["ranks"]) == (status == 0, [])
-            assert [check["status"] for check in record["checks"]] == [line.status for line in found]
-        elif shown:
-            assert out.splitlines()[-1] == verdict and all(len(row) <= 118 for row in out.splitlines())
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1:] == ([verdict] if shown else []) and all(len(line) <= 118 for line in lines)
 
 
 @pytest.fixture
@@ -331,12 +301,11 @@ def test_ranks_that_never_join(monkeypatch, capsys):
     assert diagnosis.StepTimeout(Report(as_json=False, shown=False), 1.0).timeout > 1.0  # rank 0 reports first
 
 
-@pytest.mark.parametrize("flags", [["--size", "0"], ["--what"]])
-def test_bad_flags_are_reported_once(monkeypatch, capsys, flags):
+def test_bad_flags_are_reported_once(monkeypatch, capsys):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     for rank, status, start in (("0", 2, "hvd_bert: "), ("1", 0, "")):
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
-        assert command.main(flags) == status
+        assert command.main(["--what"]) == status
         errors = capsys.readouterr().err
         assert errors.startswith(start) and bool(errors) == bool(start)
 
@@ -359,7 +328,7 @@ def test_an_error_is_right_only_within_its_bound_and_a_check_only_after_a_compar
     world: Any = SimpleNamespace(rank=0)
     unused: Any = object()
     right = [(0.0, 0.0), (1.0, 1.0)]
-    wrong = [(1.1, 1.0), (math.nan, 1.0), (math.nan, 0.0), (1.0, math.nan), (math.inf, math.inf)]
+    wrong = [(1.1, 1.0), (math.nan, 1.0), (1.0, math.nan), (math.inf, math.inf)]
     for error, bound in (*right, *wrong):
         proof = prove.Proof(unused, unused, parse([]), world)
         proof.steps.append({"errors": {}})

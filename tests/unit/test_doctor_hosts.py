@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from documented import undocumented
+from refusals import refused
 
 from hvd_bert.distributed import horovodrun
 from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.horovodrun import host_slots, read_hostfile
-from hvd_bert.errors import UserError
 from hvd_bert.tools.doctor import __main__ as command
 from hvd_bert.tools.doctor import hosts
 from hvd_bert.tools.doctor.ranks import Rank
@@ -25,24 +25,11 @@ SUBNET = "10.1.0.0/16"
 SSH = "--ssh-port 22 --ssh-identity-file"
 
 
-@pytest.mark.parametrize(
-    ("text", "slots"),
-    [
-        ("a100-01:2,a100-02:2", {"a100-01": 2, "a100-02": 2}),
-        ("a,b.c:3,a:2", {"a": 3, "b.c": 3}),
-        ("a:two", None),
-        ("a:0", None),
-        ("a:2,", None),
-        ("-oProxyCommand=x:2", None),
-        ("a b:2", None),
-    ],
-)
-def test_slots(text, slots):
-    if slots is None:
-        with pytest.raises(UserError, match=r"-H: .* must be HOST:SLOTS"):
+def test_slots():
+    assert host_slots("a,b.c:3,a:2") == {"a": 3, "b.c": 3}
+    for text in ("a:two", "a:0", "a:2,", "-oProxyCommand=x:2", "a b:2"):
+        with refused("-H: ", "must be HOST:SLOTS"):
             host_slots(text)
-    else:
-        assert host_slots(text) == slots
 
 
 def test_hostfile(tmp_path):
@@ -51,7 +38,7 @@ def test_hostfile(tmp_path):
     assert read_hostfile(file) == {"a100-01": 2, "a100-02": 2}
     file.write_text("a100-01 2")
     for path, words in ((file, "hosts: 'a100-01 2' must be"), (tmp_path / "none", "cannot be read")):
-        with pytest.raises(UserError, match=words):
+        with refused(words):
             read_hostfile(path)
 
 
@@ -107,7 +94,6 @@ def test_ranks_of_all_hosts(concluded):
         (HostReport((failure("ssh", "Permission denied"),)), "Permission denied"),
         (with_gpus("b", "A100", "A100"), "those on a have none"),
         (host("b", versions={"torch": "2.12"}), "torch is 2.13 on ranks 0, 1 and 2.12 on ranks 2, 3"),
-        (host("b", failure("World", "no such interface")), "no such interface"),
     ],
 )
 def test_hosts_that_do_not_fit(concluded, second, words):
@@ -115,12 +101,9 @@ def test_hosts_that_do_not_fit(concluded, second, words):
     assert [words in check["found"] for check in found["checks"] if check["status"] == FAILURE] == [True]
 
 
-@pytest.mark.parametrize(
-    ("models", "words"), [(["A100"], "2 ranks on b would share one GPU (GPU-b)"), (["A100"] * 3, "")]
-)
-def test_too_few_gpus(concluded, models, words):
-    found = concluded({"a": with_gpus("a", "A100", "A100"), "b": with_gpus("b", *models)})
-    assert found["ready"] == (not words) and words in str(found["checks"])
+def test_too_few_gpus(concluded):
+    found = concluded({"a": with_gpus("a", "A100", "A100"), "b": with_gpus("b", "A100")})
+    assert not found["ready"] and "2 ranks on b would share one GPU (GPU-b)" in str(found["checks"])
 
 
 @pytest.mark.parametrize(
