@@ -97,8 +97,6 @@ def test_dp_and_the_baseline_are_one_process() -> None:
         (plan_of("--seed=2", seeds=(1, 2)), ["--seed", "--seeds"]),
         (plan_of("--per_device_train_batch_size=4"), ["--per_device_train_batch_size"]),
         (plan_of("--train_file=nowhere.json"), ["--train_file nowhere.json"]),
-        (plan_of("--max_step=3"), ["--max_step"]),
-        (plan_of("--zero_stage", "1"), ["--zero_stage", "deepspeed", "none"]),
         (plan_of("--num_groups=-1"), ["--num_groups -1"]),  # although strategy none ignores it
     ],
 )
@@ -110,17 +108,14 @@ def test_invalid_plan(plan: SweepPlan, named: list[str]) -> None:
 def test_a_flag_of_one_strategy_is_passed_to_that_strategy_only(tmp_path: Path) -> None:
     _, left_out = check_flags(plan_of("--fp16", strategies="none,deepspeed"))  # one refuses it, the others run
     assert left_out.keys() == {"deepspeed"} and "--fp16" in left_out["deepspeed"]
-    flags = ["--zero-stage", "2", "--bf16", "--zero_stage", "1", "--fp16_allreduce", "--learning_rate", "-1e-5"]
-    plan = plan_of(*flags, strategies="none,horovod,deepspeed,ddp")
-    assert plan.common_flags()[-3:] == ["--bf16", "--learning_rate", "-1e-5"]
+    plan = plan_of("--zero-stage", "2", "--bf16", "--zero_stage", "1", "--fp16_allreduce")
+    assert plan.common_flags()[-1] == "--bf16"
     assert plan.divided.owned == {"deepspeed": ["--zero_stage=1"], "horovod": ["--fp16_allreduce"]}
     file = tmp_path / "mine.yaml"
     file.write_text("zero_stage: 1\nnum_groups: 0\nfp16_allreduce: true\n")
     plan = plan_of("--config", str(file), "--fp16_allreduce=false", strategies="none,deepspeed")
     given = [parse(plan.trainer_flags(point(name, 1), 1, Path("out"))).parallel for name in plan.strategies]
-    assert [one.zero_stage for one in given] == [DEFAULT["zero_stage"], 1] and not any(
-        one.fp16_allreduce for one in given
-    )
+    assert [(one.zero_stage, one.fp16_allreduce) for one in given] == [(DEFAULT["zero_stage"], False), (1, False)]
     with refused("--zero_stage", "deepspeed", "ddp"):
         check_flags(plan_of("--config", str(file), strategies="ddp,horovod"))
 
@@ -140,7 +135,6 @@ def test_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (auto, "fsdp", 2, f"{PYTHON} {torchrun}"),
         (by("mpirun"), "ddp", 4, f"mpirun -np 4 -H localhost:4 --bind-to none {PYTHON}"),
         (gloo, "none", 1, f"horovodrun -np 1 -H {hosts} --gloo {PYTHON}"),  # the baseline runs on those hosts, too
-        (gloo, "ddp", 4, f"horovodrun -np 4 -H {hosts} --gloo {PYTHON}"),
         (slurm, "none", 1, f"{srun} --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=32 {PYTHON}"),
         (slurm, "horovod", 4, f"{srun} --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=32 {PYTHON}"),
     ):
@@ -162,7 +156,6 @@ def test_invalid_launcher(installed: set[str]) -> None:
     installed.remove("mpirun")
     for launch, *named in (
         (by("torchrun", TWO_CORES, "a:2"), "-H", "--launcher torchrun"),
-        (by("horovodrun", TWO_CORES, "a:two"), "-H", "a:two"),
         (by("auto", TWO_CORES, "", "--gloo"), "--launcher_flag"),
         (by("srun"), "--launcher srun", "Slurm"),
         (by("mpirun"), "mpirun", "PATH"),
@@ -173,26 +166,20 @@ def test_invalid_launcher(installed: set[str]) -> None:
 
 def test_obstacles(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching.importlib.util, "find_spec", lambda name: object())
+    installed.remove("horovodrun")
     job = Machine(8, 1, Allocation(2, 2, 1))
-    two, in_job = by("auto", TWO_CORES, "a:2"), by("auto", Machine(8, 0, Allocation(1, 2, 1)))
-    for without, launch, where, words in (
-        (False, by("auto"), point("horovod", 4), ""),  # slow, but only warned of: see below
-        (False, by("auto", FOUR_GPUS), point("horovod", 8), "8 ranks, but 4 GPUs"),
-        (False, by("auto", FOUR_GPUS), point("dp", 4), ""),
-        (False, by("auto"), point("dp", 2), "dp needs 2 GPUs in its one process, but 0 are visible"),
-        (False, by("none"), point("ddp", 2), "--launcher none starts one process only"),
-        (False, by("auto", TWO_CORES, "a:1,b"), point("horovod", 4), "4 ranks, but -H a:1,b has 2 slots"),
-        (False, by("auto", job), point("ddp", 8), "the Slurm job has 4 tasks"),
-        (False, by("auto", job), point("ddp", 4), "2 ranks per node, but 1 GPUs"),
+    for launch, where, words in (
+        (by("auto"), point("ddp", 4), ""),  # slow, but only warned of: see below
+        (by("auto", FOUR_GPUS), point("ddp", 8), "8 ranks, but 4 GPUs"),
+        (by("auto", FOUR_GPUS), point("dp", 4), ""),
+        (by("none"), point("ddp", 2), "--launcher none starts one process only"),
+        (by("mpirun", TWO_CORES, "a:1,b"), point("horovod", 4), "4 ranks, but -H a:1,b has 2 slots"),
+        (by("auto", job), point("ddp", 8), "the Slurm job has 4 tasks"),
+        (by("auto", job), point("ddp", 4), "2 ranks per node, but 1 GPUs"),
         # Only the points of a missing launcher cannot run.
-        (True, by("auto"), point("horovod", 2), "horovodrun is not on PATH: run `bash env/setup.sh`"),
-        (True, by("auto"), point("ddp", 2), ""),
-        (True, by("auto"), point("none", 1), ""),
-        (True, two, point("none", 1), "horovodrun"),
-        (True, in_job, point("ddp", 2), "srun is not on PATH"),
+        (by("auto"), point("horovod", 2), "horovodrun is not on PATH: run `bash env/setup.sh`"),
+        (by("auto", TWO_CORES, "a:2"), point("none", 1), "horovodrun"),
     ):
-        if without:
-            installed.clear()
         found = launch.obstacle(where)
         assert words in found and bool(words) == bool(found)
 
@@ -241,10 +228,6 @@ def states(folder: Path) -> list[str]:
     return [row["state"] for row in rows(folder).values()]
 
 
-def with_weights(folder: Path) -> list[str]:
-    return [name for name in rows(folder) if (folder / "out" / name / "model.safetensors").exists()]
-
-
 ORDER = [f"{name}-1" for name in ("none-1-strong", "horovod-1-strong", "horovod-2-strong")]
 ORDER += [f"{name[:-2]}-2" for name in reversed(ORDER)]
 
@@ -257,7 +240,8 @@ def test_all_points_are_run_and_recorded(pretended, start, tmp_path, capsys) -> 
     assert last["command"][1:3] == ["-m", "hvd_bert.train"] and "--num_threads=1" in last["command"]
     same = json.loads((tmp_path / "out" / "sweep.json").read_text())["same"]
     assert same["versions"]["torch"] and same["--steps"] == 30
-    assert with_weights(tmp_path) == ORDER[:3]  # those of the first repeat are enough
+    weights = {path.parent.name for path in (tmp_path / "out").glob("*/model.safetensors")}
+    assert weights == {*ORDER[:3]}  # those of the first repeat are enough
     output = capsys.readouterr().out
     assert "[6/6] none, 1 rank, strong, repeat 2: 10.0 windows/s" in output and "preset `sweep`" in output
     assert f"hvd-bert report {tmp_path / 'out'}" in output
@@ -318,8 +302,8 @@ def test_a_strategy_or_launcher_that_is_not_here_is_a_row(start, pretended, inst
     assert start("--strategies", "none,deepspeed,dp") == 0
     assert pretended.started == ["none-1-strong-1", "none-1-strong-2"]
     skipped = {row["strategy"]: row["reason"] for row in rows(tmp_path).values() if row["state"] == "skipped"}
-    assert skipped.keys() == {"deepspeed", "dp"}
     assert skipped["deepspeed"] == "no_such_package is not installed: run `bash env/setup.sh --deepspeed`"
+    assert skipped["dp"] == "dp needs 2 GPUs in its one process, but 0 are visible"
     output = capsys.readouterr().out
     assert output.count("no_such_package is not installed") == 1 and "deepspeed-1-strong-1 and 3 more" in output
 
@@ -330,14 +314,11 @@ def test_folders_that_cannot_be_used(pretended, start, tmp_path, capsys, monkeyp
 
     monkeypatch.setattr(writing.os, "replace", full)
     (tmp_path / "file").write_text("")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("mine")
-    for folder, reason in (("out", "No space left on device"), ("file", "not a folder"), ("mine", "not empty")):
+    for folder, reason in (("out", "No space left on device"), ("file", "not a folder")):
         assert start("--out", str(tmp_path / folder)) == 2
         message = capsys.readouterr().err
         assert f"--out {tmp_path / folder} " in message and reason in message
         assert pretended.started == []
-    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 
 def test_a_sweep_can_grow_but_not_change(pretended, start, tmp_path, capsys) -> None:
