@@ -1,9 +1,8 @@
-"""benchmarks/gpu_acceptance.py: its table and exit status, and that each kind of check can fail."""
+"""benchmarks/gpu_acceptance.py: its table and exit status, and that wrong kernels, sums and losses are found."""
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,11 +29,11 @@ from refusals import refused
 from hvd_bert.errors import UserError
 from hvd_bert.model.attention import by_window
 
-ROOT, ROUNDS = Path(__file__).resolve().parents[2], 2
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def place(tmp_path: Path, device: str = "cpu", gpus: int = 0, seconds: float = 900, gpu: str = "") -> Place:
-    return Place(device, gpus, gpu, tmp_path, time.monotonic() + seconds, ROUNDS)
+def place(tmp_path: Path, device: str = "cpu", gpus: int = 0, seconds: float = 900) -> Place:
+    return Place(device, gpus, "", tmp_path, time.monotonic() + seconds)
 
 
 def raises(error: Exception) -> Any:
@@ -96,21 +94,6 @@ def test_a_command_is_ended_at_the_limit_and_its_line_is_out_of_time(tmp_path, m
     ]
     assert [line.result for line in lines] == ["out of time"] * 2
     assert -2 < machine.left_s() < 1.5 and lines[1].seconds < 0.5
-
-
-def test_rounds_that_were_measured_count_when_the_time_ends(tmp_path, monkeypatch):
-    def measure(*_: object) -> dict[str, Any]:
-        if next(calls) == 5:
-            raise OutOfTime("at the limit")
-        return {"figures": {}}
-
-    calls = itertools.count(1)
-    monkeypatch.setattr(acceptance_speed, "measure_ours", measure)
-    monkeypatch.setattr(acceptance_speed, "has_peer", lambda: False)
-    rounds, machine = acceptance_speed.Rounds(), replace(place(tmp_path), rounds=3)
-    assert [len(rounds.read(machine, name)) for name in acceptance_speed.OURS] == [2, 2]
-    with pytest.raises(OutOfTime):
-        rounds.read(machine, next(iter(acceptance_speed.PEERS)))
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
@@ -178,35 +161,6 @@ def test_steps_and_evaluation_are_measured(tmp_path):
     subprocess.run(words, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=True, timeout=120)
     record = json.loads(out.read_text())
     assert record["waits"] is None and record["evaluation_per_s"] > record["training_per_s"] > 0
-
-
-def test_measurements_fail_below_their_goals_and_pass_at_them(tmp_path, monkeypatch):
-    """The figures of the programs are written here: 2 H100, with the speed of `speed` times the goals."""
-    monkeypatch.setattr(acceptance_speed, "has_peer", lambda: True)
-    monkeypatch.setattr(acceptance_speed, "window_flops", lambda place: 2e11)
-    for speed, waits, result in ((1.0, 0, "pass"), (0.99, 1, "FAIL"), (math.nan, 1, "FAIL")):
-        machine = place(tmp_path / str(speed), "cuda", 2, gpu="NVIDIA H100 80GB HBM3")
-        machine.out.mkdir()
-        rounds = acceptance_speed.Rounds()
-        rounds._measured = True
-        figures = {"windows_per_s": 900, "useful_gflops": speed * 650 * 200, "mfu": 0.5, "tokens_per_s": 1300 * speed}
-        for name in acceptance_speed.OURS:
-            rounds.records[name] = [{"figures": {key: {"median": value} for key, value in figures.items()}}] * 3
-        for name in acceptance_speed.PEERS:
-            rounds.records[name] = [{"figures": {"tokens_per_s": {"median": 1000.0}}}] * 3
-        steps = {"waits": waits, "steps": 9, "training_per_s": 900.0, "evaluation_per_s": 1350 * speed}
-        scaling = {"figures": {"windows_per_s": {"median": 2 * 0.97 * 900 * speed}}}
-        for name, record in {"steps": steps, "scaling": scaling}.items():
-            machine.file(name).write_text(json.dumps(record))
-        checks = {
-            "throughput": partial(acceptance_speed.throughput, rounds=rounds, name=next(iter(acceptance_speed.OURS))),
-            "peer": partial(acceptance_speed.over_peer, rounds=rounds),
-            "scaling": partial(acceptance_speed.scaling, rounds=rounds),
-            "waits": acceptance_speed.host_waits,
-            "evaluation": acceptance_speed.evaluation,
-        }
-        lines = {name: gpu_acceptance.run_check(name, "-", check, machine) for name, check in checks.items()}
-        assert {name: line.result for name, line in lines.items()} == dict.fromkeys(checks, result), lines
 
 
 def test_what_needs_two_gpus_is_not_run_on_one(tmp_path):
