@@ -22,7 +22,6 @@ from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
-from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command
 from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, probes, prove
 from hvd_bert.tools.doctor.__main__ import parse_proof
@@ -31,7 +30,6 @@ from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm
 from hvd_bert.tools.doctor.ranks import Rank, rank_lines, ranks_table
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, CheckResult, Report, ok, warning
 
-NO_DRIVER = NvmlError("NVML Shared Library Not Found")
 TWO_GPUS = Gpus("570.86", "12.8", ("A100", "A100"))
 BUILD = HorovodBuild("0.28.1", mpi=True, gloo=True, nccl=False)
 BROKEN = ProbeError("`python -c ...` was killed by signal 11")

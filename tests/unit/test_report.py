@@ -252,10 +252,7 @@ def test_damaged_and_unfinished_runs_are_left_out(tmp_path, capsys):
 def test_runs_of_tasks_with_different_scores(tmp_path):
     scores = {"answers": {"exact_match": 50.0, "f1": 60.0}, "classes": {"accuracy": 0.75, "f1": 0.5}, "own": {}}
     for place, (name, values) in enumerate(scores.items()):
-        folder = make_run(tmp_path / f"runs/{name}", "ddp", 2**place)
-        results = json.loads((folder / "train_results.json").read_text()) | {"scores": list(values)}
-        (folder / "train_results.json").write_text(json.dumps(results))
-        (folder / "eval_results.json").write_text(json.dumps(values | {"eval_loss": 1.5}))
+        make_run(tmp_path / f"runs/{name}", "ddp", 2**place, scores=values)
     report(tmp_path)
     rows = {Path(row["run"]).name: row for row in read_csv(tmp_path / "out/runs.csv")}
     for name, values in scores.items():

@@ -25,11 +25,6 @@ def found(made: Timeline, folder: Path, ranks: int | None = None) -> Findings:
     return command.read(made.write(folder / "t.json"), ranks)
 
 
-def texts(capsys: pytest.CaptureFixture[str]) -> str:
-    """Standard output without its line breaks."""
-    return " ".join(capsys.readouterr().out.split())
-
-
 def read_events(path: Path) -> tuple[list[tuple[Any, ...]], Recording]:
     """(phase, name or rank, ts, pid) of every event."""
     source = Recording()
@@ -87,25 +82,21 @@ def test_files_cut_anywhere(tmp_path):
         assert rows == expected[: len(rows)] and source.cut_short
 
 
-def test_sizes_follow_from_dtype_and_shape(tmp_path):
+@pytest.mark.parametrize(("dtype", "shape", "size"), [("float16", "[30522, 384]", 2 * 30522 * 384), ("odd", "[3]", -1)])
+def test_sizes_follow_from_dtype_and_shape(tmp_path, dtype, shape, size):
     made = Timeline()
-    cases = {("float32", "[30522, 384]"): 4 * 30522 * 384, ("float16", "[7]"): 14, ("odd", "[3]"): -1}
-    for dtype, shape in cases:
-        made.event("B", 1, dtype, "ALLREDUCE")
-        made.event("E", 2, dtype, args={"dtype": dtype, "shape": shape})
-    sizes = Recording().events(made.write(tmp_path / "t.json")).size
-    assert sizes.tolist() == [size for last in cases.values() for size in (-1, last)]
+    made.event("B", 1, "a", "ALLREDUCE")
+    made.event("E", 2, "a", args={"dtype": dtype, "shape": shape})
+    assert Recording().events(made.write(tmp_path / "t.json")).size.tolist() == [-1, size]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("\xef\xbb\xbf[\n]", "has no events"),
-        ('{"version": "1.1", "data": []}', "is not a Horovod timeline"),
         ('{"schemaVersion": 1, "traceEvents": [{"ph": "X"}]}', "is not a Horovod timeline"),
         ('[{"ph": "B", "name": "forward", "ts": 1, "pid": 2}, {"ph": "E", "ts": 3, "pid": 2}]', "events are forward"),
         (START + '{"ph": "i", "name": "CYCLE_START", "ts": 177, "s": "g"}]', "no tensor was sent"),
-        ("\x1f\x8b\x08compressed", "is not a Horovod timeline"),
     ],
 )
 def test_other_files_are_refused_with_the_reason(tmp_path, capsys, content, message):
@@ -116,15 +107,11 @@ def test_other_files_are_refused_with_the_reason(tmp_path, capsys, content, mess
     assert error.startswith(f"hvd_bert: {path} ") and message in error
 
 
-def test_wrong_arguments_are_refused(tmp_path, capsys):
-    path = training(2).write(tmp_path / "t.json")
-    for words, message in (
-        ([tmp_path / "none.json"], "none.json: cannot be read: No such file"),
-        ([tmp_path], f"{tmp_path} is a folder"),
-        ([path, "--html", tmp_path / "no" / "such.html"], "--html"),
-    ):
-        assert command.main([str(word) for word in words]) == EXIT_BAD_INPUT
-        assert message in capsys.readouterr().err
+def test_what_is_no_file_is_refused(tmp_path, capsys):
+    for path, message in ((tmp_path / "none.json", "cannot be read: No such file"), (tmp_path, "is a folder")):
+        assert command.main([str(path)]) == EXIT_BAD_INPUT
+        error = capsys.readouterr().err
+        assert str(path) in error and message in error
 
 
 def test_an_operation_without_end_is_left_out(tmp_path):
@@ -161,8 +148,8 @@ def test_any_damage_is_read_or_refused(tmp_path, cuts):
     assert command.content.page(findings).as_text()
 
 
-@pytest.mark.parametrize("library", ("MPI_ALLREDUCE", "NCCL_ALLREDUCE"))
-def test_phases_messages_and_steps(tmp_path, library):
+def test_phases_messages_and_steps(tmp_path):
+    library = "NCCL_ALLREDUCE"
     seen = found(training(steps=12, library=library), tmp_path)
     assert seen.ranks == 2
     assert seen.covered_s == pytest.approx(2.169)
@@ -266,15 +253,12 @@ def test_advice_follows_from_figures(tmp_path):
 def test_json_and_text(tmp_path, capsys):
     path = str(training(steps=12, straggler=1, by=20_000).write(tmp_path / "t.json"))
     assert command.main([path, "--json"]) == EXIT_OK
-    record = json.loads(capsys.readouterr().out)
-    assert record["step"]["step_s"] == pytest.approx(0.12)
-    assert record["rank_rows"][0]["median_s"] is None  # never late
+    assert json.loads(capsys.readouterr().out)["rank_rows"][0]["median_s"] is None  # never late
     assert command.main([path]) == EXIT_OK
-    text = texts(capsys)
-    for words in ("NEGOTIATE_ALLREDUCE", "rank 1", "Bandwidth: ", "Rank 1 is a straggler"):
-        assert words in text
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Bandwidth: " in text and "Rank 1 is a straggler" in text
     assert command.main([str(training(steps=12, ranks=1).write(tmp_path / "one.json"))]) == EXIT_OK
-    text = texts(capsys)
+    text = " ".join(capsys.readouterr().out.split())
     assert " events of 1 rank in " in text and not any(words in text for words in ("unknown", "name ranks", "MB/s"))
 
 
@@ -289,8 +273,7 @@ def test_the_page_needs_neither_torch_nor_horovod_nor_other_files(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
     page = (tmp_path / "t.html").read_text(encoding="utf-8")
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page) and "url(" not in page
-    for words in ("MPI_ALLREDUCE", "rank 0", "rank 3", "Advice", "Rank 2 is a straggler"):
-        assert words in page
+    assert "MPI_ALLREDUCE" in page and "Rank 2 is a straggler" in page
     # Names are neither commands to the terminal nor markup.
     for shown in (done.stdout, page):
         assert "title" in shown and not {"\x1b", "\x07", "\x9b"} & set(shown)
