@@ -247,21 +247,6 @@ def test_all_points_are_run_and_recorded(pretended, start, tmp_path, capsys) -> 
     assert f"hvd-bert report {tmp_path / 'out'}" in output
 
 
-def test_an_interrupted_sweep_resumes(pretended, start, tmp_path, capsys) -> None:
-    pretended.ends = {"horovod-2-strong-1": Stopped("SIGINT")}
-    assert start() == 75
-    assert "SIGINT, 4 points left" in capsys.readouterr().out
-    half = tmp_path / "out" / "horovod-2-strong-1" / "train_config.yaml"
-    assert half.exists()
-    pretended.ends = {}
-    assert start() == 0
-    assert pretended.started == ORDER[2:]  # the interrupted one again, not the two before it
-    assert "half" not in half.read_text()
-    assert start() == 0 and pretended.started == []
-    (tmp_path / "out" / "none-1-strong-1" / "metrics.jsonl").write_text("{")  # its results cannot be read
-    assert start() == 0 and pretended.started == ["none-1-strong-1"]
-
-
 def test_a_requeue_needs_a_point_that_is_done(pretended, start, monkeypatch) -> None:
     asked: list[tuple[str, str]] = []
     requeue = lambda environ, mode, progress, announce: asked.append((mode, progress)) or ""  # noqa: E731
@@ -289,6 +274,8 @@ def test_a_failing_point_is_a_row_and_the_sweep_continues(pretended, start, tmp_
     pretended.ends = {}
     assert start("--repeats", "3") == 0  # fixed points are run again
     assert sorted(pretended.started) == ["horovod-2-strong-1", "horovod-2-strong-2", "horovod-2-strong-3", ORDER[-1]]
+    (tmp_path / "out" / ORDER[0] / "metrics.jsonl").write_text("{")  # its results cannot be read
+    assert start("--repeats", "3") == 0 and pretended.started == ORDER[:1]
 
 
 def test_bad_input_of_the_baseline_ends_the_sweep(pretended, start, capsys) -> None:
