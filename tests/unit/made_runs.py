@@ -32,7 +32,6 @@ def make_run(
     last_loss: float = 1.0,
     seed: int = 42,
     work: dict[str, Any] | None = None,
-    warmup_windows_per_s: float = 2.0,
     scores: tuple[float, float] | Mapping[str, float] | None = None,
     exposed_comm_s: float | None = 0.0,
     **results: Any,
@@ -49,7 +48,7 @@ def make_run(
     for step in range(1, steps + 1):
         if not (step % every == 0 or step in (1, steps)):
             continue
-        speed = warmup_windows_per_s if step == 1 else windows_per_s
+        speed = 2.0 if step == 1 else windows_per_s
         step_s = batch / speed
         runtime += step_s * (step - since)
         row = {"step": step, "loss": sum(losses[since:step]) / (step - since), "windows_per_s": speed, "step_s": step_s}

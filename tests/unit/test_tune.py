@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from hvd_bert.tools.bench import launching, one_run
 from hvd_bert.tools.bench.launching import Machine
 from hvd_bert.tools.bench.one_run import Stopped
 from hvd_bert.tools.runs import reading
-from hvd_bert.tools.runs.reading import Run
 from hvd_bert.tools.tune import __main__ as tune
 
 optuna = pytest.importorskip("optuna")
@@ -29,9 +29,6 @@ HOROVOD, TRAINING = spaces.HOROVOD, spaces.TRAINING
 trials = pytest.importorskip("hvd_bert.tools.tune.trials")
 CYCLE, GROUPS, FUSION = "HOROVOD_CYCLE_TIME=", "--num_groups=", "HOROVOD_FUSION_THRESHOLD="
 RATE = "--learning_rate="
-
-
-# The settings
 
 
 def parameters(space: str, *texts: str, flags: Sequence[str] = (), **environ: str) -> list[Any]:
@@ -63,15 +60,9 @@ def test_ranges_of_the_training() -> None:
     assert (seed, schedule) == ((1, 9), ("linear", "cosine"))
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """A run of 4 ranks on the CPUs of one host, with 4 MB of gradients."""
-    return reading.read(make_run(tmp_path / "run", "horovod", 4))
-
-
-def test_hierarchical_allreduce_is_tested_where_it_has_an_effect(run: Run) -> None:
+def test_hierarchical_allreduce_is_tested_where_it_has_an_effect(tmp_path: Path) -> None:
     (hierarchical,) = parameters(HOROVOD, "hierarchical")
-    on_gpus = {"places": [{"device": "cuda:0"}]}
+    run, on_gpus = reading.read(make_run(tmp_path / "run", "horovod", 4)), {"places": [{"device": "cuda:0"}]}
     for found, tested in (
         (replace(run, hosts=["a", "b"], **on_gpus), True),
         (replace(run, hosts=["a", "b"]), False),  # on CPUs
@@ -79,9 +70,6 @@ def test_hierarchical_allreduce_is_tested_where_it_has_an_effect(run: Run) -> No
         (replace(run, **on_gpus), False),
     ):
         assert hierarchical.has_effect(found) == tested
-
-
-# Horovod's settings
 
 
 # Parts of a setting -> their effect on the speed of a pretended run.
@@ -147,26 +135,9 @@ def test_the_settings_to_use_are_printed(pretended, start, tmp_path, capsys) -> 
     assert "ended early" in page and page.count("data:image/png") == 4
 
 
-class Pairs:
-    """In place of `Runs`: the ratios of the pairs, noise first; None: the run fails."""
-
-    def __init__(self, *ratios: float | None) -> None:
-        self.ratios = list(ratios)
-        self.launching = self.point = self
-        self.launcher = lambda point: "horovodrun"
-
-    def first(self) -> None: ...
-
-    def pair(self, setting: object, number: int) -> float:
-        ratio = self.ratios.pop(0)
-        if ratio is None:
-            raise trials.TrialFailed("killed")
-        return ratio
-
-
 @pytest.mark.parametrize(
     ("ratios", "gains"),
-    [
+    [  # two pairs of the defaults with themselves, then new ones; None: the run fails
         ((1.0, 1.0, 1.02, 1.02, 1.02), True),
         ((1.0, 0.97, 1.02, 1.02, 1.02), False),  # within the noise
         ((1.0, 1.0, 1.009, 1.009, 1.009), False),  # less than a percent
@@ -175,9 +146,16 @@ class Pairs:
     ],
 )
 def test_a_gain_counts_if_it_is_above_the_noise_in_every_new_pair(ratios, gains) -> None:
+    def pair(setting: object, number: int) -> float:
+        if (ratio := next(left)) is None:
+            raise trials.TrialFailed("killed")
+        return ratio
+
+    left, launched = iter(ratios), SimpleNamespace(launcher=lambda point: "horovodrun")
+    runs = SimpleNamespace(pair=pair, first=lambda: None, point=None, launching=launched)
     study = optuna.create_study(direction="maximize")
     study.add_trial(optuna.create_trial(value=1.1))
-    result, text = trials.Speed(Pairs(*ratios), 3).answer(study, (f"{CYCLE}3",))
+    result, text = trials.Speed(runs, 3).answer(study, (f"{CYCLE}3",))
     assert bool(result["set"]) == gains == ("export HOROVOD_CYCLE_TIME=3" in text) == ("Keep the defaults" not in text)
 
 
@@ -201,9 +179,6 @@ def test_failing_defaults_end_the_tuning(pretended, start, capsys) -> None:
     for status, words in ((1, "a run with the defaults failed: bad input ("), (2, "hvd_bert: bad input\n")):
         pretended.ends = {"": status}
         assert start() == status and words in capsys.readouterr().err
-
-
-# The training's settings
 
 
 TRAIN = ("--space", "training", "--trials=12", "--range=learning_rate=1e-5:1e-4:log", "--range=num_train_epochs=2,3")
@@ -255,43 +230,26 @@ def test_a_killed_search_tries_what_an_uninterrupted_one_does(pretended, start, 
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("finished", "damage", "status"),
     [
-        pytest.param(lambda lines: [], id="empty"),
-        pytest.param(lambda lines: lines[1:], id="first line lost"),
-        pytest.param(lambda lines: [*lines[:3], b'{"op_code"\n', *lines[4:]], id="damaged line"),
+        pytest.param(True, lambda lines: [], 2, id="empty"),
+        pytest.param(True, lambda lines: lines[1:], 2, id="first line lost"),
+        pytest.param(True, lambda lines: [*lines[:3], b'{"op_code"\n', *lines[4:]], 2, id="damaged line"),
+        pytest.param(False, lambda lines: [bytes(500)], 2, id="no study"),
+        pytest.param(False, lambda lines: [b'{"op_code":0,"worker_id":"22'], 0, id="cut by a kill"),
     ],
 )
-def test_a_damaged_study_is_refused_and_its_result_stays(pretended, start, tmp_path, capsys, damage) -> None:
-    assert start(*TRAIN, "--trials=2") == 0
-    study, before = tmp_path / "out" / "study.log", record(tmp_path)
-    damaged = b"".join(damage(study.read_bytes().splitlines(keepends=True)))
+def test_a_damaged_study_is_refused_but_not_a_cut_one(pretended, start, tmp_path, capsys, finished, damage, status):
+    pretended.ends = {} if finished else {"": Stopped("SIGTERM")}
+    assert start(*TRAIN, "--trials=2") == (0 if finished else 75)
+    pretended.ends, before, study = {}, record(tmp_path), tmp_path / "out" / "study.log"
+    damaged = b"".join(damage(study.read_bytes().splitlines(keepends=True) if finished else []))
     study.write_bytes(damaged)
-    capsys.readouterr()
-    assert start(*TRAIN, "--trials=2") == 2
-    check_refusal(capsys.readouterr().err.rstrip("\n"), "study.log")
-    assert study.read_bytes() == damaged and record(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    ("content", "status"),
-    [
-        pytest.param(bytes(500), 2, id="no study"),
-        pytest.param(b'{"op_code":0,"worker_id":"22', 0, id="cut by a kill"),
-    ],
-)
-def test_a_study_without_a_line_is_begun_only_if_a_kill_cut_it(
-    pretended, start, tmp_path, capsys, content, status
-) -> None:
-    pretended.ends = {"": Stopped("SIGTERM")}
-    assert start(*TRAIN, "--trials=2") == 75
-    pretended.ends, study = {}, tmp_path / "out" / "study.log"
-    study.write_bytes(content)
     capsys.readouterr()
     assert start(*TRAIN, "--trials=2") == status
     if status:
         check_refusal(capsys.readouterr().err.rstrip("\n"), "study.log")
-        assert study.read_bytes() == content
+        assert study.read_bytes() == damaged and record(tmp_path) == before
 
 
 @pytest.mark.parametrize(
