@@ -21,7 +21,6 @@ from hvd_bert.tools.doctor.report import FAILURE, CheckResult, HostReport, Repor
 ADDRESSES = {"a": "10.1.0.5", "b": "10.1.0.6", "c": "10.1.0.7"}
 RANK = Rank(RankInfo(0, "its-name", 0, "cpu", None, frozenset(range(8))), {"torch": "2.13"}, 8)
 START, TRAIN = "horovodrun -np 4 -H a:2,b:2", "python -m hvd_bert.train"
-SUBNET = "10.1.0.0/16"
 SSH = "--ssh-port 22 --ssh-identity-file"
 
 
@@ -37,9 +36,10 @@ def test_hostfile(tmp_path):
     file.write_text("# two nodes\na100-01 slots=2\n\na100-02:2  # the other\n")
     assert read_hostfile(file) == {"a100-01": 2, "a100-02": 2}
     file.write_text("a100-01 2")
-    for path, words in ((file, "hosts: 'a100-01 2' must be"), (tmp_path / "none", "cannot be read")):
-        with refused(words):
-            read_hostfile(path)
+    with refused("hosts: 'a100-01 2' must be"):
+        read_hostfile(file)
+    with refused("cannot be read"):
+        read_hostfile(tmp_path / "none")
 
 
 @pytest.fixture
@@ -79,11 +79,8 @@ def test_ranks_of_all_hosts(concluded):
     assert {rank["interface"] for rank in found["ranks"]} == {"ib0"}
     assert undocumented(found, "Preflight check JSON", without=("versions", "addresses")) == []
     lines = [(check["name"], check["found"], check["hosts"]) for check in found["checks"]]
-    assert lines[:2] == [("Python", "3.11", []), ("Output", "runs", ["a"])]
-    assert lines[2:] == [
-        ("Ranks", "4 rank(s) on 2 host(s), each with a GPU", []),
-        ("Versions", "the same on all ranks", []),
-    ]
+    ranks = ("Ranks", "4 rank(s) on 2 host(s), each with a GPU", [])
+    assert lines[:3] == [("Python", "3.11", []), ("Output", "runs", ["a"]), ranks]
     assert found["command"] == f"{START} {TRAIN}"
 
 
@@ -91,7 +88,6 @@ def test_ranks_of_all_hosts(concluded):
     ("second", "words"),
     [
         (host("b", failure("Output", "on another host than rank 0's"), failure("Disk", "full")), "full"),
-        (HostReport((failure("ssh", "Permission denied"),)), "Permission denied"),
         (with_gpus("b", "A100", "A100"), "those on a have none"),
         (host("b", versions={"torch": "2.12"}), "torch is 2.13 on ranks 0, 1 and 2.12 on ranks 2, 3"),
     ],
@@ -106,27 +102,18 @@ def test_too_few_gpus(concluded):
     assert not found["ready"] and "2 ranks on b would share one GPU (GPU-b)" in str(found["checks"])
 
 
-@pytest.mark.parametrize(
-    ("setting", "interfaces", "flags", "line"),
-    [
-        ("", ("ib0", "ib0"), [*SSH.split(), "a key"], f"{START} {SSH} 'a key' {TRAIN}"),
-        ("", ("ib0", "ib1"), [], f"HVD_BERT_INTERFACE=10.1.0.4/30 {START} --network-interfaces ib0 {TRAIN}"),
-        (SUBNET, ("ib0", "ib0"), [], f"HVD_BERT_INTERFACE={SUBNET} {START} --network-interfaces ib0 {TRAIN}"),
-    ],
-)
-def test_command(concluded, monkeypatch, setting, interfaces, flags, line):
-    monkeypatch.setenv("HVD_BERT_INTERFACE", setting)
-    reports = {name: host(name, interface=interface) for name, interface in zip("ab", interfaces, strict=True)}
-    assert concluded(reports, *flags)["command"] == line
+def test_command(concluded):
+    line = f"HVD_BERT_INTERFACE=10.1.0.4/30 {START} {SSH} 'a key' --network-interfaces ib0 {TRAIN}"
+    reports = {"a": host("a"), "b": host("b", interface="ib1")}
+    assert concluded(reports, *SSH.split(), "a key")["command"] == line
 
 
 def test_command_of_root_without_an_active_environment(concluded, monkeypatch):
     monkeypatch.setattr(horovodrun.os, "geteuid", lambda: 0)
     monkeypatch.setattr(hosts.shutil, "which", lambda name: None)
-    monkeypatch.setattr(hosts, "without_cache", lambda: ["--disable-cache"])
     monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
     words = concluded({"a": host("a")})["command"].split()
     folder = Path(hosts.sys.executable).parent
     assert words[:2] == ["OMPI_ALLOW_RUN_AS_ROOT=1", str(folder / "horovodrun")]
-    assert words[-4:] == ["--disable-cache", str(folder / "python"), "-m", "hvd_bert.train"]
+    assert words[-3:] == [str(folder / "python"), "-m", "hvd_bert.train"]

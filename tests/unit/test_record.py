@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -124,16 +123,6 @@ def test_lines_of_steps_in_disorder_are_left_out(tmp_path):
     assert "lines without a step that increases are left out (3)" in text and "nan" not in text
 
 
-def test_step_times_of_the_warm_up_only(tmp_path):
-    folder = make_run(tmp_path / "run")
-    first, *rest = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    rest = [{key: value for key, value in row.items() if key != "step_s"} for row in rest]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (first, *rest)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert "Where the step time went" in page(folder)
-
-
 def test_an_evaluation_in_the_folder_of_a_training(tmp_path):
     training = {"event": "start", "train_steps": 40, "command": "python train.py", "launcher": "none"}
     ranks = {"ranks": [{"rank": rank} for rank in range(2)]}
@@ -184,9 +173,6 @@ def test_skipped_steps_are_shown_with_their_windows(tmp_path):
     text = page(unfinished(tmp_path / "run", *events, skipped, damaged))
     assert f"| 70 | 3 | {', '.join(names[:8])} and 2 more |" in text and "| None | - | - |" in text
     assert "10 earlier events are not shown" in text and "| 10 | -" in text and "| 9 | -" not in text
-
-
-# Settings on the report's pages: what differs from the defaults, and between runs
 
 
 def made(folder: Path, text: str, **results: object) -> record.Record:
