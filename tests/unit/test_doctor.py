@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -272,10 +273,10 @@ def test_refused_device(monkeypatch, capsys):
 
 
 def test_ranks_that_never_join(monkeypatch, capsys):
-    exited = threading.Event()
-    monkeypatch.setattr(diagnosis.os, "_exit", lambda status: exited.set())
+    statuses: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(diagnosis.os, "_exit", statuses.put)
     diagnosis.StepTimeout(Report(as_json=False, shown=True), 0.01).step("World", "no ranks", "name the interface")
-    assert exited.wait(10)
+    assert statuses.get(timeout=10) == 2
     out = capsys.readouterr().out
     assert "no ranks: not finished after 0 s" in out and "-> name the interface" in out
     assert diagnosis.StepTimeout(Report(as_json=False, shown=False), 1.0).timeout > 1.0  # rank 0 reports first
