@@ -17,6 +17,8 @@ from transformers import BertConfig, BertForQuestionAnswering
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.output import run_folder
+from hvd_bert.tasks.base import EvaluationResult
 from hvd_bert.tools.evaluate import __main__ as flags
 from hvd_bert.tools.evaluate import running
 from hvd_bert.training import loop, start
@@ -148,6 +150,14 @@ def test_scores_and_files_are_the_trainers(make_model, make_questions, write_squ
     world.leave()
     loop.run(parse([*words, f"--output_dir={ours}"]), world)
     assert not list(ours.glob("evaluation.*")), "they would contradict the new scores"
+
+
+def test_files_of_an_earlier_evaluation_are_removed(tmp_path):
+    (tmp_path / "eval_null_odds.json").write_text("{}")
+    files = {"eval_predictions.json": {"q0": "red"}}
+    run_folder.write_evaluation(tmp_path, EvaluationResult({"f1": 60.0}, "", files))
+    found = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert found == files | {"eval_results.json": {"f1": 60.0}}
 
 
 def test_scores_of_each_file(make_model, make_questions, write_squad, tmp_path):

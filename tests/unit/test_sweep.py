@@ -55,15 +55,14 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def test_strong_and_weak_batches() -> None:
-    plan = plan_of("--per_device_train_batch_size=6", "--gradient_accumulation_steps=2", scaling="both", repeats=1)
-    batches = {each.name: (each.global_batch, plan.trainer_flags(each, 2, Path("out"))) for each in points_of(plan)}
-    expected = {f"ddp-{ranks}-strong-1": 16 for ranks in (1, 2, 4)}
-    expected |= {f"ddp-{ranks}-weak-1": 12 * ranks for ranks in (1, 2, 4)}
-    assert {name: batch for name, (batch, _) in batches.items() if name.startswith("ddp")} == expected
-    given = {name: [word for word in flags if "batch_size" in word][-1] for name, (_, flags) in batches.items()}
-    assert given["ddp-4-strong-1"] == "--per_device_train_batch_size=2"  # the last of two counts
-    assert given["ddp-4-weak-1"] == "--per_device_train_batch_size=6"
-    assert all("--lr_scaling=none" in flags for _, flags in batches.values())  # one learning rate, comparable losses
+    flags = ("--per_device_train_batch_size=6", "--gradient_accumulation_steps=2")  # the last of two batches counts
+    plan = plan_of(*flags, strategies="ddp", ranks=(1, 4), scaling="both", repeats=1)
+    points = points_of(plan)
+    given = {each.name: parse(plan.trainer_flags(each, 2, Path("out"))).train for each in points}
+    batches = {each.name: (each.global_batch, given[each.name].per_device_train_batch_size) for each in points}
+    strong, weak = {"ddp-1-strong-1": (16, 8), "ddp-4-strong-1": (16, 2)}, {"ddp-1-weak-1": (12, 6)}
+    assert batches == strong | weak | {"ddp-4-weak-1": (48, 6)}
+    assert {train.lr_scaling for train in given.values()} == {"none"}  # one learning rate, comparable losses
 
 
 def test_a_run_per_seed_of_so_many_epochs(tmp_path: Path) -> None:
