@@ -104,13 +104,6 @@ def test_the_script_needs_a_driver_before_it_installs_anything():
     assert done.stderr.count("\n") == 1 and "no NVIDIA driver" in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", acceptance_attention.DTYPES)
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_the_kernels_are_right_on_this_cpu(precision):
-    assert acceptance_attention.check("cpu", precision).passed
-
-
 WRONG = {
     "sees no borders of windows": lambda q, k, v, w, dropout, scaling: by_window(
         q, k, v, replace(w, lengths=[sum(w.lengths)]), dropout, scaling
@@ -151,16 +144,6 @@ def test_horovods_sums_and_hooks_are_right_here_and_not_needed(tmp_path, monkeyp
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NotHere):
         acceptance_horovod.check_apart(place(tmp_path))
-
-
-@pytest.mark.slow
-def test_steps_and_evaluation_are_measured(tmp_path):
-    out, model = tmp_path / "steps.json", str(acceptance_speed.SAMPLE / "six_layers.json")
-    words = [sys.executable, str(ROOT / "benchmarks/acceptance_steps.py"), "--out", str(out), "--steps", "2"]
-    words += ["--strategy", "none", "--max_seq_length", "32", "--per_device_train_batch_size", "2", "--model", model]
-    subprocess.run(words, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=True, timeout=120)
-    record = json.loads(out.read_text())
-    assert record["waits"] is None and record["evaluation_per_s"] > record["training_per_s"] > 0
 
 
 def test_what_needs_two_gpus_is_not_run_on_one(tmp_path):

@@ -96,6 +96,7 @@ def test_dp_and_the_baseline_are_one_process() -> None:
         (plan_of("--seed=2", seeds=(1, 2)), ["--seed", "--seeds"]),
         (plan_of("--per_device_train_batch_size=4"), ["--per_device_train_batch_size"]),
         (plan_of("--train_file=nowhere.json"), ["--train_file nowhere.json"]),
+        (plan_of("--max_step=3"), ["--max_step"]),
         (plan_of("--num_groups=-1"), ["--num_groups -1"]),  # although strategy none ignores it
     ],
 )

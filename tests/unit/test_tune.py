@@ -157,6 +157,7 @@ def test_a_gain_counts_if_it_is_above_the_noise_in_every_new_pair(ratios, gains)
     study.add_trial(optuna.create_trial(value=1.1))
     result, text = trials.Speed(runs, 3).answer(study, (f"{CYCLE}3",))
     assert bool(result["set"]) == gains == ("export HOROVOD_CYCLE_TIME=3" in text) == ("Keep the defaults" not in text)
+    assert trials.Speed(runs, 3).answer(study, ())[1] == "Keep the defaults: no setting was faster."
 
 
 def test_an_interrupted_tuning_resumes(pretended, start, tmp_path, capsys) -> None:
