@@ -23,6 +23,7 @@ from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
+from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command
 from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, probes, prove
 from hvd_bert.tools.doctor.__main__ import parse_proof
@@ -31,10 +32,12 @@ from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm
 from hvd_bert.tools.doctor.ranks import Rank, rank_lines, ranks_table
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, CheckResult, Report, ok, warning
 
+NO_DRIVER = NvmlError("NVML Shared Library Not Found")
 TWO_GPUS = Gpus("570.86", "12.8", ("A100", "A100"))
 BUILD = HorovodBuild("0.28.1", mpi=True, gloo=True, nccl=False)
 BROKEN = ProbeError("`python -c ...` was killed by signal 11")
 LIBRARY = "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"
+OPEN_MPI = ("/usr/bin/mpirun", "mpirun (Open MPI) 4.1.4\n\nReport bugs to ...")
 MPICH = ("/opt/bin/mpirun", "HYDRA build details:\n    Version:    4.0.2\n    Release Date: ...")
 
 
@@ -43,17 +46,23 @@ MPICH = ("/opt/bin/mpirun", "HYDRA build details:\n    Version:    4.0.2\n    Re
     [
         (checks.python_line((3, 9, 18), "/bin/python"), FAILURE, "3.9.18, /bin/python"),
         (checks.torch_line("2.5.1+cu124"), FAILURE, "2.5.1+cu124"),
+        (cpu_kernels.bf16_line(False), OK, ""),
         (cpu_kernels.bf16_line(True), WARNING, "emulated"),
         (checks.memory_line(8 * checks.GIB, 4), WARNING, "4 rank(s)"),
         (checks.driver_line(TWO_GPUS), OK, "570.86, supports CUDA up to 12.8"),
+        (checks.driver_line(NO_DRIVER), OK, "Library Not Found"),
+        (checks.cuda_line(None, 0, NO_DRIVER, False), OK, "no GPU on this host"),
         (checks.cuda_line("12.8", 2, TWO_GPUS, False), OK, "2 GPU(s): A100, A100"),
         (checks.cuda_line(None, 0, TWO_GPUS, False), WARNING, "built for CPUs only"),
         (checks.cuda_line("12.8", 0, TWO_GPUS, True), WARNING, "CUDA_VISIBLE_DEVICES"),
         (checks.cuda_line("13.0", 0, TWO_GPUS, False), FAILURE, "CUDA 13.0, cannot use them; the driver supports"),
+        (checks.horovod_lines(BUILD)[0], OK, "MPI, Gloo"),
         (checks.horovod_lines(replace(BUILD, gloo=False))[0], WARNING, "without Gloo"),
         (checks.horovod_lines(replace(BUILD, gloo=False, mpi=False))[0], FAILURE, "neither MPI nor Gloo"),
+        (checks.nccl_line(BUILD, 0, "2.28.9"), OK, "not needed"),
         (checks.nccl_line(BUILD, 2, "2.28.9"), FAILURE, "without NCCL"),
         (checks.nccl_line(replace(BUILD, nccl=True), 2, "2.28.9"), OK, "2.28.9"),
+        (checks.mpi_line(BUILD, LIBRARY, OPEN_MPI, False), OK, "Open MPI 4.1.4, the same in"),
         (checks.mpi_line(BUILD, LIBRARY, MPICH, False), FAILURE, "/opt/bin/mpirun is MPICH 4.0.2"),
         (checks.mpi_line(BUILD, LIBRARY, MPICH, True), WARNING, "/opt/bin/mpirun is MPICH 4.0.2"),
         (checks.mpi_line(BUILD, LIBRARY, None, False), WARNING, "mpirun is not on PATH"),
@@ -106,6 +115,7 @@ def test_versions_and_kinds_of_mpi():
     ("slurm", "statuses", "words"),
     [
         (None, [OK, OK], "not needed"),
+        (Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4")), [OK, OK], "`srun --mpi=pmix`"),
         (Slurm("slurm-wlm 22.05.8", ("pmi2",)), [OK, WARNING], "not supported"),
         (ProbeError("`srun --mpi=list` did not finish"), [WARNING, WARNING], "unknown"),
     ],
