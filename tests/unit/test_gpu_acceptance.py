@@ -120,8 +120,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kernel", WRONG, ids=list(WRONG))
-def test_wrong_kernels_are_found(monkeypatch, kernel):
-    monkeypatch.setattr(acceptance_attention, "kernels", lambda *_: [("it", WRONG[kernel], None)])
+def test_wrong_kernels_are_found_next_to_right_ones(monkeypatch, kernel):
+    tested = [("right", by_window, None), ("it", WRONG[kernel], None)]
+    monkeypatch.setattr(acceptance_attention, "kernels", lambda *_: tested)
     outcome = acceptance_attention.check("cpu", "fp32")
     assert outcome.passed is False and outcome.found.startswith("wrong: it")
 
