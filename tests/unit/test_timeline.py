@@ -21,8 +21,8 @@ from hvd_bert.tools.timeline.analysis import Findings
 from hvd_bert.tools.timeline.events import BEGIN, TICK, Recording
 
 
-def found(made: Timeline, folder: Path, ranks: int | None = None) -> Findings:
-    return command.read(made.write(folder / "t.json"), ranks)
+def found(made: Timeline, folder: Path) -> Findings:
+    return command.read(made.write(folder / "t.json"))
 
 
 def read_events(path: Path) -> tuple[list[tuple[Any, ...]], Recording]:
