@@ -32,8 +32,7 @@ def make_run(
     last_loss: float = 1.0,
     seed: int = 42,
     work: dict[str, Any] | None = None,
-    warmup_windows_per_s: float = 2.0,
-    scores: tuple[float, float] | None = None,
+    scores: tuple[float, float] | Mapping[str, float] | None = None,
     exposed_comm_s: float | None = 0.0,
     **results: Any,
 ) -> Path:
@@ -41,25 +40,23 @@ def make_run(
 
     The loss falls linearly from `loss` (step 1) to `last_loss` (last step); metrics.jsonl has a line with the mean
     loss every `every` steps. The optimizer takes a tenth of each step, computation and exposed communication the rest.
+    `scores`: EM and F1, or another task's by name.
     """
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     losses = [loss + (last_loss - loss) * step / (steps - 1) for step in range(steps)]
     rows, since, runtime = [], 0, 0.0
     for step in range(1, steps + 1):
         if not (step % every == 0 or step in (1, steps)):
             continue
-        speed = warmup_windows_per_s if step == 1 else windows_per_s
+        speed = 2.0 if step == 1 else windows_per_s
         step_s = batch / speed
         runtime += step_s * (step - since)
         row = {"step": step, "loss": sum(losses[since:step]) / (step - since), "windows_per_s": speed, "step_s": step_s}
-        row |= {"data_s": 0.0, "optimizer_s": 0.1 * step_s, "other_s": 0.0}
-        if exposed_comm_s is None:
-            row |= {"compute_s": 0.9 * step_s}
-        else:
-            row |= {"compute_s": 0.9 * step_s - exposed_comm_s, "exposed_comm_s": exposed_comm_s}
-        rows.append(row)
+        row |= {"data_s": 0.0, "compute_s": 0.9 * step_s - (exposed_comm_s or 0.0), "optimizer_s": 0.1 * step_s}
+        rows.append(row | ({} if exposed_comm_s is None else {"exposed_comm_s": exposed_comm_s}) | {"other_s": 0.0})
         since = step
-    rows.append({"step": steps, "eval_f1": 50.0})
+    named = scores if isinstance(scores, Mapping) else {"f1": 50.0}
+    rows.append({"step": steps} | {f"eval_{name}": score for name, score in named.items()})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     record = {
         "strategy": strategy,
@@ -83,11 +80,13 @@ def make_run(
             for r in range(ranks)
         ],
     }
+    record |= {"scores": [*named]} if named is scores else {}
     (folder / "train_results.json").write_text(json.dumps(record | results))
     devices = ranks * results.get("devices_per_rank", 1)
     (folder / "train_config.yaml").write_text(f"per_device_train_batch_size: {max(1, batch // devices)}\n")
     if scores:
-        (folder / "eval_results.json").write_text(json.dumps({"exact_match": scores[0], "f1": scores[1]}))
+        last = scores if named is scores else dict(zip(("exact_match", "f1"), scores, strict=True))
+        (folder / "eval_results.json").write_text(json.dumps(last))
     return folder
 
 
@@ -123,7 +122,6 @@ class PretendedRuns:
     ) -> None:
         self.label_of, self.make = label_of, make
         self.started: list[str] = []
-        self.environs: list[Mapping[str, str]] = []
         self.ends: dict[str, int | Exception | None] = {}
         self.during: Callable[[Path, dict[str, str]], None] | None = None  # writes what a run has written half-way
 
@@ -134,7 +132,6 @@ class PretendedRuns:
         folder = Path(given["output_dir"])
         label = self.label_of(folder, command, environ)
         self.started.append(label)
-        self.environs.append(environ)
         if self.during:
             self.during(folder, given)
             watch()
@@ -144,11 +141,8 @@ class PretendedRuns:
             raise end
         if end == 0:
             assert (folder / "run.log").read_text().startswith("$ ")
-            made = self.make(folder / "run", given, label)
-            (made / "model.safetensors").write_bytes(b"")
-            for file in made.iterdir():
-                file.rename(folder / file.name)
-            made.rmdir()
+            self.make(folder, given, label)
+            (folder / "model.safetensors").write_bytes(b"")
         else:
             (folder / "run.log").write_text("noise\n[1,0]<stderr>:hvd_bert: bad input\nmessage of the launcher\n")
         return end

@@ -1,4 +1,4 @@
-"""Short forms of the campaigns of interrupted runs."""
+"""Short forms of the campaigns of interrupted runs, and where the time of a training with kills went."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from campaign_goodput import LOST, PARTS, Training, account
 from commands import read_lines
 from launch import REPOSITORY, run
 
@@ -38,3 +40,33 @@ def test_goodput_counts_what_the_notes_hold(tmp_path: Path) -> None:
         assert any("next_step_s" in kill for kill in row["kills"]) and row["kills"][0]["detection_s"] > 0
         assert sum(kill["repeated_steps"] for kill in row["kills"]) == steps.total() - len(steps)
         assert sum(row["spent"].values()) == pytest.approx(50)
+
+
+def notes(*rows: str) -> list[dict[str, Any]]:
+    """From rows of time, word and, for a step, its number."""
+    split = [row.split() for row in rows]
+    return [{"time": float(time), "what": what, "step": int(*number), "windows": 5} for time, what, *number in split]
+
+
+def test_time_is_sorted_into_parts() -> None:
+    first = ("100 started", "110 begin", "112 step 1", "114 step 2", "115 kill")
+    cases = {
+        # A restart from step 1, which is killed again before it trains, and then repeats step 2.
+        ("116 ended", "118 kill", "119 ended", "125 begin", "127 step 2", "129 step 3"): [(1, 2, 1), (1, 6, 2)],
+        # From memory, after a step that a rank finished after the kill; then with a new rank.
+        ("116 step 3", "117 noticed", "118 begin", "120 step 4", "121 noticed", "123 begin"): [(1, 4, 0)],
+        # No rank notices, and the launcher starts others.
+        ("118 started", "119 begin", "120 step 3"): [(3, 1, 1)],
+    }
+    for rows, expected in cases.items():
+        before, *kills = found = account(notes(*first, *rows), global_batch=2, duration_s=20)
+        assert [tuple(kill[part] for part in LOST) for kill in kills] == expected, rows
+        assert sum(row[part] for row in found for part in PARTS) == pytest.approx(20)
+    assert [before["windows"], kills[0]["windows"], kills[0]["next_step_s"]] == [4, 1, 5]  # steps of 2, 2 and 1
+
+
+def test_a_training_that_does_not_start_ends(tmp_path: Path) -> None:
+    command = ["sh", "-c", "echo waiting; sleep 600"]
+    training = Training(command, tmp_path / "log", tmp_path / "notes", kills=[], duration=600, start_s=0.5)
+    with pytest.raises(SystemExit, match="waiting"):
+        training.run()

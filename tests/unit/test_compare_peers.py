@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -41,15 +40,13 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert lines[2] == ["1.00 (1.00 to 2.00)", "-", "4.00 (1.00 to 5.00)", "- |"]
 
 
-@pytest.mark.parametrize("other", [[6.0, 5.001], [6.0], [6.0, None], [6.0, math.nan], []], ids=str)
+@pytest.mark.parametrize("other", [[6.0, 5.001], [6.0, None], []], ids=str)
 def test_losses_that_differ_or_are_missing_are_refused(other: list[float | None]) -> None:
     worst = compare_peers.check_losses({"ours": [6.0, 5.0], "peer": [6.0003, 5.0], "third": [6.0, 4.9998]}, 1e-4)
     assert worst == pytest.approx(5e-5)
     for losses in ({"ours": [6.0, 5.0], "peer": other}, {"ours": other, "peer": [6.0, 5.0]}):
         with pytest.raises(UserError, match="do not train alike"):
             compare_peers.check_losses(losses, 1e-4)
-    with pytest.raises(UserError, match="do not train alike"):
-        compare_peers.check_losses({"ours": [6.0], "peer": [6.0]}, math.nan)
 
 
 @pytest.mark.campaign  # a minute and a half: three variants in two rounds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from refusals import refused
 from hvd_bert import machine
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.devices import RankInfo
-from hvd_bert.distributed.launch import Launcher, LaunchError
+from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.usage import NvmlError
@@ -29,7 +30,7 @@ from hvd_bert.tools.doctor.__main__ import parse_proof
 from hvd_bert.tools.doctor.collective import Timing
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm
 from hvd_bert.tools.doctor.ranks import Rank, rank_lines, ranks_table
-from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, CheckResult, Report, failure, merged, ok, warning
+from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, CheckResult, Report, ok, warning
 
 NO_DRIVER = NvmlError("NVML Shared Library Not Found")
 TWO_GPUS = Gpus("570.86", "12.8", ("A100", "A100"))
@@ -38,7 +39,6 @@ BROKEN = ProbeError("`python -c ...` was killed by signal 11")
 LIBRARY = "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"
 OPEN_MPI = ("/usr/bin/mpirun", "mpirun (Open MPI) 4.1.4\n\nReport bugs to ...")
 MPICH = ("/opt/bin/mpirun", "HYDRA build details:\n    Version:    4.0.2\n    Release Date: ...")
-SLURM = Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4"))
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,6 @@ SLURM = Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4"))
     [
         (checks.python_line((3, 9, 18), "/bin/python"), FAILURE, "3.9.18, /bin/python"),
         (checks.torch_line("2.5.1+cu124"), FAILURE, "2.5.1+cu124"),
-        (checks.torch_line("2.13.0+cpu"), OK, ""),
-        (checks.memory_line(8 * checks.GIB, 2), OK, ""),
         (cpu_kernels.bf16_line(False), OK, ""),
         (cpu_kernels.bf16_line(True), WARNING, "emulated"),
         (checks.memory_line(8 * checks.GIB, 4), WARNING, "4 rank(s)"),
@@ -63,11 +61,12 @@ SLURM = Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4"))
         (checks.horovod_lines(replace(BUILD, gloo=False, mpi=False))[0], FAILURE, "neither MPI nor Gloo"),
         (checks.nccl_line(BUILD, 0, "2.28.9"), OK, "not needed"),
         (checks.nccl_line(BUILD, 2, "2.28.9"), FAILURE, "without NCCL"),
+        (checks.nccl_line(replace(BUILD, nccl=True), 2, "2.28.9"), OK, "2.28.9"),
         (checks.mpi_line(BUILD, LIBRARY, OPEN_MPI, False), OK, "Open MPI 4.1.4, the same in"),
         (checks.mpi_line(BUILD, LIBRARY, MPICH, False), FAILURE, "/opt/bin/mpirun is MPICH 4.0.2"),
         (checks.mpi_line(BUILD, LIBRARY, MPICH, True), WARNING, "/opt/bin/mpirun is MPICH 4.0.2"),
         (checks.mpi_line(BUILD, LIBRARY, None, False), WARNING, "mpirun is not on PATH"),
-        (checks.mpi_line(BUILD, BROKEN, OPEN_MPI, False), FAILURE, "mpi4py cannot be used"),
+        (checks.mpi_line(BUILD, BROKEN, MPICH, False), FAILURE, "mpi4py cannot be used"),
         (checks.mpi_line(replace(BUILD, mpi=False), BROKEN, None, False), OK, "--gloo"),
     ],
     ids=lambda value: value.name if isinstance(value, CheckResult) else None,
@@ -116,11 +115,10 @@ def test_versions_and_kinds_of_mpi():
     ("slurm", "statuses", "words"),
     [
         (None, [OK, OK], "not needed"),
-        (SLURM, [OK, OK], "`srun --mpi=pmix`"),
-        (replace(SLURM, mpi_kinds=("pmi2",)), [OK, WARNING], "not supported"),
+        (Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4")), [OK, OK], "`srun --mpi=pmix`"),
+        (Slurm("slurm-wlm 22.05.8", ("pmi2",)), [OK, WARNING], "not supported"),
         (ProbeError("`srun --mpi=list` did not finish"), [WARNING, WARNING], "unknown"),
     ],
-    ids=["none", "PMIx", "no PMIx", "broken"],
 )
 def test_slurm(slurm, statuses, words):
     lines = checks.slurm_lines(slurm)
@@ -178,10 +176,8 @@ def mixed(**differing: object) -> list[Rank]:
 @pytest.mark.parametrize(
     ("ranks", "statuses", "words"),
     [
-        (world("a", "a", "b", "b"), {}, "on CPUs"),
-        (world("a", "b", device="cuda:0"), {}, "each with a GPU"),
+        (mixed(), {}, "each with a GPU"),
         (mixed(gpus=("V100",)), {"GPUs": WARNING}, "model is A100 on rank 0 and V100 on rank 1"),
-        (mixed(driver="550.1"), {"GPUs": WARNING}, "driver is 570.86 on rank 0 and 550.1 on rank 1"),
         (world("a", "a", cores=frozenset({0}), host_cores=2), {"Cores": WARNING}, "2 ranks share 1 core(s) on a"),
         (world("a", "a", cores=frozenset({3}), host_cores=64), {"Cores": WARNING}, "may use only one of 64 cores"),
     ],
@@ -201,18 +197,14 @@ def test_differing_versions():
     assert line.status == FAILURE and "one environment" in line.hint
     assert "torch is 2.8.0 on ranks 0, 1 and 2.6.0 on ranks 2, 3" in line.found
     assert "python is 3.11.7 on ranks 0-2 and missing on rank 3" in line.found
-    shown = ranks_table(found).splitlines()
-    assert shown[0].split() == ["host", "rank", "local", "rank", "device", "interface", "cores", "versions"]
-    assert shown[3].split()[:6] == ["b", "2", "0", "cpu", "all", "0-7"]
-    assert shown[3].endswith("python 3.11.7, torch 2.6.0")
+    assert ranks_table(found).splitlines()[3].endswith("python 3.11.7, torch 2.6.0")
     assert "cuda:0 A100  ib0 " in ranks_table(mixed(interface="ib0"))
 
 
 def test_figures():
     timing = Timing("Horovod, MPI", 400_000_000, 4, (0.5, 0.6, 0.4, 2.0, 0.5))
     assert (timing.median_s, timing.gb_per_s) == (0.5, pytest.approx(1.2))  # 2 * 3/4 * 0.4 GB / 0.5 s
-    shown = collective.allreduce_table([timing])
-    assert all(words in shown for words in ("400.0 MB", "500 ms", "400 ms to 2 s", "1.20"))
+    assert "400.0 MB" in collective.allreduce_table([timing])
 
 
 def raising(error: BaseException):
@@ -234,13 +226,6 @@ def test_every_check_is_isolated(monkeypatch, tmp_path):
     assert (found[-1].name, found[-1].status) == ("Output", OK)
 
 
-def test_merged():
-    python, full, roomy = ok("Python", "3.11"), failure("Disk", "full"), ok("Disk", "empty")
-    lines = merged([("a", [python, roomy]), ("b", [full]), ("c", [roomy])])
-    assert lines == [replace(python, hosts=("a",)), replace(roomy, hosts=("a", "c")), replace(full, hosts=("b",))]
-    assert merged([("a", [python]), ("b", [python])]) == [python] and "on b: full" in str(lines[2])
-
-
 @pytest.mark.parametrize(
     ("found", "status", "verdict"),
     [
@@ -249,94 +234,69 @@ def test_merged():
     ],
 )
 def test_report(capsys, found, status, verdict):
-    for as_json, shown in ((False, True), (True, True), (False, False), (True, False)):  # not shown: another rank's
-        report = Report(as_json, shown)
-        report.data["ranks"] = []
+    for shown in (True, False):  # not shown: another rank's
+        report = Report(as_json=False, shown=shown)
         report.add(*found)
         assert report.close() == status
-        out, err = capsys.readouterr()
-        assert (bool(out), err) == (shown, "")
-        if shown and as_json:
-            record = json.loads(out)
-            assert (record["ready"], record["ranks"]) == (status == 0, [])
-            assert [check["status"] for check in record["checks"]] == [line.status for line in found]
-        elif shown:
-            assert out.splitlines()[-1] == verdict and all(len(row) <= 118 for row in out.splitlines())
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1:] == ([verdict] if shown else []) and all(len(line) <= 118 for line in lines)
 
 
-@pytest.fixture
-def diagnosed(monkeypatch, capsys):
-    """diagnosed(join, launcher, *words) -> the exit status of a diagnosis whose only check of the host passes."""
+def diagnose(monkeypatch, join, launcher: Launcher) -> int:
+    """The exit status of a diagnosis whose only check of the host passes."""
     monkeypatch.setattr(diagnosis.checks, "host_lines", lambda *_: [ok("Python", "3.11")])
-
-    def diagnose(join, launcher: Launcher, *words: str) -> int | str | None:
-        capsys.readouterr()
-        monkeypatch.setattr(diagnosis.HorovodWorld, "join", staticmethod(join))
-        report = Report(as_json=False, shown=launcher.rank in (None, 0))
-        try:
-            return diagnosis.diagnose(command.make_parser().parse_args([*words]), launcher, report)
-        except SystemExit as left:
-            return left.code
-
-    return diagnose
+    monkeypatch.setattr(diagnosis.HorovodWorld, "join", staticmethod(join))
+    report = Report(as_json=False, shown=launcher.rank in (None, 0))
+    return diagnosis.diagnose(command.make_parser().parse_args([]), launcher, report)
 
 
 @pytest.mark.parametrize(
     ("launcher", "error", "status", "out", "err"),
     [
-        (Launcher("srun", 4, 3), LaunchError("4 worlds of size 1"), 0, "", ""),
         (Launcher("mpirun", 4, 3), UserError("no such interface"), 2, "", "hvd_bert: rank 3 on "),  # on this host
         (Launcher("mpirun", 4, 3), UserError("Horovod cannot be loaded"), 0, "", "hvd_bert: rank 3 on "),
         (Launcher("none", None, None), OSError("no socket"), 2, "OSError: no socket", ""),
     ],
 )
-def test_no_world(diagnosed, monkeypatch, capsys, launcher, error, status, out, err):
+def test_no_world(monkeypatch, capsys, launcher, error, status, out, err):
     monkeypatch.setattr(probes, "horovod", lambda: BROKEN if "load" in str(error) else BUILD)
-    assert diagnosed(raising(error), launcher) == status
+    assert diagnose(monkeypatch, raising(error), launcher) == status
     output, errors = capsys.readouterr()
     assert out in output and errors.startswith(err) and bool(output) == bool(out)
-    assert output.count("Python     3.11") == (1 if out else 0)
-    assert "Not ready: World." in output or not out
+    assert ("Python     3.11" in output) == ("Not ready: World." in output) == bool(out)
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (CollectiveError("too few GPUs"), "World      too few GPUs"),
-        (OSError("broken"), "World      rank 0 on a: OSError: broken"),  # ends the other ranks, too
-    ],
-)
-def test_refused_device(diagnosed, capsys, error, message):
-    ended = []
-    world = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1, host="a", set_up_device=raising(error))
+def test_refused_device(monkeypatch, capsys):
+    world = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1, host="a", close=lambda: None, abort=sys.exit)
     world.allgather, world.broadcast = (lambda value: [value]), (lambda value: value)
-    world.close, world.abort = (lambda: ended.append("closed")), raising(SystemExit(2))
-    assert diagnosed(lambda: world, Launcher("mpirun", 1, 0)) == 2
-    assert ended == (["closed"] if isinstance(error, CollectiveError) else [])
+    world.set_up_device = raising(CollectiveError("too few GPUs"))
+    assert diagnose(monkeypatch, lambda: world, Launcher("mpirun", 1, 0)) == 2
+    assert "World      too few GPUs" in capsys.readouterr().out
+    world.set_up_device = raising(OSError("broken"))
+    with pytest.raises(SystemExit):  # ends the other ranks, too
+        diagnose(monkeypatch, lambda: world, Launcher("mpirun", 1, 0))
     out = capsys.readouterr().out
-    assert message in out and "Python     3.11" in out and out.endswith("Not ready: World.\n")
+    assert "World      rank 0 on a: OSError: broken" in out and out.endswith("Not ready: World.\n")
     # A timer that is left running would end this process, and all tests, minutes later.
     timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     assert all(timer.finished.is_set() for timer in timers)
 
 
 def test_ranks_that_never_join(monkeypatch, capsys):
-    exited = threading.Event()
-    statuses: list[int] = []
-    monkeypatch.setattr(diagnosis.os, "_exit", lambda status: (statuses.append(status), exited.set()))
+    statuses: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(diagnosis.os, "_exit", statuses.put)
     diagnosis.StepTimeout(Report(as_json=False, shown=True), 0.01).step("World", "no ranks", "name the interface")
-    assert exited.wait(10) and statuses == [2]
+    assert statuses.get(timeout=10) == 2
     out = capsys.readouterr().out
     assert "no ranks: not finished after 0 s" in out and "-> name the interface" in out
     assert diagnosis.StepTimeout(Report(as_json=False, shown=False), 1.0).timeout > 1.0  # rank 0 reports first
 
 
-@pytest.mark.parametrize("flags", [["--size", "0"], ["--what"]])
-def test_bad_flags_are_reported_once(monkeypatch, capsys, flags):
+def test_bad_flags_are_reported_once(monkeypatch, capsys):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     for rank, status, start in (("0", 2, "hvd_bert: "), ("1", 0, "")):
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
-        assert command.main(flags) == status
+        assert command.main(["--what"]) == status
         errors = capsys.readouterr().err
         assert errors.startswith(start) and bool(errors) == bool(start)
 
@@ -347,7 +307,6 @@ def test_bad_flags_are_reported_once(monkeypatch, capsys, flags):
         ({"torch": 1.0, "onednn": 0.9, "openblas": 1.1}, "onednn", OK, "onednn 900.0 ms"),
         ({"torch": 1.0, "onednn": 1.06, "openblas": 0.5}, "onednn", WARNING, "--cpu_kernels torch"),
         ({"torch": 1.0, "onednn": 0.8}, "torch", WARNING, "onednn is faster, but not used"),
-        ({"torch": 1.0}, "torch", OK, "AMD, AVX2"),
     ],
 )
 def test_kernels_next_to_torchs_own(seconds, chosen, status, words):
@@ -356,17 +315,14 @@ def test_kernels_next_to_torchs_own(seconds, chosen, status, words):
 
 
 def test_an_error_is_right_only_within_its_bound_and_a_check_only_after_a_comparison():
-    world: Any = SimpleNamespace(rank=0)
     unused: Any = object()
-    right = [(0.0, 0.0), (1.0, 1.0)]
-    wrong = [(1.1, 1.0), (math.nan, 1.0), (math.nan, 0.0), (1.0, math.nan), (math.inf, math.inf)]
-    for error, bound in (*right, *wrong):
-        proof = prove.Proof(unused, unused, parse([]), world)
+    cases = ((1.0, 1.0, OK), (1.1, 1.0, FAILURE), (math.nan, 1.0, FAILURE), (1.0, math.nan, FAILURE))
+    for error, bound, expected in cases:
+        proof = prove.Proof(unused, unused, parse([]), SimpleNamespace(rank=0))  # type: ignore[arg-type]
         proof.steps.append({"errors": {}})
         proof._bounded("Gradients", "weight", torch.tensor(error), torch.tensor(bound))
         status = {result.name: result.status for result in proof.results()}
-        assert (status["Gradients"] == OK) == ((error, bound) in right), (error, bound)
-        assert status["Updates"] == FAILURE
+        assert (status["Gradients"], status["Updates"]) == (expected, FAILURE), (error, bound)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from documented import undocumented
+from refusals import refused
 
 from hvd_bert.distributed import horovodrun
 from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.horovodrun import host_slots, read_hostfile
-from hvd_bert.errors import UserError
 from hvd_bert.tools.doctor import __main__ as command
 from hvd_bert.tools.doctor import hosts
 from hvd_bert.tools.doctor.ranks import Rank
@@ -21,28 +21,14 @@ from hvd_bert.tools.doctor.report import FAILURE, CheckResult, HostReport, Repor
 ADDRESSES = {"a": "10.1.0.5", "b": "10.1.0.6", "c": "10.1.0.7"}
 RANK = Rank(RankInfo(0, "its-name", 0, "cpu", None, frozenset(range(8))), {"torch": "2.13"}, 8)
 START, TRAIN = "horovodrun -np 4 -H a:2,b:2", "python -m hvd_bert.train"
-SUBNET = "10.1.0.0/16"
 SSH = "--ssh-port 22 --ssh-identity-file"
 
 
-@pytest.mark.parametrize(
-    ("text", "slots"),
-    [
-        ("a100-01:2,a100-02:2", {"a100-01": 2, "a100-02": 2}),
-        ("a,b.c:3,a:2", {"a": 3, "b.c": 3}),
-        ("a:two", None),
-        ("a:0", None),
-        ("a:2,", None),
-        ("-oProxyCommand=x:2", None),
-        ("a b:2", None),
-    ],
-)
-def test_slots(text, slots):
-    if slots is None:
-        with pytest.raises(UserError, match=r"-H: .* must be HOST:SLOTS"):
+def test_slots():
+    assert host_slots("a,b.c:3,a:2") == {"a": 3, "b.c": 3}
+    for text in ("a:two", "a:0", "a:2,", "-oProxyCommand=x:2", "a b:2"):
+        with refused("-H: ", "must be HOST:SLOTS"):
             host_slots(text)
-    else:
-        assert host_slots(text) == slots
 
 
 def test_hostfile(tmp_path):
@@ -50,9 +36,10 @@ def test_hostfile(tmp_path):
     file.write_text("# two nodes\na100-01 slots=2\n\na100-02:2  # the other\n")
     assert read_hostfile(file) == {"a100-01": 2, "a100-02": 2}
     file.write_text("a100-01 2")
-    for path, words in ((file, "hosts: 'a100-01 2' must be"), (tmp_path / "none", "cannot be read")):
-        with pytest.raises(UserError, match=words):
-            read_hostfile(path)
+    with refused("hosts: 'a100-01 2' must be"):
+        read_hostfile(file)
+    with refused("cannot be read"):
+        read_hostfile(tmp_path / "none")
 
 
 @pytest.fixture
@@ -92,11 +79,8 @@ def test_ranks_of_all_hosts(concluded):
     assert {rank["interface"] for rank in found["ranks"]} == {"ib0"}
     assert undocumented(found, "Preflight check JSON", without=("versions", "addresses")) == []
     lines = [(check["name"], check["found"], check["hosts"]) for check in found["checks"]]
-    assert lines[:2] == [("Python", "3.11", []), ("Output", "runs", ["a"])]
-    assert lines[2:] == [
-        ("Ranks", "4 rank(s) on 2 host(s), each with a GPU", []),
-        ("Versions", "the same on all ranks", []),
-    ]
+    ranks = ("Ranks", "4 rank(s) on 2 host(s), each with a GPU", [])
+    assert lines[:3] == [("Python", "3.11", []), ("Output", "runs", ["a"]), ranks]
     assert found["command"] == f"{START} {TRAIN}"
 
 
@@ -104,10 +88,8 @@ def test_ranks_of_all_hosts(concluded):
     ("second", "words"),
     [
         (host("b", failure("Output", "on another host than rank 0's"), failure("Disk", "full")), "full"),
-        (HostReport((failure("ssh", "Permission denied"),)), "Permission denied"),
         (with_gpus("b", "A100", "A100"), "those on a have none"),
         (host("b", versions={"torch": "2.12"}), "torch is 2.13 on ranks 0, 1 and 2.12 on ranks 2, 3"),
-        (host("b", failure("World", "no such interface")), "no such interface"),
     ],
 )
 def test_hosts_that_do_not_fit(concluded, second, words):
@@ -115,35 +97,23 @@ def test_hosts_that_do_not_fit(concluded, second, words):
     assert [words in check["found"] for check in found["checks"] if check["status"] == FAILURE] == [True]
 
 
-@pytest.mark.parametrize(
-    ("models", "words"), [(["A100"], "2 ranks on b would share one GPU (GPU-b)"), (["A100"] * 3, "")]
-)
-def test_too_few_gpus(concluded, models, words):
-    found = concluded({"a": with_gpus("a", "A100", "A100"), "b": with_gpus("b", *models)})
-    assert found["ready"] == (not words) and words in str(found["checks"])
+def test_too_few_gpus(concluded):
+    found = concluded({"a": with_gpus("a", "A100", "A100"), "b": with_gpus("b", "A100")})
+    assert not found["ready"] and "2 ranks on b would share one GPU (GPU-b)" in str(found["checks"])
 
 
-@pytest.mark.parametrize(
-    ("setting", "interfaces", "flags", "line"),
-    [
-        ("", ("ib0", "ib0"), [*SSH.split(), "a key"], f"{START} {SSH} 'a key' {TRAIN}"),
-        ("", ("ib0", "ib1"), [], f"HVD_BERT_INTERFACE=10.1.0.4/30 {START} --network-interfaces ib0 {TRAIN}"),
-        (SUBNET, ("ib0", "ib0"), [], f"HVD_BERT_INTERFACE={SUBNET} {START} --network-interfaces ib0 {TRAIN}"),
-    ],
-)
-def test_command(concluded, monkeypatch, setting, interfaces, flags, line):
-    monkeypatch.setenv("HVD_BERT_INTERFACE", setting)
-    reports = {name: host(name, interface=interface) for name, interface in zip("ab", interfaces, strict=True)}
-    assert concluded(reports, *flags)["command"] == line
+def test_command(concluded):
+    line = f"HVD_BERT_INTERFACE=10.1.0.4/30 {START} {SSH} 'a key' --network-interfaces ib0 {TRAIN}"
+    reports = {"a": host("a"), "b": host("b", interface="ib1")}
+    assert concluded(reports, *SSH.split(), "a key")["command"] == line
 
 
 def test_command_of_root_without_an_active_environment(concluded, monkeypatch):
     monkeypatch.setattr(horovodrun.os, "geteuid", lambda: 0)
     monkeypatch.setattr(hosts.shutil, "which", lambda name: None)
-    monkeypatch.setattr(hosts, "without_cache", lambda: ["--disable-cache"])
     monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
     words = concluded({"a": host("a")})["command"].split()
     folder = Path(hosts.sys.executable).parent
     assert words[:2] == ["OMPI_ALLOW_RUN_AS_ROOT=1", str(folder / "horovodrun")]
-    assert words[-4:] == ["--disable-cache", str(folder / "python"), "-m", "hvd_bert.train"]
+    assert words[-3:] == [str(folder / "python"), "-m", "hvd_bert.train"]

@@ -42,12 +42,10 @@ def test_a_run_that_takes_too_long_is_terminated(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_cannot_be_started_fails_the_run(tmp_path: Path) -> None:
-    (tmp_path / "launcher").write_text("no program")  # and is not executable
-    for name, reason in (("launcher", "Permission denied"), ("nowhere", "No such file or directory")):
-        program = tmp_path / name
-        trained = one_run.train([str(program)], os.environ, tmp_path / "run", 60, idle)
-        assert (trained.run, trained.status) == (None, 127)
-        assert trained.reason == f"{program} cannot be started: {reason}"
+    program = tmp_path / "launcher"
+    trained = one_run.train([str(program)], os.environ, tmp_path / "run", 60, idle)
+    assert (trained.run, trained.status) == (None, 127)
+    assert trained.reason == f"{program} cannot be started: No such file or directory"
 
 
 @pytest.mark.parametrize("group", ["", "setsid "], ids=["the launcher's group", "its own session"])
@@ -65,10 +63,10 @@ def test_what_ran_before_a_run_is_not_terminated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["INT", "USR1"])
-def test_a_signal_terminates_the_run_and_is_raised(tmp_path: Path, name: str) -> None:
+def test_repeated_signals_terminate_the_run_and_are_raised(tmp_path: Path, name: str) -> None:
     before = signal.getsignal(signal.SIGINT)
     with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match=f"SIG{name}"), signals() as check:
-        command = ["sh", "-c", LAUNCHER.format(f"kill -{name} {os.getpid()}; ")]
+        command = ["sh", "-c", LAUNCHER.format(f"for i in 1 2 3 4 5; do kill -{name} {os.getpid()}; done; ")]
         start_and_wait(command, os.environ, log, 60, check)
     assert ends((tmp_path / "log").read_text())
     assert signal.getsignal(signal.SIGINT) is before
@@ -88,13 +86,6 @@ def test_a_signal_during_a_finalizer_terminates_the_run(tmp_path: Path) -> None:
         assert start_and_wait(["true"], os.environ, log, 60, check) == 0  # the earlier signal does not stop it
 
 
-def test_repeated_signals_terminate_the_run(tmp_path: Path) -> None:
-    command = ["sh", "-c", LAUNCHER.format(f"for i in 1 2 3 4 5; do kill -INT {os.getpid()}; done; ")]
-    with (tmp_path / "log").open("w") as log, pytest.raises(Stopped), signals() as check:
-        start_and_wait(command, os.environ, log, 60, check)
-    assert ends((tmp_path / "log").read_text())
-
-
 def test_a_run_ends_if_its_sweep_is_killed() -> None:
     program = "import os, sys; from hvd_bert.tools.bench.one_run import start_and_wait as s; "
     program += f"s(['sh', '-c', {LAUNCHER.format('')!r}], os.environ, sys.stdout, 600, lambda: None)"
@@ -107,15 +98,6 @@ def test_a_run_ends_if_its_sweep_is_killed() -> None:
     os.close(rank)
 
 
-@pytest.mark.parametrize(
-    ("log", "reason"),
-    [
-        ("[1,0]<stderr>:hvd_bert: rank 0 on a: no such file.\nPrimary job terminated\n", "rank 0 on a: no such file."),
-        ("x\nrank 1 on a failed:\nTraceback\nKeyError: 3\n\nRuntimeError: horovodrun\n", "rank 1 on a: KeyError: 3"),
-        ("Traceback\nModuleNotFoundError: No module\nthe end", "ModuleNotFoundError: No module"),
-        ("$ python\nSegmentation fault\n\n", "Segmentation fault"),
-    ],
-)
-def test_failure_in_a_failure(tmp_path: Path, log: str, reason: str) -> None:
-    (tmp_path / "log.txt").write_text(log)
-    assert failure_in(tmp_path / "log.txt") == reason
+def test_the_last_line_is_the_reason_if_no_failure_is_found(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("$ python\nSegmentation fault\n\n")
+    assert failure_in(tmp_path / "log.txt") == "Segmentation fault"

@@ -94,37 +94,36 @@ def test_a_page(browser: Any, tmp_path: Path, several: bool) -> None:
         make_run(tmp_path / f"runs/none-{seed}", seed=seed, scores=(60.0, 70.0 + seed))
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "page")]) == 0
     page = tmp_path / "page" / "report.html"
-    charts = drawn(browser, page, 1100)
+    charts, run = drawn(browser, page, 1100), browser.execute_script
     assert charts and all(charts.values())
     assert browser.get_log("browser") == [] and requests(browser) == []
-    buttons = browser.execute_script(
-        "return [...document.querySelector('.modebar').querySelectorAll('button')].map(button => button.ariaLabel)"
+    buttons = run(
+        "return [...document.querySelectorAll('.modebar')[0].querySelectorAll('button')].map(b => b.ariaLabel)"
     )
     assert buttons == ["Download plot as a PNG", "Zoom", "Pan", "Reset axes"], "one could upload the data"
     # Texts stay texts.
     assert browser.title.startswith("Report on 4 runs" if several else "Run ")
-    assert browser.execute_script("return document.querySelectorAll('img:not([src^=\"data:\"]), main b').length") == 0
-    text = browser.execute_script("return document.body.textContent")
+    assert run("return document.querySelectorAll('img:not([src^=\"data:\"]), main b').length") == 0
+    text = run("return document.body.textContent")
     assert text.count("onerror=") > 1 and "\x1b" not in text and r"\x1b[31m" in text
     assert drawn(browser, page, 360).keys() == charts.keys(), "on a phone"
-    browser.execute_script("document.querySelectorAll('details').forEach(details => details.open = true)")
-    root = "document.documentElement"
-    assert browser.execute_script(f"return [{root}.scrollWidth, {root}.clientWidth]") == [360, 360], (
-        "wider than the screen"
+    run("document.querySelectorAll('details').forEach(details => details.open = true)")
+    widths = run("return ['scrollWidth', 'clientWidth'].map(name => document.documentElement[name])")
+    assert widths == [360, 360], "wider than the screen"
+    if several:
+        return
+    loss, validation = charts["Loss"]
+    assert (loss["x"], loss["y"]) == (list(range(1, 41)), pytest.approx(np.linspace(5, 1, 40), rel=1e-5))
+    assert (validation["name"], validation["x"], validation["y"]) == ("validation", [40], [1.5])
+    assert [(trace["x"], trace["y"]) for trace in charts["Scores"]] == [([20, 40], [30, 50])]
+    phases = charts["Where the step time went"]
+    assert sum(np.array(trace["y"]) for trace in phases) == pytest.approx([1.6] * 39, rel=1e-4)
+    smoothed = "return document.querySelector('.plot').data.filter(({ hoverinfo }) => hoverinfo === 'skip')"
+    assert run(f"{smoothed}[0].y") == pytest.approx(np.linspace(5, 1, 40), abs=0.1)
+    run(
+        "const slider = document.querySelector('#smoothing'); slider.value = 0;"
+        " slider.dispatchEvent(new Event('input')); document.querySelector('.keys button').click()"
     )
-    if not several:
-        loss, validation = charts["Loss"]
-        assert (loss["x"], loss["y"]) == (list(range(1, 41)), pytest.approx(np.linspace(5, 1, 40), rel=1e-5))
-        assert (validation["name"], validation["x"], validation["y"]) == ("validation", [40], [1.5])
-        assert [(trace["x"], trace["y"]) for trace in charts["Scores"]] == [([20, 40], [30, 50])]
-        phases = charts["Where the step time went"]
-        assert sum(np.array(trace["y"]) for trace in phases) == pytest.approx([1.6] * 39, rel=1e-4)
-        smoothed = "return document.querySelector('.plot').data.filter(({ hoverinfo }) => hoverinfo === 'skip')"
-        assert browser.execute_script(f"{smoothed}[0].y") == pytest.approx(np.linspace(5, 1, 40), abs=0.1)
-        browser.execute_script(
-            "const slider = document.querySelector('#smoothing'); slider.value = 0;"
-            " slider.dispatchEvent(new Event('input')); document.querySelector('.keys button').click()"
-        )
-        shown = "document.querySelector('.plot').data.map(({ visible }) => visible)"
-        assert browser.execute_script(f"return {shown}") == [False, True], "one curve is hidden, none is smoothed"
-        assert browser.execute_script(f"{smoothed}.length") == 0
+    shown = run("return document.querySelector('.plot').data.map(({ visible }) => visible)")
+    assert shown == [False, True], "one curve is hidden, none is smoothed"
+    assert run(f"{smoothed}.length") == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +91,6 @@ def test_a_finished_run(tmp_path):
     shown = (folder.parent / "page" / "report.html").read_text()
     assert "Not the red box of the shed: in the hall is <mark>the red box</mark>." in shown
     assert "**Finished:** EM 60 and F1 70 after 40 steps in 1 min 10 s on 2 ranks with horovod" in text
-    for words in ("| EM | 60 |", "| F1 | 70 |", "| ranks | 2 |"):
-        assert words in text
     assert "| forward and backward | 1.44 s | 90.0 % |" in text and "| step | 1.6 s | 100.0 % |" in text
     assert "## GPU usage" in text and "| rank 1 | 2 | 1 | 2 | 91 | 91 | 91 | 91 |" in text
     assert "### Right (1)" in text and "### Wrong (1)" in text and "| gold | the red box |" in text
@@ -124,16 +121,6 @@ def test_lines_of_steps_in_disorder_are_left_out(tmp_path):
     assert read.steps["step"].tolist() == [1, 2, 3, 4]
     text = page(folder)
     assert "lines without a step that increases are left out (3)" in text and "nan" not in text
-
-
-def test_step_times_of_the_warm_up_only(tmp_path):
-    folder = make_run(tmp_path / "run")
-    first, *rest = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    rest = [{key: value for key, value in row.items() if key != "step_s"} for row in rest]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (first, *rest)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert "Where the step time went" in page(folder)
 
 
 def test_an_evaluation_in_the_folder_of_a_training(tmp_path):
@@ -188,9 +175,6 @@ def test_skipped_steps_are_shown_with_their_windows(tmp_path):
     assert "10 earlier events are not shown" in text and "| 10 | -" in text and "| 9 | -" not in text
 
 
-# Settings on the report's pages: what differs from the defaults, and between runs
-
-
 def made(folder: Path, text: str, **results: object) -> record.Record:
     make_run(folder, **results)  # type: ignore[arg-type]
     (folder / "train_config.yaml").write_text(text)
@@ -200,28 +184,23 @@ def made(folder: Path, text: str, **results: object) -> record.Record:
 def test_few_differences_are_a_row_per_run(tmp_path):
     records = [made(tmp_path / str(seed), f"seed: {seed}\noutput_dir: {seed}\n", seed=seed) for seed in range(3)]
     grid = parts.differences(records)
-    assert grid.head == ["run", "--seed"]
-    assert grid.rows == [[str(tmp_path / str(seed)), str(seed)] for seed in range(3)]
+    assert [grid.head, grid.rows[2]] == [["run", "--seed"], [str(tmp_path / "2"), "2"]]
 
 
 def test_many_differences_are_a_column_per_run(tmp_path):
-    first = made(tmp_path / "a", "seed: 1\nbf16: true\n", device_name="A100")
+    first = made(tmp_path / "a", "seed: 1\nbf16: true\n")
     second = made(tmp_path / "b", "seed: 2\n", versions={"torch": "2.6.0"}, work={"the model": "other"})
     grid = parts.differences([first, second])
     assert grid.head == ["what", str(tmp_path / "a"), str(tmp_path / "b")]
     rows = {row[0]: row[1:] for row in grid.rows}
     assert rows["--seed"] == ["1", "2"] and rows["--bf16"] == ["yes", "-"]
-    assert rows["device name"] == ["A100", "AMD EPYC"] and rows["torch"] == ["2.13.0", "2.6.0"]
-    assert "the model" in rows and "the training data" not in rows
+    assert rows["torch"] == ["2.13.0", "2.6.0"] and "the model" in rows and "the training data" not in rows
 
 
 def test_charts_of_two_tasks_have_their_units(tmp_path):
     for unit, score in (("windows", "exact_match"), ("images", "accuracy")):
-        folder = make_run(tmp_path / unit, unit=unit)
-        with (folder / "metrics.jsonl").open("a") as file:
+        with (make_run(tmp_path / unit, unit=unit, scores={score: 0.5}) / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 41, f"eval_{score}": 0.5}) + "\n")
-        results = json.loads((folder / "train_results.json").read_text()) | {"scores": [score]}
-        (folder / "train_results.json").write_text(json.dumps(results))
     charts = parts.of_runs([record.read(tmp_path / unit) for unit in ("windows", "images")])
     units = {chart.title: chart.y_title for chart in charts}
     assert (units["EM"], units["accuracy"], units["Throughput"]) == ("percent", "score", "windows/s or images/s")

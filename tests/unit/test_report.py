@@ -5,17 +5,15 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import math
 import re
 from pathlib import Path
 
 import pytest
 from documented import undocumented
 from made_runs import make_run
-from matplotlib.figure import Figure
 from PIL import Image
 
-from hvd_bert.tools.report import comparability, plots
+from hvd_bert.tools.report import plots
 from hvd_bert.tools.report.__main__ import main
 from hvd_bert.tools.runs import reading
 
@@ -111,14 +109,15 @@ def test_processes_memory_and_scores(tmp_path):
 
 
 # Lab report B: five times as fast under DDP on two GPUs as on one. None of the possible reasons may give a speed-up.
-LAB_B = {
-    "other windows": ({"work": {"--max_seq_length": 128}}, "--max_seq_length is 128, the baseline's 384"),
-    "fewer steps": ({"steps": 16}, "neither the same steps (16, the baseline's 40) nor the same windows (256"),
-    "nothing learned": ({"last_loss": 4.9, "loss": 5.0}, "the losses do not agree"),
-}
+LAB_B = [
+    ({"work": {"--max_seq_length": 128}}, "--max_seq_length is 128, the baseline's 384"),
+    ({"steps": 16}, "neither the same steps (16, the baseline's 40) nor the same windows (256"),
+    ({"last_loss": 4.9, "loss": 5.0}, "the losses do not agree"),
+    ({"threads_per_rank": 2}, "2 thread(s) per rank, the baseline's 1"),
+]
 
 
-@pytest.mark.parametrize(("changed", "reason"), LAB_B.values(), ids=LAB_B)
+@pytest.mark.parametrize(("changed", "reason"), LAB_B)
 def test_five_times_faster_on_two_gpus_has_no_speedup(tmp_path, capsys, changed, reason):
     make_run(tmp_path / "runs/baseline", "none", 1, 8, 10)
     make_run(tmp_path / "runs/ddp", "ddp", 2, 16, 51.2, **changed)
@@ -132,21 +131,18 @@ def test_five_times_faster_on_two_gpus_has_no_speedup(tmp_path, capsys, changed,
     assert reason in message and not any("5.12" in text for text in (message, *shown))
 
 
-ALONE = {
-    "steps": ([{}], {"steps": 50}, "steps: 50, the baseline's 40"),
-    "rate": ([{}], {"learning_rate": 1e-4}, "learning rate: 0.0001, the baseline's 5e-05"),
-    "threads": ([{"threads_per_rank": 2}], {}, "1 thread(s) per rank, the baseline's 2"),
-    "repeats": ([{"loss": 4.0}, {}], {}, "the baseline's own repeats do not agree"),
-}
-
-
-@pytest.mark.parametrize(("baselines", "changed", "reason"), ALONE.values(), ids=ALONE)
-def test_runs_of_which_no_two_can_be_compared(tmp_path, capsys, baselines, changed, reason):
-    for number, base in enumerate(baselines):
-        make_run(tmp_path / f"runs/none-{number}", **base)
+@pytest.mark.parametrize(
+    ("losses", "changed", "reason"),
+    [
+        ([5.0], {"learning_rate": 1e-4}, "learning rate: 0.0001, the baseline's 5e-05"),
+        ([4.0, 5.0], {}, "the baseline's own repeats do not agree"),
+    ],
+)
+def test_runs_of_which_no_two_can_be_compared(tmp_path, capsys, losses, changed, reason):
+    for loss in losses:
+        make_run(tmp_path / f"runs/none-{loss}", loss=loss)
     make_run(tmp_path / "runs/ddp", "ddp", 2, windows_per_s=51.2, **changed)
-    rows = report(tmp_path)
-    assert {row["speedup"] for row in rows if row["reason"]} <= {""} and sum(row["speedup"] != "" for row in rows) <= 1
+    assert sum(row["speedup"] != "" for row in report(tmp_path)) <= 1
     text = markdown(tmp_path)
     assert "No two of these runs can be compared for speed" in text and "## Without a speed-up" in text
     assert "Baseline:" not in text and reason in capsys.readouterr().out
@@ -163,8 +159,7 @@ NOISY = {"work": {"--dropout": None}}
         ({"every": 5}, {"every": 2}, ""),  # means over different steps
         # The last ten of 40 steps: 5 - 4 * 34.5 / 39 = 1.4615 in the mean.
         (NOISY, NOISY | {"loss": 5.5, "last_loss": 1.08}, ""),  # 1.5898, 8.8 % more
-        (NOISY, NOISY | {"loss": 5.5, "last_loss": 1.15}, "the mean of the last quarter is 1.652"),  # 13 % more
-        ({}, {"seed": 7, "loss": 5.5, "last_loss": 1.15}, "the mean of the last quarter is 1.652"),
+        ({}, {"seed": 7, "loss": 5.5, "last_loss": 1.15}, "the mean of the last quarter is 1.652"),  # 13 % more
         ({"loss": 0.001, "last_loss": 0.001}, {"loss": 0.004, "last_loss": 0.004, "seed": 7}, ""),  # near zero
     ],
 )
@@ -173,15 +168,6 @@ def test_losses_that_agree(tmp_path, base, other, reason):
     make_run(tmp_path / "runs/ddp", "ddp", 2, **other)
     found = row(report(tmp_path), "strong", "ddp", 2)
     assert reason in found["reason"] and (found["speedup"] == "") == bool(reason)
-
-
-@pytest.mark.parametrize(("step", "loss"), [(1, math.nan), (39, math.nan), (1, math.inf)])
-def test_losses_that_are_no_numbers_do_not_agree(tmp_path, step, loss):
-    one, other = (reading.read(make_run(tmp_path / name)) for name in ("one", "other"))
-    reference, group = comparability.Group((one,), "one"), comparability.Group((other,), "other")
-    assert comparability.losses_differ(reference, group) == ""
-    other.lines["loss"][step - 1] = loss
-    assert comparability.losses_differ(reference, group)
 
 
 def test_weak_scaling_compares_losses_on_as_many_devices(tmp_path):
@@ -202,7 +188,8 @@ def test_other_hardware_is_left_out_and_one_world_size_is_side_by_side(tmp_path)
     make_run(tmp_path / "runs/ddp", "ddp", 2, windows_per_s=19)
     make_run(tmp_path / "runs/gpu", "horovod", 4, windows_per_s=900, device_name="NVIDIA A100")
     rows = report(tmp_path)
-    assert float(row(rows, "side by side", "ddp", 2)["speedup"]) == pytest.approx(0.95)
+    ddp = row(rows, "side by side", "ddp", 2)
+    assert (float(ddp["speedup"]), ddp["speedup_least"]) == (pytest.approx(0.95), ""), "a single run has no range"
     assert "## Side by side on 2 devices: global batch 16" in markdown(tmp_path)
     runs = read_csv(tmp_path / "out/runs.csv")
     assert len(rows) == 2 and undocumented(rows, "Report CSV files") == undocumented(runs, "Report CSV files") == []
@@ -226,17 +213,6 @@ def test_communication_settings_have_rows_and_two_experiments_have_tables(tmp_pa
     ]
     # No plot of the second table replaces one of the first.
     assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == ["scaling_1.png", "scaling_2.png"]
-
-
-@pytest.mark.slow
-def test_close_figures_are_inside_the_plots(tmp_path, monkeypatch):
-    drawn: list[Figure] = []
-    monkeypatch.setattr(plots, "png", lambda figure: drawn.append(figure) or b"")
-    for ranks, speed in ((1, 10.0), (2, 10.1)):
-        make_run(tmp_path / f"runs/{ranks}", "horovod", ranks, windows_per_s=speed)
-    report(tmp_path)
-    for axes in drawn[0].axes:
-        assert max(max(line.get_ydata()) for line in axes.lines) < 0.97 * axes.get_ylim()[1]
 
 
 def test_caveats(tmp_path):
@@ -276,10 +252,7 @@ def test_damaged_and_unfinished_runs_are_left_out(tmp_path, capsys):
 def test_runs_of_tasks_with_different_scores(tmp_path):
     scores = {"answers": {"exact_match": 50.0, "f1": 60.0}, "classes": {"accuracy": 0.75, "f1": 0.5}, "own": {}}
     for place, (name, values) in enumerate(scores.items()):
-        folder = make_run(tmp_path / f"runs/{name}", "ddp", 2**place)
-        results = json.loads((folder / "train_results.json").read_text()) | {"scores": list(values)}
-        (folder / "train_results.json").write_text(json.dumps(results))
-        (folder / "eval_results.json").write_text(json.dumps(values | {"eval_loss": 1.5}))
+        make_run(tmp_path / f"runs/{name}", "ddp", 2**place, scores=values)
     report(tmp_path)
     rows = {Path(row["run"]).name: row for row in read_csv(tmp_path / "out/runs.csv")}
     for name, values in scores.items():
@@ -336,17 +309,12 @@ def without_scripts(page: str) -> str:
 def test_the_page_is_one_file_and_the_plots_are_next_to_the_markdown(tmp_path):
     for ranks in (1, 2, 4, 32):
         make_run(tmp_path / f"runs/{ranks}", "horovod", ranks, 32, 9 * ranks)
-    make_run(tmp_path / "runs/<script>alert(1)", "ddp", 2, device_name="<img src=x>")
     report(tmp_path)
-    page = (tmp_path / "out/report.html").read_text()
-    markup = without_scripts(page)
+    markup = without_scripts((tmp_path / "out/report.html").read_text())
     links = re.findall(r'<[^<>]*\b(?:src|href|srcset|data|action)="([^"]*)"', markup)
-    assert page.count("<img src=") == 1 and all(link.startswith(("data:image/png;base64,", "#")) for link in links)
-    assert "&lt;script&gt;alert(1)" in page and "<script>alert(1)" not in page
+    assert markup.count("<img src=") == 1 and all(link.startswith(("data:image/png;base64,", "#")) for link in links)
     assert not any(word in markup for word in ("url(", "@import", "http:", "https:"))
-    text = markdown(tmp_path)
-    assert "<script>" not in text and "<img" not in text
     (plot,) = (tmp_path / "out").glob("*.png")
-    assert f"]({plot.name})" in text
+    assert f"]({plot.name})" in markdown(tmp_path)
     with Image.open(plot) as image:
         assert image.size[0] >= 1000 and len(set(image.convert("L").tobytes())) > 20  # something is drawn

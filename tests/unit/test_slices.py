@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,22 +19,16 @@ def listed(groups: Groups) -> dict[str, list[int]]:
     return {name: members.tolist() for name, members in groups.items()}
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("What is it?", "what"),
-        ("In what year did Who sing?", "what"),
-        ("To whom does it belong?", "who"),
-        ("Of these, which one is red?", "which"),
-        ("How  many boxes are there?", "how many, how much"),
-        ("About how much is it?", "how many, how much"),
-        ("How long is it?", "how"),
-        ("Whatever the whole somehow shows", "other"),
-        ("箱子是什么颜色？", "other"),  # noqa: RUF001
-    ],
-)
-def test_question_word(text, word):
-    assert slices.question_word(text) == word
+def test_question_words():
+    words = {
+        "What is it?": "what",
+        "In what year did Who sing?": "what",
+        "To whom does it belong?": "who",
+        "How  many boxes are there?": "how many, how much",
+        "How long is it?": "how",
+        "Whatever the whole somehow shows": "other",
+    }
+    assert {text: slices.question_word(text) for text in words} == words
 
 
 def test_groups_by_answer_length():
@@ -50,12 +43,6 @@ def test_groups_by_context_length_are_quartiles():
     groups = listed(slices.by_context_length([question(context=context) for context in contexts]))
     assert groups == {"1-2": [1, 3], "3-4": [5, 7], "5-6": [2, 4], "7-8": [0, 6]}
     assert listed(slices.by_context_length([question(context="one two")] * 3)) == {"2": [0, 1, 2]}
-
-
-def test_groups_by_answer():
-    questions = [question(), question(answers=()), question()]
-    expected = {"all": [0, 1, 2], "with an answer": [0, 2], "without an answer": [1]}
-    assert listed(slices.by_answer(questions)) == expected
 
 
 @given(st.lists(st.builds(question, st.text(), st.just(()) | st.tuples(st.text(min_size=1)), st.text()), min_size=1))

@@ -21,13 +21,8 @@ from hvd_bert.tools.timeline.analysis import Findings
 from hvd_bert.tools.timeline.events import BEGIN, TICK, Recording
 
 
-def found(made: Timeline, folder: Path, ranks: int | None = None) -> Findings:
-    return command.read(made.write(folder / "t.json"), ranks)
-
-
-def texts(capsys: pytest.CaptureFixture[str]) -> str:
-    """Standard output without its line breaks."""
-    return " ".join(capsys.readouterr().out.split())
+def found(made: Timeline, folder: Path) -> Findings:
+    return command.read(made.write(folder / "t.json"))
 
 
 def read_events(path: Path) -> tuple[list[tuple[Any, ...]], Recording]:
@@ -47,24 +42,20 @@ def expected_events(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 NAMES = st.sampled_from(["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "QUEUE", "MPI_ALLREDUCE", "INIT_NCCL", "ADASUM"])
 TIMES = st.integers(0, 99) | st.integers(0, 10**15 - 1)
-TENSORS = st.integers(0, 30)
-EVENT = (
-    st.tuples(st.just("B"), TIMES, TENSORS, NAMES)
-    | st.tuples(st.just("E"), TIMES, TENSORS, st.just(""))
-    | st.tuples(st.just("X"), TIMES, TENSORS, st.integers(0, 1200).map(str))
-    | st.tuples(st.just("i"), TIMES, st.none(), st.just("CYCLE_START"))
-)
+EVENT = st.tuples(st.sampled_from("BEXi"), TIMES, st.integers(0, 30), NAMES, st.integers(0, 1200))
 
 
 @settings(max_examples=60)
 @given(st.lists(EVENT, min_size=1, max_size=80), st.integers(64, 2000))
 def test_reads_the_same_as_json(tmp_path_factory, events, block):
     made = Timeline()
-    for phase, ts, number, name in events:
+    for phase, ts, number, name, rank in events:
         if phase == "i":
-            made.event(phase, ts, name=name, s="g")
+            made.event(phase, ts, name="CYCLE_START", s="g")
+        elif phase == "X":
+            made.event(phase, ts, f"layer.{number}", str(rank), dur=0)
         else:
-            made.event(phase, ts, f"layer.{number}", name, **({"dur": 0} if phase == "X" else {}))
+            made.event(phase, ts, f"layer.{number}", name if phase == "B" else "")
     path = made.write(tmp_path_factory.mktemp("made") / "t.json")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "BLOCK", block)
@@ -87,25 +78,21 @@ def test_files_cut_anywhere(tmp_path):
         assert rows == expected[: len(rows)] and source.cut_short
 
 
-def test_sizes_follow_from_dtype_and_shape(tmp_path):
+@pytest.mark.parametrize(("dtype", "shape", "size"), [("float16", "[30522, 384]", 2 * 30522 * 384), ("odd", "[3]", -1)])
+def test_sizes_follow_from_dtype_and_shape(tmp_path, dtype, shape, size):
     made = Timeline()
-    cases = {("float32", "[30522, 384]"): 4 * 30522 * 384, ("float16", "[7]"): 14, ("odd", "[3]"): -1}
-    for dtype, shape in cases:
-        made.event("B", 1, dtype, "ALLREDUCE")
-        made.event("E", 2, dtype, args={"dtype": dtype, "shape": shape})
-    sizes = Recording().events(made.write(tmp_path / "t.json")).size
-    assert sizes.tolist() == [size for last in cases.values() for size in (-1, last)]
+    made.event("B", 1, "a", "ALLREDUCE")
+    made.event("E", 2, "a", args={"dtype": dtype, "shape": shape})
+    assert Recording().events(made.write(tmp_path / "t.json")).size.tolist() == [-1, size]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("\xef\xbb\xbf[\n]", "has no events"),
-        ('{"version": "1.1", "data": []}', "is not a Horovod timeline"),
         ('{"schemaVersion": 1, "traceEvents": [{"ph": "X"}]}', "is not a Horovod timeline"),
         ('[{"ph": "B", "name": "forward", "ts": 1, "pid": 2}, {"ph": "E", "ts": 3, "pid": 2}]', "events are forward"),
         (START + '{"ph": "i", "name": "CYCLE_START", "ts": 177, "s": "g"}]', "no tensor was sent"),
-        ("\x1f\x8b\x08compressed", "is not a Horovod timeline"),
     ],
 )
 def test_other_files_are_refused_with_the_reason(tmp_path, capsys, content, message):
@@ -116,15 +103,11 @@ def test_other_files_are_refused_with_the_reason(tmp_path, capsys, content, mess
     assert error.startswith(f"hvd_bert: {path} ") and message in error
 
 
-def test_wrong_arguments_are_refused(tmp_path, capsys):
-    path = training(2).write(tmp_path / "t.json")
-    for words, message in (
-        ([tmp_path / "none.json"], "none.json: cannot be read: No such file"),
-        ([tmp_path], f"{tmp_path} is a folder"),
-        ([path, "--html", tmp_path / "no" / "such.html"], "--html"),
-    ):
-        assert command.main([str(word) for word in words]) == EXIT_BAD_INPUT
-        assert message in capsys.readouterr().err
+def test_what_is_no_file_is_refused(tmp_path, capsys):
+    for path, message in ((tmp_path / "none.json", "cannot be read: No such file"), (tmp_path, "is a folder")):
+        assert command.main([str(path)]) == EXIT_BAD_INPUT
+        error = capsys.readouterr().err
+        assert str(path) in error and message in error
 
 
 def test_an_operation_without_end_is_left_out(tmp_path):
@@ -161,8 +144,8 @@ def test_any_damage_is_read_or_refused(tmp_path, cuts):
     assert command.content.page(findings).as_text()
 
 
-@pytest.mark.parametrize("library", ("MPI_ALLREDUCE", "NCCL_ALLREDUCE"))
-def test_phases_messages_and_steps(tmp_path, library):
+def test_phases_messages_and_steps(tmp_path):
+    library = "NCCL_ALLREDUCE"
     seen = found(training(steps=12, library=library), tmp_path)
     assert seen.ranks == 2
     assert seen.covered_s == pytest.approx(2.169)
@@ -183,12 +166,9 @@ def test_phases_messages_and_steps(tmp_path, library):
     assert other.wire_bytes_per_s == pytest.approx(1.5 * other.bytes_per_s)
     step = seen.step
     assert step is not None
-    assert (step.steps, step.messages, step.size) == (11, 2, 3 * 2**20)
-    assert step.step_s == pytest.approx(0.1)
-    assert step.busy_s == pytest.approx(0.03)
-    assert step.exposed_least_s == step.exposed_most_s == pytest.approx(0.01)
-    assert step.hidden_share == pytest.approx(2 / 3)
-    assert step.wait_s == 0
+    assert (step.steps, step.messages, step.size, step.wait_s) == (11, 2, 3 * 2**20, 0)
+    figures = (step.step_s, step.busy_s, step.exposed_least_s, step.exposed_most_s, step.hidden_share)
+    assert figures == pytest.approx((0.1, 0.03, 0.01, 0.01, 2 / 3))
 
 
 @pytest.mark.parametrize(
@@ -224,14 +204,12 @@ def test_a_step_with_few_tensors_lengthens_no_other(tmp_path):
 
 
 def test_the_straggler_is_named(tmp_path):
-    straggler = 2
-    seen = found(training(steps=20, ranks=4, straggler=straggler, by=200_000), tmp_path)
-    rows = {row.rank: row for row in seen.rank_rows}
-    late = rows.pop(straggler)
-    assert (late.last, late.steps, late.of_steps) == (60, 19, 19)
+    seen = found(training(steps=20, ranks=4, straggler=2, by=200_000), tmp_path)
+    late = seen.rank_rows[2]
+    assert (late.last, late.of_steps) == (60, 19)
     assert (late.median_s, late.waited_s) == pytest.approx((0.2, 19 * 0.2), rel=0.011)
-    assert len(rows) == 3 and all(row.last == row.steps == 0 for row in rows.values())
-    assert seen.advice[0].startswith(f"Rank {straggler} is a straggler: it is the last in 19 of 19 steps, by 200 ms")
+    assert [row.steps for row in seen.rank_rows] == [0, 0, 19, 0]
+    assert seen.advice[0].startswith("Rank 2 is a straggler: it is the last in 19 of 19 steps, by 200 ms")
 
 
 def test_no_straggler_is_named_without_ticks_or_with_few_steps(tmp_path):
@@ -266,15 +244,12 @@ def test_advice_follows_from_figures(tmp_path):
 def test_json_and_text(tmp_path, capsys):
     path = str(training(steps=12, straggler=1, by=20_000).write(tmp_path / "t.json"))
     assert command.main([path, "--json"]) == EXIT_OK
-    record = json.loads(capsys.readouterr().out)
-    assert record["step"]["step_s"] == pytest.approx(0.12)
-    assert record["rank_rows"][0]["median_s"] is None  # never late
+    assert json.loads(capsys.readouterr().out)["rank_rows"][0]["median_s"] is None  # never late
     assert command.main([path]) == EXIT_OK
-    text = texts(capsys)
-    for words in ("NEGOTIATE_ALLREDUCE", "rank 1", "Bandwidth: ", "Rank 1 is a straggler"):
-        assert words in text
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Bandwidth: " in text and "Rank 1 is a straggler" in text
     assert command.main([str(training(steps=12, ranks=1).write(tmp_path / "one.json"))]) == EXIT_OK
-    text = texts(capsys)
+    text = " ".join(capsys.readouterr().out.split())
     assert " events of 1 rank in " in text and not any(words in text for words in ("unknown", "name ranks", "MB/s"))
 
 
@@ -289,8 +264,7 @@ def test_the_page_needs_neither_torch_nor_horovod_nor_other_files(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
     page = (tmp_path / "t.html").read_text(encoding="utf-8")
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page) and "url(" not in page
-    for words in ("MPI_ALLREDUCE", "rank 0", "rank 3", "Advice", "Rank 2 is a straggler"):
-        assert words in page
+    assert "MPI_ALLREDUCE" in page and "Rank 2 is a straggler" in page
     # Names are neither commands to the terminal nor markup.
     for shown in (done.stdout, page):
         assert "title" in shown and not {"\x1b", "\x07", "\x9b"} & set(shown)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from hvd_bert.tools.bench import launching, one_run
 from hvd_bert.tools.bench.launching import Machine
 from hvd_bert.tools.bench.one_run import Stopped
 from hvd_bert.tools.runs import reading
-from hvd_bert.tools.runs.reading import Run
 from hvd_bert.tools.tune import __main__ as tune
 
 optuna = pytest.importorskip("optuna")
@@ -31,51 +31,38 @@ CYCLE, GROUPS, FUSION = "HOROVOD_CYCLE_TIME=", "--num_groups=", "HOROVOD_FUSION_
 RATE = "--learning_rate="
 
 
-# The settings
-
-
-def values_of(space: str, *texts: str, environ: Mapping[str, str] | None = None, flags: Sequence[str] = ()) -> object:
-    found = parameters(space, *texts, environ=environ or {}, flags=flags)
-    return {each.name: each.choices or (each.distribution.low, each.distribution.high) for each in found}
-
-
-def parameters(
-    space: str, *texts: str, environ: Mapping[str, str] | None = None, flags: Sequence[str] = ()
-) -> list[Any]:
+def parameters(space: str, *texts: str, flags: Sequence[str] = (), **environ: str) -> list[Any]:
     names = texts or [name for name in spaces.RANGES[space] if name != "fp16"]
     config = command_line.parse([*flags])
-    return [spaces.make_parameter(text, space, flags, config, environ or {}, 4) for text in names]
+    return [spaces.make_parameter(text, space, flags, config, environ, 4) for text in names]
+
+
+def values_of(space: str, *texts: str, **given: Any) -> dict[str, object]:
+    found = parameters(space, *texts, **given)
+    return {each.name: each.choices or (each.distribution.low, each.distribution.high) for each in found}
 
 
 def test_candidates_of_horovods_settings_follow_from_the_users_values() -> None:
     users = {"HOROVOD_CYCLE_TIME": "3.0", "HOROVOD_FUSION_THRESHOLD": str(32 * 2**20)}
     fusion = tuple(size * 2**20 for size in (32, 128, 8, 256))
-    found = values_of(HOROVOD, environ=users, flags=["--num_groups", "8"])
+    found = values_of(HOROVOD, flags=["--num_groups", "8"], **users)
     assert found == {"hierarchical": (0, 1), "cycle": (3, 1, 0.3, 10), "fusion": fusion, "groups": (8, 0, 2)}
     assert values_of(HOROVOD, "fp16", "cycle=5") == {"fp16": ("False", "True"), "cycle": (1, 5)}
     with refused("HOROVOD_CYCLE_TIME=fast"):
-        values_of(HOROVOD, environ={"HOROVOD_CYCLE_TIME": "fast"})
+        values_of(HOROVOD, HOROVOD_CYCLE_TIME="fast")
 
 
 def test_ranges_of_the_training() -> None:
     learning_rate, batch, *_ = parameters(TRAINING, flags=["--per_device_train_batch_size=4"])
     assert (learning_rate.now, learning_rate.distribution) == (5e-5, FloatDistribution(1e-5, 1e-4, log=True))
     assert (batch.now, batch.choices) == (16, (16, 32, 64))
-    assert values_of(TRAINING, "seed=1:9", "lr_scheduler_type=linear,cosine") == {
-        "seed": (1, 9),
-        "lr_scheduler_type": ("linear", "cosine"),
-    }
+    seed, schedule = values_of(TRAINING, "seed=1:9", "lr_scheduler_type=linear,cosine").values()
+    assert (seed, schedule) == ((1, 9), ("linear", "cosine"))
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """A run of 4 ranks on the CPUs of one host, with 4 MB of gradients."""
-    return reading.read(make_run(tmp_path / "run", "horovod", 4))
-
-
-def test_hierarchical_allreduce_is_tested_where_it_has_an_effect(run: Run) -> None:
+def test_hierarchical_allreduce_is_tested_where_it_has_an_effect(tmp_path: Path) -> None:
     (hierarchical,) = parameters(HOROVOD, "hierarchical")
-    on_gpus = {"places": [{"device": "cuda:0"}]}
+    run, on_gpus = reading.read(make_run(tmp_path / "run", "horovod", 4)), {"places": [{"device": "cuda:0"}]}
     for found, tested in (
         (replace(run, hosts=["a", "b"], **on_gpus), True),
         (replace(run, hosts=["a", "b"]), False),  # on CPUs
@@ -83,9 +70,6 @@ def test_hierarchical_allreduce_is_tested_where_it_has_an_effect(run: Run) -> No
         (replace(run, **on_gpus), False),
     ):
         assert hierarchical.has_effect(found) == tested
-
-
-# Horovod's settings
 
 
 # Parts of a setting -> their effect on the speed of a pretended run.
@@ -151,47 +135,29 @@ def test_the_settings_to_use_are_printed(pretended, start, tmp_path, capsys) -> 
     assert "ended early" in page and page.count("data:image/png") == 4
 
 
-def test_keep_the_defaults(pretended, start, tmp_path, capsys) -> None:
-    SPEEDS.update({f"{CYCLE}3": 1.004})  # less than a percent
-    assert start("--range", "cycle") == 0
-    output = capsys.readouterr().out
-    assert f"Keep the defaults: {CYCLE}3 (the best found) gains +0.4 %" in output and "export" not in output
-    assert record(tmp_path)["result"]["set"] == []
-
-
-class Pairs:
-    """In place of `Runs`: the ratios of the pairs, noise first; None: the run fails."""
-
-    def __init__(self, *ratios: float | None) -> None:
-        self.ratios = list(ratios)
-        self.launching = self.point = self
-        self.launcher = lambda point: "horovodrun"
-
-    def first(self) -> None: ...
-
-    def pair(self, setting: object, number: int) -> float:
-        ratio = self.ratios.pop(0)
-        if ratio is None:
-            raise trials.TrialFailed("killed")
-        return ratio
-
-
 @pytest.mark.parametrize(
     ("ratios", "gains"),
-    [
+    [  # two pairs of the defaults with themselves, then new ones; None: the run fails
         ((1.0, 1.0, 1.02, 1.02, 1.02), True),
         ((1.0, 0.97, 1.02, 1.02, 1.02), False),  # within the noise
         ((1.0, 1.0, 1.009, 1.009, 1.009), False),  # less than a percent
         ((1.0, 1.0, 1.09, 0.99, 1.09), False),
         ((1.0, 1.0, 1.09, None), False),
-        ((1.0, 1.0, 1.09, math.nan, 1.09), False),
     ],
 )
 def test_a_gain_counts_if_it_is_above_the_noise_in_every_new_pair(ratios, gains) -> None:
+    def pair(setting: object, number: int) -> float:
+        if (ratio := next(left)) is None:
+            raise trials.TrialFailed("killed")
+        return ratio
+
+    left, launched = iter(ratios), SimpleNamespace(launcher=lambda point: "horovodrun")
+    runs = SimpleNamespace(pair=pair, first=lambda: None, point=None, launching=launched)
     study = optuna.create_study(direction="maximize")
     study.add_trial(optuna.create_trial(value=1.1))
-    result, _ = trials.Speed(Pairs(*ratios), 3).answer(study, (f"{CYCLE}3",))
-    assert bool(result["set"]) == gains
+    result, text = trials.Speed(runs, 3).answer(study, (f"{CYCLE}3",))
+    assert bool(result["set"]) == gains == ("export HOROVOD_CYCLE_TIME=3" in text) == ("Keep the defaults" not in text)
+    assert trials.Speed(runs, 3).answer(study, ())[1] == "Keep the defaults: no setting was faster."
 
 
 def test_an_interrupted_tuning_resumes(pretended, start, tmp_path, capsys) -> None:
@@ -199,9 +165,10 @@ def test_an_interrupted_tuning_resumes(pretended, start, tmp_path, capsys) -> No
     pretended.ends = {f"{GROUPS}8": Stopped("SIGINT")}
     assert start() == 75
     assert "Stopped by SIGINT. Rerun the same command to resume." in capsys.readouterr().out
-    pretended.started, pretended.ends = [], {}
+    pretended.started, pretended.ends = [], {f"{GROUPS}8": 1, f"{GROUPS}2": None}
     assert start() == 0
-    assert "5 of 20 trials are done" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "5 of 20 trials are done" in output and "bad input (" in output and "it took longer than" in output
     assert f"{GROUPS}8" in pretended.started and f"{CYCLE}10" not in pretended.started
     found, pretended.started = record(tmp_path)["result"], []
     assert start("--minutes", "0") == 0 and record(tmp_path)["result"] == found and not pretended.started
@@ -209,20 +176,10 @@ def test_an_interrupted_tuning_resumes(pretended, start, tmp_path, capsys) -> No
     assert "holds a tuning with other settings: the trainer's flags was" in capsys.readouterr().err
 
 
-def test_a_failing_setting_is_a_row(pretended, start, tmp_path, capsys) -> None:
-    pretended.ends = {f"{GROUPS}8": 1, f"{CYCLE}10": None}
-    assert start() == 0
-    output = capsys.readouterr().out
-    assert "bad input (" in output and "it took longer than" in output
-
-
 def test_failing_defaults_end_the_tuning(pretended, start, capsys) -> None:
     for status, words in ((1, "a run with the defaults failed: bad input ("), (2, "hvd_bert: bad input\n")):
         pretended.ends = {"": status}
         assert start() == status and words in capsys.readouterr().err
-
-
-# The training's settings
 
 
 TRAIN = ("--space", "training", "--trials=12", "--range=learning_rate=1e-5:1e-4:log", "--range=num_train_epochs=2,3")
@@ -274,47 +231,26 @@ def test_a_killed_search_tries_what_an_uninterrupted_one_does(pretended, start, 
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("finished", "damage", "status"),
     [
-        pytest.param(lambda lines: [], id="empty"),
-        pytest.param(lambda lines: [b"[]\n"], id="another file"),
-        pytest.param(lambda lines: [bytes(99)], id="zeros"),
-        pytest.param(lambda lines: lines[1:], id="first line lost"),
-        pytest.param(lambda lines: [*lines[:3], b'{"op_code"\n', *lines[4:]], id="damaged line"),
+        pytest.param(True, lambda lines: [], 2, id="empty"),
+        pytest.param(True, lambda lines: lines[1:], 2, id="first line lost"),
+        pytest.param(True, lambda lines: [*lines[:3], b'{"op_code"\n', *lines[4:]], 2, id="damaged line"),
+        pytest.param(False, lambda lines: [bytes(500)], 2, id="no study"),
+        pytest.param(False, lambda lines: [b'{"op_code":0,"worker_id":"22'], 0, id="cut by a kill"),
     ],
 )
-def test_a_damaged_study_is_refused_and_its_result_stays(pretended, start, tmp_path, capsys, damage) -> None:
-    assert start(*TRAIN, "--trials=2") == 0
-    study, before = tmp_path / "out" / "study.log", record(tmp_path)
-    damaged = b"".join(damage(study.read_bytes().splitlines(keepends=True)))
+def test_a_damaged_study_is_refused_but_not_a_cut_one(pretended, start, tmp_path, capsys, finished, damage, status):
+    pretended.ends = {} if finished else {"": Stopped("SIGTERM")}
+    assert start(*TRAIN, "--trials=2") == (0 if finished else 75)
+    pretended.ends, before, study = {}, record(tmp_path), tmp_path / "out" / "study.log"
+    damaged = b"".join(damage(study.read_bytes().splitlines(keepends=True) if finished else []))
     study.write_bytes(damaged)
-    capsys.readouterr()
-    assert start(*TRAIN, "--trials=2") == 2
-    check_refusal(capsys.readouterr().err.rstrip("\n"), "study.log")
-    assert study.read_bytes() == damaged and record(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    ("content", "status"),
-    [
-        pytest.param(b"notes of mine", 2, id="no study"),
-        pytest.param(bytes(500), 2, id="zeros"),
-        pytest.param(b'{"op_code":0,"worker_id":"22', 0, id="cut by a kill"),
-        pytest.param(b"", 0, id="cut before its first line"),
-    ],
-)
-def test_a_study_without_a_line_is_begun_only_if_a_kill_cut_it(
-    pretended, start, tmp_path, capsys, content, status
-) -> None:
-    pretended.ends = {"": Stopped("SIGTERM")}
-    assert start(*TRAIN, "--trials=2") == 75
-    pretended.ends, study = {}, tmp_path / "out" / "study.log"
-    study.write_bytes(content)
     capsys.readouterr()
     assert start(*TRAIN, "--trials=2") == status
     if status:
         check_refusal(capsys.readouterr().err.rstrip("\n"), "study.log")
-        assert study.read_bytes() == content
+        assert study.read_bytes() == damaged and record(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -331,14 +267,12 @@ def test_a_study_without_a_line_is_begun_only_if_a_kill_cut_it(
         (["--space", "training", "--max_steps", "9"], "--max_steps"),
         (["--space", "training", "--steps", "9"], "--steps"),
         (["--strategy", "ddp"], "--strategy"),
-        (["--num_group", "2"], "--num_groups?"),
-        (["--HOROVOD_AUTOTUNE"], "HOROVOD_AUTOTUNE=1"),
         (["--launcher", "none"], "--launcher none"),
         (["--train_file", "nowhere.json"], "--train_file nowhere.json"),
+        (["--ranks", "2"], "HOROVOD_AUTOTUNE=1"),
     ],
 )
 def test_bad_input(pretended, start, capsys, monkeypatch, flags: list[str], named: str) -> None:
-    if flags[0] == "--HOROVOD_AUTOTUNE":
-        monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
+    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1" if "AUTOTUNE" in named else "0")
     assert start(*flags) == 2
     assert named in capsys.readouterr().err and not pretended.started
