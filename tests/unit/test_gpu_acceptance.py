@@ -1,24 +1,28 @@
-"""benchmarks/gpu_acceptance.py: its table and exit status, and that wrong kernels, sums and losses are found."""
+"""benchmarks/gpu_acceptance.py: its table and exit status, and that each kind of check can fail."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import acceptance_attention
 import acceptance_horovod
 import acceptance_place
 import acceptance_speed
+import acceptance_steps
 import acceptance_training
 import gpu_acceptance
 import pytest
@@ -29,11 +33,11 @@ from refusals import refused
 from hvd_bert.errors import UserError
 from hvd_bert.model.attention import by_window
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT, ROUNDS = Path(__file__).resolve().parents[2], 2
 
 
-def place(tmp_path: Path, device: str = "cpu", gpus: int = 0, seconds: float = 900) -> Place:
-    return Place(device, gpus, "", tmp_path, time.monotonic() + seconds)
+def place(tmp_path: Path, device: str = "cpu", gpus: int = 0, seconds: float = 900, gpu: str = "") -> Place:
+    return Place(device, gpus, gpu, tmp_path, time.monotonic() + seconds, ROUNDS)
 
 
 def raises(error: Exception) -> Any:
@@ -96,6 +100,21 @@ def test_a_command_is_ended_at_the_limit_and_its_line_is_out_of_time(tmp_path, m
     assert -2 < machine.left_s() < 1.5 and lines[1].seconds < 0.5
 
 
+def test_rounds_that_were_measured_count_when_the_time_ends(tmp_path, monkeypatch):
+    def measure(*_: object) -> dict[str, Any]:
+        if next(calls) == 5:
+            raise OutOfTime("at the limit")
+        return {"figures": {}}
+
+    calls = itertools.count(1)
+    monkeypatch.setattr(acceptance_speed, "measure_ours", measure)
+    monkeypatch.setattr(acceptance_speed, "has_peer", lambda: False)
+    rounds, machine = acceptance_speed.Rounds(), replace(place(tmp_path), rounds=3)
+    assert [len(rounds.read(machine, name)) for name in acceptance_speed.OURS] == [2, 2]
+    with pytest.raises(OutOfTime):
+        rounds.read(machine, next(iter(acceptance_speed.PEERS)))
+
+
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
 def test_the_script_needs_a_driver_before_it_installs_anything():
     words = ["bash", str(ROOT / "scripts/gpu_acceptance.sh")]
@@ -127,14 +146,51 @@ def test_wrong_kernels_are_found_next_to_right_ones(monkeypatch, kernel):
     assert outcome.passed is False and outcome.found.startswith("wrong: it")
 
 
-@pytest.mark.parametrize(("factor", "right"), [(1, True), (math.nan, False), (1 + 2**-20, False)])
-def test_wrong_sums_of_horovod_are_found(factor, right):
-    hvd = SimpleNamespace(Sum=None, Average=None, synchronize=lambda handle: None)
-    hvd.allreduce = lambda tensor, prescale_factor=factor, **_: tensor * prescale_factor
-    hvd.grouped_allreduce = lambda tensors, **_: [tensor * factor for tensor in tensors]
-    hvd.allreduce_async_ = lambda tensor, prescale_factor, **_: tensor.mul_(prescale_factor * factor)
-    assert acceptance_horovod.sums(hvd, torch.device("cpu"), torch.float32) == right
-    assert acceptance_horovod.waits_for_products(hvd, torch.device("cpu")) == right
+class Horovod:
+    """In place of Horovod: `change` is what its sums make of the right ones; without it the hooks send nothing."""
+
+    Sum = Average = None
+
+    def __init__(self, change: Any) -> None:
+        self.change = change or (lambda tensor: tensor)
+        self._handles = [0, 1] if change else []
+        self._register_hooks = lambda: None
+        self.skip_synchronize = contextlib.nullcontext
+
+    def allreduce(self, tensor: Any, prescale_factor: float = 1.0, **__: Any) -> Any:
+        return self.change(tensor * prescale_factor)
+
+    def grouped_allreduce(self, tensors: Any, **_: Any) -> Any:
+        return [self.change(tensor) for tensor in tensors]
+
+    def allreduce_async_(self, tensor: Any, prescale_factor: float, **_: Any) -> None:
+        tensor.copy_(self.change(tensor * prescale_factor))
+
+    def DistributedOptimizer(self, optimizer: Any, named_parameters: Any) -> Any:
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self.step, self.zero_grad = optimizer.step, optimizer.zero_grad
+        return self
+
+    def synchronize(self, *handles: Any) -> None:
+        for parameter in [] if handles else self.parameters:
+            parameter.grad = self.change(parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("change", "right"),
+    [
+        (lambda tensor: tensor.clone(), [True, True, True]),
+        (lambda tensor: tensor * math.nan, [False, False, False]),
+        (lambda tensor: tensor * (1 + 2**-20), [False, False, False]),
+        (None, [True, True, False]),
+    ],
+    ids=["right", "NaN", "off by a little", "hooks that send nothing"],
+)
+def test_wrong_sums_and_hooks_of_horovod_are_found(change, right):
+    hvd, device = Horovod(change), torch.device("cpu")
+    sums = acceptance_horovod.sums(hvd, device, torch.float32)
+    waits = acceptance_horovod.waits_for_products(hvd, device)
+    assert [sums, waits, acceptance_horovod.hooks(hvd, device)] == right
 
 
 @pytest.mark.slow
@@ -145,6 +201,50 @@ def test_horovods_sums_and_hooks_are_right_here_and_not_needed(tmp_path, monkeyp
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NotHere):
         acceptance_horovod.check_apart(place(tmp_path))
+
+
+def test_torchs_reports_of_waits_are_counted(monkeypatch):
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with acceptance_steps.counted_waits() as waits:
+        warnings.warn("called a synchronizing CUDA operation (warn_or_error_on_sync)", stacklevel=1)
+        warnings.warn("called a synchronizing CUDA operation (warn_or_error_on_sync)", stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+    assert (len(waits), modes) == (2, ["warn", "default"])
+
+
+def test_measurements_fail_below_their_goals_and_pass_at_them(tmp_path, monkeypatch):
+    """The figures of the programs are written here: 2 H100, with the speed of `speed` times the goals."""
+    monkeypatch.setattr(acceptance_speed, "has_peer", lambda: True)
+    monkeypatch.setattr(acceptance_speed, "window_flops", lambda place: 2e11)
+    for speed, waits, result in ((1.0, 0, "pass"), (0.99, 1, "FAIL"), (math.nan, 1, "FAIL")):
+        machine = place(tmp_path / str(speed), "cuda", 2, gpu="NVIDIA H100 80GB HBM3")
+        machine.out.mkdir()
+        rounds = acceptance_speed.Rounds()
+        rounds._measured = True
+        figures = {
+            "windows_per_s": 900,
+            "useful_gflops": speed * 650 * 2e11 / 1e9,
+            "mfu": 0.5,
+            "tokens_per_s": 1300 * speed,
+        }
+        for name in acceptance_speed.OURS:
+            rounds.records[name] = [{"figures": {key: {"median": value} for key, value in figures.items()}}] * 3
+        for name in acceptance_speed.PEERS:
+            rounds.records[name] = [{"figures": {"tokens_per_s": {"median": 1000.0}}}] * 3
+        steps = {"waits": waits, "steps": 9, "training_per_s": 900.0, "evaluation_per_s": 1350 * speed}
+        scaling = {"figures": {"windows_per_s": {"median": 2 * 0.97 * 900 * speed}}}
+        for name, record in {"steps": steps, "scaling": scaling}.items():
+            machine.file(name).write_text(json.dumps(record))
+        checks = {
+            "throughput": partial(acceptance_speed.throughput, rounds=rounds, name=next(iter(acceptance_speed.OURS))),
+            "peer": partial(acceptance_speed.over_peer, rounds=rounds),
+            "scaling": partial(acceptance_speed.scaling, rounds=rounds),
+            "waits": acceptance_speed.host_waits,
+            "evaluation": acceptance_speed.evaluation,
+        }
+        lines = {name: gpu_acceptance.run_check(name, "-", check, machine) for name, check in checks.items()}
+        assert {name: line.result for name, line in lines.items()} == dict.fromkeys(checks, result), lines
 
 
 def test_what_needs_two_gpus_is_not_run_on_one(tmp_path):
