@@ -12,6 +12,7 @@ docs/evidence/benchmarks.md describes the variants.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -78,12 +79,11 @@ VARIANTS = {
 
 def trainer_flags(args: argparse.Namespace, model: Path | str, rank_batch: int, seed: int) -> list[str]:
     """This trainer's flags, except for the number of steps and the output folder."""
-    flags = ["--model_name_or_path", str(model), "--train_file", str(args.train_file), "--no_do_eval"]
-    flags += ["--per_device_train_batch_size", str(rank_batch), "--learning_rate", str(LEARNING_RATE)]
-    flags += ["--warmup_ratio", "0", "--seed", str(seed)]
-    flags += ["--max_seq_length", str(args.max_seq_length), "--doc_stride", str(min(128, args.max_seq_length // 3))]
-    flags += ["--max_train_samples", str(args.max_train_samples)] if args.max_train_samples else []
-    return [*flags, "--eval_strategy", "no", "--save_steps", "0"]
+    flags = f"--no_do_eval --eval_strategy no --save_steps 0 --warmup_ratio 0 --seed {seed}"
+    flags += f" --learning_rate {LEARNING_RATE} --per_device_train_batch_size {rank_batch}"
+    flags += f" --max_seq_length {args.max_seq_length} --doc_stride {min(128, args.max_seq_length // 3)}"
+    flags += f" --max_train_samples {args.max_train_samples}" if args.max_train_samples else ""
+    return ["--model_name_or_path", str(model), "--train_file", str(args.train_file), *flags.split()]
 
 
 def prepare(args: argparse.Namespace) -> dict[str, float]:
@@ -194,9 +194,8 @@ def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float)
     Raises UserError if it is above `tolerance`, or if a loss is missing, NaN or infinite: the speed of variants that
     train differently must not be compared.
     """
-    by_variant = np.array([[math.nan if loss is None else loss for loss in row] for row in _equally_long(losses)])
-    reference = by_variant[:1]
-    worst = float(np.abs((by_variant - reference) / reference).max(initial=0.0)) if reference.size else math.nan
+    steps = np.array([*itertools.zip_longest(*losses.values())], dtype=float)  # None becomes NaN
+    worst = float(np.abs(steps.T / steps.T[0] - 1).max()) if steps.size else math.nan
     if not worst <= tolerance:
         said = "\n".join(f"  {name:12} {' '.join(map(str, values))}" for name, values in losses.items())
         raise UserError(
@@ -204,12 +203,6 @@ def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float)
             f" {tolerance:.1e}: the variants do not train alike, so their speeds are not compared.\n{said}"
         )
     return worst
-
-
-def _equally_long(losses: Mapping[str, Sequence[float | None]]) -> list[list[float | None]]:
-    """The losses, with None for the steps that a variant lacks."""
-    longest = max(map(len, losses.values()))
-    return [[*values, *[None] * (longest - len(values))] for values in losses.values()]
 
 
 def compare(args: argparse.Namespace) -> dict[str, list[Rates]]:
@@ -300,15 +293,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     worst = check_losses(losses, args.tolerance)
     print(f"The losses agree to {worst:.1e}.", file=sys.stderr, flush=True)
     runs = compare(args)
-    commands = {name: command(name, args, args.out / name, sum(count_steps(name, args)), args.seed) for name in runs}
     record = {
         "command": shlex.join(sys.orig_argv),
         **machine(),
-        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
         **data,
         "preflight": {"losses": losses, "largest_relative_difference": worst},
-        "environments": {name: VARIANTS[name].environment for name in runs},
-        "commands": {name: shlex.join(words) for name, words in commands.items()},
         "runs": runs,
         "ratios": {name: {rate: ratios(runs, name, rate) for rate in (WINDOWS, TOKENS)} for name in runs},
     }
