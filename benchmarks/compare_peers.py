@@ -31,6 +31,7 @@ import pyarrow as pa
 from shared import end, in_turns, launch_environment, machine, make_folder, markdown_table, peer_columns, run, spread
 
 from hvd_bert.config import command_line
+from hvd_bert.config.parser import Limits, Parser, add_number
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.tasks.question_answering import QuestionAnswering
@@ -54,15 +55,14 @@ ALLOCATOR = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train, this trainer or its peer. `padded`: every window to --max_seq_length; `fp32`: also with --bf16;
-    `shuffling`: flags that the preflight omits, since it needs the windows in order."""
+    """A way to train, this trainer or its peer. `padded`: every window to --max_seq_length; `shuffling`: flags that the
+    preflight omits, since it needs the windows in order."""
 
     label: str
     peer: bool = True
     flags: Sequence[str] = ()
     shuffling: Sequence[str] = ()
     padded: bool = False
-    fp32: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -71,7 +71,6 @@ HF_BEST += ["--ddp_find_unused_parameters", "False"]
 GROUPED = ("--train_sampling_strategy", "group_by_length")
 VARIANTS = {
     "ours": Variant("this trainer", peer=False),
-    "ours_fp32": Variant("this trainer in fp32, next to --bf16", peer=False, fp32=True),
     "hf_run_qa": Variant("HF Trainer as run_qa sets it", padded=True),
     "hf_best": Variant("HF Trainer, best flags", flags=HF_BEST, shuffling=GROUPED, environment=ALLOCATOR),
 }
@@ -121,7 +120,7 @@ def command(name: str, args: argparse.Namespace, out: Path, steps: int, seed: in
     rank_batch = 1 if preflight else args.per_device_train_batch_size
     used_seed = args.seed if seed is None else seed
     common = ["--max_steps", str(steps), "--output_dir", str(out)]
-    common += ["--bf16"] if args.bf16 and not variant.fp32 else []
+    common += ["--bf16"] if args.bf16 else []
     if not variant.peer:
         start = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(args.ranks), sys.executable, "-m"]
         # Few lines, of which one is where the timed steps begin.
@@ -244,40 +243,39 @@ def table(runs: Mapping[str, Sequence[Rates]]) -> str:
     return markdown_table(head, rows)
 
 
+# The HF Trainer sorts 50 batches of a rank at a time by length, the longest first. 25 timed steps of two ranks are one
+# such group, so they have long and short windows in the data's proportions.
+NUMBERS = (
+    ("--repeats", 3, "Rounds."),
+    ("--steps", 25, "Timed steps per run."),
+    ("--padded_steps", 10, "Timed steps, and at most as many untimed ones, if every window is padded."),
+    ("--preflight_steps", 4, "Steps whose losses must agree."),
+    ("--ranks", 2, "World size."),
+    ("--threads", 1, "Threads per rank."),
+    ("--per_device_train_batch_size", 8, "Windows per rank."),
+    ("--max_seq_length", 384, "Maximum tokens per window."),
+    ("--max_train_samples", None, "Use only the first questions. (default: all)"),
+)
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(description="Compare the speed of this trainer with its peers.")
+    parser = Parser(description="Compare the speed of this trainer with its peers.")
     add = parser.add_argument
     add("--model_name_or_path", required=True, help="Folder or hub name of a BERT.")
     add("--train_file", type=Path, required=True, help="SQuAD file.")
     add("--out", type=Path, required=True, help="New folder to work in.")
-    add("--variants", nargs="+", choices=list(VARIANTS), help="(default: all; ours_fp32 only with --bf16)")
-    add("--repeats", type=int, default=3, help="Rounds. (default: %(default)s)")
-    add("--warmup", type=int, default=5, help="Untimed steps per run. (default: %(default)s)")
-    # The HF Trainer sorts 50 batches of a rank at a time by length, the longest first. 25 steps of two ranks are one
-    # such group, so they have long and short windows in the data's proportions.
-    add("--steps", type=int, default=25, help="Timed steps per run. (default: %(default)s)")
-    padded_help = "Timed steps, and at most as many untimed ones, if every window is padded. (default: %(default)s)"
-    add("--padded_steps", type=int, default=10, help=padded_help)
-    add("--preflight_steps", type=int, default=4, help="Steps whose losses must agree. (default: %(default)s)")
-    add("--tolerance", type=float, help="Their maximum relative difference. (default: 1e-4, with --bf16 0.02)")
-    add("--ranks", type=int, default=2, help="World size. (default: %(default)s)")
-    add("--threads", type=int, default=1, help="Threads per rank. (default: %(default)s)")
-    add("--per_device_train_batch_size", type=int, default=8, help="Windows per rank. (default: %(default)s)")
-    add("--max_seq_length", type=int, default=384, help="Maximum tokens per window. (default: %(default)s)")
-    add("--max_train_samples", type=int, help="Use only the first questions. (default: all)")
-    add("--bf16", action="store_true", help="Train in bfloat16 autocast, except for ours_fp32.")
-    add("--seed", type=int, default=42, help="Seed of the first round; each round has its own. (default: %(default)s)")
-    add("--timeout", type=float, default=1800.0, help="Maximum seconds per run. (default: %(default)g)")
+    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="(default: all)")
+    add("--bf16", action="store_true", help="Train in bfloat16 autocast.")
+    for name, default, text in NUMBERS:
+        add_number(parser, name, default, text, Limits(minimum=1))
+    add_number(parser, "--warmup", 5, "Untimed steps per run.", Limits(minimum=0))
+    add_number(parser, "--seed", 42, "Seed of the first round; each round has its own.", Limits(minimum=0))
+    tolerance = "Maximum relative difference of the preflight's losses. (default: 1e-4, with --bf16 0.02)"
+    add_number(parser, "--tolerance", None, tolerance, Limits(above=0), "X")
+    add_number(parser, "--timeout", 1800.0, "Maximum seconds per run.", Limits(above=0), "S")
     args = parser.parse_args(argv)
-    args.variants = args.variants or [name for name in VARIANTS if args.bf16 or not VARIANTS[name].fp32]
-    if args.tolerance is None:
-        args.tolerance = 0.02 if args.bf16 else 1e-4
-    for name in ("repeats", "steps", "padded_steps", "preflight_steps", "ranks", "threads", "max_train_samples"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
-    if args.warmup < 0:
-        parser.error(f"--warmup {args.warmup}: must not be negative")
+    args.tolerance = args.tolerance or (0.02 if args.bf16 else 1e-4)
     return args
 
 

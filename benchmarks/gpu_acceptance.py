@@ -32,6 +32,7 @@ import torch
 from acceptance_place import NotHere, Outcome, OutOfTime, Place
 from shared import end, machine, make_folder, markdown_table
 
+from hvd_bert.config.parser import Limits, Parser, add_number
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import probes
@@ -101,20 +102,17 @@ def driver() -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Check and measure this package on this machine's GPUs.")
+    parser = Parser(description="Check and measure this package on this machine's GPUs.")
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/gpu_acceptance"), help="New folder. (default: %(default)s)")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
-    minutes_help = "Time for all checks. The command that then runs is terminated. (default: %(default)g)"
-    add("--minutes", type=float, default=15.0, help=minutes_help)
-    add("--rounds", type=int, help="Most rounds of the measurements in turns. (default: 3, on the CPU 1)")
+    minutes = "Time for all checks. The command that then runs is terminated."
+    add_number(parser, "--minutes", 15.0, minutes, Limits(above=0), "M")
+    rounds = "Most rounds of the measurements in turns. (default: 3, on the CPU 1)"
+    add_number(parser, "--rounds", None, rounds, Limits(minimum=1))
     add("--only", nargs="+", metavar="WORD", help="Only checks with one of these words in their names. (default: all)")
     args = parser.parse_args(argv)
-    if not args.minutes > 0:
-        parser.error(f"--minutes {args.minutes:g}: must be above 0")
-    args.rounds = args.rounds if args.rounds is not None else 3 if args.device == "cuda" else 1
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: must be at least 1")
+    args.rounds = args.rounds or (3 if args.device == "cuda" else 1)
     return args
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.machine import cpu_name, package_version
@@ -20,7 +20,6 @@ from hvd_bert.machine import cpu_name, package_version
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "horovod", "transformers", "accelerate", "datasets", "numpy")
 SMALL_RUN = "--config sample --max_train_samples 64 --max_eval_samples 4 --per_device_train_batch_size 4 --dropout 0.1"
-T = TypeVar("T")
 
 
 def machine() -> dict[str, Any]:
@@ -94,7 +93,7 @@ def write_record(record: dict[str, Any], out: Path | None) -> None:
         out.write_text(text + "\n", encoding="utf-8")
 
 
-def in_turns(names: Sequence[T], number: int) -> Sequence[T]:
+def in_turns(names: Sequence[str], number: int) -> Sequence[str]:
     """The order of a round: every second one is reversed, so that a drift of the machine's speed favours no variant."""
     return names if number % 2 == 0 else names[::-1]
 
