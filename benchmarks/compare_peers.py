@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from shared import end, in_turns, launch_environment, machine, make_folder, markdown_table, peer_columns, run, spread
 
 from hvd_bert.config import command_line
@@ -85,10 +84,10 @@ def trainer_flags(args: argparse.Namespace, model: Path | str, rank_batch: int, 
     return ["--model_name_or_path", str(model), "--train_file", str(args.train_file), *flags.split()]
 
 
-def prepare(args: argparse.Namespace) -> dict[str, float]:
+def prepare(args: argparse.Namespace) -> None:
     """Write what the variants read to --out: the model with and without dropout, and tables of windows.
 
-    The tables have the order in which this trainer takes windows one by one. Returns the numbers of windows and tokens.
+    The tables have the order in which this trainer takes windows one by one.
     """
     from datasets import Dataset, disable_progress_bars
 
@@ -101,12 +100,10 @@ def prepare(args: argparse.Namespace) -> dict[str, float]:
         task.save(args.out / name)
     assert task.train and task.plan
     order = np.concatenate([task.plan.step_windows(step) for step in range(task.plan.steps_per_epoch)])
-    rows = pa.Table.from_batches(task.train.windows.batches).take(order).to_pydict()
-    features = peer_columns(*(rows[name] for name in ("input_ids", "context_start", "start_position", "end_position")))
+    features = peer_columns(task.train.windows, order)
     Dataset.from_dict(features).save_to_disk(args.out / "windows")
     padded = task.tokenizer.pad(features, padding="max_length", max_length=args.max_seq_length)
     Dataset.from_dict(dict(padded)).save_to_disk(args.out / "padded_windows")
-    return {"windows": len(order), "mean_tokens": statistics.fmean(map(len, features["input_ids"]))}
 
 
 def command(name: str, args: argparse.Namespace, out: Path, steps: int, seed: int | None) -> list[str]:
@@ -209,19 +206,14 @@ def compare(args: argparse.Namespace) -> dict[str, list[Rates]]:
     runs: dict[str, list[Rates]] = {name: [] for name in args.variants}
     for number in range(args.repeats):
         for name in in_turns(args.variants, number):
-            warmup, steps = count_steps(name, args)
+            warmup, steps = args.warmup, args.steps
+            if VARIANTS[name].padded:  # fewer, since all steps do the same work
+                warmup, steps = min(warmup, args.padded_steps), args.padded_steps
             rows = train(name, args, f"round{number + 1}-{name}", warmup + steps, args.seed + number)
             rates = timing(rows, warmup, steps, args.per_device_train_batch_size * args.ranks)
             print(f"  {rates[WINDOWS]:.2f} windows/s", file=sys.stderr, flush=True)
             runs[name].append(rates)
     return runs
-
-
-def count_steps(name: str, args: argparse.Namespace) -> tuple[int, int]:
-    """Untimed and timed steps. Fewer if every window is padded, since all steps then do the same work."""
-    if VARIANTS[name].padded:
-        return min(args.warmup, args.padded_steps), args.padded_steps
-    return args.warmup, args.steps
 
 
 def ratios(runs: Mapping[str, Sequence[Rates]], peer: str, rate: str) -> list[float]:
@@ -283,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prepare, check the losses, compare, print."""
     args = parse(argv)
     make_folder(args.out)
-    data = prepare(args)
+    prepare(args)
     losses = {
         name: [row["loss"] for row in train(name, args, f"preflight-{name}", args.preflight_steps, None)]
         for name in args.variants
@@ -294,7 +286,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = {
         "command": shlex.join(sys.orig_argv),
         **machine(),
-        **data,
         "preflight": {"losses": losses, "largest_relative_difference": worst},
         "runs": runs,
         "ratios": {name: {rate: ratios(runs, name, rate) for rate in (WINDOWS, TOKENS)} for name in runs},
