@@ -9,9 +9,7 @@ times FACTOR, plus a few roundings. Each precision runs in its own process:
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -21,6 +19,7 @@ import torch
 from acceptance_place import Outcome, Place
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.benchmark import Timer
 
 from hvd_bert.model import attention
 from hvd_bert.model.attention import Kernel, Windows, make_windows
@@ -30,7 +29,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LENGTHS = {"cuda": [384, 17, 128, 1, 250, 96, 63, 300], "cpu": [40, 7, 1, 33]}
 HEADS, HEAD_SIZE, REACH, DROPOUT = 12, 64, 16, 0.1
 SCALING = HEAD_SIZE**-0.5
-TIMED = 20
 SIGMAS = 6.0  # allowed deviation of a mean over random numbers
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -120,15 +118,13 @@ class Trial:
 
     def milliseconds(self) -> float:
         """The median time of a forward and a backward pass with dropout."""
-        attend, seconds = self.attend(DROPOUT), []
-        query, key, value = (tensor.detach().requires_grad_() for tensor in self.tensors)
-        for _ in range(TIMED):
-            start = time.perf_counter()
+        attend, (query, key, value) = self.attend(DROPOUT), (t.detach().requires_grad_() for t in self.tensors)
+
+        def both() -> None:
             torch.autograd.grad(attend(query, key, value), [query, key, value], self.upstream)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            seconds.append(time.perf_counter() - start)
-        return 1000 * statistics.median(seconds)
+
+        timer = Timer("both()", globals={"both": both}, num_threads=torch.get_num_threads())
+        return 1000 * timer.blocked_autorange().median
 
 
 def check(device_type: str, precision: str) -> Outcome:
@@ -152,13 +148,8 @@ def check_apart(place: Place, precision: str) -> Outcome:
     return place.outcome(f"attention-{precision}", __file__, precision)
 
 
-CHECKS = {
-    f"attention kernels, {precision}": (
-        f"padded attention, to {FACTOR:g} x torch's own error",
-        partial(check_apart, precision=precision),
-    )
-    for precision in DTYPES
-}
+GOAL = f"padded attention, to {FACTOR:g} x torch's own error"
+CHECKS = {f"attention kernels, {name}": (GOAL, partial(check_apart, precision=name)) for name in DTYPES}
 
 if __name__ == "__main__":
     Path(sys.argv[2]).write_text(json.dumps(asdict(check(sys.argv[1], sys.argv[3]))), encoding="utf-8")

@@ -113,19 +113,20 @@ class Place:
         command = [sys.executable, program, self.device, str(self.file(name)), *words]
         return Outcome(**self.record(name, command, **settings))
 
-    def train(self, name: str, *flags: str, ranks: int = 0, device: str = "", gpus: int = 1) -> Path:
-        """Train on the sample. Returns the output folder. `ranks`: under horovodrun; 0: without a launcher."""
+    def train(self, name: str, *flags: str, ranks: int = 0, **how: Any) -> Path:
+        """Train on the sample. Returns the output folder. `ranks`: under horovodrun; 0: without a launcher. `how`: as
+        for `run`."""
         folder = self.out / name
         words = [sys.executable, "-m", "hvd_bert.train", *SAMPLE, "--output_dir", str(folder), *flags]
-        self.run(name, launched(ranks) + words, device, gpus)
+        self.run(name, launched(ranks) + words, **how)
         return folder
 
-    def train_losses(self, name: str, *flags: str, ranks: int = 0, device: str = "", gpus: int = 1) -> Sequence[Any]:
+    def train_losses(self, name: str, *flags: str, **how: Any) -> Sequence[float | None]:
         """The losses of STEPS steps with a global batch of BATCH windows, without dropout; None: a skipped step. Each
-        run is made once."""
+        run is made once. `how`: as for `train`."""
         if name not in self.losses:
             steps = f"--max_steps {STEPS} --logging_steps 1 --save_steps 0 --global_batch {BATCH}".split()
-            folder = self.train(f"losses-{name}", *steps, *flags, ranks=ranks, device=device, gpus=gpus)
+            folder = self.train(f"losses-{name}", *steps, *flags, **how)
             rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
             self.losses[name] = [row["loss"] for row in rows if "loss" in row]
         return self.losses[name]

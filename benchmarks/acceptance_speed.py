@@ -52,9 +52,10 @@ ON_GPU = ["--tf32", "True", "--dataloader_num_workers", "2", "--dataloader_persi
 def common_flags(place: Place) -> list[str]:
     """For `hvd-bert bench` and the programs that take its flags: BERT-base; on the CPU a smaller one."""
     sizes = SIZES[place.device]
-    flags = ["--bf16", "--strategy", "none", "--max_seq_length", str(sizes["length"])]
-    flags += ["--per_device_train_batch_size", str(sizes["batch"]), "--steps", str(sizes["steps"])]
-    return flags + (["--tf32"] if place.device == "cuda" else ["--model", str(SAMPLE / "six_layers.json")])
+    flags = "--bf16 --strategy none --max_seq_length {length} --per_device_train_batch_size {batch} --steps {steps}"
+    return flags.format(**sizes).split() + (
+        ["--tf32"] if place.device == "cuda" else ["--model", str(SAMPLE / "six_layers.json")]
+    )
 
 
 def model_config(place: Place) -> Any:
@@ -100,10 +101,7 @@ def prepare_peer(place: Place) -> tuple[Path, Path]:
     count = sizes["batch"] * (WARMUP + sizes["peer_steps"])
     lengths = lengths_like_squad(count, sizes["length"], seed=42)
     table = random_windows(lengths, config.vocab_size, seed=42)
-    rows = np.arange(count)
-    ids = [tokens.tolist() for tokens in table.lists("input_ids", rows)]
-    numbers = [table.numbers(name, rows).tolist() for name in ("context_start", "start_position", "end_position")]
-    Dataset.from_dict(peer_columns(ids, *numbers)).save_to_disk(windows)
+    Dataset.from_dict(peer_columns(table, np.arange(count))).save_to_disk(windows)
     return model, windows
 
 
@@ -124,27 +122,27 @@ class Rounds:
 
     def read(self, place: Place, name: str) -> list[dict[str, Any]]:
         """The records of a variant, one per round. Raises UserError if it could not be measured."""
-        if not self._measured:
-            self._measured = True
-            self._measure(place)
+        self.measure(place)
         if name in self.errors:
             raise UserError(self.errors[name])
         if not self.records[name]:
             raise OutOfTime("no time was left for this measurement (--minutes)")
         return self.records[name]
 
-    def _measure(self, place: Place) -> None:
+    def measure(self, place: Place) -> None:
         """In turns, every second round in reverse order. A variant that fails does not keep the others from running."""
+        if self._measured:
+            return
+        self._measured = True
         variants = [*OURS, *(PEERS if has_peer() else ())]
         for number in range(place.rounds):
             if number and place.left_s() < ROUND_S:
                 return
-            for name in in_turns(variants, number):
+            for name in in_turns([name for name in variants if name not in self.errors], number):
                 measure: Callable[..., dict[str, Any]] = measure_ours if name in OURS else measure_peer
                 log = f"round{number + 1}-{'-'.join(name.replace(',', '').split())}"
                 try:
-                    if name not in self.errors:
-                        self.records[name].append(measure(place, (OURS | PEERS)[name], log))
+                    self.records[name].append(measure(place, (OURS | PEERS)[name], log))
                 except OutOfTime:
                     return
                 except Exception as error:
@@ -158,8 +156,8 @@ def window_flops(place: Place) -> float:
 
 def find_stages(gpu: str) -> Sequence[float]:
     """The row of STAGES, if the GPU is a whole one. A part of one (MIG) and a GH200 have no published peak."""
-    found = [stages for name, stages in STAGES.items() if name in gpu]
-    return found[0] if found and published_peak(gpu, "bf16") is not None else ()
+    found = next((stages for name, stages in STAGES.items() if name in gpu), ())
+    return found if published_peak(gpu, "bf16") is not None else ()
 
 
 def staged(text: str, values: Sequence[float], stages: Sequence[float], figures: dict[str, Any]) -> Outcome:
@@ -208,28 +206,23 @@ def over_peer(place: Place, rounds: Rounds) -> Outcome:
 
 def _fastest(place: Place, rounds: Rounds, variants: Iterable[str]) -> tuple[str, list[float]]:
     """The fastest of those that could be measured, with its useful tokens/s per round. Raises UserError without one."""
-    found: dict[str, list[float]] = {}
-    problem = None
-    for name in variants:
-        try:
-            found[name] = rounds.medians(place, name, "tokens_per_s")
-        except UserError as error:
-            problem = error
-    if problem and not found:
-        raise problem
+    rounds.measure(place)
+    measured = [name for name in variants if rounds.records[name] and name not in rounds.errors]
+    found = {name: rounds.medians(place, name, "tokens_per_s") for name in measured or variants}
     return max(found.items(), key=lambda item: statistics.median(item[1]))
 
 
-def _record(place: Place, program: str, name: str, *flags: str, **settings: str) -> dict[str, Any]:
-    """The record of a program of this folder, which may take a word."""
-    file, *word = program.split()
-    words = [sys.executable, str(Path(__file__).with_name(file)), *word, "--out", str(place.file(name))]
+def _record(
+    place: Place, name: str, *flags: str, program: Sequence[str] = ("acceptance_steps.py",), **settings: str
+) -> dict[str, Any]:
+    """The record of a program of this folder, with its first words."""
+    words = [sys.executable, str(Path(__file__).with_name(program[0])), *program[1:], "--out", str(place.file(name))]
     return place.record(name, [*words, *common_flags(place), *flags], **settings)
 
 
 def host_waits(place: Place) -> Outcome:
     """Operations of a training step in which the host waits for the GPU, by torch.cuda.set_sync_debug_mode."""
-    record = _record(place, "acceptance_steps.py", "steps")
+    record = _record(place, "steps")
     if record["waits"] is None:
         raise NotHere("needs a GPU")
     return Outcome(f"{record['waits']} in {record['steps']} steps", record["waits"] == 0 < record["steps"], record)
@@ -237,7 +230,7 @@ def host_waits(place: Place) -> Outcome:
 
 def evaluation(place: Place) -> Outcome:
     """windows/s of passes without gradients over those of training."""
-    record = _record(place, "acceptance_steps.py", "steps")
+    record = _record(place, "steps")
     ratio = record["evaluation_per_s"] / record["training_per_s"]
     found = f"{ratio:.2f} x: {record['evaluation_per_s']:.0f} and {record['training_per_s']:.0f} windows/s"
     return Outcome(found, EVALUATION_GOAL <= ratio < math.inf if place.device == "cuda" else None, record)
@@ -270,8 +263,7 @@ def expandable(place: Place) -> Outcome:
     """Reserved memory and windows/s with torch's expandable segments, and without."""
     if place.device != "cuda":
         raise NotHere("needs a GPU")
-    without = _record(place, "acceptance_steps.py", "steps")
-    with_it = _record(place, "acceptance_steps.py", "steps-expandable", **EXPANDABLE)
+    without, with_it = _record(place, "steps"), _record(place, "steps-expandable", **EXPANDABLE)
     gib = [record["reserved_bytes"] / 2**30 for record in (with_it, without)]
     ratio = with_it["training_per_s"] / without["training_per_s"]
     found = f"{gib[0]:.2f} GiB reserved, {gib[1]:.2f} without; {ratio:.3f} x windows/s"
@@ -284,7 +276,7 @@ def kernels(place: Place) -> Outcome:
     found, records = "", {}
     for batch in (SIZES[place.device]["batch"] // 4, SIZES[place.device]["batch"]):
         flags = ["--steps", "8" if place.device == "cuda" else "2", "--per_device_train_batch_size", str(batch)]
-        records[str(batch)] = record = _record(place, "campaign.py kernels", f"kernels-{batch}", *flags)
+        records[str(batch)] = record = _record(place, f"kernels-{batch}", *flags, program=("campaign.py", "kernels"))
         found += "{launches_per_step:,.0f} and {busy_ms_per_step:.1f} ms at {} windows; ".format(batch, **record)
     found += ", ".join(f"{row['share']:.0%} {row['name'][:40]}" for row in record["kernels"][:3])
     return Outcome(f"{found}, ...", None, records)

@@ -18,6 +18,9 @@ from hvd_bert.errors import UserError
 SAME_PRECISION, HALF_PRECISION, SAME_SUMS = 1e-3, 5e-2, 1e-4
 MAX_SKIPPED = 3  # steps of fp16, until the first scale of the loss fits
 RESUMED_STEP, LAST_STEP = 5, 10
+ALONE = ("--strategy", "none")
+HALF_GOAL = f"those of fp32, to {HALF_PRECISION:g}"
+LOSSES = {"fp32": f"the CPU's, to {SAME_PRECISION:g}", "bf16": HALF_GOAL, "fp16": HALF_GOAL}
 
 Check = Callable[[Place], Outcome]
 
@@ -51,18 +54,13 @@ def compared(
     return Outcome(f"{said} agree to {worst:.1e}", figures=figures | {"worst": worst})
 
 
-def train_alone(place: Place) -> Sequence[float | None]:
-    """The losses in fp32 without a strategy, with which the others are compared."""
-    return place.train_losses("fp32", "--strategy", "none")
-
-
 def precision(place: Place, name: str) -> Outcome:
     """The losses on the GPU are those of fp32, and these are the CPU's."""
+    alone = place.train_losses("fp32", *ALONE)
     if name == "fp32":
-        on_cpu = place.train_losses("cpu", "--strategy", "none", device="cpu")
-        return compared(on_cpu, train_alone(place), SAME_PRECISION)
-    losses = place.train_losses(name, "--strategy", "none", f"--{name}")
-    return compared(train_alone(place), losses, HALF_PRECISION, MAX_SKIPPED if name == "fp16" else 0)
+        return compared(place.train_losses("cpu", *ALONE, device="cpu"), alone, SAME_PRECISION)
+    losses = place.train_losses(name, *ALONE, f"--{name}")
+    return compared(alone, losses, HALF_PRECISION, MAX_SKIPPED if name == "fp16" else 0)
 
 
 def resume(place: Place, name: str) -> Outcome:
@@ -85,7 +83,7 @@ def strategy(place: Place, name: str, several: bool = False) -> Outcome:
     gpus = place.ranks if several else 1
     ranks = 0 if name == "dp" else gpus if several or name == "horovod" else 0
     losses = place.train_losses(f"{name}-{gpus}", "--strategy", name, ranks=ranks, gpus=gpus)
-    return compared(train_alone(place), losses, SAME_PRECISION if several else SAME_SUMS)
+    return compared(place.train_losses("fp32", *ALONE), losses, SAME_PRECISION if several else SAME_SUMS)
 
 
 def allreduce(place: Place) -> Outcome:
@@ -100,12 +98,9 @@ def allreduce(place: Place) -> Outcome:
 
 
 # name -> goal, check
-CHECKS: dict[str, tuple[str, Check]] = {
-    "preflight check": ("no failure", preflight),
-    "losses of 20 steps, fp32": (f"the CPU's, to {SAME_PRECISION:g}", partial(precision, name="fp32")),
-}
-for name in ("bf16", "fp16"):
-    CHECKS[f"losses of 20 steps, {name}"] = (f"those of fp32, to {HALF_PRECISION:g}", partial(precision, name=name))
+CHECKS: dict[str, tuple[str, Check]] = {"preflight check": ("no failure", preflight)}
+for name, goal in LOSSES.items():
+    CHECKS[f"losses of 20 steps, {name}"] = (goal, partial(precision, name=name))
 for name in ("fp32", "bf16"):
     CHECKS[f"resume, --deterministic, {name}"] = ("the same to the bit", partial(resume, name=name))
 for name in ("horovod", "ddp", "fsdp"):

@@ -27,7 +27,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +44,14 @@ if TYPE_CHECKING:
 
 RANKS = 2
 EVERY, BLOCK = 100, 10  # steps between two records; steps of a block, the fastest of which is recorded
-MAX_GROWTH = 0.02
 KERNEL_ROWS = 10
+# What a rank uses: the summary of a tenth of its records, and how much the last tenth's may be of the second's.
+USED: dict[str, tuple[Any, float]] = {
+    "cpu_ms_per_step": (min, 1.02),
+    "rss_mib": (statistics.median, 1.02),
+    "open_files": (max, 1.0),
+    "threads": (max, 1.0),
+}
 # The campaigns that print failures, and how many kills, minutes, stops, steps and evaluations they take.
 NUMBERS = {"kills": 200, "rank_kills": 60, "stops": 100, "steps": 10_000, "evaluations": 1000}
 
@@ -83,23 +88,17 @@ def recorded_run(folder: Path, flags: str) -> dict[str, Any]:
     words = [*small_run(flags), *tiny_bert(folder), "--output_dir", str(folder / "out")]
     command = ["mpirun", "-np", str(RANKS), "--oversubscribe", "--bind-to", "none", sys.executable, __file__]
     subprocess.run([*command, "rank", str(folder), *words], stdout=subprocess.DEVNULL, check=True)
-    ranks = [[json.loads(line) for line in (folder / f"rank{rank}.jsonl").open()] for rank in range(RANKS)]
     figures: dict[str, Any] = {"failures": []}
-    for rank, rows in enumerate(ranks):
-        figures[f"rank {rank}"] = used = growth(rows)
-        limits = {"cpu_ms_per_step": 1 + MAX_GROWTH, "rss_mib": 1 + MAX_GROWTH, "open_files": 1, "threads": 1}
-        grown = [key for key, limit in limits.items() if used[key][1] > limit * used[key][0]]
-        figures["failures"] += [f"rank {rank}: {key} grew from {used[key][0]:g} to {used[key][1]:g}" for key in grown]
+    for rank in range(RANKS):
+        rows = [json.loads(line) for line in (folder / f"rank{rank}.jsonl").open()]
+        tenth = len(rows) // 10
+        parts = rows[tenth : 2 * tenth + 1], rows[-tenth - 1 :]  # the first tenth is warm-up
+        figures[f"rank {rank}"] = used = {}
+        for key, (summary, limit) in USED.items():
+            before, after = used[key] = [summary(row[key] for row in part) for part in parts]
+            if after > limit * before:
+                figures["failures"].append(f"rank {rank}: {key} grew from {before:g} to {after:g}")
     return figures
-
-
-def growth(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """What a rank used in the second tenth of its records, the first being warm-up, and in the last tenth."""
-    tenth = len(rows) // 10
-    parts = rows[tenth : 2 * tenth + 1], rows[-tenth - 1 :]
-    summaries: dict[str, Any] = {"cpu_ms_per_step": min, "rss_mib": statistics.median}
-    summaries |= {"open_files": max, "threads": max}
-    return {key: [summary(row[key] for row in part) for part in parts] for key, summary in summaries.items()}
 
 
 def print_kernels() -> None:
@@ -107,14 +106,14 @@ def print_kernels() -> None:
 
     `--steps` steps are recorded by torch's profiler, after as many that are not. On the CPU: torch's operators.
     """
-    from random_training import prepare
-    from torch.profiler import ProfilerActivity, profile
+    from acceptance_steps import prepare
+    from torch.profiler import profile
 
-    made = prepare(sys.argv[2:], 1, "The kernels that dominate a training.")
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if made.on_gpu else [])]
-    recorded = profile(activities=activities)
+    from hvd_bert.tools.bench import measure
 
-    class Profiled(Callback):
+    made, recorded = prepare(sys.argv[2:], 1, "The kernels that dominate a training."), profile()
+
+    class Profiled(measure.Recorder):
         def on_log(self, step: int, metrics: dict[str, float]) -> None:
             if step == made.section:
                 recorded.start()

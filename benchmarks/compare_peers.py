@@ -12,6 +12,7 @@ docs/evidence/benchmarks.md describes the variants.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -26,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from shared import end, in_turns, launch_environment, machine, make_folder, markdown_table, peer_columns, run, spread
 
 from hvd_bert.config import command_line
+from hvd_bert.config.parser import Limits, Parser, add_number
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.tasks.question_answering import QuestionAnswering
@@ -53,15 +54,14 @@ ALLOCATOR = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train, this trainer or its peer. `padded`: every window to --max_seq_length; `fp32`: also with --bf16;
-    `shuffling`: flags that the preflight omits, since it needs the windows in order."""
+    """A way to train, this trainer or its peer. `padded`: every window to --max_seq_length; `shuffling`: flags that the
+    preflight omits, since it needs the windows in order."""
 
     label: str
     peer: bool = True
     flags: Sequence[str] = ()
     shuffling: Sequence[str] = ()
     padded: bool = False
-    fp32: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -70,7 +70,6 @@ HF_BEST += ["--ddp_find_unused_parameters", "False"]
 GROUPED = ("--train_sampling_strategy", "group_by_length")
 VARIANTS = {
     "ours": Variant("this trainer", peer=False),
-    "ours_fp32": Variant("this trainer in fp32, next to --bf16", peer=False, fp32=True),
     "hf_run_qa": Variant("HF Trainer as run_qa sets it", padded=True),
     "hf_best": Variant("HF Trainer, best flags", flags=HF_BEST, shuffling=GROUPED, environment=ALLOCATOR),
 }
@@ -78,18 +77,17 @@ VARIANTS = {
 
 def trainer_flags(args: argparse.Namespace, model: Path | str, rank_batch: int, seed: int) -> list[str]:
     """This trainer's flags, except for the number of steps and the output folder."""
-    flags = ["--model_name_or_path", str(model), "--train_file", str(args.train_file), "--no_do_eval"]
-    flags += ["--per_device_train_batch_size", str(rank_batch), "--learning_rate", str(LEARNING_RATE)]
-    flags += ["--warmup_ratio", "0", "--seed", str(seed)]
-    flags += ["--max_seq_length", str(args.max_seq_length), "--doc_stride", str(min(128, args.max_seq_length // 3))]
-    flags += ["--max_train_samples", str(args.max_train_samples)] if args.max_train_samples else []
-    return [*flags, "--eval_strategy", "no", "--save_steps", "0"]
+    flags = f"--no_do_eval --eval_strategy no --save_steps 0 --warmup_ratio 0 --seed {seed}"
+    flags += f" --learning_rate {LEARNING_RATE} --per_device_train_batch_size {rank_batch}"
+    flags += f" --max_seq_length {args.max_seq_length} --doc_stride {min(128, args.max_seq_length // 3)}"
+    flags += f" --max_train_samples {args.max_train_samples}" if args.max_train_samples else ""
+    return ["--model_name_or_path", str(model), "--train_file", str(args.train_file), *flags.split()]
 
 
-def prepare(args: argparse.Namespace) -> dict[str, float]:
+def prepare(args: argparse.Namespace) -> None:
     """Write what the variants read to --out: the model with and without dropout, and tables of windows.
 
-    The tables have the order in which this trainer takes windows one by one. Returns the numbers of windows and tokens.
+    The tables have the order in which this trainer takes windows one by one.
     """
     from datasets import Dataset, disable_progress_bars
 
@@ -102,12 +100,10 @@ def prepare(args: argparse.Namespace) -> dict[str, float]:
         task.save(args.out / name)
     assert task.train and task.plan
     order = np.concatenate([task.plan.step_windows(step) for step in range(task.plan.steps_per_epoch)])
-    rows = pa.Table.from_batches(task.train.windows.batches).take(order).to_pydict()
-    features = peer_columns(*(rows[name] for name in ("input_ids", "context_start", "start_position", "end_position")))
+    features = peer_columns(task.train.windows, order)
     Dataset.from_dict(features).save_to_disk(args.out / "windows")
     padded = task.tokenizer.pad(features, padding="max_length", max_length=args.max_seq_length)
     Dataset.from_dict(dict(padded)).save_to_disk(args.out / "padded_windows")
-    return {"windows": len(order), "mean_tokens": statistics.fmean(map(len, features["input_ids"]))}
 
 
 def command(name: str, args: argparse.Namespace, out: Path, steps: int, seed: int | None) -> list[str]:
@@ -121,7 +117,7 @@ def command(name: str, args: argparse.Namespace, out: Path, steps: int, seed: in
     rank_batch = 1 if preflight else args.per_device_train_batch_size
     used_seed = args.seed if seed is None else seed
     common = ["--max_steps", str(steps), "--output_dir", str(out)]
-    common += ["--bf16"] if args.bf16 and not variant.fp32 else []
+    common += ["--bf16"] if args.bf16 else []
     if not variant.peer:
         start = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(args.ranks), sys.executable, "-m"]
         # Few lines, of which one is where the timed steps begin.
@@ -194,9 +190,8 @@ def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float)
     Raises UserError if it is above `tolerance`, or if a loss is missing, NaN or infinite: the speed of variants that
     train differently must not be compared.
     """
-    by_variant = np.array([[math.nan if loss is None else loss for loss in row] for row in _equally_long(losses)])
-    reference = by_variant[:1]
-    worst = float(np.abs((by_variant - reference) / reference).max(initial=0.0)) if reference.size else math.nan
+    steps = np.array([*itertools.zip_longest(*losses.values())], dtype=float)  # None becomes NaN
+    worst = float(np.abs(steps.T / steps.T[0] - 1).max()) if steps.size else math.nan
     if not worst <= tolerance:
         said = "\n".join(f"  {name:12} {' '.join(map(str, values))}" for name, values in losses.items())
         raise UserError(
@@ -206,30 +201,19 @@ def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float)
     return worst
 
 
-def _equally_long(losses: Mapping[str, Sequence[float | None]]) -> list[list[float | None]]:
-    """The losses, with None for the steps that a variant lacks."""
-    longest = max(map(len, losses.values()))
-    return [[*values, *[None] * (longest - len(values))] for values in losses.values()]
-
-
 def compare(args: argparse.Namespace) -> dict[str, list[Rates]]:
     """The rates of each variant, one per round."""
     runs: dict[str, list[Rates]] = {name: [] for name in args.variants}
     for number in range(args.repeats):
         for name in in_turns(args.variants, number):
-            warmup, steps = count_steps(name, args)
+            warmup, steps = args.warmup, args.steps
+            if VARIANTS[name].padded:  # fewer, since all steps do the same work
+                warmup, steps = min(warmup, args.padded_steps), args.padded_steps
             rows = train(name, args, f"round{number + 1}-{name}", warmup + steps, args.seed + number)
             rates = timing(rows, warmup, steps, args.per_device_train_batch_size * args.ranks)
             print(f"  {rates[WINDOWS]:.2f} windows/s", file=sys.stderr, flush=True)
             runs[name].append(rates)
     return runs
-
-
-def count_steps(name: str, args: argparse.Namespace) -> tuple[int, int]:
-    """Untimed and timed steps. Fewer if every window is padded, since all steps then do the same work."""
-    if VARIANTS[name].padded:
-        return min(args.warmup, args.padded_steps), args.padded_steps
-    return args.warmup, args.steps
 
 
 def ratios(runs: Mapping[str, Sequence[Rates]], peer: str, rate: str) -> list[float]:
@@ -251,40 +235,39 @@ def table(runs: Mapping[str, Sequence[Rates]]) -> str:
     return markdown_table(head, rows)
 
 
+# The HF Trainer sorts 50 batches of a rank at a time by length, the longest first. 25 timed steps of two ranks are one
+# such group, so they have long and short windows in the data's proportions.
+NUMBERS = (
+    ("--repeats", 3, "Rounds."),
+    ("--steps", 25, "Timed steps per run."),
+    ("--padded_steps", 10, "Timed steps, and at most as many untimed ones, if every window is padded."),
+    ("--preflight_steps", 4, "Steps whose losses must agree."),
+    ("--ranks", 2, "World size."),
+    ("--threads", 1, "Threads per rank."),
+    ("--per_device_train_batch_size", 8, "Windows per rank."),
+    ("--max_seq_length", 384, "Maximum tokens per window."),
+    ("--max_train_samples", None, "Use only the first questions. (default: all)"),
+)
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(description="Compare the speed of this trainer with its peers.")
+    parser = Parser(description="Compare the speed of this trainer with its peers.")
     add = parser.add_argument
     add("--model_name_or_path", required=True, help="Folder or hub name of a BERT.")
     add("--train_file", type=Path, required=True, help="SQuAD file.")
     add("--out", type=Path, required=True, help="New folder to work in.")
-    add("--variants", nargs="+", choices=list(VARIANTS), help="(default: all; ours_fp32 only with --bf16)")
-    add("--repeats", type=int, default=3, help="Rounds. (default: %(default)s)")
-    add("--warmup", type=int, default=5, help="Untimed steps per run. (default: %(default)s)")
-    # The HF Trainer sorts 50 batches of a rank at a time by length, the longest first. 25 steps of two ranks are one
-    # such group, so they have long and short windows in the data's proportions.
-    add("--steps", type=int, default=25, help="Timed steps per run. (default: %(default)s)")
-    padded_help = "Timed steps, and at most as many untimed ones, if every window is padded. (default: %(default)s)"
-    add("--padded_steps", type=int, default=10, help=padded_help)
-    add("--preflight_steps", type=int, default=4, help="Steps whose losses must agree. (default: %(default)s)")
-    add("--tolerance", type=float, help="Their maximum relative difference. (default: 1e-4, with --bf16 0.02)")
-    add("--ranks", type=int, default=2, help="World size. (default: %(default)s)")
-    add("--threads", type=int, default=1, help="Threads per rank. (default: %(default)s)")
-    add("--per_device_train_batch_size", type=int, default=8, help="Windows per rank. (default: %(default)s)")
-    add("--max_seq_length", type=int, default=384, help="Maximum tokens per window. (default: %(default)s)")
-    add("--max_train_samples", type=int, help="Use only the first questions. (default: all)")
-    add("--bf16", action="store_true", help="Train in bfloat16 autocast, except for ours_fp32.")
-    add("--seed", type=int, default=42, help="Seed of the first round; each round has its own. (default: %(default)s)")
-    add("--timeout", type=float, default=1800.0, help="Maximum seconds per run. (default: %(default)g)")
+    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="(default: all)")
+    add("--bf16", action="store_true", help="Train in bfloat16 autocast.")
+    for name, default, text in NUMBERS:
+        add_number(parser, name, default, text, Limits(minimum=1))
+    add_number(parser, "--warmup", 5, "Untimed steps per run.", Limits(minimum=0))
+    add_number(parser, "--seed", 42, "Seed of the first round; each round has its own.", Limits(minimum=0))
+    tolerance = "Maximum relative difference of the preflight's losses. (default: 1e-4, with --bf16 0.02)"
+    add_number(parser, "--tolerance", None, tolerance, Limits(above=0), "X")
+    add_number(parser, "--timeout", 1800.0, "Maximum seconds per run.", Limits(above=0), "S")
     args = parser.parse_args(argv)
-    args.variants = args.variants or [name for name in VARIANTS if args.bf16 or not VARIANTS[name].fp32]
-    if args.tolerance is None:
-        args.tolerance = 0.02 if args.bf16 else 1e-4
-    for name in ("repeats", "steps", "padded_steps", "preflight_steps", "ranks", "threads", "max_train_samples"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
-    if args.warmup < 0:
-        parser.error(f"--warmup {args.warmup}: must not be negative")
+    args.tolerance = args.tolerance or (0.02 if args.bf16 else 1e-4)
     return args
 
 
@@ -292,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prepare, check the losses, compare, print."""
     args = parse(argv)
     make_folder(args.out)
-    data = prepare(args)
+    prepare(args)
     losses = {
         name: [row["loss"] for row in train(name, args, f"preflight-{name}", args.preflight_steps, None)]
         for name in args.variants
@@ -300,15 +283,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     worst = check_losses(losses, args.tolerance)
     print(f"The losses agree to {worst:.1e}.", file=sys.stderr, flush=True)
     runs = compare(args)
-    commands = {name: command(name, args, args.out / name, sum(count_steps(name, args)), args.seed) for name in runs}
     record = {
         "command": shlex.join(sys.orig_argv),
         **machine(),
-        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
-        **data,
         "preflight": {"losses": losses, "largest_relative_difference": worst},
-        "environments": {name: VARIANTS[name].environment for name in runs},
-        "commands": {name: shlex.join(words) for name, words in commands.items()},
         "runs": runs,
         "ratios": {name: {rate: ratios(runs, name, rate) for rate in (WINDOWS, TOKENS)} for name in runs},
     }

@@ -5,7 +5,7 @@
 Measures CPU seconds of forward and backward pass and update, with dropout, on batches of `--batch` windows, in fp32 and
 in bf16. On each batch the variants take turns; the allocator's two settings take turns in processes of their own.
 A kernel that does not save 5 % of a step on any kind of CPU should go. Prints a Markdown table for
-docs/evidence/benchmarks.md: medians over batches, and their range.
+docs/evidence/benchmarks.md: medians over batches, and their range. All other flags are the trainer's.
 """
 
 from __future__ import annotations
@@ -19,25 +19,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 
-import numpy as np
 import torch
-from shared import machine, markdown_table, spread
+from shared import end, machine, markdown_table, spread
 
-from hvd_bert.config.data import ModelArguments
-from hvd_bert.data import window_table
-from hvd_bert.data.collate import Batch, Collator
-from hvd_bert.data.sources import squad
-from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
-from hvd_bert.evaluation.forward import window_losses
-from hvd_bert.model.bert import load_model
+from hvd_bert.config import command_line
+from hvd_bert.distributed.world import World
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.cpu.kernels import TORCH, TORCH_ONLY, Kernels
 from hvd_bert.model.cpu.malloc import keep_memory
 from hvd_bert.model.layers import place
 from hvd_bert.model.precision import autocast
-from hvd_bert.tasks.tokenizer import load_tokenizer
+from hvd_bert.tasks.base import MicroBatch
+from hvd_bert.tasks.question_answering import QuestionAnswering
 
 CPU = torch.device("cpu")
 ALL, ALLOCATOR = "all", "allocator"
@@ -50,23 +44,21 @@ def variants(chosen: Kernels) -> dict[str, Kernels]:
     return {ALL: chosen, "none": TORCH_ONLY} | {name: replace(chosen, **{name: TORCH}) for name in used}
 
 
-def steps(flags: argparse.Namespace) -> tuple[Callable[[Kernels, str, Batch], float], list[Batch]]:
+def steps(flags: argparse.Namespace) -> tuple[Callable[[Kernels, str, MicroBatch], float], list[MicroBatch]]:
     """A function that takes a step and returns its CPU seconds, and the batches."""
-    args = ModelArguments(model_name_or_path=flags.model_name_or_path)
-    tokenizer, options = load_tokenizer(args), WindowOptions()
-    questions = squad.open_file(flags.train_file, False).questions()[:2000]
-    windows = window_table.in_memory(questions, WindowTokenizer(tokenizer, options))
-    collate, order = Collator(windows, CPU), np.random.default_rng(0).permutation(len(windows))
-    batches = [collate(order[i * flags.batch :][: flags.batch]) for i in range(flags.batches)]
-    model = load_model(args, tokenizer, options.max_seq_length, seed=0).train()
+    words = f"--no_do_eval --max_train_samples 2000 --per_device_train_batch_size {flags.batch}".split()
+    task = QuestionAnswering(command_line.parse([*words, *flags.trainers]), World())
+    assert task.plan is not None
+    batches = [task.batch(ids) for number in range(flags.batches) for ids in task.plan.rank_windows(number, 0)]
+    model = task.model.train()
     place(model, CPU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
-    def step(used: Kernels, precision: str, batch: Batch) -> float:
+    def step(used: Kernels, precision: str, batch: MicroBatch) -> float:
         start = time.process_time()
         with kernels.override(used):
             with autocast(CPU, precision):
-                loss = window_losses(model, batch).mean()
+                loss = task.losses(model, batch).mean()
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -96,7 +88,10 @@ def measure(flags: argparse.Namespace) -> Seconds:
 def child(name: str) -> Seconds:
     """`measure` in a process of its own."""
     words = [sys.executable, __file__, *sys.argv[1:], "--child", name]
-    found: Seconds = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    done = subprocess.run(words, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(done.returncode)
+    found: Seconds = json.loads(done.stdout)
     return found
 
 
@@ -116,14 +111,13 @@ def table(rounds: list[Seconds]) -> str:
 def main() -> None:
     """Measure in processes, in turns, and print."""
     parser = argparse.ArgumentParser(description="The share of a step that each CPU kernel saves.")
-    parser.add_argument("--model_name_or_path", required=True, help="Folder of a BERT.")
-    parser.add_argument("--train_file", required=True, type=Path, help="SQuAD file.")
     parser.add_argument("--batch", type=int, default=8, help="Windows per batch. (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=6, help="Number of batches. (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="Steps per variant and batch. (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="Pairs of processes. (default: %(default)s)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    flags = parser.parse_args()
+    flags, trainers = parser.parse_known_args()
+    flags.trainers = trainers
     if flags.child:
         print(json.dumps(measure(flags)))
         return
@@ -132,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -32,6 +32,7 @@ import torch
 from acceptance_place import NotHere, Outcome, OutOfTime, Place
 from shared import end, machine, make_folder, markdown_table
 
+from hvd_bert.config.parser import Limits, Parser, add_number
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import probes
@@ -55,10 +56,6 @@ class Line:
     result: str
     seconds: float
     figures: dict[str, Any]
-
-    def cells(self) -> list[str]:
-        found = self.found.replace("|", "\\|")
-        return [self.check, self.goal, found, self.result, f"{self.seconds:.0f}"]
 
 
 def all_checks() -> Checks:
@@ -98,43 +95,25 @@ def gpu_names(limit_s: float) -> tuple[list[str], str]:
     return json.loads(done.stdout.splitlines()[-1]), ""
 
 
-def hardware(names: Sequence[str]) -> dict[str, Any]:
-    """GPUs, driver and the versions of CUDA and NCCL that torch has."""
+def driver() -> str:
+    """The version of the GPUs' driver and their number, or why there is none."""
     gpus = probes.gpus()
-    found: dict[str, Any] = {"cuda_of_torch": torch.version.cuda}
-    if names:
-        found["gpus"] = list(names)
-        found["nccl_of_torch"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found | {"driver": str(gpus) if isinstance(gpus, NvmlError) else gpus.driver}
+    return f"no driver: {gpus}" if isinstance(gpus, NvmlError) else f"driver {gpus.driver}, {len(gpus.names)} GPU(s)"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Check and measure this package on this machine's GPUs.")
+    parser = Parser(description="Check and measure this package on this machine's GPUs.")
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/gpu_acceptance"), help="New folder. (default: %(default)s)")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
-    minutes_help = "Time for all checks. The command that then runs is terminated. (default: %(default)g)"
-    add("--minutes", type=float, default=15.0, help=minutes_help)
-    add("--rounds", type=int, help="Most rounds of the measurements in turns. (default: 3, on the CPU 1)")
+    minutes = "Time for all checks. The command that then runs is terminated."
+    add_number(parser, "--minutes", 15.0, minutes, Limits(above=0), "M")
+    rounds = "Most rounds of the measurements in turns. (default: 3, on the CPU 1)"
+    add_number(parser, "--rounds", None, rounds, Limits(minimum=1))
     add("--only", nargs="+", metavar="WORD", help="Only checks with one of these words in their names. (default: all)")
     args = parser.parse_args(argv)
-    if not args.minutes > 0:
-        parser.error(f"--minutes {args.minutes:g}: must be above 0")
-    args.rounds = args.rounds if args.rounds is not None else 3 if args.device == "cuda" else 1
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: must be at least 1")
+    args.rounds = args.rounds or (3 if args.device == "cuda" else 1)
     return args
-
-
-def describe_missing_gpu(error: str) -> str:
-    """Why there is no GPU, in one line. `error`: why the one that is there cannot be used."""
-    gpus = probes.gpus()
-    driver = f"no driver: {gpus}" if isinstance(gpus, NvmlError) else f"driver {gpus.driver}, {len(gpus.names)} GPU(s)"
-    found = f"cannot use it: {error}" if error else "sees none here"
-    return (
-        f"gpu_acceptance: no GPU: torch {torch.__version__} (CUDA {torch.version.cuda}) {found} ({driver})."
-        " --device cpu checks what needs none."
-    )
 
 
 def main(argv: Sequence[str] | None = None, checks: Checks | None = None) -> int:
@@ -144,7 +123,9 @@ def main(argv: Sequence[str] | None = None, checks: Checks | None = None) -> int
     if args.device == "cuda":
         names, error = gpu_names(min(NAMES_S, 60 * args.minutes))
         if not names:
-            print(describe_missing_gpu(error), file=sys.stderr)
+            found = f"cannot use it: {error}" if error else "sees none here"
+            found = f"torch {torch.__version__} (CUDA {torch.version.cuda}) {found} ({driver()})"
+            print(f"gpu_acceptance: no GPU: {found}. --device cpu checks what needs none.", file=sys.stderr)
             return EXIT_NO_GPU
     out = make_folder(args.out.resolve())
     place = Place(args.device, len(names), "".join(names[:1]), out, start + 60 * args.minutes, args.rounds)
@@ -153,10 +134,14 @@ def main(argv: Sequence[str] | None = None, checks: Checks | None = None) -> int
         if not args.only or any(word in name for word in args.only):
             lines.append(run_check(name, goal, check, place))
             print(f"{lines[-1].result:11} {name}: {lines[-1].found}", file=sys.stderr, flush=True)
-    record = {"command": shlex.join(sys.orig_argv), "device": args.device, "gpu": hardware(names), **machine()}
+    gpu = {"gpus": names, "driver": driver(), "cuda_of_torch": torch.version.cuda}
+    if names:
+        gpu["nccl_of_torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+    record = {"command": shlex.join(sys.orig_argv), "device": args.device, "gpu": gpu, **machine()}
     record |= {"lines": [asdict(line) for line in lines]}
     (out / "gpu_acceptance.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(markdown_table(["check", "goal", "found", "result", "s"], [line.cells() for line in lines]))
+    rows = [[r.check, r.goal, r.found.replace("|", "\\|"), r.result, f"{r.seconds:.0f}"] for r in lines]
+    print(markdown_table(["check", "goal", "found", "result", "s"], rows))
     failed, late = (sum(line.result == result for line in lines) for result in (FAILED, LATE))
     said = f"{failed} of {len(lines)} checks failed" + (f", {late} ran out of time (--minutes)" if late else "")
     print(f"\n{said}. Details: {out}/gpu_acceptance.json, and a log of each command.")

@@ -12,15 +12,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.machine import cpu_name, package_version
 
+if TYPE_CHECKING:
+    from hvd_bert.data.batch_plan import Ids
+    from hvd_bert.data.window_table import WindowTable
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "horovod", "transformers", "accelerate", "datasets", "numpy")
 SMALL_RUN = "--config sample --max_train_samples 64 --max_eval_samples 4 --per_device_train_batch_size 4 --dropout 0.1"
-T = TypeVar("T")
 
 
 def machine() -> dict[str, Any]:
@@ -94,22 +97,23 @@ def write_record(record: dict[str, Any], out: Path | None) -> None:
         out.write_text(text + "\n", encoding="utf-8")
 
 
-def in_turns(names: Sequence[T], number: int) -> Sequence[T]:
+def in_turns(names: Sequence[str], number: int) -> Sequence[str]:
     """The order of a round: every second one is reversed, so that a drift of the machine's speed favours no variant."""
     return names if number % 2 == 0 else names[::-1]
 
 
-def peer_columns(
-    ids: Sequence[Sequence[int]], context_starts: Sequence[int], starts: Sequence[int], ends: Sequence[int]
-) -> dict[str, Any]:
-    """Windows as the peers read them."""
-    pairs = list(zip(ids, context_starts, strict=True))
+def peer_columns(windows: WindowTable, order: Ids) -> dict[str, list[Any]]:
+    """These windows as the peers read them."""
+    import pyarrow as pa  # here, since the campaigns' ranks start without it
+
+    rows = pa.Table.from_batches(windows.batches).take(order).to_pydict()
+    pairs = list(zip(rows["input_ids"], rows["context_start"], strict=True))
     return {
-        "input_ids": ids,
-        "token_type_ids": [[int(place >= start) for place in range(len(tokens))] for tokens, start in pairs],
-        "attention_mask": [[1] * len(tokens) for tokens in ids],
-        "start_positions": starts,
-        "end_positions": ends,
+        "input_ids": rows["input_ids"],
+        "token_type_ids": [[int(place >= start) for place in range(len(ids))] for ids, start in pairs],
+        "attention_mask": [[1] * len(ids) for ids, _ in pairs],
+        "start_positions": rows["start_position"],
+        "end_positions": rows["end_position"],
     }
 
 

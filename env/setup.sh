@@ -164,7 +164,7 @@ up_to_date() {
 }
 checksum_inputs() {
   cat "$root"/{requirements.txt,pyproject.toml,hvd_bert/model/cpu/fused.{cpp,py}} \
-    "$root"/env/{setup.sh,build_horovod.{sh,py},checks.py,horovod_bf16.patch,mpirun_process.py,requirements-*.txt,locked/*.txt} | sha256sum
+    "$root"/env/{setup.sh,build_horovod.{sh,py},horovod_*.py,checks.py,horovod_bf16.patch,mpirun_process.py,requirements-*.txt,locked/*.txt} | sha256sum
 }
 
 checks() { "$venv/bin/python" "$root/env/checks.py" "$@"; }

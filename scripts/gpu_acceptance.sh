@@ -52,7 +52,6 @@ if [ "$setup" = yes ]; then
   bash env/setup.sh --venv "$venv" "${set_up[@]}" </dev/null || exit 2
   python=$venv/bin/python
 fi
-status=0
-PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" "${python:-python3}" benchmarks/gpu_acceptance.py \
-  --device "$device" --minutes "$minutes" ${words[@]+"${words[@]}"} </dev/null || status=$?
-exit $status
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+exec "${python:-python3}" benchmarks/gpu_acceptance.py \
+  --device "$device" --minutes "$minutes" ${words[@]+"${words[@]}"} </dev/null

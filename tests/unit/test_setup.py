@@ -25,7 +25,9 @@ def load(name: str) -> ModuleType:
     return module
 
 
-checks, build_horovod = load("checks"), load("build_horovod")
+checks, commands, horovod_source, toolchain, build_horovod = map(
+    load, ("checks", "horovod_commands", "horovod_source", "horovod_toolchain", "build_horovod")
+)
 
 
 def refusal(call, *arguments) -> str:
@@ -81,27 +83,27 @@ def test_the_parts_of_the_installed_horovod() -> None:
 
 # Decisions of a build of Horovod
 
-TORCH = build_horovod.Torch("2.13.0+cu130", "abc", "13.0", 20, ("70", "80", "90"), None)
-COMPILER = build_horovod.Compiler("g++", 20, "g++ 12")
-PLAN = build_horovod.Plan(TORCH, COMPILER, build_horovod.Source(None, "0.28.1", "0"), "Open MPI", None, "-mavx")
+TORCH = toolchain.Torch("2.13.0+cu130", "abc", "13.0", 20, ("70", "80", "90"), None)
+COMPILER = toolchain.Compiler("g++", 20, "g++ 12")
+PLAN = build_horovod.Plan(TORCH, COMPILER, horovod_source.Source(None, "0.28.1", "0"), "Open MPI", None, "-mavx")
 
 
 def test_the_installed_torch_is_inspected() -> None:
-    torch = build_horovod.inspect_torch()
+    torch = toolchain.inspect_torch()
     assert torch.version == checks.metadata.version("torch") and torch.standard >= 17
-    compiler = build_horovod.choose_compiler(None, torch)
+    compiler = toolchain.choose_compiler(None, torch)
     assert compiler.standard == torch.standard
-    assert "does not support C++99" in refusal(build_horovod.choose_compiler, 99, torch)
+    assert "does not support C++99" in refusal(toolchain.choose_compiler, 99, torch)
 
 
 def test_cxx_standard_of_an_older_torch(tmp_path: Path) -> None:
-    assert build_horovod.cxx_standard(tmp_path) is None
+    assert toolchain.cxx_standard(tmp_path) is None
     (tmp_path / "utils").mkdir()
     (tmp_path / "utils/cpp_extension.py").write_text("cflags += ['-std=c++14', '-std=c++17']\n")
-    assert build_horovod.cxx_standard(tmp_path) == 17
+    assert toolchain.cxx_standard(tmp_path) == 17
     (tmp_path / "share/cmake/Torch").mkdir(parents=True)
     (tmp_path / "share/cmake/Torch/TorchConfig.cmake").write_text("set_target_properties(torch CXX_STANDARD 20)\n")
-    assert build_horovod.cxx_standard(tmp_path) == 20
+    assert toolchain.cxx_standard(tmp_path) == 20
 
 
 HYDRA = "HYDRA build details:\n    Version:                                 5.0.2\n    CC:       cc\n"
@@ -113,31 +115,31 @@ HYDRA = "HYDRA build details:\n    Version:                                 5.0.
     ids=["mpich", "open_mpi", "only_srun"],
 )
 def test_the_version_of_mpi(printed: str, version: str) -> None:
-    assert build_horovod.mpirun_version(printed) == version
+    assert toolchain.mpirun_version(printed) == version
 
 
 def test_mpi_is_optional_unless_required(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert build_horovod.find_mpi(False) is None
+    assert toolchain.find_mpi(False) is None
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert build_horovod.find_mpi(None) is None
-    assert "mpicxx is not on PATH" in refusal(build_horovod.find_mpi, True)
+    assert toolchain.find_mpi(None) is None
+    assert "mpicxx is not on PATH" in refusal(toolchain.find_mpi, True)
 
 
 def test_nccl_needs_a_cuda_torch_and_a_toolkit_of_its_major_version() -> None:
     args = SimpleNamespace(cuda_home="", nccl_home="/nowhere", cuda_arch="")
     cpu_torch = dataclasses.replace(TORCH, cuda="")
-    assert build_horovod.find_nccl(None, cpu_torch, args) is None
-    assert "not a CUDA build" in refusal(build_horovod.find_nccl, True, cpu_torch, args)
-    assert build_horovod.common_arches(TORCH.arches, ["sm_80", "sm_90", "sm_100"]) == "80,90"
-    cuda_home = build_horovod.find_cuda_home("")
+    assert toolchain.find_nccl(None, cpu_torch, args) is None
+    assert "not a CUDA build" in refusal(toolchain.find_nccl, True, cpu_torch, args)
+    assert toolchain.common_arches(TORCH.arches, ["sm_80", "sm_90", "sm_100"]) == "80,90"
+    cuda_home = toolchain.find_cuda_home("")
     if cuda_home is None:
         pytest.skip("the rest needs nvcc")
     other = dataclasses.replace(TORCH, cuda="9.2")
-    message = refusal(build_horovod.find_nccl, None, other, args)
+    message = refusal(toolchain.find_nccl, None, other, args)
     assert "is for CUDA 9.2, but nvcc in" in message and "--without-nccl" in message
-    release = build_horovod.re.search(r"release ([\d.]+)", build_horovod.output(cuda_home / "bin/nvcc", "--version"))
+    release = toolchain.re.search(r"release ([\d.]+)", commands.output(cuda_home / "bin/nvcc", "--version"))
     same = dataclasses.replace(TORCH, cuda=release[1])
-    assert "no NCCL headers: '/nowhere/include/nccl.h'" in refusal(build_horovod.find_nccl, None, same, args)
+    assert "no NCCL headers: '/nowhere/include/nccl.h'" in refusal(toolchain.find_nccl, None, same, args)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_nccl_needs_a_cuda_torch_and_a_toolkit_of_its_major_version() -> None:
     [
         {"torch": dataclasses.replace(TORCH, git="def")},
         {"compiler": dataclasses.replace(COMPILER, identity="g++ 13")},
-        {"source": build_horovod.Source(None, "0.28.1", "1")},
+        {"source": horovod_source.Source(None, "0.28.1", "1")},
         {"mpi": None},
         {"arch_flags": ""},
     ],
@@ -158,7 +160,7 @@ def test_the_key_of_a_wheel_depends_on_the_build(change: dict) -> None:
 
 # Another source than the release: a tree that has only what the patches change
 
-REPLACED = [*build_horovod.WITHOUT_NCCL, build_horovod.WITHOUT_CFFI, build_horovod.PASSES_SIGNALS]
+REPLACED = [*horovod_source.WITHOUT_NCCL, horovod_source.WITHOUT_CFFI, horovod_source.PASSES_SIGNALS]
 
 
 @pytest.fixture
@@ -177,19 +179,19 @@ def tree(tmp_path: Path) -> Path:
 
 def test_another_source_is_patched_once(tree: Path, tmp_path: Path) -> None:
     archive = shutil.make_archive(str(tmp_path / "horovod"), "gztar", tmp_path, "tree")
-    source = build_horovod.open_source(archive, tmp_path)
-    assert source.version == "0.29.0" and source.sha256 != build_horovod.open_source(str(tree), tmp_path).sha256
-    before = build_horovod.hash_tree(source.folder)
-    planned = build_horovod.patch_source(source.folder, 20, nccl=False, change=False)
-    assert build_horovod.hash_tree(source.folder) == before
-    assert build_horovod.patch_source(source.folder, 20, nccl=False, change=True) == planned
+    source = horovod_source.open_source(archive, tmp_path)
+    assert source.version == "0.29.0" and source.sha256 != horovod_source.open_source(str(tree), tmp_path).sha256
+    before = horovod_source.hash_tree(source.folder)
+    planned = horovod_source.patch_source(source.folder, 20, nccl=False, change=False)
+    assert horovod_source.hash_tree(source.folder) == before
+    assert horovod_source.patch_source(source.folder, 20, nccl=False, change=True) == planned
     assert sum(note.startswith("patch: ") for note in planned) == 5
     assert "no patch: bf16 in allreduce: horovod_bf16.patch does not fit this source" in planned
     for _, name, old, new in REPLACED:
         text = (source.folder / name).read_text()
         assert text.endswith(f"before\n{new}\nafter\n") and old not in text
     assert (source.folder / "horovod/runner/mpirun_process.py").exists()
-    again = build_horovod.patch_source(source.folder, 14, nccl=False, change=True)
+    again = horovod_source.patch_source(source.folder, 14, nccl=False, change=True)
     assert all(note.startswith("no patch: ") for note in again)
 
 
@@ -198,7 +200,7 @@ def test_another_source_is_patched_once(tree: Path, tmp_path: Path) -> None:
 )
 def test_what_is_no_source_is_refused(tree: Path, tmp_path: Path, missing: str, words: str) -> None:
     shutil.rmtree(tree / missing)
-    message = refusal(build_horovod.open_source, str(tree), tmp_path)
+    message = refusal(horovod_source.open_source, str(tree), tmp_path)
     assert f"--source {tree}: " in message and words in message
 
 
