@@ -54,14 +54,15 @@ ALLOCATOR = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train, this trainer or its peer. `padded`: every window to --max_seq_length; `shuffling`: flags that the
-    preflight omits, since it needs the windows in order."""
+    """A way to train, this trainer or its peer. `padded`: every window to --max_seq_length; `fp32`: also with --bf16;
+    `shuffling`: flags that the preflight omits, since it needs the windows in order."""
 
     label: str
     peer: bool = True
     flags: Sequence[str] = ()
     shuffling: Sequence[str] = ()
     padded: bool = False
+    fp32: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -70,6 +71,7 @@ HF_BEST += ["--ddp_find_unused_parameters", "False"]
 GROUPED = ("--train_sampling_strategy", "group_by_length")
 VARIANTS = {
     "ours": Variant("this trainer", peer=False),
+    "ours_fp32": Variant("this trainer in fp32, next to --bf16", peer=False, fp32=True),
     "hf_run_qa": Variant("HF Trainer as run_qa sets it", padded=True),
     "hf_best": Variant("HF Trainer, best flags", flags=HF_BEST, shuffling=GROUPED, environment=ALLOCATOR),
 }
@@ -117,7 +119,7 @@ def command(name: str, args: argparse.Namespace, out: Path, steps: int, seed: in
     rank_batch = 1 if preflight else args.per_device_train_batch_size
     used_seed = args.seed if seed is None else seed
     common = ["--max_steps", str(steps), "--output_dir", str(out)]
-    common += ["--bf16"] if args.bf16 else []
+    common += ["--bf16"] if args.bf16 and not variant.fp32 else []
     if not variant.peer:
         start = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(args.ranks), sys.executable, "-m"]
         # Few lines, of which one is where the timed steps begin.
@@ -257,8 +259,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model_name_or_path", required=True, help="Folder or hub name of a BERT.")
     add("--train_file", type=Path, required=True, help="SQuAD file.")
     add("--out", type=Path, required=True, help="New folder to work in.")
-    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="(default: all)")
-    add("--bf16", action="store_true", help="Train in bfloat16 autocast.")
+    add("--variants", nargs="+", choices=list(VARIANTS), help="(default: all; ours_fp32 only with --bf16)")
+    add("--bf16", action="store_true", help="Train in bfloat16 autocast, except for ours_fp32.")
     for name, default, text in NUMBERS:
         add_number(parser, name, default, text, Limits(minimum=1))
     add_number(parser, "--warmup", 5, "Untimed steps per run.", Limits(minimum=0))
@@ -267,6 +269,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_number(parser, "--tolerance", None, tolerance, Limits(above=0), "X")
     add_number(parser, "--timeout", 1800.0, "Maximum seconds per run.", Limits(above=0), "S")
     args = parser.parse_args(argv)
+    args.variants = args.variants or [name for name in VARIANTS if args.bf16 or not VARIANTS[name].fp32]
     args.tolerance = args.tolerance or (0.02 if args.bf16 else 1e-4)
     return args
 
