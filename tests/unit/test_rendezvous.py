@@ -47,9 +47,8 @@ def test_store_listens_at_its_address_only(environ):
 
 
 def test_address_that_is_not_this_hosts(environ):
-    for address in ("unknown.invalid", "192.0.2.77"):
-        with refused(socket.gethostname(), address):
-            rendezvous.serve_store(address)
+    with refused(socket.gethostname(), "192.0.2.77"):
+        rendezvous.serve_store("192.0.2.77")
 
 
 def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):
@@ -88,7 +87,7 @@ def test_another_program_at_the_port(environ):
         rendezvous.reach_store("127.0.0.1", silent.getsockname()[1], 0)
 
 
-@pytest.mark.parametrize(("name", "value"), [("MASTER_PORT", "70000"), ("MASTER_PORT", "x"), ("MASTER_ADDR", "a..b")])
+@pytest.mark.parametrize(("name", "value"), [("MASTER_PORT", "70000"), ("MASTER_ADDR", "a..b")])
 def test_place_of_rank_0_that_cannot_be(environ, name, value):
     environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} | {name: value})
     with refused(name, value):
@@ -106,30 +105,11 @@ def test_rank_0_that_does_not_come_is_named(environ, monkeypatch, caplog):
     assert f"rank 0 to serve at 127.0.0.1:{port}" in message
 
 
-def test_setting_of_the_interface_counts_where_ranks_meet(environ):
-    store = rendezvous.serve_store("127.0.0.1")
-    environ["HVD_BERT_INTERFACE"] = "127.0.0.0/8"
-    rendezvous.meet(store, LAUNCHER, "GLOO_SOCKET_IFNAME")
-    assert environ["NCCL_SOCKET_IFNAME"] == "lo", "not only for the library that connects now"
-    environ["HVD_BERT_INTERFACE"] = "ib7"
-    with refused("rank 0", "HVD_BERT_INTERFACE=ib7", error=CollectiveError):
-        rendezvous.meet(store, LAUNCHER, "GLOO_SOCKET_IFNAME")
-
-
-def test_next_world_of_a_process_has_other_keys(environ, monkeypatch):
-    """Where rank 0 serves, at the same port; in a program's group as well."""
+def test_next_world_of_a_process_has_other_keys(environ):
     environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     first, second = (rendezvous.launcher_store(Launcher("torch's variables", 2, 0)) for _ in range(2))
     first.set("key", "of the first")
     assert not second.check(["key"])
-    for name, found in {"is_initialized": True, "get_rank": 0, "get_world_size": 2}.items():
-        monkeypatch.setattr(rendezvous.distributed, name, lambda found=found: found)
-    store = rendezvous.serve_store("127.0.0.1")
-    monkeypatch.setattr(rendezvous.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    first, second = (rendezvous.program_group() for _ in range(2))
-    assert first is not None and second is not None
-    first.store.set("key", "of the first")
-    assert not second.store.check(["key"])
 
 
 def test_ranks_of_worlds_of_different_sizes(environ):
@@ -147,8 +127,6 @@ def test_launcher_that_is_gone_is_reported_at_once(environ):
         rendezvous.launcher_store(LAUNCHER)
     environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
     with refused(f"127.0.0.1:{port}"):
-        rendezvous.check_horovodrun()
-    with socket.create_server(("127.0.0.1", port)):
         rendezvous.check_horovodrun()
 
 
@@ -197,18 +175,11 @@ def test_steps_of_slurm_do_not_share_nodes_and_ports():
     assert len({slurm.step_port(other) for other in others}) == 3
 
 
-@pytest.mark.parametrize(
-    ("nodes", "node", "address"),
-    [
-        ("name.invalid,localhost", "name.invalid", "127.0.0.1"),  # the route to another one
-        ("localhost,name.invalid", "localhost", "127.0.0.1"),  # which is unknown
-    ],
-)
-def test_store_of_slurm_tasks_listens_towards_the_other_nodes(environ, monkeypatch, nodes, node, address):
-    port = free_port()
-    environ.update(SLURMD_NODENAME=node)
+def test_store_of_slurm_tasks_listens_towards_the_other_nodes(environ):
+    port, nodes = free_port(), "name.invalid,localhost"
+    environ.update(SLURMD_NODENAME="name.invalid")
     store = rendezvous._slurm_store(0, nodes, port)
-    assert listening(port) == {address}
+    assert listening(port) == {"127.0.0.1"}
     store.set("key", "value")
     assert rendezvous._slurm_store(1, nodes, port).get("key") == b"value", "a rank of the same node"
 

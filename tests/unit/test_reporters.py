@@ -167,10 +167,8 @@ class Run:
 
     id = "a1"
 
-    def __init__(self, error: Exception | None, hangs: bool = False) -> None:
-        """`hangs`: `finish` does not return before `answers` is set."""
+    def __init__(self, error: Exception | None) -> None:
         self.error, self.seen, self.answers = error, queue.SimpleQueue[object](), threading.Event()
-        self.hangs = hangs
 
     def define_metric(self, *_: object, **__: object) -> None:
         pass
@@ -184,8 +182,6 @@ class Run:
 
     def finish(self, exit_code: int) -> None:
         self.seen.put(f"finished with {exit_code}")
-        if self.hangs:
-            self.answers.wait()
 
 
 def started(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[MetricsLogger, Any]:
@@ -196,10 +192,10 @@ def started(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Me
     return MetricsLogger(folder, True, [reporter := module.Wandb(folder)]), reporter
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("no route to host")])
 def test_wandb_that_fails_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    error = OSError(28, "No space left on device")
     logger, reporter = started(run := Run(error), tmp_path, monkeypatch)
     for step in (1, 2):
         logger._record(step, {})
@@ -207,8 +203,7 @@ def test_wandb_that_fails_is_one_warning(
     for step in (3, 4):
         logger._record(step, {})
     logger.close()
-    reason = getattr(error, "strerror", None) or error
-    assert caplog.messages == [f"wandb cannot be written: {reason}. Training continues."]
+    assert caplog.messages == ["wandb cannot be written: No space left on device. Training continues."]
     assert [run.seen.get() for _ in range(run.seen.qsize())] == [1, 2, "finished with 1"]
 
 
@@ -221,19 +216,5 @@ def test_wandb_that_does_not_respond(
     logger.close()
     (warning,) = caplog.messages
     assert "not taken everything in time" in warning and "last values may be missing" in warning
-    run.answers.set()
-    reporter._thread.join()
-
-
-def test_wandb_that_fails_and_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logger, reporter = started(run := Run(ValueError("no route to host"), hangs=True), tmp_path, monkeypatch)
-    ended = list[bool]()
-    monkeypatch.setattr("hvd_bert.output.reporters.wandb._end_service", lambda: ended.append(True))
-    for step in (1, 2):
-        logger._record(step, {})
-    while run.seen.get() != "finished with 1":
-        pass
-    logger.close()
-    assert ended, "wandb would wait for its service at exit"
     run.answers.set()
     reporter._thread.join()

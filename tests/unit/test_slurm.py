@@ -21,13 +21,12 @@ SHOWN = """JobId=12 JobName=mine
 """
 
 
-@pytest.mark.parametrize(("environ", "name"), [(JOB, "12"), (ARRAY, "10_3")])
-def test_job_is_requeued(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], name: str) -> None:
+def test_job_of_an_array_is_requeued(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, ...]] = []
     monkeypatch.setattr(slurm, "_scontrol", lambda *words: calls.append(words) or SHOWN)
-    assert slurm.requeue(environ, "auto", "step 8", lambda text: calls.append((text,))) is None
-    announced = f"Slurm job {name} has a time limit: requeueing it after step 8."
-    assert calls == [("show", "job", name), (announced,), ("requeue", name)]
+    assert slurm.requeue(ARRAY, "auto", "step 8", lambda text: calls.append((text,))) is None
+    announced = "Slurm job 10_3 has a time limit: requeueing it after step 8."
+    assert calls == [("show", "job", "10_3"), (announced,), ("requeue", "10_3")]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,6 @@ def test_job_is_requeued(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str
         (JOB, "no", "step 8", ("", ""), "--requeue no"),
         (JOB, "auto", "", ("", ""), "this attempt made no progress, so request more time"),
         (JOB | {slurm.IN_SWEEP: "1"}, "auto", "step 8", ("", ""), None),  # the sweep requeues
-        ({}, "auto", "step 8", ("", ""), None),
     ],
 )
 def test_job_is_not_requeued(monkeypatch, environ, mode, progress, shown, reason):
@@ -74,4 +72,3 @@ def test_runs_of_a_requeued_program_are_found_in_their_order(tmp_path: Path, mon
         begun.add(Path(str(found[-1])))
     assert found == ["runs/2", "runs/3", None]
     assert start.earlier_attempt("runs/1", World()) is None
-    assert start.earlier_attempt("runs/3", World()) == "runs/3"
