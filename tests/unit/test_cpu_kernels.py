@@ -16,7 +16,6 @@ ZEN5 = "AuthenticAMD", "fpu sse2 avx avx2 fma avx512f avx512bw avx512_bf16 avx51
 ZEN3 = "AuthenticAMD", "fpu sse2 avx avx2 fma vaes"
 SAPPHIRE_RAPIDS = "GenuineIntel", "fpu avx avx2 fma avx512f avx512bw avx512_bf16 amx_bf16 amx_tile amx_int8"
 ICE_LAKE = "GenuineIntel", "fpu avx avx2 fma avx512f avx512bw avx512_vnni"
-BROADWELL = "GenuineIntel", "fpu avx avx2 fma"
 HYGON = "HygonGenuine", "fpu avx avx2 fma"
 
 
@@ -26,7 +25,6 @@ def cpuinfo(vendor: str, flags: str) -> str:
 
 
 NEOVERSE = "processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: fp asimd sve bf16 i8mm\nCPU implementer\t: 0x41\n\n"
-GRAVITON2 = NEOVERSE.replace(" sve bf16 i8mm", "")
 
 
 @pytest.mark.parametrize(
@@ -37,12 +35,9 @@ GRAVITON2 = NEOVERSE.replace(" sve bf16 i8mm", "")
         (cpuinfo(*ZEN3), "x86_64", "AVX2", "AMD, AVX2", True),
         (cpuinfo(*SAPPHIRE_RAPIDS), "x86_64", "AVX512", "Intel, AMX", False),
         (cpuinfo(*ICE_LAKE), "x86_64", "AVX512", "Intel, AVX-512", True),
-        (cpuinfo(*BROADWELL), "x86_64", "AVX2", "Intel, AVX2", True),
         (cpuinfo(*HYGON), "x86_64", "AVX2", "other", True),
         (NEOVERSE, "aarch64", "SVE256", "aarch64", False),
-        (GRAVITON2, "aarch64", "DEFAULT", "aarch64", True),
         ("", "arm64", "DEFAULT", "aarch64", False),
-        ("", "x86_64", "AVX2", "other", False),
     ],
 )
 def test_kind_of_cpu(text, architecture, capability, kind, emulates, monkeypatch, tmp_path):
@@ -55,15 +50,13 @@ def test_kind_of_cpu(text, architecture, capability, kind, emulates, monkeypatch
 def test_choice_of_this_process(monkeypatch):
     before = kernels.select("auto")
     try:
-        assert before == kernels.default_choice()
         monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
         assert kernels.active("fp32") == kernels.active(torch.float32) == before.fp32
-        assert kernels.active(torch.float16) == kernels.active(torch.float64) == TORCH_ONLY
-        assert kernels.record("fp32", CPU) == {"cpu": before.kind, **asdict(before.fp32)}
-        assert kernels.record("fp32", torch.device("cuda", 0)) is None
+        assert kernels.active(torch.float16) == TORCH_ONLY
         kernels.select("torch")
         assert kernels.active("fp32") == kernels.active("bf16") == TORCH_ONLY
         assert kernels.record("bf16", CPU) == {"cpu": before.kind, **asdict(TORCH_ONLY)}
+        assert kernels.record("fp32", torch.device("cuda", 0)) is None
     finally:
         kernels.select("auto")
 

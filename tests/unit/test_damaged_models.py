@@ -100,11 +100,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 3}, "bert.encoder.layer.2"),
     ({"intermediate_size": 40}, "intermediate.dense.weight"),
     ({"hidden_size": 2 * 10**5}, "GiB of memory"),
-    ({"vocab_size": 10**12}, "GiB of memory"),
     ({"num_hidden_layers": 10**7}, "num_hidden_layers"),
     ({"num_hidden_layers": -1}, "num_hidden_layers"),
-    ({"chunk_size_feed_forward": 3}, "chunk_size_feed_forward"),
-    ({"is_decoder": True}, "is_decoder"),
     ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantization_config"),
 ]
@@ -161,13 +158,7 @@ def with_pointer(file: str, *removed: str) -> Damage:
     return damage
 
 
-for file, *removed in (
-    ["config.json"],
-    ["tokenizer.json"],
-    ["model.safetensors"],
-    ["pytorch_model.bin", "model.safetensors"],
-    ["vocab.txt", "tokenizer.json", "tokenizer_config.json"],
-):
+for file, *removed in (["config.json"], ["tokenizer.json"], ["pytorch_model.bin", "model.safetensors"]):
     CASES[f"{file}: a git-lfs pointer"] = with_pointer(file, *removed), f"{file}: .*`git lfs pull`"
 
 
@@ -179,19 +170,15 @@ def with_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
     return damage
 
 
-for prefix in ("module.", "_orig_mod.", "model.", "module._orig_mod."):
-    renamed = with_weights(lambda weights, prefix=prefix: {prefix + key: value for key, value in weights.items()})
-    CASES[f"weights: {prefix}bert"] = renamed, f"'{prefix}'"
-    renamed = with_weights(lambda weights, p=prefix: {p + k.removeprefix("bert."): v for k, v in weights.items()})
-    CASES[f"weights: {prefix}embeddings"] = renamed, f"'{prefix}'"
-for entry in ("model", "state_dict"):
-    wrapped = with_weights(lambda weights, entry=entry: {"epoch": 3, entry: weights})
-    CASES[f"weights: under {entry}"] = wrapped, f"entries epoch, {entry}"
+PREFIX = "module._orig_mod."
+renamed = with_weights(lambda weights: {PREFIX + key: value for key, value in weights.items()})
+CASES[f"weights: {PREFIX}bert"] = renamed, f"'{PREFIX}'"
+renamed = with_weights(lambda weights: {PREFIX + key.removeprefix("bert."): value for key, value in weights.items()})
+CASES[f"weights: {PREFIX}embeddings"] = renamed, f"'{PREFIX}'"
+CASES["weights: wrapped"] = with_weights(lambda weights: {"epoch": 3, "model": weights}), "entries epoch, model"
 
 
-@pytest.mark.parametrize(
-    "file", ["config.json", "tokenizer.json", "model.safetensors", "model-00001-of-00001.safetensors"]
-)
+@pytest.mark.parametrize("file", ["tokenizer.json", "model-00001-of-00001.safetensors"])
 def test_pipe_in_a_models_folder(file: str, good, tmp_path, make_questions) -> None:
     folder = shutil.copytree(good, tmp_path / "damaged")
     if "-of-" in file:
@@ -287,7 +274,6 @@ CASED = ["Berlin", "be", "##rlin"]
         (["berlin"], None, {}, ["berlin"]),
         (CASED, "tokenizer_config.json", {"model_max_length": 64}, ["Berlin"]),
         (CASED, "tokenizer_config.json", {"do_lower_case": True}, ["be", "##rlin"]),
-        (CASED, "tokenizer.json", {"lowercase": False}, ["Berlin"]),
         (CASED, "tokenizer.json", {"lowercase": True}, ["be", "##rlin"]),
     ],
 )

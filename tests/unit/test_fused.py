@@ -45,7 +45,6 @@ def by_hand(q, k, v, masks, scaling):
     ("dtype", "size", "lengths", "tolerance"),
     [
         (torch.float32, 32, [179, 33, 1, 384, 64], 1e-6),
-        (torch.float32, 64, [101, 17], 1e-6),
         (torch.bfloat16, 32, [179, 33, 1, 384, 64], 1e-2),
         (torch.bfloat16, 64, [101, 17], 1e-2),
     ],

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from hvd_bert.model.cpu import malloc
 from hvd_bert.model.cpu.malloc import keep_memory
 
 pytestmark = pytest.mark.slow
@@ -47,27 +45,3 @@ def test_freed_memory_is_reused():
     if kept != "True":
         pytest.skip("this C library has no mallopt")
     assert int(faults) == 0 < int(printed_by(COUNT, "plain")[1])
-
-
-HUGE = """
-import torch
-from hvd_bert.model.cpu.malloc import keep_memory
-
-keep_memory({})
-tensor = torch.ones(64 << 20)
-for line in open("/proc/self/smaps"):
-    words = line.split()
-    if "-" in words[0] and not words[0].endswith(":"):
-        start, end = (int(place, 16) for place in words[0].split("-"))
-    if start <= tensor.data_ptr() + (64 << 20) < end and words[0] == "VmFlags:":
-        print("hg" in words)
-"""
-
-
-LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (2**34, 2**34))\n" + HUGE
-
-
-def test_the_heap_asks_for_huge_pages_except_where_unused_memory_counts():
-    if not Path("/sys/kernel/mm/transparent_hugepage").exists() or malloc._reserving_counts_as_use():
-        pytest.skip("this machine has no huge pages, or limits memory")
-    assert [printed_by(HUGE), printed_by(LIMITED)] == [["True"], ["False"]]
