@@ -17,9 +17,7 @@ from tokenizers import (
 )
 from transformers import (
     AlbertTokenizer,
-    DebertaTokenizer,
     DebertaV2Tokenizer,
-    MPNetTokenizer,
     PreTrainedTokenizerFast,
     RobertaTokenizer,
     SplinterTokenizer,
@@ -68,18 +66,16 @@ def unigram(kind: Any, *special: str) -> Any:
     return kind(vocab=pieces, model_max_length=512)
 
 
-def word_pieces(kind: Any, special: list[str] = BERT_TOKENS) -> Any:
-    pieces = [*special, *WORDS, *CHARACTERS, *(f"##{character}" for character in CHARACTERS)]
-    return kind(vocab={piece: place for place, piece in enumerate(pieces)}, model_max_length=512)
+def word_pieces() -> Any:
+    pieces = [*BERT_TOKENS, *WORDS, *CHARACTERS, *(f"##{character}" for character in CHARACTERS)]
+    return SplinterTokenizer(vocab={piece: place for place, piece in enumerate(pieces)}, model_max_length=512)
 
 
 MAKERS = {
     "roberta": lambda: byte_level(RobertaTokenizer, ROBERTA_TOKENS),
-    "deberta": lambda: byte_level(DebertaTokenizer, BERT_TOKENS),
     "modernbert": lambda: byte_level(modernbert, BERT_TOKENS),
     "xlm-roberta": lambda: unigram(XLMRobertaTokenizer, "<s>", "<pad>", "</s>", "<unk>"),
     "albert": lambda: unigram(AlbertTokenizer, "<pad>", "[CLS]", "[SEP]", "[MASK]", "<unk>"),
     "deberta-v2": lambda: unigram(DebertaV2Tokenizer, "[PAD]", "[CLS]", "[SEP]", "[UNK]"),
-    "mpnet": lambda: word_pieces(MPNetTokenizer, ["<s>", "<pad>", "</s>", "<mask>", "[UNK]"]),
-    "splinter": lambda: word_pieces(SplinterTokenizer),
+    "splinter": word_pieces,
 }

@@ -103,11 +103,9 @@ def results(peak: float | None = None, device: str = "cpu") -> dict:
 def test_table_at_the_end():
     lines = describe_steps(results(peak=1e12))
     words = [line.split() for line in lines]
-    assert words[1] == ["ms", "min", "max", "share"]
     assert ["exposed", "communication", "200.0", "116.7", "283.3", "10.0%"] in words
     assert ["step", "2000.0", "2000.0", "2000.0", "100.0%"] in words
     assert ["evaluation", "(additional)", "1000.0", "50.0%"] in words
-    assert "2 evaluation(s) in 4.0 s." in lines
     assert "2 checkpoint(s): training waited 0.25 s, writing took 1.00 s." in lines
     assert any("MFU" in line and "padding 20.0%" in line for line in lines)
 
@@ -124,10 +122,8 @@ def test_table_of_other_runs():
 @pytest.mark.parametrize(
     ("name", "precision", "tflops"),
     [
-        ("NVIDIA A100-SXM4-80GB", "tf32", 156.0),
         ("Tesla V100-SXM2-32GB", "tf32", 15.7),  # it has no TF32 and uses fp32
         ("Tesla V100-SXM2-32GB", "bf16", None),
-        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", None),
     ],
 )

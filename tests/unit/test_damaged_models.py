@@ -39,16 +39,9 @@ pytestmark = pytest.mark.timeout(300)  # a model with a million layers
 @pytest.fixture(scope="module")
 def good(tmp_path_factory, tokenizer) -> Path:
     """A small model's folder."""
-    folder = tmp_path_factory.mktemp("good")
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=64,
-    )
-    BertForQuestionAnswering(config).save_pretrained(folder)
+    folder, sizes = tmp_path_factory.mktemp("good"), {"hidden_size": 16, "intermediate_size": 24}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+    BertForQuestionAnswering(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -120,15 +113,6 @@ def with_a_large_token_id(folder: Path) -> None:
 
 
 CASES["a token id far beyond the embeddings"] = with_a_large_token_id, "token id 67108864, .* embeddings"
-
-
-def with_an_empty_vocab_txt(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    with_settings("tokenizer_config.json", {"tokenizer_class": "BertTokenizer"})(folder)
-    (folder / "vocab.txt").touch()
-
-
-CASES["vocab.txt: empty"] = with_an_empty_vocab_txt, "has no vocabulary"
 
 
 def with_pickle(write: Callable[[Path, hostile.Canary], object]) -> Damage:
@@ -240,10 +224,9 @@ def test_head_of_another_size_gets_new_weights(tokenizer, tmp_path, caplog):
 
 
 def test_albert_of_too_many_groups_is_refused_before_it_is_built(tmp_path):
-    for groups in ({"num_hidden_groups": 10**7}, {"inner_group_num": 10**7}):
-        AlbertConfig(**groups).save_pretrained(tmp_path)
-        with refused(tmp_path, *groups, 1000):
-            load_config(str(tmp_path), ModelArguments(model_name_or_path=str(tmp_path)))
+    AlbertConfig(inner_group_num=10**7).save_pretrained(tmp_path)
+    with refused(tmp_path, "inner_group_num", 1000):
+        load_config(str(tmp_path), ModelArguments(model_name_or_path=str(tmp_path)))
 
 
 def test_memory_for_all_copies(good, monkeypatch):

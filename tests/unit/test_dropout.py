@@ -21,16 +21,6 @@ def test_rate_and_scale(p):
     assert 1 / kept_scale(p) == pytest.approx(1 - p, abs=0.5 / LEVELS)
 
 
-def test_each_eighth_of_a_word_has_the_rate_and_neighbors_are_independent():
-    torch.manual_seed(0)
-    p, bound = 0.3, 5 * math.sqrt(0.3 * 0.7 / (MANY / 8))
-    dropped = (keep_mask(torch.Size([MANY // 8, 8]), p) == 0).float()
-    assert ((dropped.mean(0) - p).abs() < bound).all()
-    for distance in (1, 2, 3, 4, 8):
-        both = (dropped.flatten()[distance:] * dropped.flatten()[:-distance]).mean().item()
-        assert both == pytest.approx(p * p, abs=5 * math.sqrt(p * p * (1 - p * p) / MANY))
-
-
 def test_random_bits_come_from_torchs_generator():
     torch.manual_seed(3)
     first, second = (keep_mask(torch.Size([1000]), 0.5) for _ in range(2))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from documented import REPOSITORY
-from family_tokenizers import MAKERS, unigram
+from family_tokenizers import MAKERS
 from hypothesis import given, settings
 from refusals import refused
 from test_tokenization import answer_of, ask, cases, spans_of, to_windows
@@ -21,14 +17,10 @@ from transformers import (
     BertConfig,
     ElectraConfig,
     PreTrainedTokenizerFast,
-    RemBertConfig,
-    RemBertTokenizer,
     RobertaConfig,
-    SplinterConfig,
 )
 
 from hvd_bert.config.command_line import parse
-from hvd_bert.config.data import QUESTION_ANSWERING
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.data.window_table import check_lengths
@@ -80,7 +72,7 @@ def test_windows_equal_those_of_the_tokenizer(family_tokenizer, tokenizer, case)
             assert expected["token_type_ids"][number] == [0] * first + [1] * (size - first)
 
 
-@pytest.mark.parametrize("answer", ["red", "pale grey-green", "42", "1940"])
+@pytest.mark.parametrize("answer", ["pale grey-green", "1940"])
 def test_label_by_hand(family_tokenizer, answer):
     question = ask("The red boxes of 1940 are in the hall; box 42 is pale grey-green.", answer)
     (row,), _ = to_windows(family_tokenizer, [question])
@@ -106,42 +98,19 @@ def typed(config, tokenizer, tmp_path) -> bool:
     return model.takes_token_types
 
 
-def rembert():
-    """As from a published tokenizer.json: a RemBertTokenizer that is made from pieces has no special tokens."""
-    tokenizer = unigram(RemBertTokenizer, "<pad>", "[CLS]", "<unk>", "[SEP]", "[MASK]")
-    tokenizer.backend_tokenizer.post_processor = MAKERS["albert"]().backend_tokenizer.post_processor
-    return tokenizer
-
-
-@pytest.mark.parametrize(
-    ("kind", "make"), [(AlbertConfig, MAKERS["albert"]), (SplinterConfig, MAKERS["splinter"]), (RemBertConfig, rembert)]
-)
-@pytest.mark.parametrize("task", [QUESTION_ANSWERING, "text_classification:TextClassification"])
-def test_model_that_was_pretrained_with_token_types_gets_them(
-    kind, make, task, tmp_path, make_questions, write_squad, monkeypatch
-):
-    """In any task, whatever its tokenizer returns by default, and the saved tokenizer then returns them."""
-    tokenizer, folder = make(), tmp_path / "model"
+def test_model_that_was_pretrained_with_token_types_gets_them(tmp_path, make_questions, write_squad):
+    """Whatever its tokenizer returns by default, and the saved tokenizer then returns them."""
+    tokenizer, folder = MAKERS["albert"](), tmp_path / "model"
     assert "token_type_ids" not in tokenizer.model_input_names
-    sizes = {"embedding_size": 16} if kind is AlbertConfig else {"input_embedding_size": 16}
-    kind(vocab_size=len(tokenizer), **SPACES, **sizes).save_pretrained(folder)
+    AlbertConfig(vocab_size=len(tokenizer), embedding_size=16, **SPACES).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    file = str(write_squad(make_questions(3), "train.json"))
-    if task != QUESTION_ANSWERING:
-        monkeypatch.syspath_prepend(REPOSITORY / "examples")
-        if kind is SplinterConfig:
-            pytest.skip("transformers has no classification head for it")
-        file = str(tmp_path / "train.jsonl")
-        rows = [{"sentence1": "red", "sentence2": f"the box {label}", "label": label} for label in range(3)]
-        Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--task", task, "--config_name", str(folder), "--train_file", file, "--max_seq_length", "200"]
-    made = load_task(parse([*flags, "--strategy", "none", "--dropout", "0"]), make_world())
+    flags = ["--config_name", str(folder), "--train_file", str(write_squad(make_questions(3), "train.json"))]
+    flags += ["--max_seq_length", "200", "--strategy", "none", "--dropout", "0"]
+    made = load_task(parse(flags), make_world())
     batch = made.batch(np.arange(3))
-    inputs = batch.content if task == QUESTION_ANSWERING else batch.content[0]
-    inputs.token_type_ids[:] = 1 - inputs.token_type_ids
-    other = made.losses(made.model, batch)
-    inputs.token_type_ids[:] = 1 - inputs.token_type_ids
-    assert not torch.equal(made.losses(made.model, batch), other), "the types have no effect"
+    losses = made.losses(made.model, batch)
+    batch.content.token_type_ids[:] = 1 - batch.content.token_type_ids
+    assert not torch.equal(made.losses(made.model, batch), losses), "the types have no effect"
     (tmp_path / "saved").mkdir()
     made.save(tmp_path / "saved")
     encoded = AutoTokenizer.from_pretrained(tmp_path / "saved")("the red box", "the hall")
