@@ -29,7 +29,7 @@ from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.strategies.base import Strategy, StrategyOptions
 from hvd_bert.strategies.dp import DPStrategy
 from hvd_bert.tasks.dataset import to_device
-from hvd_bert.training.meter import DeferredScalars
+from hvd_bert.training.meter import DeferredScalars, Stopwatch
 
 GPU, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 LENGTHS = [5, 9, 3]
@@ -195,6 +195,14 @@ def an_evaluation_waits_once_per_batch_with_the_next_one_queued() -> None:
             happened.append("read")
     assert not waits.found
     assert happened == ["queued", *["queued", "waited", "read"] * 2, "waited", "read"], happened
+
+
+def laps_are_by_the_gpus_own_clock() -> None:
+    stopwatch = Stopwatch(GPU)
+    for phase in ("data", "compute", "compute"):
+        stopwatch.lap(phase)
+    taken = stopwatch.take()
+    assert (taken["data"], taken["compute"]) == (0.001, 0.002), taken
 
 
 def layers_that_are_faster_on_cpus_are_torchs_on_a_gpu() -> None:

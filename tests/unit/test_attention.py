@@ -43,7 +43,6 @@ def reference(query, key, value, lengths, scaling, reach=99):
 def kernel(request, monkeypatch):
     """Each kernel in turn, instead of the one for this machine; tests/gpu_kernels.py computes those of a GPU."""
     gpu_kernels.register()
-    monkeypatch.setattr(gpu_kernels, "LIMITS", False)
     monkeypatch.setattr(attention, "choose", lambda *_: request.param)
     return request.param
 

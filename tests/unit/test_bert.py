@@ -124,7 +124,6 @@ def model(folders, tokenizer) -> BertForQuestionAnswering:
 def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model, windows, monkeypatch):
     """With a GPU's flash attention, which is computed here by tests/gpu_kernels.py."""
     gpu_kernels.register()
-    monkeypatch.setattr(gpu_kernels, "LIMITS", False)  # fp32
     monkeypatch.setattr(attention, "choose", lambda *_: attention.by_flash)
     torch._dynamo.reset()
     compiled = load(tokenizer, compiled=True, config_name=folders / "large")

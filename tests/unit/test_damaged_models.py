@@ -128,7 +128,7 @@ CASES["weights: torch.save"] = with_pickle(lambda path, code: torch.save({"a": c
 CASES["weights: cut off"] = lambda folder: os.truncate(folder / "model.safetensors", 2000), ""
 CASES["no weights"] = without("model.safetensors"), ""
 CASES["no config"] = without("config.json"), "config.json"
-CASES["no vocabulary"] = without("tokenizer.json", "tokenizer_config.json"), ""
+CASES["no vocabulary"] = without("tokenizer.json", "tokenizer_config.json"), "has no vocabulary"
 
 
 POINTER = f"{LFS_POINTER}\noid sha256:{'0' * 64}\nsize 12345\n"
@@ -142,7 +142,11 @@ def with_pointer(file: str, *removed: str) -> Damage:
     return damage
 
 
-for file, *removed in (["config.json"], ["tokenizer.json"], ["pytorch_model.bin", "model.safetensors"]):
+for file, *removed in (
+    ["config.json"],
+    ["pytorch_model.bin", "model.safetensors"],
+    ["vocab.txt", "tokenizer.json", "tokenizer_config.json"],
+):
     CASES[f"{file}: a git-lfs pointer"] = with_pointer(file, *removed), f"{file}: .*`git lfs pull`"
 
 

@@ -19,7 +19,7 @@ from hvd_bert.distributed.launch import (
     speaks_first,
 )
 from hvd_bert.distributed.mpi import check_mpi, check_pmi, check_size
-from hvd_bert.distributed.slurm import check_tasks, requested_tasks
+from hvd_bert.distributed.slurm import requested_tasks
 
 # Variables that the launchers set for rank 3 of 4.
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_CONTROLLER": "gloo"}
@@ -287,13 +287,6 @@ def test_launchers_in_tasks_of_srun_report_it_once():
 )
 def test_tasks_that_the_job_requested(environ, requested):
     assert requested_tasks(environ) == requested
-
-
-def test_process_without_launcher_in_a_job_of_several_tasks():
-    with refused("8 tasks", "srun", "--strategy none", error=LaunchError):
-        check_tasks(find_launcher(BATCH_STEP), BATCH_STEP)
-    for environ in (MPIRUN | BATCH_STEP, BATCH_STEP | {"HVD_BERT_IN_SWEEP": "1"}):
-        check_tasks(find_launcher(environ), environ)
 
 
 @pytest.mark.parametrize(

@@ -128,39 +128,6 @@ def test_the_other_ranks_have_times_of_their_own(clock):
     assert (row["exposed_comm_s"], row["exposed_comm_share"], row["step_s"]) == (0.5, 0.1, 5.0)
 
 
-class Event:
-    """A CUDA event of a GPU whose clock (milliseconds) the test sets; counts the waits."""
-
-    clock = 0.0
-    waits = 0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.at = Event.clock
-
-    def synchronize(self) -> None:
-        Event.waits += 1
-
-    def elapsed_time(self, later: Event) -> float:
-        return later.at - self.at
-
-
-def test_laps_on_a_gpu_are_by_its_own_clock(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    stopwatch = module.Stopwatch(torch.device("cuda"))
-    for phase, milliseconds in (("data", 10.0), ("compute", 300.0), ("exposed_comm", 40.0), ("compute", 200.0)):
-        Event.clock += milliseconds
-        stopwatch.lap(phase)
-    assert Event.waits == 0  # until the times are read
-    none = dict.fromkeys(PHASES, 0.0)
-    assert stopwatch.take() == pytest.approx(none | {"data": 0.01, "compute": 0.5, "exposed_comm": 0.04})
-    Event.clock += 50.0
-    stopwatch.lap("optimizer")
-    assert stopwatch.take() == pytest.approx(none | {"optimizer": 0.05})
-
-
 def test_communication_that_cannot_be_told_is_part_of_computing(clock):
     meter = Meter(equal_ranks(1), separates_comm=False)
     meter.add(torch.tensor(1.0), batch(1, 1))

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 from processes import started
 from test_world import heard, make_world
 
-from hvd_bert.distributed import signals
 from hvd_bert.distributed.signals import SIGNALS, StopRequests
 
 
@@ -126,13 +124,6 @@ def test_launcher_is_killed() -> None:
         assert process.stdout.readline() == "stopped\n"
         assert "hvd_bert: the launcher was killed: stopping this rank" in process.stderr.read()
         rank.wait(60)
-
-
-@pytest.mark.parametrize("launcher", ["none", "srun"])
-def test_no_launcher_to_watch(launcher: str) -> None:
-    before = threading.enumerate()
-    signals.watch_launcher(launcher)
-    assert threading.enumerate() == before
 
 
 # Ctrl-C in any command, at any moment: one line, status 130, no traceback

@@ -109,20 +109,6 @@ def test_dp_puts_the_logits_together_again():
     assert join_windows(classes, torch.device("cpu"))["logits"].shape == (5, 4)
 
 
-def test_strategy_of_one_process_steps_with_the_clipped_gradient():
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-    options = StrategyOptions(TrainArguments(max_grad_norm=3.0), ParallelArguments(), accumulation=2)
-    strategy = strategy_class("none")(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), options, make_world())
-    for value in (2.0, 4.0):  # the passes are summed
-        strategy.backward(strategy.module(torch.full((1, 1), value)).sum())
-    strategy.synchronize()
-    assert float(strategy.clip()) == pytest.approx(6.0)
-    strategy.step()
-    assert strategy.gather_model().weight.item() == pytest.approx(1 - 0.1 * 3.0)
-    assert strategy.module.weight.grad is None or not strategy.module.weight.grad.any()
-
-
 def step_and_state(strategy: Strategy, factor: float) -> tuple[float, dict[str, torch.Tensor]]:
     """The gradient's norm, and weights and optimizer state after the step."""
     strategy.backward(strategy.module(torch.ones(4, 3)).square().sum() * factor)
