@@ -21,8 +21,6 @@ from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.evaluation import evaluator
 from hvd_bert.evaluation.forward import span_logits, window_losses
-from hvd_bert.model import attention
-from hvd_bert.model.attention import by_efficient, by_flash, by_jagged, by_window, make_windows
 from hvd_bert.model.bert import new_model
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import AUTOCAST, autocast
@@ -105,32 +103,6 @@ def a_tasks_batches_may_be_on_the_gpu_already() -> None:
     for tensor in (*copied["a"], copied["b"][0].x):
         expect(tensor, (2, 3), torch.float32)
     assert type(copied["b"][0]) is pair and copied["b"][0].y == 7 and copied["b"][1] == "text"
-
-
-# --- attention -----------------------------------------------------------------------------------
-
-
-def attend(kernel: attention.Kernel, dtype: torch.dtype, reach: int | None) -> None:
-    """Forward and backward pass of a kernel on views as BERT makes them."""
-    shape = (1, sum(LENGTHS), 4, 64)
-    made = [torch.randn(shape, device=GPU, dtype=dtype, requires_grad=True) for _ in range(3)]
-    query, key, value = (tensor.transpose(1, 2).squeeze(0).transpose(0, 1) for tensor in made)
-    output = kernel(query, key, value, make_windows(LENGTHS, GPU, reach), 0.1, 0.5)
-    expect(output, shape[1:], dtype)
-    output.float().sum().backward()
-    for tensor in made:
-        assert tensor.grad is not None
-        expect(tensor.grad, shape, dtype)
-
-
-def every_kernel_in_every_dtype() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        attend(by_jagged, dtype, None)
-        attend(by_window, dtype, 2)
-        attend(by_efficient, dtype, None)
-        if dtype != torch.float32:
-            attend(by_flash, dtype, None)
-            attend(by_flash, dtype, 2)
 
 
 # --- models and steps ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Every family of encoders: windows and texts, packed or padded, give transformers' results."""
+"""Every family of encoders: results, packed or padded, as transformers', and FLOP as torch's counter counts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import prune
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as TAGGERS
@@ -29,6 +31,7 @@ from hvd_bert.model import attention
 from hvd_bert.model.bert import configure, load_model, new_model, span_losses
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.families import FAMILIES, adapt, check_precision, choose_padding, max_tokens, model_class
+from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.layers import JoinedAttention, compile_layers, place
 from hvd_bert.model.loading import load_config, load_encoder, num_weights
 from hvd_bert.model.lora import FILES, add_adapters, merge
@@ -405,3 +408,50 @@ def test_layers_of_another_build_are_not_compiled():
 def test_the_page_is_current():
     written = families_page.PAGE.read_text(encoding="utf-8")
     assert written == families_page.page(), "run `python scripts/families_page.py`"
+
+
+RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+PUBLISHED = {"deberta": RELATIVE, "deberta-v2": RELATIVE | {"position_buckets": 8, "conv_kernel_size": 3}}
+WINDOWS, LENGTH = 3, 48
+
+
+def counted(model) -> int:
+    """FLOP of a forward and backward pass over padded windows, by torch's counter."""
+    tokens = torch.full((WINDOWS, LENGTH), 5)
+    tokens[:, [0, 3, 10, -1]] = torch.tensor([SEP, QUESTION, SEP, SEP])  # Longformer's question ends at the first SEP
+    with FlopCounterMode(display=False) as counter:
+        output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        (output.start_logits + output.end_logits).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_formula_gives_what_torchs_counter_counts(name):
+    config = small(name)
+    for key, value in PUBLISHED.get(name, {}).items():
+        setattr(config, key, value)
+    model = model_class(config)._from_config(config, attn_implementation="eager")
+    # Most of Splinter's head takes one token per window, and a pass projects DeBERTa's positions once.
+    limit = {"splinter": 0.1, "deberta": 0.11}.get(name, 0.01)
+    assert forward_flops(model).training([LENGTH] * WINDOWS) == pytest.approx(counted(model), rel=limit)
+
+
+def test_frozen_weights_have_no_gradients():
+    config = small("bert")
+    config.num_hidden_layers = 12
+    model = model_class(config)._from_config(config, attn_implementation="eager")
+    add_adapters(model, ModelArguments(lora_rank=2), seed=1)
+    # The first layer's input needs no gradient.
+    assert forward_flops(model).training([LENGTH] * WINDOWS) == pytest.approx(counted(model), rel=0.03)
+
+
+def test_bert_has_its_formula():
+    """With the trainer's own layers and attention: 2 FLOP for each weight and token, 4 h per layer and pair."""
+    hidden, inner, layers = 32, 48, 2
+    config = BertConfig(
+        vocab_size=10, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=4
+    )
+    forward = forward_flops(new_model(config, None, seed=0))
+    weights = layers * (4 * hidden**2 + 2 * hidden * inner)  # query, key, value, output; feed-forward
+    assert (forward.per_pass, forward.per_token) == (0, 2 * weights + 4 * hidden)
+    assert (forward.per_pair, forward.crossover) == (layers * 4 * hidden, 2 * hidden + inner)

@@ -1,10 +1,13 @@
-"""Decisions from the launcher's and the scheduler's variables: world, device, threads, job."""
+"""Decisions from the launcher's and the scheduler's variables: world, device, threads, job, requeue."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from refusals import refused
 
+from hvd_bert.distributed import events, slurm
 from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device, choose_threads, share_cores
 from hvd_bert.distributed.launch import (
     Launcher,
@@ -20,6 +23,9 @@ from hvd_bert.distributed.launch import (
 )
 from hvd_bert.distributed.mpi import check_mpi, check_pmi, check_size
 from hvd_bert.distributed.slurm import requested_tasks
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import UserError
+from hvd_bert.training import start
 
 # Variables that the launchers set for rank 3 of 4.
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_CONTROLLER": "gloo"}
@@ -31,9 +37,7 @@ JSRUN = {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4"}
 FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4"}
 PALS = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}
 TORCHS = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a100-01", "MASTER_PORT": "29500"}
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-TORCHRUN |= {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
-TORCHRUN |= {"MASTER_ADDR": "a100-01", "MASTER_PORT": "29500"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
 # A job script, and mpirun inside it, see variables of the batch step: one task of a job of many.
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "17"}
@@ -43,9 +47,8 @@ INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS":
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        (HOROVODRUN, ("horovodrun", 4, 3)),
-        (TORCHRUN, ("torchrun", 4, 3)),
-        (TORCHS, ("torch's variables", 4, 3)),
+        (HOROVODRUN | SRUN, ("horovodrun", 4, 3)),
+        (TORCHRUN | SRUN, ("torchrun", 4, 3)),
         (TORCHS | SRUN, ("srun", 4, 3)),  # a job script exports them for its ranks
         (TORCHS | INSIDE_SRUN, ("torch's variables", 4, 3)),  # one step per node
         (SRUN | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, ("mpirun", 1, 0)),  # mpirun's daemons
@@ -58,7 +61,6 @@ INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS":
         (FLUX | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, ("flux", 4, 3)),  # brokers by srun
         (PALS, ("MPI", None, 3)),  # it tells no size
         *(({rank: "3"}, ("MPI", None, 3)) for rank in ("PMI_ID", "ALPS_APP_PE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")),
-        (SRUN, ("srun", 4, 3)),
         (BATCH_STEP, ("none", None, None)),
         ({"HOROVOD_SIZE": "4", "HOROVOD_LOG_LEVEL": "info"}, ("none", None, None)),
     ],
@@ -111,17 +113,11 @@ def test_what_is_ignored_and_which_platform_started_the_ranks():
     assert platform_name(find_launcher(HOROVODRUN | kubeflow), HOROVODRUN | kubeflow) == "horovodrun"
 
 
-@pytest.mark.parametrize(
-    ("launcher", "size", "hint"),
-    [
-        (Launcher("srun", 4, 0), 1, "srun --mpi=pmix"),
-        (Launcher("horovodrun", 2, 0), 4, "env/setup.sh"),
-    ],
-)
-def test_horovods_size_is_the_launchers(launcher, size, hint):
-    check_size(launcher, launcher.size, {})
-    with refused(f"{launcher.name} started {launcher.size}", f"world of {size}", hint):
-        check_size(launcher, size, {})
+@pytest.mark.parametrize(("name", "hint"), [("srun", "srun --mpi=pmix"), ("horovodrun", "env/setup.sh")])
+def test_horovods_size_is_the_launchers(name, hint):
+    check_size(Launcher(name, 4, 0), 4, {})
+    with refused(f"{name} started 4", "world of 1", hint):
+        check_size(Launcher(name, 4, 0), 1, {})
 
 
 def test_launcher_of_mpi_without_its_size():
@@ -163,20 +159,16 @@ SLURM_PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}  # srun --mpi=pmi2, which any MPI
 @pytest.mark.parametrize(
     ("environ", "mpi", "named"),
     [
-        (MPIRUN, OPEN_MPI, None),
-        (HYDRA, INTEL, None),
-        (SLURM_PMI | SRUN, OPEN_MPI, None),
         (MPIRUN, MPICH, ("mpirun of Open MPI", "MPICH Version: 5.0.2")),
         (MPIRUN, INTEL, ("mpirun of Open MPI", "Intel(R) MPI Library 2021.14")),
         (HYDRA, OPEN_MPI, ("mpirun of MPICH", "Open MPI v5.0.11")),
     ],
 )
 def test_mpirun_of_another_mpi(environ, mpi, named):
-    if named is None:
+    for fitting in ((MPIRUN, OPEN_MPI), (HYDRA, INTEL), (SLURM_PMI | SRUN, OPEN_MPI)):
+        check_mpi(*fitting)
+    with refused(*named, "env/setup.sh", error=LaunchError):
         check_mpi(environ, mpi)
-    else:
-        with refused(*named, "env/setup.sh", error=LaunchError):
-            check_mpi(environ, mpi)
 
 
 # --- devices and threads ---------------------------------------------------------------------------
@@ -301,3 +293,66 @@ def test_tasks_that_the_job_requested(environ, requested):
 def test_large_worlds_have_longer_to_start_over_gloo(size, environ, seconds):
     extend_gloo_timeout(Launcher("horovodrun", size, 0), environ)
     assert environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") == seconds
+
+
+JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "mine"}
+ARRAY = JOB | {"SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}
+SHOWN = """JobId=12 JobName=mine
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+   RunTime=00:00:01 TimeLimit=1-00:00:00 TimeMin=N/A
+   Comment=TimeLimit=UNLIMITED Requeue=0
+"""
+
+
+def test_job_of_an_array_is_requeued(monkeypatch):
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(slurm, "_scontrol", lambda *words: calls.append(words) or SHOWN)
+    assert slurm.requeue(ARRAY, "auto", "step 8", lambda text: calls.append((text,))) is None
+    announced = "Slurm job 10_3 has a time limit: requeueing it after step 8."
+    assert calls == [("show", "job", "10_3"), (announced,), ("requeue", "10_3")]
+
+
+@pytest.mark.parametrize(
+    ("environ", "mode", "progress", "shown", "reason"),
+    [
+        (JOB, "auto", "step 8", ("BatchFlag=1", "BatchFlag=0"), "it is interactive"),
+        (JOB, "auto", "step 8", ("RUNNING", "CANCELLED"), "Slurm is ending it (CANCELLED)"),
+        (JOB, "auto", "step 8", ("Requeue=1", "Requeue=0"), "it does not allow it (sbatch --requeue does)"),
+        (JOB, "auto", "step 8", ("1-00:00:00", "UNLIMITED"), "it has no time limit"),
+        (JOB, "no", "step 8", ("", ""), "--requeue no"),
+        (JOB, "auto", "", ("", ""), "this attempt made no progress, so request more time"),
+        (JOB | {slurm.IN_SWEEP: "1"}, "auto", "step 8", ("", ""), None),  # the sweep requeues
+    ],
+)
+def test_job_is_not_requeued(monkeypatch, environ, mode, progress, shown, reason):
+    monkeypatch.setattr(slurm, "_scontrol", lambda *words: {"show": SHOWN.replace(*shown)}[words[0]])
+    why = f"Slurm job 12 is not requeued: {reason}." if reason else ""
+    assert slurm.requeue(environ, mode, progress, print) == why
+
+
+def test_scontrol_fails(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"`scontrol requeue` failed: .*No such file"):
+        slurm._scontrol("requeue", "12")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'requeue is disabled\nfor job 12' >&2; exit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    why_not = slurm.requeue(JOB, "auto", "step 8", print)
+    assert why_not == "Slurm job 12 is not requeued: `scontrol show` failed: requeue is disabled for job 12."
+
+
+def test_runs_of_a_requeued_program_are_found_in_their_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "FOLDERS_BEGUN", begun := set[Path]())
+    for name, value in (JOB | {"SLURM_RESTART_COUNT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    for name, job in (("1", "11"), ("2", "12"), ("3", "12")):
+        Path("runs", name).mkdir(parents=True)
+        events.begin(Path("runs", name), True, {"job": {"id": job}})
+        events.end()
+    found = []
+    for _ in range(3):
+        found.append(start.earlier_attempt(None, World()))
+        begun.add(Path(str(found[-1])))
+    assert found == ["runs/2", "runs/3", None]
+    assert start.earlier_attempt("runs/1", World()) is None

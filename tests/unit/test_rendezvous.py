@@ -1,9 +1,10 @@
-"""How ranks find each other, in one process: stores on the loopback, and Slurm's lists of hosts."""
+"""How ranks find each other: stores on the loopback, network interfaces, and Slurm's lists of hosts."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,9 +15,10 @@ import pytest
 from by_variables import free_port
 from refusals import refused
 
-from hvd_bert.distributed import rendezvous, slurm
+from hvd_bert.distributed import interfaces, rendezvous, slurm
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.errors import UserError
 
 TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 TORCHRUN |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
@@ -184,28 +186,18 @@ def test_store_of_slurm_tasks_listens_towards_the_other_nodes(environ):
     assert rendezvous._slurm_store(1, nodes, port).get("key") == b"value", "a rank of the same node"
 
 
-def test_hosts_whose_names_do_not_resolve(environ, monkeypatch):
-    """Each rank gives the address by which it reaches the store, and takes its interface from those of other hosts."""
-    chosen: list[list[str]] = []
-    monkeypatch.setattr(rendezvous, "choose_interface", lambda _, variable, others: chosen.append(others))
+def test_host_without_an_interface_to_the_others_is_refused_on_all_ranks(environ):
     store = rendezvous.serve_store("127.0.0.1")
-    here, launcher = socket.gethostname(), Launcher("torchrun", 4, 1)
-    for rank, place in {0: f"{here} 127.0.0.1", 2: "pod-2 10.77.0.12", 3: "pod-3 10.77.0.13"}.items():
-        store.set(f"hvd_bert.place.{rank}", f"4 {place}")
-        store.set(f"hvd_bert.interface.{rank}", "")
-    assert rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME") == [here, here, "pod-2", "pod-3"]
-    store.set("hvd_bert.place.0", "4 pod-0 127.0.0.1")  # which itself reaches the store by the loopback
-    rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME")
-    assert chosen == [["10.77.0.12", "10.77.0.13"], ["127.0.0.1", "10.77.0.12", "10.77.0.13"]]
-    store.set("hvd_bert.interface.3", "pod-3 has no route. Set HVD_BERT_INTERFACE")
-    with refused("rank 3", "pod-3", "HVD_BERT_INTERFACE", error=CollectiveError):  # on all ranks: none waits
-        rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME")
+    store.set("hvd_bert.place.1", "2 pod-1 127.0.0.1")
+    store.set("hvd_bert.interface.1", "pod-1 has no route. Set HVD_BERT_INTERFACE")
+    with refused("rank 1", "pod-1", "HVD_BERT_INTERFACE", error=CollectiveError):
+        rendezvous.meet(store, Launcher("torchrun", 2, 0), "GLOO_SOCKET_IFNAME")
 
 
 def test_places_of_ranks_on_uneven_hosts(environ, monkeypatch):
-    store, checked, here = rendezvous.serve_store("127.0.0.1"), [], socket.gethostname()
+    store, here = rendezvous.serve_store("127.0.0.1"), socket.gethostname()
     monkeypatch.setattr(rendezvous, "launcher_store", lambda launcher: store)
-    monkeypatch.setattr(rendezvous, "check_own_name", lambda *address, **beyond: checked.append((*address, beyond)))
+    monkeypatch.setattr(rendezvous, "check_own_name", lambda address, beyond_this_host: None)
     environ["HOROVOD_GLOO_IFACE"] = "lo"
     for rank, place in enumerate((f"{here} 127.0.0.1", "another 10.77.0.12")):
         store.set(f"hvd_bert.place.{rank}", f"3 {place}")
@@ -213,6 +205,81 @@ def test_places_of_ranks_on_uneven_hosts(environ, monkeypatch):
         store.set(f"hvd_bert.name.{rank}", "")
     store.set("hvd_bert.horovod", "127.0.0.1 29500")
     rendezvous.serve_horovod(Launcher("torchrun", 3, 2))
-    assert checked == [("127.0.0.1", {"beyond_this_host": True})]
     places = {"LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
     assert {name: environ[f"HOROVOD_{name}"] for name in places} == places
+
+
+ADDRESSES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.77.0.11", "fe80::1%eth0"], "ib0": ["192.168.4.11"], "down": []}
+
+
+def test_interface_by_setting():
+    for setting, name in (("ib0", "ib0"), ("10.77.0.0/16", "eth0"), ("192.168.4.1/24", "ib0"), ("fe80::/10", "eth0")):
+        assert interfaces.resolve(setting, ADDRESSES) == name
+    for setting, named in (("10.78.0.0/16", "available: lo 127.0.0.1 ::1, eth0 "), ("10.77.0.0/99", "not a subnet")):
+        with pytest.raises(UserError, match=named):
+            interfaces.resolve(setting, ADDRESSES)
+
+
+def test_setting_goes_to_all_libraries(monkeypatch):
+    monkeypatch.setattr(interfaces, "host_addresses", lambda: ADDRESSES)
+    environ = {"HVD_BERT_INTERFACE": "10.77.0.0/16", "HOROVOD_GLOO_IFACE": "the launcher's", "PATH": "/bin"}
+    interfaces.apply_setting(environ)
+    names = ["GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include"]
+    assert [environ[name] for name in names] == ["eth0"] * 4
+    with refused("HVD_BERT_INTERFACE=ib7", socket.gethostname(), "available: lo, eth0, ib0, down"):
+        interfaces.apply_setting({"HVD_BERT_INTERFACE": "ib7"})
+
+
+def test_interface_is_the_one_towards_another_host(monkeypatch):
+    monkeypatch.setattr(interfaces, "interface_to", {"other": "ib0"}.get)
+    for others, name in ((["unknown", "other"], "ib0"), ([], "lo")):
+        environ: dict[str, str] = {}
+        interfaces.choose_interface(environ, "GLOO_SOCKET_IFNAME", others)
+        assert environ == {"GLOO_SOCKET_IFNAME": name}
+    environ["GLOO_SOCKET_IFNAME"] = "eth7"  # keeps the user's choice
+    interfaces.choose_interface(environ, "GLOO_SOCKET_IFNAME", ["other"])
+    assert environ == {"GLOO_SOCKET_IFNAME": "eth7"}
+    with refused(socket.gethostname(), "unknown", "HVD_BERT_INTERFACE"):
+        interfaces.choose_interface({}, "GLOO_SOCKET_IFNAME", ["unknown"])
+
+
+def test_own_name_at_which_gloo_would_listen(monkeypatch):
+    for name, beyond, named in (
+        ("localhost", False, None),
+        ("localhost", True, "127.0.0.1"),
+        ("192.0.2.77", True, "10.1.0.7 192.0.2.77"),  # of another host
+    ):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        with refused(name, named, "/etc/hosts") if named else nullcontext():
+            interfaces.check_own_name("10.1.0.7", beyond)
+
+
+def test_host_without_loopback(monkeypatch):
+    monkeypatch.setattr(interfaces, "host_addresses", lambda: {"lo": [], "eth0": ["10.77.0.11"]})
+    with refused(socket.gethostname(), "ip link set lo up"):
+        interfaces.choose_interface({}, "GLOO_SOCKET_IFNAME", [])
+
+
+BRIDGES = ["docker0", "br-0123456789ab", "virbr0", "cni-podman0"]
+
+
+@pytest.mark.skipif(shutil.which("ompi_info") is None, reason="Open MPI is not installed")
+@pytest.mark.parametrize(
+    ("inner", "environ", "site", "excluded"),
+    [
+        (BRIDGES, {}, "", f"127.0.0.1/8,sppp,{','.join(BRIDGES)}"),
+        (["br0", "br-lan", "dockerless"], {}, "", None),  # perhaps the host's own network
+        (["docker0"], {"OMPI_MCA_btl_tcp_if_include": "eth0"}, "", None),  # horovodrun's
+        (["docker0"], {}, "btl_tcp_if_include = eth0", None),
+    ],
+)
+def test_open_mpi_avoids_networks_of_containers(inner, environ, site, excluded, tmp_path, monkeypatch):
+    """With the parameters that a user's file gives to Open MPI."""
+    monkeypatch.setattr(interfaces, "host_addresses", lambda: {**ADDRESSES, **{name: ["172.17.0.1"] for name in inner}})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".openmpi").mkdir()
+    (tmp_path / ".openmpi" / "mca-params.conf").write_text(f"{site}\n")
+    found = dict(environ)
+    interfaces.avoid_inner_networks(found)
+    name = "OMPI_MCA_btl_tcp_if_exclude"
+    assert found == environ | ({name: excluded} if excluded else {})

@@ -27,7 +27,7 @@ def leave(monkeypatch: pytest.MonkeyPatch, world: World, entry) -> int | str | N
     return left.value.code
 
 
-def test_without_horovod_other_strategies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_horovod_other_strategies_are_named(monkeypatch):
     for name in ("horovod", "horovod.torch"):
         monkeypatch.setitem(sys.modules, name, None)
     for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):

@@ -114,7 +114,7 @@ print("stopped", flush=True)
 """
 
 
-def test_launcher_is_killed() -> None:
+def test_launcher_is_killed():
     launcher = ["sh", "-c", f"'{sys.executable}' -c '{RANK}'; exit $?"]  # some shells become their last command
     with started(launcher, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr
@@ -159,12 +159,12 @@ def interrupted(words: list[str], module: str, interrupting: Path, stderr: Any =
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["hvd_bert.training.loop", "hvd_bert.training.api"])  # once all have met; the first
-def test_interrupted_command(module: str, interrupting: Path) -> None:
+def test_interrupted_command(module, interrupting):
     command = ["hvd_bert.train", "--config", "sample"]
     assert interrupted(command, module, interrupting) == (130, "hvd_bert: interrupted\n")
 
 
-def test_interrupted_without_a_reader(interrupting: Path) -> None:
+def test_interrupted_without_a_reader(interrupting):
     """Ctrl-C also ends the `tee` that reads a command's output."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -172,7 +172,7 @@ def test_interrupted_without_a_reader(interrupting: Path) -> None:
         assert interrupted(["hvd_bert.tools.timeline", "file"], "numpy", interrupting, stderr)[0] == 130
 
 
-def test_ignored_interrupt_stays_ignored(interrupting: Path) -> None:
+def test_ignored_interrupt_stays_ignored(interrupting):
     """In a background job of a script, for example."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited
     try:

@@ -56,7 +56,7 @@ CONTENT = r"the training data differs: 1{12}, 2 windows, total length 7 on a"
 @pytest.mark.parametrize(
     ("path", "digest", "message"), [("/b/train.json", "1" * 12, PATHS), ("/a/train.json", "2" * 12, CONTENT)]
 )
-def test_training_files_that_differ_between_hosts(path: str, digest: str, message: str) -> None:
+def test_training_files_that_differ_between_hosts(path, digest, message):
     def values(path: str, digest: str) -> dict[str, object]:
         task = QuestionAnswering.__new__(QuestionAnswering)
         task.tokenizer = SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=lambda: "rules"))
