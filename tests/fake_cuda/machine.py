@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parallel import _functions, parallel_apply, replicate
 from torch.utils import _foreach_utils
 
@@ -143,7 +144,8 @@ def main() -> None:
 
     warnings.simplefilter("error", UserWarning)
     for name in sys.argv[2:]:
-        with FakeTensorMode(allow_non_fake_inputs=True) as Machine.mode:
+        # A value that is read is a symbol.
+        with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as Machine.mode:
             getattr(checks, name)()
 
 

@@ -151,23 +151,12 @@ def test_ranks_that_torchrun_restarts_have_other_keys(environ):
 
 # --- Slurm -----------------------------------------------------------------------------------------
 
-SHOW_HOSTNAMES = '[ "$*" = "show hostnames a100-[01-02,07]" ] && printf "%s\\n" a100-01 a100-02 a100-07'
 
-
-@pytest.mark.parametrize(
-    ("script", "listed", "hosts"),
-    [
-        (SHOW_HOSTNAMES, "a100-[01-02,07]", ["a100-01", "a100-02", "a100-07"]),
-        ("exit 1", "n1,n2", ["n1", "n2"]),
-        ("exit 1", "gpu[1-2]", None),
-    ],
-)
-def test_hosts_of_slurms_list(monkeypatch, tmp_path, script, listed, hosts):
-    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with nullcontext() if hosts else refused(listed, "torchrun"):
-        assert slurm.expand_hosts(listed) == hosts
+def test_hosts_without_slurms_commands(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert slurm.expand_hosts("n1,n2") == ["n1", "n2"]
+    with refused("gpu[1-2]", "torchrun"):
+        slurm.expand_hosts("gpu[1-2]")
 
 
 def test_steps_of_slurm_do_not_share_nodes_and_ports():

@@ -15,7 +15,7 @@ from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import LaunchError
 from hvd_bert.distributed.runner import run_as_rank, run_in_program
 from hvd_bert.distributed.world import CollectiveError, World
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, world: World, entry) -> int | str | None:
@@ -62,42 +62,15 @@ def test_status_and_message_of_an_error(monkeypatch, capsys, elastic, error, sta
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("error", "rank", "status"),
-    [
-        (LaunchError("no world"), 0, EXIT_BAD_INPUT),
-        (LaunchError("no world"), 3, EXIT_OK),
-        # A world's rank may differ from the launcher's.
-        (CollectiveError("no world", mine=True), 3, EXIT_BAD_INPUT),
-        (CollectiveError("no world", mine=False), 0, EXIT_OK),
-    ],
-)
-def test_missing_world_is_reported_by_one_rank(monkeypatch, capsys, error, rank, status):
-    assert ending_before_the_world(monkeypatch, error, rank) == status
-    assert capsys.readouterr().err == ("hvd_bert: no world\n" if status else "")
-
-
 def test_ranks_without_a_launcher_each_have_the_status(monkeypatch):
     """With torch's variables no launcher sees the status of another rank."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for error in (LaunchError("no world"), CollectiveError("no world", mine=False)):
-        assert ending_before_the_world(monkeypatch, error, None) == EXIT_BAD_INPUT
-
-
-def ending_before_the_world(monkeypatch: pytest.MonkeyPatch, error: Exception, rank: int | None) -> int | str | None:
-    """The exit status of a rank of mpirun that raises `error` when it joins."""
-
-    def start(strategy, process):
-        raise error
-
-    if rank is not None:
-        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
-        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    monkeypatch.setattr(module, "join", start)
-    with pytest.raises(SystemExit) as left:
-        run_as_rank(lambda world: None)
-    return left.value.code
+        monkeypatch.setattr(module, "join", lambda strategy, process, error=error: raising(error)(make_world()))
+        with pytest.raises(SystemExit) as left:
+            run_as_rank(lambda world: None)
+        assert left.value.code == EXIT_BAD_INPUT
 
 
 def test_error_of_all_ranks_is_raised_in_a_thread(monkeypatch):

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import IO
 
 import pytest
 
@@ -33,29 +35,20 @@ def run(
     return subprocess.run([sys.executable, "-c", program], text=True, timeout=60, **options)
 
 
-def lost(how: str) -> tuple[int, int]:
-    """Read end, or -1, and write end of a stream that is lost."""
-    if how == "full disk":
-        return -1, os.open("/dev/full", os.O_WRONLY)
-    reader, writer = os.pipe()
-    if how == "unread":
-        return reader, writer
-    os.close(reader)
-    return -1, writer
-
-
 @pytest.fixture
-def opened() -> Iterator[Callable[[str], int]]:
-    descriptors = []
+def opened() -> Iterator[Callable[[str], IO[str]]]:
+    """opened(how) -> the write end of a stream that is lost."""
+    with ExitStack() as stack:
 
-    def open_one(how: str) -> int:
-        descriptors.extend(lost(how))
-        return descriptors[-1]
+        def open_one(how: str) -> IO[str]:
+            if how == "full disk":
+                return stack.enter_context(open("/dev/full", "w"))
+            reader, writer = (stack.enter_context(open(end, mode)) for end, mode in zip(os.pipe(), "rw", strict=True))
+            if how == "no reader":
+                reader.close()
+            return writer
 
-    yield open_one
-    for descriptor in descriptors:
-        if descriptor >= 0:
-            os.close(descriptor)
+        yield open_one
 
 
 @pytest.mark.parametrize("unbuffered", [True, False])
