@@ -54,9 +54,6 @@ def load(tokenizer, seed: int = 1, compiled: bool = False, **names) -> BertForQu
     return model
 
 
-# --- sources ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "source", [{"config_name": "scratch"}, {"model_name_or_path": "encoder"}, {"model_name_or_path": "model"}]
 )
@@ -81,18 +78,12 @@ def test_new_weights_are_a_function_of_the_seed(folders, tokenizer):
     assert all(torch.equal(one[f"bert.{name}"], value) for name, value in saved.items() if "pooler" not in name)
 
 
-# --- refused input ---------------------------------------------------------------------------------
-
-
 def test_families_that_cannot_be_right_are_refused(tokenizer, tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 64}
     for kind, reason in ((ViTConfig, "vit"), (FNetConfig, "padding changes the results of fnet models")):
         kind(vocab_size=len(tokenizer), **sizes).save_pretrained(tmp_path)
         with refused(tmp_path, reason):
             load(tokenizer, config_name=tmp_path)
-
-
-# --- results ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -160,9 +160,6 @@ def test_room_for_the_special_tokens_of_the_layout():
     assert len(row["input_ids"]) == 14
 
 
-# --- token types -----------------------------------------------------------------------------------
-
-
 def typed(config, tokenizer, tmp_path) -> bool:
     """Whether a new model with this tokenizer uses its token types."""
     config.save_pretrained(tmp_path)

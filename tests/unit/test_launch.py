@@ -22,7 +22,7 @@ from hvd_bert.distributed.launch import (
     speaks_first,
 )
 from hvd_bert.distributed.mpi import check_mpi, check_pmi, check_size
-from hvd_bert.distributed.slurm import requested_tasks
+from hvd_bert.distributed.slurm import check_tasks, requested_tasks
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.training import start
@@ -108,6 +108,7 @@ def test_one_process_is_not_refused(environ):
 def test_what_is_ignored_and_which_platform_started_the_ranks():
     environ = HOROVODRUN | TORCHS | {"WORLD_SIZE": "8", "OMPI_COMM_WORLD_SIZE": "1", "SM_HOSTS": '["algo-1"]'}
     assert ignored(find_launcher(environ), environ) == ["WORLD_SIZE"]
+    assert checked_launcher(TORCHS | SRUN).name == "srun", "torch's variables are of the same ranks"
     kubeflow = TORCHS | {"PET_NNODES": "4"}
     assert platform_name(find_launcher(kubeflow), kubeflow) == "Kubeflow (torch's variables)"
     assert platform_name(find_launcher(HOROVODRUN | kubeflow), HOROVODRUN | kubeflow) == "horovodrun"
@@ -171,9 +172,6 @@ def test_mpirun_of_another_mpi(environ, mpi, named):
         check_mpi(environ, mpi)
 
 
-# --- devices and threads ---------------------------------------------------------------------------
-
-
 def test_choose_device():
     assert choose_device(0, 2, 4) == "cpu"
     assert choose_device(1, 2, 4) == "cuda:0"  # each its own; check_devices refuses a shared one
@@ -221,8 +219,6 @@ def test_share_cores(allocated, limit, threads):
 def test_threads_of_a_rank(environ, threads):
     assert choose_threads(environ, share=8) == threads
 
-
-# Launchers' variables that are no numbers, or that show a job started wrongly
 
 OF_SLURM = ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"]
 
@@ -279,6 +275,11 @@ def test_launchers_in_tasks_of_srun_report_it_once():
 )
 def test_tasks_that_the_job_requested(environ, requested):
     assert requested_tasks(environ) == requested
+
+
+def test_process_without_launcher_in_a_job_of_several_tasks():
+    with refused("8 tasks", "srun", "--strategy none", error=LaunchError):
+        check_tasks(find_launcher(BATCH_STEP), BATCH_STEP)
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,6 @@ def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):
     assert caplog.messages == ["Waiting for ranks 1, 3 of 4 to start"]
 
 
-# --- torchrun and horovodrun -----------------------------------------------------------------------
-
-
 def test_rank_0_serves_where_the_others_come_from(environ, monkeypatch):
     """At its own address; at all of them where MASTER_ADDR is a service's, or the loopback for the host's own name."""
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolving({"localhost": "127.0.0.1", "here": "127.0.1.1"}))
@@ -149,9 +146,6 @@ def test_ranks_that_torchrun_restarts_have_other_keys(environ):
     assert not rendezvous._torchrun_store().check(["key"])
 
 
-# --- Slurm -----------------------------------------------------------------------------------------
-
-
 def test_hosts_without_slurms_commands(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert slurm.expand_hosts("n1,n2") == ["n1", "n2"]
@@ -181,6 +175,9 @@ def test_host_without_an_interface_to_the_others_is_refused_on_all_ranks(environ
     store.set("hvd_bert.interface.1", "pod-1 has no route. Set HVD_BERT_INTERFACE")
     with refused("rank 1", "pod-1", "HVD_BERT_INTERFACE", error=CollectiveError):
         rendezvous.meet(store, Launcher("torchrun", 2, 0), "GLOO_SOCKET_IFNAME")
+    environ["HVD_BERT_INTERFACE"] = "ib7"
+    with refused("rank 0", "HVD_BERT_INTERFACE=ib7", error=CollectiveError):
+        rendezvous.meet(rendezvous.serve_store("127.0.0.1"), LAUNCHER, "GLOO_SOCKET_IFNAME")
 
 
 def test_places_of_ranks_on_uneven_hosts(environ, monkeypatch):
@@ -220,6 +217,7 @@ def test_setting_goes_to_all_libraries(monkeypatch):
 
 
 def test_interface_is_the_one_towards_another_host(monkeypatch):
+    assert (interfaces.interface_to("127.0.0.1"), interfaces.interface_to("256.0.0.1")) == ("lo", None)
     monkeypatch.setattr(interfaces, "interface_to", {"other": "ib0"}.get)
     for others, name in ((["unknown", "other"], "ib0"), ([], "lo")):
         environ: dict[str, str] = {}
@@ -260,6 +258,7 @@ BRIDGES = ["docker0", "br-0123456789ab", "virbr0", "cni-podman0"]
         (["br0", "br-lan", "dockerless"], {}, "", None),  # perhaps the host's own network
         (["docker0"], {"OMPI_MCA_btl_tcp_if_include": "eth0"}, "", None),  # horovodrun's
         (["docker0"], {}, "btl_tcp_if_include = eth0", None),
+        (["docker0"], {}, None, None),  # another MPI, or no answer: unknown
     ],
 )
 def test_open_mpi_avoids_networks_of_containers(inner, environ, site, excluded, tmp_path, monkeypatch):
@@ -267,7 +266,9 @@ def test_open_mpi_avoids_networks_of_containers(inner, environ, site, excluded, 
     monkeypatch.setattr(interfaces, "host_addresses", lambda: {**ADDRESSES, **{name: ["172.17.0.1"] for name in inner}})
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".openmpi").mkdir()
-    (tmp_path / ".openmpi" / "mca-params.conf").write_text(f"{site}\n")
+    (tmp_path / ".openmpi" / "mca-params.conf").write_text(f"{site or ''}\n")
+    if site is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
     found = dict(environ)
     interfaces.avoid_inner_networks(found)
     name = "OMPI_MCA_btl_tcp_if_exclude"
