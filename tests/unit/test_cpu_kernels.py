@@ -61,17 +61,15 @@ def test_kind_of_cpu(text, architecture, capability, kind, emulates, monkeypatch
 
 
 def test_choice_of_this_process(monkeypatch):
+    monkeypatch.setattr(kernels, "_choice", None)  # which is put back, as the threads are
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     before = kernels.select("auto")
-    try:
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-        assert kernels.active("fp32") == kernels.active(torch.float32) == before.fp32
-        assert kernels.active(torch.float16) == TORCH_ONLY
-        kernels.select("torch")
-        assert kernels.active("fp32") == kernels.active("bf16") == TORCH_ONLY
-        assert kernels.record("bf16", CPU) == {"cpu": before.kind, **asdict(TORCH_ONLY)}
-        assert kernels.record("fp32", torch.device("cuda", 0)) is None
-    finally:
-        kernels.select("auto")
+    assert kernels.active("fp32") == kernels.active(torch.float32) == before.fp32
+    assert kernels.active(torch.float16) == TORCH_ONLY
+    kernels.select("torch")
+    assert kernels.active("fp32") == kernels.active("bf16") == TORCH_ONLY
+    assert kernels.record("bf16", CPU) == {"cpu": before.kind, **asdict(TORCH_ONLY)}
+    assert kernels.record("fp32", torch.device("cuda", 0)) is None
 
 
 def test_some_kernels_are_for_one_thread(monkeypatch):

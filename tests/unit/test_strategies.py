@@ -55,6 +55,7 @@ def test_horovod_that_cannot_send_bf16_names_the_line_that_builds_one(monkeypatc
         (["--strategy", "fsdp", "--zero_stage", "1"], ["--zero_stage", "--strategy deepspeed"]),
         (["--num_groups", "2", "--deterministic"], ["--deterministic", "--num_groups"]),
         (["--strategy", "deepspeed", "--fp16"], ["--bf16"]),
+        (["--strategy", "dp", "--per_device_train_batch_size", "auto"], ["--per_device_train_batch_size", "dp"]),
     ],
 )
 def test_settings_that_do_not_go_together(flags, named):
@@ -67,6 +68,7 @@ def test_strategy_is_known_before_the_world_is_joined(tmp_path):
     for argv, expected in (
         (["--strategy", "ddp", "--no_such_flag"], "ddp"),  # the error is reported after the ranks have joined
         (["--strategy", "no_such_strategy"], "horovod"),
+        (["--help", "--strategy", "none"], "none"),
         (["--config", str(file), "--strategy", "ddp"], "ddp"),
     ):
         assert before_joining(argv)["strategy"] == expected, argv
