@@ -35,33 +35,21 @@ sys.exit(int(sys.argv[2]))
 """
 
 
-class Started(subprocess.Popen[str]):
-    def line(self) -> str:
-        """The next line that the rank prints."""
-        assert self.stdout
-        return self.stdout.readline().rstrip()
-
-    def lines(self) -> list[str]:
-        """What the rank prints until it has ended."""
-        assert self.stdout
-        return self.stdout.read().split()
-
-
 @contextmanager
-def started(signals: int, status: int = 75) -> Iterator[Started]:
+def started(signals: int, status: int = 75) -> Iterator[subprocess.Popen[str]]:
     """A horovodrun whose only rank ends with `status` after a number of signals."""
     rank = [sys.executable, "-c", RANK, str(signals), str(status)]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [sys.executable, "-c", HOROVODRUN, "mpirun", "-np", "1", *rank]
-    with processes.started(command, Started, env=os.environ | root, stdout=subprocess.PIPE, text=True) as process:
-        assert process.line() == "ready"
+    with processes.started(command, env=os.environ | root, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
         yield process
 
 
 def test_ranks_get_a_signal_that_lets_them_save() -> None:
     with started(1) as process:
         process.send_signal(signal.SIGHUP)
-        assert process.lines() == ["SIGUSR1"]
+        assert process.stdout.read() == "SIGUSR1\n"
     assert process.returncode == -signal.SIGHUP
 
 
@@ -69,11 +57,11 @@ def test_second_request_ends_the_ranks() -> None:
     number = signal.SIGTERM
     with started(3) as process:
         process.send_signal(number)
-        assert process.line() == "SIGUSR1"
+        assert process.stdout.readline() == "SIGUSR1\n"
         process.send_signal(number)  # `timeout` sends each signal twice
-        assert process.line() == "SIGUSR1"  # the first one's repetition, 2 s later
+        assert process.stdout.readline() == "SIGUSR1\n"  # the first one's repetition, 2 s later
         process.send_signal(number)
-        assert process.lines() == ["SIGTERM"]
+        assert process.stdout.read() == "SIGTERM\n"
     assert process.returncode != 0
 
 
@@ -82,5 +70,5 @@ def test_signal_before_the_ranks_save_is_the_status(number: signal.Signals, stat
     """mpirun ends with 0 if it has not started the ranks, and with 138 if SIGUSR1 ended them."""
     with started(1, status=status) as process:
         process.send_signal(number)
-        assert process.lines() == ["SIGUSR1"]
+        assert process.stdout.read() == "SIGUSR1\n"
     assert process.returncode == 128 + number
