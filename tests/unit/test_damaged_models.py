@@ -39,16 +39,9 @@ pytestmark = pytest.mark.timeout(300)  # a model with a million layers
 @pytest.fixture(scope="module")
 def good(tmp_path_factory, tokenizer) -> Path:
     """A small model's folder."""
-    folder = tmp_path_factory.mktemp("good")
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=64,
-    )
-    BertForQuestionAnswering(config).save_pretrained(folder)
+    folder, sizes = tmp_path_factory.mktemp("good"), {"hidden_size": 16, "intermediate_size": 24}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+    BertForQuestionAnswering(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -100,11 +93,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 3}, "bert.encoder.layer.2"),
     ({"intermediate_size": 40}, "intermediate.dense.weight"),
     ({"hidden_size": 2 * 10**5}, "GiB of memory"),
-    ({"vocab_size": 10**12}, "GiB of memory"),
     ({"num_hidden_layers": 10**7}, "num_hidden_layers"),
     ({"num_hidden_layers": -1}, "num_hidden_layers"),
-    ({"chunk_size_feed_forward": 3}, "chunk_size_feed_forward"),
-    ({"is_decoder": True}, "is_decoder"),
     ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantization_config"),
 ]
@@ -125,15 +115,6 @@ def with_a_large_token_id(folder: Path) -> None:
 CASES["a token id far beyond the embeddings"] = with_a_large_token_id, "token id 67108864, .* embeddings"
 
 
-def with_an_empty_vocab_txt(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    with_settings("tokenizer_config.json", {"tokenizer_class": "BertTokenizer"})(folder)
-    (folder / "vocab.txt").touch()
-
-
-CASES["vocab.txt: empty"] = with_an_empty_vocab_txt, "has no vocabulary"
-
-
 def with_pickle(write: Callable[[Path, hostile.Canary], object]) -> Damage:
     def damage(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
@@ -147,7 +128,7 @@ CASES["weights: torch.save"] = with_pickle(lambda path, code: torch.save({"a": c
 CASES["weights: cut off"] = lambda folder: os.truncate(folder / "model.safetensors", 2000), ""
 CASES["no weights"] = without("model.safetensors"), ""
 CASES["no config"] = without("config.json"), "config.json"
-CASES["no vocabulary"] = without("tokenizer.json", "tokenizer_config.json"), ""
+CASES["no vocabulary"] = without("tokenizer.json", "tokenizer_config.json"), "has no vocabulary"
 
 
 POINTER = f"{LFS_POINTER}\noid sha256:{'0' * 64}\nsize 12345\n"
@@ -163,8 +144,6 @@ def with_pointer(file: str, *removed: str) -> Damage:
 
 for file, *removed in (
     ["config.json"],
-    ["tokenizer.json"],
-    ["model.safetensors"],
     ["pytorch_model.bin", "model.safetensors"],
     ["vocab.txt", "tokenizer.json", "tokenizer_config.json"],
 ):
@@ -179,19 +158,15 @@ def with_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
     return damage
 
 
-for prefix in ("module.", "_orig_mod.", "model.", "module._orig_mod."):
-    renamed = with_weights(lambda weights, prefix=prefix: {prefix + key: value for key, value in weights.items()})
-    CASES[f"weights: {prefix}bert"] = renamed, f"'{prefix}'"
-    renamed = with_weights(lambda weights, p=prefix: {p + k.removeprefix("bert."): v for k, v in weights.items()})
-    CASES[f"weights: {prefix}embeddings"] = renamed, f"'{prefix}'"
-for entry in ("model", "state_dict"):
-    wrapped = with_weights(lambda weights, entry=entry: {"epoch": 3, entry: weights})
-    CASES[f"weights: under {entry}"] = wrapped, f"entries epoch, {entry}"
+PREFIX = "module._orig_mod."
+renamed = with_weights(lambda weights: {PREFIX + key: value for key, value in weights.items()})
+CASES[f"weights: {PREFIX}bert"] = renamed, f"'{PREFIX}'"
+renamed = with_weights(lambda weights: {PREFIX + key.removeprefix("bert."): value for key, value in weights.items()})
+CASES[f"weights: {PREFIX}embeddings"] = renamed, f"'{PREFIX}'"
+CASES["weights: wrapped"] = with_weights(lambda weights: {"epoch": 3, "model": weights}), "entries epoch, model"
 
 
-@pytest.mark.parametrize(
-    "file", ["config.json", "tokenizer.json", "model.safetensors", "model-00001-of-00001.safetensors"]
-)
+@pytest.mark.parametrize("file", ["tokenizer.json", "model-00001-of-00001.safetensors"])
 def test_pipe_in_a_models_folder(file: str, good, tmp_path, make_questions) -> None:
     folder = shutil.copytree(good, tmp_path / "damaged")
     if "-of-" in file:
@@ -253,10 +228,9 @@ def test_head_of_another_size_gets_new_weights(tokenizer, tmp_path, caplog):
 
 
 def test_albert_of_too_many_groups_is_refused_before_it_is_built(tmp_path):
-    for groups in ({"num_hidden_groups": 10**7}, {"inner_group_num": 10**7}):
-        AlbertConfig(**groups).save_pretrained(tmp_path)
-        with refused(tmp_path, *groups, 1000):
-            load_config(str(tmp_path), ModelArguments(model_name_or_path=str(tmp_path)))
+    AlbertConfig(inner_group_num=10**7).save_pretrained(tmp_path)
+    with refused(tmp_path, "inner_group_num", 1000):
+        load_config(str(tmp_path), ModelArguments(model_name_or_path=str(tmp_path)))
 
 
 def test_memory_for_all_copies(good, monkeypatch):
@@ -287,7 +261,6 @@ CASED = ["Berlin", "be", "##rlin"]
         (["berlin"], None, {}, ["berlin"]),
         (CASED, "tokenizer_config.json", {"model_max_length": 64}, ["Berlin"]),
         (CASED, "tokenizer_config.json", {"do_lower_case": True}, ["be", "##rlin"]),
-        (CASED, "tokenizer.json", {"lowercase": False}, ["Berlin"]),
         (CASED, "tokenizer.json", {"lowercase": True}, ["be", "##rlin"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Every family of encoders: windows and texts, packed or padded, give transformers' results."""
+"""Every family of encoders: results, packed or padded, as transformers', and FLOP as torch's counter counts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import prune
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as TAGGERS
@@ -27,16 +29,16 @@ from hvd_bert.data.window_table import WindowTable
 from hvd_bert.evaluation.forward import head_logits, span_logits, window_losses
 from hvd_bert.model import attention
 from hvd_bert.model.bert import configure, load_model, new_model, span_losses
-from hvd_bert.model.cpu import kernels
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.families import FAMILIES, adapt, check_precision, choose_padding, max_tokens, model_class
-from hvd_bert.model.layers import AddAndNorm, JoinedAttention, compile_layers, place
+from hvd_bert.model.flops import forward_flops
+from hvd_bert.model.layers import JoinedAttention, compile_layers, place
 from hvd_bert.model.loading import load_config, load_encoder, num_weights
 from hvd_bert.model.lora import FILES, add_adapters, merge
 from hvd_bert.model.precision import autocast
 from hvd_bert.model.unlisted import check_unlisted
 from hvd_bert.strategies.fsdp import sharded_copy
-from hvd_bert.strategies.word_rows import WordRows, word_embedding
+from hvd_bert.strategies.word_rows import word_embedding
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -70,7 +72,10 @@ TRAINED = list(CONFIGS)
 PACKED = [name for name in TRAINED if FAMILIES[name].packed]
 PADDED = [name for name in TRAINED if name not in PACKED]
 POOLING = {"modernbert": ["cls", "mean"], "ultrabert": ["cls", "mean"]}
-CLASSIFIED = [(name, how) for name in TRAINED if CONFIGS[name] in CLASSIFIERS for how in POOLING.get(name, [None])]
+CLASSIFIED = [
+    (name, CLASSIFIERS, how) for name in TRAINED if CONFIGS[name] in CLASSIFIERS for how in POOLING.get(name, [None])
+]
+TAGGED = [(name, TAGGERS, None) for name in TRAINED if CONFIGS[name] in TAGGERS]
 
 
 def small(name: str):
@@ -79,28 +84,28 @@ def small(name: str):
     return kind(**{key: value for key, value in SMALL.items() if key in known})
 
 
-def models(name: str, padded: bool = False, pooling: str | None = None, classes: bool = False) -> tuple:
+def models(name: str, padded: bool = False, pooling: str | None = None, heads=None) -> tuple:
     """A small model with random weights as this package trains it, and transformers' own of the same weights.
 
-    With a span head, or with a head for three `classes`.
+    With a span head, or with one of `heads`, CLASSIFIERS or TAGGERS, for three classes.
     """
     configs = small(name), small(name)
     for config in configs:
-        config.num_labels = 3 if classes else 2
+        config.num_labels = 3 if heads else 2
         if pooling:
             config.classifier_pooling = pooling
-    if classes:
+    if heads:
         token_types = getattr(configs[0], "type_vocab_size", 0) >= 2
         configure(configs[0], 0.0, padded)
         torch.manual_seed(1)
-        ours = adapt(CLASSIFIERS[type(configs[0])](configs[0]), token_types).eval()
+        ours = adapt(heads[type(configs[0])](configs[0]), token_types).eval()
     else:
         ours = new_model(configs[0], 0.0, seed=1, padded=padded).eval()
     generator = torch.Generator().manual_seed(1)
     for weights in ours.parameters():  # new biases are 0, and new norms 1: mistakes would not show
         with torch.no_grad():
             weights += 0.1 * torch.randn(weights.shape, generator=generator)
-    kind = CLASSIFIERS[type(configs[1])] if classes else model_class(configs[1])
+    kind = heads[type(configs[1])] if heads else model_class(configs[1])
     own = kind._from_config(configs[1], attn_implementation="eager")
     own.load_state_dict(ours.state_dict())
     place(ours, CPU)
@@ -141,27 +146,34 @@ def transformers_logits(model, windows: WindowTable):
     inputs = {"token_type_ids": types} if getattr(model.config, "type_vocab_size", 0) >= 2 else {}
     output = model(input_ids=ids, attention_mask=mask, **inputs)
     if "logits" in output:
-        return output.logits
+        return class_rows(output.logits)
     logits = torch.stack([output.start_logits, output.end_logits])
     return logits.masked_fill(mask == 0, -torch.inf)[..., : max(LENGTHS)]
 
 
-def compare(models, windows: WindowTable, pad_to: int | None = None, classes: bool = False) -> None:
+def class_rows(logits):
+    """A row per text, or per token of each text."""
+    if logits[0].ndim == 1:
+        return logits
+    return torch.cat([rows[:length] for rows, length in zip(logits, LENGTHS, strict=True)])
+
+
+def compare(models, windows: WindowTable, pad_to: int | None = None, spans: bool = True) -> None:
     """Logits to 1e-5 of the largest, gradients to 1e-4 of each tensor's norm."""
     (ours, own), batch = models, Collator(windows, CPU, pad_to)(range(len(LENGTHS)))
-    found = head_logits(ours, batch) if classes else torch.stack(span_logits(ours, batch))
+    found = torch.stack(span_logits(ours, batch)) if spans else class_rows(head_logits(ours, batch))
     expected = transformers_logits(own, windows)
     real = expected != -torch.inf
     assert torch.equal(found != -torch.inf, real)
     assert expected[real].std() > 0.1  # else mistakes would be rounded away
     assert (found[real] - expected[real]).abs().max() <= 1e-5 * expected[real].abs().max()
-    if classes:
-        for logits in (found, expected):
-            cross_entropy(logits, torch.tensor([0, 2, 1, 1, 0])).backward()
-    else:
+    if spans:
         span_losses(*found, batch.starts, batch.ends).mean().backward()
         labels = torch.stack([batch.starts, batch.ends])
         (sum(cross_entropy(side, label) for side, label in zip(expected, labels, strict=True)) / 2).backward()
+    else:
+        for logits in (found, expected):
+            cross_entropy(logits, torch.arange(len(logits)) % 3).backward()
     total = torch.stack([weights.grad.norm() for weights in own.parameters() if weights.grad is not None]).norm()
     for (name, weights), reference in zip(ours.named_parameters(), own.parameters(), strict=True):
         if weights.requires_grad and reference.grad is not None:
@@ -198,6 +210,7 @@ def test_a_family_without_a_row_is_trained_on_padded_windows_with_layers_of_its_
     caplog.set_level("INFO")
     assert choose_padding(ours.config, "none") == "longest"
     assert len(caplog.messages) == 1 and name in caplog.text
+    assert [choose_padding(small(listed), "none") for listed in ("bert", "deberta")] == ["none", "longest"]
 
 
 # YOSO hashes tokens; LUKE's positions begin after the padding token's; LXMERT needs an image.
@@ -213,47 +226,21 @@ def test_a_family_without_a_row_that_fails_is_refused(name, tokens, reason, monk
 
 
 @pytest.mark.parametrize("pad_to", [None, 0], ids=["packed batch", "padded batch"])
-@pytest.mark.parametrize(("name", "pooling"), CLASSIFIED)
-def test_texts_give_the_logits_and_gradients_of_transformers(name, pooling, pad_to, windows):
+@pytest.mark.parametrize(("name", "heads", "pooling"), CLASSIFIED + TAGGED)
+def test_other_heads_give_the_logits_and_gradients_of_transformers(name, heads, pooling, pad_to, windows):
     if name in PACKED or pad_to is not None:  # padded families have no packed texts
-        compare(models(name, pad_to is not None, pooling, classes=True), windows, pad_to, classes=True)
+        compare(models(name, pad_to is not None, pooling, heads), windows, pad_to, spans=False)
 
 
-@pytest.mark.parametrize("pad_to", [None, 0], ids=["packed batch", "padded batch"])
-@pytest.mark.parametrize("name", TRAINED)
-def test_head_for_tokens_gives_the_logits_of_transformers(name, pad_to, windows):
-    if CONFIGS[name] not in TAGGERS or (name in PADDED and pad_to is None):
-        return
-    kind, configs = TAGGERS[CONFIGS[name]], (small(name), small(name))
-    for config in configs:
-        config.num_labels = 3
-    configure(configs[0], 0.0, pad_to is not None)
-    torch.manual_seed(1)
-    own = kind._from_config(configs[1], attn_implementation="eager").eval()
-    ours = adapt(kind(configs[0]), getattr(configs[0], "type_vocab_size", 0) >= 2).eval()
-    ours.load_state_dict(own.state_dict())
-    found = head_logits(ours, Collator(windows, CPU, pad_to)(range(len(LENGTHS))))
-    expected = transformers_logits(own, windows)
-    for row, other, length in zip(found, expected, LENGTHS, strict=True):
-        assert (row - other[: len(row)])[:length].abs().max() <= 1e-5 * expected.abs().max()
-
-
-@pytest.mark.parametrize("head", [TAGGERS, CLASSIFIERS])
-def test_other_heads_of_a_family_without_a_row_are_tried(head, monkeypatch):
+def test_other_heads_of_a_family_without_a_row_are_tried(monkeypatch):
     monkeypatch.setitem(CONFIGS, "squeezebert", CONFIG_MAPPING["squeezebert"])
     config = small("squeezebert")
-    model = adapt(head[type(config)](config), True)
+    model = adapt(CLASSIFIERS[type(config)](config), True)
     check_unlisted(model, 40)
     with torch.no_grad():
         model.classifier.weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="padding"):
         check_unlisted(model, 40)
-
-
-def test_padding_is_set_for_families_that_need_it():
-    for name in TRAINED:
-        assert choose_padding(small(name), "none") == ("longest" if name in PADDED else "none")
-        assert choose_padding(small(name), "max_length") == "max_length"
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -277,29 +264,6 @@ def test_half_precision(name, windows):
     with autocast(CPU, "bf16"):
         window_losses(model, collator(name, windows)(range(len(LENGTHS)))).mean().backward()
     assert all(weights.grad.isfinite().all() for weights in model.parameters() if weights.grad is not None)
-
-
-@pytest.mark.parametrize(
-    "chosen", [kernels.TORCH_ONLY, kernels.Kernels(norm=kernels.FUSED)], ids=["torch", "fused where compiled"]
-)
-@pytest.mark.parametrize("name", [name for name in TRAINED if FAMILIES[name].add_and_norm])
-def test_layers_with_residual_and_norm_compute_what_those_of_transformers_do(name, chosen, monkeypatch):
-    monkeypatch.setitem(SMALL, "hidden_size", 32)
-    monkeypatch.setitem(SMALL, "embedding_size", 32)
-    found, inputs = set(), [torch.randn(1, 9, 24), torch.randn(1, 9, 32)]
-    config = small(name)
-    configure(config, 0.0, padded=True)
-    for layer in model_class(config)(config).modules():
-        if type(layer).__name__ in FAMILIES[name].add_and_norm:
-            found.add(type(layer).__name__)
-            results = []
-            for module in (layer, AddAndNorm.of(copy.deepcopy(layer))):
-                rows = [inputs[layer.dense.in_features == 32].requires_grad_(), inputs[1].requires_grad_()]
-                with kernels.override(chosen):
-                    output = module(*rows)
-                results.append([output, *torch.autograd.grad(output.square().sum(), [*rows, *module.parameters()])])
-            torch.testing.assert_close(*results, rtol=1e-4 if chosen.norm == kernels.FUSED else 0, atol=1e-5)
-    assert found == set(FAMILIES[name].add_and_norm)
 
 
 def test_layers_with_hooks_and_of_other_libraries_are_not_replaced():
@@ -334,21 +298,6 @@ def test_query_key_and_value_as_one_product(name, windows):
     assert not torch.equal(*(window_losses(dropping, batch) for _ in "ab"))
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_sparse_gradient_of_the_words(name, windows):
-    gradients = []
-    for sparse in (False, True):
-        model = new_model(small(name), 0.0, seed=1).train()
-        words = word_embedding(model)
-        assert words is not None
-        rows = WordRows(words) if sparse else None
-        window_losses(model, collator(name, windows)(range(len(LENGTHS)))).mean().backward()
-        if rows:
-            rows.make_dense()
-        gradients.append(words.weight.grad)
-    torch.testing.assert_close(*gradients)
-
-
 def test_a_family_that_transformers_lacks_is_refused_with_the_advice_to_upgrade(tmp_path, monkeypatch):
     monkeypatch.delitem(CONFIG_MAPPING._mapping, "ultrabert", raising=False)
     (tmp_path / "config.json").write_text('{"model_type": "ultrabert"}')
@@ -359,13 +308,12 @@ def test_a_family_that_transformers_lacks_is_refused_with_the_advice_to_upgrade(
 # --- limits and settings ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "expected"), [("bert", 64), ("roberta", 62), ("mpnet", 62)])
-def test_number_of_positions(name, expected):
-    assert max_tokens(small(name)) == expected
-    own = model_class(small(name))(small(name)).eval()
-    own(input_ids=torch.full((1, expected), FIRST_TOKEN))  # fits
+def test_number_of_positions():
+    assert (max_tokens(small("bert")), max_tokens(small("roberta"))) == (64, 62)
+    own = model_class(small("roberta"))(small("roberta")).eval()
+    own(input_ids=torch.full((1, 62), FIRST_TOKEN))  # fits
     with pytest.raises((IndexError, RuntimeError)):
-        own(input_ids=torch.full((1, expected + 1), FIRST_TOKEN))
+        own(input_ids=torch.full((1, 63), FIRST_TOKEN))
 
 
 def test_positions_after_no_padding_token_are_refused(tmp_path):
@@ -412,6 +360,7 @@ def test_adapters_begin_with_the_models_results_and_are_merged(name, windows, tm
 def test_copies_keep_the_adapted_inputs_and_the_saved_class(name, windows, tmp_path):
     ours, _ = models(name)
     batch = collator(name, windows)([1, 0])
+    assert word_embedding(ours) is not None, "their gradient could not be sent as rows"
     for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert torch.equal(span_logits(copied, batch)[0], span_logits(ours, batch)[0])
     ours.save_pretrained(tmp_path)
@@ -437,7 +386,8 @@ def mesh() -> Iterator[DeviceMesh]:
 @pytest.mark.parametrize("classes", [False, True])
 @pytest.mark.parametrize("name", ["albert", "modernbert", "roberta", "deberta-v2"])
 def test_sharded_copies_compute_the_same(name, classes, windows, mesh):
-    ours, _ = models(name, name in PADDED, "mean" if name == "modernbert" and classes else None, classes)
+    pooling = "mean" if name == "modernbert" and classes else None
+    ours, _ = models(name, name in PADDED, pooling, CLASSIFIERS if classes else None)
     batch = collator(name, windows)(range(len(LENGTHS)))
     outputs = head_logits if classes else window_losses
     expected, found = (outputs(model, batch) for model in (ours, sharded_copy(ours, mesh)))
@@ -458,3 +408,50 @@ def test_layers_of_another_build_are_not_compiled():
 def test_the_page_is_current():
     written = families_page.PAGE.read_text(encoding="utf-8")
     assert written == families_page.page(), "run `python scripts/families_page.py`"
+
+
+RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+PUBLISHED = {"deberta": RELATIVE, "deberta-v2": RELATIVE | {"position_buckets": 8, "conv_kernel_size": 3}}
+WINDOWS, LENGTH = 3, 48
+
+
+def counted(model) -> int:
+    """FLOP of a forward and backward pass over padded windows, by torch's counter."""
+    tokens = torch.full((WINDOWS, LENGTH), 5)
+    tokens[:, [0, 3, 10, -1]] = torch.tensor([SEP, QUESTION, SEP, SEP])  # Longformer's question ends at the first SEP
+    with FlopCounterMode(display=False) as counter:
+        output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        (output.start_logits + output.end_logits).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_formula_gives_what_torchs_counter_counts(name):
+    config = small(name)
+    for key, value in PUBLISHED.get(name, {}).items():
+        setattr(config, key, value)
+    model = model_class(config)._from_config(config, attn_implementation="eager")
+    # Most of Splinter's head takes one token per window, and a pass projects DeBERTa's positions once.
+    limit = {"splinter": 0.1, "deberta": 0.11}.get(name, 0.01)
+    assert forward_flops(model).training([LENGTH] * WINDOWS) == pytest.approx(counted(model), rel=limit)
+
+
+def test_frozen_weights_have_no_gradients():
+    config = small("bert")
+    config.num_hidden_layers = 12
+    model = model_class(config)._from_config(config, attn_implementation="eager")
+    add_adapters(model, ModelArguments(lora_rank=2), seed=1)
+    # The first layer's input needs no gradient.
+    assert forward_flops(model).training([LENGTH] * WINDOWS) == pytest.approx(counted(model), rel=0.03)
+
+
+def test_bert_has_its_formula():
+    """With the trainer's own layers and attention: 2 FLOP for each weight and token, 4 h per layer and pair."""
+    hidden, inner, layers = 32, 48, 2
+    config = BertConfig(
+        vocab_size=10, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=4
+    )
+    forward = forward_flops(new_model(config, None, seed=0))
+    weights = layers * (4 * hidden**2 + 2 * hidden * inner)  # query, key, value, output; feed-forward
+    assert (forward.per_pass, forward.per_token) == (0, 2 * weights + 4 * hidden)
+    assert (forward.per_pair, forward.crossover) == (layers * 4 * hidden, 2 * hidden + inner)

@@ -3,37 +3,101 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from documented import REPOSITORY
-from family_tokenizers import MAKERS, unigram
 from hypothesis import given, settings
 from refusals import refused
 from test_tokenization import answer_of, ask, cases, spans_of, to_windows
 from test_world import make_world
+from tokenizers import (
+    ByteLevelBPETokenizer,
+    SentencePieceUnigramTokenizer,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import (
     AlbertConfig,
-    AutoModelForQuestionAnswering,
+    AlbertTokenizer,
     AutoTokenizer,
     BertConfig,
+    DebertaV2Tokenizer,
     ElectraConfig,
     PreTrainedTokenizerFast,
-    RemBertConfig,
-    RemBertTokenizer,
-    RobertaConfig,
-    SplinterConfig,
+    RobertaTokenizer,
+    SplinterTokenizer,
+    XLMRobertaTokenizer,
 )
 
 from hvd_bert.config.command_line import parse
-from hvd_bert.config.data import QUESTION_ANSWERING
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.data.window_table import check_lengths
 from hvd_bert.model.bert import load_model
 from hvd_bert.tasks.base import load_task
+
+TEXT = ["The red boxes of 1940 are in the hall, and what colour is box 42? The colour is pale grey-green."] * 3
+CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,?!-"
+WORDS = ["the", "red", "box", "##es", "what"]
+BERT_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[QUESTION]"]
+ROBERTA_TOKENS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+
+
+def byte_level(kind: Any, special: list[str]) -> Any:
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(TEXT, 320, special_tokens=special, show_progress=False)
+    model = json.loads(trained.to_str())["model"]
+    return kind(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]], model_max_length=512)
+
+
+def modernbert(vocab: dict[str, int], merges: list[tuple[str, ...]], model_max_length: int) -> Any:
+    """As the published ModernBERT's tokenizer.json: it has no class of its own, and its offsets include spaces."""
+    backend = Tokenizer(models.BPE(vocab, merges))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, vocab[token]) for token in ("[CLS]", "[SEP]")],
+    )
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("cls", "sep", "pad", "unk", "mask")}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_input_names=["input_ids", "attention_mask"],
+        model_max_length=model_max_length,
+        **names,
+    )
+
+
+def unigram(kind: Any, *special: str) -> Any:
+    trained = SentencePieceUnigramTokenizer()
+    trained.train_from_iterator(
+        [*TEXT, *CHARACTERS], 150, special_tokens=[*special], unk_token=special[-1], show_progress=False
+    )
+    pieces = [tuple(piece) for piece in json.loads(trained.to_str())["model"]["vocab"]]
+    return kind(vocab=pieces, model_max_length=512)
+
+
+def word_pieces() -> Any:
+    pieces = [*BERT_TOKENS, *WORDS, *CHARACTERS, *(f"##{character}" for character in CHARACTERS)]
+    return SplinterTokenizer(vocab={piece: place for place, piece in enumerate(pieces)}, model_max_length=512)
+
+
+MAKERS = {
+    "roberta": lambda: byte_level(RobertaTokenizer, ROBERTA_TOKENS),
+    "modernbert": lambda: byte_level(modernbert, BERT_TOKENS),
+    "xlm-roberta": lambda: unigram(XLMRobertaTokenizer, "<s>", "<pad>", "</s>", "<unk>"),
+    "albert": lambda: unigram(AlbertTokenizer, "<pad>", "[CLS]", "[SEP]", "[MASK]", "<unk>"),
+    "deberta-v2": lambda: unigram(DebertaV2Tokenizer, "[PAD]", "[CLS]", "[SEP]", "[UNK]"),
+    "splinter": word_pieces,
+}
+
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +144,7 @@ def test_windows_equal_those_of_the_tokenizer(family_tokenizer, tokenizer, case)
             assert expected["token_type_ids"][number] == [0] * first + [1] * (size - first)
 
 
-@pytest.mark.parametrize("answer", ["red", "pale grey-green", "42", "1940"])
+@pytest.mark.parametrize("answer", ["pale grey-green", "1940"])
 def test_label_by_hand(family_tokenizer, answer):
     question = ask("The red boxes of 1940 are in the hall; box 42 is pale grey-green.", answer)
     (row,), _ = to_windows(family_tokenizer, [question])
@@ -96,9 +160,6 @@ def test_room_for_the_special_tokens_of_the_layout():
     assert len(row["input_ids"]) == 14
 
 
-# --- token types -----------------------------------------------------------------------------------
-
-
 def typed(config, tokenizer, tmp_path) -> bool:
     """Whether a new model with this tokenizer uses its token types."""
     config.save_pretrained(tmp_path)
@@ -106,42 +167,19 @@ def typed(config, tokenizer, tmp_path) -> bool:
     return model.takes_token_types
 
 
-def rembert():
-    """As from a published tokenizer.json: a RemBertTokenizer that is made from pieces has no special tokens."""
-    tokenizer = unigram(RemBertTokenizer, "<pad>", "[CLS]", "<unk>", "[SEP]", "[MASK]")
-    tokenizer.backend_tokenizer.post_processor = MAKERS["albert"]().backend_tokenizer.post_processor
-    return tokenizer
-
-
-@pytest.mark.parametrize(
-    ("kind", "make"), [(AlbertConfig, MAKERS["albert"]), (SplinterConfig, MAKERS["splinter"]), (RemBertConfig, rembert)]
-)
-@pytest.mark.parametrize("task", [QUESTION_ANSWERING, "text_classification:TextClassification"])
-def test_model_that_was_pretrained_with_token_types_gets_them(
-    kind, make, task, tmp_path, make_questions, write_squad, monkeypatch
-):
-    """In any task, whatever its tokenizer returns by default, and the saved tokenizer then returns them."""
-    tokenizer, folder = make(), tmp_path / "model"
+def test_model_that_was_pretrained_with_token_types_gets_them(tmp_path, make_questions, write_squad):
+    """Whatever its tokenizer returns by default, and the saved tokenizer then returns them."""
+    tokenizer, folder = MAKERS["albert"](), tmp_path / "model"
     assert "token_type_ids" not in tokenizer.model_input_names
-    sizes = {"embedding_size": 16} if kind is AlbertConfig else {"input_embedding_size": 16}
-    kind(vocab_size=len(tokenizer), **SPACES, **sizes).save_pretrained(folder)
+    AlbertConfig(vocab_size=len(tokenizer), embedding_size=16, **SPACES).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    file = str(write_squad(make_questions(3), "train.json"))
-    if task != QUESTION_ANSWERING:
-        monkeypatch.syspath_prepend(REPOSITORY / "examples")
-        if kind is SplinterConfig:
-            pytest.skip("transformers has no classification head for it")
-        file = str(tmp_path / "train.jsonl")
-        rows = [{"sentence1": "red", "sentence2": f"the box {label}", "label": label} for label in range(3)]
-        Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--task", task, "--config_name", str(folder), "--train_file", file, "--max_seq_length", "200"]
-    made = load_task(parse([*flags, "--strategy", "none", "--dropout", "0"]), make_world())
+    flags = ["--config_name", str(folder), "--train_file", str(write_squad(make_questions(3), "train.json"))]
+    flags += ["--max_seq_length", "200", "--strategy", "none", "--dropout", "0"]
+    made = load_task(parse(flags), make_world())
     batch = made.batch(np.arange(3))
-    inputs = batch.content if task == QUESTION_ANSWERING else batch.content[0]
-    inputs.token_type_ids[:] = 1 - inputs.token_type_ids
-    other = made.losses(made.model, batch)
-    inputs.token_type_ids[:] = 1 - inputs.token_type_ids
-    assert not torch.equal(made.losses(made.model, batch), other), "the types have no effect"
+    losses = made.losses(made.model, batch)
+    batch.content.token_type_ids[:] = 1 - batch.content.token_type_ids
+    assert not torch.equal(made.losses(made.model, batch), losses), "the types have no effect"
     (tmp_path / "saved").mkdir()
     made.save(tmp_path / "saved")
     encoded = AutoTokenizer.from_pretrained(tmp_path / "saved")("the red box", "the hall")
@@ -168,17 +206,3 @@ def listing_token_types(tokenizer) -> PreTrainedTokenizerFast:
         cls_token="[CLS]",
         sep_token="[SEP]",
     )
-
-
-def test_roberta_with_the_tokenizer_of_bert_is_trained_with_type_0(tokenizer, tmp_path, make_questions, write_squad):
-    folder, saved = tmp_path / "model", tmp_path / "saved"
-    RobertaConfig(vocab_size=len(tokenizer), pad_token_id=0, type_vocab_size=1, **SPACES).save_pretrained(folder)
-    listing_token_types(tokenizer).save_pretrained(folder)
-    flags = ["--config_name", str(folder), "--train_file", str(write_squad(make_questions(3), "train.json"))]
-    made = load_task(parse([*flags, "--strategy", "none", "--max_seq_length", "200"]), make_world())
-    assert made.batch(np.arange(3)).content.token_type_ids.any()
-    assert made.losses(made.model, made.batch(np.arange(3))).isfinite().all()
-    saved.mkdir()
-    made.save(saved)
-    inputs = AutoTokenizer.from_pretrained(saved)("the red box", "the hall", return_tensors="pt")
-    AutoModelForQuestionAnswering.from_pretrained(saved)(**inputs)  # fails for type 1

@@ -1,10 +1,13 @@
-"""Decisions from the launcher's and the scheduler's variables: world, device, threads, job."""
+"""Decisions from the launcher's and the scheduler's variables: world, device, threads, job, requeue."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from refusals import refused
 
+from hvd_bert.distributed import events, slurm
 from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device, choose_threads, share_cores
 from hvd_bert.distributed.launch import (
     Launcher,
@@ -20,6 +23,9 @@ from hvd_bert.distributed.launch import (
 )
 from hvd_bert.distributed.mpi import check_mpi, check_pmi, check_size
 from hvd_bert.distributed.slurm import check_tasks, requested_tasks
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import UserError
+from hvd_bert.training import start
 
 # Variables that the launchers set for rank 3 of 4.
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_CONTROLLER": "gloo"}
@@ -31,9 +37,7 @@ JSRUN = {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4"}
 FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4"}
 PALS = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}
 TORCHS = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a100-01", "MASTER_PORT": "29500"}
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-TORCHRUN |= {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
-TORCHRUN |= {"MASTER_ADDR": "a100-01", "MASTER_PORT": "29500"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
 # A job script, and mpirun inside it, see variables of the batch step: one task of a job of many.
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "17"}
@@ -43,32 +47,21 @@ INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS":
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        (HOROVODRUN, ("horovodrun", 4, 3)),
-        (TORCHRUN, ("torchrun", 4, 3)),
-        (TORCHRUN | SRUN | INSIDE_SRUN, ("torchrun", 4, 3)),
-        (TORCHS, ("torch's variables", 4, 3)),
+        (HOROVODRUN | SRUN, ("horovodrun", 4, 3)),
+        (TORCHRUN | SRUN, ("torchrun", 4, 3)),
         (TORCHS | SRUN, ("srun", 4, 3)),  # a job script exports them for its ranks
         (TORCHS | INSIDE_SRUN, ("torch's variables", 4, 3)),  # one step per node
-        (TORCHS | {"PMI_RANK": "0", "PMI_SIZE": "1"} | INSIDE_SRUN, ("torch's variables", 4, 3)),
         (SRUN | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, ("mpirun", 1, 0)),  # mpirun's daemons
-        ({"WORLD_SIZE": "4"}, ("none", None, None)),
-        (HOROVODRUN | INSIDE_SRUN, ("horovodrun", 4, 3)),
-        (MPIRUN, ("mpirun", 4, 3)),
         (MPIRUN | BATCH_STEP, ("mpirun", 4, 3)),
-        (MPIRUN | INSIDE_SRUN, ("mpirun", 4, 3)),
         (MPIRUN | {"PMI_RANK": "0", "PMI_SIZE": "1"}, ("mpirun", 4, 3)),  # in a step of srun --mpi=pmi2
         (MVAPICH, ("mpirun", 4, 3)),
         (MVAPICH_4, ("mpirun", 4, 3)),
         (HYDRA, ("mpirun", 4, 3)),
         (JSRUN, ("jsrun", 4, 3)),
-        (FLUX, ("flux", 4, 3)),
         (FLUX | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, ("flux", 4, 3)),  # brokers by srun
         (PALS, ("MPI", None, 3)),  # it tells no size
         *(({rank: "3"}, ("MPI", None, 3)) for rank in ("PMI_ID", "ALPS_APP_PE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")),
-        *(({rank: "3"}, ("MPI", None, 3)) for rank in ("JSM_NAMESPACE_RANK", "FLUX_TASK_RANK")),
-        (SRUN, ("srun", 4, 3)),
         (BATCH_STEP, ("none", None, None)),
-        ({}, ("none", None, None)),
         ({"HOROVOD_SIZE": "4", "HOROVOD_LOG_LEVEL": "info"}, ("none", None, None)),
     ],
 )
@@ -80,7 +73,6 @@ def test_find_launcher(environ, expected):
 LOST = {
     "RANK MASTER_ADDR": ({"RANK": "0", "MASTER_ADDR": "a100-01"}, ["RANK=0", "WORLD_SIZE"]),
     "RANK above 0": ({"RANK": "1"}, ["RANK=1", "WORLD_SIZE"]),
-    "no MASTER_*": ({"RANK": "0", "WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "MASTER_ADDR and MASTER_PORT"]),
     "an empty MASTER_ADDR": (TORCHS | {"MASTER_ADDR": ""}, ["RANK=3", "MASTER_ADDR"]),
     "rank 2 of 2": (TORCHS | {"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
     "processes per pod": (TORCHS | {"PET_NPROC_PER_NODE": "2"}, ["PET_NPROC_PER_NODE=2", "torchrun"]),
@@ -88,9 +80,6 @@ LOST = {
     "TensorFlow's": ({"TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}}'}, ["TF_CONFIG="]),
     "SageMaker's": ({"SM_HOSTS": '["algo-1", "algo-2"]'}, ["SM_HOSTS="]),
     "submitit's": ({"SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_GLOBALID": "0"}, ["SUBMITIT_LOCAL_NTASKS=2"]),
-    "Vertex AI's": ({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a"], "workerpool1": ["b"]}}'}, ["CLUSTER_SPEC="]),
-    "SkyPilot's": ({"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"}, ["SKYPILOT_NUM_NODES=2"]),
-    "of SageMaker's hosts one": ({"RANK": "0", "WORLD_SIZE": "1", "SM_HOSTS": '["algo-1", "algo-2"]'}, ["SM_HOSTS="]),
     "torch's in each task of srun": (TORCHS | SRUN | {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "4 tasks"]),
     "a size alone": ({"OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE=4"]),
 }
@@ -107,46 +96,29 @@ def test_processes_that_would_each_train_alone_are_refused(case):
     "environ",
     [
         {"WORLD_SIZE": "4"},  # job scripts export it: a line says that it is ignored
-        {"RANK": "0"},
         {"RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
         {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}', "SM_HOSTS": '["algo-1"]'},
-        {"TF_CONFIG": "{", "SM_HOSTS": "7 hosts", "PET_NNODES": "", "RANK": ""},
-        {"TF_CONFIG": '"chief"', "SM_HOSTS": '"algo"', "CLUSTER_SPEC": '{"cluster": 3}'},
+        {"TF_CONFIG": '"chief"', "SM_HOSTS": "7 hosts", "CLUSTER_SPEC": '{"cluster": 3}', "RANK": ""},
     ],
 )
 def test_one_process_is_not_refused(environ):
     assert checked_launcher(environ).size in (None, 1)
 
 
-def test_tasks_of_srun_may_have_torchs_variables_of_the_same_ranks():
-    assert checked_launcher(TORCHS | SRUN).name == "srun"
-
-
 def test_what_is_ignored_and_which_platform_started_the_ranks():
     environ = HOROVODRUN | TORCHS | {"WORLD_SIZE": "8", "OMPI_COMM_WORLD_SIZE": "1", "SM_HOSTS": '["algo-1"]'}
     assert ignored(find_launcher(environ), environ) == ["WORLD_SIZE"]
+    assert checked_launcher(TORCHS | SRUN).name == "srun", "torch's variables are of the same ranks"
     kubeflow = TORCHS | {"PET_NNODES": "4"}
     assert platform_name(find_launcher(kubeflow), kubeflow) == "Kubeflow (torch's variables)"
     assert platform_name(find_launcher(HOROVODRUN | kubeflow), HOROVODRUN | kubeflow) == "horovodrun"
 
 
-@pytest.mark.parametrize(
-    ("launcher", "size", "hint"),
-    [
-        (Launcher("none", None, None), 1, None),
-        (Launcher("srun", 1, 0), 1, None),
-        (Launcher("mpirun", 4, 3), 4, None),
-        (Launcher("srun", 4, 0), 1, "srun --mpi=pmix"),
-        (Launcher("mpirun", 4, 0), 1, "env/setup.sh"),
-        (Launcher("horovodrun", 2, 0), 4, "env/setup.sh"),
-    ],
-)
-def test_horovods_size_is_the_launchers(launcher, size, hint):
-    if hint is None:
-        check_size(launcher, size, {})
-    else:
-        with refused(f"{launcher.name} started {launcher.size}", f"world of {size}", hint):
-            check_size(launcher, size, {})
+@pytest.mark.parametrize(("name", "hint"), [("srun", "srun --mpi=pmix"), ("horovodrun", "env/setup.sh")])
+def test_horovods_size_is_the_launchers(name, hint):
+    check_size(Launcher(name, 4, 0), 4, {})
+    with refused(f"{name} started 4", "world of 1", hint):
+        check_size(Launcher(name, 4, 0), 1, {})
 
 
 def test_launcher_of_mpi_without_its_size():
@@ -156,10 +128,8 @@ def test_launcher_of_mpi_without_its_size():
 
 
 def test_srun_without_pmi_where_it_is_needed():
-    for name in ("PMIX_RANK", "PMI_RANK", "PMI2_RANK"):
-        check_pmi(Launcher("srun", 4, 0), {name: "1"}, "Open MPI v4.1.4")
+    check_pmi(Launcher("srun", 4, 0), {"PMI2_RANK": "1"}, "Open MPI v4.1.4")
     check_pmi(Launcher("srun", 1, 0), SRUN, "Open MPI v4.1.4")
-    check_pmi(Launcher("mpirun", 4, 0), SRUN, "Open MPI v4.1.4")
     check_pmi(Launcher("srun", 4, 0), SRUN, "MPICH Version: 4.1")
     with refused("`srun --mpi=pmix`"):
         check_pmi(Launcher("srun", 4, 0), SRUN, "Open MPI v4.1.4, package: Debian OpenMPI")
@@ -168,12 +138,6 @@ def test_srun_without_pmi_where_it_is_needed():
 # By `accelerate launch`
 ONE_OF_ONE = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}  # --cpu
 ONE_OF_TWO = ONE_OF_ONE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # --cpu --num_processes 2
-MULTI_GPU = TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}
-
-
-@pytest.mark.parametrize("environ", [{}, ONE_OF_ONE, MULTI_GPU, TORCHRUN, TORCHS, {"WORLD_SIZE": "1"}])
-def test_no_note_on_a_process_that_should_be_alone_or_is_not(environ):
-    assert note_on_one_process(find_launcher(environ), environ) is None
 
 
 @pytest.mark.parametrize(
@@ -182,6 +146,8 @@ def test_no_note_on_a_process_that_should_be_alone_or_is_not(environ):
 def test_note_on_a_process_that_is_alone_by_mistake(environ, named):
     note = note_on_one_process(find_launcher(environ), environ)
     assert note is not None and all(name in note for name in named)
+    for other in (ONE_OF_ONE, TORCHRUN, {"WORLD_SIZE": "1"}):
+        assert note_on_one_process(find_launcher(other), other) is None
 
 
 # The first lines of what the libraries print
@@ -194,41 +160,21 @@ SLURM_PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}  # srun --mpi=pmi2, which any MPI
 @pytest.mark.parametrize(
     ("environ", "mpi", "named"),
     [
-        (MPIRUN, OPEN_MPI, None),
-        (HYDRA, MPICH, None),
-        (HYDRA, INTEL, None),
-        (SLURM_PMI | SRUN, OPEN_MPI, None),
-        (MPIRUN, "IBM Spectrum MPI v10.4", None),
         (MPIRUN, MPICH, ("mpirun of Open MPI", "MPICH Version: 5.0.2")),
         (MPIRUN, INTEL, ("mpirun of Open MPI", "Intel(R) MPI Library 2021.14")),
         (HYDRA, OPEN_MPI, ("mpirun of MPICH", "Open MPI v5.0.11")),
     ],
 )
 def test_mpirun_of_another_mpi(environ, mpi, named):
-    if named is None:
+    for fitting in ((MPIRUN, OPEN_MPI), (HYDRA, INTEL), (SLURM_PMI | SRUN, OPEN_MPI)):
+        check_mpi(*fitting)
+    with refused(*named, "env/setup.sh", error=LaunchError):
         check_mpi(environ, mpi)
-    else:
-        with refused(*named, "env/setup.sh", error=LaunchError):
-            check_mpi(environ, mpi)
 
 
-# --- devices and threads ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("visible", "devices"),
-    [
-        (0, ["cpu", "cpu", "cpu"]),
-        (1, ["cuda:0", "cuda:0", "cuda:0"]),  # each its own; check_devices refuses a shared one
-        (3, ["cuda:0", "cuda:1", "cuda:2"]),
-        (8, ["cuda:0", "cuda:1", "cuda:2"]),
-    ],
-)
-def test_choose_device(visible, devices):
-    assert [choose_device(visible, rank, len(devices)) for rank in range(len(devices))] == devices
-
-
-def test_too_few_devices():
+def test_choose_device():
+    assert choose_device(0, 2, 4) == "cpu"
+    assert choose_device(1, 2, 4) == "cuda:0"  # each its own; check_devices refuses a shared one
     assert choose_device(2, 1, 4) == "cuda:1"
     with refused("4 ranks", "2 GPUs"):
         choose_device(2, 2, 4)
@@ -247,31 +193,22 @@ def test_ranks_may_share_cpus_but_no_gpu():
 
 
 @pytest.mark.parametrize(
-    ("allocated", "threads"),
+    ("allocated", "limit", "threads"),
     [
-        ([range(8)], [8]),
-        ([range(8)] * 4, [2] * 4),  # not bound: shared
-        ([range(0, 4), range(4, 8)], [4, 4]),  # bound by the launcher
-        ([range(2)] * 4, [1] * 4),  # never 0
-        ([range(0, 4), range(0, 4), range(4, 10)], [2, 2, 6]),
+        ([range(2)] * 4, None, [1] * 4),  # never 0
+        ([range(0, 4), range(0, 4), range(4, 10)], None, [2, 2, 6]),  # bound by the launcher
+        ([range(64)] * 2, 100.0, [32, 32]),
+        ([range(64)] * 2, 9.0, [4, 4]),  # of a container
     ],
 )
-def test_share_cores(allocated, threads):
+def test_share_cores(allocated, limit, threads):
     sets = [frozenset(cores) for cores in allocated]
-    assert [share_cores(mine, sets) for mine in sets] == threads
-
-
-def test_share_of_a_container_with_a_limit_on_cpus():
-    ranks = [frozenset(range(64))] * 2
-    for limit, threads in ((None, 32), (100.0, 32), (9.0, 4), (0.5, 1)):
-        assert share_cores(ranks[0], ranks, limit) == threads
+    assert [share_cores(mine, sets, limit) for mine in sets] == threads
 
 
 @pytest.mark.parametrize(
     ("environ", "threads"),
     [
-        ({}, 8),
-        ({"OMP_NUM_THREADS": "2"}, 2),
         ({"OMP_NUM_THREADS": "3,1"}, 3),
         *(({"OMP_NUM_THREADS": odd, "SLURM_CPUS_PER_TASK": odd}, 8) for odd in ("many", "0", "-1", "²", "1000000")),
         ({"SLURM_CPUS_PER_TASK": "4"}, 4),
@@ -283,28 +220,18 @@ def test_threads_of_a_rank(environ, threads):
     assert choose_threads(environ, share=8) == threads
 
 
-# Launchers' variables that are no numbers, or that show a job started wrongly
-
-NUMBERS = {
-    "horovodrun": "HOROVOD_SIZE HOROVOD_RANK",
-    "mpirun": "OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK",
-    "torchrun": "WORLD_SIZE RANK",
-    "jsrun": "JSM_NAMESPACE_SIZE JSM_NAMESPACE_RANK",
-    "flux": "FLUX_JOB_SIZE FLUX_TASK_RANK",
-    "by torch": "WORLD_SIZE RANK",
-    "by PALS": "PALS_RANKID",
-    "srun": "SLURM_STEP_NUM_TASKS SLURM_PROCID SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_NNODES",
-}
-SET_BY = dict(zip(NUMBERS, (HOROVODRUN, MPIRUN, TORCHRUN, JSRUN, FLUX, TORCHS, PALS, SRUN), strict=True))
+OF_SLURM = ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"]
 
 
 @pytest.mark.parametrize("value", ["abc", "", "-1", "1.5", "٣", "9" * 5000])
-@pytest.mark.parametrize(("launcher", "name"), [(by, name) for by, names in NUMBERS.items() for name in names.split()])
-def test_variable_that_is_no_number(launcher, name, value):
-    environ = SET_BY[launcher] | {name: value}
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [(HOROVODRUN, "HOROVOD_SIZE"), (TORCHRUN, "RANK"), (PALS, "PALS_RANKID"), *((SRUN, name) for name in OF_SLURM)],
+)
+def test_variable_that_is_no_number(environ, name, value):
     with refused(name, value[:40]):
-        find_launcher(environ)
-        requested_tasks(environ)
+        find_launcher(environ | {name: value})
+        requested_tasks(environ | {name: value})
 
 
 @pytest.mark.parametrize(
@@ -313,11 +240,9 @@ def test_variable_that_is_no_number(launcher, name, value):
         (SRUN, ["slurmstepd"], False),
         (HOROVODRUN | SRUN, ["sshd"], True),  # horovodrun exports its environment to all ranks
         (HOROVODRUN | INSIDE_SRUN, ["horovodrun"], False),
-        (HOROVODRUN | BATCH_STEP, ["horovodrun"], False),
         (MPIRUN | SRUN, ["mpirun", "slurmstepd"], True),
         (MPIRUN | SRUN | {"SLURM_PTY_PORT": "40001"}, ["mpirun", "bash", "slurmstepd"], False),  # srun --pty bash
         (MPIRUN | SRUN, ["orted", "slurmstepd"], False),  # Slurm's variables are those of mpirun's daemon
-        (TORCHRUN | SRUN, ["torchrun", "slurmstepd"], False),
     ],
 )
 def test_launcher_in_each_task_of_srun(environ, programs, nested):
@@ -339,7 +264,6 @@ def test_launchers_in_tasks_of_srun_report_it_once():
     ("environ", "requested"),
     [
         ({}, 1),
-        (SRUN, 4),
         (BATCH_STEP, 8),
         # `srun -n 2` in a job of 2 nodes with --ntasks-per-node=2
         (INSIDE_SRUN | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "2"}, 4),
@@ -354,18 +278,13 @@ def test_tasks_that_the_job_requested(environ, requested):
 
 
 def test_process_without_launcher_in_a_job_of_several_tasks():
-    for tasks in ("2", "8"):
-        environ = BATCH_STEP | {"SLURM_NTASKS": tasks}
-        with refused(f"{tasks} tasks", "srun", "--strategy none", error=LaunchError):
-            check_tasks(find_launcher(environ), environ)
-    for environ in (MPIRUN | BATCH_STEP, BATCH_STEP | {"HVD_BERT_IN_SWEEP": "1"}):
-        check_tasks(find_launcher(environ), environ)
+    with refused("8 tasks", "srun", "--strategy none", error=LaunchError):
+        check_tasks(find_launcher(BATCH_STEP), BATCH_STEP)
 
 
 @pytest.mark.parametrize(
     ("size", "environ", "seconds"),
     [
-        (None, {}, None),
         (7, {}, None),  # Horovod's own
         (32, {}, "128"),
         (64, {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}, "20"),
@@ -375,3 +294,66 @@ def test_process_without_launcher_in_a_job_of_several_tasks():
 def test_large_worlds_have_longer_to_start_over_gloo(size, environ, seconds):
     extend_gloo_timeout(Launcher("horovodrun", size, 0), environ)
     assert environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") == seconds
+
+
+JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "mine"}
+ARRAY = JOB | {"SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}
+SHOWN = """JobId=12 JobName=mine
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+   RunTime=00:00:01 TimeLimit=1-00:00:00 TimeMin=N/A
+   Comment=TimeLimit=UNLIMITED Requeue=0
+"""
+
+
+def test_job_of_an_array_is_requeued(monkeypatch):
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(slurm, "_scontrol", lambda *words: calls.append(words) or SHOWN)
+    assert slurm.requeue(ARRAY, "auto", "step 8", lambda text: calls.append((text,))) is None
+    announced = "Slurm job 10_3 has a time limit: requeueing it after step 8."
+    assert calls == [("show", "job", "10_3"), (announced,), ("requeue", "10_3")]
+
+
+@pytest.mark.parametrize(
+    ("environ", "mode", "progress", "shown", "reason"),
+    [
+        (JOB, "auto", "step 8", ("BatchFlag=1", "BatchFlag=0"), "it is interactive"),
+        (JOB, "auto", "step 8", ("RUNNING", "CANCELLED"), "Slurm is ending it (CANCELLED)"),
+        (JOB, "auto", "step 8", ("Requeue=1", "Requeue=0"), "it does not allow it (sbatch --requeue does)"),
+        (JOB, "auto", "step 8", ("1-00:00:00", "UNLIMITED"), "it has no time limit"),
+        (JOB, "no", "step 8", ("", ""), "--requeue no"),
+        (JOB, "auto", "", ("", ""), "this attempt made no progress, so request more time"),
+        (JOB | {slurm.IN_SWEEP: "1"}, "auto", "step 8", ("", ""), None),  # the sweep requeues
+    ],
+)
+def test_job_is_not_requeued(monkeypatch, environ, mode, progress, shown, reason):
+    monkeypatch.setattr(slurm, "_scontrol", lambda *words: {"show": SHOWN.replace(*shown)}[words[0]])
+    why = f"Slurm job 12 is not requeued: {reason}." if reason else ""
+    assert slurm.requeue(environ, mode, progress, print) == why
+
+
+def test_scontrol_fails(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"`scontrol requeue` failed: .*No such file"):
+        slurm._scontrol("requeue", "12")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'requeue is disabled\nfor job 12' >&2; exit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    why_not = slurm.requeue(JOB, "auto", "step 8", print)
+    assert why_not == "Slurm job 12 is not requeued: `scontrol show` failed: requeue is disabled for job 12."
+
+
+def test_runs_of_a_requeued_program_are_found_in_their_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "FOLDERS_BEGUN", begun := set[Path]())
+    for name, value in (JOB | {"SLURM_RESTART_COUNT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    for name, job in (("1", "11"), ("2", "12"), ("3", "12")):
+        Path("runs", name).mkdir(parents=True)
+        events.begin(Path("runs", name), True, {"job": {"id": job}})
+        events.end()
+    found = []
+    for _ in range(3):
+        found.append(start.earlier_attempt(None, World()))
+        begun.add(Path(str(found[-1])))
+    assert found == ["runs/2", "runs/3", None]
+    assert start.earlier_attempt("runs/1", World()) is None

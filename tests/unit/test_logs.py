@@ -1,19 +1,23 @@
-"""Log lines: both formats, which ranks print what, and warnings of several ranks."""
+"""Log lines, and events.jsonl: both formats, which ranks print what, and the reasons of a run's end."""
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
 import re
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from test_world import make_world
 
-from hvd_bert.distributed import logs
-from hvd_bert.distributed.logs import collected, show, start
+from hvd_bert.distributed import events, logs
+from hvd_bert.distributed.logs import collected, start
 from hvd_bert.errors import UserError, log
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
@@ -31,9 +35,7 @@ def as_before() -> Iterator[None]:
     log.setLevel(logging.NOTSET)
 
 
-@pytest.mark.parametrize(
-    ("terminal", "launcher", "timed"), [(True, False, False), (False, False, True), (True, True, True)]
-)
+@pytest.mark.parametrize(("terminal", "launcher", "timed"), [(True, False, False), (True, True, True)])
 def test_lines_have_times_except_on_a_terminal_without_a_launcher(capsys, monkeypatch, terminal, launcher, timed):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     if launcher:
@@ -53,47 +55,15 @@ def test_control_characters_are_escaped_and_other_text_is_not(capsys):
     assert capsys.readouterr().out.endswith(rf"WARNING {kept}\x1b[31m \r \x00 \x7f \x9b \ud800 \x1b" + "\n")
 
 
-def test_other_ranks_print_warnings_with_their_rank(capsys):
-    start(rank=3)
-    log.info("of no interest")
-    log.warning("disk is slow")
-    logging.getLogger("hvd_bert.data").error("disk is full")
-    logging.getLogger("some_library").warning("a library's")
-    lines = [re.sub(f"^{TIME}", "", line) for line in capsys.readouterr().out.splitlines()]
-    assert lines == ["WARNING rank 3: disk is slow", "ERROR rank 3: disk is full", "WARNING rank 3: a library's"]
-
-
 def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The lines since the last call, without times and levels."""
     return [re.sub(f"^{TIME}[A-Z]+ ", "", line) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_warnings_of_several_ranks_are_shown_once(capsys):
-    by_rank = []
-    for rank, said in enumerate((["disk is 90% full", "a"], ["disk is 90% full", "b", "b"], ["disk is 90% full"])):
-        start(rank)
-        with collected() as kept:
-            for text in said:
-                log.warning(text)
-            by_rank.append(kept[:])
-            kept.clear()
-    assert shown(capsys) == []
     start(rank=0)
-    show(by_rank)
-    assert shown(capsys) == ["ranks 0-2: disk is 90% full", "a", "rank 1: b"]
-    logs.show([["no GPU"], [], ["no GPU"], ["half a GPU"]])
-    assert shown(capsys) == ["ranks 0, 2: no GPU", "rank 3: half a GPU"]
-
-
-def test_nothing_is_lost_if_the_block_fails(capsys):
-    start(rank=0)
-    with pytest.raises(RuntimeError), collected():
-        log.warning("disk is slow")
-        log.info("at once")
-        assert shown(capsys) == ["at once"]
-        raise RuntimeError
-    log.warning("later")
-    assert shown(capsys) == ["disk is slow", "later"]
+    logs.show([["disk is 90% full", "a"], ["disk is 90% full", "b", "b"], ["disk is 90% full"], ["a"]])
+    assert shown(capsys) == ["ranks 0-2: disk is 90% full", "ranks 0, 3: a", "rank 1: b"]
 
 
 def test_nothing_is_lost_if_another_thread_ends_the_process(capsys, monkeypatch):
@@ -118,3 +88,74 @@ def test_warnings_of_a_rank_that_cannot_gather_are_printed_there(capsys):
         log.warning("disk is slow")
         raise UserError("disk is full")
     assert shown(capsys) == ["rank 1: disk is slow"]
+
+
+@pytest.fixture(autouse=True)
+def own_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another test's run, which failed, are not these."""
+    own = events.Events()
+    for name in ("begin", "add", "failed", "end"):
+        monkeypatch.setattr(events, name, getattr(own, name))
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / events.NAME).read_text().splitlines()]
+    assert all(line.pop("time") > 1.7e9 for line in lines)
+    return lines
+
+
+def test_start_warnings_and_end(tmp_path):
+    logs.start(rank=0)
+    logs.log.warning("before the folder is known")
+    events.begin(tmp_path, True, {"launcher": "srun", "world_size": 2})
+    logs.log.info("no warning")
+    logs.show([["later \ud800"]] * 2)
+    logs.report("hvd_bert: the disk is full")
+    events.end()
+    events.failed("of another command in this process")
+    early, start, later, end = read(tmp_path)
+    assert early == {"event": "warning", "ranks": [0], "message": "before the folder is known"}
+    assert (start["event"], start["world_size"], start["launcher"]) == ("start", 2, "srun")
+    assert start["command"].startswith("python ")
+    assert later == {"event": "warning", "ranks": [0, 1], "message": "later \ud800"}
+    assert end == {"event": "end", "message": "hvd_bert: the disk is full"}
+
+
+def test_another_rank_adds_only_why_it_ends(tmp_path):
+    logs.start(rank=1)
+    logs.log.warning("before the folder is known")
+    events.begin(tmp_path, False, {})
+    logs.log.warning("later")
+    events.failed("not the same folder")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / events.NAME).touch()
+    events.failed("rank 1 failed")
+    assert read(tmp_path) == [{"event": "end", "message": "rank 1 failed"}]
+
+
+def test_a_full_disk_is_reported_once(tmp_path, capsys, monkeypatch):
+    def full(descriptor: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    logs.start(rank=0)
+    events.begin(tmp_path, True, {})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        logs.log.warning("first")
+        logs.log.warning("second")
+    logs.log.warning("third")
+    reason, *logged = (line.split(" WARNING ")[1] for line in capsys.readouterr().out.splitlines())
+    assert f"{tmp_path}/{events.NAME}" in reason and "No space left" in reason
+    assert logged == ["first", "second", "third"]
+    assert [line["message"] for line in read(tmp_path)[1:]] == ["first", reason, "second", "third"]
+
+
+def test_commands_of_a_slurm_job(tmp_path):
+    assert events.job_commands(tmp_path, "12") == []
+    for job in ({"id": "12"}, {"id": "11"}, None):
+        events.begin(tmp_path, True, {"job": job})
+        events.failed("stopped")
+        events.end()
+    with (tmp_path / events.NAME).open("ab") as file:
+        file.write(b'[1]\n\xff\n{"event": "start", "job": {"id": "12"')
+    assert events.job_commands(tmp_path, "12") == [events.command()]

@@ -46,25 +46,16 @@ def clock(monkeypatch) -> Clock:
 
 
 def metrics(step: int) -> dict[str, float]:
-    return {
-        "epoch": step / 4,
-        "learning_rate": 1e-4,
-        "grad_norm": 0.5,
-        "loss": 4.0 / step,
-        "windows_per_s": 12.0,
-        "tokens_per_s": 900.0,
-        "step_s": 0.25,
-    }
+    return {"epoch": step / 4, "learning_rate": 1e-4, "loss": 4.0 / step, "windows_per_s": 12.0}
 
 
-def run(folder: Path, clock: Clock, enabled: bool = True, seconds: float = 4.0) -> None:
-    """Eight steps of `seconds` each, with evaluations in the middle and at the end."""
-    folder.mkdir(exist_ok=True)
+def run(folder: Path, clock: Clock, enabled: bool = True) -> None:
+    """Eight steps of 4 s each, with evaluations in the middle and at the end."""
     metrics_logger = MetricsLogger(folder, enabled)
     metrics_logger.begin(8, step=0, steps_per_epoch=4)
     for step in range(1, 9):
         assert not enabled or len(rows(folder)) == step - 1 + (step > 4)  # on disk at once
-        clock.now += seconds
+        clock.now += 4.0
         metrics_logger.logged(step, metrics(step))
         if step == 4:
             metrics_logger.evaluated(SCORES, QuestionAnswering.summary(SCORES), 4)
@@ -95,8 +86,6 @@ def test_progress_without_a_terminal(tmp_path, clock, capsys):
     assert lines[0] == "step 1/8 (12%)  loss 4.000  lr 1.00e-04  windows/s 12.0  ETA 00:28"
     assert lines[2] == "step 4/8: EM 50.00  F1 61.25  loss 1.500  on 8 questions"
     assert lines[4].endswith("ETA 00:00")
-    run(tmp_path / "fast", clock, seconds=0.01)
-    assert sum("ETA" in line for line in capsys.readouterr().out.splitlines()) == 2
 
 
 def test_progress_on_a_terminal(tmp_path, clock, capsys, monkeypatch):

@@ -1,21 +1,29 @@
-"""--gradient_checkpointing: the same training with fewer activations kept."""
+"""Memory: --gradient_checkpointing, and --per_device_train_batch_size auto."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from functools import partialmethod
+from typing import Any
 
 import pytest
 import torch
 from refusals import refused
 from test_world import make_world
-from torch import nn
+from torch import Tensor, nn
 
-from hvd_bert.config.command_line import parse as parse_settings
+from hvd_bert import machine
+from hvd_bert.config.command_line import parse
 from hvd_bert.model.precision import recompute_layers
+from hvd_bert.tasks.base import load_task, task_name
+from hvd_bert.tasks.dataset import DatasetTask, Examples
 from hvd_bert.tools.bench import measure
-from hvd_bert.tools.bench.__main__ import parse
+from hvd_bert.tools.bench.__main__ import parse as parse_bench
 from hvd_bert.tools.bench.speed import random_task
+from hvd_bert.training import batch_size
 from hvd_bert.training.loop import Training
 from hvd_bert.training.start import Start, prepare
 
@@ -28,7 +36,7 @@ def trained(tmp_path, *flags):
     """The losses, weights and AdamW's state of a short training, and the bytes that the layers keep in a pass."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     batch = ["--per_device_train_batch_size", "3", "--gradient_accumulation_steps", "2"]
-    config = parse([*batch, "--steps", "2", "--repeats", "1", "--strategy", "none", *flags])[1]
+    config = parse_bench([*batch, "--steps", "2", "--repeats", "1", "--strategy", "none", *flags])[1]
     world, recorder = make_world(), measure.Recorder()
     task = random_task(str(tmp_path), 24, config, world)
     start = Start(config, task)
@@ -62,8 +70,60 @@ def test_compiled_layers(tmp_path, monkeypatch):
 
 def test_dp_and_models_without_checkpointing_are_refused():
     for flag in ("--torch_compile", "--gradient_checkpointing"):
-        parse_settings([flag, "--strategy", "ddp"])
+        parse([flag, "--strategy", "ddp"])
         with refused(flag, "--strategy dp"):
-            parse_settings([flag, "--strategy", "dp"])
+            parse([flag, "--strategy", "dp"])
     with refused("--gradient_checkpointing", "Linear"):
         recompute_layers(nn.Linear(2, 2))
+
+
+MIB = 2**20
+
+
+class Wide(DatasetTask):
+    """A window needs 48 MiB: its output, the gradient of that, and what `exp` makes of it."""
+
+    def load(self, config: Any) -> None:
+        self.model = nn.Linear(1, 1)
+        self.train = Examples.of_tensors(torch.zeros(300, 1))
+
+    def forward(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        wide = model(batch[0]).expand(-1, 4 * MIB).exp()
+        return wide.mean(1), wide
+
+    def score(self, outputs: Tensor) -> dict[str, float]:
+        return {}
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, free_mib: int, *flags: str, other_rank: int | None = None) -> int:
+    """`other_rank`: how many windows fit there."""
+    monkeypatch.setattr(machine, "free_memory", lambda: free_mib * MIB)
+    config, world = parse([f"--task={task_name(Wide)}", "--per_device_train_batch_size=auto", *flags]), make_world()
+    world.set_up_device()
+    task = load_task(config, world, Wide)
+    if other_rank:
+        monkeypatch.setattr(world, "allgather", lambda mine: [mine, other_rank] if isinstance(mine, int) else [mine])
+    number = batch_size.choose(task, config.train, None, world)
+    assert number is not None
+    return number
+
+
+def chosen_alone(free_mib: int) -> int:
+    """The same in a process of its own, in which no other test has left memory that is free already."""
+    code = f"import pytest, test_recomputation as test; print(test.chosen(pytest.MonkeyPatch(), {free_mib}))"
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | path, capture_output=True, text=True, check=True
+    )
+    return int(done.stdout.split()[-1])
+
+
+def test_as_many_windows_as_fit(monkeypatch):
+    found = chosen_alone(2000)  # of which 80 % are used
+    assert 0.8 * 0.8 * 2000 < 48 * found < 1.1 * 0.8 * 2000
+    assert chosen(monkeypatch, 2000, other_rank=3) == 3
+    assert chosen(monkeypatch, 2000, "--global_batch=7") == 7
+    assert chosen(monkeypatch, 2000, "--global_batch=7", "--gradient_accumulation_steps=2") == 4
+    assert chosen(monkeypatch, 10**6) == 300, "all of the data"
+    with refused("auto", "GiB"):
+        chosen(monkeypatch, 10)

@@ -1,9 +1,10 @@
-"""How ranks find each other, in one process: stores on the loopback, and Slurm's lists of hosts."""
+"""How ranks find each other: stores on the loopback, network interfaces, and Slurm's lists of hosts."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,9 +15,10 @@ import pytest
 from by_variables import free_port
 from refusals import refused
 
-from hvd_bert.distributed import rendezvous, slurm
+from hvd_bert.distributed import interfaces, rendezvous, slurm
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.errors import UserError
 
 TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 TORCHRUN |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
@@ -47,9 +49,8 @@ def test_store_listens_at_its_address_only(environ):
 
 
 def test_address_that_is_not_this_hosts(environ):
-    for address in ("unknown.invalid", "192.0.2.77"):
-        with refused(socket.gethostname(), address):
-            rendezvous.serve_store(address)
+    with refused(socket.gethostname(), "192.0.2.77"):
+        rendezvous.serve_store("192.0.2.77")
 
 
 def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):
@@ -61,9 +62,6 @@ def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):
     with caplog.at_level(logging.INFO), refused("ranks 1, 3 of 4", "1 s"):
         rendezvous.exchange(store, 0, 4, "host", "")
     assert caplog.messages == ["Waiting for ranks 1, 3 of 4 to start"]
-
-
-# --- torchrun and horovodrun -----------------------------------------------------------------------
 
 
 def test_rank_0_serves_where_the_others_come_from(environ, monkeypatch):
@@ -88,7 +86,7 @@ def test_another_program_at_the_port(environ):
         rendezvous.reach_store("127.0.0.1", silent.getsockname()[1], 0)
 
 
-@pytest.mark.parametrize(("name", "value"), [("MASTER_PORT", "70000"), ("MASTER_PORT", "x"), ("MASTER_ADDR", "a..b")])
+@pytest.mark.parametrize(("name", "value"), [("MASTER_PORT", "70000"), ("MASTER_ADDR", "a..b")])
 def test_place_of_rank_0_that_cannot_be(environ, name, value):
     environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} | {name: value})
     with refused(name, value):
@@ -106,30 +104,11 @@ def test_rank_0_that_does_not_come_is_named(environ, monkeypatch, caplog):
     assert f"rank 0 to serve at 127.0.0.1:{port}" in message
 
 
-def test_setting_of_the_interface_counts_where_ranks_meet(environ):
-    store = rendezvous.serve_store("127.0.0.1")
-    environ["HVD_BERT_INTERFACE"] = "127.0.0.0/8"
-    rendezvous.meet(store, LAUNCHER, "GLOO_SOCKET_IFNAME")
-    assert environ["NCCL_SOCKET_IFNAME"] == "lo", "not only for the library that connects now"
-    environ["HVD_BERT_INTERFACE"] = "ib7"
-    with refused("rank 0", "HVD_BERT_INTERFACE=ib7", error=CollectiveError):
-        rendezvous.meet(store, LAUNCHER, "GLOO_SOCKET_IFNAME")
-
-
-def test_next_world_of_a_process_has_other_keys(environ, monkeypatch):
-    """Where rank 0 serves, at the same port; in a program's group as well."""
+def test_next_world_of_a_process_has_other_keys(environ):
     environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     first, second = (rendezvous.launcher_store(Launcher("torch's variables", 2, 0)) for _ in range(2))
     first.set("key", "of the first")
     assert not second.check(["key"])
-    for name, found in {"is_initialized": True, "get_rank": 0, "get_world_size": 2}.items():
-        monkeypatch.setattr(rendezvous.distributed, name, lambda found=found: found)
-    store = rendezvous.serve_store("127.0.0.1")
-    monkeypatch.setattr(rendezvous.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    first, second = (rendezvous.program_group() for _ in range(2))
-    assert first is not None and second is not None
-    first.store.set("key", "of the first")
-    assert not second.store.check(["key"])
 
 
 def test_ranks_of_worlds_of_different_sizes(environ):
@@ -147,8 +126,6 @@ def test_launcher_that_is_gone_is_reported_at_once(environ):
         rendezvous.launcher_store(LAUNCHER)
     environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
     with refused(f"127.0.0.1:{port}"):
-        rendezvous.check_horovodrun()
-    with socket.create_server(("127.0.0.1", port)):
         rendezvous.check_horovodrun()
 
 
@@ -169,25 +146,11 @@ def test_ranks_that_torchrun_restarts_have_other_keys(environ):
     assert not rendezvous._torchrun_store().check(["key"])
 
 
-# --- Slurm -----------------------------------------------------------------------------------------
-
-SHOW_HOSTNAMES = '[ "$*" = "show hostnames a100-[01-02,07]" ] && printf "%s\\n" a100-01 a100-02 a100-07'
-
-
-@pytest.mark.parametrize(
-    ("script", "listed", "hosts"),
-    [
-        (SHOW_HOSTNAMES, "a100-[01-02,07]", ["a100-01", "a100-02", "a100-07"]),
-        ("exit 1", "n1,n2", ["n1", "n2"]),
-        ("exit 1", "gpu[1-2]", None),
-    ],
-)
-def test_hosts_of_slurms_list(monkeypatch, tmp_path, script, listed, hosts):
-    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with nullcontext() if hosts else refused(listed, "torchrun"):
-        assert slurm.expand_hosts(listed) == hosts
+def test_hosts_without_slurms_commands(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert slurm.expand_hosts("n1,n2") == ["n1", "n2"]
+    with refused("gpu[1-2]", "torchrun"):
+        slurm.expand_hosts("gpu[1-2]")
 
 
 def test_steps_of_slurm_do_not_share_nodes_and_ports():
@@ -197,44 +160,30 @@ def test_steps_of_slurm_do_not_share_nodes_and_ports():
     assert len({slurm.step_port(other) for other in others}) == 3
 
 
-@pytest.mark.parametrize(
-    ("nodes", "node", "address"),
-    [
-        ("name.invalid,localhost", "name.invalid", "127.0.0.1"),  # the route to another one
-        ("localhost,name.invalid", "localhost", "127.0.0.1"),  # which is unknown
-    ],
-)
-def test_store_of_slurm_tasks_listens_towards_the_other_nodes(environ, monkeypatch, nodes, node, address):
-    port = free_port()
-    environ.update(SLURMD_NODENAME=node)
+def test_store_of_slurm_tasks_listens_towards_the_other_nodes(environ):
+    port, nodes = free_port(), "name.invalid,localhost"
+    environ.update(SLURMD_NODENAME="name.invalid")
     store = rendezvous._slurm_store(0, nodes, port)
-    assert listening(port) == {address}
+    assert listening(port) == {"127.0.0.1"}
     store.set("key", "value")
     assert rendezvous._slurm_store(1, nodes, port).get("key") == b"value", "a rank of the same node"
 
 
-def test_hosts_whose_names_do_not_resolve(environ, monkeypatch):
-    """Each rank gives the address by which it reaches the store, and takes its interface from those of other hosts."""
-    chosen: list[list[str]] = []
-    monkeypatch.setattr(rendezvous, "choose_interface", lambda _, variable, others: chosen.append(others))
+def test_host_without_an_interface_to_the_others_is_refused_on_all_ranks(environ):
     store = rendezvous.serve_store("127.0.0.1")
-    here, launcher = socket.gethostname(), Launcher("torchrun", 4, 1)
-    for rank, place in {0: f"{here} 127.0.0.1", 2: "pod-2 10.77.0.12", 3: "pod-3 10.77.0.13"}.items():
-        store.set(f"hvd_bert.place.{rank}", f"4 {place}")
-        store.set(f"hvd_bert.interface.{rank}", "")
-    assert rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME") == [here, here, "pod-2", "pod-3"]
-    store.set("hvd_bert.place.0", "4 pod-0 127.0.0.1")  # which itself reaches the store by the loopback
-    rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME")
-    assert chosen == [["10.77.0.12", "10.77.0.13"], ["127.0.0.1", "10.77.0.12", "10.77.0.13"]]
-    store.set("hvd_bert.interface.3", "pod-3 has no route. Set HVD_BERT_INTERFACE")
-    with refused("rank 3", "pod-3", "HVD_BERT_INTERFACE", error=CollectiveError):  # on all ranks: none waits
-        rendezvous.meet(store, launcher, "GLOO_SOCKET_IFNAME")
+    store.set("hvd_bert.place.1", "2 pod-1 127.0.0.1")
+    store.set("hvd_bert.interface.1", "pod-1 has no route. Set HVD_BERT_INTERFACE")
+    with refused("rank 1", "pod-1", "HVD_BERT_INTERFACE", error=CollectiveError):
+        rendezvous.meet(store, Launcher("torchrun", 2, 0), "GLOO_SOCKET_IFNAME")
+    environ["HVD_BERT_INTERFACE"] = "ib7"
+    with refused("rank 0", "HVD_BERT_INTERFACE=ib7", error=CollectiveError):
+        rendezvous.meet(rendezvous.serve_store("127.0.0.1"), LAUNCHER, "GLOO_SOCKET_IFNAME")
 
 
 def test_places_of_ranks_on_uneven_hosts(environ, monkeypatch):
-    store, checked, here = rendezvous.serve_store("127.0.0.1"), [], socket.gethostname()
+    store, here = rendezvous.serve_store("127.0.0.1"), socket.gethostname()
     monkeypatch.setattr(rendezvous, "launcher_store", lambda launcher: store)
-    monkeypatch.setattr(rendezvous, "check_own_name", lambda *address, **beyond: checked.append((*address, beyond)))
+    monkeypatch.setattr(rendezvous, "check_own_name", lambda address, beyond_this_host: None)
     environ["HOROVOD_GLOO_IFACE"] = "lo"
     for rank, place in enumerate((f"{here} 127.0.0.1", "another 10.77.0.12")):
         store.set(f"hvd_bert.place.{rank}", f"3 {place}")
@@ -242,6 +191,85 @@ def test_places_of_ranks_on_uneven_hosts(environ, monkeypatch):
         store.set(f"hvd_bert.name.{rank}", "")
     store.set("hvd_bert.horovod", "127.0.0.1 29500")
     rendezvous.serve_horovod(Launcher("torchrun", 3, 2))
-    assert checked == [("127.0.0.1", {"beyond_this_host": True})]
     places = {"LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
     assert {name: environ[f"HOROVOD_{name}"] for name in places} == places
+
+
+ADDRESSES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.77.0.11", "fe80::1%eth0"], "ib0": ["192.168.4.11"], "down": []}
+
+
+def test_interface_by_setting():
+    for setting, name in (("ib0", "ib0"), ("10.77.0.0/16", "eth0"), ("192.168.4.1/24", "ib0"), ("fe80::/10", "eth0")):
+        assert interfaces.resolve(setting, ADDRESSES) == name
+    for setting, named in (("10.78.0.0/16", "available: lo 127.0.0.1 ::1, eth0 "), ("10.77.0.0/99", "not a subnet")):
+        with pytest.raises(UserError, match=named):
+            interfaces.resolve(setting, ADDRESSES)
+
+
+def test_setting_goes_to_all_libraries(monkeypatch):
+    monkeypatch.setattr(interfaces, "host_addresses", lambda: ADDRESSES)
+    environ = {"HVD_BERT_INTERFACE": "10.77.0.0/16", "HOROVOD_GLOO_IFACE": "the launcher's", "PATH": "/bin"}
+    interfaces.apply_setting(environ)
+    names = ["GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include"]
+    assert [environ[name] for name in names] == ["eth0"] * 4
+    with refused("HVD_BERT_INTERFACE=ib7", socket.gethostname(), "available: lo, eth0, ib0, down"):
+        interfaces.apply_setting({"HVD_BERT_INTERFACE": "ib7"})
+
+
+def test_interface_is_the_one_towards_another_host(monkeypatch):
+    assert (interfaces.interface_to("127.0.0.1"), interfaces.interface_to("256.0.0.1")) == ("lo", None)
+    monkeypatch.setattr(interfaces, "interface_to", {"other": "ib0"}.get)
+    for others, name in ((["unknown", "other"], "ib0"), ([], "lo")):
+        environ: dict[str, str] = {}
+        interfaces.choose_interface(environ, "GLOO_SOCKET_IFNAME", others)
+        assert environ == {"GLOO_SOCKET_IFNAME": name}
+    environ["GLOO_SOCKET_IFNAME"] = "eth7"  # keeps the user's choice
+    interfaces.choose_interface(environ, "GLOO_SOCKET_IFNAME", ["other"])
+    assert environ == {"GLOO_SOCKET_IFNAME": "eth7"}
+    with refused(socket.gethostname(), "unknown", "HVD_BERT_INTERFACE"):
+        interfaces.choose_interface({}, "GLOO_SOCKET_IFNAME", ["unknown"])
+
+
+def test_own_name_at_which_gloo_would_listen(monkeypatch):
+    for name, beyond, named in (
+        ("localhost", False, None),
+        ("localhost", True, "127.0.0.1"),
+        ("192.0.2.77", True, "10.1.0.7 192.0.2.77"),  # of another host
+    ):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        with refused(name, named, "/etc/hosts") if named else nullcontext():
+            interfaces.check_own_name("10.1.0.7", beyond)
+
+
+def test_host_without_loopback(monkeypatch):
+    monkeypatch.setattr(interfaces, "host_addresses", lambda: {"lo": [], "eth0": ["10.77.0.11"]})
+    with refused(socket.gethostname(), "ip link set lo up"):
+        interfaces.choose_interface({}, "GLOO_SOCKET_IFNAME", [])
+
+
+BRIDGES = ["docker0", "br-0123456789ab", "virbr0", "cni-podman0"]
+
+
+@pytest.mark.skipif(shutil.which("ompi_info") is None, reason="Open MPI is not installed")
+@pytest.mark.parametrize(
+    ("inner", "environ", "site", "excluded"),
+    [
+        (BRIDGES, {}, "", f"127.0.0.1/8,sppp,{','.join(BRIDGES)}"),
+        (["br0", "br-lan", "dockerless"], {}, "", None),  # perhaps the host's own network
+        (["docker0"], {"OMPI_MCA_btl_tcp_if_include": "eth0"}, "", None),  # horovodrun's
+        (["docker0"], {}, "btl_tcp_if_include = eth0", None),
+        (["docker0"], {}, None, None),  # another MPI, or no answer: unknown
+    ],
+)
+def test_open_mpi_avoids_networks_of_containers(inner, environ, site, excluded, tmp_path, monkeypatch):
+    """With the parameters that a user's file gives to Open MPI."""
+    monkeypatch.setattr(interfaces, "host_addresses", lambda: {**ADDRESSES, **{name: ["172.17.0.1"] for name in inner}})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".openmpi").mkdir()
+    (tmp_path / ".openmpi" / "mca-params.conf").write_text(f"{site or ''}\n")
+    if site is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    found = dict(environ)
+    interfaces.avoid_inner_networks(found)
+    name = "OMPI_MCA_btl_tcp_if_exclude"
+    assert found == environ | ({name: excluded} if excluded else {})

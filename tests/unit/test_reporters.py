@@ -5,10 +5,8 @@ from __future__ import annotations
 import html
 import json
 import os
-import queue
 import re
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +43,7 @@ def logged(out: Path) -> dict[tuple[int, str], float]:
     return {(row["step"], key): value for row in rows for key, value in row.items()}
 
 
-def test_tensorboard(base: list[str], tmp_path: Path) -> None:  # noqa: F811
+def test_tensorboard(base: list[str], tmp_path):  # noqa: F811
     out = tmp_path / "out"
     train_and_resume(base, out, "tensorboard")
     events = EventAccumulator(str(out / "tb")).Reload()
@@ -65,7 +63,7 @@ def test_tensorboard(base: list[str], tmp_path: Path) -> None:  # noqa: F811
     assert samples and all(sample["question"] in text and sample["prediction"] in text for sample in samples)
 
 
-def test_sample_answers_are_shown_as_they_are(tmp_path: Path) -> None:
+def test_sample_answers_are_shown_as_they_are(tmp_path):
     reporter = TensorBoard(tmp_path)
     reporter.samples(1, [{"question": NASTY, "answers": ["one", NASTY]}, {"question": "second", "answers": []}])
     reporter.close(True)
@@ -93,7 +91,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-def test_wandb(base: list[str], tmp_path: Path, wandb: Any) -> None:  # noqa: F811
+def test_wandb(base: list[str], tmp_path, wandb):  # noqa: F811
     out = tmp_path / "out"
     train_and_resume(base, out, "wandb")
     wandb.teardown()
@@ -108,13 +106,13 @@ def test_wandb(base: list[str], tmp_path: Path, wandb: Any) -> None:  # noqa: F8
 
 
 @pytest.mark.parametrize("value", ["all", "none,wandb"])
-def test_unknown_reporters_are_refused(value: str) -> None:
+def test_unknown_reporters_are_refused(value):
     with refused(f"--report_to {value}", "tensorboard, wandb"):
         parse(["--report_to", value])
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["nothing", "a folder of that name"])
-def test_missing_package(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool) -> None:  # noqa: F811
+def test_missing_package(base: list[str], tmp_path, monkeypatch, folder: bool):  # noqa: F811
     monkeypatch.setitem(base_module.REPORTERS, "no_such_package", "none")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -125,7 +123,7 @@ def test_missing_package(base: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     assert failed.value.status == 2 and not (tmp_path / "out").exists()
 
 
-def test_wandb_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb: Any) -> None:
+def test_wandb_without_a_login(tmp_path, monkeypatch, wandb):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     for name, value in (("MODE", "online"), ("CONFIG_DIR", str(tmp_path))):
@@ -140,20 +138,20 @@ def test_wandb_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.slow
-def test_wandb_whose_service_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb: Any) -> None:
+def test_wandb_whose_service_hangs(tmp_path, monkeypatch, caplog, wandb):
     module = pytest.importorskip("hvd_bert.output.reporters.wandb")
 
     def services() -> list[psutil.Process]:
         return [process for process in psutil.Process().children() if process.name() == module.SERVICE]
 
-    monkeypatch.setattr(module, "PATIENCE_S", 0.5)
-    reporter = module.Wandb(tmp_path)
+    monkeypatch.setattr(module, "PATIENCE_UNFINISHED_S", 0.5)
+    logger = MetricsLogger(tmp_path, True, [reporter := module.Wandb(tmp_path)])
     (service,) = services()
     service.suspend()
     os.waitpid(service.pid, os.WUNTRACED)  # until it has stopped
     try:
-        with pytest.raises(TimeoutError):
-            reporter.close(True)
+        logger.close()
+        assert "not taken everything in time. Its last values may be missing" in caplog.text
         reporter._thread.join()
         assert not service.is_running() or service.status() == psutil.STATUS_ZOMBIE, "wandb would wait for it at exit"
     finally:
@@ -163,77 +161,34 @@ def test_wandb_whose_service_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 class Run:
-    """A run of wandb that fails at its second step, or waits there."""
+    """A run of wandb that fails at its second step."""
 
     id = "a1"
 
-    def __init__(self, error: Exception | None, hangs: bool = False) -> None:
-        """`hangs`: `finish` does not return before `answers` is set."""
-        self.error, self.seen, self.answers = error, queue.SimpleQueue[object](), threading.Event()
-        self.hangs = hangs
+    def __init__(self) -> None:
+        self.seen = list[object]()
 
     def define_metric(self, *_: object, **__: object) -> None:
         pass
 
     def log(self, values: dict[str, float]) -> None:
-        self.seen.put(step := values["train/global_step"])
-        if step == 2 and self.error:
-            raise self.error
+        self.seen.append(step := values["train/global_step"])
         if step == 2:
-            self.answers.wait()
+            raise OSError(28, "No space left on device")
 
     def finish(self, exit_code: int) -> None:
-        self.seen.put(f"finished with {exit_code}")
-        if self.hangs:
-            self.answers.wait()
+        self.seen.append(f"finished with {exit_code}")
 
 
-def started(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[MetricsLogger, Any]:
-    """A logger with a reporter of this run."""
-    module = pytest.importorskip("hvd_bert.output.reporters.wandb")
+def test_wandb_that_fails_is_one_warning(tmp_path, monkeypatch, caplog):
+    module, run = pytest.importorskip("hvd_bert.output.reporters.wandb"), Run()
     monkeypatch.setattr(module.wandb, "init", lambda **_: run)
-    monkeypatch.setattr(module, "PATIENCE_UNFINISHED_S", 0.5)
-    return MetricsLogger(folder, True, [reporter := module.Wandb(folder)]), reporter
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("no route to host")])
-def test_wandb_that_fails_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
-) -> None:
-    logger, reporter = started(run := Run(error), tmp_path, monkeypatch)
+    logger = MetricsLogger(tmp_path, True, [reporter := module.Wandb(tmp_path)])
     for step in (1, 2):
         logger._record(step, {})
     reporter._thread.join()
     for step in (3, 4):
         logger._record(step, {})
     logger.close()
-    reason = getattr(error, "strerror", None) or error
-    assert caplog.messages == [f"wandb cannot be written: {reason}. Training continues."]
-    assert [run.seen.get() for _ in range(run.seen.qsize())] == [1, 2, "finished with 1"]
-
-
-def test_wandb_that_does_not_respond(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    logger, reporter = started(run := Run(None), tmp_path, monkeypatch)
-    for step in (1, 2, 3):
-        logger._record(step, {})
-    logger.close()
-    (warning,) = caplog.messages
-    assert "not taken everything in time" in warning and "last values may be missing" in warning
-    run.answers.set()
-    reporter._thread.join()
-
-
-def test_wandb_that_fails_and_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logger, reporter = started(run := Run(ValueError("no route to host"), hangs=True), tmp_path, monkeypatch)
-    ended = list[bool]()
-    monkeypatch.setattr("hvd_bert.output.reporters.wandb._end_service", lambda: ended.append(True))
-    for step in (1, 2):
-        logger._record(step, {})
-    while run.seen.get() != "finished with 1":
-        pass
-    logger.close()
-    assert ended, "wandb would wait for its service at exit"
-    run.answers.set()
-    reporter._thread.join()
+    assert caplog.messages == ["wandb cannot be written: No space left on device. Training continues."]
+    assert run.seen == [1, 2, "finished with 1"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,16 +13,19 @@ import pytest
 import torch
 from refusals import refused
 from test_world import make_world
-from torch import nn
+from torch import distributed, nn
+from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from hvd_bert.config.command_line import before_joining, parse
 from hvd_bert.config.settings import ParallelArguments, TrainArguments
 from hvd_bert.distributed import runner
 from hvd_bert.distributed.launch import LaunchError
+from hvd_bert.distributed.world import World
 from hvd_bert.model.attention import make_windows
 from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.strategies.dp import join_windows, split_windows
 from hvd_bert.strategies.horovod import check_bf16
+from hvd_bert.strategies.word_rows import WordRows, word_embedding
 
 
 def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypatch):
@@ -62,7 +66,6 @@ def test_settings_that_do_not_go_together(flags, named):
 def test_strategy_is_known_before_the_world_is_joined(tmp_path):
     (file := tmp_path / "mine.yaml").write_text("strategy: fsdp\n")
     for argv, expected in (
-        ([], "horovod"),
         (["--strategy", "ddp", "--no_such_flag"], "ddp"),  # the error is reported after the ranks have joined
         (["--strategy", "no_such_strategy"], "horovod"),
         (["--help", "--strategy", "none"], "none"),
@@ -92,7 +95,7 @@ def packed_windows(lengths: list[int]) -> dict[str, object]:
     return {"input_ids": tokens, "position_ids": tokens + 1, "windows": make_windows(lengths, torch.device("cpu"))}
 
 
-@pytest.mark.parametrize(("parts", "expected"), [(2, [[5, 3], [4]]), (3, [[5], [3], [4]]), (8, [[5], [3], [4]])])
+@pytest.mark.parametrize(("parts", "expected"), [(2, [[5, 3], [4]]), (8, [[5], [3], [4]])])
 def test_dp_splits_between_windows(parts, expected):
     split = split_windows(packed_windows([5, 3, 4]), parts)
     assert [part["windows"].lengths for part in split] == expected
@@ -110,20 +113,6 @@ def test_dp_puts_the_logits_together_again():
     assert joined["end_logits"].tolist() == [[-3, -3, -3, -2, -2]]
     classes = [{"logits": torch.ones(windows, 4)} for windows in (3, 2)]
     assert join_windows(classes, torch.device("cpu"))["logits"].shape == (5, 4)
-
-
-def test_strategy_of_one_process_steps_with_the_clipped_gradient():
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-    options = StrategyOptions(TrainArguments(max_grad_norm=3.0), ParallelArguments(), accumulation=2)
-    strategy = strategy_class("none")(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), options, make_world())
-    for value in (2.0, 4.0):  # the passes are summed
-        strategy.backward(strategy.module(torch.full((1, 1), value)).sum())
-    strategy.synchronize()
-    assert float(strategy.clip()) == pytest.approx(6.0)
-    strategy.step()
-    assert strategy.gather_model().weight.item() == pytest.approx(1 - 0.1 * 3.0)
-    assert strategy.module.weight.grad is None or not strategy.module.weight.grad.any()
 
 
 def step_and_state(strategy: Strategy, factor: float) -> tuple[float, dict[str, torch.Tensor]]:
@@ -152,3 +141,99 @@ def test_fused_optimizer_clips_and_skips_as_another_does(kind: Callable[..., tor
         torch.testing.assert_close(after, before, rtol=0, atol=0)
         clipped.append(step_and_state(strategy, 1.0)[1])
     torch.testing.assert_close(*clipped)
+
+
+WORDS = 11
+
+
+def made() -> nn.Embedding:
+    torch.manual_seed(0)
+    return nn.Embedding(WORDS, 3, padding_idx=0)
+
+
+def backward(embedding: nn.Embedding, tokens: list[int]) -> None:
+    places = torch.arange(1.0, len(tokens) + 1)[:, None]
+    (embedding(torch.tensor(tokens)).square() * places).sum().backward()
+
+
+def dense_gradient(*passes: list[int]) -> torch.Tensor:
+    embedding = made()
+    for tokens in passes:
+        backward(embedding, tokens)
+    return embedding.weight.grad
+
+
+def test_the_gradient_is_torchs_and_has_no_rows_of_earlier_steps():
+    embedding = made()
+    rows = WordRows(embedding)
+    for passes in ([[4, 7, 4, 0]], [[1, 2], [2, 10, 2]], [[4]]):
+        for tokens in passes:
+            backward(embedding, tokens)
+        assert embedding.weight.grad.is_sparse
+        rows.make_dense()
+        torch.testing.assert_close(embedding.weight.grad, dense_gradient(*passes))
+        embedding.zero_grad()
+
+
+SHAPE = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 4}
+
+
+def test_models_without_trained_words_have_none():
+    model = BertModel(BertConfig(vocab_size=WORDS, **SHAPE))
+    assert word_embedding(model) is model.embeddings.word_embeddings
+    model.embeddings.word_embeddings.weight.requires_grad = False
+    assert word_embedding(model) is word_embedding(nn.Linear(2, 2)) is None
+    assert word_embedding(BertForMaskedLM(BertConfig(vocab_size=WORDS, **SHAPE))) is None  # tied to its last layer
+
+
+def test_words_whose_weight_has_another_use_stay_dense():
+    embedding = made()
+    rows = WordRows(embedding)
+    (embedding(torch.tensor([1, 2])).sum() + embedding.weight.sum()).backward()
+    rows.make_dense()
+    assert embedding.weight.grad.sum(1).tolist() == [3, 6, 6, *[3] * 8]
+
+
+class Waits(World):
+    """A world of one rank that records around what it is asked to watch, and which calls of the model are inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.ended = list[str](), list[str]()
+
+    @contextmanager
+    def limit_wait(self, names):
+        self.inside.extend(names())
+        yield
+        self.ended.append(self.inside.pop())
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(("name", "forward"), [("ddp", []), ("fsdp", ["the step's weights"])])
+def test_watchdog_counts_while_a_step_waits_for_other_ranks(name, forward: list[str]):
+    world = Waits()
+    strategy = strategy_class(name)(
+        nn.Linear(3, 1),
+        lambda module: torch.optim.SGD(module.parameters(), 0.1),
+        StrategyOptions(TrainArguments(), ParallelArguments(), 1),
+        world,
+    )
+    strategy.backward(strategy.module(torch.ones(2, 3)).sum())
+    strategy.step()
+    assert world.ended == []  # it may have been compiled
+    seen: list[list[str]] = []
+    strategy.module.register_forward_pre_hook(lambda *_: seen.append(world.inside[:]))
+    loss = strategy.module(torch.ones(2, 3)).sum()
+    loss.register_hook(lambda _: seen.append(world.inside[:]))
+    assert world.ended == forward
+    strategy.backward(loss)
+    assert seen == [forward, ["the step's gradients"]]
+    assert world.inside == [] and world.ended == [*forward, "the step's gradients"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_bert.distributed import world as world_module
 from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.tasks.dataset import Examples
@@ -58,7 +56,7 @@ CONTENT = r"the training data differs: 1{12}, 2 windows, total length 7 on a"
 @pytest.mark.parametrize(
     ("path", "digest", "message"), [("/b/train.json", "1" * 12, PATHS), ("/a/train.json", "2" * 12, CONTENT)]
 )
-def test_training_files_that_differ_between_hosts(path: str, digest: str, message: str) -> None:
+def test_training_files_that_differ_between_hosts(path, digest, message):
     def values(path: str, digest: str) -> dict[str, object]:
         task = QuestionAnswering.__new__(QuestionAnswering)
         task.tokenizer = SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=lambda: "rules"))
@@ -69,15 +67,3 @@ def test_training_files_that_differ_between_hosts(path: str, digest: str, messag
     world.rank_infos = on_hosts("a", "b")
     with pytest.raises(CollectiveError, match=message):
         world.check_same(values("/a/train.json", "1" * 12))
-
-
-def test_mpi_abort_that_never_returns_has_a_limit(monkeypatch):
-    calls: list[tuple[str, int]] = []
-    abort = SimpleNamespace(Abort=lambda status: calls.append(("abort", status)))
-    mpi = SimpleNamespace(Is_initialized=lambda: True, Is_finalized=lambda: False, COMM_WORLD=abort)
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
-    monkeypatch.setattr(world_module.signal, "alarm", lambda seconds: calls.append(("alarm", seconds)))
-    monkeypatch.setattr(world_module.os, "_exit", lambda status: calls.append(("exit", status)))
-    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    make_world().abort(1)
-    assert calls == [("alarm", world_module.ABORT_S), ("abort", 1), ("exit", 1)]

@@ -1,19 +1,28 @@
-"""GPU usage through NVML, with a fake driver."""
+"""GPU usage through NVML, with a fake driver, and recordings of steps."""
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import sys
+import time
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from documented import undocumented
+from refusals import refused
+from test_world import make_world
 
+from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.devices import RankInfo
+from hvd_bert.distributed.horovod_world import ready_for_timeline
 from hvd_bert.monitoring import usage as module
-from hvd_bert.monitoring.usage import GIB, GpuUsage, NvmlError, nvml
+from hvd_bert.monitoring.recording import Recording
+from hvd_bert.monitoring.usage import GIB, GpuUsage, NvmlError, nvml, process_usage
+from hvd_bert.training.meter import Meter
 
 
 class FakeNvml(ModuleType):
@@ -22,12 +31,8 @@ class FakeNvml(ModuleType):
     class NVMLError(Exception):
         pass
 
-    def __init__(self) -> None:
-        super().__init__("pynvml")
-        self.started = 0
-
     def nvmlInit(self):
-        self.started += 1
+        pass
 
     def nvmlShutdown(self):
         pass
@@ -53,29 +58,22 @@ class FakeNvml(ModuleType):
 
 @pytest.fixture
 def driver(monkeypatch) -> FakeNvml:
-    fake = FakeNvml()
+    fake = FakeNvml("pynvml")
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device))
     return fake
 
 
-def fake_world(*device_ids: str | None, rank: int = 0, further: Sequence[str] = ()) -> SimpleNamespace:
+def fake_world(*gpus: str, rank: int = 0, further: Sequence[str] = ()) -> SimpleNamespace:
     """A world whose other ranks report a GPU that is 90 % busy. A GPU's UUID is also its name. `further`: of `rank`."""
-    rank_infos = tuple(
-        RankInfo(number, "a", number, device_id or "cpu", device_id, frozenset({0}))
-        for number, device_id in enumerate(device_ids)
-    )
+    rank_infos = tuple(RankInfo(number, "a", number, gpu, gpu, frozenset({0})) for number, gpu in enumerate(gpus))
 
     def allgather(mine):
         other = {"gpu_util_percent": 90.0}
         return [mine if i.rank == rank else ([{"device": i.device} | other], "") for i in rank_infos]
 
-    gpus = [device_id for device_id in (device_ids[rank], *further) if device_id]
-    return SimpleNamespace(rank=rank, size=len(rank_infos), rank_infos=rank_infos, allgather=allgather, gpus=gpus)
-
-
-def sample(util: float, memory: float, power: float) -> dict[str, float]:
-    return {"gpu_util_percent": util, "gpu_memory_gib": memory, "gpu_power_w": power}
+    own = [gpus[rank], *further]
+    return SimpleNamespace(rank=rank, size=len(rank_infos), rank_infos=rank_infos, allgather=allgather, gpus=own)
 
 
 def test_no_nvml(monkeypatch, driver):
@@ -96,7 +94,7 @@ def close_samplers(usage: GpuUsage) -> None:
 def test_usage_of_all_ranks(tmp_path, driver):
     usage = GpuUsage(fake_world("0-a", "0-x", further=["0-b"]), tmp_path)  # type: ignore[arg-type]
     close_samplers(usage)
-    own = sample(40.0, 3.0, 250.5)
+    own = {"gpu_util_percent": 40.0, "gpu_memory_gib": 3.0, "gpu_power_w": 250.5}
     assert usage.read(7) == own
     lines = [json.loads(line) for line in (tmp_path / "gpu_usage.jsonl").read_text().splitlines()]  # already on disk
     usage.close()
@@ -110,18 +108,55 @@ def test_usage_of_all_ranks(tmp_path, driver):
 
 
 @pytest.mark.parametrize(
-    ("world", "read", "started", "said"),
+    ("world", "read", "said"),
     [
-        (fake_world("0-x", "0-a", rank=1), {"gpu_util_percent": 90.0}, 1, ""),  # rank 0's figures
-        (fake_world(None, None), {}, 0, ""),
-        (fake_world("0-c"), {}, 1, "GPU 0-c: Not Found"),
+        (fake_world("0-x", "0-a", rank=1), {"gpu_util_percent": 90.0}, ""),  # rank 0's figures
+        (fake_world("0-c"), {}, "GPU 0-c: Not Found"),
     ],
 )
-def test_rank_without_samples_of_its_own(tmp_path, driver, caplog, world, read, started, said):
-    driver.started = 0
+def test_rank_without_samples_of_its_own(tmp_path, driver, caplog, world, read, said):
     usage = GpuUsage(world, tmp_path)
     close_samplers(usage)
     assert usage.read(1) == read
     usage.close()
-    assert driver.started == started and said in caplog.text
-    assert (tmp_path / module.FILE).exists() == (world.rank == 0 and usage.enabled)
+    assert said in caplog.text
+    assert (tmp_path / module.FILE).exists() == (world.rank == 0)
+
+
+BASE = ["--config", "sample"]
+
+
+@pytest.mark.parametrize("steps", ["3", "0:4", "5:4", "a:b", "1:2:3", "1:999999999999"])
+def test_invalid_steps_are_refused(steps):
+    with refused(f"--timeline_steps {steps}"):
+        parse([*BASE, f"--timeline_steps={steps}"])
+
+
+def test_steps_to_record():
+    assert parse([*BASE, "--timeline_steps", "3:5"]).profiling.steps_to_record == range(0)
+    assert list(parse([*BASE, "--timeline", "t", "--timeline_steps", "3:5"]).profiling.steps_to_record) == [3, 4, 5]
+    assert parse([*BASE, "--profile"]).profiling.steps_to_record == range(11, 31)
+    with refused("--timeline_file", "--strategy horovod", "ddp"):
+        parse([*BASE, "--timeline", "t.json", "--strategy", "ddp"])
+
+
+def test_timeline_keeps_the_users_variables():
+    ready_for_timeline(environ := {"HOROVOD_TIMELINE": "mine.json"})
+    assert environ == {"HOROVOD_TIMELINE": "mine.json", "HOROVOD_CACHE_CAPACITY": "0"}
+
+
+def test_durations_do_not_depend_on_the_clock_of_the_day(tmp_path, monkeypatch):
+    backwards = itertools.count(10**18, -(10**9))
+    monkeypatch.setattr(time, "time_ns", lambda: next(backwards))
+    monkeypatch.setattr(time, "time", lambda: next(backwards) / 1e9)
+    meter = Meter(make_world())
+    wanted = parse([*BASE, "--profile", "--timeline_steps", "1:1"])
+    recording = Recording(wanted.profiling, 1, meter, make_world(), False)
+    recording.before(1)
+    for phase in ("data", "compute", "optimizer"):
+        meter.lap(phase)
+    recording.after(1, tmp_path)
+    with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
+        phases = [event["dur"] for event in json.load(file)["traceEvents"] if event.get("cat") == "phase"]
+    assert len(phases) >= 3 and min(phases) >= 0
+    assert 0 < process_usage(torch.device("cpu"))["real_s"] < 24 * 3600
