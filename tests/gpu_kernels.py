@@ -23,15 +23,18 @@ from torch.nn.attention import SDPBackend
 from hvd_bert.model import attention
 
 HALF = (torch.float16, torch.bfloat16)
+LIMITS = True  # whether flash refuses fp32 and odd head sizes
 OVERRIDES = torch.library.Library("aten", "IMPL")
 
 
-def check(cu: Tensor, cu_k: Tensor, longest: tuple[int, int], *tensors: Tensor) -> None:
-    """Refuse what the kernels refuse."""
+def check(limits: bool, cu: Tensor, cu_k: Tensor, longest: tuple[int, int], *tensors: Tensor) -> None:
+    """Refuse what the kernels refuse. `limits`: also by dtype and head size, as flash does."""
     assert len({tensor.shape for tensor in tensors}) == 1 and {tensor.stride(-1) for tensor in tensors} == {1}
     assert cu.dtype == cu_k.dtype == torch.int32 and cu.equal(cu_k)
     lengths = cu.diff().tolist()
     assert int(cu[0]) == 0 and int(cu[-1]) == len(tensors[0]) and longest == (max(lengths), max(lengths))
+    if limits and LIMITS:
+        assert tensors[0].dtype in HALF and tensors[0].shape[-1] % 8 == 0
 
 
 def parts(cu: Tensor, dropout: float, seed: Tensor, reach: Any, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
@@ -85,7 +88,7 @@ def backward(
 
 def flash_forward(q, k, v, cu, cu_k, max_q, max_k, p, causal, debug, *, scale=None, window_size_left=None, **_):
     assert not causal and not debug
-    check(cu, cu_k, (max_q, max_k), q, k, v)
+    check(True, cu, cu_k, (max_q, max_k), q, k, v)
     output, sums, seed = forward(q, k, v, cu, p, scale, window_size_left)
     state = torch.stack([seed, torch.zeros_like(seed)]).to(torch.uint64)  # its shape and dtype are a GPU's
     return output, sums, state, torch.empty((), dtype=torch.uint64), q.new_empty(0)
@@ -99,7 +102,7 @@ def flash_backward(
 
 def efficient_forward(q, k, v, bias, cu, cu_k, max_q, max_k, p, mask_type, sums=False, *, scale=None, **_):
     assert bias is None and mask_type == 0
-    check(cu, cu_k, (max_q, max_k), q[0], k[0], v[0])
+    check(False, cu, cu_k, (max_q, max_k), q[0], k[0], v[0])
     output, found, seed = forward(q[0], k[0], v[0], cu, p, scale)
     return output[None], found[None], seed, torch.zeros((), dtype=torch.int64), max_q, max_k
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,8 @@ from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.evaluation import evaluator
 from hvd_bert.evaluation.forward import span_logits, window_losses
+from hvd_bert.model import attention
+from hvd_bert.model.attention import by_efficient, by_flash, by_jagged, by_window, make_windows
 from hvd_bert.model.bert import new_model
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import AUTOCAST, autocast
@@ -54,20 +57,29 @@ class Waits(TorchDispatchMode):
         return result
 
 
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    """Register a check under its function's name."""
+    CHECKS[function.__name__] = function
+    return function
+
+
 def table(lengths: list[int]) -> WindowTable:
     ones = [1] * len(lengths)
     columns = {"input_ids": [[7] * length for length in lengths], "context_start": ones, "question": ones}
     return WindowTable.from_columns(columns | {"start_position": ones, "end_position": ones})
 
 
-def batch(padded: bool, device: torch.device = GPU) -> Batch:
-    return Collator(table(LENGTHS), device, 16 if padded else None)(range(len(LENGTHS)))
+def batch(padded: bool, device: torch.device = GPU, lengths: list[int] = LENGTHS) -> Batch:
+    return Collator(table(lengths), device, 16 if padded else None)(range(len(lengths)))
 
 
-def small_bert(padded: bool = False) -> nn.Module:
+def small_bert(dropout: float = 0.1, padded: bool = False) -> nn.Module:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     config = BertConfig(vocab_size=60, max_position_embeddings=64, **sizes)
-    return on_gpu(lambda: new_model(config, 0.1, 0, padded))
+    return on_gpu(lambda: new_model(config, dropout, 0, padded))
 
 
 def expect(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = GPU) -> None:
@@ -77,6 +89,7 @@ def expect(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: t
 # --- batches -------------------------------------------------------------------------------------
 
 
+@check
 def packed_batches_are_pinned_and_copied() -> None:
     before = Machine.pinned
     made = batch(padded=False)
@@ -89,11 +102,17 @@ def packed_batches_are_pinned_and_copied() -> None:
     assert made.cells is not None
     expect(made.cells, (sum(LENGTHS),), torch.int64)
     assert Machine.pinned - before == 7
-    padded = batch(padded=True, device=SECOND)
-    assert padded.attention_mask is not None
-    expect(padded.attention_mask, (len(LENGTHS), 16), torch.bool, SECOND)
 
 
+@check
+def padded_batches_are_copied() -> None:
+    made = batch(padded=True, device=SECOND)
+    expect(made.input_ids, (len(LENGTHS), 16), torch.int64, SECOND)
+    assert made.attention_mask is not None
+    expect(made.attention_mask, (len(LENGTHS), 16), torch.bool, SECOND)
+
+
+@check
 def a_tasks_batches_may_be_on_the_gpu_already() -> None:
     pair = namedtuple("pair", "x y")
     rows = torch.ones(2, 3)
@@ -105,6 +124,33 @@ def a_tasks_batches_may_be_on_the_gpu_already() -> None:
     assert type(copied["b"][0]) is pair and copied["b"][0].y == 7 and copied["b"][1] == "text"
 
 
+# --- attention -----------------------------------------------------------------------------------
+
+
+def attend(kernel: attention.Kernel, dtype: torch.dtype, dropout: float, size: int, reach: int | None) -> None:
+    """Forward and backward pass of a kernel on views as BERT makes them."""
+    made = [torch.randn(1, sum(LENGTHS), 4, size, device=GPU, dtype=dtype, requires_grad=True) for _ in range(3)]
+    query, key, value = (tensor.transpose(1, 2).squeeze(0).transpose(0, 1) for tensor in made)
+    output = kernel(query, key, value, make_windows(LENGTHS, GPU, reach), dropout, 0.5)
+    expect(output, (sum(LENGTHS), 4, size), dtype)
+    output.float().sum().backward()
+    for tensor in made:
+        assert tensor.grad is not None
+        expect(tensor.grad, (1, sum(LENGTHS), 4, size), dtype)
+
+
+@check
+def every_kernel_in_every_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        attend(by_jagged, dtype, 0.1, 64, None)
+        attend(by_window, dtype, 0.1, 64, None)
+        attend(by_window, dtype, 0.1, 64, 2)
+        attend(by_efficient, dtype, 0.1, 64, None)
+        if dtype != torch.float32:
+            attend(by_flash, dtype, 0.1, 64, None)
+            attend(by_flash, dtype, 0.1, 64, 2)
+
+
 # --- models and steps ----------------------------------------------------------------------------
 
 
@@ -113,8 +159,6 @@ def one_step(strategy: Strategy, made: Batch, precision: str) -> None:
     strategy.module.train()
     for _ in range(strategy.options.accumulation):
         with autocast(GPU, precision):
-            for logits in span_logits(strategy.module, made):
-                expect(logits, (len(LENGTHS), max(LENGTHS)), torch.float32)
             losses = window_losses(strategy.module, made)
             expect(losses, (len(LENGTHS),), torch.float32)
             loss = losses.sum() / len(LENGTHS)
@@ -138,9 +182,16 @@ def made_strategy(kind: type[Strategy], precision: str, padded: bool, devices: i
     return kind(model, lambda module: torch.optim.AdamW(module.parameters(), fused=True), options, world)
 
 
-def a_step_in_every_precision_does_not_wait_for_the_gpu() -> None:
+@check
+def a_step_in_every_precision() -> None:
     for precision, padded in KINDS:
-        strategy, made = made_strategy(Strategy, precision, padded), batch(padded)
+        one_step(made_strategy(Strategy, precision, padded), batch(padded), precision)
+
+
+@check
+def no_step_waits_for_the_gpu() -> None:
+    for precision in AUTOCAST:
+        strategy, made = made_strategy(Strategy, precision, padded=False), batch(padded=False)
         with Waits() as waits:
             one_step(strategy, made, precision)
             DeferredScalars(1, GPU).put(torch.ones((), device=GPU))
@@ -151,6 +202,7 @@ def a_step_in_every_precision_does_not_wait_for_the_gpu() -> None:
     assert waits.found == ["_local_scalar_dense", "_to_copy"]
 
 
+@check
 def an_evaluation_waits_once_per_batch_with_the_next_one_queued() -> None:
     happened: list[str] = []
 
@@ -169,6 +221,7 @@ def an_evaluation_waits_once_per_batch_with_the_next_one_queued() -> None:
     assert happened == ["queued", *["queued", "waited", "read"] * 2, "waited", "read"], happened
 
 
+@check
 def laps_are_by_the_gpus_own_clock() -> None:
     stopwatch = Stopwatch(GPU)
     for phase in ("data", "compute", "compute"):
@@ -177,11 +230,22 @@ def laps_are_by_the_gpus_own_clock() -> None:
     assert (taken["data"], taken["compute"]) == (0.001, 0.002), taken
 
 
+@check
 def layers_that_are_faster_on_cpus_are_torchs_on_a_gpu() -> None:
     kinds = {type(layer) for layer in small_bert().modules()}
     assert {nn.Linear, BertOutput} <= kinds and Linear not in kinds, kinds
 
 
+@check
+def logits_of_an_evaluation_are_fp32() -> None:
+    for precision, padded in KINDS:
+        model = small_bert(padded=padded).eval()
+        with torch.no_grad(), autocast(GPU, precision):
+            for logits in span_logits(model, batch(padded)):
+                expect(logits, (len(LENGTHS), max(LENGTHS)), torch.float32)
+
+
+@check
 def dp_computes_on_each_gpu_in_the_precision_of_the_run() -> None:
     for precision in AUTOCAST:  # padded batches are split by torch's own code, which needs a CUDA build
         strategy = made_strategy(DPStrategy, precision, padded=False, devices=2)

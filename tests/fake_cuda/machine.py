@@ -1,19 +1,24 @@
 """A process with two made-up A100s, whose tensors have shapes, types and devices, but no values (torch's FakeTensor).
 
-    python machine.py LIBRARY CHECK...       LIBRARY: device.cpp, compiled. CHECK: a function of checks.py
+    python machine.py LIBRARY RESULTS [CHECK...]       LIBRARY: device.cpp, compiled
 
-On a CPU build of torch, this runs what the package does on a GPU up to the kernels: a wrong argument, a dtype that a
-kernel refuses or a tensor that was left on the CPU is an error here as well. `tests/unit/test_fake_cuda.py` starts it.
+Runs all checks (checks.py), or those that are named, and writes RESULTS: check -> traceback, or null. On a CPU build of
+torch, this runs what the package does on a GPU up to the kernels: a wrong argument, a dtype that a kernel refuses or a
+tensor that was left on the CPU is an error here as well. `tests/unit/test_fake_cuda.py` starts this.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import sys
 import threading
+import time
+import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -25,12 +30,23 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nested._internal import sdpa
+from torch.nn.attention import SDPBackend
 from torch.nn.parallel import _functions, parallel_apply, replicate
 from torch.utils import _foreach_utils
 
 from hvd_bert.model.layers import place
 
 OVERRIDES = torch.library.Library("aten", "IMPL")
+NAME = "NVIDIA A100-SXM4-80GB"
+
+
+class Properties:
+    """Of a device."""
+
+    uuid = "8c1a2b3c-0000-0000-0000-000000000000"
+    total_memory = 80 * 2**30
+    multi_processor_count = 108
 
 
 class Stream(nullcontext[None]):
@@ -59,10 +75,17 @@ class Machine:
         "is_available": lambda: True,
         "is_bf16_supported": lambda *_: True,
         "device_count": lambda: 2,
+        "set_device": lambda device: None,
         "current_device": lambda: 0,
         "current_stream": lambda device=None: Stream(),
+        "synchronize": lambda device=None: None,
+        "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: (8, 0),
-        "get_device_properties": lambda device=None: SimpleNamespace(total_memory=1, multi_processor_count=1),
+        "get_device_properties": lambda device=None: Properties,
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=None: None,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
         "device": lambda device: nullcontext(),
         "Event": Event,
     }
@@ -74,6 +97,7 @@ def install() -> None:
         setattr(torch.cuda, name, function)
     torch.backends.cuda.is_flash_attention_available = lambda: True
     Tensor.pin_memory = _pin  # type: ignore[method-assign]
+    sdpa._select_sdp_backend = _backend
     _foreach_utils._foreach_supported_types.append(FakeTensor)  # as a GPU's own tensors
     OVERRIDES.impl("_efficient_attention_backward", _efficient_backward, "Meta", allow_override=True)
     # DataParallel's copies of the weights.
@@ -89,6 +113,13 @@ def _pin(tensor: Tensor, *_: Any) -> Tensor:
         raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")  # torch's own words
     Machine.pinned += 1
     return tensor
+
+
+def _backend(query: Tensor, *_: Any) -> SDPBackend:
+    """torch's choice for jagged tensors, which asks the device."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    flash = half and query.size(-1) % 8 == 0 and query.size(-1) <= 256
+    return SDPBackend.FLASH_ATTENTION if flash else SDPBackend.EFFICIENT_ATTENTION
 
 
 def _efficient_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> Any:
@@ -120,6 +151,11 @@ class _Copies:
         return [[tensor.to(f"cuda:{device}") for tensor in tensors] for device in devices]
 
 
+def fake() -> AbstractContextManager[Any]:
+    """Inside, tensors are fake: made on the CPU or on a GPU, they have no values."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())  # jagged tensors have a symbolic length
+
+
 def on_gpu(make: Callable[[], nn.Module]) -> nn.Module:
     """A model with fake weights on the first GPU, as `place` moves it there. torch's own `to` swaps fake tensors, which
     have weak references."""
@@ -138,15 +174,23 @@ def on_gpu(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def main() -> None:
-    """Run the checks. Their tensors are fake: made on the CPU or on a GPU, they have no values."""
+    """All checks, one after the other."""
     install()
     import checks
 
+    results: dict[str, str | None] = {}
     warnings.simplefilter("error", UserWarning)
-    for name in sys.argv[2:]:
-        # A value that is read is a symbol.
-        with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as Machine.mode:
-            getattr(checks, name)()
+    for name in sys.argv[3:] or checks.CHECKS:
+        function = checks.CHECKS[name]
+        start = time.process_time()
+        try:
+            with fake() as Machine.mode:
+                function()
+            results[name] = None
+        except Exception:
+            results[name] = traceback.format_exc()
+        print(f"{name}: {time.process_time() - start:.1f} s")
+    Path(sys.argv[2]).write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

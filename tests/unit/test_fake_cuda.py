@@ -1,7 +1,8 @@
-"""The checks on made-up GPUs (tests/fake_cuda)."""
+"""The checks on made-up GPUs (tests/fake_cuda), which one process runs."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -15,17 +16,28 @@ from launch import environment
 FOLDER = Path(__file__).resolve().parents[1] / "fake_cuda"
 TORCH = Path(torch.__file__).parent
 # checks.py itself can be imported only on the made-up machine.
-CHECKS = re.findall(r"^def (\w+)\(\) -> None", (FOLDER / "checks.py").read_text(encoding="utf-8"), re.MULTILINE)
+CHECKS = re.findall(r"^@check\ndef (\w+)", (FOLDER / "checks.py").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """Check -> traceback, or None."""
+    folder = tmp_path_factory.mktemp("machine")
+    library, file = folder / "libdevice.so", folder / "results.json"
+    compiler = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{TORCH / 'include'}", str(FOLDER / "device.cpp")]
+    linked = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{TORCH / 'lib'}", "-o", str(library)]
+    subprocess.run([*compiler, *linked], check=True, timeout=300)
+    command = [sys.executable, str(FOLDER / "machine.py"), str(library), str(file)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, str | None] = json.loads(file.read_text(encoding="utf-8"))
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch has GPUs of its own")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, as the set-up of Horovod")
-def test_on_a_made_up_gpu(tmp_path: Path) -> None:
-    library = tmp_path / "libdevice.so"
-    compiler = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{TORCH / 'include'}", str(FOLDER / "device.cpp")]
-    linked = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{TORCH / 'lib'}", "-o", str(library)]
-    subprocess.run([*compiler, *linked], check=True, timeout=300)
-    command = [sys.executable, str(FOLDER / "machine.py"), str(library), *CHECKS]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_a_made_up_gpu(name: str, failures: dict[str, str | None]) -> None:
+    if failures[name]:
+        pytest.fail(failures[name], pytrace=False)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import processes
 import pytest
@@ -28,40 +29,68 @@ RANK = """
 import os, signal, sys
 signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-print("ready", flush=True)
+print("ready", os.getppid(), flush=True)
 for _ in range(int(sys.argv[1])):
     print(signal.Signals(signal.sigwait(signals)).name, flush=True)
 sys.exit(int(sys.argv[2]))
 """
 
 
+class Started(subprocess.Popen[str]):
+    between: int  # the id of the process between horovodrun and mpirun
+
+    def line(self) -> str:
+        """The next line that the rank prints."""
+        assert self.stdout
+        return self.stdout.readline().rstrip()
+
+    def lines(self) -> list[str]:
+        """What the rank prints until it has ended."""
+        assert self.stdout
+        return self.stdout.read().split()
+
+
+def parent(process_id: int) -> int:
+    return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2].split()[1])
+
+
 @contextmanager
-def started(signals: int, status: int = 75) -> Iterator[subprocess.Popen[str]]:
+def started(signals: int, status: int = 75) -> Iterator[Started]:
     """A horovodrun whose only rank ends with `status` after a number of signals."""
     rank = [sys.executable, "-c", RANK, str(signals), str(status)]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [sys.executable, "-c", HOROVODRUN, "mpirun", "-np", "1", *rank]
-    with processes.started(command, env=os.environ | root, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
+    with processes.started(command, Started, env=os.environ | root, stdout=subprocess.PIPE, text=True) as process:
+        word, mpirun = process.line().split()
+        assert word == "ready"
+        process.between = parent(int(mpirun))
         yield process
 
 
-def test_ranks_get_a_signal_that_lets_them_save() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_ranks_get_a_signal_that_lets_them_save(number: signal.Signals) -> None:
     with started(1) as process:
-        process.send_signal(signal.SIGHUP)
-        assert process.stdout.read() == "SIGUSR1\n"
-    assert process.returncode == -signal.SIGHUP
+        process.send_signal(number)
+        assert process.lines() == ["SIGUSR1"]
+    assert process.returncode == (75 if number != signal.SIGHUP else -number)
+
+
+def test_signal_is_repeated_after_a_kill() -> None:
+    """mpirun does not forward the first one if it is still starting the ranks."""
+    with started(2) as process:
+        process.kill()
+        assert process.lines() == ["SIGUSR1", "SIGUSR1"]
 
 
 def test_second_request_ends_the_ranks() -> None:
     number = signal.SIGTERM
     with started(3) as process:
         process.send_signal(number)
-        assert process.stdout.readline() == "SIGUSR1\n"
+        assert process.line() == "SIGUSR1"
         process.send_signal(number)  # `timeout` sends each signal twice
-        assert process.stdout.readline() == "SIGUSR1\n"  # the first one's repetition, 2 s later
+        assert process.line() == "SIGUSR1"  # the first one's repetition, 2 s later
         process.send_signal(number)
-        assert process.stdout.read() == "SIGTERM\n"
+        assert process.lines() == ["SIGTERM"]
     assert process.returncode != 0
 
 
@@ -70,5 +99,13 @@ def test_signal_before_the_ranks_save_is_the_status(number: signal.Signals, stat
     """mpirun ends with 0 if it has not started the ranks, and with 138 if SIGUSR1 ended them."""
     with started(1, status=status) as process:
         process.send_signal(number)
-        assert process.stdout.read() == "SIGUSR1\n"
+        assert process.lines() == ["SIGUSR1"]
     assert process.returncode == 128 + number
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGKILL])
+def test_ranks_save_if_the_process_between_is_signalled(number: signal.Signals) -> None:
+    with started(1) as process:
+        os.kill(process.between, number)
+        assert process.lines() == ["SIGUSR1"]
+    assert process.returncode == (75 if number != signal.SIGKILL else 128 + number)
