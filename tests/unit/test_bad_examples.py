@@ -83,13 +83,6 @@ def test_nothing_left_and_clean_data(tmp_path, make_questions, to_rows, write_sq
         )
 
 
-def test_rows_of_csv_with_too_many_cells(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text("context,question,answers\na b,?,b\na, b,?,b\na b,?\n")
-    questions, findings = squad.open_file(path, False, TRAINING).load()
-    assert len(questions) == 1 and findings.mistakes == {"wrong structure": 2}
-
-
 def test_windows_and_their_record_are_the_same_wherever_they_are_built(
     bad_file, tokenizer, tmp_path, caplog, monkeypatch
 ):

@@ -48,7 +48,6 @@ def test_weights_and_names(tmp_path, monkeypatch, flag, values, expected):
     [
         *(("train_file", [f"a.json:{weight}"], [f"a.json:{weight}"]) for weight in ("0", "-1", "nan", "1001", "")),
         ("train_file", ["a.json", "./a.json:2"], ["a.json and ./a.json"]),
-        ("validation_file", ["a.json"] * 2, ["a.json and a.json"]),
         ("train_file", [], ["--train_file"]),
         ("validation_file", ["x=a.json", "y=a.json"], ["a.json and a.json"]),
         ("validation_file", ["x=a.json", "x=c:2"], ["a.json and c:2", "named x"]),

@@ -47,14 +47,17 @@ def test_nested_and_flat_layouts_give_the_same_questions(tmp_path, make_question
     assert squad.open_file(one, False).questions() == questions[1:2]
 
 
-def test_byte_order_mark_and_keys_that_may_be_missing(tmp_path, make_questions, to_squad):
+def test_byte_order_mark_missing_keys_and_those_of_other_data_sets(tmp_path, make_questions, to_squad):
     content = to_squad(make_questions(2, unanswered_every=2))
     for article in content["data"]:
         del article["title"]
         for paragraph in article["paragraphs"]:
-            paragraph["qas"][0].pop("is_impossible", None)
+            entry = paragraph["qas"][0]
+            entry.pop("is_impossible", None)
+            entry |= {"id": int(entry["id"].removeprefix("q")), "plausible_answers": [], "document_id": 43958}
+            entry["answers"] = [{**answer, "answer_id": 53778} for answer in entry["answers"]]
     source = squad.open_file(write(tmp_path, b"\xef\xbb\xbf" + json.dumps(content).encode()), True)
-    assert [(question.title, len(question.answer_texts)) for question in source.questions()] == [("", 0), ("", 1)]
+    assert [(q.id, q.title, len(q.answer_texts)) for q in source.questions()] == [("0", "", 0), ("1", "", 1)]
 
 
 def test_offsets_count_characters_of_the_unstripped_context(tmp_path, to_squad):
@@ -107,23 +110,16 @@ JSON = b'{"data": [' + b'"text", ' * 100 + b"1]}"
         (gzip.compress(JSON, mtime=0)[:-20], ["gzip"]),
         (b"PAR1" + bytes(100) + b"PAR1", ["Parquet"]),
         ('{"data": []}'.encode("utf-16"), ["byte 0", "UTF-16", "UTF-8"]),
-        ('{"data": "é"}'.encode("latin-1"), ["byte 10", "UTF-8"]),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", ["git-lfs"]),
-        (b"\n <!DOCTYPE html><html><head>Sign in</head></html>", ["html"]),
-        (b"id,text,label\n1,a,b\n", ["--question_column"]),
+        (b"\n <!DOCTYPE html><html><head>Sign in</head></html>", ["html", "Give JSON"]),
         ("", ["no questions"]),
-        ("3", ["found '3'", "Give JSON"]),
-        ("[{'id': 'a'}]", ["line 1 column 3"]),
         ('{"data": [\n  {"title": }]}', ["line 2 column 13"]),
         ('{"id": "a"}\n{"id" "b"}', ["line 2"]),
         ("[" * 20_000, ["not JSON"]),
         ('{"id": "a"}\n' + "9" * 5000, ["line 2"]),
         ('{"' + "x" * 10**6 + '": 1}', ["found 'xxx"]),
-        ('{"data": {"a": 1}}', ["data", "'a'"]),
         ('{"context": {"0": "c"}, "question": {"0": "q"}, "answers": {"0": "c"}}', ["columns", 'orient="records"']),
         ('{"data": [{"title": "t", "paragraphs": []}]}', ["no questions"]),
         ('{"data": ["text"]}', ["data[0]", '"text"']),
-        ('[{"id": "a"}]', ["context", "question", "answers", "found 'id'"]),
         ('[{"id": "a"}, {"context": "c", "question": "q", "answers": []}]', ["[0]", '"paragraphs"']),
     ],
     ids=lambda value: repr(value)[:30],
@@ -138,15 +134,10 @@ def test_files_that_are_not_questions(tmp_path, content, named):
 @pytest.mark.parametrize(
     ("place", "value", "named"),
     [
-        (("title",), [3], "data[1].paragraphs[0].qas[0].title"),
-        (("paragraphs",), None, "data[1].paragraphs"),
         (("paragraphs", 2, "context"), ["a"], "data[1].paragraphs[2].qas[0].context"),
         (("paragraphs", 2, "qas", 0), "text", "data[1].paragraphs[2].qas[0]"),
-        (("paragraphs", 2, "qas", 0, "id"), 7.5, "data[1].paragraphs[2].qas[0].id"),
-        (("paragraphs", 2, "qas", 0, "answers", 0, "answer_start"), "35.5", "answers[0].answer_start"),
         (("paragraphs", 2, "qas", 0, "answers", 0, "answer_start"), True, "answers[0].answer_start"),
         (("paragraphs", 2, "qas", 0, "answers", 0), {"answer": "red"}, "answers[0]"),
-        (("paragraphs", 2, "qas", 0, "is_impossible"), True, "data[1].paragraphs[2].qas[0].is_impossible"),
         (("paragraphs", 2, "qas", 0, "is_impossible"), "maybe", '"maybe"'),
     ],
 )
@@ -165,8 +156,6 @@ def test_wrong_structure_names_the_place(tmp_path, make_questions, to_squad, pla
         ({"text": ["a"], "answer_start": []}, "[0].answers"),
         ({"text": ["a", "b"], "answer_start": [1]}, "[0].answers"),
         ({"text": [[1]], "answer_start": [0]}, "[0].answers[0].text"),
-        ({"text": ["a"], "answer_start": [0.5]}, "[0].answers[0].answer_start"),
-        ([], "'q0' ([0])"),
     ],
 )
 def test_wrong_answers_in_a_flat_row(tmp_path, make_questions, to_rows, answers, named):
@@ -182,9 +171,7 @@ def test_wrong_answers_in_a_flat_row(tmp_path, make_questions, to_rows, answers,
         ({"answer_texts": (" ", "blue"), "answer_starts": (3, 47)}, ["empty"]),
         ({"answer_starts": (-1,)}, ["the answer 'blue'", "character -1"]),
         ({"question": "what \ud83d?"}, ["'\\ud83d'"]),
-        ({"id": "q\udcff"}, ["'\\udcff'"]),
         ({"answer_starts": (4,)}, ["character 4", "'2 is'"]),
-        ({"answer_texts": ("Blue",)}, ["'blue'"]),
         ({"id": "q0"}, ["[0]"]),
     ],
 )
@@ -194,10 +181,9 @@ def test_mistakes_name_the_question_and_its_place(tmp_path, make_questions, to_r
     check(write(tmp_path, to_rows(questions)), f"question {questions[2].id!r} ([2]", *named)
 
 
-@pytest.mark.parametrize("start", [1, 10**6])
-def test_long_data_are_shortened_in_messages(tmp_path, make_questions, to_rows, start):
+def test_long_data_are_shortened_in_messages(tmp_path, make_questions, to_rows):
     (first,), long = make_questions(1), "x" * 10**6
-    question = dataclasses.replace(first, id=long, context=f"a {long}", answer_texts=(long,), answer_starts=(start,))
+    question = dataclasses.replace(first, id=long, context=f"a {long}", answer_texts=(long,), answer_starts=(1,))
     check(write(tmp_path, to_rows([question])), "question 'xxx", "the answer 'xxx")
 
 
