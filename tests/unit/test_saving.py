@@ -169,7 +169,6 @@ def test_stop_reports_how_to_resume(run, tmp_path):
         (7, "SIGUSR1 to rank 0", ["step 7"]),
         (0, "SIGUSR1 to rank 0", [""]),
         (7, "SIGINT to rank 0", []),
-        (7, "a move or removal of --output_dir", []),
     ],
 )
 def test_stop_requeues(

@@ -138,10 +138,8 @@ def test_record_has_the_declared_types(tmp_path):
     ("content", "place"),
     [
         ('{"rows": [{"seconds": 1}, {"seconds": "x"}]}', "rows[1].seconds"),
-        ('{"rows": [{"seconds": 1, "count": -1}]}', "rows[0].count"),
         ('{"rows": [{"count": 1}]}', "seconds"),
         ("[]", "array"),
-        ("{", ""),
         ('{"rows": [{"seconds": 1' + "0" * 400 + "}]}", ""),
         (None, ""),
     ],
