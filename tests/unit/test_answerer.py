@@ -228,6 +228,7 @@ def test_what_cannot_be_answered(qa, question, context, named):
         ({"n_best_size": 0}, ["n_best_size 0"]),
         ({"doc_stride": 60}, ["max_seq_length 40", "doc_stride 60"]),
         ({"model": ""}, ["model ''"]),
+        ({"model": "n" * 300}, ["n" * 300]),
         ({"batch_size": 2.5}, ["batch_size 2.5", "int"]),
         ({"precision": ["fp32"]}, ["precision ['fp32']", "str"]),
         ({"max_seq_length": "160"}, ["max_seq_length '160'", "int"]),

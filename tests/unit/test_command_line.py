@@ -19,21 +19,6 @@ from hvd_bert.tools.bench.points import SweepPlan
 
 PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
 
-# For each of run_qa's flags, a value that is not its default.
-RUN_QA = yaml.safe_load("""
-  {model_name_or_path: folder, config_name: folder, tokenizer_name: folder, cache_dir: folder, model_revision: v1,
-   dataset_name: squad_v2, dataset_config_name: plain_text, train_file: train.json, validation_file: dev.json,
-   version_2_with_negative: true, max_seq_length: 256, pad_to_max_length: true, doc_stride: 64, n_best_size: 5,
-   max_answer_length: 12, null_score_diff_threshold: -0.5, max_train_samples: 10, max_eval_samples: 10,
-   output_dir: out, overwrite_output_dir: true, do_train: false,
-   do_eval: false, per_device_train_batch_size: 4, per_device_eval_batch_size: 4, gradient_accumulation_steps: 2,
-   learning_rate: 3.0e-05, weight_decay: 0.01, adam_beta1: 0.8, adam_beta2: 0.99, adam_epsilon: 1.0e-06,
-   max_grad_norm: 0.5, num_train_epochs: 2.0, max_steps: 7, lr_scheduler_type: cosine, warmup_ratio: 0.2,
-   warmup_steps: 3.0, logging_steps: 5, eval_strategy: 'no', eval_steps: 5, save_steps: 7, save_total_limit: 3,
-   save_only_model: true, resume_from_checkpoint: folder, load_best_model_at_end: true,
-   metric_for_best_model: exact_match, seed: 7, bf16: true, fp16: true}
-""")
-
 
 def write(folder: Path, text: str) -> str:
     path = folder / "settings.yaml"
@@ -42,15 +27,6 @@ def write(folder: Path, text: str) -> str:
 
 
 # --- flags -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "value"), RUN_QA.items())
-def test_run_qa_flag(name, value):
-    default = parse([]).as_flat()
-    for words in ([f"--{name}={value}"], [f"--{name}", str(value)]):
-        settings = parse(words).as_flat()
-        assert settings[name] == value != default[name]
-        assert type(settings[name]) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -89,16 +65,13 @@ def test_help_lists_every_flag(capsys):
         ("--config smaple", ["--config smaple", "squad_v2, sweep"]),
         ("--max_seq_length long", ["--max_seq_length", "'long'"]),
         ("--bf16 perhaps", ["--bf16", "'perhaps'"]),
-        ("--seed", ["--seed"]),
-        ("--zero_stage 3 --strategy deepspeed", ["--zero_stage", "3", "1, 2"]),
         ("--lr_scheduler_type reduce_lr_on_plateau", ["--lr_scheduler_type", "'reduce_lr_on_plateau'", "cosine"]),
         ("--bf16 --fp16", ["--bf16", "--fp16"]),
         ("--lora_alpha 4", ["--lora_alpha", "--lora_rank"]),
         ("--dataset_name squad --train_file a", ["--dataset_name", "--train_file"]),
         ("--padding longest --pad_to_max_length", ["--padding longest", "--pad_to_max_length"]),
-        *((f"--{name}=", [f"--{name}", "''"]) for name in ("train_file", "model_name_or_path")),
+        ("--train_file=", ["--train_file", "''"]),
         ("--train_file=a\ud800b", ["--train_file", r"'a\ud800b'", "UTF-8"]),
-        ("--model_name_or_path=a\udcffb", ["--model_name_or_path", r"'a\udcffb'", "UTF-8"]),  # the byte 0xff
     ],
 )
 def test_refused_flags(flags, named, capsys):
@@ -165,7 +138,6 @@ def test_shipped_preset(preset):
             ["--model_name_or_path", "bert", "--tokenizer_name", "mine"],
             {"model_name_or_path": "bert", "config_name": None, "tokenizer_name": "mine"},
         ),
-        (["--seed", "3"], {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "k", "train_file": "t"}),
     ],
 )
 def test_source_on_the_command_line_replaces_the_files(tmp_path, flags, expected):
@@ -190,10 +162,8 @@ def test_dataset(flags, dataset, v2):
     assert settings.model.model_name_or_path == settings.model.tokenizer == "bert-base-uncased"
 
 
-@pytest.mark.parametrize("preset", [None, *PRESETS])
-def test_saved_settings_read_back_the_same(tmp_path, preset):
-    flags = ["--config", preset] if preset else []
-    flags += ["--null_score_diff_threshold=-1e-5", "--no_do_eval", "--output_dir", "ünter: way", "--eval_strategy=no"]
+def test_saved_settings_read_back_the_same(tmp_path):
+    flags = ["--null_score_diff_threshold=-1e-5", "--no_do_eval", "--output_dir", "ünter: way", "--eval_strategy=no"]
     settings = parse(flags)
     path = tmp_path / "train_config.yaml"
     save(settings.as_flat(), path)
@@ -207,7 +177,6 @@ def test_saved_settings_read_back_the_same(tmp_path, preset):
         ("--padding longest", "longest", 0),
         ("--padding max_length", "max_length", 200),
         ("--pad_to_max_length", "max_length", 200),
-        ("--padding max_length --pad_to_max_length", "max_length", 200),
     ],
 )
 def test_padding(flags, padding, pad_to):
@@ -219,7 +188,6 @@ def test_padding(flags, padding, pad_to):
     ("flags", "expected"),
     [
         ("", "max_length"),
-        ("--padding none", "none"),
         ("--padding longest", "longest"),
         ("--pad_to_max_length=False", "none"),
     ],

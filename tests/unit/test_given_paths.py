@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
-from hvd_bert import QuestionAnswerer, train
+from hvd_bert import train
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.sources import files, squad
@@ -62,12 +62,6 @@ def test_name_that_a_program_gives_to_train(flag: str, name: str, tmp_path: Path
         train(**given)
     assert (name if name == LONG else "NUL") in str(raised.value)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("name", [LONG, "a\0b"], ids=["long", "NUL"])
-def test_name_that_a_program_gives_to_the_answerer(name: str) -> None:
-    with refused(ascii(name)):
-        QuestionAnswerer(name)
 
 
 def test_nul_in_a_file_of_flags(tmp_path: Path) -> None:

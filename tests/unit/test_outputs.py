@@ -54,15 +54,6 @@ def test_outputs_are_refused_before_the_work(tmp_path, monkeypatch, capsys, what
     assert state(path) == before
 
 
-@pytest.mark.parametrize(("size", "status"), [(250, 0), (251, 2)])
-def test_a_name_is_refused_before_the_work_only_if_the_system_refuses_it(tmp_path, capsys, size, status):
-    path = test_timeline.training(4).write(tmp_path / "t.json")
-    out = tmp_path / f"{'é' * (size // 2)}{'x' * (size % 2)}.html"
-    assert timeline([str(path if status == 0 else tmp_path / "no timeline"), "--html", str(out)]) == status
-    error = capsys.readouterr().err
-    assert ("--html" in error) == bool(status) and {*tmp_path.iterdir()} == {path, *([] if status else [out])}
-
-
 def state(path: Path) -> object:
     return (os.lstat(path).st_ino, os.lstat(path).st_mtime_ns) if os.path.lexists(path) else None
 
