@@ -94,28 +94,6 @@ def test_the_installed_torch_is_inspected() -> None:
     assert "does not support C++99" in refusal(build_horovod.choose_compiler, 99, torch)
 
 
-def test_cxx_standard_of_an_older_torch(tmp_path: Path) -> None:
-    assert build_horovod.cxx_standard(tmp_path) is None
-    (tmp_path / "utils").mkdir()
-    (tmp_path / "utils/cpp_extension.py").write_text("cflags += ['-std=c++14', '-std=c++17']\n")
-    assert build_horovod.cxx_standard(tmp_path) == 17
-    (tmp_path / "share/cmake/Torch").mkdir(parents=True)
-    (tmp_path / "share/cmake/Torch/TorchConfig.cmake").write_text("set_target_properties(torch CXX_STANDARD 20)\n")
-    assert build_horovod.cxx_standard(tmp_path) == 20
-
-
-HYDRA = "HYDRA build details:\n    Version:                                 5.0.2\n    CC:       cc\n"
-
-
-@pytest.mark.parametrize(
-    ("printed", "version"),
-    [(HYDRA, "MPICH 5.0.2"), ("mpirun (Open MPI) 4.1.4\n\n", "mpirun (Open MPI) 4.1.4"), ("", "")],
-    ids=["mpich", "open_mpi", "only_srun"],
-)
-def test_the_version_of_mpi(printed: str, version: str) -> None:
-    assert build_horovod.mpirun_version(printed) == version
-
-
 def test_mpi_is_optional_unless_required(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert build_horovod.find_mpi(False) is None
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -123,36 +101,17 @@ def test_mpi_is_optional_unless_required(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "mpicxx is not on PATH" in refusal(build_horovod.find_mpi, True)
 
 
-def test_nccl_needs_a_cuda_torch_and_a_toolkit_of_its_major_version() -> None:
+def test_nccl_needs_a_cuda_torch() -> None:
     args = SimpleNamespace(cuda_home="", nccl_home="/nowhere", cuda_arch="")
     cpu_torch = dataclasses.replace(TORCH, cuda="")
     assert build_horovod.find_nccl(None, cpu_torch, args) is None
     assert "not a CUDA build" in refusal(build_horovod.find_nccl, True, cpu_torch, args)
     assert build_horovod.common_arches(TORCH.arches, ["sm_80", "sm_90", "sm_100"]) == "80,90"
-    cuda_home = build_horovod.find_cuda_home("")
-    if cuda_home is None:
-        pytest.skip("the rest needs nvcc")
-    other = dataclasses.replace(TORCH, cuda="9.2")
-    message = refusal(build_horovod.find_nccl, None, other, args)
-    assert "is for CUDA 9.2, but nvcc in" in message and "--without-nccl" in message
-    release = build_horovod.re.search(r"release ([\d.]+)", build_horovod.output(cuda_home / "bin/nvcc", "--version"))
-    same = dataclasses.replace(TORCH, cuda=release[1])
-    assert "no NCCL headers: '/nowhere/include/nccl.h'" in refusal(build_horovod.find_nccl, None, same, args)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"torch": dataclasses.replace(TORCH, git="def")},
-        {"compiler": dataclasses.replace(COMPILER, identity="g++ 13")},
-        {"source": build_horovod.Source(None, "0.28.1", "1")},
-        {"mpi": None},
-        {"arch_flags": ""},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_the_key_of_a_wheel_depends_on_the_build(change: dict) -> None:
-    assert PLAN.key == dataclasses.replace(PLAN).key != dataclasses.replace(PLAN, **change).key
+def test_the_key_of_a_wheel_depends_on_the_build() -> None:
+    for change in ({"torch": dataclasses.replace(TORCH, git="def")}, {"mpi": None}, {"arch_flags": ""}):
+        assert PLAN.key == dataclasses.replace(PLAN).key != dataclasses.replace(PLAN, **change).key
     assert PLAN.local_version == f"torch2.13.0.cu130.k{PLAN.key}"
 
 
