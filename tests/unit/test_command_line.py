@@ -129,11 +129,6 @@ def test_shipped_preset(preset):
             ["--dataset_name", "squad"],
             {"dataset_name": "squad", "train_file": None, "validation_file": None, "config_name": "c"},
         ),
-        (["--train_file", "mine"], {"dataset_name": None, "train_file": "mine", "validation_file": None}),
-        (
-            ["--model_name_or_path", "bert"],
-            {"model_name_or_path": "bert", "config_name": None, "tokenizer_name": None, "train_file": "t"},
-        ),
         (
             ["--model_name_or_path", "bert", "--tokenizer_name", "mine"],
             {"model_name_or_path": "bert", "config_name": None, "tokenizer_name": "mine"},
@@ -151,7 +146,6 @@ def test_source_on_the_command_line_replaces_the_files(tmp_path, flags, expected
     [
         ([], "squad", False),
         (["--version_2_with_negative"], "squad_v2", True),
-        (["--dataset_name", "rajpurkar/squad_v2"], "rajpurkar/squad_v2", True),
         (["--train_file", "a"], None, False),
         (["--config", "squad_v2", "--validation_file", "mine"], None, True),
     ],
@@ -175,7 +169,6 @@ def test_saved_settings_read_back_the_same(tmp_path):
     [
         ("", "none", None),
         ("--padding longest", "longest", 0),
-        ("--padding max_length", "max_length", 200),
         ("--pad_to_max_length", "max_length", 200),
     ],
 )

@@ -79,14 +79,6 @@ def test_formats(tmp_path, questions, to_rows, name, compress):
     assert read(tmp_path, compress(FORMATS[name](renamed)), COLUMNS, v2=True) == questions
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_whole_numbers_as_text_and_text_as_whole_numbers(tmp_path, make_questions, to_rows, name):
-    (question,) = make_questions(1)
-    answers = {"text": list(question.answer_texts), "answer_start": [f" {question.answer_starts[0]}"]}
-    row = {**to_rows([question])[0], "id": 12, "answers": answers}
-    assert read(tmp_path, FORMATS[name]([row])) == [dataclasses.replace(question, id="12")]
-
-
 @pytest.mark.parametrize("column", ["answers", "context", "question"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_missing_columns_are_named_with_the_flags(tmp_path, make_questions, to_rows, name, column):

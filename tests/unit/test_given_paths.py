@@ -13,14 +13,12 @@ from refusals import refused
 
 from hvd_bert import train
 from hvd_bert.config import command_line
-from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.sources import files, squad
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.hub import json_file
 from hvd_bert.predict.__main__ import main as predict
 from hvd_bert.storage.reading import read_json
 from hvd_bert.storage.writing import check_output, partial_path, write_json
-from hvd_bert.tasks.tokenizer import load_tokenizer
 from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.bench.record import opened
 from hvd_bert.tools.doctor.__main__ import main as doctor
@@ -75,12 +73,6 @@ def test_json_that_is_nested_too_deep(read: Callable[[Path], object], tmp_path: 
     (tmp_path / "config.json").write_text(DEEP)
     with pytest.raises(ValueError, match="nested too deep"):
         read(tmp_path / "config.json")
-
-
-def test_configuration_that_is_nested_too_deep(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(DEEP)
-    with refused(tmp_path, "nested too deep"):
-        load_tokenizer(ModelArguments(model_name_or_path=str(tmp_path), config_name=str(tmp_path)))
 
 
 def test_gzip_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

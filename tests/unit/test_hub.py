@@ -9,7 +9,6 @@ import datasets
 import pytest
 from refusals import refused
 
-from hvd_bert import hub
 from hvd_bert.data.sources import squad
 
 
@@ -46,38 +45,7 @@ def test_digest_covers_the_rows_but_not_their_path(no_network, write_hub_cache, 
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_unanswered_rows_need_the_flag(no_network, write_hub_cache, make_questions):
-    questions = make_questions(6, unanswered_every=3)
-    write_hub_cache(no_network, {"train": questions}, "rajpurkar/squad_v2")
-    assert squad.open_hub("squad_v2", "train", True).questions() == questions
-    with refused("2 mistakes in 6", "'q0'", "row 0", "--version_2_with_negative"):
-        squad.open_hub("squad_v2", "train", False).questions()
-
-
 @pytest.mark.parametrize("name", ["squad", "/dev/zero", "train.json/", "a/b/c", " ", "..."])
 def test_names_that_cannot_be_loaded(name):
     with refused(f"--dataset_name {name}", "--train_file", "--validation_file", "--config sample"):
         squad.open_hub(name, "train", False)
-
-
-@pytest.mark.parametrize("name", ["..", "data", "some/data"])
-def test_folders_are_no_data_sets(tmp_path, monkeypatch, name):
-    (tmp_path / "some" / "data").mkdir(parents=True)
-    (tmp_path / "data").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with refused("--dataset_name", name, "--train_file"):
-        squad.open_hub(name, "train", False)
-
-
-def test_other_columns_are_refused(no_network, monkeypatch):
-    rows = datasets.Dataset.from_dict({"text": ["a"], "label": [0]})
-    monkeypatch.setattr(hub, "load_split", lambda *_: rows)
-    with refused("imdb[train]", "one column context", "answers", "'text', 'label'", "--answer_column"):
-        squad.open_hub("imdb", "train", False)
-
-
-def test_the_hub_is_asked_again_after_the_cache():
-    before = datasets.config.HF_HUB_OFFLINE
-    with refused("squad"):
-        hub.load_split("squad", "train")
-    assert before == datasets.config.HF_HUB_OFFLINE

@@ -15,17 +15,6 @@ PIXELS = {"train": MADE.integers(0, 256, (7, 5, 4), dtype=np.uint8), "t10k": MAD
 LABELS = {"train": np.array([0, 1, 2, 0, 1, 2, 0], np.uint8), "t10k": np.array([2, 0, 9], np.uint8)}
 
 
-def test_digits_are_each_in_one_part_and_the_same_every_time():
-    train, test = load_images(None)
-    assert (len(train), len(test), train.classes) == (1437, 360, 10)
-    assert train.pixels.shape[1:] == (8, 8)
-    assert float(train.pixels.min()) == 0 and float(train.pixels.max()) == 1
-    again, _ = load_images(None)
-    assert again.digest() == train.digest() != test.digest()
-    rows = {image.numpy().tobytes() for part in (train, test) for image in part.pixels}
-    assert len(rows) == 1797
-
-
 def test_data_set_of_the_hub(no_network, write_hub_cache):  # noqa: F811
     with refused("--dataset_name", "scikit-learn's digits"):
         load_images("mnist")

@@ -14,7 +14,7 @@ from test_world import make_world
 
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.tools.bench import __main__ as bench_flags
-from hvd_bert.tools.bench import one_run, speed, sweep
+from hvd_bert.tools.bench import speed, sweep
 from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.evaluate import __main__ as evaluation_flags
 from hvd_bert.tools.evaluate import running as evaluation
@@ -97,27 +97,6 @@ def test_a_report_refuses_what_is_no_file(tmp_path, capsys, what):
     assert sweep.main(["--report", str(out), "--out", "new", "--overwrite"]) == 2
     assert f"--report {out} cannot be written" in capsys.readouterr().err
     assert state(bad) == before and (what == "file" or os.listdir(out) == ["runs.csv"])
-
-
-def test_run_of_a_sweep_replaces_an_earlier_ones_records(tmp_path, monkeypatch):
-    folder = tmp_path / "none-1-strong-1"
-    folder.mkdir()
-    for name in ("notes.txt", "train_config.yaml", "train_results.json", "metrics.jsonl"):
-        (folder / name).write_text("of an interrupted run")
-    started = []
-
-    def start(command: object, environ: dict[str, str], *_: object) -> int:
-        assert environ == {"HVD_BERT_IN_SWEEP": "1"}  # else ranks warn that the Slurm job has more tasks
-        started.append(set(os.listdir(folder)))
-        (folder / "train_results.json").write_text("of a run that failed")
-        return 1
-
-    monkeypatch.setattr(one_run, "start_and_wait", start)
-    monkeypatch.setattr(one_run, "failure_in", lambda path: "refused")
-    for _ in range(2):
-        assert one_run.train(["true"], {}, folder, 1.0, lambda: None).run is None
-        assert not (folder / "train_results.json").exists(), "the point would count as done"
-    assert started == [{".lock", "run.log", "notes.txt", "train_config.yaml"}] * 2
 
 
 @pytest.mark.parametrize("command", [sweep.main, tune.main])

@@ -6,7 +6,6 @@ import json
 import logging
 import shutil
 import threading
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,16 +117,6 @@ def test_slow_write_holds_what_was_there(run, disk, tmp_path):
     assert (tmp_path / "checkpoint-4" / "config.json").read_text() == "{}"
 
 
-def test_a_training_that_fails_finishes_its_write(run, disk, tmp_path):
-    checkpoints = run()
-    disk.go.clear()
-    with pytest.raises(CollectiveError), closing(checkpoints):
-        save(checkpoints, 4)
-        disk.go.set()
-        raise CollectiveError("The loss is nan at step 5.")
-    assert saved_state(tmp_path / "checkpoint-4")["step"] == 4  # before the launcher ends this rank
-
-
 def test_failed_write_is_a_warning_and_the_next_one_succeeds(run, disk, tmp_path, caplog):
     checkpoints = run()
     disk.errors = [FULL, FULL]
@@ -220,13 +209,3 @@ def test_diverged_state_replaces_no_good_one(run, tmp_path, caplog):
 def test_when_a_checkpoint_is_due(every: str, steps: list[int]) -> None:
     args = parse(["--save_steps", every]).checkpoint
     assert [step for step in range(1, 11) if is_due(args, step, step == 10)] == steps
-
-
-def test_early_end_is_saved(run, tmp_path):
-    checkpoints = run("--early_stopping_patience", "2")
-    for step, f1 in ((1, 50.0), (2, 40.0), (3, 50.0)):
-        checkpoints.state.step = step
-        checkpoints.evaluated({"f1": f1})
-    checkpoints.save_if_due(total_steps=10)
-    checkpoints.wait_for_write()
-    assert checkpoints.patience_is_over and found(tmp_path) == ["checkpoint-3"]

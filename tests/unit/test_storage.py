@@ -128,12 +128,6 @@ class Rows:
     by_name: dict[str, int] = field(default_factory=dict)
 
 
-def test_record_has_the_declared_types(tmp_path):
-    write_json(tmp_path / "r.json", {"rows": [{"seconds": 1, "later": None}], "by_name": {"a": 3}})
-    record = read_record(tmp_path / "r.json", Rows)
-    assert record == Rows([Row(1.0)], {"a": 3}) and isinstance(record.rows[0].seconds, float)
-
-
 @pytest.mark.parametrize(
     ("content", "place"),
     [

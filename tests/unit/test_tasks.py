@@ -24,7 +24,6 @@ from hvd_bert.predict.rows import predict_file
 from hvd_bert.tasks.base import load_task, task_class
 from hvd_bert.tasks.dataset import DatasetTask, Examples, to_device
 from hvd_bert.tasks.rows import column, load_rows
-from hvd_bert.tasks.trained import as_trained
 
 
 @pytest.fixture
@@ -41,7 +40,6 @@ def own_task(tmp_path, monkeypatch):
     [
         ("digitz:Digits", "No module named 'digitz'"),
         (":Digits", "MODULE:CLASS"),
-        ("..digits:Digits", "MODULE:CLASS"),
         ("needy:Digits", "No module named 'nowhere'"),
         ("syntax:Digits", "syntax.py, line 2"),
         ("digits:Digit", "has no attribute 'Digit'"),
@@ -168,20 +166,6 @@ def test_evaluation_of_a_model_from_elsewhere(base_model):
     assert task.trained is None and task.settings.model.model_name_or_path == "base"
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (["--max_seq_length=9"], {"train_file": "a.csv", "validation_file": "b.csv", "max_seq_length": 9}),
-        (["--dataset_name=me/mine"], {"train_file": None, "validation_file": None, "dataset_name": "me/mine"}),
-    ],
-)
-def test_data_of_an_evaluation(tmp_path, given, expected):
-    trained = ["--task=a:A", "--train_file=a.csv", "--validation_file=b.csv", "--max_seq_length=50"]
-    save(parse(trained).as_flat(), tmp_path / "train_config.yaml")
-    found = as_trained(parse(["--task=a:A", "--no_do_train", f"--model_name_or_path={tmp_path}", *given])).as_flat()
-    assert {name: found[name] for name in expected} == expected
-
-
 def test_predictions_of_a_file(own_task, tmp_path, monkeypatch):
     trained = load_task(parse(["--task", "digits:Digits"]), make_world())
     run_folder.save_model(tmp_path, trained)
@@ -222,14 +206,6 @@ def test_wrong_results_of_a_method_are_named(own_task, method, returned, named):
         task.evaluate(task.model)
 
 
-def test_batch_without_examples_has_one_that_does_not_count(own_task):
-    task = load_task(parse(["--task", "digits:Digits"]), make_world())
-    full, empty = task.batch(np.array([3, 4])), task.batch(np.empty(0, np.int64))
-    assert (full.num_windows, full.num_tokens, full.num_positions) == (2, 2, 2)
-    assert (empty.num_windows, empty.num_tokens, empty.num_positions) == (0, 0, 0)
-    assert len(task.losses(task.model, full)) == 2 and len(task.losses(task.model, empty)) == 1
-
-
 @pytest.mark.parametrize("name", ["t.csv", "t.CSV.gz", "t.tsv", "t.parquet", "t.jsonl", "t.json.gz"])
 def test_rows_of_each_format_without_the_index_of_pandas(tmp_path, name):
     rows = pandas.DataFrame({"text": ['a "red" box', "NA"], "label": [10.0, 9.0]}, index=["x", "y"])
@@ -255,8 +231,6 @@ def test_rows_of_each_format_without_the_index_of_pandas(tmp_path, name):
         ("t.csv", b"", ["cannot be read"]),
         ("t.csv", b"text,label\n", ["no data"]),
         ("t.csv", "text\né\n".encode("cp1252"), ["'CSV UTF-8'"]),
-        ("t.jsonl", b'{"a": 1}\n["a"]\n', ["cannot be read"]),
-        ("t.parquet", b"PAR1", ["cannot be read"]),
         ("missing.csv", None, ["no such file"]),
     ],
 )
