@@ -1,4 +1,4 @@
-"""Questions from a hub cache as a download creates it, and the error message without one."""
+"""Questions and images from a hub cache as a download creates it, and the error message without one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import socket
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
+import torch
+from image_data import load_images
+from PIL import Image
 from refusals import refused
 
 from hvd_bert.data.sources import squad
@@ -49,3 +53,24 @@ def test_digest_covers_the_rows_but_not_their_path(no_network, write_hub_cache, 
 def test_names_that_cannot_be_loaded(name):
     with refused(f"--dataset_name {name}", "--train_file", "--validation_file", "--config sample"):
         squad.open_hub(name, "train", False)
+
+
+MADE = np.random.default_rng(0)
+PIXELS = {"train": MADE.integers(0, 256, (7, 5, 4), dtype=np.uint8), "t10k": MADE.integers(0, 256, (3, 5, 4), np.uint8)}
+LABELS = {"train": np.array([0, 1, 2, 0, 1, 2, 0], np.uint8), "t10k": np.array([2, 0, 9], np.uint8)}
+
+
+def test_data_set_of_the_hub(no_network, write_hub_cache):
+    with refused("--dataset_name", "scikit-learn's digits"):
+        load_images("mnist")
+    splits = {
+        split: [{"image": Image.fromarray(i), "label": int(j)} for i, j in zip(PIXELS[part], LABELS[part], strict=True)]
+        for split, part in (("train", "train"), ("test", "t10k"))
+    }
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    write_hub_cache(no_network, splits, "ylecun/mnist", "mnist", features)
+    for part, images in zip(("train", "t10k"), load_images("mnist"), strict=True):
+        assert images.pixels.dtype == torch.float32
+        np.testing.assert_array_equal((images.pixels.numpy() * 255).round(), PIXELS[part])
+        assert images.labels.tolist() == LABELS[part].tolist()
+        assert images.classes == 10

@@ -1,10 +1,11 @@
-"""env/: the checks and decisions of the set-up, its refusals, and one set-up without a network."""
+"""env/: the checks and decisions of the set-up, its locked packages, and the containers' recipes."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from hvd_bert.config import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -241,3 +246,109 @@ def test_file_of_hosts_in_either_form(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "a100-01:2\na100-02:4\na100-03:1\n")
     done = discover(tmp_path)
     assert done.returncode == 2 and "no file 'hosts' and not in a Slurm job" in done.stderr
+
+
+LOCKED = ROOT / "env" / "locked"
+FILES = {
+    "base": ROOT / "requirements.txt",
+    "torch": ROOT / "requirements.txt",
+    "dev": ROOT / "env" / "requirements-dev.txt",
+    "deepspeed": ROOT / "env" / "requirements-deepspeed.txt",
+    "bench": ROOT / "env" / "requirements-bench.txt",
+}
+SUPPORTED = ("3.10", "3.11", "3.12", "3.13")
+
+
+def pins(path: Path, python: str) -> dict[str, str]:
+    """Package -> "==version", of the lines that count on Linux with this Python."""
+    found = {}
+    for line in path.read_text().splitlines():
+        text = line.partition("#")[0].rstrip(" \\")
+        if not text or text.startswith(" "):
+            continue
+        requirement = Requirement(text)
+        environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            found[requirement.name.lower().replace("_", "-")] = str(requirement.specifier)
+    return found
+
+
+@pytest.mark.parametrize("python", SUPPORTED)
+@pytest.mark.parametrize("name", FILES)
+def test_the_locked_versions_are_the_required_ones(name: str, python: str) -> None:
+    required, locked = pins(FILES[name], python), pins(LOCKED / f"{name}.txt", python)
+    if FILES[name].name == "requirements.txt":  # torch has a file of its own, and Horovod's hash is in its build
+        required = {package: pin for package, pin in required.items() if (package == "torch") == (name == "torch")}
+        required.pop("horovod", None)
+    assert required and required.items() <= locked.items(), "run `bash env/lock.sh`"
+
+
+@pytest.mark.parametrize("python", SUPPORTED)
+def test_pip_installs_what_is_required_except_horovod_and_mpi(python: str) -> None:
+    declared = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    assert declared
+    allowed = {r.name.lower(): r.specifier for r in map(Requirement, re.findall(r'"(.+?)"', declared[1]))}
+    required = {name.replace("-", "_"): pin for name, pin in pins(ROOT / "requirements.txt", python).items()}
+    allowed = {name.replace("-", "_"): specifier for name, specifier in allowed.items()}
+    assert required.keys() - allowed.keys() == {"horovod", "mpi4py"} and allowed.keys() <= required.keys()
+    assert all(specifier.contains(required[name].removeprefix("==")) for name, specifier in allowed.items())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_locked_package_has_hashes_and_no_address(name: str) -> None:
+    text = (LOCKED / f"{name}.txt").read_text()
+    entries = re.split(r"\n(?=\S)", text.strip())
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
+    assert "://" not in text and "--index" not in text
+
+
+CONTAINER = ROOT / "env" / "container"
+DOCKERFILE = (CONTAINER / "Dockerfile").read_text(encoding="utf-8")
+
+
+def found(pattern: str, text: str = DOCKERFILE) -> str:
+    match = re.search(pattern, text, re.MULTILINE)
+    assert match, pattern
+    return match[1]
+
+
+def installed(text: str) -> tuple[set[str], set[str]]:
+    """What apt-get installs, and the options of the set-up."""
+    packages = found(r"--no-install-recommends \\\n((?:.*\\\n)*.*)", text).split("&&")[0].replace("\\", "")
+    options = found(r"env/setup\.sh (.*?)(?: &&|\n)", text).replace("${SETUP}", found("^ARG SETUP=(--locked)$"))
+    return set(packages.split()), set(options.split())
+
+
+def test_apptainers_recipe_is_the_dockerfiles() -> None:
+    words = re.split(r"^%(\w+)\n", (CONTAINER / "hvd_bert.def").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    sections = dict(zip(words[1::2], words[2::2], strict=True))
+    assert f"Bootstrap: docker\nFrom: {found(r'^ARG BASE=docker[.]io/(.+)$')}\n" in words[0]
+    packages, options = installed(DOCKERFILE)
+    assert installed(sections["post"]) == (packages - {"openssh-server"}, options)  # Slurm starts the ranks
+    files = dict(line.split() for line in sections["files"].strip().splitlines())
+    assert files == {name: f"{found(r'^COPY [.] (.+)$')}/{name}" for name in files}
+    # Apptainer has no .dockerignore: it must be given what the package and its set-up need, and no .venv or runs.
+    assert {"README.md", "pyproject.toml", "requirements.txt", "env", "hvd_bert"} <= set(files)
+    for name in files:
+        assert (ROOT / name).exists() and not name.startswith((".", "outputs", "runs"))
+    path = found(r"^ENV PATH=(.*):[$][{]PATH[}]$")
+    assert sections["environment"].strip() == f"export PATH={path}:$PATH"
+
+
+def test_a_job_of_the_mpi_operator() -> None:
+    """Its ranks are the slots and the GPUs, the trainer takes its command, and user and folders are the image's."""
+    job = yaml.safe_load((CONTAINER / "mpijob.yaml").read_text())["spec"]
+    pods = {name: replica["template"]["spec"] for name, replica in job["mpiReplicaSpecs"].items()}
+    args = pods["Launcher"]["containers"][0]["args"]
+    slots = job["slotsPerWorker"]
+    assert int(args[args.index("-np") + 1]) == job["mpiReplicaSpecs"]["Worker"]["replicas"] * slots
+    assert pods["Worker"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == slots
+    start = args.index("hvd_bert.train")
+    assert args[start - 2 : start] == ["python", "-m"]
+    command_line.parse(args[start + 1 :])
+    home = f"/home/{found(r'--uid [0-9]+ .*? ([a-z_]+) &&')}/.ssh"
+    assert job["sshAuthMountPath"] == home and f"HostKey {home}/" in DOCKERFILE
+    for pod in pods.values():
+        container = pod["containers"][0]
+        assert container["securityContext"]["runAsUser"] == int(found(r"--uid ([0-9]+) "))
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
