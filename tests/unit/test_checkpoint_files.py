@@ -191,18 +191,6 @@ def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails):
     assert steps(tmp_path) == [8, 7]
 
 
-def test_what_a_killed_writer_left_is_swept(tmp_path):
-    files.write(tmp_path, 7, contents(7))
-    own = [".partial-checkpoint-8", ".partial-old-checkpoint-6", ".replaced-checkpoint-7"]
-    others = [".partial-checkpoint-x", ".partial-notes"]
-    for name in own + others:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(b"half")
-    files.remove_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == others
-    assert steps(tmp_path) == [7]
-
-
 def test_later_steps_are_set_aside_and_other_names_stay(tmp_path):
     for step in (0, 1, 2, 3):
         files.write(tmp_path, step, contents(step))

@@ -242,17 +242,6 @@ def questions(make_questions):
     return [replace(q, context=" ".join([q.context] * (1 + i % 4))) for i, q in enumerate(made)]
 
 
-def test_one_answer(qa):
-    context = "The box is red. The hall is green."
-    answer = qa(question="What is red?", context=context)
-    assert answer.text == context[answer.start : answer.end] != ""
-    assert 0 < answer.score < 1 and answer.null_odds is None
-    assert len(answer.nbest) == SETTINGS["n_best_size"]
-    assert sum(candidate.score for candidate in answer.nbest) == pytest.approx(1)
-    for candidate in answer.nbest:
-        assert candidate.text == context[candidate.start : candidate.end]
-
-
 def test_lists_keep_their_order(qa, questions):
     asked = [(q.question, q.context) for q in questions[:7]]
     one_by_one = [qa(question, context) for question, context in asked]

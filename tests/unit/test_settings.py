@@ -17,7 +17,6 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.tasks.base import make_plan
 from hvd_bert.tools.bench import __main__ as bench
-from hvd_bert.tools.bench.points import SweepPlan
 
 # A resumed run must have the same values as its checkpoint.
 FIXED_ON_RESUME = """
@@ -297,28 +296,7 @@ def test_padding(flags, padding, pad_to):
     assert (data.padding, data.pad_to_max_length, data.pad_to) == (padding, padding == "max_length", pad_to)
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("", "max_length"),
-        ("--padding longest", "longest"),
-        ("--pad_to_max_length=False", "none"),
-    ],
-)
-def test_padding_of_a_record_is_replaced_by_either_flag(tmp_path, flags, expected):
-    path = tmp_path / "train_config.yaml"
-    save(parse(["--pad_to_max_length"]).as_flat(), path)
-    assert parse(["--config", str(path), *flags.split()]).data.padding == expected
-
-
 # --- flags that are given twice or replaced ---------------------------------------------------------
-
-
-def test_the_last_value_counts() -> None:
-    assert parse(["--do_train", "--no_do_train"]).train.do_train is False
-    assert bench.parse(["--steps", "7", "--steps=8"])[0].steps == 8
-    plan = SweepPlan(("deepspeed",), (1,), "weak", 1, 2, 1, None, ("--zero_stage", "2", "--zero_stage=1"))
-    assert plan.divided.owned == {"deepspeed": ["--zero_stage=1"]}
 
 
 def test_the_benchmark_replaces_the_users_length() -> None:

@@ -24,6 +24,7 @@ from hvd_bert.predict.rows import predict_file
 from hvd_bert.tasks.base import load_task, task_class
 from hvd_bert.tasks.dataset import DatasetTask, Examples, to_device
 from hvd_bert.tasks.rows import column, load_rows
+from hvd_bert.tasks.trained import as_trained
 
 
 @pytest.fixture
@@ -164,6 +165,13 @@ def test_evaluation_of_a_model_from_elsewhere(base_model):
     """No training has left its settings there: a model of transformers stays as `load` made it."""
     task = evaluating("scored:Masked", "base", "--train_file=texts.txt")
     assert task.trained is None and task.settings.model.model_name_or_path == "base"
+
+
+def test_data_set_of_an_evaluation_replaces_the_files_of_the_training(tmp_path):
+    save(parse(["--task=a:A", "--train_file=a.csv"]).as_flat(), tmp_path / "train_config.yaml")
+    words = ["--task=a:A", "--no_do_train", f"--model_name_or_path={tmp_path}", "--dataset_name=me/mine"]
+    data = as_trained(parse(words)).data
+    assert (data.train_file, data.dataset_name) == (None, "me/mine")
 
 
 def test_predictions_of_a_file(own_task, tmp_path, monkeypatch):
