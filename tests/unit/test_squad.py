@@ -181,12 +181,6 @@ def test_mistakes_name_the_question_and_its_place(tmp_path, make_questions, to_r
     check(write(tmp_path, to_rows(questions)), f"question {questions[2].id!r} ([2]", *named)
 
 
-def test_long_data_are_shortened_in_messages(tmp_path, make_questions, to_rows):
-    (first,), long = make_questions(1), "x" * 10**6
-    question = dataclasses.replace(first, id=long, context=f"a {long}", answer_texts=(long,), answer_starts=(1,))
-    check(write(tmp_path, to_rows([question])), "question 'xxx", "the answer 'xxx")
-
-
 def test_the_first_five_mistakes_are_shown_and_all_are_counted(tmp_path, make_questions, to_squad):
     content = to_squad(make_questions(10))
     for article in content["data"]:
