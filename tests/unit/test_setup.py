@@ -120,52 +120,6 @@ def test_the_key_of_a_wheel_depends_on_the_build() -> None:
     assert PLAN.local_version == f"torch2.13.0.cu130.k{PLAN.key}"
 
 
-# Another source than the release: a tree that has only what the patches change
-
-REPLACED = [*build_horovod.WITHOUT_NCCL, build_horovod.WITHOUT_CFFI, build_horovod.PASSES_SIGNALS]
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    folder = tmp_path / "tree"
-    standard = "set(CMAKE_CXX_STANDARD 14)\n"
-    files = {name: f"before\n{old}\nafter\n" for _, name, old, _ in REPLACED}
-    files["CMakeLists.txt"] = standard + files["CMakeLists.txt"]
-    files["horovod/torch/CMakeLists.txt"] = f"if(TORCH)\n    {standard}"
-    files |= {"horovod/__init__.py": "__version__ = '0.29.0'\n", "third_party/gloo/CMakeLists.txt": ""}
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
-
-
-def test_another_source_is_patched_once(tree: Path, tmp_path: Path) -> None:
-    archive = shutil.make_archive(str(tmp_path / "horovod"), "gztar", tmp_path, "tree")
-    source = build_horovod.open_source(archive, tmp_path)
-    assert source.version == "0.29.0" and source.sha256 != build_horovod.open_source(str(tree), tmp_path).sha256
-    before = build_horovod.hash_tree(source.folder)
-    planned = build_horovod.patch_source(source.folder, 20, nccl=False, change=False)
-    assert build_horovod.hash_tree(source.folder) == before
-    assert build_horovod.patch_source(source.folder, 20, nccl=False, change=True) == planned
-    assert sum(note.startswith("patch: ") for note in planned) == 5
-    assert "no patch: bf16 in allreduce: horovod_bf16.patch does not fit this source" in planned
-    for _, name, old, new in REPLACED:
-        text = (source.folder / name).read_text()
-        assert text.endswith(f"before\n{new}\nafter\n") and old not in text
-    assert (source.folder / "horovod/runner/mpirun_process.py").exists()
-    again = build_horovod.patch_source(source.folder, 14, nccl=False, change=True)
-    assert all(note.startswith("no patch: ") for note in again)
-
-
-@pytest.mark.parametrize(
-    ("missing", "words"), [("third_party/gloo", "git clone --recursive"), ("horovod", "no Horovod source")]
-)
-def test_what_is_no_source_is_refused(tree: Path, tmp_path: Path, missing: str, words: str) -> None:
-    shutil.rmtree(tree / missing)
-    message = refusal(build_horovod.open_source, str(tree), tmp_path)
-    assert f"--source {tree}: " in message and words in message
-
-
 # env/setup.sh
 
 
