@@ -320,31 +320,8 @@ def test_metrics_that_cannot_be_written_are_one_warning_each(tmp_path, caplog, l
 
 
 @contextmanager
-def full_disk(lines: JsonLines) -> Iterator[None]:
-    """Inside the block its file cannot be written."""
-    space = os.dup(descriptor := lines._file)
-    full = os.open(FULL, os.O_WRONLY)
-    os.dup2(full, descriptor)
-    yield
-    os.dup2(space, descriptor)
-    os.close(space)
-    os.close(full)
-
-
-def test_lines_are_written_once_there_is_space(tmp_path, caplog):
-    lines = JsonLines(tmp_path / "metrics.jsonl")
-    values = [{"step": step, "text": "x" * 400} for step in range(100)]  # more than Python's buffers hold
-    with full_disk(lines), caplog.at_level(logging.WARNING, "hvd_bert"):
-        for value in values:
-            lines.write(value)
-        assert rows(tmp_path) == [] and len(caplog.messages) == 1
-    lines.write({"step": -1})
-    assert rows(tmp_path) == [*values, {"step": -1}]
-    lines.close()
-
-
-def test_disk_that_fills_within_a_line(tmp_path, monkeypatch):
-    lines = JsonLines(tmp_path / "metrics.jsonl")
+def full_disk() -> Iterator[None]:
+    """Inside the block a file takes five bytes more."""
     write, space = os.write, [5]
 
     def limited(descriptor: int, content: bytes) -> int:
@@ -352,11 +329,24 @@ def test_disk_that_fills_within_a_line(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, content[: space.pop()])
 
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", limited)
-        lines.write({"step": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", limited)
+        yield
+
+
+def test_lines_are_written_once_there_is_space(tmp_path, caplog):
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    values = [{"step": step, "text": "x" * 400} for step in range(100)]
+    with full_disk(), caplog.at_level(logging.WARNING, "hvd_bert"):
+        for value in values:
+            lines.write(value)
+    assert len(caplog.messages) == 1
+    lines.write({"step": 100})
+    assert rows(tmp_path) == [*values, {"step": 100}]
+    with full_disk():
+        lines.write({"step": 101})
     lines.close()
-    assert rows(tmp_path) == [{"step": 1}]
+    assert rows(tmp_path)[101:] == [{"step": 101}]
 
 
 def test_timeline_that_cannot_be_recorded_is_a_warning(tmp_path, monkeypatch, caplog):

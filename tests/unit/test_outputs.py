@@ -26,14 +26,12 @@ from hvd_bert.storage.reading import read_json
 from hvd_bert.storage.writing import check_output, partial_path, write_json
 from hvd_bert.tools.bench import __main__ as bench_flags
 from hvd_bert.tools.bench import speed, sweep
-from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.bench.record import opened
 from hvd_bert.tools.doctor.__main__ import main as doctor
 from hvd_bert.tools.evaluate import __main__ as evaluation_flags
 from hvd_bert.tools.evaluate import running as evaluation
 from hvd_bert.tools.report.__main__ import main as report
 from hvd_bert.tools.timeline.__main__ import main as timeline
-from hvd_bert.tools.tune import __main__ as tune
 
 PLACES = {
     "folder": lambda path: path.mkdir(),
@@ -110,15 +108,6 @@ def test_a_report_refuses_what_is_no_file(tmp_path, capsys, what):
     assert sweep.main(["--report", str(out), "--out", "new", "--overwrite"]) == 2
     assert f"--report {out} cannot be written" in capsys.readouterr().err
     assert state(bad) == before and (what == "file" or os.listdir(out) == ["runs.csv"])
-
-
-@pytest.mark.parametrize("command", [sweep.main, tune.main])
-def test_refused_folder_of_a_sweep_has_no_lock_file(tmp_path, monkeypatch, command):
-    monkeypatch.setattr(Machine, "here", lambda environ: Machine(cores=2, gpus=0, allocation=None))
-    monkeypatch.setattr(Launching, "obstacle", lambda *_: "")
-    (tmp_path / "thesis.tex").write_text("mine")
-    assert command(["--out", str(tmp_path), "--ranks", "2"]) == 2
-    assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
 LONG = "n" * 300

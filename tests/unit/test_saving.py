@@ -49,14 +49,13 @@ class Disk:
     """Writes checkpoints once `go` is set, or raises the next of `errors`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, self.began = threading.Event(), threading.Event()
+        self.go = threading.Event()
         self.go.set()
         self.errors: list[Exception] = []
         self._write = files.write
         monkeypatch.setattr(files, "write", self.write)
 
     def write(self, folder: Path, step: int, contents: files.Contents) -> None:
-        self.began.set()
         assert self.go.wait(30)
         if self.errors:
             raise self.errors.pop(0)

@@ -137,7 +137,6 @@ class Rows:
         ('{"rows": [{"seconds": 1}, {"seconds": "x"}]}', "rows[1].seconds"),
         ('{"rows": [{"count": 1}]}', "seconds"),
         ("[]", "array"),
-        ('{"rows": [{"seconds": 1' + "0" * 400 + "}]}", ""),
         (None, ""),
     ],
     ids=lambda value: str(value)[:40],
