@@ -157,9 +157,7 @@ def test_nothing_left(tmp_path, make_questions, to_rows):
         assert "--bad_examples" not in str(raised.value)
 
 
-def test_windows_and_their_record_are_the_same_wherever_they_are_built(
-    bad_file, tokenizer, tmp_path, caplog, monkeypatch
-):
+def test_windows_and_their_record_are_the_same_anywhere(bad_file, tokenizer, tmp_path, caplog, monkeypatch):
     """Two nodes without a shared cache, and a start that finds the cache."""
     tables = []
     for node in ("a", "b", "a"):

@@ -96,9 +96,7 @@ EDITS: dict[str, tuple[str, Edit]] = {
 
 @pytest.mark.parametrize(("file", "edit"), EDITS.values(), ids=EDITS.keys())
 @pytest.mark.slow
-def test_an_edited_checkpoint_is_named_and_the_one_before_it_used(
-    finished: tuple[Path, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, edit: Edit
-) -> None:
+def test_an_edited_checkpoint_is_named_and_the_one_before_it_used(finished, tmp_path, capsys, file, edit):
     run = shutil.copytree(finished[0], tmp_path / "run")
     (run / "train_results.json").unlink()
     contents = files.read(run / "checkpoint-4")

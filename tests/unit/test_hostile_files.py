@@ -229,9 +229,7 @@ def test_a_script_in_a_data_set_never_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["windows.json", "windows.arrow", "sha256.json"])
 @pytest.mark.parametrize("what", [*hostile.ALL, "pickle"])
-def test_a_damaged_cache_is_built_again(
-    tmp_path: Path, tokenizer: Any, make_questions: Any, own_cache: Path, caplog: Any, name: str, what: str
-) -> None:
+def test_a_damaged_cache_is_built_again(tmp_path, tokenizer, make_questions, own_cache, caplog, name, what):
     source = squad.from_questions("small", make_questions(2))
     options = WindowOptions(32, 8)
     table = window_table.prepare(source, tokenizer, options)

@@ -30,9 +30,7 @@ def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("cached_as", "asked_for"), [("squad", "rajpurkar/squad"), ("rajpurkar/squad", "squad")])
-def test_squad_is_found_in_the_cache_under_either_name(
-    no_network, write_hub_cache, make_questions, cached_as, asked_for
-):
+def test_squad_is_found_under_either_name(no_network, write_hub_cache, make_questions, cached_as, asked_for):
     questions = make_questions(7)
     write_hub_cache(no_network, {"train": questions}, cached_as)
     assert squad.open_hub(asked_for, "train", False).questions() == questions

@@ -128,9 +128,7 @@ DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
         pytest.param(doctor, ["--hostfile", LONG], id="doctor --hostfile"),
     ],
 )
-def test_name_that_is_too_long(
-    command: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_name_that_is_too_long(command, words, capsys):
     assert command(words) == EXIT_BAD_INPUT
     printed = capsys.readouterr()
     assert printed.out == "" and len(printed.err.splitlines()) == 1

@@ -164,9 +164,7 @@ def test_stop_reports_how_to_resume(run, tmp_path):
         (7, "SIGINT to rank 0", []),
     ],
 )
-def test_stop_requeues(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, reason: str, asked: list[str]
-) -> None:
+def test_stop_requeues(run, monkeypatch, steps, reason, asked):
     progress: list[str] = []
     monkeypatch.setattr(saving.slurm, "requeue", lambda environ, mode, done, announce: progress.append(done))
     checkpoints = run()

@@ -112,9 +112,7 @@ def test_training_inside_another_one_is_refused_and_leaves_it_alone(tmp_path: Pa
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_arguments_of_a_wrong_type_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: dict[str, Any], named: list[str]
-) -> None:
+def test_arguments_of_a_wrong_type_are_refused(tmp_path, monkeypatch, argument, named):
     monkeypatch.chdir(tmp_path)
     with refused(*named):
         train(**{"task": PROGRAM["Digits"], "output_dir": "out", "strategy": "none", "max_steps": 1} | argument)
@@ -129,9 +127,7 @@ def test_arguments_may_be_texts_numpys_numbers_and_paths(tmp_path: Path, whole: 
 
 
 @pytest.mark.parametrize("where", ["notebook", "own handler"])
-def test_signals_are_left_to_an_interactive_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
-) -> None:
+def test_signals_are_left_to_an_interactive_program(tmp_path, monkeypatch, capsys, where):
     if where == "notebook":
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     else:
