@@ -12,7 +12,6 @@ import pytest
 from refusals import check_refusal
 
 import hvd_bert
-from hvd_bert import startup
 from hvd_bert.config.settings import PACKAGE
 from hvd_bert.errors import EXIT_BAD_INPUT
 
@@ -64,21 +63,6 @@ def test_unknown_command_is_named_by_rank_0(word: str, hint: str) -> None:
     for rank, status, error in (("0", 2, message), ("1", 0, "")):
         done = run(HVD_BERT, word, rank=rank)
         assert (done.returncode, done.stdout, done.stderr) == (status, "", error)
-
-
-@pytest.mark.parametrize(
-    ("words", "rest"),
-    [
-        (["--local=1"], ["--local=1"]),  # reported as unknown
-        (["--bf16", "--local-rank", "1", "--", "x"], ["--bf16", "--", "x"]),
-        (["--local-rank=1", "--local_rank", "1"], []),
-    ],
-)
-def test_local_rank_is_no_setting(words, rest, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(sys, "argv", ["command", *words])
-    startup.take_local_rank()
-    assert sys.argv[1:] == rest
 
 
 @pytest.mark.parametrize("module", ["train", "predict", "tools.evaluate", "tools.doctor"])
