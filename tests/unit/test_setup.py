@@ -266,29 +266,6 @@ def found(pattern: str, text: str = DOCKERFILE) -> str:
     return match[1]
 
 
-def installed(text: str) -> tuple[set[str], set[str]]:
-    """What apt-get installs, and the options of the set-up."""
-    packages = found(r"--no-install-recommends \\\n((?:.*\\\n)*.*)", text).split("&&")[0].replace("\\", "")
-    options = found(r"env/setup\.sh (.*?)(?: &&|\n)", text).replace("${SETUP}", found("^ARG SETUP=(--locked)$"))
-    return set(packages.split()), set(options.split())
-
-
-def test_apptainers_recipe_is_the_dockerfiles() -> None:
-    words = re.split(r"^%(\w+)\n", (CONTAINER / "hvd_bert.def").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    sections = dict(zip(words[1::2], words[2::2], strict=True))
-    assert f"Bootstrap: docker\nFrom: {found(r'^ARG BASE=docker[.]io/(.+)$')}\n" in words[0]
-    packages, options = installed(DOCKERFILE)
-    assert installed(sections["post"]) == (packages - {"openssh-server"}, options)  # Slurm starts the ranks
-    files = dict(line.split() for line in sections["files"].strip().splitlines())
-    assert files == {name: f"{found(r'^COPY [.] (.+)$')}/{name}" for name in files}
-    # Apptainer has no .dockerignore: it must be given what the package and its set-up need, and no .venv or runs.
-    assert {"README.md", "pyproject.toml", "requirements.txt", "env", "hvd_bert"} <= set(files)
-    for name in files:
-        assert (ROOT / name).exists() and not name.startswith((".", "outputs", "runs"))
-    path = found(r"^ENV PATH=(.*):[$][{]PATH[}]$")
-    assert sections["environment"].strip() == f"export PATH={path}:$PATH"
-
-
 def test_a_job_of_the_mpi_operator() -> None:
     """Its ranks are the slots and the GPUs, the trainer takes its command, and user and folders are the image's."""
     job = yaml.safe_load((CONTAINER / "mpijob.yaml").read_text())["spec"]
