@@ -1,4 +1,4 @@
-"""A refused run changes nothing, an earlier run's files stay until training starts, and a full disk ends no training."""
+"""A refused run changes nothing, an earlier run's files stay until training starts, and a full disk ends no run."""
 
 from __future__ import annotations
 
