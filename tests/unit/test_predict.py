@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pandas
-import pandas as pd
 import pytest
 import torch
 from refusals import refused
@@ -40,170 +39,7 @@ from hvd_bert.predict.answering import COLUMNS, answer_file
 from hvd_bert.tasks.question_answering import QuestionAnswering
 
 ALONE = Launcher("none", None, None)
-
-
-def test_trained_settings_of_a_wrong_type(tmp_path):
-    record(tmp_path, max_seq_length="2.5")
-    with refused("train_config.yaml", "2.5"):
-        QuestionAnswerer(tmp_path)
-
-
-def test_model_of_another_task_is_refused(tmp_path):
-    record(tmp_path, task="digits:Digits")
-    with refused("--task digits:Digits", f"hvd-bert predict {tmp_path} --input"):
-        QuestionAnswerer(tmp_path)
-
-
-def test_settings_of_a_checkpoint_are_found_by_any_name(tmp_path, monkeypatch):
-    record(tmp_path, seed=5)
-    checkpoint = tmp_path / "checkpoint-6"
-    checkpoint.mkdir()
-    (tmp_path / "best").symlink_to(checkpoint)
-    (tmp_path / "checkpoint-7").symlink_to(tmp_path)
-    monkeypatch.chdir(checkpoint)
-    for name in (checkpoint, tmp_path / "best", tmp_path / "checkpoint-7", "."):
-        assert trained_settings(str(name)) == {"seed": 5}
-
-
-def test_model_without_a_span_head_is_refused_unless_it_is_trained(tokenizer, tmp_path, write_squad, make_questions):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    BertModel(BertConfig(vocab_size=len(tokenizer), **sizes), add_pooling_layer=False).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    file = str(write_squad(make_questions(2)))
-    flags = ["--model_name_or_path", str(tmp_path), "--train_file", file, "--validation_file", file]
-    named = (tmp_path, "qa_outputs.bias, qa_outputs.weight")
-    with refused(*named):
-        QuestionAnswerer(tmp_path)
-    with refused(*named):
-        QuestionAnswering(parse([*flags, "--no_do_train"]), make_world())
-    QuestionAnswering(parse(flags), make_world())
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ([], ["--question", "--context", "--input FILE"]),
-        (["--question", " ", "--context", "a"], ["--question", "--context"]),
-        (["--input", "a", "--question", "a"], ["--input", "--question"]),
-        (["--output", "a.jsonl"], ["--output a.jsonl", "--input"]),
-        (["--input", "a", "--output", "a.txt"], ["--output a.txt", ".jsonl", ".csv", ".parquet"]),
-    ],
-)
-def test_wrong_command_lines(words, named):
-    with refused(*named):
-        parse_flags(["MODEL", *words], ALONE)
-
-
-def test_only_files_are_answered_by_several_ranks():
-    launcher = Launcher("mpirun", 2, 0)
-    for words in (["--question", "a", "--context", "b"], ["--input", "a"]):
-        with refused("mpirun", "2 processes", "--input", "--output"):
-            parse_flags(["MODEL", *words], launcher)
-    assert parse_flags(["MODEL", "--input", "a", "--output", "a.jsonl"], launcher)
-
-
-def test_one_question(model, capsys):
-    asked = {"question": "What is red?", "context": "The box is red. The hall is green."}
-    answer = QuestionAnswerer(model)(**asked)
-    assert main([str(model), "--question", asked["question"], "--context", asked["context"]]) == EXIT_OK
-    line = f"  A: {answer.text}  (probability {answer.score:.2f})"
-    assert capsys.readouterr().out == f"  {asked['context']}\n  Q: {asked['question']}\n{line}\n"
-    assert main([str(model), "--question", "Who?", "--context", " "]) == EXIT_BAD_INPUT
-    assert "its context is empty" in capsys.readouterr().err
-
-
-def test_a_few_answers_are_printed(model, questions, write_squad, capsys):
-    assert main([str(model), "--input", str(write_squad(questions))]) == EXIT_OK
-    printed = capsys.readouterr().out
-    for question in (questions[0], questions[10], questions[20]):
-        assert f"  Q: {question.question}\n  A: " in printed
-    assert printed.count("  A: ") == 3 and "  expected: blue\n" in printed
-    assert printed.endswith("3 of 30 questions. To answer all of them, name a file with --output.\n")
-
-
-def test_printed_texts_are_no_commands_to_the_terminal(model, make_questions, write_squad, capsys, monkeypatch):
-    asked = [replace(q, question="Who\x1b[31m?", context=f"{q.context}\x1b[31m") for q in make_questions(1)]
-    answers = [SimpleNamespace(text="a\x1b]0;b", score=1.0)]
-    monkeypatch.setattr(QuestionAnswerer, "answers", lambda *_: answers)
-    assert main([str(model), "--input", str(write_squad(asked))]) == EXIT_OK
-    printed = capsys.readouterr().out
-    assert "\x1b" not in printed and printed.count(r"\x1b") == 3
-
-
-def answered(*words: object, world: World | None = None, by: Any = answer_file) -> None:
-    flags = parse_flags([str(word) for word in words], ALONE)
-    flags.strategy = "none"
-    by(flags, world or one_rank())
-
-
-def one_rank() -> World:
-    world = make_world()
-    world.rank_infos = (RankInfo(0, "here", 0, "cpu", None, frozenset()),)
-    return world
-
-
-@pytest.mark.parametrize("what", ["the model", "the tokenizer", "the settings", "the input"])
-def test_ranks_with_other_inputs_are_refused(model, tmp_path, monkeypatch, what):
-    (tmp_path / "asked.jsonl").write_text(json.dumps({"question": "Who?", "context": "Ada."}) + "\n")
-    world = one_rank()
-    world.rank_infos *= 2
-
-    def gathered(value: object) -> list[object]:
-        return [value, value | {what: "another"} if isinstance(value, dict) else value]
-
-    monkeypatch.setattr(world, "allgather", gathered)
-    with refused(what, "rank 0", error=CollectiveError):
-        answered(model, "--input", tmp_path / "asked.jsonl", "--output", tmp_path / "a.jsonl", world=world)
-
-
-def test_files_of_others_stay_and_a_full_disk_leaves_none(model, tmp_path):
-    (tmp_path / "asked.jsonl").write_text(json.dumps({"question": "Who?", "context": "Ada."}) + "\n")
-    words = (model, "--input", tmp_path / "asked.jsonl", "--output")
-    (tmp_path / "mine.jsonl").write_text("mine")
-    with refused("--output", "mine.jsonl", "--overwrite", error=CollectiveError):
-        answered("no model", *words[1:], tmp_path / "mine.jsonl")
-    assert (tmp_path / "mine.jsonl").read_text() == "mine"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        with pytest.raises(CollectiveError, match=r"answers\.jsonl cannot be written: File too large") as failed:
-            answered(*words, tmp_path / "new" / "answers.jsonl")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert failed.value.status == EXIT_FAILURE
-    assert os.listdir(tmp_path / "new") == []
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 13)
-    questions = [*questions[:2], replace(questions[2], context='Zo\u00eb, "a"\rb,\nc is red.'), *questions[3:]]
-    asked = [{"id": q.id, "passage": q.context, "query": q.question} for q in questions]
-    file, output = tmp_path / "asked.jsonl", tmp_path / f"answers{suffix}"
-    file.write_text("".join(json.dumps(row) + "\n" for row in asked))
-    words = (model, "--input", file, "--output", output, "--question_column", "query", "--context_column", "passage")
-    answered(*words, "--n_best", "0")
-    assert [*read_rows(output)[0]] == [*COLUMNS]
-    answered(*words, "--overwrite")  # the first
-    rows = read_rows(output)
-    for row, question, found in zip(rows, questions, QuestionAnswerer(model).answers(questions), strict=True):
-        values = (question.id, question.question, question.context, found.text)
-        assert tuple(row[name] for name in COLUMNS) == (*values, found.start, found.end, found.score, found.null_odds)
-        assert [entry["text"] for entry in row["nbest"]] == [candidate.text for candidate in found.nbest]
-        assert row["nbest"][0].keys() == {"text", "start", "end", "probability", "start_logit", "end_logit"}
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of answers, as others read them."""
-    if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_bytes().decode().splitlines()]
-    rows = {".csv": pandas.read_csv, ".parquet": pandas.read_parquet}[path.suffix](path, dtype_backend="pyarrow")
-    return [
-        row | ({"nbest": json.loads(row["nbest"])} if path.suffix == ".csv" and "nbest" in row else {})
-        for row in rows.to_dict("records")
-    ]
-
-
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 SETTINGS = {"max_seq_length": 40, "doc_stride": 8, "n_best_size": 5, "max_answer_length": 6}
 
 
@@ -211,15 +47,8 @@ SETTINGS = {"max_seq_length": 40, "doc_stride": 8, "n_best_size": 5, "max_answer
 def model(tokenizer, tmp_path_factory) -> Path:
     """The folder of a "trained" model with settings of its own; its large weights make large differences of logits."""
     folder = tmp_path_factory.mktemp("model")
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        initializer_range=0.3,
-    )
     torch.manual_seed(1)
+    config = BertConfig(vocab_size=len(tokenizer), initializer_range=0.3, **SHAPE)
     BertForQuestionAnswering(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     record(folder, **SETTINGS)
@@ -388,7 +217,7 @@ def test_wrong_settings(model, settings, named):
 
 def test_settings_may_be_numpys_numbers_and_questions_a_column(model):
     qa = QuestionAnswerer(model, batch_size=np.int64(4), null_score_diff_threshold=np.float32(1), n_best_size=3)
-    answers = qa(pd.Series(["What is red?", "What?"], index=[5, 7]), "The box is red. The hall is green.")
+    answers = qa(pandas.Series(["What is red?", "What?"], index=[5, 7]), "The box is red. The hall is green.")
     assert [len(answer.nbest) <= 3 for answer in answers] == [True, True]
 
 
@@ -415,3 +244,164 @@ def test_blocks_are_small(make_questions):
     assert [question for part in parts for question in part] == questions
     assert [len(part) for part in parts] == [64, 36, 1, 1, 64, 34]
     assert list(answerer.blocks([])) == []
+
+
+def test_trained_settings_of_a_wrong_type(tmp_path):
+    record(tmp_path, max_seq_length="2.5")
+    with refused("train_config.yaml", "2.5"):
+        QuestionAnswerer(tmp_path)
+
+
+def test_model_of_another_task_is_refused(tmp_path):
+    record(tmp_path, task="digits:Digits")
+    with refused("--task digits:Digits", f"hvd-bert predict {tmp_path} --input"):
+        QuestionAnswerer(tmp_path)
+
+
+def test_settings_of_a_checkpoint_are_found_by_any_name(tmp_path, monkeypatch):
+    record(tmp_path, seed=5)
+    checkpoint = tmp_path / "checkpoint-6"
+    checkpoint.mkdir()
+    (tmp_path / "best").symlink_to(checkpoint)
+    (tmp_path / "checkpoint-7").symlink_to(tmp_path)
+    monkeypatch.chdir(checkpoint)
+    for name in (checkpoint, tmp_path / "best", tmp_path / "checkpoint-7", "."):
+        assert trained_settings(str(name)) == {"seed": 5}
+
+
+def test_model_without_a_span_head_is_refused_unless_it_is_trained(tokenizer, tmp_path, write_squad, make_questions):
+    BertModel(BertConfig(vocab_size=len(tokenizer), **SHAPE), add_pooling_layer=False).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    file = str(write_squad(make_questions(2)))
+    flags = ["--model_name_or_path", str(tmp_path), "--train_file", file, "--validation_file", file]
+    named = (tmp_path, "qa_outputs.bias, qa_outputs.weight")
+    with refused(*named):
+        QuestionAnswerer(tmp_path)
+    with refused(*named):
+        QuestionAnswering(parse([*flags, "--no_do_train"]), make_world())
+    QuestionAnswering(parse(flags), make_world())
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ([], ["--question", "--context", "--input FILE"]),
+        (["--question", " ", "--context", "a"], ["--question", "--context"]),
+        (["--input", "a", "--question", "a"], ["--input", "--question"]),
+        (["--output", "a.jsonl"], ["--output a.jsonl", "--input"]),
+        (["--input", "a", "--output", "a.txt"], ["--output a.txt", ".jsonl", ".csv", ".parquet"]),
+    ],
+)
+def test_wrong_command_lines(words, named):
+    with refused(*named):
+        parse_flags(["MODEL", *words], ALONE)
+
+
+def test_only_files_are_answered_by_several_ranks():
+    launcher = Launcher("mpirun", 2, 0)
+    for words in (["--question", "a", "--context", "b"], ["--input", "a"]):
+        with refused("mpirun", "2 processes", "--input", "--output"):
+            parse_flags(["MODEL", *words], launcher)
+    assert parse_flags(["MODEL", "--input", "a", "--output", "a.jsonl"], launcher)
+
+
+def test_one_question(model, capsys):
+    asked = {"question": "What is red?", "context": "The box is red. The hall is green."}
+    answer = QuestionAnswerer(model)(**asked)
+    assert main([str(model), "--question", asked["question"], "--context", asked["context"]]) == EXIT_OK
+    line = f"  A: {answer.text}  (probability {answer.score:.2f})"
+    assert capsys.readouterr().out == f"  {asked['context']}\n  Q: {asked['question']}\n{line}\n"
+    assert main([str(model), "--question", "Who?", "--context", " "]) == EXIT_BAD_INPUT
+    assert "its context is empty" in capsys.readouterr().err
+
+
+def test_a_few_answers_are_printed(model, questions, write_squad, capsys):
+    assert main([str(model), "--input", str(write_squad(questions))]) == EXIT_OK
+    printed = capsys.readouterr().out
+    for question in (questions[0], questions[10], questions[20]):
+        assert f"  Q: {question.question}\n  A: " in printed
+    assert printed.count("  A: ") == 3 and "  expected: blue\n" in printed
+    assert printed.endswith("3 of 30 questions. To answer all of them, name a file with --output.\n")
+
+
+def test_printed_texts_are_no_commands_to_the_terminal(model, make_questions, write_squad, capsys, monkeypatch):
+    asked = [replace(q, question="Who\x1b[31m?", context=f"{q.context}\x1b[31m") for q in make_questions(1)]
+    answers = [SimpleNamespace(text="a\x1b]0;b", score=1.0)]
+    monkeypatch.setattr(QuestionAnswerer, "answers", lambda *_: answers)
+    assert main([str(model), "--input", str(write_squad(asked))]) == EXIT_OK
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and printed.count(r"\x1b") == 3
+
+
+def answered(*words: object, world: World | None = None, by: Any = answer_file) -> None:
+    flags = parse_flags([str(word) for word in words], ALONE)
+    flags.strategy = "none"
+    by(flags, world or one_rank())
+
+
+def one_rank() -> World:
+    world = make_world()
+    world.rank_infos = (RankInfo(0, "here", 0, "cpu", None, frozenset()),)
+    return world
+
+
+@pytest.mark.parametrize("what", ["the model", "the tokenizer", "the settings", "the input"])
+def test_ranks_with_other_inputs_are_refused(model, tmp_path, monkeypatch, what):
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"question": "Who?", "context": "Ada."}) + "\n")
+    world = one_rank()
+    world.rank_infos *= 2
+
+    def gathered(value: object) -> list[object]:
+        return [value, value | {what: "another"} if isinstance(value, dict) else value]
+
+    monkeypatch.setattr(world, "allgather", gathered)
+    with refused(what, "rank 0", error=CollectiveError):
+        answered(model, "--input", tmp_path / "asked.jsonl", "--output", tmp_path / "a.jsonl", world=world)
+
+
+def test_files_of_others_stay_and_a_full_disk_leaves_none(model, tmp_path):
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"question": "Who?", "context": "Ada."}) + "\n")
+    words = (model, "--input", tmp_path / "asked.jsonl", "--output")
+    (tmp_path / "mine.jsonl").write_text("mine")
+    with refused("--output", "mine.jsonl", "--overwrite", error=CollectiveError):
+        answered("no model", *words[1:], tmp_path / "mine.jsonl")
+    assert (tmp_path / "mine.jsonl").read_text() == "mine"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(CollectiveError, match=r"answers\.jsonl cannot be written: File too large") as failed:
+            answered(*words, tmp_path / "new" / "answers.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert failed.value.status == EXIT_FAILURE
+    assert os.listdir(tmp_path / "new") == []
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 13)
+    questions = [*questions[:2], replace(questions[2], context='Zo\u00eb, "a"\rb,\nc is red.'), *questions[3:]]
+    asked = [{"id": q.id, "passage": q.context, "query": q.question} for q in questions]
+    file, output = tmp_path / "asked.jsonl", tmp_path / f"answers{suffix}"
+    file.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    words = (model, "--input", file, "--output", output, "--question_column", "query", "--context_column", "passage")
+    answered(*words, "--n_best", "0")
+    assert [*read_rows(output)[0]] == [*COLUMNS]
+    answered(*words, "--overwrite")  # the first
+    rows = read_rows(output)
+    for row, question, found in zip(rows, questions, QuestionAnswerer(model).answers(questions), strict=True):
+        values = (question.id, question.question, question.context, found.text)
+        assert tuple(row[name] for name in COLUMNS) == (*values, found.start, found.end, found.score, found.null_odds)
+        assert [entry["text"] for entry in row["nbest"]] == [candidate.text for candidate in found.nbest]
+        assert row["nbest"][0].keys() == {"text", "start", "end", "probability", "start_logit", "end_logit"}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of answers, as others read them."""
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_bytes().decode().splitlines()]
+    rows = {".csv": pandas.read_csv, ".parquet": pandas.read_parquet}[path.suffix](path, dtype_backend="pyarrow")
+    return [
+        row | ({"nbest": json.loads(row["nbest"])} if path.suffix == ".csv" and "nbest" in row else {})
+        for row in rows.to_dict("records")
+    ]

@@ -1,4 +1,4 @@
-"""env/: the checks and decisions of the set-up, its locked packages, and the containers' recipes."""
+"""env/: the checks and decisions of the set-up, its locked packages, and the job of the MPI operator."""
 
 from __future__ import annotations
 
