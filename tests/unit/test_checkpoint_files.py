@@ -135,13 +135,11 @@ STATE_ENTRY = {"bytes": 2, "sha256": "0" * 64}
 @pytest.mark.parametrize(
     "manifest",
     [
-        *([], {"format": 1}, {"files": {"state.json": STATE_ENTRY}}, {"format": 2, "files": {}}),
-        *({"format": 1, "files": {"state.json": wrong}} for wrong in ({"bytes": 1}, STATE_ENTRY | {"bytes": -1})),
+        [],
+        {"format": 2, "files": {}},
+        {"format": 1, "files": {"state.json": STATE_ENTRY | {"bytes": -1}}},
         {"format": 1, "files": {"model.safetensors": STATE_ENTRY}},
-        *(
-            {"format": 1, "files": {"state.json": STATE_ENTRY, name: STATE_ENTRY}}
-            for name in ("", "../x", "\0", "\x1b[31m")
-        ),
+        *({"format": 1, "files": {"state.json": STATE_ENTRY, name: STATE_ENTRY}} for name in ("", "../x", "\x1b[31m")),
     ],
 )
 def test_wrong_manifest_is_named(tmp_path, manifest):
@@ -191,18 +189,6 @@ def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails):
     files.write(tmp_path, 7, contents(7))
     files.write(tmp_path, 8, contents(8))
     assert steps(tmp_path) == [8, 7]
-
-
-def test_what_a_killed_writer_left_is_swept(tmp_path):
-    files.write(tmp_path, 7, contents(7))
-    own = [".partial-checkpoint-8", ".partial-old-checkpoint-6", ".replaced-checkpoint-7"]
-    others = [".partial-checkpoint-x", ".partial-notes"]
-    for name in own + others:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(b"half")
-    files.remove_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == others
-    assert steps(tmp_path) == [7]
 
 
 def test_later_steps_are_set_aside_and_other_names_stay(tmp_path):

@@ -1,4 +1,4 @@
-"""Several files: how they are named on the command line, mixed for training, and scored separately and together."""
+"""Several files, mixed for training and scored apart and together; questions with mistakes are refused or skipped."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from refusals import refused
@@ -14,6 +15,10 @@ from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  #
 
 from hvd_bert.config.command_line import override_argv, parse, to_argv
 from hvd_bert.config.settings import save
+from hvd_bert.data.sources import squad
+from hvd_bert.data.sources.squad import Reading
+from hvd_bert.data.window_cutting import WindowOptions
+from hvd_bert.data.window_table import prepare
 
 
 def touch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +53,6 @@ def test_weights_and_names(tmp_path, monkeypatch, flag, values, expected):
     [
         *(("train_file", [f"a.json:{weight}"], [f"a.json:{weight}"]) for weight in ("0", "-1", "nan", "1001", "")),
         ("train_file", ["a.json", "./a.json:2"], ["a.json and ./a.json"]),
-        ("validation_file", ["a.json"] * 2, ["a.json and a.json"]),
         ("train_file", [], ["--train_file"]),
         ("validation_file", ["x=a.json", "y=a.json"], ["a.json and a.json"]),
         ("validation_file", ["x=a.json", "x=c:2"], ["a.json and c:2", "named x"]),
@@ -88,3 +92,92 @@ def test_run_with_several_files(base, tmp_path, make_questions, write_squad, mon
     with refused("squad.json and ", "'q0'"):
         write_squad(make_questions(1), "b.json")
         train(base, *files)
+
+
+TRAINING = Reading(bad_examples="skip")
+EVALUATION = Reading(bad_examples="skip", purpose="evaluation")
+MISTAKES = {
+    "misplaced answer": 4,
+    "unusable text": 2,
+    "duplicate id": 1,
+    "wrong type": 1,
+    "unanswered question": 1,
+}
+
+
+@pytest.fixture
+def bad_file(tmp_path, make_questions, to_squad) -> Path:
+    """SQuAD's JSON of 12 questions, of which the first 9 have mistakes."""
+    content: dict[str, Any] = to_squad(make_questions(12))
+    qas = [entry for article in content["data"] for paragraph in article["paragraphs"] for entry in paragraph["qas"]]
+    qas[0]["answers"][0]["answer_start"] = -1
+    qas[1]["question"] = ""
+    qas[2]["answers"][0]["answer_start"] += 1
+    qas[3]["answers"][0]["text"] = "Pale grey"
+    qas[4]["id"] = "q9"  # so that q9 is the duplicate
+    qas[5]["answers"] = [{"text": "is"}]  # twice in its context
+    qas[6]["answers"][0]["answer_start"] = "here"
+    qas[7]["question"] = "\ud83d?"
+    qas[8]["answers"] = []
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def test_error_names_the_flag(bad_file):
+    for reading in (Reading(), Reading(purpose="evaluation")):
+        with refused("9 mistakes in 12", "'q0'", "--bad_examples skip", "--version_2_with_negative"):
+            squad.open_file(bad_file, False, reading).questions()
+    with refused("2 mistakes") as raised:
+        squad.open_file(bad_file, False, Reading(purpose="prediction")).questions()
+    assert "--bad_examples" not in str(raised.value)
+
+
+def test_training_leaves_every_mistake_out(bad_file):
+    questions, findings = squad.open_file(bad_file, False, TRAINING).load()
+    assert [question.id for question in questions] == ["q9", "q10", "q11"]
+    assert (findings.mistakes, findings.left_out, len(findings.first)) == (MISTAKES, 9, 5)
+    assert findings.first[0].startswith("question 'q0' (data[0].paragraphs[0].qas[0].answers): ")
+
+
+def test_evaluation_scores_what_has_a_text(bad_file, make_questions):
+    questions, findings = squad.open_file(bad_file, False, EVALUATION).load()
+    assert [question.id for question in questions] == ["q0", "q2", "q3", "q9", "q5", "q6", "q10", "q11"]
+    assert [question.answer_starts for question in questions[:3]] == [(None,)] * 3
+    assert questions[0].answer_texts == make_questions(1)[0].answer_texts
+    assert (findings.mistakes, findings.left_out) == (MISTAKES, 4)
+
+
+def test_nothing_left(tmp_path, make_questions, to_rows):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{**row, "answers": "Paris"} for row in to_rows(make_questions(2))]))
+    for reading in (Reading(), TRAINING):
+        with refused("2 mistakes in 2") as raised:
+            squad.open_file(path, False, reading).questions()
+        assert "--bad_examples" not in str(raised.value)
+
+
+def test_windows_and_their_record_are_the_same_anywhere(bad_file, tokenizer, tmp_path, caplog, monkeypatch):
+    """Two nodes without a shared cache, and a start that finds the cache."""
+    tables = []
+    for node in ("a", "b", "a"):
+        monkeypatch.setenv("HVD_BERT_CACHE", str(tmp_path / node))
+        tables.append(prepare(squad.open_file(bad_file, False, TRAINING), tokenizer, WindowOptions(32, 8)))
+    assert all(table.batches == tables[0].batches and table.findings.mistakes == MISTAKES for table in tables)
+    assert len(caplog.messages) == 3 and len(set(caplog.messages)) == 1
+    for words in ("9 questions have mistakes", "misplaced answer: 4", "9 left out", "question 'q0' (data[0]"):
+        assert words in caplog.messages[0]
+
+
+def test_a_run_records_the_counts_of_all_files(base, bad_file, tmp_path):  # noqa: F811
+    files = ["--train_file", str(bad_file), str(tmp_path / "squad.json"), "--validation_file", str(bad_file)]
+    flags = [*files, "--output_dir", str(tmp_path / "out")]
+    with refused("--bad_examples skip"):
+        train(base, *flags)
+    train(base, *flags, "--bad_examples", "skip", "--per_device_train_batch_size", "3")
+    results = json.loads((tmp_path / "out" / "train_results.json").read_text())
+    assert results["bad_examples"] == {
+        "training": {"left_out": 9, "mistakes": MISTAKES},
+        "validation": {"left_out": 4, "mistakes": MISTAKES},
+    }
+    assert json.loads((tmp_path / "out" / "eval_results.json").read_text())["total"] == 8

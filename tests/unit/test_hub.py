@@ -1,4 +1,4 @@
-"""Questions from a hub cache as a download creates it, and the error message without one."""
+"""Questions and images from a hub cache as a download creates it, and the error message without one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import socket
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
+import torch
+from image_data import load_images
+from PIL import Image
 from refusals import refused
 
-from hvd_bert import hub
 from hvd_bert.data.sources import squad
 
 
@@ -27,9 +30,7 @@ def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("cached_as", "asked_for"), [("squad", "rajpurkar/squad"), ("rajpurkar/squad", "squad")])
-def test_squad_is_found_in_the_cache_under_either_name(
-    no_network, write_hub_cache, make_questions, cached_as, asked_for
-):
+def test_squad_is_found_under_either_name(no_network, write_hub_cache, make_questions, cached_as, asked_for):
     questions = make_questions(7)
     write_hub_cache(no_network, {"train": questions}, cached_as)
     assert squad.open_hub(asked_for, "train", False).questions() == questions
@@ -46,38 +47,28 @@ def test_digest_covers_the_rows_but_not_their_path(no_network, write_hub_cache, 
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_unanswered_rows_need_the_flag(no_network, write_hub_cache, make_questions):
-    questions = make_questions(6, unanswered_every=3)
-    write_hub_cache(no_network, {"train": questions}, "rajpurkar/squad_v2")
-    assert squad.open_hub("squad_v2", "train", True).questions() == questions
-    with refused("2 mistakes in 6", "'q0'", "row 0", "--version_2_with_negative"):
-        squad.open_hub("squad_v2", "train", False).questions()
-
-
 @pytest.mark.parametrize("name", ["squad", "/dev/zero", "train.json/", "a/b/c", " ", "..."])
 def test_names_that_cannot_be_loaded(name):
     with refused(f"--dataset_name {name}", "--train_file", "--validation_file", "--config sample"):
         squad.open_hub(name, "train", False)
 
 
-@pytest.mark.parametrize("name", ["..", "data", "some/data"])
-def test_folders_are_no_data_sets(tmp_path, monkeypatch, name):
-    (tmp_path / "some" / "data").mkdir(parents=True)
-    (tmp_path / "data").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with refused("--dataset_name", name, "--train_file"):
-        squad.open_hub(name, "train", False)
+MADE = np.random.default_rng(0)
+PIXELS = {"train": MADE.integers(0, 256, (7, 5, 4), dtype=np.uint8), "t10k": MADE.integers(0, 256, (3, 5, 4), np.uint8)}
+LABELS = {"train": np.array([0, 1, 2, 0, 1, 2, 0], np.uint8), "t10k": np.array([2, 0, 9], np.uint8)}
 
 
-def test_other_columns_are_refused(no_network, monkeypatch):
-    rows = datasets.Dataset.from_dict({"text": ["a"], "label": [0]})
-    monkeypatch.setattr(hub, "load_split", lambda *_: rows)
-    with refused("imdb[train]", "one column context", "answers", "'text', 'label'", "--answer_column"):
-        squad.open_hub("imdb", "train", False)
-
-
-def test_the_hub_is_asked_again_after_the_cache():
-    before = datasets.config.HF_HUB_OFFLINE
-    with refused("squad"):
-        hub.load_split("squad", "train")
-    assert before == datasets.config.HF_HUB_OFFLINE
+def test_data_set_of_the_hub(no_network, write_hub_cache):
+    with refused("--dataset_name", "scikit-learn's digits"):
+        load_images("mnist")
+    splits = {
+        split: [{"image": Image.fromarray(i), "label": int(j)} for i, j in zip(PIXELS[part], LABELS[part], strict=True)]
+        for split, part in (("train", "train"), ("test", "t10k"))
+    }
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    write_hub_cache(no_network, splits, "ylecun/mnist", "mnist", features)
+    for part, images in zip(("train", "t10k"), load_images("mnist"), strict=True):
+        assert images.pixels.dtype == torch.float32
+        np.testing.assert_array_equal((images.pixels.numpy() * 255).round(), PIXELS[part])
+        assert images.labels.tolist() == LABELS[part].tolist()
+        assert images.classes == 10

@@ -104,7 +104,6 @@ def test_something_else_in_the_way(tmp_path, place):
     [
         ("--model_name_or_path", ""),  # training starts from it
         ("--train_file", "eval_predictions.json"),
-        ("--tokenizer_name", "checkpoint-5"),
     ],
 )
 def test_inputs_among_the_runs_files_are_refused(tmp_path, flag, name):

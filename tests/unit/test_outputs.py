@@ -1,26 +1,37 @@
-"""Outputs that a user names: an existing one needs --overwrite, and what is no regular file is never replaced."""
+"""Paths that a user names: outputs that exist or are no regular file, names that no file can have, hostile content."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import hostile
 import pytest
 import test_timeline
 from made_runs import make_run
-from refusals import check_refusal
+from refusals import check_refusal, refused
 from test_world import make_world
 
+from hvd_bert import train
+from hvd_bert.config import command_line
+from hvd_bert.data.sources import files, squad
 from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError
+from hvd_bert.hub import json_file
+from hvd_bert.predict.__main__ import main as predict
+from hvd_bert.storage.reading import read_json
+from hvd_bert.storage.writing import check_output, partial_path, write_json
 from hvd_bert.tools.bench import __main__ as bench_flags
-from hvd_bert.tools.bench import one_run, speed, sweep
-from hvd_bert.tools.bench.launching import Launching, Machine
+from hvd_bert.tools.bench import speed, sweep
+from hvd_bert.tools.bench.record import opened
+from hvd_bert.tools.doctor.__main__ import main as doctor
 from hvd_bert.tools.evaluate import __main__ as evaluation_flags
 from hvd_bert.tools.evaluate import running as evaluation
 from hvd_bert.tools.report.__main__ import main as report
 from hvd_bert.tools.timeline.__main__ import main as timeline
-from hvd_bert.tools.tune import __main__ as tune
 
 PLACES = {
     "folder": lambda path: path.mkdir(),
@@ -52,15 +63,6 @@ def test_outputs_are_refused_before_the_work(tmp_path, monkeypatch, capsys, what
     error = capsys.readouterr().err
     assert f"--html {path} cannot be written: " in error and ("add --overwrite" in error) == (not flags)
     assert state(path) == before
-
-
-@pytest.mark.parametrize(("size", "status"), [(250, 0), (251, 2)])
-def test_a_name_is_refused_before_the_work_only_if_the_system_refuses_it(tmp_path, capsys, size, status):
-    path = test_timeline.training(4).write(tmp_path / "t.json")
-    out = tmp_path / f"{'é' * (size // 2)}{'x' * (size % 2)}.html"
-    assert timeline([str(path if status == 0 else tmp_path / "no timeline"), "--html", str(out)]) == status
-    error = capsys.readouterr().err
-    assert ("--html" in error) == bool(status) and {*tmp_path.iterdir()} == {path, *([] if status else [out])}
 
 
 def state(path: Path) -> object:
@@ -108,31 +110,75 @@ def test_a_report_refuses_what_is_no_file(tmp_path, capsys, what):
     assert state(bad) == before and (what == "file" or os.listdir(out) == ["runs.csv"])
 
 
-def test_run_of_a_sweep_replaces_an_earlier_ones_records(tmp_path, monkeypatch):
-    folder = tmp_path / "none-1-strong-1"
-    folder.mkdir()
-    for name in ("notes.txt", "train_config.yaml", "train_results.json", "metrics.jsonl"):
-        (folder / name).write_text("of an interrupted run")
-    started = []
-
-    def start(command: object, environ: dict[str, str], *_: object) -> int:
-        assert environ == {"HVD_BERT_IN_SWEEP": "1"}  # else ranks warn that the Slurm job has more tasks
-        started.append(set(os.listdir(folder)))
-        (folder / "train_results.json").write_text("of a run that failed")
-        return 1
-
-    monkeypatch.setattr(one_run, "start_and_wait", start)
-    monkeypatch.setattr(one_run, "failure_in", lambda path: "refused")
-    for _ in range(2):
-        assert one_run.train(["true"], {}, folder, 1.0, lambda: None).run is None
-        assert not (folder / "train_results.json").exists(), "the point would count as done"
-    assert started == [{".lock", "run.log", "notes.txt", "train_config.yaml"}] * 2
+LONG = "n" * 300
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
 
 
-@pytest.mark.parametrize("command", [sweep.main, tune.main])
-def test_refused_folder_of_a_sweep_has_no_lock_file(tmp_path, monkeypatch, command):
-    monkeypatch.setattr(Machine, "here", lambda environ: Machine(cores=2, gpus=0, allocation=None))
-    monkeypatch.setattr(Launching, "obstacle", lambda *_: "")
-    (tmp_path / "thesis.tex").write_text("mine")
-    assert command(["--out", str(tmp_path), "--ranks", "2"]) == 2
-    assert os.listdir(tmp_path) == ["thesis.tex"]
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        pytest.param(report, [LONG], id="report"),
+        pytest.param(report, ["run", "--out", LONG], id="report --out"),
+        pytest.param(timeline, [LONG], id="timeline"),
+        pytest.param(timeline, ["timeline.json", "--html", LONG], id="timeline --html"),
+        pytest.param(predict, [LONG, "--context", "a", "--question", "b"], id="predict"),
+        pytest.param(predict, [".", "--input", LONG], id="predict --input"),
+        pytest.param(sweep.main, ["--ranks", "1", "--out", LONG], id="sweep --out"),
+        pytest.param(doctor, ["--log", LONG], id="doctor --log"),
+        pytest.param(doctor, ["--hostfile", LONG], id="doctor --hostfile"),
+    ],
+)
+def test_name_that_is_too_long(command, words, capsys):
+    assert command(words) == EXIT_BAD_INPUT
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1
+    assert LONG in printed.err or "predict" in command.__module__
+
+
+@pytest.mark.parametrize("flag", ["model_name_or_path", "config_name", "tokenizer_name", "train_file", "output_dir"])
+@pytest.mark.parametrize("name", [LONG, "a\0b"], ids=["long", "NUL"])
+def test_name_that_a_program_gives_to_train(flag: str, name: str, tmp_path: Path) -> None:
+    given = {"config": "sample", "max_steps": 1, "output_dir": tmp_path / "run", flag: name}
+    with pytest.raises(UserError) as raised:
+        train(**given)
+    assert (name if name == LONG else "NUL") in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nul_in_a_file_of_flags(tmp_path: Path) -> None:
+    (tmp_path / "flags.yaml").write_text('train_file: "a\\0b"\n')
+    with refused("flags.yaml", "train_file", "NUL"):
+        command_line.parse(["--config", str(tmp_path / "flags.yaml")])
+
+
+@pytest.mark.parametrize("read", [read_json, lambda path: json_file(str(path.parent), path.name, None, "main")])
+def test_json_that_is_nested_too_deep(read: Callable[[Path], object], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(DEEP)
+    with pytest.raises(ValueError, match="nested too deep"):
+        read(tmp_path / "config.json")
+
+
+def test_gzip_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "GIB", 2**20)
+    (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(bytes(2**24)))
+    with refused("bomb.json.gz", "gzip"):
+        squad.open_file(str(tmp_path / "bomb.json.gz"), version_2_with_negative=False).questions()
+
+
+@pytest.mark.parametrize("name", ["a" * 240, "a" * 250 + ".json", "\u20ac" * 80], ids=["240", "255", "UTF-8"])
+def test_output_with_a_long_name_is_written(name: str, tmp_path: Path) -> None:
+    path = check_output(tmp_path / name, overwrite=False)
+    partial_path(path).write_text("the leftover of a killed writer")
+    write_json(path, {"a": 1})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("mine"), lambda path: path.symlink_to("no")])
+def test_tools_do_not_write_through_links(make: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    (tmp_path / "mine").write_text("mine")
+    make(tmp_path / "study.log")
+    with refused(tmp_path, "study.log"), opened(tmp_path, "sweep.json", lambda: pytest.fail("begun")):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"

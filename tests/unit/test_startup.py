@@ -12,7 +12,6 @@ import pytest
 from refusals import check_refusal
 
 import hvd_bert
-from hvd_bert import startup
 from hvd_bert.config.settings import PACKAGE
 from hvd_bert.errors import EXIT_BAD_INPUT
 
@@ -58,45 +57,12 @@ def test_a_command_runs_as_by_its_module() -> None:
     assert run(HVD_BERT, "--version").stdout == f"hvd-bert {hvd_bert.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("word", "hint"), [("trian", " Did you mean train?"), ("xyz", ""), ("--train", " Did you mean train?")]
-)
+@pytest.mark.parametrize(("word", "hint"), [("trian", " Did you mean train?"), ("xyz", "")])
 def test_unknown_command_is_named_by_rank_0(word: str, hint: str) -> None:
     message = f"hvd_bert: unknown command '{word}'.{hint} `hvd-bert --help` lists the commands.\n"
     for rank, status, error in (("0", 2, message), ("1", 0, "")):
         done = run(HVD_BERT, word, rank=rank)
         assert (done.returncode, done.stdout, done.stderr) == (status, "", error)
-
-
-@pytest.mark.parametrize(
-    ("words", "rest"),
-    [
-        (["--bf16", "--seed=1"], ["--bf16", "--seed=1"]),
-        (["--local=1"], ["--local=1"]),  # reported as unknown
-        (["--local_rank=1", "train", "--bf16"], ["train", "--bf16"]),
-        (["--bf16", "--local-rank", "1", "--", "x"], ["--bf16", "--", "x"]),
-        (["--local-rank=1", "--local_rank", "1"], []),
-    ],
-)
-def test_local_rank_is_no_setting(words, rest, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(sys, "argv", ["command", *words])
-    startup.take_local_rank()
-    assert sys.argv[1:] == rest
-
-
-@pytest.mark.parametrize(
-    ("words", "own"),
-    [(["--local_rank=0"], "1"), (["--local_rank=1", "--local-rank", "0"], "1"), (["--local_rank", "--bf16"], None)],
-)
-def test_local_rank_is_the_launchers(words, own, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["command", *words])
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if own:
-        monkeypatch.setenv("LOCAL_RANK", own)
-    with pytest.raises(SystemExit, match=str(EXIT_BAD_INPUT)):
-        startup.take_local_rank()
-    assert f"LOCAL_RANK is {own or 'not set'}. Remove the flag" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("module", ["train", "predict", "tools.evaluate", "tools.doctor"])
@@ -122,21 +88,3 @@ def test_python_without_the_packages(command: str, rank: str) -> None:
     else:
         check_refusal(done.stderr.removesuffix("\n"), "No module named", sys.executable)
         assert "/.venv/bin/activate" in done.stderr or "/env/setup.sh" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("package", "command"),
-    [
-        ("psutil", "tools.doctor"),
-        ("filelock", "train --config sample"),
-        ("accelerate", "train --config sample"),
-        ("pyarrow", "predict none --context a --question b"),
-    ],
-)
-def test_package_that_was_removed(package: str, command: str, tmp_path: Path) -> None:
-    missing = f"No module named '{package}'"
-    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError({missing!r}, name={package!r})\n")
-    paths = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
-    done = run(sys.executable, "-m", *f"hvd_bert.{command}".split(), PYTHONPATH=paths)
-    assert done.returncode == EXIT_BAD_INPUT
-    check_refusal(done.stderr.rstrip("\n"), package, "env/setup.sh")

@@ -107,11 +107,7 @@ RED = "red, green and red"
 @pytest.mark.parametrize(
     ("question", "label"),
     [
-        (ask("the red box", "red"), "red"),
-        (ask("the red box", " red "), "red"),
         (ask("the boxes of 1940s", "40"), "1940s"),  # tokens are not split: the tokenizer below knows 1940s
-        (ask("a 🙂 red 👩\u200d🚀 box", "red 👩"), "red 👩\u200d🚀"),
-        (ask("cafe\u0301 is red", "cafe\u0301"), "cafe"),  # the accent has no token
         (Question("id", "", RED, "what?", ("green", "red"), (5, 0)), "green"),  # the first answer
         (ask("the red box"), None),
     ],

@@ -104,19 +104,15 @@ def test_training_inside_another_one_is_refused_and_leaves_it_alone(tmp_path: Pa
     ("argument", "named"),
     [
         ({"output_dir": b"x"}, ["output_dir b'x'", "str"]),
-        ({"max_steps": 2.5}, ["max_steps 2.5", "int"]),
         ({"bf16": np.ones((2, 2))}, ["bf16 array", "bool"]),
         ({"train_file": ["a.json", b"b.json"]}, ["train_file ['a.json', b'b.json']", "str"]),
-        ({"config": b"sample"}, ["config b'sample'", "str"]),
         ({"task": 5}, ["task 5", "str", "Task"]),
         ({"callbacks": [5]}, ["callbacks [5]", "Callback"]),
         ({"callbacks": (each for each in [Callback()])}, ["callbacks <generator", "Sequence"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_arguments_of_a_wrong_type_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: dict[str, Any], named: list[str]
-) -> None:
+def test_arguments_of_a_wrong_type_are_refused(tmp_path, monkeypatch, argument, named):
     monkeypatch.chdir(tmp_path)
     with refused(*named):
         train(**{"task": PROGRAM["Digits"], "output_dir": "out", "strategy": "none", "max_steps": 1} | argument)
@@ -131,9 +127,7 @@ def test_arguments_may_be_texts_numpys_numbers_and_paths(tmp_path: Path, whole: 
 
 
 @pytest.mark.parametrize("where", ["notebook", "own handler"])
-def test_signals_are_left_to_an_interactive_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
-) -> None:
+def test_signals_are_left_to_an_interactive_program(tmp_path, monkeypatch, capsys, where):
     if where == "notebook":
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     else:
