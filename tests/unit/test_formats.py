@@ -1,0 +1,364 @@
+"""Questions from files in the formats, and from the hub in the columns, that people have."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import gzip
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unicodedata import normalize
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from refusals import refused
+from test_squad import write
+
+from hvd_bert import hub
+from hvd_bert.data.sources import squad
+from hvd_bert.data.sources.squad import Question, Reading
+
+Rows = Sequence[dict[str, Any]]
+COLUMNS = Reading(question_column="query", context_column="passage", answer_column="reply")
+
+
+def as_lines(rows: Rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def as_csv(rows: Rows, delimiter: str = ",") -> bytes:
+    """Objects are JSON in their cells."""
+    out = io.StringIO()
+    writer = csv.writer(out, delimiter=delimiter)
+    writer.writerow(rows[0])
+    for row in rows:
+        writer.writerow([json.dumps(value) if isinstance(value, dict) else value for value in row.values()])
+    return out.getvalue().encode()
+
+
+def as_parquet(rows: Rows) -> bytes:
+    out = pa.BufferOutputStream()
+    pyarrow.parquet.write_table(pa.Table.from_pylist(list(rows)), out)
+    return out.getvalue().to_pybytes()
+
+
+FORMATS: dict[str, Callable[[Rows], bytes]] = {
+    "JSON": lambda rows: json.dumps({"data": list(rows)}).encode(),
+    "JSON Lines": as_lines,
+    "CSV": as_csv,
+    "tab-separated": lambda rows: as_csv(rows, "\t"),
+    "Parquet": as_parquet,
+}
+
+
+def read(tmp_path: Path, content: Any, reading: Reading = Reading(), v2: bool = False) -> list[Question]:  # noqa: B008
+    return squad.open_file(write(tmp_path, content), v2, reading).questions()
+
+
+@pytest.fixture
+def questions(make_questions) -> list[Question]:
+    """With commas, quotes, line breaks and other characters than ASCII, and one without an answer."""
+    odd = 'He said, "東京\r\nis a;\tcity", and left.'
+    made = [dataclasses.replace(question, context=f"{question.context} {odd}") for question in make_questions(5)]
+    first = Question("first", 'A "title"', odd, 'Which "city"?', ("東京",), (odd.index("東京"),))
+    return [first, *made, dataclasses.replace(first, id="none", answer_texts=(), answer_starts=())]
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(tmp_path, questions, to_rows, name, compress):
+    rows = to_rows(questions)
+    assert read(tmp_path, compress(FORMATS[name](rows)), v2=True) == questions
+    names = {"question": "query", "context": "passage", "answers": "reply"}
+    renamed = [{names.get(key, key): value for key, value in row.items()} for row in rows]
+    assert read(tmp_path, compress(FORMATS[name](renamed)), COLUMNS, v2=True) == questions
+
+
+@pytest.mark.parametrize("column", ["answers", "context", "question"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_missing_columns_are_named_with_the_flags(tmp_path, make_questions, to_rows, name, column):
+    rows = [{"query" if key == column else key: row[key] for key in row} for row in to_rows(make_questions(2))]
+    for count in (1, 2):
+        with refused("query", "--question_column, --context_column and --answer_column"):
+            read(tmp_path, FORMATS[name](rows[:count]))
+
+
+@pytest.mark.parametrize("name", ["JSON", "CSV", "Parquet", "SQuAD"])
+def test_questions_without_an_id_get_their_place(tmp_path, make_questions, to_rows, to_squad, name):
+    questions = make_questions(3)
+    for keys in ([None, None, None], [None, "", "mine"]):
+        rows, document = to_rows(questions), to_squad(questions)
+        entries = [q for article in document["data"] for paragraph in article["paragraphs"] for q in paragraph["qas"]]
+        for entry, key in zip(entries if name == "SQuAD" else rows, keys, strict=True):
+            entry["id"] = key
+        found = read(tmp_path, document if name == "SQuAD" else FORMATS[name](rows))
+        assert [dataclasses.replace(q, id="", title="") for q in found] == [
+            dataclasses.replace(q, id="", title="") for q in questions
+        ]
+        assert len({q.id for q in found}) == 3 and (found[2].id == "mine") == (keys[2] == "mine")
+
+
+def test_rows_of_csv_that_cannot_be_read(tmp_path, make_questions, to_rows):
+    rows = to_rows(make_questions(2))
+    content = as_csv(rows)
+    for wrong, named in (
+        (as_csv([{**row, "answers": "[red"} for row in rows]), ("2 mistakes", "(line 2, column answers)", "JSON")),
+        (content + b"one,two\n", ("line 4", "cells")),
+        (content + b"1,2,3,4,5,6\n", ("line 4", "cells")),
+        (content.replace(b"title", b"context", 1), ("one column context",)),
+        (content + b'"one,two\n', ("damaged CSV", "line 4")),
+    ):
+        with refused(*named):
+            read(tmp_path, wrong)
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_line_ends_of_csv(tmp_path, make_questions, to_rows, end):
+    content = as_csv(to_rows(make_questions(3))).replace(b"\r\n", end)
+    assert read(tmp_path, content) == make_questions(3)
+
+
+def test_contexts_of_200_000_characters(tmp_path, make_questions, to_rows):
+    (question,) = make_questions(1)
+    long = dataclasses.replace(question, context=question.context + " x" * 100_000)
+    assert read(tmp_path, as_csv(to_rows([long]))) == [long]
+
+
+# --- the hub, and prediction ---------------------------------------------------------------------
+
+
+def test_hub_columns(monkeypatch, make_questions, to_rows):
+    names = {"question": "query", "context": "passage", "answers": "reply"}
+    rows = [{names.get(key, key): row[key] for key in row if key != "title"} for row in to_rows(make_questions(3))]
+    rows = [{**row, "id": number, "unused": 1} for number, row in enumerate(rows)]
+    monkeypatch.setattr(hub, "load_split", lambda *_: datasets.Dataset.from_list(rows))
+    source = squad.open_hub("mine", "train", False, reading=COLUMNS)
+    expected = [
+        dataclasses.replace(question, id=str(number), title="") for number, question in enumerate(make_questions(3))
+    ]
+    assert source.questions() == expected
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_prediction_needs_no_answers(tmp_path, questions, to_rows, name):
+    rows = [{"context": row["context"], "question": row["question"]} for row in to_rows(questions)]
+    found = read(tmp_path, FORMATS[name](rows), Reading(purpose="prediction"))
+    assert [(q.context, q.question, q.answer_texts) for q in found] == [(q.context, q.question, ()) for q in questions]
+    assert len({q.id for q in found}) == len(questions)
+    with refused("one column answers"):
+        read(tmp_path, FORMATS[name](rows))
+
+
+def test_prediction_ignores_mistakes_in_answers(tmp_path, make_questions, to_squad, to_rows):
+    predicting = Reading(purpose="prediction")
+    wrong = [dataclasses.replace(q, id="same", answer_starts=(-1,)) for q in make_questions(2)]
+    content = to_squad(wrong)
+    content["data"][0]["paragraphs"][0]["qas"][0]["is_impossible"] = "perhaps"
+    del content["data"][0]["paragraphs"][1]["qas"][0]["answers"]
+    first, second = read(tmp_path, content, predicting)
+    assert first.answer_texts == ("red",)  # shown next to the prediction
+    assert second.answer_texts == ()
+    for answers in ("London", 3.5, {"text": ["London"]}):
+        content = as_lines([{**row, "answers": answers} for row in to_rows(make_questions(2))])
+        texts = () if answers == 3.5 else ("London",)
+        assert [question.answer_texts for question in read(tmp_path, content, predicting)] == [texts] * 2
+        with refused("2 mistakes", "line 1, column answers"):
+            read(tmp_path, content)
+    with refused("its question is empty"):
+        read(tmp_path, [{"context": "a", "question": ""}], predicting)
+
+
+CONTEXT = "Ada was born in London."
+ANSWER = {"text": "London", "answer_start": 16}
+ENTRY = {"id": "q", "question": "Where?", "answers": [ANSWER]}
+PARAGRAPH = {"context": CONTEXT, "qas": [ENTRY]}
+ARTICLE = {"title": "Ada", "paragraphs": [PARAGRAPH]}
+ROW = {"id": "q", "context": CONTEXT, "question": "Where?"}
+EXPECTED = Question("q", "", CONTEXT, "Where?", ("London",), (16,))
+
+
+def placed(questions: list[Question]) -> list[tuple[str, tuple[str, ...], tuple[int | None, ...]]]:
+    return [(question.id, question.answer_texts, question.answer_starts) for question in questions]
+
+
+# --- SQuAD's nesting -----------------------------------------------------------------------------
+
+NESTED = {
+    "list of paragraphs": [PARAGRAPH],
+    "one paragraph": PARAGRAPH,
+    "data twice": {"data": {"data": [ARTICLE]}},
+    "question as an object": {"data": [{"paragraphs": [{"context": CONTEXT, "qas": ENTRY}]}]},
+    "answer as an object": {"data": [{"paragraphs": [{"context": CONTEXT, "qas": [{**ENTRY, "answers": ANSWER}]}]}]},
+    "questions in the article": {"data": [{"context": CONTEXT, "qas": [ENTRY]}]},
+    "rows among paragraphs": {"data": [{"paragraphs": [{**ROW, "answers": ANSWER}]}]},
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_levels_that_are_missing_or_repeated(tmp_path, name):
+    assert placed(read(tmp_path, NESTED[name])) == [("q", ("London",), (16,))]
+
+
+@pytest.mark.parametrize("name", ["JSON", "JSON Lines", "Parquet"])
+def test_nested_rows_keep_squads_names(tmp_path, name):
+    content = FORMATS[name]([ARTICLE])
+    assert placed(read(tmp_path, content, Reading(question_column="query"))) == [("q", ("London",), (16,))]
+
+
+@pytest.mark.parametrize("copies", [ARTICLE, PARAGRAPH], ids=["articles", "paragraphs"])
+def test_several_lines(tmp_path, copies):
+    lines = [json.dumps(copies).replace('"q"', f'"q{n}"') for n in range(3)]
+    assert [q.id for q in read(tmp_path, "\n".join(lines))] == ["q0", "q1", "q2"]
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"data": [{"title": "Ada", "sections": [PARAGRAPH]}]}, ["data[0]", '"paragraphs"']),
+        ({"data": [{"paragraphs": [{"context": CONTEXT, "questions": [ENTRY]}]}]}, ["paragraphs[0]", '"qas"']),
+        ({"data": [{"paragraphs": [{"qas": [ENTRY]}]}]}, ["paragraphs[0]", '"context"']),
+        ([{"context": CONTEXT, "qas": [{"question": "Where?"}]}], ["[0].qas[0].answers"]),
+    ],
+)
+def test_missing_levels_are_named_without_flags(tmp_path, content, named):
+    with refused(*named) as raised:
+        read(tmp_path, content)
+    assert "--" not in str(raised.value)
+
+
+@pytest.mark.parametrize("answers", [[], None, [{"text": None, "answer_start": 0}], {"text": [], "answer_start": []}])
+@pytest.mark.parametrize("name", ["nested", "JSON", "Parquet"])
+def test_unanswered(tmp_path, name, answers):
+    entry = {**ROW, "answers": answers}
+    content = [{"context": CONTEXT, "qas": [entry]}] if name == "nested" else FORMATS[name]([entry])
+    assert placed(read(tmp_path, content, v2=True)) == [("q", (), ())]
+    with refused("no answer", "--version_2_with_negative"):
+        read(tmp_path, content)
+
+
+@pytest.mark.parametrize(("yes", "no"), [("True", "False"), (1.0, 0.0), ("1", "nan")])
+@pytest.mark.parametrize("name", FORMATS)
+def test_is_impossible_as_other_types(tmp_path, name, yes, no):
+    row = {**ROW, "answers": "London", "answer_start": "16"}
+    assert read(tmp_path, FORMATS[name]([{**row, "is_impossible": no}])) == [EXPECTED]
+    with refused("is_impossible"):
+        read(tmp_path, FORMATS[name]([{**row, "is_impossible": yes}]), v2=True)
+    unanswered = FORMATS[name]([{**row, "is_impossible": yes, "answers": "", "answer_start": ""}])
+    assert placed(read(tmp_path, unanswered, v2=True)) == [("q", (), ())]
+
+
+# --- pandas' habits ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("index", "missing"), [("", "nan"), ("Unnamed: 0", ""), ("__index_level_0__", "None")])
+def test_csv_of_pandas(tmp_path, caplog, index, missing):
+    text = f"{index},id,context,question,answers,answer_start\n0,7.0,{CONTEXT},Where?,London,16.0\n"
+    source = squad.open_file(write(tmp_path, text + f"1,,{CONTEXT},Who cooked?,{missing},{missing}\n"), True)
+    questions, findings = source.load()
+    assert placed(questions) == [("7", ("London",), (16,)), ("line 3", (), ())]
+    assert findings.columns == f"id, context, question, answers, answer_start; the index column {index!r} is ignored"
+
+
+@pytest.mark.parametrize("name", ["JSON", "JSON Lines", "Parquet"])
+def test_numbers_of_pandas(tmp_path, name):
+    first = {**ROW, "id": 7.0, "answers": "London", "answer_start": 16.0, "__index_level_0__": 0}
+    second = {**first, "id": float("nan"), "answers": None, "answer_start": float("nan")}
+    questions = read(tmp_path, FORMATS[name]([first, second]), v2=True)
+    assert [(q.answer_texts, q.answer_starts) for q in questions] == [(("London",), (16,)), ((), ())]
+    assert questions[0].id == "7"
+    with refused("answer_start", "16.5"):
+        read(tmp_path, FORMATS[name]([{**first, "answer_start": 16.5}]))
+    with refused("answers[0].text", "2.5"):
+        read(tmp_path, FORMATS[name]([{**first, "answers": 2.5}]))
+    years = [{**ROW, "context": "In 1912.", "answers": 1912.0, "answer_start": 3}]  # a column of years
+    assert placed(read(tmp_path, FORMATS[name](years))) == [("q", ("1912",), (3,))]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_texts_stay_texts(tmp_path, name):
+    """No format turns words for missing values, numbers or dates into something else."""
+    texts = {"007": "123", "1e3": "NA", "None": "None", "v1.0-3": "true", "z": "[1]", "set": "{1}"}
+    rows = [
+        {"id": id_, "context": f"{text} it", "question": "2020-01-01", "answers": text} for id_, text in texts.items()
+    ]
+    found = read(tmp_path, FORMATS[name](rows))
+    assert [(q.id, q.context, q.question, q.answer_texts) for q in found] == [
+        (id_, f"{text} it", "2020-01-01", (text,)) for id_, text in texts.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "{'text': ['London'], 'answer_start': [16]}",
+        "{'text': array(['London'], dtype=object), 'answer_start': array([16], dtype=int32)}",
+        "[{'text': np.str_('London'), 'answer_start': np.int64(16)}]",
+    ],
+)
+def test_objects_in_cells(tmp_path, cell):
+    assert read(tmp_path, FORMATS["CSV"]([{**ROW, "answers": cell}])) == [EXPECTED]
+    with refused("column answers", "should be JSON"):
+        read(tmp_path, FORMATS["CSV"]([{**ROW, "answers": "['London' 'Ada']"}]))
+
+
+def test_one_text_with_a_list_of_places(tmp_path):
+    context = "Ada met Ada."
+    (question,) = read(tmp_path, [{**ROW, "context": context, "answers": "Ada", "answer_start": [8, 0]}])
+    assert (question.answer_texts, question.answer_starts) == (("Ada", "Ada"), (8, 0))
+
+
+def test_columns_by_other_names_are_logged(tmp_path):
+    path = write(tmp_path, f"passage,question,answers\n{CONTEXT},Where?,London\n")
+    _, findings = squad.open_file(path, False, Reading(context_column="passage")).load()
+    assert findings.columns == "passage as context, question, answers"
+    assert squad.open_file(write(tmp_path, [{**ROW, "answers": "London"}]), False).load()[1].columns == ""
+
+
+# --- answers without a place, and Unicode --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_answers_without_a_place_are_found(tmp_path, name):
+    rows = [{**ROW, "answers": "London"}]
+    assert read(tmp_path, FORMATS[name](rows)) == [EXPECTED]
+    for context, reason in (("London and London", "more than once"), ("aLonLondo", "not in its context")):
+        with refused("'q' (", "'London'", reason):
+            read(tmp_path, FORMATS[name]([{**ROW, "context": context, "answers": "London"}]))
+
+
+def test_further_answers_need_no_place(tmp_path):
+    rows = [{**ROW, "answers": ["London", "n", "Paris"]}]
+    assert placed(read(tmp_path, rows)) == [("q", ("London", "n", "Paris"), (16, None, None))]
+
+
+@pytest.mark.parametrize(("of_context", "of_answer"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_unicode_forms(tmp_path, of_context, of_answer):
+    context, answer = normalize(of_context, "Le café Émile."), normalize(of_answer, "Émile")
+    start = context.index(normalize(of_context, answer))
+    for place in (start, None):
+        rows = [{**ROW, "context": context, "answers": {"text": [answer], "answer_start": [place]}}]
+        assert placed(read(tmp_path, rows)) == [("q", (normalize(of_context, answer),), (start,))]
+    rows[0]["answers"]["answer_start"] = [normalize(of_answer, context).index(answer)]
+    with refused("'q'", "Unicode forms differ", "NFC"):
+        read(tmp_path, rows)
+
+
+def test_excel(tmp_path):
+    text = f"context;question;answers\n{CONTEXT} Né à Paris.;Où?;London\n"
+    with refused("cp1252", "CSV UTF-8"):
+        read(tmp_path, text.encode("cp1252"))
+    (question,) = read(tmp_path, text.encode("utf-8-sig"))
+    assert question.question == "Où?"
+
+
+def test_quotes_that_other_readers_drop(tmp_path):
+    out = io.StringIO()
+    csv.writer(out).writerows([["context", "question", "answers"], ['"a" b', "?", "b"]])
+    assert read(tmp_path, out.getvalue())[0].answer_starts == (4,)
+    with refused("line 2", "damaged CSV"):
+        read(tmp_path, 'context,question,answers\n"a" b,?,b\n')
