@@ -60,7 +60,7 @@ versions() {
     folder=$(mktemp -d -p "$reports")
     check python -m pip install --quiet --no-warn-conflicts --target "$folder" "$requirement" || { status=1 && continue; }
     printf -- '-- with %s\n' "$(basename "$folder"/transformers-*.dist-info .dist-info)"
-    PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH} tests -n 2 --dist loadfile tests/unit/test_{families,bert,fused}.py
+    PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH} tests -n 2 --dist loadfile tests/unit/test_{families,bert,cpu_kernels}.py
   done
 }
 if [ "$extent" = versions ]; then
