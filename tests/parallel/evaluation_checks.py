@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import Ranks, call, check
+from ranks import Ranks, call, check, expensive
 from training_checks import sample
 
 from hvd_bert.config import command_line
@@ -69,6 +69,7 @@ def each_question_is_evaluated_once(ranks: Ranks) -> None:
             _evaluate(ranks, preset, num_questions)
 
 
+@expensive
 @check
 def files_are_mixed_by_weight_and_scored_as_alone(ranks: Ranks) -> None:
     world, files = ranks.world, [ranks.folder / f"{name}.json" for name in "abcd"]
@@ -104,6 +105,7 @@ def files_are_mixed_by_weight_and_scored_as_alone(ranks: Ranks) -> None:
         assert all(scores[key] == found[f"{name}_{key}"] for key in ("exact_match", "f1", "total")) and scores["f1"] > 0
 
 
+@expensive
 @check
 def questions_with_mistakes_are_left_out_on_all_ranks(ranks: Ranks) -> None:
     world, file = ranks.world, ranks.folder / "mistakes.json"
@@ -126,6 +128,7 @@ def questions_with_mistakes_are_left_out_on_all_ranks(ranks: Ranks) -> None:
     assert task.evaluate(task.model).metrics["total"] == 12
 
 
+@expensive
 @check
 def command_evaluate_has_the_trainers_scores_and_those_of_one_rank(ranks: Ranks) -> None:
     world, model, out = ranks.world, ranks.folder / "evaluated", ranks.folder / "scores"

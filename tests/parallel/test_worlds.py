@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import breakdown_checks  # noqa: F401  # registers its checks
 import command_checks
 import evaluation_checks
 import health_checks  # noqa: F401  # registers its checks
@@ -59,6 +58,7 @@ class Launch:
 
     outcome: Outcome
     folder: Path
+    size: int
     strategy: str
     results: dict[str, list[str | None]]
 
@@ -96,7 +96,7 @@ def _start(folder: Path, size: int, by: str, strategy: str) -> Launch:
     env = {"HVD_BERT_CACHE": str(folder / "cache")}
     outcome = run(command, folder, env=env, timeout=2 * TIMEOUT_S)
     results = folder / "results.json"
-    return Launch(outcome, folder, strategy, json.loads(results.read_text()) if results.exists() else {})
+    return Launch(outcome, folder, size, strategy, json.loads(results.read_text()) if results.exists() else {})
 
 
 @pytest.fixture(scope="session")
@@ -137,7 +137,7 @@ def alone(worlds: Any) -> Launch:
 def test_every_check(launch: Launch) -> None:
     """The checks of ranks.py; one that fails is named with its rank."""
     launch.outcome.expect(0)
-    checks = check_names(launch.strategy)
+    checks = check_names(launch.size, launch.strategy)
     failures = [
         f"{check}, rank {rank}: {text}"
         for check in checks

@@ -207,7 +207,8 @@ def averaged_gradients_are_those_of_one_process(ranks: Ranks) -> None:
     training.wrap()
     for step in range(3):  # across the end of an epoch
         found = training.averaged_gradients(step)
-        assert_close(found, training.plain_gradients(step))
+        if ranks.world.rank == 0:
+            assert_close(found, training.plain_gradients(step))
         assert_same_on_all_ranks(ranks.world, found)
         training.strategy.step()
         assert all(gradient.abs().max() == 0 for gradient in training.gradients().values())
@@ -279,8 +280,8 @@ def bf16_allreduce_rounds_the_mean(ranks: Ranks) -> None:
         training = Training(world, "--bf16_allreduce", "--max_grad_norm", 0, *flags)
         training.wrap()
         found = training.averaged_gradients(0)
-        expected = training.plain_gradients(0)
-        assert_close(found, expected, 2**-7 if world.size > 1 else 1e-5)
+        if world.rank == 0:
+            assert_close(found, training.plain_gradients(0), 2**-7 if world.size > 1 else 1e-5)
         assert_same_on_all_ranks(world, found)
         assert world.size == 1 or all(torch.equal(g, g.bfloat16().float()) for g in found.values())
         # A gradient beyond the range of fp16 arrives.
