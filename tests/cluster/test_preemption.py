@@ -28,9 +28,9 @@ def start_again(cluster: Cluster, job: str, folder: Path) -> None:
     cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now+3"], folder, timeout=60).expect(0)
 
 
-def wait_for(cluster: Cluster, job: str, text: str, log: Path | None = None) -> None:
+def wait_for(cluster: Cluster, job: str, text: str, log: Path | None = None, timeout: float = TIMEOUT_S) -> None:
     """Wait until a file, by default the job's output, has `text`."""
-    log, deadline = log or Path(cluster.show(job)["StdOut"]), time.monotonic() + TIMEOUT_S
+    log, deadline = log or Path(cluster.show(job)["StdOut"]), time.monotonic() + timeout
     while not (log.exists() and text in log.read_text()):
         if time.monotonic() > deadline or cluster.show(job)["JobState"] in FINAL:
             pytest.fail(f"no {text!r} in\n{cluster.ended(job)}", pytrace=False)
