@@ -49,15 +49,6 @@ LISTENING = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the same steps by one process."""
-    folder = tmp_path_factory.mktemp("one_process")
-    command = f"python -m hvd_bert.train {STEPS} 16 --strategy none"
-    cluster.on("a100-01", command, folder).expect(0)
-    return losses(folder / "out")
-
-
 @pytest.mark.parametrize("how", STARTED)
 def test_four_ranks_on_two_hosts(
     cluster: Cluster, tmp_path: Path, one_process: list[float], listeners: Path, how: str

@@ -43,8 +43,8 @@ EXPENSIVE_CHECKS: set[str] = set()
 
 
 def runs_expensive_checks(size: int, strategy: str) -> bool:
-    """Whether a world is the smallest one of several ranks of its strategy, or one process without a strategy."""
-    return size == {"fsdp": 4, "none": 1}.get(strategy, 2)
+    """Whether a world is its strategy's smallest one of several ranks, or one process without a strategy."""
+    return (size, strategy) in ((2, "horovod"), (2, "ddp"), (4, "fsdp"), (2, "deepspeed"), (1, "none"))
 
 
 def check(function: Check) -> Check:
