@@ -6,7 +6,6 @@ Each world is started once and runs all checks (ranks.py).
 from __future__ import annotations
 
 import functools
-import gzip
 import json
 import shutil
 import sys
@@ -19,7 +18,6 @@ import command_checks
 import evaluation_checks
 import health_checks  # noqa: F401  # registers its checks
 import numpy as np
-import official_squad
 import predict_checks
 import pytest
 import resume_checks  # noqa: F401  # registers its checks
@@ -28,7 +26,7 @@ import strategy_checks  # noqa: F401  # registers its checks
 import task_checks
 import training_checks
 import world_checks  # noqa: F401  # registers its checks
-from launch import SAMPLE, SAMPLE_DEV, TIMEOUT_S, Outcome, launcher, run
+from launch import SAMPLE, TIMEOUT_S, Outcome, launcher, run
 from ranks import check_names
 
 pytestmark = pytest.mark.parallel
@@ -238,20 +236,3 @@ def test_evaluation_is_that_of_one_rank(launch: Launch, alone: Launch, preset: s
         assert found[exact] == expected[exact]
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
     assert found["null_odds"] == pytest.approx(expected["null_odds"], abs=1e-4)
-
-
-@horovod_worlds
-@pytest.mark.parametrize("num_questions", evaluation_checks.NUM_QUESTIONS)
-def test_scores_are_the_official_scripts(launch: Launch, num_questions: int) -> None:
-    try:
-        script, _ = official_squad.scripts()
-    except official_squad.NotReachableError as error:
-        pytest.skip(str(error))
-    found = launch.read(evaluation_checks.evaluation_name("sample", num_questions))
-    articles = json.loads(gzip.decompress(SAMPLE_DEV.read_bytes()))["data"]
-    for article in articles:
-        for paragraph in article["paragraphs"]:
-            paragraph["qas"] = [entry for entry in paragraph["qas"] if entry["id"] in found["predictions"]]
-    official = script.evaluate(articles, found["predictions"])
-    assert found["metrics"]["exact_match"] == pytest.approx(100 * official["exact_match"], abs=1e-9)
-    assert found["metrics"]["f1"] == pytest.approx(100 * official["final_f1"], abs=1e-9)
