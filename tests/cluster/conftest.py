@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from commands import losses
 from fork_server import start as fork_server
-from harness import FOLDER, Cluster, new_environment, started_cluster
+from harness import FOLDER, SMALL, Cluster, new_environment, started_cluster
 from launch import programs, served
 
 
@@ -20,6 +21,15 @@ def cluster() -> Iterator[Cluster]:
         server = cluster.serve_commands()
         yield cluster
         fork_server.end(server)
+
+
+@pytest.fixture(scope="session")
+def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of four steps of SMALL, each of 16 windows, by one process. Tests compare those of four ranks."""
+    folder = tmp_path_factory.mktemp("one_process")
+    command = f"python -m hvd_bert.train {SMALL} 4 --per_device_train_batch_size 16 --strategy none --output_dir out"
+    cluster.on("a100-01", command, folder).expect(0)
+    return losses(folder / "out")
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ CASES = {
     # The agent waits for an answer of the store on the other host, without a limit (docs/evidence/failing-clusters.md).
     "link down, c10d": Case(faults.link_down, None, WAITED, 240.0, ("torchrun on a100-02",), launchers="c10d"),
     "30 % packet loss": Case(
-        partial(faults.slow_link, loss=0.3), within_s=300.0, before=faults.patient, launchers="mpi"
+        partial(faults.slow_link, loss=0.3), within_s=300.0, before=faults.patient, launchers="mpi ddp"
     ),
     "30 % packet loss, gloo": Case(
         partial(faults.slow_link, loss=0.3),
@@ -66,9 +66,6 @@ CASES = {
         launchers="gloo",
         before=faults.patient,
         may_continue=True,
-    ),
-    "30 % packet loss, ddp": Case(
-        partial(faults.slow_link, loss=0.3), within_s=300.0, before=faults.patient, launchers="ddp"
     ),
     "200 ms delay": Case(partial(faults.slow_link, latency_ms=200.0), within_s=300.0, before=faults.patient),
     "rank stopped for 5 s": Case(faults.stopped, 5.0),

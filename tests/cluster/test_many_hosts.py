@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import losses
-from harness import FINAL, FOLDER, JOB_SCRIPT, SMALL, Cluster, new_environment, started_cluster
+from harness import FOLDER, JOB_SCRIPT, SMALL, Cluster, new_environment, started_cluster
+from test_preemption import cancel, wait_for
 
 # Campaigns: 16 interpreters start one by one, since the fork server serves only the other cluster.
 pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(3600)]
@@ -42,13 +42,10 @@ def test_eight_hosts_stop_and_resume_on_four(eight: Cluster, tmp_path: Path) -> 
     job = eight.submit(
         f"--nodes=8 --ntasks-per-node=2 {JOB_SCRIPT} {TRAIN} --output_dir out", tmp_path, waiting(tmp_path)
     )
-    log, deadline = tmp_path / "out" / "metrics.jsonl", time.monotonic() + TIMEOUT_S
-    while not (log.exists() and '"loss"' in log.read_text()):
-        assert time.monotonic() < deadline and eight.show(job)["JobState"] not in FINAL, eight.ended(job)
-        time.sleep(0.2)  # between polls, which the deadline ends
-    eight.on("login", ["scancel", "--signal=TERM", job], tmp_path, timeout=60).expect(0)
+    wait_for(eight, job, '"loss"', tmp_path / "out" / "metrics.jsonl", timeout=TIMEOUT_S)
+    cancel(eight, "--signal=TERM", job)
     facts = eight.wait(job, "PENDING", restarts=1, timeout=TIMEOUT_S)
-    eight.on("login", ["scancel", job], tmp_path, timeout=60).expect(0)
+    cancel(eight, job)
     out = Path(facts["StdOut"]).read_text()
     assert "16 rank(s) on a100-01, a100-02, a100-03, a100-04, a100-05, a100-06, a100-07, a100-08" in out
     assert f"requeueing it after step {STOP_STEP}." in out

@@ -28,9 +28,9 @@ def start_again(cluster: Cluster, job: str, folder: Path) -> None:
     cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now+3"], folder, timeout=60).expect(0)
 
 
-def wait_for(cluster: Cluster, job: str, text: str, log: Path | None = None) -> None:
+def wait_for(cluster: Cluster, job: str, text: str, log: Path | None = None, timeout: float = TIMEOUT_S) -> None:
     """Wait until a file, by default the job's output, has `text`."""
-    log, deadline = log or Path(cluster.show(job)["StdOut"]), time.monotonic() + TIMEOUT_S
+    log, deadline = log or Path(cluster.show(job)["StdOut"]), time.monotonic() + timeout
     while not (log.exists() and text in log.read_text()):
         if time.monotonic() > deadline or cluster.show(job)["JobState"] in FINAL:
             pytest.fail(f"no {text!r} in\n{cluster.ended(job)}", pytrace=False)
@@ -109,17 +109,6 @@ def test_array_of_a_users_own_script(cluster: Cluster, tmp_path: Path, altered: 
     assert f"Slurm job {job}_0 is not requeued: Slurm is ending it" in cancelled.out, cancelled
     assert "Resuming from step 2: runs/" in requeued.out, requeued
     assert len(list((tmp_path / "runs").iterdir())) == 2
-
-
-def test_refused_requeue(cluster: Cluster, tmp_path: Path, altered: dict[str, str]) -> None:
-    options = f"--nodes=2 --ntasks-per-node=1 --no-requeue {JOB_SCRIPT} {SMALL} 4 --output_dir out"
-    job = cluster.submit(options, tmp_path, altered | {"WAITING_STEP": "2"})
-    wait_for(cluster, job, "Training:")
-    cancel(cluster, "--signal=USR1", job)
-    ended = cluster.ended(job)
-    reason = "it does not allow it (sbatch --requeue does). To resume, rerun the same command with --output_dir out.\n"
-    assert f"Slurm job {job} is not requeued: {reason}" in ended.err, ended
-    assert ended.state == "FAILED" and (tmp_path / "out" / "checkpoint-2").exists(), ended
 
 
 def test_attempt_without_progress_is_not_requeued(cluster: Cluster, tmp_path: Path, altered: dict[str, str]) -> None:

@@ -6,10 +6,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
-from commands import losses
-from harness import FOLDER, HOSTS, RANK_INFOS, SMALL, Cluster, listening, results
+from harness import FOLDER, HOSTS, SMALL, Cluster, listening, results
+from test_two_hosts import check
 
 pytestmark = pytest.mark.cluster
 STEPS = f"{SMALL} 4 --output_dir out --per_device_train_batch_size"
@@ -49,15 +48,6 @@ LISTENING = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the same steps by one process."""
-    folder = tmp_path_factory.mktemp("one_process")
-    command = f"python -m hvd_bert.train {STEPS} 16 --strategy none"
-    cluster.on("a100-01", command, folder).expect(0)
-    return losses(folder / "out")
-
-
 @pytest.mark.parametrize("how", STARTED)
 def test_four_ranks_on_two_hosts(
     cluster: Cluster, tmp_path: Path, one_process: list[float], listeners: Path, how: str
@@ -69,11 +59,8 @@ def test_four_ranks_on_two_hosts(
     command = STARTED[how].format(train="altered -m hvd_bert.train")
     cluster.on("login", f"{command} {STEPS} 4", tmp_path, env).expect(0)
     assert (listening(listeners, 0), listening(listeners, 2)) == LISTENING[how]
-    found = results(tmp_path / "out")
     controller = "gloo" if "horovod" in how.split(", ")[1] else "torch.distributed"
-    assert (found["world_size"], found["hosts"], found["controller"]) == (4, HOSTS, controller)
-    assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in found["ranks"]] == RANK_INFOS
-    np.testing.assert_allclose(losses(tmp_path / "out"), one_process, rtol=0, atol=1e-4)
+    check(tmp_path / "out", controller, one_process, tolerance=1e-4)
 
 
 # As in pods: each rank by torch's variables, on a host whose own name does not resolve.

@@ -1,6 +1,6 @@
 """Stands for `python` in the tests' commands: server.py runs the command, and this process ends as the command ends.
 
-    python -m MODULE ARGUMENTS...   or   python SCRIPT ARGUMENTS...   or, by its own name, horovodrun and torchrun
+    python -m MODULE ARGUMENTS...   or   python SCRIPT ARGUMENTS...   or by its own name: horovodrun, torchrun, hvd-bert
 
 The command gets an interpreter of its own where no server runs on this host, where another option of Python is given,
 and where the environment has HVD_BERT_TEST_COLD or changes what libraries do when they are imported.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-NAMES = ("python", "horovodrun", "torchrun")
+NAMES = ("python", "horovodrun", "torchrun", "hvd-bert")
 LIMIT_S = 60.0
 
 

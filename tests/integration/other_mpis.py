@@ -43,7 +43,7 @@ class Mpi:
 def installed(package: str) -> Mpi:
     """The environment with this MPI, and Horovod as it is here. Skips the test if there is no such package."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert"
-    folder = cache / package.replace("==", "-")
+    folder = cache / f"{package.replace('==', '-')}-python{sys.version_info.major}.{sys.version_info.minor}"
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another clone's tests may install it

@@ -2,10 +2,9 @@
 
 group, thread: in a process group that the program has initialized; in its main thread or another one.
 failing: there, with a strategy for one process, then with an error on one rank.
-launched: in a thread, without such a group.
 submitit1, submitit2: on one or two tasks of submitit's LocalExecutor.
-spawn, actors: by torch's variables, in two processes of torch's `spawn` or two actors of Ray.
-ray: examples/ray_train.py.
+spawn: by torch's variables, in two processes of torch's `spawn`.
+ray: examples/ray_train.py, then Horovod by torch's variables in two actors of Ray, into actors/OUT.
 
 In group, submitit1, submitit2 and spawn, the ranks stop after step 3 and resume. group, failing, thread, submitit1,
 submitit2 and spawn write what happened to rankN.json in the working folder.
@@ -113,6 +112,16 @@ def by_ray(**settings: Any) -> None:
     ray.init = functools.partial(ray.init, num_cpus=2)
     ray_train.main("2", *(f"{name}={value}" for name, value in (SETTINGS | settings).items()))
 
+    class Rank:
+        def train(self, rank: int, port: int) -> None:
+            by_variables(rank, port, settings | {"strategy": "horovod", "output_dir": str(actors_out)})
+
+    out = Path(settings["output_dir"])
+    actors_out = out.parent / "actors" / out.name
+    actors = [ray.remote(num_cpus=1)(Rank).remote() for _ in range(2)]
+    port = get_free_port()
+    ray.get([actor.train.remote(rank, port) for rank, actor in enumerate(actors)])
+
 
 def by_variables(rank: int, port: int, settings: dict[str, Any]) -> None:
     """Train as one of two ranks that have torch's variables."""
@@ -132,23 +141,10 @@ def by_spawn(**settings: Any) -> None:
     write(0, status=status, stopped=stopped)
 
 
-def by_actors(**settings: Any) -> None:
-    import ray
-
-    class Rank:
-        def train(self, rank: int, port: int) -> None:
-            by_variables(rank, port, settings)
-
-    ray.init(num_cpus=2, include_dashboard=False)
-    actors = [ray.remote(num_cpus=1)(Rank).remote() for _ in range(2)]
-    port = get_free_port()
-    ray.get([actor.train.remote(rank, port) for rank, actor in enumerate(actors)])
-
-
 if __name__ == "__main__":
     kind, strategy, out = sys.argv[1:]
     settings = {"strategy": strategy, "output_dir": os.path.abspath(out)}
-    programs = {"failing": failing, "spawn": by_spawn, "ray": by_ray, "actors": by_actors}
+    programs = {"failing": failing, "spawn": by_spawn, "ray": by_ray}
     if kind in programs:
         programs[kind](**settings)
     elif kind == "group":
@@ -156,8 +152,7 @@ if __name__ == "__main__":
     elif kind.startswith("submitit"):
         submitted(int(kind[-1]), **settings)
     else:
-        trains = functools.partial(in_group, kind) if kind == "thread" else training_status
-        thread = threading.Thread(target=trains, kwargs=settings)
+        thread = threading.Thread(target=in_group, args=(kind,), kwargs=settings)
         thread.start()
         thread.join()
     sys.stdout.flush()

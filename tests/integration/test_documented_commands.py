@@ -29,7 +29,8 @@ NEEDS = {
     "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/)",  # the reader replaces them
     "ray": r".*ray_train",  # test_programs.py runs it
     "server": r"tensorboard|hf upload\b",
-    "time": r".*(hvd-bert (bench|tune)\b|benchmarks/|scripts/(demo|test)\.sh|--config sample\b)",
+    # test_own_task.py and the worlds of tests/parallel train that example
+    "time": r".*(hvd-bert (bench|tune)\b|benchmarks/|scripts/(demo|test)\.sh|--config sample\b|mnist_rnn)",
 }
 PREPARES = ("source ", "export ")
 

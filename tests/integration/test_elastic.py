@@ -51,9 +51,8 @@ def elastic(
     return run([str(word) for word in words], folder, env=environ)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_training_continues_without_a_killed_worker(tmp_path: Path, rank: int) -> None:
-    outcome = elastic(tmp_path, f"5 {rank} SIGKILL start").expect(0)
+def test_training_continues_without_a_killed_worker(tmp_path: Path) -> None:
+    outcome = elastic(tmp_path, "5 0 SIGKILL start").expect(0)
     assert "Resuming after step 4, kept by rank 0" in said(outcome), outcome
     (results,) = tmp_path.glob("*/out/train_results.json")
     result = json.loads(results.read_text())
@@ -73,16 +72,14 @@ REPORTED = {
     "horovod#2652: the optimizer of an added worker has no state yet": (
         "3 0 hosts start",
         {"discover": "echo localhost:1\n[ ! -e localhost/signalled ] || echo 127.0.0.1:1"},
-        2,
     ),
-    "horovod#3264: all workers of a host are killed at once": ("5 2,3 SIGKILL start", {"slots": 2, "least": 2}, 2),
+    "horovod#3264: all workers of a host are killed at once": ("5 2,3 SIGKILL start", {"slots": 2, "least": 2}),
     "horovod#3494: a host is removed, fewer than --min-np remain, another comes": (
         "3 0 hosts start",
         {"least": 2, "discover": ANOTHER_COMES},
-        2,
     ),
-    "horovod#3494, with a host that dies": ("3 0 SIGKILL start", {"least": 2, "discover": ANOTHER_COMES}, 2),
-    "a rank is stopped for longer than Gloo waits": ("3 1 SIGSTOP 30", {"least": 2, "limit_s": 20}, 2),
+    "horovod#3494, with a host that dies": ("3 0 SIGKILL start", {"least": 2, "discover": ANOTHER_COMES}),
+    "a rank is stopped for longer than Gloo waits": ("3 1 SIGSTOP 22", {"least": 2, "limit_s": 15}),
 }
 
 
@@ -94,15 +91,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
     return weights(folder / "out")
 
 
-@pytest.mark.parametrize("stop, hosts, size", REPORTED.values(), ids=list(REPORTED))
+@pytest.mark.parametrize("stop, hosts", REPORTED.values(), ids=list(REPORTED))
 def test_reported_deadlocks(
-    tmp_path: Path, undisturbed: dict[str, torch.Tensor], stop: str, hosts: dict[str, Any], size: int
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor], stop: str, hosts: dict[str, Any]
 ) -> None:
     outcome = elastic(tmp_path, stop, "--deterministic", **hosts).expect(0)
     assert "kept by rank" in said(outcome), outcome
     out = finished(tmp_path)
     result = json.loads((out / "train_results.json").read_text())
-    assert (result["world_size"], result["train_samples"]) == (size, 2 * WINDOWS), outcome
+    assert (result["world_size"], result["train_samples"]) == (2, 2 * WINDOWS), outcome
     assert largest_difference(out, undisturbed) <= MAX_DIFFERENCE, outcome
 
 

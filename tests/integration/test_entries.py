@@ -67,7 +67,6 @@ def test_failing_rank_ends_all(by: str, kind: str, strategy: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("by", "strategy", "failure"),
     [
-        ("mpirun", "horovod", "UserError"),
         ("gloo", "horovod", "none"),
         ("torchrun", "ddp", "UserError"),
         ("gloo", "horovod", "RuntimeError"),

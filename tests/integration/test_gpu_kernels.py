@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from commands import losses, read_lines, skip_without, small_run
+from commands import losses, read_lines, small_run
 from launch import REPOSITORY, SAMPLE, launcher, run
 
 pytestmark = pytest.mark.integration
@@ -34,12 +34,10 @@ def on_gpu_kernels(words: Sequence[str | Path], folder: Path, starts: Sequence[s
         (["none", "--torch_compile", "--bf16"], BF16, 2e-2),
         (["ddp", "--bf16", "--dropout", "0.1", "--gradient_checkpointing"], BF16, 0.5),  # other random numbers
         (["fsdp", "--bf16", "--torch_compile", "--gradient_checkpointing"], BF16, 2e-2),
-        (["deepspeed"], FP32, 1e-4),
     ],
-    ids=["none", "ddp", "fsdp", "deepspeed"],
+    ids=["none", "ddp", "fsdp"],
 )
 def test_training(tmp_path: Path, baseline: Path, flags: list[str], used: set[str], tolerance: float) -> None:
-    skip_without(flags[0])
     size = 1 if flags[0] == "none" else 2
     _, _, *words = small_run(size, tmp_path / "out", "--strategy", *flags)
     starts = launcher(size, "torchrun" if size > 1 else "none")

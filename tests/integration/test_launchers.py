@@ -14,7 +14,7 @@ from launch import TRAIN, launcher, run
 pytestmark = pytest.mark.integration
 
 # How the ranks are started, with the strategy. tests/cluster has those of several hosts.
-STARTED = [("torch", "horovod"), ("torch", "fsdp"), ("deepspeed", "deepspeed"), ("accelerate", "ddp")]
+STARTED = [("torch", "horovod"), ("deepspeed", "deepspeed"), ("accelerate", "ddp")]
 STARTED += [("JSM", "horovod"), ("FLUX", "ddp"), ("PMIX", "horovod")]
 
 

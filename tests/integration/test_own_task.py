@@ -1,4 +1,4 @@
-"""The task of the guide, on two ranks: stopped, resumed, and read by the report."""
+"""Tasks of one's own: the guide's on two ranks, stopped, resumed and read by the report; the example learns."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import sys
 from pathlib import Path
 
 import documented
+import numpy as np
 import pytest
 import stopping_at
 from commands import read_lines, said
-from launch import TRAIN, launcher, run
+from launch import REPOSITORY, TRAIN, launcher, run
 
 pytestmark = pytest.mark.integration
 
 FLAGS = ["--task", "digits:Digits", "--learning_rate", "1e-3", "--max_steps", "200", "--global_batch", "16"]
+# One process reaches 0.975 to 0.983 with the seeds 0, 1, 2 (docs/evidence/results.md).
+ACCURACY = 0.96
 
 
 def test_task_of_the_guide(tmp_path: Path) -> None:
@@ -45,3 +48,16 @@ def test_task_of_the_guide(tmp_path: Path) -> None:
     assert (float(rows["ddp"]["accuracy"]), rows["none"]["accuracy"]) == (accuracy, "")
     page = (tmp_path / "report" / "report.html").read_text()
     assert "images/s" in page and f"{accuracy:.4f}" in page and "EM" not in page.split()
+
+
+def test_one_process_learns_the_digits(tmp_path: Path) -> None:
+    flags = ["--config", "mnist_rnn.yaml", "--logging_steps", 1, "--strategy", "none", "--output_dir", tmp_path / "out"]
+    output = said(run([*TRAIN, *flags], REPOSITORY / "examples").expect(0))
+    lines = read_lines(tmp_path / "out" / "metrics.jsonl")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    accuracies = [line["eval_accuracy"] for line in lines if "eval_loss" in line]
+    assert len(losses) == 15 * 23 and len(accuracies) == 15
+    assert np.mean(losses[-23:]) < 0.1 < 1.5 < np.mean(losses[:23])
+    assert accuracies[-1] >= ACCURACY
+    assert f"accuracy {accuracies[-1]:.4f}" in output
+    assert "images/s" in output and "windows/s" not in output

@@ -1,9 +1,11 @@
-"""Recordings of real runs: Horovod's timeline of the given steps, and one trace of all ranks."""
+"""Recordings of real runs: Horovod's timeline, also as `hvd-bert timeline` analyzes it, and one trace of all ranks."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,28 +20,15 @@ from hvd_bert.tools.timeline.__main__ import read
 
 pytestmark = pytest.mark.integration
 
+STEPS = 6  # of small_run
 PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # layers, embeddings, span head
 
 
-def timeline(path: Path) -> list[dict[str, Any]]:
-    """The events of a timeline. A closed file is valid JSON."""
+def timeline(path: Path) -> tuple[list[dict[str, Any]], Counter[int]]:
+    """The events of a timeline, whose closed file is valid JSON; number of sends of a tensor -> number of tensors."""
     events: list[dict[str, Any]] = json.loads(path.read_text())
-    return events
-
-
-def rounds(events: list[dict[str, Any]], what: str = "ALLREDUCE") -> Counter[int]:
-    """Number of sends of a tensor -> number of tensors."""
-    return Counter(Counter(event["pid"] for event in events if event.get("name") == what).values())
-
-
-def trace(out: Path) -> list[dict[str, Any]]:
-    with gzip.open(out / "trace.json.gz", "rt") as file:
-        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    return events
-
-
-def phases_of(events: list[dict[str, Any]], pid: int) -> list[dict[str, Any]]:
-    return [event for event in events if event.get("cat") == "phase" and event["pid"] == pid]
+    sends = Counter(event["pid"] for event in events if event.get("name") == "ALLREDUCE")
+    return events, Counter(sends.values())
 
 
 def test_steps_3_to_5_are_recorded(tmp_path: Path) -> None:
@@ -48,15 +37,17 @@ def test_steps_3_to_5_are_recorded(tmp_path: Path) -> None:
     outcome = run([*launcher(2, "gloo"), *small_run(2, out, *flags)], tmp_path).expect(0)
     assert said(outcome).count(f"Horovod's timeline of steps 3 to 5: {path}") == 1
     assert len([row for row in read_lines(out / "metrics.jsonl") if "loss" in row]) == 6
-    assert rounds(timeline(path))[3] >= PARAMETERS  # gradients and the agreement on stopping
-    assert {event["name"] for event in timeline(path) if event["ph"] == "X"} == {"0", "1"}
+    events, rounds = timeline(path)
+    assert rounds[3] >= PARAMETERS  # gradients and the agreement on stopping
+    assert {event["name"] for event in events if event["ph"] == "X"} == {"0", "1"}
 
-    events = trace(out)
+    with gzip.open(out / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
     assert {event["pid"] for event in events} == {1, 2}
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert [name.split(" on ")[0] for name in names.values()] == ["rank 0", "rank 1"]
     for pid in (1, 2):
-        phases = phases_of(events, pid)
+        phases = [event for event in events if event.get("cat") == "phase" and event["pid"] == pid]
         assert [row["name"] for row in phases].count("compute") == 3
         assert set(PHASES) >= {row["name"] for row in phases}
         start, end = phases[0]["ts"], phases[-1]["ts"] + phases[-1]["dur"]
@@ -72,5 +63,47 @@ def test_an_interrupted_recording_is_closed(tmp_path: Path) -> None:
     stopped = run([*launcher(2, "mpirun"), *stopping, *words], tmp_path)
     assert not stopped.hung and stopped.status != 0, stopped
     assert said(stopped).count("The recording of steps 2:6 is incomplete") == 1, stopped
-    assert max(rounds(timeline(path))) == 3  # steps 2, 3 and 4
+    _, rounds = timeline(path)
+    assert max(rounds) == 3  # steps 2, 3 and 4
     assert read(path).step is not None
+
+
+def analysed(path: Path) -> dict[str, Any]:
+    page = str(path.with_suffix(".html"))
+    command = [sys.executable, "-m", "hvd_bert.tools.timeline", str(path), "--json", "--overwrite", "--html", page]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == ""  # no progress bar without a terminal
+    record: dict[str, Any] = json.loads(done.stdout)
+    return record
+
+
+@pytest.mark.parametrize(("by", "cached"), [("mpi", False), ("gloo", True)])
+def test_a_real_timeline(tmp_path: Path, by: str, cached: bool) -> None:
+    path = tmp_path / "timeline.json"
+    env = {"HOROVOD_TIMELINE": str(path)} | ({} if cached else {"HOROVOD_CACHE_CAPACITY": "0"})
+    run([*launcher(2, by), *small_run(2, tmp_path / "out")], tmp_path, env=env).expect(0)
+    seen = analysed(path)
+    assert seen["ranks"] == 2
+    assert not seen["cut_short"]
+    phases = {phase["name"]: phase for phase in seen["phases"]}
+    assert {"NEGOTIATE_ALLREDUCE", "NEGOTIATE_BROADCAST", f"{by.upper()}_ALLREDUCE"} <= phases.keys()
+    assert phases["NEGOTIATE_ALLREDUCE"]["count"] >= STEPS * PARAMETERS
+    assert all(0 <= phase["share"] <= 1 for phase in seen["phases"])
+    step = seen["step"]
+    assert step["steps"] == STEPS - 1
+    assert 0 <= step["exposed_least_s"] <= step["exposed_most_s"] <= step["busy_s"]
+    sent = sum(row["size"] for row in seen["sizes"])  # the gradients, and sums for the log
+    assert STEPS * step["size"] <= sent < 1.01 * STEPS * step["size"]
+    assert [row["rank"] for row in seen["rank_rows"]] == [0, 1]
+    known = seen["rank_rows"][0]["of_steps"]
+    assert known == (0 if cached else STEPS - 1)
+    assert (seen["naming_ranks"] < seen["negotiations"]) == cached
+    assert seen["advice"]
+    page = path.with_suffix(".html").read_text()
+    assert all(line.split(".")[0][:30] in page for line in seen["advice"])
+
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 3 // 4 - 7])
+    cut = analysed(path)
+    assert cut["cut_short"]
+    assert STEPS / 2 - 1 <= cut["step"]["steps"] < STEPS

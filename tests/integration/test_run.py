@@ -93,6 +93,8 @@ def test_train_results(finished: Run) -> None:
     assert results["train_samples_per_second"] == pytest.approx(66 / results["train_runtime"])
     found = results["breakdown"]
     assert (found["taken_steps"], found["steps"], found["padding_share"]) == (6, 5, 0.0)  # the first is warm-up
+    measured = sum(line[f"{phase}_s"] for line in steps for phase in PHASES)
+    assert measured == pytest.approx(results["train_runtime"], rel=0.02), "phases leave no gaps"
     for phase, figures in found["phases"].items():
         assert figures["ms"] == pytest.approx(1000 * np.mean([line[f"{phase}_s"] for line in steps[1:]]))
         assert 0 <= figures["min_ms"] <= figures["ms"] <= figures["max_ms"]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from ranks import Ranks, call, check_every_strategy
+from ranks import Ranks, call, check_every_strategy, expensive
 from resuming import rows
 from torch import Tensor, nn
 from training_checks import GLOBAL_BATCH, Training, sample
@@ -41,16 +41,10 @@ def losses_of_nan(world: World) -> Iterator[None]:
         yield
 
 
-def shown_by_others(ranks: Ranks) -> bool:
-    """Whole runs take long on these worlds."""
-    return ranks.world.size == 4 or (ranks.world.size == 1 and ranks.strategy != "none")
-
-
+@expensive
 @check_every_strategy
 def steps_of_nan_are_skipped_and_then_end_the_training_on_all_ranks(ranks: Ranks) -> None:
     world, out = ranks.world, ranks.folder / "unhealthy"
-    if shown_by_others(ranks):
-        return
     last = world.size - 1
     batch = ["--per_device_train_batch_size", GLOBAL_BATCH // world.size, "--max_train_samples", GLOBAL_BATCH]
     flags = ["--max_steps", STEPS, "--logging_steps", 1, "--save_steps", 5, "--no_do_eval", "--report_to", "none"]
@@ -77,12 +71,11 @@ def steps_of_nan_are_skipped_and_then_end_the_training_on_all_ranks(ranks: Ranks
         assert all(torch.isfinite(weight).all() for weight in newest.tensors["model"].values())
 
 
+@expensive
 @check_every_strategy
 def training_that_skips_all_its_steps_fails_and_leaves_no_model(ranks: Ranks) -> None:
     """Fewer steps than end a training by themselves, of a model whose weights are NaN."""
     world, model, out = ranks.world, ranks.folder / "nan", ranks.folder / "untrained"
-    if shown_by_others(ranks):
-        return
     training = Training(world)
     if world.rank == 0:
         for weight in training.model.parameters():

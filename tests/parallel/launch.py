@@ -106,7 +106,7 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def programs() -> Path:
-    """The folder of `python`, `horovodrun` and `torchrun` by this session's fork server."""
+    """The folder of `python`, `horovodrun`, `torchrun` and `hvd-bert` by this session's fork server."""
     return fork_server.programs(environment())
 
 

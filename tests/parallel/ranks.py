@@ -32,14 +32,19 @@ class Ranks:
     strategy: str
 
     @property
-    def is_large(self) -> bool:
-        """Whether a smaller world of several ranks of the same strategy shows expensive runs as well."""
-        return self.world.size == 4 and self.strategy in ("horovod", "ddp")
+    def runs_expensive_checks(self) -> bool:
+        return runs_expensive_checks(self.world.size, self.strategy)
 
 
 Check = Callable[[Ranks], None]
 CHECKS: dict[str, Check] = {}
 HOROVOD_CHECKS: set[str] = set()  # what does not depend on the strategy, and Horovod's own traps
+EXPENSIVE_CHECKS: set[str] = set()
+
+
+def runs_expensive_checks(size: int, strategy: str) -> bool:
+    """Whether a world is its strategy's smallest one of several ranks, or one process without a strategy."""
+    return (size, strategy) in ((2, "horovod"), (2, "ddp"), (4, "fsdp"), (2, "deepspeed"), (1, "none"))
 
 
 def check(function: Check) -> Check:
@@ -55,9 +60,18 @@ def check_every_strategy(function: Check) -> Check:
     return function
 
 
-def check_names(strategy: str) -> list[str]:
-    """The names of the checks of a strategy's worlds, in order."""
-    return [name for name in CHECKS if strategy == "horovod" or name not in HOROVOD_CHECKS]
+def expensive(function: Check) -> Check:
+    """Have a registered check run by one world of each strategy only: what it shows depends on no number of ranks."""
+    EXPENSIVE_CHECKS.add(function.__name__)
+    return function
+
+
+def check_names(size: int, strategy: str) -> list[str]:
+    """The names of a world's checks, in order."""
+    others = set() if strategy == "horovod" else HOROVOD_CHECKS
+    if not runs_expensive_checks(size, strategy):
+        others = others | EXPENSIVE_CHECKS
+    return [name for name in CHECKS if name not in others]
 
 
 def call(main: Callable[[World], object], world: World, words: Sequence[object]) -> None:
@@ -79,14 +93,13 @@ def run_checks(world: World) -> None:
         "evaluation_checks",
         "predict_checks",
         "resume_checks",
-        "breakdown_checks",
         "task_checks",
         "health_checks",
     ):
         importlib.import_module(module)  # its checks register themselves
     folder, controller, strategy = Path(sys.argv[1]), *sys.argv[2:]
     results: dict[str, list[str | None]] = {}
-    for name in check_names(strategy):
+    for name in check_names(world.size, strategy):
         failure, start = None, time.monotonic()
         try:
             CHECKS[name](Ranks(world, controller, folder, strategy))

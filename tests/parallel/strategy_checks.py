@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from ranks import Ranks, check_every_strategy
+from ranks import Ranks, check_every_strategy, expensive
 from torch import nn
 from training_checks import Gradients, Training, assert_close, same
 from transformers import AutoModelForQuestionAnswering
@@ -47,11 +47,12 @@ def first_step(
 ) -> tuple[Gradients, Gradients]:
     """One step by the strategy, held to what one process computes for all of its windows.
 
-    The gradients that it took (on rank 0, else none), and that process's.
+    The gradients that it took, and that process's. Both on rank 0 only, else none.
     """
+    is_first = ranks.world.rank == 0
     training = Training(ranks.world, "--max_grad_norm", clip, *flags, accumulation=accumulation)
-    expected = training.plain_gradients(step)
-    if clip:
+    expected = training.plain_gradients(step) if is_first else {}
+    if clip and is_first:
         norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
         assert norm > clip, "nothing is clipped"
         expected = {name: gradient * (clip / norm) for name, gradient in expected.items()}
@@ -59,7 +60,7 @@ def first_step(
         recompute_layers(training.model)
     training.wrap()
     found = applied_gradients(training, step)
-    if ranks.world.rank == 0:
+    if is_first:
         assert_close(found, expected, tolerance)
     return found, expected
 
@@ -69,13 +70,14 @@ def first_gradients_are_those_of_one_process(ranks: Ranks) -> None:
     first_step(ranks)
 
 
+@expensive
 @check_every_strategy
 def first_gradients_of_every_packed_family_are_those_of_one_process(ranks: Ranks) -> None:
     """As one vector: each family has other weights whose gradients are zero in theory.
 
     FSDP shards by a family's layers, and DDP needs a gradient of each weight.
     """
-    if ranks.strategy not in ("fsdp", "ddp") or ranks.is_large or ranks.world.size == 1:
+    if ranks.strategy not in ("fsdp", "ddp"):
         return
     sizes = json.loads((ranks.folder / "tiny" / "config.json").read_text())
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -83,7 +85,7 @@ def first_gradients_of_every_packed_family_are_those_of_one_process(ranks: Ranks
         folder = ranks.folder / f"{name}-{ranks.world.rank}"
         CONFIG_MAPPING[name](pad_token_id=0, **{size: sizes[size] for size in names}).save_pretrained(folder)
         training = Training(ranks.world, "--config_name", folder, "--max_grad_norm", 0)
-        expected = training.plain_gradients(0)
+        expected = training.plain_gradients(0) if ranks.world.rank == 0 else {}
         training.wrap()
         found = applied_gradients(training, 0)
         if found:
@@ -158,18 +160,19 @@ def gathered_model_is_what_was_trained(ranks: Ranks) -> None:
         assert loaded.keys() == after.keys() and all(torch.equal(loaded[name], after[name]) for name in after)
 
 
+@expensive
 @check_every_strategy
 def layerwise_optimizers_step_as_in_one_process(ranks: Ranks) -> None:
     for optim in ("lamb", "lars"):
         # With a smaller epsilon, LAMB would make full steps of gradients that are rounding errors alone.
         flags = ("--optim", optim, "--learning_rate", 0.01, "--adam_epsilon", 1e-3)
-        training = Training(ranks.world, *flags)
-        settings = training.config
-        if ranks.strategy.partition(":")[0] in ("fsdp", "deepspeed"):
+        strategy = ranks.strategy.partition(":")[0]
+        if strategy in ("fsdp", "deepspeed"):
             with pytest.raises(UserError, match=f"--optim {optim}.*--strategy"):
-                check_optimizer(optim, settings.parallel.strategy)
+                check_optimizer(optim, strategy)
             continue
-        alone = Training(ranks.world, *flags)
+        training, alone = Training(ranks.world, *flags), Training(ranks.world, *flags)
+        settings = training.config
         optimizer = make_optimizer(alone.model, settings.train, devices=1)
         training.wrap()
         for step in (0, 1, 0):

@@ -6,7 +6,6 @@ Each world is started once and runs all checks (ranks.py).
 from __future__ import annotations
 
 import functools
-import gzip
 import json
 import shutil
 import sys
@@ -15,12 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import breakdown_checks  # noqa: F401  # registers its checks
 import command_checks
 import evaluation_checks
 import health_checks  # noqa: F401  # registers its checks
 import numpy as np
-import official_squad
 import predict_checks
 import pytest
 import resume_checks  # noqa: F401  # registers its checks
@@ -29,7 +26,7 @@ import strategy_checks  # noqa: F401  # registers its checks
 import task_checks
 import training_checks
 import world_checks  # noqa: F401  # registers its checks
-from launch import SAMPLE, SAMPLE_DEV, TIMEOUT_S, Outcome, launcher, run
+from launch import SAMPLE, TIMEOUT_S, Outcome, launcher, run
 from ranks import check_names
 
 pytestmark = pytest.mark.parallel
@@ -59,6 +56,7 @@ class Launch:
 
     outcome: Outcome
     folder: Path
+    size: int
     strategy: str
     results: dict[str, list[str | None]]
 
@@ -96,7 +94,7 @@ def _start(folder: Path, size: int, by: str, strategy: str) -> Launch:
     env = {"HVD_BERT_CACHE": str(folder / "cache")}
     outcome = run(command, folder, env=env, timeout=2 * TIMEOUT_S)
     results = folder / "results.json"
-    return Launch(outcome, folder, strategy, json.loads(results.read_text()) if results.exists() else {})
+    return Launch(outcome, folder, size, strategy, json.loads(results.read_text()) if results.exists() else {})
 
 
 @pytest.fixture(scope="session")
@@ -137,7 +135,7 @@ def alone(worlds: Any) -> Launch:
 def test_every_check(launch: Launch) -> None:
     """The checks of ranks.py; one that fails is named with its rank."""
     launch.outcome.expect(0)
-    checks = check_names(launch.strategy)
+    checks = check_names(launch.size, launch.strategy)
     failures = [
         f"{check}, rank {rank}: {text}"
         for check in checks
@@ -238,20 +236,3 @@ def test_evaluation_is_that_of_one_rank(launch: Launch, alone: Launch, preset: s
         assert found[exact] == expected[exact]
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
     assert found["null_odds"] == pytest.approx(expected["null_odds"], abs=1e-4)
-
-
-@horovod_worlds
-@pytest.mark.parametrize("num_questions", evaluation_checks.NUM_QUESTIONS)
-def test_scores_are_the_official_scripts(launch: Launch, num_questions: int) -> None:
-    try:
-        script, _ = official_squad.scripts()
-    except official_squad.NotReachableError as error:
-        pytest.skip(str(error))
-    found = launch.read(evaluation_checks.evaluation_name("sample", num_questions))
-    articles = json.loads(gzip.decompress(SAMPLE_DEV.read_bytes()))["data"]
-    for article in articles:
-        for paragraph in article["paragraphs"]:
-            paragraph["qas"] = [entry for entry in paragraph["qas"] if entry["id"] in found["predictions"]]
-    official = script.evaluate(articles, found["predictions"])
-    assert found["metrics"]["exact_match"] == pytest.approx(100 * official["exact_match"], abs=1e-9)
-    assert found["metrics"]["f1"] == pytest.approx(100 * official["final_f1"], abs=1e-9)

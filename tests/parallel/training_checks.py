@@ -142,30 +142,6 @@ def assert_same_on_all_ranks(world: World, tensors: Gradients) -> None:
 
 
 @check
-def all_waits_over_gloo_are_by_the_replaced_function(ranks: Ranks) -> None:
-    """If this fails with another Horovod, see what its operations wait by: `_pause_between_polls` replaces that."""
-    from horovod.torch.mpi_ops import mpi_lib
-
-    if ranks.controller != "gloo":
-        return
-    world, training = ranks.world, Training(ranks.world)
-    training.wrap()
-    waits = {
-        "allgather": (lambda: world.allgather(None), 2),  # sizes and values
-        "sum": (lambda: world.sum(torch.ones(2)), 1),
-        "broadcast": (lambda: world.broadcast_tensors({"tensor": torch.ones(2)}), 1),
-        "vote": (lambda: world.any_rank_async(False)(), 1),
-        # One per gradient, and two for that of the words.
-        "step": (lambda: training.averaged_step(0), len(training.weights()) + 1),
-    }
-    for name, (operation, expected) in waits.items():
-        replaced = mpi_lib.horovod_torch_wait_and_clear
-        with patch.object(mpi_lib, "horovod_torch_wait_and_clear", wraps=replaced) as wait:
-            operation()
-        assert (name, wait.call_count) == (name, expected)
-
-
-@check
 def waits_over_gloo_leave_the_core_to_others(ranks: Ranks) -> None:
     """If this fails with another Horovod, its wait may pause by itself: then `_pause_between_polls` can go."""
     from horovod.torch.mpi_ops import mpi_lib
@@ -207,7 +183,8 @@ def averaged_gradients_are_those_of_one_process(ranks: Ranks) -> None:
     training.wrap()
     for step in range(3):  # across the end of an epoch
         found = training.averaged_gradients(step)
-        assert_close(found, training.plain_gradients(step))
+        if ranks.world.rank == 0:
+            assert_close(found, training.plain_gradients(step))
         assert_same_on_all_ranks(ranks.world, found)
         training.strategy.step()
         assert all(gradient.abs().max() == 0 for gradient in training.gradients().values())
@@ -279,8 +256,8 @@ def bf16_allreduce_rounds_the_mean(ranks: Ranks) -> None:
         training = Training(world, "--bf16_allreduce", "--max_grad_norm", 0, *flags)
         training.wrap()
         found = training.averaged_gradients(0)
-        expected = training.plain_gradients(0)
-        assert_close(found, expected, 2**-7 if world.size > 1 else 1e-5)
+        if world.rank == 0:
+            assert_close(found, training.plain_gradients(0), 2**-7 if world.size > 1 else 1e-5)
         assert_same_on_all_ranks(world, found)
         assert world.size == 1 or all(torch.equal(g, g.bfloat16().float()) for g in found.values())
         # A gradient beyond the range of fp16 arrives.
