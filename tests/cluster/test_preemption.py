@@ -111,6 +111,17 @@ def test_array_of_a_users_own_script(cluster: Cluster, tmp_path: Path, altered: 
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
+def test_refused_requeue(cluster: Cluster, tmp_path: Path, altered: dict[str, str]) -> None:
+    options = f"--nodes=2 --ntasks-per-node=1 --no-requeue {JOB_SCRIPT} {SMALL} 4 --output_dir out"
+    job = cluster.submit(options, tmp_path, altered | {"WAITING_STEP": "2"})
+    wait_for(cluster, job, "Training:")
+    cancel(cluster, "--signal=USR1", job)
+    ended = cluster.ended(job)
+    reason = "it does not allow it (sbatch --requeue does). To resume, rerun the same command with --output_dir out.\n"
+    assert f"Slurm job {job} is not requeued: {reason}" in ended.err, ended
+    assert ended.state == "FAILED" and (tmp_path / "out" / "checkpoint-2").exists(), ended
+
+
 def test_attempt_without_progress_is_not_requeued(cluster: Cluster, tmp_path: Path, altered: dict[str, str]) -> None:
     options = f"--nodes=2 --ntasks-per-node=1 {JOB_SCRIPT} {SMALL} 2 --output_dir out"
     job = cluster.submit(options, tmp_path, altered | {"WAITING_STEP": "2", "SIGNALLED_AGAIN": "yes"})

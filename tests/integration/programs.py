@@ -2,6 +2,7 @@
 
 group, thread: in a process group that the program has initialized; in its main thread or another one.
 failing: there, with a strategy for one process, then with an error on one rank.
+launched: in a thread, without such a group.
 submitit1, submitit2: on one or two tasks of submitit's LocalExecutor.
 spawn: by torch's variables, in two processes of torch's `spawn`.
 ray: examples/ray_train.py, then Horovod by torch's variables in two actors of Ray, into actors/OUT.
@@ -152,7 +153,8 @@ if __name__ == "__main__":
     elif kind.startswith("submitit"):
         submitted(int(kind[-1]), **settings)
     else:
-        thread = threading.Thread(target=in_group, args=(kind,), kwargs=settings)
+        trains = functools.partial(in_group, kind) if kind == "thread" else training_status
+        thread = threading.Thread(target=trains, kwargs=settings)
         thread.start()
         thread.join()
     sys.stdout.flush()

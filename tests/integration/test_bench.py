@@ -17,14 +17,12 @@ TINY |= {"intermediate_size": 32, "vocab_size": 1100}
 
 
 @pytest.mark.alone  # steps of 2 ms whose phases must add up: a hundred, for a rank may lose its core for a moment
-def test_table_and_json(tmp_path: Path) -> None:
-    size = 2
+@pytest.mark.parametrize(("size", "by"), [(1, "none"), (2, "gloo")])
+def test_table_and_json(tmp_path: Path, size: int, by: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **TINY}))
     words = [sys.executable, "-m", "hvd_bert.tools.bench", "--model", "config.json", "--steps", "100", "--repeats", "3"]
     words += ["--peak_tflops", "2", "--json", "bench.json"]
-    outcome = run([*launcher(size, "gloo"), *words], tmp_path, env={"HOROVOD_CYCLE_TIME": None}).expect(
-        0
-    )  # the default
+    outcome = run([*launcher(size, by), *words], tmp_path, env={"HOROVOD_CYCLE_TIME": None}).expect(0)  # the default
     for label in ("windows/s ", "share of the measured matmul peak ", "MFU, share of the vendor's peak "):
         assert said(outcome).count(label) == 1, outcome
     record = json.loads((tmp_path / "bench.json").read_text())

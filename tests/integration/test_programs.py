@@ -61,6 +61,11 @@ def test_thread_in_a_group(tmp_path: Path, horovodruns: list[float]) -> None:
     check(tmp_path, horovodruns)
 
 
+def test_thread_under_a_launcher(tmp_path: Path, horovodruns: list[float]) -> None:
+    start(tmp_path, "gloo", "launched", "horovod")
+    check(tmp_path, horovodruns)
+
+
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (2, "horovod")])
 def test_submitit(tmp_path: Path, horovodruns: list[float], ranks: int, strategy: str) -> None:
     pytest.importorskip("submitit")

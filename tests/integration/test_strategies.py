@@ -31,6 +31,16 @@ def test_two_ranks_of_any_strategy_leave_what_one_process_leaves(tmp_path, basel
     assert results["work"] == json.loads((baseline / "train_results.json").read_text())["work"]
 
 
+def test_a_launchers_local_rank_is_no_setting(tmp_path, baseline):
+    out = tmp_path / "out"
+    launch = [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc-per-node=2"]
+    words = small_run(2, out, "--strategy", "ddp")[len(TRAIN) :]
+    run([*launch, "--module", "hvd_bert.train", *words], tmp_path).expect(0)
+    assert losses(out) == pytest.approx(losses(baseline), abs=1e-4)
+    assert json.loads((out / "train_results.json").read_text())["world_size"] == 2
+    assert "\nlocal_rank:" not in (out / "train_config.yaml").read_text()
+
+
 def test_accelerates_single_process_is_reported(tmp_path):
     pytest.importorskip("accelerate", reason="needs env/setup.sh --dev")
     accelerate = str(Path(sys.executable).with_name("accelerate"))

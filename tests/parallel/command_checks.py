@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from hvd_bert.checkpoint import files
 from hvd_bert.config.command_line import parse
 from hvd_bert.errors import UserError
 from hvd_bert.strategies.base import Strategy, strategy_class
+from hvd_bert.training import saving
 from hvd_bert.training.api import main as train
 
 
@@ -33,24 +34,36 @@ def run_command(ranks: Ranks, name: str, *flags: str | float, passes: int = 1) -
 def steps_overlap_with_a_write_and_the_next_save_waits_for_it(ranks: Ranks) -> None:
     """A kill loses at most --save_steps and the steps of one write, which are no more than --save_steps."""
     order: list[str] = []
-    in_step_4 = threading.Event()
+    waited_for = threading.Event()
     kind = strategy_class("horovod")
     write, step = files.write, kind.step
 
     def slow_write(*arguments: Any) -> Path:
-        assert in_step_4.wait(60), "steps wait for the write"
-        time.sleep(0.3)  # step 5 would come first if the next save did not wait
+        assert waited_for.wait(60), "nobody waits for the write"
         order.append("written")
         return write(*arguments)
 
+    class Writer(ThreadPoolExecutor):
+        def submit(self, *arguments: Any) -> Any:
+            future = super().submit(*arguments)
+            result = future.result
+
+            def telling_result() -> Any:
+                waited_for.set()
+                ended = result()
+                waited_for.clear()
+                return ended
+
+            future.result = telling_result  # type: ignore[method-assign, assignment]
+            return future
+
     def telling_step(self: Strategy) -> bool:
         order.append("step")
-        if len(order) == 4:
-            in_step_4.set()
         return step(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "write", slow_write)
+        patch.setattr(saving, "ThreadPoolExecutor", Writer)
         patch.setattr(kind, "step", telling_step)
         run_command(ranks, "saved", "--max_steps", 5, "--save_steps", 2, "--no_do_eval")
     writes = ["written"] if ranks.world.rank == 0 else []

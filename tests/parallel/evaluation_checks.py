@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ranks import Ranks, call, check, expensive
+from training_checks import sample
 
 from hvd_bert.config import command_line
-from hvd_bert.config.settings import save
+from hvd_bert.config.settings import PACKAGE, save
+from hvd_bert.data.sources import squad
 from hvd_bert.distributed.world import World
+from hvd_bert.tasks.base import load_task
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.evaluate.__main__ import main as evaluate
 from hvd_bert.training.api import main as train
@@ -62,6 +67,63 @@ def each_question_is_evaluated_once(ranks: Ranks) -> None:
     for preset in PRESETS:
         for num_questions in NUM_QUESTIONS:
             _evaluate(ranks, preset, num_questions)
+
+
+@check
+def files_are_mixed_by_weight_and_scored_as_alone(ranks: Ranks) -> None:
+    world, files = ranks.world, [ranks.folder / f"{name}.json" for name in "abcd"]
+    if world.rank == 0:
+        questions = squad.open_file(PACKAGE / "sample" / "dev-v1.1.json.gz", False).questions()
+        for file, part in zip(files, (slice(6), slice(6, 11), slice(6), slice(6, 16)), strict=True):
+            rows = [
+                asdict(q) | {"answers": {"text": q.answer_texts, "answer_start": q.answer_starts}} for q in questions
+            ]
+            file.write_text(json.dumps(rows[part]))
+    world.allgather(None)
+    a, b, c, d = files
+    words = sample("--train_file", f"{a}:0.5", f"{b}:2", "--validation_file", f"C={c}", f"D={d}")
+    words += [f"--per_device_train_batch_size={8 // world.size}", "--per_device_eval_batch_size=4"]
+    task = load_task(command_line.parse(words), world)
+    one = load_task(command_line.parse([*words, "--per_device_train_batch_size=8"]), World())
+    assert isinstance(task, QuestionAnswering) and task.plan and one.plan and task.train
+    assert (task.plan.num_windows, task.plan.steps_per_epoch) == (3 + 10, 2)
+    counts = np.zeros(11, np.int64)
+    for step in range(8):  # four epochs
+        mine = np.concatenate(task.plan.rank_windows(step, world.rank))
+        taken = np.concatenate(world.allgather(mine))
+        np.testing.assert_array_equal(np.sort(taken), np.sort(one.plan.step_windows(step)))
+        counts += np.bincount(taken, minlength=11)
+        if step % 4 == 3:
+            assert counts.tolist() == [(step + 1) // 4] * 6 + [step + 1] * 5
+    assert len(set(task.window_names(np.arange(11)))) == 11
+    found = task.evaluate(task.model).metrics
+    for name, file in (("C", c), ("D", d)):
+        alone = load_task(command_line.parse(command_line.override_argv(words, [f"--validation_file={file}"])), world)
+        assert isinstance(alone, QuestionAnswering)
+        scores = alone.evaluate(task.model).metrics
+        assert all(scores[key] == found[f"{name}_{key}"] for key in ("exact_match", "f1", "total")) and scores["f1"] > 0
+
+
+@check
+def questions_with_mistakes_are_left_out_on_all_ranks(ranks: Ranks) -> None:
+    world, file = ranks.world, ranks.folder / "mistakes.json"
+    if world.rank == 0:
+        questions = squad.open_file(PACKAGE / "sample" / "dev-v1.1.json.gz", False).questions()[:12]
+        rows = [asdict(q) | {"answers": {"text": q.answer_texts, "answer_start": q.answer_starts}} for q in questions]
+        rows[3]["answers"]["answer_start"] = [start + 1 for start in questions[3].answer_starts]
+        file.write_text(json.dumps(rows))
+    world.allgather(None)
+    words = sample("--train_file", file, "--validation_file", file, "--bad_examples", "skip")
+    task = load_task(command_line.parse([*words, f"--per_device_train_batch_size={8 // world.size}"]), world)
+    assert isinstance(task, QuestionAnswering) and task.train
+    windows = [row.tolist() for row in task.train.windows.lists("input_ids", range(11))]
+    assert world.allgather(windows) == [windows] * world.size and len(task.train.windows) == 11
+    found = {
+        name: {"left_out": left_out, "mistakes": {"misplaced answer": 1}}
+        for name, left_out in (("training", 1), ("validation", 0))
+    }
+    assert task.facts() == {"bad_examples": found}
+    assert task.evaluate(task.model).metrics["total"] == 12
 
 
 @expensive

@@ -142,6 +142,30 @@ def assert_same_on_all_ranks(world: World, tensors: Gradients) -> None:
 
 
 @check
+def all_waits_over_gloo_are_by_the_replaced_function(ranks: Ranks) -> None:
+    """If this fails with another Horovod, see what its operations wait by: `_pause_between_polls` replaces that."""
+    from horovod.torch.mpi_ops import mpi_lib
+
+    if ranks.controller != "gloo":
+        return
+    world, training = ranks.world, Training(ranks.world)
+    training.wrap()
+    waits = {
+        "allgather": (lambda: world.allgather(None), 2),  # sizes and values
+        "sum": (lambda: world.sum(torch.ones(2)), 1),
+        "broadcast": (lambda: world.broadcast_tensors({"tensor": torch.ones(2)}), 1),
+        "vote": (lambda: world.any_rank_async(False)(), 1),
+        # One per gradient, and two for that of the words.
+        "step": (lambda: training.averaged_step(0), len(training.weights()) + 1),
+    }
+    for name, (operation, expected) in waits.items():
+        replaced = mpi_lib.horovod_torch_wait_and_clear
+        with patch.object(mpi_lib, "horovod_torch_wait_and_clear", wraps=replaced) as wait:
+            operation()
+        assert (name, wait.call_count) == (name, expected)
+
+
+@check
 def waits_over_gloo_leave_the_core_to_others(ranks: Ranks) -> None:
     """If this fails with another Horovod, its wait may pause by itself: then `_pause_between_polls` can go."""
     from horovod.torch.mpi_ops import mpi_lib

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -78,6 +79,21 @@ def sum_adds_up_over_the_ranks(ranks: Ranks) -> None:
     expected = torch.tensor([world.size, total, 1e-9 * total], dtype=torch.float64)
     torch.testing.assert_close(world.sum(mine), expected, rtol=1e-14, atol=0)
     assert mine[0] == 1.0, "the values given must stay as they are"
+
+
+@check
+def sums_of_a_shape_have_one_name(ranks: Ranks) -> None:
+    """Else each fills a place of Horovod's response cache."""
+    import horovod.torch as hvd
+
+    world = ranks.world
+    if world.size == 1:
+        return
+    with patch.object(hvd, "allreduce", wraps=hvd.allreduce) as allreduce:
+        for length in (2, 3, 2, 3):
+            assert world.sum(torch.ones(length)).tolist() == [world.size] * length
+    names = [call.kwargs.get("name") for call in allreduce.call_args_list]
+    assert all(names) and names[:2] == names[2:] and names[0] != names[1], names
 
 
 @check_every_strategy
