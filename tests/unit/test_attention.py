@@ -43,6 +43,7 @@ def reference(query, key, value, lengths, scaling, reach=99):
 def kernel(request, monkeypatch):
     """Each kernel in turn, instead of the one for this machine; tests/gpu_kernels.py computes those of a GPU."""
     gpu_kernels.register()
+    monkeypatch.setattr(gpu_kernels, "LIMITS", False)
     monkeypatch.setattr(attention, "choose", lambda *_: request.param)
     return request.param
 
@@ -140,12 +141,14 @@ NONE, EFFICIENT, BOTH = frozenset(), frozenset({by_efficient}), frozenset({by_ef
 @pytest.mark.parametrize(
     ("device", "dtype", "dropout", "head_size", "fused", "expected"),
     [
+        ("cuda", torch.bfloat16, 0.0, 64, BOTH, by_flash),
         ("cuda", torch.float16, 0.1, 32, BOTH, by_flash),
         ("cuda", torch.float16, 0.1, 64, EFFICIENT, by_efficient),  # a V100
         ("cuda", torch.bfloat16, 0.0, 20, BOTH, by_jagged),
         ("cuda", torch.float16, 0.0, 256, BOTH, by_efficient),
         ("cuda", torch.float32, 0.0, 64, BOTH, by_efficient),
         ("cuda", torch.float32, 0.1, 64, NONE, by_jagged),  # a torch with other operations
+        ("cpu", torch.float32, 0.1, 64, NONE, by_probabilities),
         ("cpu", torch.float32, 0.0, 64, NONE, by_window),
         ("cpu", torch.bfloat16, 0.1, 64, NONE, by_probabilities),
         ("cpu", torch.float64, 0.1, 64, NONE, by_window),
@@ -164,7 +167,8 @@ def test_chosen_kernel(device, dtype, dropout, head_size, fused, expected):
     [
         ((7, 0), {}, EFFICIENT),
         ((8, 0), {}, BOTH),
-        ((9, 0), {"EFFICIENT": ("query", "other"), "FLASH": ("other",)}, NONE),  # a torch with other operations
+        ((9, 0), {"FLASH": ("query", "other")}, EFFICIENT),  # a torch with other operations
+        ((9, 0), {"EFFICIENT": ("query", "other"), "FLASH": ("other",)}, NONE),
     ],
 )
 def test_kernels_of_a_gpu(capability, arguments, expected, monkeypatch):

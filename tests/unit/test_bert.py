@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import gpu_kernels
 import numpy as np
@@ -11,13 +12,16 @@ import pytest
 import torch
 from refusals import refused
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    AutoModelForQuestionAnswering,
     BertConfig,
     BertForQuestionAnswering,
     BertModel,
     FNetConfig,
     ViTConfig,
 )
+from transformers.models.bert.modeling_bert import BertOutput
 
 from hvd_bert.config.settings import ModelArguments, TrainArguments
 from hvd_bert.data.collate import Collator
@@ -34,11 +38,23 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, tokenizer) -> Path:
+def bert(tokenizer) -> BertConfig:
+    return BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, bert, tokenizer) -> Path:
     """scratch/ (only a configuration), encoder/ (with a pooler, without a span head), model/ (complete)."""
-    folder, sizes = tmp_path_factory.mktemp("models"), {"hidden_size": 16, "intermediate_size": 24}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
-    bert = BertConfig(vocab_size=len(tokenizer), **sizes)
+    folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     bert.save_pretrained(folder / "scratch")
     BertModel(bert).save_pretrained(folder / "encoder")
@@ -54,6 +70,9 @@ def load(tokenizer, seed: int = 1, compiled: bool = False, **names) -> BertForQu
     return model
 
 
+# --- sources ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "source", [{"config_name": "scratch"}, {"model_name_or_path": "encoder"}, {"model_name_or_path": "model"}]
 )
@@ -64,7 +83,6 @@ def test_no_pooler_and_all_parameters_are_used(folders, tokenizer, windows, sour
     # Horovod would use zero gradients for unused parameters, and AdamW would decay them.
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert {AddAndNorm, Linear} <= {type(module) for module in model.modules()}
 
 
 def test_new_weights_are_a_function_of_the_seed(folders, tokenizer):
@@ -78,12 +96,30 @@ def test_new_weights_are_a_function_of_the_seed(folders, tokenizer):
     assert all(torch.equal(one[f"bert.{name}"], value) for name, value in saved.items() if "pooler" not in name)
 
 
-def test_families_that_cannot_be_right_are_refused(tokenizer, tmp_path):
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 64}
-    for kind, reason in ((ViTConfig, "vit"), (FNetConfig, "padding changes the results of fnet models")):
-        kind(vocab_size=len(tokenizer), **sizes).save_pretrained(tmp_path)
-        with refused(tmp_path, reason):
-            load(tokenizer, config_name=tmp_path)
+def test_saved_folder_loads_whole_with_our_own_layers(folders, tokenizer):
+    model = load(tokenizer, seed=5, model_name_or_path=folders / "model")
+    plain = AutoModelForQuestionAnswering.from_pretrained(folders / "model").state_dict()
+    assert model.state_dict().keys() == plain.keys()
+    assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
+    kinds = {type(module) for module in model.modules()}
+    assert {AddAndNorm, Linear} <= kinds and kinds.isdisjoint({BertOutput, torch.nn.Linear})
+
+
+# --- refused input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(ViTConfig, "vit"), (FNetConfig, "padding changes the results of fnet models")]
+)
+def test_families_that_cannot_be_right_are_refused(tokenizer, tmp_path, kind, reason):
+    kind(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, max_position_embeddings=64).save_pretrained(
+        tmp_path
+    )
+    with refused(tmp_path, reason):
+        load(tokenizer, config_name=tmp_path)
+
+
+# --- results ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +148,7 @@ def model(folders, tokenizer) -> BertForQuestionAnswering:
 def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model, windows, monkeypatch):
     """With a GPU's flash attention, which is computed here by tests/gpu_kernels.py."""
     gpu_kernels.register()
+    monkeypatch.setattr(gpu_kernels, "LIMITS", False)  # fp32
     monkeypatch.setattr(attention, "choose", lambda *_: attention.by_flash)
     torch._dynamo.reset()
     compiled = load(tokenizer, compiled=True, config_name=folders / "large")
@@ -121,10 +158,14 @@ def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model
     torch._dynamo.utils.counters.clear()
     for ids in ([0, 1, 2], [5], [4, 6, 7, 3]):
         batch = Collator(windows, CPU)(ids)
-        window_losses(compiled.train(), batch)
+        compiled.train()
+        first, second = (window_losses(compiled, batch).detach() for _ in range(2))
+        assert not torch.equal(first, second)  # dropout is active
         compiled.eval()
         with torch.no_grad():
-            window_losses(compiled, batch)
+            torch.testing.assert_close(
+                window_losses(compiled, batch), window_losses(model, batch), rtol=1e-5, atol=1e-6
+            )
         for tree in (model, compiled):
             tree.zero_grad()
             window_losses(tree, batch).mean().backward()
@@ -133,10 +174,28 @@ def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 3  # in training, in evaluation, and with gradients in evaluation
     assert not counters["graph_break"] and not counters["unimplemented"]
-    for number in range(1, len(windows) + 1):  # other numbers of windows and of tokens
-        window_losses(compiled.train(), Collator(windows, CPU)(range(number)))
+    draw = np.random.default_rng(0)
+    for _ in range(50):  # other numbers of windows and of tokens
+        batch = Collator(windows, CPU)(draw.permutation(len(windows))[draw.integers(len(windows)) :])
+        window_losses(compiled.train(), batch)
     assert counters["stats"]["unique_graphs"] == 3
+    products = {}
+    for precision in ("fp32", "bf16"):
+        with torch.compiler.set_stance("force_eager"), autocast(CPU, precision), Products() as counted:
+            window_losses(compiled, batch)
+        products[precision] = counted.count
+    assert products["fp32"] - products["bf16"] == 2 * len(compiled.bert.encoder.layer)  # query, key, value as one
     assert pickle.dumps(compiled)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of rows and weights."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.mm)
+        return func(*args, **(kwargs or {}))
 
 
 def test_share_of_no_windows_has_zero_gradients(model, windows):
