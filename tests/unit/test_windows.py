@@ -49,6 +49,14 @@ def test_table_has_its_schema_and_counts(source, tokenizer, own_cache):
     assert prepare(source, tokenizer, SMALL).counts == counted
 
 
+def test_questions_of_joined_tables_are_numbered_consecutively(make_questions, tokenizer, own_cache):
+    parts = [squad.from_questions(f"part {n}", make_questions(5)[slice(*n)]) for n in ((0, 2), (2, 3), (3, 5))]
+    joined = WindowTable.joined([prepare(part, tokenizer, SMALL) for part in parts])
+    whole = prepare(squad.from_questions("whole", make_questions(5)), tokenizer, SMALL)
+    np.testing.assert_array_equal(joined.column("question"), whole.column("question"))
+    np.testing.assert_array_equal(joined.lengths, whole.lengths)
+
+
 @pytest.mark.parametrize(("name", "place"), [("windows.arrow", 0.8), ("windows.json", 0.5), ("sha256.json", 0.2)])
 def test_a_flipped_bit_in_the_cache_is_not_trained_on(source, tokenizer, own_cache, caplog, name, place):
     table = prepare(source, tokenizer, SMALL)
