@@ -140,12 +140,15 @@ def test_training_leaves_every_mistake_out(bad_file):
     assert findings.first[0].startswith("question 'q0' (data[0].paragraphs[0].qas[0].answers): ")
 
 
-def test_evaluation_scores_what_has_a_text(bad_file, make_questions):
-    questions, findings = squad.open_file(bad_file, False, EVALUATION).load()
+def test_evaluation_scores_what_has_a_text(bad_file, make_questions, tokenizer, own_cache, caplog):
+    file = squad.open_file(bad_file, False, EVALUATION)
+    questions, findings = file.load()
     assert [question.id for question in questions] == ["q0", "q2", "q3", "q9", "q5", "q6", "q10", "q11"]
     assert [question.answer_starts for question in questions[:3]] == [(None,)] * 3
     assert questions[0].answer_texts == make_questions(1)[0].answer_texts
     assert (findings.mistakes, findings.left_out) == (MISTAKES, 4)
+    prepare(file, tokenizer, WindowOptions(32, 8))
+    assert "4 left out, 5 scored by their answers' texts" in caplog.text
 
 
 def test_nothing_left(tmp_path, make_questions, to_rows):
