@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 
 from hvd_bert.data.sources.squad import Question
+from hvd_bert.distributed import events
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REAL_SQUAD = Path(os.environ.get("HVD_BERT_SQUAD") or REPOSITORY.parent / "shared" / "data" / "squad")
@@ -46,6 +47,13 @@ def signal_handlers_are_put_back() -> Iterator[None]:
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def runs_are_ended() -> Iterator[None]:
+    """A run that fails inside a test would otherwise get the warnings of later tests, in a folder that may be gone."""
+    yield
+    events.end()
 
 
 @pytest.fixture(autouse=True)
