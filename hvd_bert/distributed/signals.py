@@ -61,11 +61,14 @@ class StopRequests:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._end_at_second, args=(reader,), name="signals", daemon=True).start()
+        thread = threading.Thread(target=self._end_at_second, args=(reader,), name="signals", daemon=True)
+        thread.start()
         try:
             yield
         finally:
             signal.set_wakeup_fd(earlier)
+            os.write(writer, b"\0")
+            thread.join(CHECK_S)
             os.close(writer)
             for number, handler in before.items():
                 repeated = (self._stopping or self._received) and number != signal.SIGINT
@@ -79,8 +82,8 @@ class StopRequests:
         """In a thread, since `_receive` waits while the main thread is in a long operation of torch."""
         first: dict[int, float] = {}  # when each signal first came
         with open(reader, "rb", buffering=0) as numbers:
-            while received := numbers.read(1):  # empty when `watched` is left
-                number, now = received[0], time.monotonic()
+            while number := numbers.read(1)[0]:  # 0 when `watched` is left
+                now = time.monotonic()
                 if number in ENDING and number not in first:
                     first[number] = now
                     log.info("%s: stopping after this step; again to quit", signal.Signals(number).name)

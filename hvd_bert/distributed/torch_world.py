@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import distributed
@@ -134,25 +131,3 @@ class DistributedWorld(World):
         if distributed.is_initialized():  # not if NCCL failed to connect
             distributed.destroy_process_group(self._own)  # None: the default group
             self._own = None  # closes its connections
-
-    def end(self, status: int) -> NoReturn:
-        """Finish threads and exit functions, but end without finalizing Python.
-
-        So `finally` blocks around this call do not run, and open files are not flushed.
-
-        destroy_process_group leaves Gloo's threads alive if anything still holds the group (FSDP's mesh does). A thread
-        that frees its last tensor during finalization aborts the process (pytorch#190489, #117762): a finished run
-        would end with status 134.
-        """
-        self.close()
-        try:
-            threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
-            atexit._run_exitfuncs()
-            if self._comm is not None:
-                from mpi4py import MPI
-
-                MPI.Finalize()  # mpi4py would do it after finalization; mpirun reports a rank without it as crashed
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(status)

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +78,14 @@ class Watchdog:
         self._turn_s = TURN_S * min(rank, 10)
         self._number = 0
         self._wait: _Wait | None = None
-        self.stopped = threading.Event()  # its world has ended, but not the process
-        threading.Thread(target=self._run, name="stall watch", daemon=True).start()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stall watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread: its world has ended, but not the process."""
+        self._closed.set()
+        self._thread.join(2 * ANSWER_S)
 
     @contextmanager
     def limit_wait(self, limit_s: float, names: Callable[[], Sequence[str]]) -> Iterator[None]:
@@ -101,7 +106,7 @@ class Watchdog:
 
     def _run(self) -> None:
         tick_s, last = min(5.0, self.step_s / 10), time.monotonic()
-        while not self.stopped.wait(tick_s):
+        while not self._closed.wait(tick_s):
             now = time.monotonic()
             suspended_s, last = max(0.0, now - last - 2 * tick_s), now
             if wait := self._wait:
@@ -110,7 +115,7 @@ class Watchdog:
                     self._announce(wait)  # early, so that all waiting ranks have when one asks
                 if now > wait.deadline + self._turn_s:
                     self._end(wait)
-            del wait  # `names` may hold tensors: the last one freed in this thread while Python ends would abort it
+            del wait  # `names` may hold tensors
 
     def _announce(self, wait: _Wait) -> None:
         try:
@@ -161,8 +166,10 @@ def answered(question: Callable[[], Any], limit_s: float) -> Any:
         except RuntimeError as error:
             future.set_exception(error)
 
-    threading.Thread(target=ask, name="stall question", daemon=True).start()
-    if not wait_for([future], limit_s).done:
+    thread = threading.Thread(target=ask, name="stall question", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
         raise RuntimeError(f"no answer in {limit_s:.0f} s")
     return future.result()
 

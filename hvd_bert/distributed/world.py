@@ -5,6 +5,7 @@ The base class is the world of a single process. `horovod_world.py` and `torch_w
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -269,16 +270,19 @@ class World:
     def leave(self) -> None:
         """Leave a world whose other ranks may be gone, and release its locks."""
         if self._watchdog:
-            self._watchdog.stopped.set()
+            self._watchdog.close()
         while self.process.locks:
             self.process.locks.popitem()[1].release()
 
     def end(self, status: int) -> NoReturn:
-        """Leave the world, once all ranks have called this, and end this process.
+        """Leave the world, once all ranks have called this, and end this process, but without finalizing Python.
 
-        Whether `finally` and `with` around this call still run depends on the world.
+        Python aborts a process (status 134) in which a thread comes back from torch, or frees its last tensor, during
+        finalization. Torch's Gloo has such threads as long as anything holds a group (FSDP's mesh does): pytorch#117762,
+        pytorch#190489.
         """
         self.close()
+        atexit.register(end_process, status)
         sys.exit(status)
 
     def abort(self, status: int) -> NoReturn:
@@ -286,8 +290,7 @@ class World:
         logs.flush()
         sys.stdout.flush()
         sys.stderr.flush()
-        mpi = sys.modules.get("mpi4py.MPI")
-        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        if mpi := running_mpi():
             signal.alarm(ABORT_S)  # ends a rank whose host has lost the network, and which would stay in MPI_Abort
             try:
                 # MPI_Abort makes Slurm kill the step at once. srun then drops what it has not yet received, often the
@@ -297,3 +300,22 @@ class World:
             finally:  # also after Ctrl-C
                 mpi.COMM_WORLD.Abort(status)
         os._exit(status)  # the launcher sees the status and ends the others
+
+
+def running_mpi() -> Any:
+    """mpi4py's module, if this process has initialized MPI and not finalized it; else None."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
+
+
+def end_process(status: int) -> NoReturn:
+    """The last exit function: end this process once the others have run. Open files are not flushed."""
+    atexit.unregister(end_process)
+    try:
+        atexit._run_exitfuncs()
+        if mpi := running_mpi():
+            mpi.Finalize()  # mpi4py would after Python's end; mpirun reports a rank without it as crashed
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)

@@ -35,21 +35,15 @@ def say(path: Path, words: str) -> None:
         file.write(words + "\n")
 
 
-class Remains:
-    """An object that lives until Python is finalized."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("a")
-
-    def __del__(self) -> None:
-        self.file.write("taken apart\n")
-        self.file.close()
+def compute() -> None:
+    values = torch.ones(300, 300)
+    while True:
+        values @ values
 
 
 def ending(world: World, folder: str, status: str = "") -> None:
-    global remains
     path = Path(folder) / f"rank{world.rank}"
-    remains = Remains(path)
+    threading.Thread(target=compute, daemon=True).start()
     atexit.register(partial(say, path, "atexit"))
 
     def write() -> None:  # like a checkpoint's writer that has not finished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +22,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED
 def leave(monkeypatch: pytest.MonkeyPatch, world: World, entry) -> int | str | None:
     monkeypatch.setattr(module, "join", lambda strategy, process: world)
     monkeypatch.setattr(world, "set_up_device", lambda: None)
+    monkeypatch.setattr(atexit, "register", lambda *_: None)  # it would end pytest's process, too
     monkeypatch.setattr(module.os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit(f"aborted {status}")))
     with pytest.raises(SystemExit) as left:
         run_as_rank(entry)

@@ -124,7 +124,7 @@ def test_time_in_which_the_job_is_suspended_does_not_count(monkeypatch, ticks, e
         return True
 
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(stall_watchdog.stopped, "wait", wait)
+    monkeypatch.setattr(stall_watchdog._closed, "wait", wait)
     with stall_watchdog.limit_wait(10, list):
         stall_watchdog._run()
     assert statuses == [EXIT_FAILURE] * ends
