@@ -1,6 +1,7 @@
 """Runs mpirun for horovodrun, in a process between them that stops the ranks when horovodrun is stopped or killed.
 
 The ranks get SIGUSR1, which mpirun forwards to all hosts. After SIGTERM or SIGINT it would kill them within a second.
+With Open MPI, Ctrl-C is SIGUSR2, and CTRL_C tells them so.
 """
 
 import ctypes
@@ -11,6 +12,8 @@ import sys
 import threading
 import time
 
+CTRL_C = "OMPI_MCA_horovodrun_ctrl_c"  # Open MPI passes variables of this prefix on to all ranks
+SAVED = 75  # the status of a rank that has saved, as in sysexits.h: try again
 AT_ONCE_S = 1  # `timeout` and job scripts may send one request twice, to horovodrun and to its process group
 PR_SET_PDEATHSIG = 1
 
@@ -20,6 +23,8 @@ def run(command, env):
 
     After a signal that ends mpirun before its ranks can save, that is the signal's.
     """
+    open_mpi = "--tag-output" in command  # horovodrun gives it to no other
+    env = {**env, CTRL_C: "SIGUSR2"} if open_mpi else env
     lifeline, held = os.pipe()  # the other end is closed when this process ends, also by SIGKILL
     process = None
     received = []  # signals, each with its time
@@ -28,6 +33,8 @@ def run(command, env):
         received.append((number, time.monotonic()))  # first, because another signal may interrupt this
         requests = [when for number, when in received if number in (signal.SIGTERM, signal.SIGINT)]
         if len(received) == 1:
+            if number == signal.SIGINT and open_mpi:
+                os.write(held, b"\n")
             os.close(held)
         elif process and requests and requests[-1] - requests[0] > AT_ONCE_S:  # Ctrl-C again: at once
             process.terminate()
@@ -62,7 +69,7 @@ def run(command, env):
     if terminal:
         threading.Thread(target=_copy_terminal, args=(process.stdin,), daemon=True).start()
     status = _shell_status(process.wait())
-    if received and status in (0, 128 + signal.SIGUSR1):
+    if received and status in (0, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
         status = 128 + received[0][0]
     return status
 
@@ -86,24 +93,59 @@ def _shell_status(status):
 
 
 def _main(command, lifeline):
-    mpirun = subprocess.Popen(["/bin/sh", "-c", "exec " + command], preexec_fn=_stop_with_parent)
+    shell = ["/bin/sh", "-c", "exec " + command]
+    mpirun = subprocess.Popen(shell, stderr=subprocess.PIPE, bufsize=0, preexec_fn=_stop_with_parent)
+    asked, own = threading.Event(), []
+    errors = threading.Thread(target=_copy_errors, args=(mpirun.stderr, asked, own), daemon=True)
+    errors.start()
     for number in (signal.SIGTERM, signal.SIGTSTP, signal.SIGCONT):
         signal.signal(number, lambda number, frame: mpirun.send_signal(number))
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: mpirun.send_signal(signal.SIGUSR1))
-    threading.Thread(target=_stop_when_lost, args=(mpirun, int(lifeline)), daemon=True).start()
-    return _shell_status(mpirun.wait())
+    threading.Thread(target=_stop_when_lost, args=(mpirun, int(lifeline), asked), daemon=True).start()
+    status = _shell_status(mpirun.wait())
+    errors.join(AT_ONCE_S)  # an ssh that mpirun has started may keep it open
+    if status != SAVED:
+        _print_errors(b"".join(line + b"\n" for line in own))
+    return status
+
+
+def _copy_errors(errors, asked, own):
+    """Copies standard error. Once the ranks are asked to stop, mpirun's own lines, which call that a failure, go to the
+    list `own`.
+    """
+    rest, boxed = b"", False
+    with errors:
+        while chunk := errors.read(65536):
+            if not asked.is_set():
+                _print_errors(chunk)
+                continue
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                edge = line.startswith(b"-" * 70)
+                if boxed or edge or b": Forwarding signal" in line:
+                    own.append(line)
+                else:
+                    _print_errors(line + b"\n")
+                boxed ^= edge
+    _print_errors(rest)
+
+
+def _print_errors(text):
+    sys.stderr.buffer.write(text)
+    sys.stderr.buffer.flush()
 
 
 def _stop_with_parent():
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
 
 
-def _stop_when_lost(mpirun, lifeline):
-    os.read(lifeline, 1)
+def _stop_when_lost(mpirun, lifeline, asked):
+    number = signal.SIGUSR2 if os.read(lifeline, 1) else signal.SIGUSR1
+    asked.set()
     pause = 2
     while True:  # again, because mpirun forwards nothing before it has started the ranks
-        mpirun.send_signal(signal.SIGUSR1)
+        mpirun.send_signal(number)
         time.sleep(pause)
         pause *= 2  # a signal may interrupt the saving
 

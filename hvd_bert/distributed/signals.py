@@ -30,6 +30,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 WARNINGS = {signal.SIGUSR1, signal.SIGUSR2}
 ENDING = {signal.SIGTERM, signal.SIGINT}  # the second one ends the run; launchers repeat the others
 SAME_S = 1.0  # a signal repeated within this time is the same request: `timeout` and some schedulers send it twice
+CTRL_C = "Ctrl-C"
+BY_HOROVODRUN = "OMPI_MCA_horovodrun_ctrl_c"  # has the signal that stands for Ctrl-C (env/mpirun_process.py)
 FOLDER = "a move or removal of --output_dir"
 CHECK_S = 1.0
 _WATCHED = ("torchrun", "horovodrun", "mpirun")  # others end their ranks, or their process is not known
@@ -76,7 +78,8 @@ class StopRequests:
                 signal.signal(number, signal.SIG_IGN if repeated or warning else handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = signal.Signals(number).name
+        name = signal.Signals(number).name
+        self._received = CTRL_C if name in ("SIGINT", os.environ.get(BY_HOROVODRUN)) else name
 
     def _end_at_second(self, reader: int) -> None:
         """In a thread, since `_receive` waits while the main thread is in a long operation of torch."""
@@ -105,9 +108,13 @@ class StopRequests:
 
     def reason(self) -> str | None:
         """Why the run stops: signals with their ranks, or its folder; None if only hosts have changed. A collective."""
-        asked = [(rank, name) for rank, name in enumerate(self._world.allgather(self._received)) if name]
-        named = [name if name == FOLDER else f"{name} to rank {rank}" for rank, name in asked]
-        self._stopping = bool(named)
+        by_rank = self._world.allgather(self._received)
+        asked = {name: [rank for rank, theirs in enumerate(by_rank) if theirs == name] for name in by_rank if name}
+        self._stopping = bool(asked)
+        named = [
+            name if name == FOLDER or len(ranks) == len(by_rank) else f"{name} to {logs.describe_ranks(ranks)}"
+            for name, ranks in asked.items()
+        ]
         return ", ".join(named) or None
 
 

@@ -278,8 +278,8 @@ class World:
         """Leave the world, once all ranks have called this, and end this process, but without finalizing Python.
 
         Python aborts a process (status 134) in which a thread comes back from torch, or frees its last tensor, during
-        finalization. Torch's Gloo has such threads as long as anything holds a group (FSDP's mesh does): pytorch#117762,
-        pytorch#190489.
+        finalization (pytorch#117762, pytorch#190489). Torch's Gloo has such threads as long as anything holds a group,
+        as FSDP's mesh does.
         """
         self.close()
         atexit.register(end_process, status)

@@ -119,6 +119,8 @@ class Training:
         peak = peak_flops(args, config.profiling.peak_tflops, world)
         self.breakdown = Breakdown(state.meter, plan, task.flops, peak, state.step)
         self.checkpoints = Checkpoints(state, task, folder, config.checkpoint, start.settings, start.facts)
+        if not start.names_folder:
+            self.checkpoints.rerun_with = f" with --output_dir {folder}"
         self.checkpoints.on_save = partial(metrics_logger.notify, "on_save")
         fp16 = args.fp16 or config.parallel.fp16_allreduce
         self.health = Health(state.meter, plan, world, state.step, task.window_names, fp16)

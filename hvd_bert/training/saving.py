@@ -22,7 +22,7 @@ from hvd_bert.checkpoint.schedule import is_due
 from hvd_bert.config.settings import CheckpointArguments
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.distributed import slurm
-from hvd_bert.distributed.signals import FOLDER
+from hvd_bert.distributed.signals import CTRL_C, FOLDER
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError, log
 from hvd_bert.output import output_dir
@@ -52,6 +52,7 @@ class Checkpoints:
         self._last_saved = -1  # not the resumed step, which may be in another run's folder
         self._diverged = False
         self.output_dir_missing = False  # rank 0's finding
+        self.rerun_with = ""  # what the command lacks to resume
         self.on_save: Callable[[int, Path], None] = lambda step, folder: None  # called on rank 0 after a write
         self._new: dict[str, float] = {}
         # Of rank 0: the seconds that training waited, and that the writes took.
@@ -184,15 +185,15 @@ class Checkpoints:
                 output_dir.make_again(self.folder, self._settings)
         self.save(whole=True)
         self.wait_for_write()
-        without = " and without --overwrite_output_dir" if self._settings["overwrite_output_dir"] else ""
         where = self.folder / checkpoint_files.checkpoint_name(self.state.step)
-        message = f"Stopped after step {self.state.step} by {reason}, saved in {where}."
-        by_hand = FOLDER in reason or "SIGINT" in reason  # Ctrl-C in an interactive session of a batch job
+        message = f"Stopped by {reason} after step {self.state.step}, saved in {where}"
+        by_hand = FOLDER in reason or CTRL_C in reason  # also in an interactive session of a batch job
         why_not = "" if by_hand else self._requeue()
         if why_not is not None:
-            rerun = f"To resume, rerun the same command with --output_dir {self.folder}{without}."
-            message = " ".join(filter(None, (message, why_not, rerun)))
-        raise CollectiveError(message, status=EXIT_STOPPED)
+            without = " without --overwrite_output_dir" if self._settings["overwrite_output_dir"] else ""
+            message += f". {why_not} Rerun" if why_not else "; rerun"
+            message += f" the command{self.rerun_with}{without} to resume"
+        raise CollectiveError(f"{message}.", status=EXIT_STOPPED)
 
     def _requeue(self) -> str | None:
         """Requeue the Slurm job, or return why not (`slurm.requeue`). The other ranks wait, since srun would end rank 0

@@ -37,13 +37,15 @@ from hvd_bert.training.state import TrainState, check_tensors
 @dataclass(frozen=True)
 class Start:
     """What a run starts with. `config`: the settings with the decisions of `plan`. `resume_point`: on rank 0 or, if a
-    rank has it in memory, on all of them. `facts`: what all checkpoints of the run hold of it."""
+    rank has it in memory, on all of them. `facts`: what all checkpoints of the run hold of it. `names_folder`: whether
+    the command names its output folder."""
 
     config: Config
     task: Task
     plan: RunPlan = field(default_factory=RunPlan)
     resume_point: ResumePoint | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    names_folder: bool = True
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -57,8 +59,9 @@ class Start:
 
     def in_folder(self, folder: Path) -> Start:
         """The same with the output folder that was taken over."""
+        named = self.config.train.output_dir is not None and self.plan.output_dir is None
         plan = replace(self.plan, output_dir=str(folder))
-        return replace(self, plan=plan, config=plan.applied_to(self.config))
+        return replace(self, plan=plan, config=plan.applied_to(self.config), names_folder=named)
 
 
 def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
@@ -178,7 +181,7 @@ def decide_folder(config: Config, kept: ResumePoint | None, world: World) -> Run
             log.info("The Slurm job was requeued: continuing its run in %s.", earlier)
             folder, continues = earlier, True
     if not continues:
-        return RunPlan(output_dir=folder)
+        return RunPlan()
     latest = resume.LATEST if kept or files.candidates(Path(str(folder))) else None
     return RunPlan(output_dir=folder, overwrite_output_dir=False, resume_from_checkpoint=latest)
 

@@ -30,13 +30,13 @@ def stop(cluster: Cluster, folder: Path, number: str, launcher: tuple[str, str])
 def test_ranks_save_when_their_launcher_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
     before = {"one": 0, "two": 0}  # hosts and the last step; each run resumes what the one before saved
     with ThreadPoolExecutor() as pool:
-        for number in ("SIGKILL", "SIGTERM"):
+        for number, reason in (("SIGKILL", "SIGUSR1"), ("SIGINT", "Ctrl-C")):
             launchers = {"one": ONE_HOST, "two": TWO_HOSTS}
             stops = {hosts: pool.submit(stop, cluster, tmp_path / hosts, number, launchers[hosts]) for hosts in before}
             for hosts, stopped in stops.items():
                 outcome = stopped.result()
                 assert not outcome.hung, outcome
                 assert float(re.findall(r"all ended ([\d.]+) s", outcome.output)[0]) < 10, outcome
-                step = int(re.findall(r"Stopped after step (\d+) by SIGUSR1", outcome.output)[0])
+                step = int(re.findall(rf"Stopped by {reason} after step (\d+)", outcome.output)[0])
                 assert step > before[hosts] and ("Resuming" in outcome.output) == bool(before[hosts]), outcome
                 before[hosts] = step

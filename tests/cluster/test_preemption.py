@@ -117,7 +117,7 @@ def test_refused_requeue(cluster: Cluster, tmp_path: Path, altered: dict[str, st
     wait_for(cluster, job, "Training:")
     cancel(cluster, "--signal=USR1", job)
     ended = cluster.ended(job)
-    reason = "it does not allow it (sbatch --requeue does). To resume, rerun the same command with --output_dir out.\n"
+    reason = "it does not allow it (sbatch --requeue does). Rerun the command to resume.\n"
     assert f"Slurm job {job} is not requeued: {reason}" in ended.err, ended
     assert ended.state == "FAILED" and (tmp_path / "out" / "checkpoint-2").exists(), ended
 

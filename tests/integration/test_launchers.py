@@ -25,7 +25,7 @@ def test_two_ranks_are_one_world(tmp_path: Path, horovodruns: list[float], by: s
     stop = [sys.executable, stopping_at.__file__, "3", "1", "SIGTERM", "start"]
     stopped = run([*launcher(2, by), *stop, *words], tmp_path)
     assert not stopped.hung and stopped.status != 0, stopped
-    assert said(stopped).count("Stopped after step 3 by SIGTERM to rank 1") == 1, stopped
+    assert said(stopped).count("Stopped by SIGTERM to rank 1 after step 3") == 1, stopped
     assert (out / "latest").read_text().strip() == "checkpoint-3"
     command = [*launcher(2, by), *TRAIN]
     if by == "deepspeed":  # it gives a Python program the flag --local_rank

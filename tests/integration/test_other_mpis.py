@@ -40,7 +40,7 @@ def test_ranks_save_when_their_launcher_is_stopped(mpi: Mpi, tmp_path: Path) -> 
     words = mpi.starts(*ENDLESS, "--output_dir", "out")
     stopped = mpi.run([sys.executable, signalled.__file__, mpi.stop, *words], tmp_path).expect(EXIT_STOPPED)
     saved = (tmp_path / "out" / "latest").read_text().strip()
-    assert said(stopped).count("hvd_bert: Stopped after step") == said(stopped).count(f"saved in out/{saved}") == 1
+    assert said(stopped).count("hvd_bert: Stopped by") == said(stopped).count(f"saved in out/{saved}") == 1
 
 
 def refused_once(outcome: Outcome, *named: str) -> None:

@@ -36,7 +36,7 @@ TORCHRUN += "Root Cause (first observed failure):\n{}=====\n"
 AGENTS = "[0]:\n  time : now\n  host : a100-0{1}\n  rank : {0} (local_rank: 0)\n  exitcode : {2} (pid: 7)\n"
 START = "[1,0]<stdout>:2026-11-26 20:22:57 INFO 4 rank(s) on a100-01, a100-02, cpu, controller mpi\n"
 REQUEUED = "slurmstepd: error: *** JOB 7 ON a100-01 CANCELLED AT 2026-11-26T20:35:43 DUE TO JOB REQUEUE ***\n"
-STOPPED = "hvd_bert: Stopped after step 3 by SIGUSR1, saved in out/checkpoint-3.\n"
+STOPPED = "hvd_bert: Stopped by SIGUSR1 after step 3, saved in out/checkpoint-3.\n"
 STOPPED += "srun: error: a100-01: task 0: Exited with exit code 75\n"
 STOPPED += "srun: error: a100-01: task 1: Terminated\n"
 

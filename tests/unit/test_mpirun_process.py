@@ -55,12 +55,15 @@ def parent(process_id: int) -> int:
 
 
 @contextmanager
-def started(signals: int, status: int = 75) -> Iterator[Started]:
+def started(signals: int, status: int = 75, **streams: int) -> Iterator[Started]:
     """A horovodrun whose only rank ends with `status` after a number of signals."""
     rank = [sys.executable, "-c", RANK, str(signals), str(status)]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = [sys.executable, "-c", HOROVODRUN, "mpirun", "-np", "1", *rank]
-    with processes.started(command, Started, env=os.environ | root, stdout=subprocess.PIPE, text=True) as process:
+    options = ["--tag-output", "-mca", "orte_tag_output", "0", "-np", "1"]  # horovodrun's, but without the tags
+    command = [sys.executable, "-c", HOROVODRUN, "mpirun", *options, *rank]
+    with processes.started(
+        command, Started, env=os.environ | root, stdout=subprocess.PIPE, text=True, **streams
+    ) as process:
         word, mpirun = process.line().split()
         assert word == "ready"
         process.between = parent(int(mpirun))
@@ -94,13 +97,21 @@ def test_second_request_ends_the_ranks() -> None:
     assert process.returncode != 0
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 128 + signal.SIGUSR1)])
-def test_signal_before_the_ranks_save_is_the_status(number: signal.Signals, status: int) -> None:
-    """mpirun ends with 0 if it has not started the ranks, and with 138 if SIGUSR1 ended them."""
+@pytest.mark.parametrize(("number", "passed", "status"), [("SIGTERM", "SIGUSR1", 0), ("SIGINT", "SIGUSR2", 140)])
+def test_signal_before_the_ranks_save_is_the_status(number: str, passed: str, status: int) -> None:
+    """mpirun ends with 0 if it has not started the ranks, and with 140 if SIGUSR2 ended them."""
     with started(1, status=status) as process:
-        process.send_signal(number)
-        assert process.lines() == ["SIGUSR1"]
-    assert process.returncode == 128 + number
+        process.send_signal(signal.Signals[number])
+        assert process.lines() == [passed]
+    assert process.returncode == 128 + signal.Signals[number]
+
+
+@pytest.mark.parametrize("status", [75, 1])
+def test_what_mpirun_says_of_a_stop_is_shown_if_it_failed(status: int) -> None:
+    with started(1, status, stderr=subprocess.PIPE) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.lines() == ["SIGUSR2"]
+        assert process.stderr and ("exited with non-zero status" in process.stderr.read()) == (status != 75)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGKILL])

@@ -20,8 +20,8 @@ _BEGIN = re.compile(
     r"(?:\S+ \S+ INFO )?\d+ rank\(s\) on |slurmstepd.*: error: .* DUE TO (?:JOB REQUEUE|PREEMPTION|NODE FAILURE)"
 )
 # After Slurm's line, of the attempt that it has ended.
-_REQUEUED = re.compile(r"srun: error: .*: Terminated$|hvd_bert: Stopped after step .*, saved in [^ ]+\.$")
-_NO_CAUSE = "Stopped after step|the launcher was killed"
+_REQUEUED = re.compile(r"srun: error: .*: Terminated$|hvd_bert: Stopped .*, saved in [^ ]+\.$")
+_NO_CAUSE = "Stopped (?:after step|by )|the launcher was killed"
 _MESSAGE = re.compile(rf"^hvd_bert: (?!{_NO_CAUSE})(.*)", re.MULTILINE)
 _FAILED = re.compile(r"(rank \d+ on \S+) failed:$")
 _WAITED = re.compile(r"^(rank \d+ on \S+ has waited \d+ s for .*?)(?:\. Check the file systems.*)?$", re.MULTILINE)
