@@ -9,7 +9,6 @@ types would change values (1:30 is 90, 010 is 8, `no` is False, and 2024-02-30 i
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -20,6 +19,7 @@ from typing import Any
 import yaml
 
 from hvd_bert.config.flag import GROUPS
+from hvd_bert.config.other_names import hint
 from hvd_bert.config.parser import HELP, HelpFormatter, Parser, number_or_auto, path_problem, shortened, switch
 from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config, from_flags
 from hvd_bert.errors import EXIT_OK, UserError, find_user_error
@@ -35,18 +35,6 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str | None]] = {
     "bool": (switch, None),
 }
 _FLAG_BY_SPELLING = {spelling: name for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
-
-# run_qa's flags that have no field here -> what to do instead.
-RUN_QA_FLAGS_NOT_HERE = {
-    "evaluation_strategy": ": use --eval_strategy.",
-    "do_predict": ": use `hvd-bert predict`.",
-    "test_file": ": use --validation_file.",
-    "save_strategy": ": use --save_steps N, or --save_steps 0 for none.",
-    "preprocessing_num_workers": ": tokenization takes all cores of the rank. Leave it out.",
-    "overwrite_cache": ": windows are tokenized again if what they depend on changes. Leave it out.",
-    "auto_find_batch_size": ": use --per_device_train_batch_size auto.",
-    "greater_is_better": ": --metric_for_best_model determines it.",
-}
 
 
 def make_parser() -> Parser:
@@ -117,9 +105,8 @@ def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = No
     before = _not_replaced(before, given_flags(flags))
     settings, unknown = parser.parse_known_args(flags, argparse.Namespace(**before))
     if unknown:
-        name = unknown[0].lstrip("-").split("=")[0].replace("-", "_")
-        what_to_do = RUN_QA_FLAGS_NOT_HERE.get(name) or _hint(name, "--")
-        raise UserError(f"Unknown argument {shortened(unknown[0])}{what_to_do}")
+        name = unknown[0].lstrip("-").split("=")[0]
+        raise UserError(f"Unknown argument {shortened(unknown[0])}{hint(name)}")
     return from_flags(vars(settings))
 
 
@@ -213,7 +200,7 @@ def _read(name: str, path: Path) -> dict[str, str | list[str]]:
     for key, value in pairs:
         flag, line = key.value, key.start_mark.line + 1
         if flag not in FLAGS:
-            raise UserError(f"--config {name}: unknown key '{shortened(flag)}'{_hint(flag, '')}")
+            raise UserError(f"--config {name}: unknown key '{shortened(flag)}'{hint(flag, '')}")
         if flag in lines:
             raise UserError(f"--config {name}: '{flag}' is given twice, in lines {lines[flag]} and {line}. Remove one.")
         lines[flag] = line
@@ -237,12 +224,6 @@ def _yaml_value(name: str, flag: str, node: yaml.Node) -> str | list[str] | None
     if node.tag == _TAG + "float" and isinstance(default, float):
         return text.replace(".inf", "inf")
     return text
-
-
-def _hint(name: str, prefix: str) -> str:
-    """The end of a message about an unknown flag."""
-    close = difflib.get_close_matches(name.replace("-", "_"), FLAGS, n=1)
-    return f": did you mean {prefix}{close[0]}?" if close else "."
 
 
 def to_argv(flag: str, value: Any) -> list[str]:

@@ -11,6 +11,7 @@ from refusals import refused
 
 from hvd_bert.config.command_line import PRESETS as PRESET_FOLDER
 from hvd_bert.config.command_line import drop_flags, override_argv, parse
+from hvd_bert.config.other_names import ELSEWHERE
 from hvd_bert.config.settings import FLAGS, PACKAGE, STRATEGIES, save
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
@@ -114,6 +115,7 @@ def test_values_are_those_of_the_command_line(tmp_path: Path, text: str, name: s
     ("content", "named"),
     [
         ("learning_rat: 1", ["'learning_rat'", "did you mean learning_rate?"]),
+        ("epochs: 1", ["'epochs': use num_train_epochs."]),
         ("seed: [1, 2]", ["'seed'", "list"]),
         ("seed: red", ["--seed", "'red'"]),
         ("seed: 1\nbf16: true\nseed: 2\n", ["'seed'", "lines 1 and 3"]),
@@ -179,6 +181,9 @@ def test_help_lists_every_flag(capsys):
         ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate?"]),
         ("--evaluation_strategy 1", ["--evaluation_strategy", "--eval_strategy"]),
         ("--do_predict", ["--do_predict", "hvd-bert predict"]),
+        ("--lr=1", ["--lr=1: use --learning_rate."]),
+        ("--Batch-Size 8", ["--per_device_train_batch_size N per rank, or --global_batch N"]),
+        ("--num-worker 8", ["Leave it out."]),  # close to the name of another trainer
         ("--config", ["--config"]),
         ("--config smaple", ["--config smaple", "squad_v2, sweep"]),
         ("--max_seq_length long", ["--max_seq_length", "'long'"]),
@@ -196,6 +201,17 @@ def test_refused_flags(flags, named, capsys):
     with refused(*named):
         parse(flags.split())
     assert capsys.readouterr() == ("", "")  # the entry point prints it once
+
+
+def test_a_word_that_is_no_flag_gets_no_hint():
+    with refused("Unknown argument --label_smoothing=0.1."):
+        parse(["--label_smoothing=0.1"])
+
+
+def test_names_of_other_trainers_lead_to_flags():
+    spellings = {spelling for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
+    assert ELSEWHERE.keys().isdisjoint(spellings)
+    assert set(re.findall(r"--(\w+)", " ".join(ELSEWHERE.values()))) <= spellings
 
 
 @pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.range])

@@ -12,6 +12,7 @@ import pytest
 from refusals import check_refusal
 
 import hvd_bert
+from hvd_bert.__main__ import ELSEWHERE
 from hvd_bert.config.settings import PACKAGE
 from hvd_bert.errors import EXIT_BAD_INPUT
 
@@ -57,7 +58,16 @@ def test_a_command_runs_as_by_its_module() -> None:
     assert run(HVD_BERT, "--version").stdout == f"hvd-bert {hvd_bert.__version__}\n"
 
 
-@pytest.mark.parametrize(("word", "hint"), [("trian", " Did you mean train?"), ("xyz", "")])
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("trian", " Did you mean train?"),
+        ("eval", " Did you mean evaluate?"),
+        ("benchmark", " Did you mean bench?"),
+        ("import", ""),  # another word than report
+        ("export", f" {ELSEWHERE['export']}"),
+    ],
+)
 def test_unknown_command_is_named_by_rank_0(word: str, hint: str) -> None:
     message = f"hvd_bert: unknown command '{word}'.{hint} `hvd-bert --help` lists the commands.\n"
     for rank, status, error in (("0", 2, message), ("1", 0, "")):
