@@ -78,9 +78,10 @@ def test_errors_are_raised_and_the_run_resumes(tmp_path: Path, whole: list[Any])
         start(tmp_path / "run", lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert getattr(stopped.value, "status", None) == EXIT_STOPPED
     assert start(tmp_path / "run")[1][1:-1] == whole[8:-1]
-    for settings, named in (({"max_step": 3}, "max_step"), ({"max_steps": "three"}, "three")):
-        with refused(named):
+    for settings, named in (({"max_step": 3}, "did you mean --max_steps?"), ({"max_steps": "three"}, "three")):
+        with refused(named) as mistake:
             start(tmp_path / "none", **settings)
+        assert type(mistake.value) is UserError
     assert process_state() == before
 
 
