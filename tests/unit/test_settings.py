@@ -10,7 +10,8 @@ import pytest
 from refusals import refused
 
 from hvd_bert.config.command_line import PRESETS as PRESET_FOLDER
-from hvd_bert.config.command_line import drop_flags, override_argv, parse
+from hvd_bert.config.command_line import USED_FIRST, drop_flags, override_argv, parse
+from hvd_bert.config.flag import GROUPS
 from hvd_bert.config.other_names import ELSEWHERE
 from hvd_bert.config.settings import FLAGS, PACKAGE, STRATEGIES, save
 from hvd_bert.distributed.world import World
@@ -161,15 +162,30 @@ def test_switch(flags, name, value):
     assert parse(flags.split()).as_flat()[name] is value
 
 
-def test_help_lists_every_flag(capsys):
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("--help all", FLAGS),
+        ("--config sample -h --bf16", USED_FIRST.split()),
+        ("--help checkpoints", [name for name, flag in FLAGS.items() if flag.group == "checkpoints"]),
+        ("--help seed", ["seed"]),
+    ],
+)
+def test_help_lists_each_flag_of_its_topic_once(capsys, words, names):
     with pytest.raises(SystemExit) as left:
-        parse(["--help"])
+        parse(words.split())
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    for name in ["config", *FLAGS]:
-        assert len(re.findall(rf"^  (--\w+, )?--{name}\b", shown, re.MULTILINE)) == 1, name
-    for preset in PRESETS:
-        assert preset in shown
+    listed = re.findall(r"^  (?:-h, )?--(\w+)", shown, re.MULTILINE)
+    negated = [f"no_{name}" for name in names if FLAGS[name].default is True]
+    assert sorted(listed) == sorted(["help", "config", *names, *negated])
+    assert all(word in shown for word in [*PRESETS, *GROUPS, "--help all"])
+    assert ("examples:" in shown) == (" -h " in words)
+
+
+def test_unknown_topic_of_help():
+    with refused("--help lr", "use --learning_rate.", "all, model", *GROUPS):
+        parse(["--help", "lr"])
 
 
 # --- refused input ---------------------------------------------------------------------------------

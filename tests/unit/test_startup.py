@@ -43,6 +43,13 @@ def test_help(words: str, rank: str) -> None:
     assert imported & HEAVY <= ALLOWED.get(words, set())
 
 
+def test_unknown_topic_of_help_is_named_by_rank_0() -> None:
+    done = run(sys.executable, "-m", "hvd_bert.train", "--help", "learning")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (EXIT_BAD_INPUT, "", 1)
+    done = run(sys.executable, "-m", "hvd_bert.train", "--help", "learning", rank="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_every_command_is_listed_with_its_purpose() -> None:
     listed = dict(re.findall(r"^  ([a-z]+) +(\S.*)$", run(HVD_BERT, "--help").stdout, re.MULTILINE))
     assert listed.keys() >= {"bench", "doctor", "predict", "report", "timeline", "train", "tune"}
