@@ -29,7 +29,6 @@ COMMANDS = {
     "tune": "Search for faster Horovod settings or a better learning rate, batch and length, by trainings.",
 }
 HELP = ("-h", "--help")
-CLOSE = 0.8  # of difflib's ratio: a typing error, not another word
 # Other words for what the project has.
 ELSEWHERE = {
     "export": "A training's output folder is a model of transformers. Optimum exports it, for example to ONNX"
@@ -64,7 +63,7 @@ def _hint(word: str) -> str:
     if word in ELSEWHERE:
         return f" {ELSEWHERE[word]}"
     close = [name for name in COMMANDS if len(word) > 2 and (name.startswith(word) or word.startswith(name))]
-    close += difflib.get_close_matches(word, COMMANDS, n=1, cutoff=CLOSE)
+    close += difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.8)  # typing errors, not other words
     return f" Did you mean {close[0]}?" if close else ""
 
 

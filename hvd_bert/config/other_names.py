@@ -6,7 +6,6 @@ import difflib
 
 from hvd_bert.config.settings import FLAGS
 
-CLOSE = 0.8  # of difflib's ratio: a typing error, not another word
 # Flags of run_qa (also of its older versions), Lightning, DeepSpeed and usual scripts -> what to do here.
 _WHAT_TO_DO = {
     # model and data
@@ -70,7 +69,7 @@ ELSEWHERE = {name: what_to_do for names, what_to_do in _WHAT_TO_DO.items() for n
 def hint(name: str, prefix: str = "--") -> str:
     """The end of a message about a flag that does not exist. `prefix`: of flags, where it is given."""
     name = name.lower().replace("-", "_")
-    close = difflib.get_close_matches(name, [*ELSEWHERE, *FLAGS], n=1, cutoff=CLOSE)
+    close = difflib.get_close_matches(name, [*ELSEWHERE, *FLAGS], n=1, cutoff=0.8)  # typing errors
     if not close:
         return "."
     if close[0] in FLAGS:
