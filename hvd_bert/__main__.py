@@ -29,6 +29,13 @@ COMMANDS = {
     "tune": "Search for faster Horovod settings or a better learning rate, batch and length, by trainings.",
 }
 HELP = ("-h", "--help")
+# Other words for what the project has.
+ELSEWHERE = {
+    "export": "A training's output folder is a model of transformers. Optimum exports it, for example to ONNX"
+    " (docs/guides/sharing.md).",
+    "publish": "Upload the output folder with `hf upload` (docs/guides/sharing.md).",
+    "sweep": "Use `hvd-bert bench sweep`.",
+}
 
 
 def main() -> int:
@@ -47,10 +54,17 @@ def main() -> int:
     if word in (*HELP, "--version"):
         print(f"hvd-bert {__version__}" if word == "--version" else description())
         return EXIT_OK
-    close = difflib.get_close_matches(word, COMMANDS, n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    print(f"hvd_bert: unknown command {word!a}.{hint} `hvd-bert --help` lists the commands.", file=sys.stderr)
+    print(f"hvd_bert: unknown command {word!a}.{_hint(word)} `hvd-bert --help` lists the commands.", file=sys.stderr)
     return EXIT_BAD_INPUT
+
+
+def _hint(word: str) -> str:
+    """What to do in place of an unknown command: "eval" and "benchmark" stand for the commands that begin so."""
+    if word in ELSEWHERE:
+        return f" {ELSEWHERE[word]}"
+    close = [name for name in COMMANDS if len(word) > 2 and (name.startswith(word) or word.startswith(name))]
+    close += difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.8)  # typing errors, not other words
+    return f" Did you mean {close[0]}?" if close else ""
 
 
 def description() -> str:

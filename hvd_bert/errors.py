@@ -45,8 +45,10 @@ class UserError(ValueError):
     """A mistake that the user can fix.
 
     The message states what is wrong, where it is and what to do. The entry point prints it once,
-    on one rank and without a traceback, and exits with `EXIT_BAD_INPUT`.
+    on one rank and without a traceback, and exits with `status`.
     """
+
+    status = EXIT_BAD_INPUT
 
     def __init__(self, message: str) -> None:
         super().__init__(visible(message))  # it may quote a file

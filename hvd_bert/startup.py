@@ -45,8 +45,12 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     argv = sys.argv[1:]
     print_on_one_rank(argv)
     if HELP & set(argv):
+
+        def show_help() -> None:
+            parse(argv)
+
         end_when_lost()
-        parse(argv)
+        sys.exit(run_command(show_help))
     with collector_paused():
         from hvd_bert.distributed.runner import run_as_rank
     run_as_rank(main, **command_line.before_joining(argv, parse))

@@ -34,16 +34,17 @@ INTRODUCTION = """\
 
 # Flags
 
-`--help` prints the flags of a command, and `hvd-bert --help` the commands.
+`hvd-bert --help` prints the commands, and `--help` the flags of one: of the training those that are used first.
+`train --help all` prints all, `train --help data` a group, `train --help seed` a flag.
 
 ## Training
 
 `python -m hvd_bert.train`, or `hvd-bert train`
 
 Flags of Hugging Face's run_qa keep their names ([differences](../guides/migrating.md#from-run_qa)). `--config` takes a
-preset or a YAML file of flags; flags on the command line override it. Values in the file mean the same as on the
-command line: `1:30`, `010` and `no` are not converted as YAML does. A switch also takes a value: `--bf16 False`. If a
-flag is given several times, the last value counts.
+preset or a YAML file of flags; flags on the command line override it. Values in the file mean the same: YAML does not
+convert `1:30`, `010` and `no`. A switch also takes a value: `--bf16 False`. If a flag is given twice, the last value
+counts.
 
 Flags with † must keep their values when a run resumes. Some of the others have
 [conditions](../guides/resume-and-reliability.md#settings-that-may-change-on-resume).

@@ -9,10 +9,9 @@ types would change values (1:30 is 90, 010 is 8, `no` is False, and 2024-02-30 i
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,25 @@ from typing import Any
 import yaml
 
 from hvd_bert.config.flag import GROUPS
+from hvd_bert.config.other_names import hint
 from hvd_bert.config.parser import HELP, HelpFormatter, Parser, number_or_auto, path_problem, shortened, switch
 from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config, from_flags
 from hvd_bert.errors import EXIT_OK, UserError, find_user_error
 from hvd_bert.storage.reading import MAX_YAML_BYTES, read_text
 
 PRESETS = PACKAGE / "config" / "presets"
+EXAMPLES = """
+
+examples:
+  python -m hvd_bert.train --config sample                 sample data, no download
+  python -m hvd_bert.train --train_file train-v1.1.json --validation_file dev-v1.1.json
+  horovodrun -np 2 python -m hvd_bert.train --bf16         two ranks, one per GPU"""
+# The flags that --help shows without a topic.
+USED_FIRST = """
+model_name_or_path task train_file validation_file max_seq_length per_device_train_batch_size
+gradient_accumulation_steps learning_rate num_train_epochs max_steps warmup_ratio seed bf16 fp16 eval_steps
+version_2_with_negative save_steps strategy output_dir report_to
+"""
 _TAG = "tag:yaml.org,2002:"
 _TYPES = {a_field.name: a_field.type for section in SECTIONS for a_field in fields(section)}
 _KINDS: dict[str, tuple[Callable[[str], Any], str | None]] = {
@@ -36,21 +48,9 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str | None]] = {
 }
 _FLAG_BY_SPELLING = {spelling: name for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
 
-# run_qa's flags that have no field here -> what to do instead.
-RUN_QA_FLAGS_NOT_HERE = {
-    "evaluation_strategy": ": use --eval_strategy.",
-    "do_predict": ": use `hvd-bert predict`.",
-    "test_file": ": use --validation_file.",
-    "save_strategy": ": use --save_steps N, or --save_steps 0 for none.",
-    "preprocessing_num_workers": ": tokenization takes all cores of the rank. Leave it out.",
-    "overwrite_cache": ": windows are tokenized again if what they depend on changes. Leave it out.",
-    "auto_find_batch_size": ": use --per_device_train_batch_size auto.",
-    "greater_is_better": ": --metric_for_best_model determines it.",
-}
 
-
-def make_parser() -> Parser:
-    """The parser of the trainer's flags, each in its group, with the default that a run uses."""
+def make_parser(names: Collection[str] = FLAGS) -> Parser:
+    """The parser of the trainer's flags, each in its group, with the default that a run uses. `names`: only these."""
     parser = Parser(
         prog="python -m hvd_bert.train",
         usage="%(prog)s [-h] [--config NAME|FILE.yaml] [--FLAG VALUE ...]",
@@ -66,13 +66,36 @@ def make_parser() -> Parser:
     )
     groups = {group: parser.add_argument_group(group) for group in GROUPS}
     for name, flag in FLAGS.items():
+        if name not in names:
+            continue
         add_flag(groups[flag.group], name, flag.default, flag.shown_default)
         if flag.default is True:
-            names = (f"--no_{name}", f"--no-{name.replace('_', '-')}")
+            negated = (f"--no_{name}", f"--no-{name.replace('_', '-')}")
             groups[flag.group].add_argument(
-                *names, dest=name, nargs=0, const=False, default=True, help=flag.negated_help
+                *negated, dest=name, nargs=0, const=False, default=True, help=flag.negated_help
             )
     return parser
+
+
+def help_text(topic: str = "") -> str:
+    """What `--help TOPIC` prints: the flags of a group, one flag, or all; without a topic, those that are used first.
+
+    Raises UserError for another topic.
+    """
+    topics = {"": USED_FIRST.split(), "all": [*FLAGS], **{name: [name] for name in FLAGS}}
+    for name, flag in FLAGS.items():
+        topics.setdefault(flag.group, []).append(name)
+    if topic not in topics:
+        raise UserError(
+            f"--help {shortened(topic)}: no such group or flag{hint(topic)} Choose from all, {', '.join(GROUPS)}."
+        )
+    parser = make_parser(topics[topic])
+    if not topic:
+        parser.description = f"{parser.description}{EXAMPLES}"
+    parser.epilog = (
+        f"`--help all` lists all {len(FLAGS)} flags, `--help GROUP` those of {', '.join(GROUPS)}. {parser.epilog}"
+    )
+    return parser.format_help()
 
 
 def add_flag(parser: argparse._ActionsContainer, name: str, default: Any, shown_default: str) -> None:
@@ -103,10 +126,11 @@ def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = No
     Raises UserError for unknown flags or keys, values of the wrong type or out of range.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = make_parser()
     if HELP & set(argv):
-        parser.print_help()
+        topic = next(after for word, after in zip(argv, [*argv[1:], ""], strict=True) if word in HELP)
+        print(help_text("" if topic.startswith("-") else topic), end="")
         sys.exit(EXIT_OK)
+    parser = make_parser()
     chooser = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
     chooser.add_argument("--config", nargs="?", const="")
     chosen, flags = chooser.parse_known_args(argv)
@@ -117,9 +141,8 @@ def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = No
     before = _not_replaced(before, given_flags(flags))
     settings, unknown = parser.parse_known_args(flags, argparse.Namespace(**before))
     if unknown:
-        name = unknown[0].lstrip("-").split("=")[0].replace("-", "_")
-        what_to_do = RUN_QA_FLAGS_NOT_HERE.get(name) or _hint(name, "--")
-        raise UserError(f"Unknown argument {shortened(unknown[0])}{what_to_do}")
+        name = unknown[0].lstrip("-").split("=")[0]
+        raise UserError(f"Unknown argument {shortened(unknown[0])}{hint(name)}")
     return from_flags(vars(settings))
 
 
@@ -213,7 +236,7 @@ def _read(name: str, path: Path) -> dict[str, str | list[str]]:
     for key, value in pairs:
         flag, line = key.value, key.start_mark.line + 1
         if flag not in FLAGS:
-            raise UserError(f"--config {name}: unknown key '{shortened(flag)}'{_hint(flag, '')}")
+            raise UserError(f"--config {name}: unknown key '{shortened(flag)}'{hint(flag, '')}")
         if flag in lines:
             raise UserError(f"--config {name}: '{flag}' is given twice, in lines {lines[flag]} and {line}. Remove one.")
         lines[flag] = line
@@ -237,12 +260,6 @@ def _yaml_value(name: str, flag: str, node: yaml.Node) -> str | list[str] | None
     if node.tag == _TAG + "float" and isinstance(default, float):
         return text.replace(".inf", "inf")
     return text
-
-
-def _hint(name: str, prefix: str) -> str:
-    """The end of a message about an unknown flag."""
-    close = difflib.get_close_matches(name.replace("-", "_"), FLAGS, n=1)
-    return f": did you mean {prefix}{close[0]}?" if close else "."
 
 
 def to_argv(flag: str, value: Any) -> list[str]:

@@ -177,7 +177,10 @@ def invocation(action: argparse.Action) -> str:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Lists each flag once, as `invocation` writes it."""
+    """Lists each flag once, as `invocation` writes it. Keeps the lines of a text of several ones."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         return invocation(action)

@@ -78,7 +78,12 @@ def run_in_program(entry: Callable[[World], None], strategy: str = "horovod", re
     """
     launcher = None if distributed.is_initialized() else find_launcher(os.environ)
     raises = launcher is None or (launcher.is_alone and not is_elastic(os.environ))
-    _run(entry, strategy, records_timeline, raises).close()
+    try:
+        _run(entry, strategy, records_timeline, raises).close()
+    except CollectiveError as error:
+        if error.status != EXIT_BAD_INPUT or not launcher or not raises:
+            raise
+        raise UserError(str(error)) from None  # a single process need not hear of collectives
 
 
 def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, raises: bool = False) -> World:

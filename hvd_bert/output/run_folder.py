@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import platform
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +22,34 @@ from hvd_bert.storage.writing import delete, partial_path, write_json
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.version import __version__
 
-# All files that a run may write. --overwrite_output_dir removes them.
-RUN_FILES = {
-    "train_results.json": "time, throughput, loss, world, versions",
-    "eval_results.json": "scores and validation loss",
-    "eval_predictions.json": "the prediction for each question or example",
-    "eval_nbest_predictions.json": "the best answers to each question, with probabilities",
-    "eval_null_odds.json": "v2.0: the odds that a question has no answer",
-    "eval_samples.json": "some right and some wrong answers, with their questions",
-    "evaluation.json": "scores by kind of question, and mistakes (hvd-bert evaluate)",
-    "evaluation.html": "the same as a page",
-    "metrics.jsonl": "one line per logged step and evaluation",
-    "events.jsonl": "starts of the run with their environment, warnings, reasons of failures",
-    "gpu_usage.jsonl": "the same steps: utilization, memory and power of each GPU",
-    "trace.json.gz": "trace of all ranks in some steps, for ui.perfetto.dev",
-    "tb": "metrics for TensorBoard (tensorboard --logdir)",
-    "wandb": "metrics of --report_to wandb",
-    "tracking.json": "the run's id at wandb, where a resumed run continues",
-    "checkpoint-*": "the model at a step, and all state needed to resume",
-    "latest": "the name of the newest checkpoint",
-    "train_config.yaml": "all settings of this run; --config reads it",
-    "eval_config.yaml": "all settings of a run that only evaluated",
-    "model.safetensors": "the weights",
-    "adapter": "the adapters of --lora_rank, as peft loads them",
-    "config.json": "the model's configuration, with which from_pretrained loads this folder",
-    "tokenizer.json": "the tokenizer",
-    "tokenizer_config.json": "the tokenizer's settings",
-    card.NAME: "the model card: data, settings, scores, how to use the model",
-}
+# All files that a run may write (docs/reference/output-files.md). --overwrite_output_dir removes them.
+RUN_FILES = (
+    "train_results.json",
+    "eval_results.json",
+    "eval_predictions.json",
+    "eval_nbest_predictions.json",
+    "eval_null_odds.json",
+    "eval_samples.json",
+    "evaluation.json",
+    "evaluation.html",
+    "metrics.jsonl",
+    "events.jsonl",
+    "gpu_usage.jsonl",
+    "trace.json.gz",
+    "tb",
+    "wandb",
+    "tracking.json",
+    "checkpoint-*",
+    "latest",
+    "train_config.yaml",
+    "eval_config.yaml",
+    "model.safetensors",
+    "adapter",
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    card.NAME,
+)
 SAMPLES = "eval_samples.json"
 # Those that a later evaluation, or a model that was trained further, makes outdated.
 OF_EVALUATION = {*fnmatch.filter(RUN_FILES, "eval*.json"), "evaluation.html"}
@@ -57,7 +58,7 @@ OF_EVALUATION = {*fnmatch.filter(RUN_FILES, "eval*.json"), "evaluation.html"}
 def write_evaluation(folder: Path, evaluation: EvaluationResult) -> None:
     """Write the metrics and the task's files. Those of an earlier evaluation that it does not replace are removed."""
     contents = {"eval_results.json": evaluation.metrics, **evaluation.files}
-    assert contents.keys() <= RUN_FILES.keys(), "the next run would not replace them"
+    assert contents.keys() <= {*RUN_FILES}, "the next run would not replace them"
     for name, content in contents.items():
         write_json(folder / name, content)
     for name in OF_EVALUATION - contents.keys():
@@ -119,6 +120,5 @@ def environment_facts(config: Config, world: World) -> dict[str, Any]:
 
 
 def describe(folder: Path) -> str:
-    """The run's output files, one per line with its content."""
-    lines = [f"  {name:<28} {what}" for name, what in RUN_FILES.items() if any(folder.glob(name))]
-    return "\n".join([f"In {folder}:", *lines])
+    """Where a run's output is, and the command that makes a page of it."""
+    return f"The output is in {folder}. To show it: hvd-bert report {shlex.quote(str(folder))}"

@@ -35,6 +35,8 @@ from hvd_bert.training.optim import large_batch_note
 from hvd_bert.training.saving import Checkpoints
 from hvd_bert.training.start import Prepared, Start, load, prepare
 
+LONG_S = 60.0  # training time from which the step-time summary is printed
+
 
 def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: type[Task] | None = None) -> RunResult:
     """A whole run: load, train, evaluate, write. Called by all ranks, under Horovod elastic in each world.
@@ -67,8 +69,10 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
         metrics_logger.finished = True
         result = RunResult(start.folder, evaluation.metrics if evaluation else {}, results)
         metrics_logger.notify("on_end", result)
-    if results.get("breakdown"):
+    if results.get("train_runtime", 0) >= LONG_S and results["breakdown"]:
         log.info("%s", "\n".join(describe_steps(results)))
+        if evaluation:
+            log.info("%s", evaluation.summary)  # again: the table is long
     log.info("%s", run_folder.describe(start.folder))
     events.end()
     return result

@@ -21,14 +21,6 @@ from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 
-# The effect of a larger global batch on F1, by --lr_scaling with its default limit (docs/evidence/results.md).
-MEASURED = {
-    "none": "lost 2.2 points of F1 at 2 times the batch and 5.3 at 4 times; --lr_scaling linear avoided this,"
-    " --global_batch keeps the batch",
-    "sqrt": "lost 1.1 points of F1 at 2 times the batch and 1.7 at 4 times",
-    "linear": "kept its F1 up to 4 times the batch and lost 4 points at 8 times",
-}
-
 # Names of parameters without weight decay, as in `Trainer.get_decay_parameter_names`, which is slow to import.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
@@ -50,7 +42,7 @@ def _base_batch(args: TrainArguments) -> int:
 
 
 def large_batch_note(args: TrainArguments, global_batch: int, peak: float) -> str | None:
-    """What a global batch above the base batch does to F1, and the flag; None if it is not above.
+    """A note on a global batch above the base batch; None if it is not above.
 
     `global_batch`, `peak`: of the run. A resumed run has them from its checkpoint, whatever the world size.
     """
@@ -58,11 +50,10 @@ def large_batch_note(args: TrainArguments, global_batch: int, peak: float) -> st
     if global_batch <= base:
         return None
     whose = "of one device" if args.lr_base_batch_size is None else "of --lr_base_batch_size"
-    limit = "" if args.lr_scaling == "none" else f", at most {args.lr_scaling_limit:g} times"
     return (
-        f"The global batch of {global_batch} is {global_batch / base:.3g} times the {base} {whose}; the peak learning"
-        f" rate is {peak:.3g} (--lr_scaling {args.lr_scaling}{limit}). A 6-layer BERT on 3,889 windows"
-        f" {MEASURED[args.lr_scaling]} (docs/evidence/results.md)."
+        f"The global batch of {global_batch} is {global_batch / base:.3g} times the {base} {whose}, at a peak learning"
+        f" rate of {peak:.3g} (--lr_scaling {args.lr_scaling}): scores may be lower. Remedies:"
+        " docs/guides/troubleshooting.md"
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 from commands import losses, said, skip_without
 from launch import REPOSITORY, Outcome, launcher, run
 
-from hvd_bert.errors import EXIT_STOPPED
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 
 pytestmark = pytest.mark.integration
 
@@ -50,7 +50,7 @@ def test_error_in_a_group_is_raised(tmp_path: Path) -> None:
     """The process of the rank that failed goes on, and the other one does not wait for it."""
     start(tmp_path, "torch", "failing", "ddp")
     one, other = found(tmp_path)
-    assert one["alone"] == other["alone"] == "LaunchError"
+    assert one["alone"] == other["alone"] == EXIT_BAD_INPUT
     assert other["failed"] == "LookupError" and one["failed"] == "RuntimeError"
 
 

@@ -153,7 +153,7 @@ def test_stored_settings_give_the_same_run(finished: Run) -> None:
 def test_no_line_is_logged_twice(finished: Run) -> None:
     lines = [line for line in said(finished.outcome).splitlines() if line.strip() and not line.startswith("Tokenizing")]
     assert [line for line, times in Counter(lines).items() if times > 1] == []
-    for words in ("step 1/6 ", "step 6/6 ", "windows/s", "ETA", "EM ", "F1 ", "eval_predictions.json"):
+    for words in ("step 1/6 ", "step 6/6 ", "windows/s", "ETA", "EM ", "F1 ", f"hvd-bert report {finished.out}"):
         assert any(words in line for line in lines), f"{words!r} is not in:\n{finished.outcome.output}"
 
 

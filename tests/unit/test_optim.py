@@ -109,12 +109,12 @@ def test_learning_rate_by_the_global_batch(rule, settings, devices, factor):
 @pytest.mark.parametrize(
     ("devices", "settings", "named"),
     [
-        (4, {}, ["batch of 32 is 4 times the 8", "5e-05", "--lr_scaling none", "lost 2.2 points"]),
+        (4, {}, ["batch of 32 is 4 times the 8", "5e-05", "--lr_scaling none", "docs/"]),
         (8, {"lr_scaling": "sqrt", "lr_base_batch_size": 16}, ["4 times the 16 of --lr_base_batch_size", "0.0001"]),
         (4, {"global_batch": 32}, None),  # a batch that the learning rate is for
     ],
 )
-def test_large_batch_is_noted_with_its_effect_and_the_flag(devices, settings, named):
+def test_large_batch_is_noted_with_its_rate_and_a_page(devices, settings, named):
     args = TrainArguments(**settings)
     note = large_batch_note(args, args.windows_per_step(devices), scaled_learning_rate(args, devices))
     assert note is None if named is None else all(words in note for words in named), note

@@ -10,7 +10,9 @@ import pytest
 from refusals import refused
 
 from hvd_bert.config.command_line import PRESETS as PRESET_FOLDER
-from hvd_bert.config.command_line import drop_flags, override_argv, parse
+from hvd_bert.config.command_line import USED_FIRST, drop_flags, override_argv, parse
+from hvd_bert.config.flag import GROUPS
+from hvd_bert.config.other_names import ELSEWHERE
 from hvd_bert.config.settings import FLAGS, PACKAGE, STRATEGIES, save
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
@@ -114,6 +116,7 @@ def test_values_are_those_of_the_command_line(tmp_path: Path, text: str, name: s
     ("content", "named"),
     [
         ("learning_rat: 1", ["'learning_rat'", "did you mean learning_rate?"]),
+        ("epochs: 1", ["'epochs': use num_train_epochs."]),
         ("seed: [1, 2]", ["'seed'", "list"]),
         ("seed: red", ["--seed", "'red'"]),
         ("seed: 1\nbf16: true\nseed: 2\n", ["'seed'", "lines 1 and 3"]),
@@ -159,15 +162,30 @@ def test_switch(flags, name, value):
     assert parse(flags.split()).as_flat()[name] is value
 
 
-def test_help_lists_every_flag(capsys):
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("--help all", FLAGS),
+        ("--config sample -h --bf16", USED_FIRST.split()),
+        ("--help checkpoints", [name for name, flag in FLAGS.items() if flag.group == "checkpoints"]),
+        ("--help seed", ["seed"]),
+    ],
+)
+def test_help_lists_each_flag_of_its_topic_once(capsys, words, names):
     with pytest.raises(SystemExit) as left:
-        parse(["--help"])
+        parse(words.split())
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    for name in ["config", *FLAGS]:
-        assert len(re.findall(rf"^  (--\w+, )?--{name}\b", shown, re.MULTILINE)) == 1, name
-    for preset in PRESETS:
-        assert preset in shown
+    listed = re.findall(r"^  (?:-h, )?--(\w+)", shown, re.MULTILINE)
+    negated = [f"no_{name}" for name in names if FLAGS[name].default is True]
+    assert sorted(listed) == sorted(["help", "config", *names, *negated])
+    assert all(word in shown for word in [*PRESETS, *GROUPS, "--help all"])
+    assert ("examples:" in shown) == (" -h " in words)
+
+
+def test_unknown_topic_of_help():
+    with refused("--help lr", "use --learning_rate.", "all, model", *GROUPS):
+        parse(["--help", "lr"])
 
 
 # --- refused input ---------------------------------------------------------------------------------
@@ -179,6 +197,9 @@ def test_help_lists_every_flag(capsys):
         ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate?"]),
         ("--evaluation_strategy 1", ["--evaluation_strategy", "--eval_strategy"]),
         ("--do_predict", ["--do_predict", "hvd-bert predict"]),
+        ("--lr=1", ["--lr=1: use --learning_rate."]),
+        ("--Batch-Size 8", ["--per_device_train_batch_size N per rank, or --global_batch N"]),
+        ("--num-worker 8", ["Leave it out."]),  # close to the name of another trainer
         ("--config", ["--config"]),
         ("--config smaple", ["--config smaple", "squad_v2, sweep"]),
         ("--max_seq_length long", ["--max_seq_length", "'long'"]),
@@ -196,6 +217,17 @@ def test_refused_flags(flags, named, capsys):
     with refused(*named):
         parse(flags.split())
     assert capsys.readouterr() == ("", "")  # the entry point prints it once
+
+
+def test_a_word_that_is_no_flag_gets_no_hint():
+    with refused("Unknown argument --label_smoothing=0.1."):
+        parse(["--label_smoothing=0.1"])
+
+
+def test_names_of_other_trainers_lead_to_flags():
+    spellings = {spelling for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
+    assert ELSEWHERE.keys().isdisjoint(spellings)
+    assert set(re.findall(r"--(\w+)", " ".join(ELSEWHERE.values()))) <= spellings
 
 
 @pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.range])

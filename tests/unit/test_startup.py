@@ -12,6 +12,7 @@ import pytest
 from refusals import check_refusal
 
 import hvd_bert
+from hvd_bert.__main__ import ELSEWHERE
 from hvd_bert.config.settings import PACKAGE
 from hvd_bert.errors import EXIT_BAD_INPUT
 
@@ -42,6 +43,13 @@ def test_help(words: str, rank: str) -> None:
     assert imported & HEAVY <= ALLOWED.get(words, set())
 
 
+def test_unknown_topic_of_help_is_named_by_rank_0() -> None:
+    done = run(sys.executable, "-m", "hvd_bert.train", "--help", "learning")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (EXIT_BAD_INPUT, "", 1)
+    done = run(sys.executable, "-m", "hvd_bert.train", "--help", "learning", rank="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_every_command_is_listed_with_its_purpose() -> None:
     listed = dict(re.findall(r"^  ([a-z]+) +(\S.*)$", run(HVD_BERT, "--help").stdout, re.MULTILINE))
     assert listed.keys() >= {"bench", "doctor", "predict", "report", "timeline", "train", "tune"}
@@ -57,7 +65,16 @@ def test_a_command_runs_as_by_its_module() -> None:
     assert run(HVD_BERT, "--version").stdout == f"hvd-bert {hvd_bert.__version__}\n"
 
 
-@pytest.mark.parametrize(("word", "hint"), [("trian", " Did you mean train?"), ("xyz", "")])
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("trian", " Did you mean train?"),
+        ("eval", " Did you mean evaluate?"),
+        ("benchmark", " Did you mean bench?"),
+        ("import", ""),  # another word than report
+        ("export", f" {ELSEWHERE['export']}"),
+    ],
+)
 def test_unknown_command_is_named_by_rank_0(word: str, hint: str) -> None:
     message = f"hvd_bert: unknown command '{word}'.{hint} `hvd-bert --help` lists the commands.\n"
     for rank, status, error in (("0", 2, message), ("1", 0, "")):

@@ -19,7 +19,7 @@ import torch
 from refusals import refused
 
 from hvd_bert import Callback, train
-from hvd_bert.errors import EXIT_STOPPED, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
 from hvd_bert.storage import locks
 
 PROGRAM: dict[str, Any] = {"__name__": "digits"}
@@ -76,11 +76,12 @@ def test_errors_are_raised_and_the_run_resumes(tmp_path: Path, whole: list[Any])
         start(tmp_path / "run", lambda: 1 / 0)
     with pytest.raises(UserError) as stopped:  # it was asked at step 2, and the vote is in step 3
         start(tmp_path / "run", lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert getattr(stopped.value, "status", None) == EXIT_STOPPED
+    assert stopped.value.status == EXIT_STOPPED
     assert start(tmp_path / "run")[1][1:-1] == whole[8:-1]
-    for settings, named in (({"max_step": 3}, "max_step"), ({"max_steps": "three"}, "three")):
-        with refused(named):
+    for settings, named in (({"max_step": 3}, "did you mean --max_steps?"), ({"max_steps": "three"}, "three")):
+        with refused(named) as mistake:
             start(tmp_path / "none", **settings)
+        assert type(mistake.value) is UserError and mistake.value.status == EXIT_BAD_INPUT
     assert process_state() == before
 
 

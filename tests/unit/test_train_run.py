@@ -106,6 +106,18 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
     assert not list(out.glob("eval_*.json")) and (out / "train_results.json").exists()
 
 
+@pytest.mark.parametrize("long", [False, True])
+def test_a_run_ends_with_its_scores_and_its_folder(base, tmp_path, monkeypatch, caplog, long):
+    monkeypatch.setattr(loop, "LONG_S", 0.0 if long else loop.LONG_S)
+    out = tmp_path / "a run"
+    with caplog.at_level(logging.INFO, "hvd_bert"):
+        train(base, "--output_dir", str(out))
+    scores, where = caplog.messages[-2:]
+    assert scores.startswith("EM " if long else "step 3/3: EM ") and "\n" not in scores
+    assert where == f"The output is in {out}. To show it: hvd-bert report '{out}'"
+    assert any(text.startswith("Step time by phase") for text in caplog.messages) == long
+
+
 def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monkeypatch):
     out, save, evaluate = tmp_path / "out", run_folder.save_model, loop.Evaluations.evaluate
 
