@@ -227,7 +227,8 @@ def write_hub_cache(to_rows: Callable[[Sequence[Question]], list[dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def hub_home(write_hub_cache: Callable[..., None]) -> Path:
-    """The commands' $HF_HOME as downloads leave it: bert-base-uncased (tiny), squad and squad_v2 (40 + 5 questions)."""
+    """The commands' $HF_HOME as downloads leave it: bert-base-uncased (tiny), also by a second name, squad and squad_v2
+    (40 + 5 questions)."""
     from commands import TINY
     from launch import hub_folder
     from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
@@ -250,4 +251,5 @@ def hub_home(write_hub_cache: Callable[..., None]) -> Path:
     model = BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **TINY))
     for part in (tokenizer, model):
         part.save_pretrained(root / "snapshots" / commit)
+    (home / "hub" / "models--sentence-transformers--all-MiniLM-L6-v2").symlink_to(root)  # the README's
     return home
