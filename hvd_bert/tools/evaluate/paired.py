@@ -8,25 +8,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 10_000
-NO_DIFFERENCE = "no clear difference"
 
 
 def interval(differences: NDArray[np.float64]) -> tuple[float, float]:
-    """The 95 % interval of the mean of `differences` [questions], by the percentile bootstrap.
+    """The 95 % interval of the mean of `differences` [questions] in percent, by the percentile bootstrap.
 
-    The same differences give the same interval, and if the models are swapped its negative.
+    Rounded as it is printed, so that the verdict agrees. Swapped models have the negative interval.
     """
     count, sign = len(differences), -1 if differences.sum() < 0 else 1
     # How often a resample has each value follows the multinomial distribution: faster than to draw questions.
     values, times = np.unique(np.round(sign * differences, 9), return_counts=True)
     means = np.random.default_rng(0).multinomial(count, times / count, RESAMPLES) @ values / count
-    low, high = sorted((sign * np.quantile(means, (0.025, 0.975))).tolist())
-    return low, high
+    low, high = sorted(np.round(sign * np.quantile(means, (0.025, 0.975)), 2) + 0.0)  # + 0.0: no -0.0
+    return float(low), float(high)
 
 
 def verdict(low: float, high: float) -> str:
     """What the interval of A - B says."""
-    return NO_DIFFERENCE if low <= 0 <= high else "A is better" if low > 0 else "B is better"
+    return "no clear difference" if low <= 0 <= high else "A is better" if low > 0 else "B is better"
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

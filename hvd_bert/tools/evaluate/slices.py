@@ -75,7 +75,7 @@ def _row(models: Sequence[Scored], members: Ids) -> dict[str, Any]:
 
 
 def compare(first: Mapping[str, NDArray[np.float64]], second: Mapping[str, NDArray[np.float64]]) -> dict[str, Any]:
-    """A second model's scores of the same questions, and whether the two models differ (docs/reference)."""
+    """A second model's scores of the same questions, and whether the two models differ (docs/guides/evaluating.md)."""
     right, other_right = (scores["exact_match"] == 100 for scores in (first, second))
     only_right, only_other = int((right & ~other_right).sum()), int((other_right & ~right).sum())
     limits = {name: interval(values - second[name]) for name, values in first.items()}
