@@ -55,7 +55,7 @@ def load(folder: Path, direction: str, pruner: str) -> optuna.Study:
     """The study in a folder, which this process has locked, or a new one. An interrupted trial is enqueued again.
     Raises UserError if the file is damaged."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # QMCSampler, the plots
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # QMCSampler
     path = folder / FILE
     with as_user_error(lambda reason: f"{path} cannot be read ({reason}): {OTHER_OUT}"):
         (folder / f"{FILE}.lock").unlink(missing_ok=True)  # of a killed process: optuna would wait for it
@@ -156,7 +156,7 @@ def _row(trial: FrozenTrial, parameters: Sequence[Parameter], objective: Speed |
 
 def _picture(study: optuna.Study, name: str, plot: Callable[..., Any]) -> Picture:
     with warnings.catch_warnings(), pyplot.rc_context({"savefig.bbox": "tight"}):
-        warnings.simplefilter("ignore")  # these functions are experimental
+        warnings.simplefilter("ignore")  # of few trials, or of equal values
         figure = np.ravel(plot(study, target_name=name))[0].figure
         png = plots.png(figure)
     pyplot.close(figure)

@@ -20,7 +20,7 @@ from hvd_bert.storage.writing import delete
 from hvd_bert.tools.bench.launching import Launching
 from hvd_bert.tools.bench.one_run import LOG, MODEL, Watch, train
 from hvd_bert.tools.bench.points import Point
-from hvd_bert.tools.rendering import percent
+from hvd_bert.tools.rendering import counted, percent
 from hvd_bert.tools.runs import reading, record
 from hvd_bert.tools.runs.reading import Run
 from hvd_bert.tools.tune.spaces import KNOBS, Setting, divided
@@ -221,7 +221,7 @@ class Score:
         folder, tied, tie = self._folder(study.best_trial), _tied(study), ""
         if tied:
             total = record.read(folder).score("total")
-            others = f"{len(tied)} other{'s' * (len(tied) > 1)}" + (f" on {total:.0f} questions" if total else "")
+            others = counted(len(tied), "other") + (f" on {total:.0f} questions" if total else "")
             tie = f" (the same as {others}: {', '.join(f'trial {number}' for number in tied)})"
         return result | {"set": list(best), "value": study.best_value, "tied": tied}, (
             f"Set this: {self.name} is {self.format(study.best_value)}{tie}, without tuning {self.format(before)}."
