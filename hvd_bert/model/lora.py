@@ -29,7 +29,7 @@ def add_adapters(model: nn.Module, args: ModelArguments, seed: int) -> Any:
     """
     for package in ("peft", "accelerate"):  # peft imports accelerate
         if find_spec(package) is None:
-            raise UserError(f"--lora_rank: {package} is not installed. Run `pip install {package}`.")
+            raise UserError(f"--lora_rank: {package} is not installed. Run `pip install .[lora]`.")
     layers = {
         name: part
         for name, part in model.named_modules()

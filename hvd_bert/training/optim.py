@@ -67,7 +67,8 @@ def check_optimizer(optim: str, strategy: str) -> None:
             " Choose --strategy horovod or ddp, or leave --optim out."
         )
     if find_spec("pytorch_optimizer") is None:
-        raise UserError(f"--optim {optim}: pytorch_optimizer is not installed. Run `pip install pytorch_optimizer`.")
+        install = "pip install .[pytorch_optimizer]"
+        raise UserError(f"--optim {optim}: pytorch_optimizer is not installed. Run `{install}`.")
 
 
 def make_optimizer(model: nn.Module, args: TrainArguments, devices: int) -> torch.optim.Optimizer:

@@ -192,6 +192,12 @@ def test_comparison(make_model, capsys):
     assert undocumented(list(results["slices"].values()), "evaluation.json") == []
     printed = capsys.readouterr().out
     assert f"Evaluation of {one} (A) and {other} (B)" in printed and "only A" in printed
+    row = results["slices"]["questions"][0]
+    low, high = row["interval"]["f1"]
+    assert low < row["f1"] - row["compared"]["f1"] < high and f"{low:+.2f} to {high:+.2f}" in printed
+    assert f"F1: {row['verdict']['f1']}." in printed
+    evaluate(one, "--compare", one)
+    assert "EM: no clear difference (McNemar's exact test: p = 1)." in capsys.readouterr().out
 
 
 def test_own_task_has_its_metrics(workdir, capsys):  # noqa: F811

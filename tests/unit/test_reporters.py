@@ -118,7 +118,7 @@ def test_missing_package(base: list[str], tmp_path, monkeypatch, folder: bool): 
     monkeypatch.syspath_prepend(tmp_path)
     if folder:
         (tmp_path / "no_such_package").mkdir()
-    with refused("--report_to no_such_package", "pip install", error=CollectiveError) as failed:
+    with refused("--report_to no_such_package", "pip install .[no_such_package]", error=CollectiveError) as failed:
         train(base, "--output_dir", str(tmp_path / "out"), "--report_to", "no_such_package")
     assert failed.value.status == 2 and not (tmp_path / "out").exists()
 

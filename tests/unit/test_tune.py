@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,7 +90,7 @@ def made(folder: Path, given: Mapping[str, str], label: str) -> Path:
     f1 = 80 - 10 * abs(math.log(float(given.get("learning_rate", 5e-5)) / 3e-5))
     facts = {"best": {"metric": "f1"}, "lower_is_better": ["eval_loss"], "processes": [{"real_s": 30.0}]}
     speed = 10.0 * math.prod(effects)
-    return make_run(folder, "horovod", 2, windows_per_s=speed, scores=(0.0, f1), **facts)
+    return make_run(folder, "horovod", 2, windows_per_s=speed, scores={"f1": f1, "total": 15}, **facts)
 
 
 @pytest.fixture
@@ -217,9 +219,27 @@ def test_lists_of_values_are_tried_in_all_combinations(pretended, start, tmp_pat
     assert len({tuple(params.items()) for params, _, _ in tried(tmp_path / "out")}) == 6
 
 
-def test_a_killed_search_tries_what_an_uninterrupted_one_does(pretended, start, tmp_path) -> None:
+def test_the_first_trials_cover_each_range(pretended, start, tmp_path) -> None:
+    ranges = ("learning_rate=1e-5:1e-4:log", "num_train_epochs=2:9", "global_batch=16,32,64")
+    assert start("--space", "training", "--pruner=none", "--trials=9", *(f"--range={text}" for text in ranges)) == 0
+    _, *found = [params for params, *_ in tried(tmp_path / "out")]
+    assert sorted(int(8 * math.log10(params["learning_rate"] / 1e-5)) for params in found) == [*range(8)]
+    assert sorted(params["num_train_epochs"] for params in found) == [*range(2, 10)]
+    assert sorted(Counter(params["global_batch"] for params in found).values())[0] == 2
+
+
+def test_ties_are_called_ties(pretended, start, tmp_path, capsys) -> None:
+    assert start("--space", "training", "--range=learning_rate=3e-5,5e-5", "--range=num_train_epochs=2,3,4") == 0
+    output, result = capsys.readouterr().out, record(tmp_path)["result"]
+    assert "(the same as 2 others on 15 questions: trial " in output and len(result["tied"]) == 2
+    found = [(params["learning_rate"], values) for params, _, values in tried(tmp_path / "out")]
+    assert [found[number] for number in result["tied"]] == [(3e-5, [result["value"]])] * 2
+
+
+@pytest.mark.parametrize("killed", [4, -1], ids=["spread", "TPE"])
+def test_a_killed_search_tries_what_an_uninterrupted_one_does(pretended, start, tmp_path, killed) -> None:
     assert start(*TRAIN) == 0
-    expected, words = tried(tmp_path / "out"), pretended.started[4]
+    expected, words = tried(tmp_path / "out"), pretended.started[killed]
     (tmp_path / "out").rename(tmp_path / "whole")
     pretended.ends = {words: Stopped("SIGTERM")}
     assert start(*TRAIN) == 75
@@ -251,6 +271,13 @@ def test_a_damaged_study_is_refused_but_not_a_cut_one(pretended, start, tmp_path
     if status:
         check_refusal(capsys.readouterr().err.rstrip("\n"), "study.log")
         assert study.read_bytes() == damaged and record(tmp_path) == before
+
+
+@pytest.mark.parametrize("package", ["optuna", "scipy"])
+def test_a_missing_package(start, capsys, monkeypatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert start() == 2
+    assert f"{package} is not installed. Run `pip install .[search]`." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

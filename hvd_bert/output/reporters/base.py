@@ -50,7 +50,7 @@ def check_reporters(names: Sequence[str]) -> None:
     for name in names:
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # wandb's own output, a folder of its name, has no origin
-            raise UserError(f"--report_to {name}: the package {name} is not installed. Run `pip install {name}`.")
+            raise UserError(f"--report_to {name}: the package {name} is not installed. Run `pip install .[{name}]`.")
         resolve_name(REPORTERS[name]).check()
 
 

@@ -8,7 +8,10 @@ from typing import Any
 from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
 from hvd_bert.tools.report.content import SHORT
 
-COMPARISON = "Only A, only B: questions that only this model answers exactly."
+COMPARISON = (
+    "95 % interval: of A - B, by a paired bootstrap of the questions; a difference is clear if it does not contain 0."
+    " Only A, only B: questions that only this model answers exactly."
+)
 THRESHOLDS = (
     "The best scores that another --null_score_diff_threshold would give on these questions. Choose it on other"
     " questions than those whose scores you report."
@@ -29,7 +32,8 @@ def make_page(results: dict[str, Any]) -> Page:
         page.add(Grid(["Metric", *(names if other else ("value",))], rows))
     else:
         overall, *slices = (_scores(title, rows) for title, rows in results["slices"].items())
-        page.add(overall, *([Text(COMPARISON)] if other else []), Text("Scores by kind of question", 2), *slices)
+        differences = _differences(results["slices"]["questions"][0]) if other else ()
+        page.add(overall, *differences, Text("Scores by kind of question", 2), *slices)
     if "best_f1" in models[0]:
         thresholds = [row for name, metrics in zip(names, models, strict=True) for row in _thresholds(name, metrics)]
         head = [*(["Model"] if other else []), "Score", "now", "best", "threshold of the best"]
@@ -37,6 +41,12 @@ def make_page(results: dict[str, Any]) -> Page:
     if results["mistakes"]:
         page.add(Text("Worst mistakes of A" if other else "Worst mistakes", 2), *_mistakes(results["mistakes"]))
     return page
+
+
+def _differences(row: dict[str, Any]) -> tuple[Listing, Text]:
+    """Whether the two models differ, from the row of all questions."""
+    em, f1 = (row["verdict"][name] for name in SHORT)
+    return Listing([f"EM: {em} (McNemar's exact test: p = {row['mcnemar_p']:.2g}).", f"F1: {f1}."]), Text(COMPARISON)
 
 
 def _scores(title: str, rows: Sequence[dict[str, Any]]) -> Grid:
@@ -50,6 +60,7 @@ def _scores(title: str, rows: Sequence[dict[str, Any]]) -> Grid:
         [
             *(row["slice"], *([short] if both else []), f"{row['questions']:,}"),
             *(f"{row[name]:.2f}", f"{row['compared'][name]:.2f}", f"{row[name] - row['compared'][name]:+.2f}"),
+            "{:+.2f} to {:+.2f}".format(*row["interval"][name]),
             *(f"{row['only_right']:,}", f"{row['only_compared_right']:,}"),
         ]
         for row in rows
@@ -57,7 +68,7 @@ def _scores(title: str, rows: Sequence[dict[str, Any]]) -> Grid:
         if both or name == "f1"
     ]
     head = ["score", "count", "A", "B"] if both else ["count", "F1 of A", "F1 of B"]
-    return Grid([first, *head, "A - B", "only A", "only B"], cells, words=2 if both else 1)
+    return Grid([first, *head, "A - B", "95 % interval", "only A", "only B"], cells, words=2 if both else 1)
 
 
 def _thresholds(name: str, metrics: dict[str, float]) -> Iterator[list[str]]:

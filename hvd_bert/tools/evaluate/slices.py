@@ -16,6 +16,7 @@ from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample
 from hvd_bert.evaluation.squad_metric import question_scores
 from hvd_bert.tasks.question_answering import SCORES
+from hvd_bert.tools.evaluate.paired import interval, mcnemar, verdict
 
 Ids = NDArray[np.int64]
 # Name of the group -> numbers of its questions. No group is empty.
@@ -74,12 +75,17 @@ def _row(models: Sequence[Scored], members: Ids) -> dict[str, Any]:
 
 
 def compare(first: Mapping[str, NDArray[np.float64]], second: Mapping[str, NDArray[np.float64]]) -> dict[str, Any]:
-    """A second model's scores of the same questions, and how many only one of the two models answers exactly."""
+    """A second model's scores of the same questions, and whether the two models differ (docs/guides/evaluating.md)."""
     right, other_right = (scores["exact_match"] == 100 for scores in (first, second))
+    only_right, only_other = int((right & ~other_right).sum()), int((other_right & ~right).sum())
+    limits = {name: interval(values - second[name]) for name, values in first.items()}
     return {
         "compared": {name: float(values.mean()) for name, values in second.items()},
-        "only_right": int((right & ~other_right).sum()),
-        "only_compared_right": int((other_right & ~right).sum()),
+        "interval": limits,
+        "verdict": {name: verdict(*low_high) for name, low_high in limits.items()},
+        "only_right": only_right,
+        "only_compared_right": only_other,
+        "mcnemar_p": mcnemar(only_right, only_other),
     }
 
 

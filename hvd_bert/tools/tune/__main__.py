@@ -138,8 +138,9 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
 
 def _check_own_flags(flags: argparse.Namespace) -> None:
     """Raise UserError for what the search cannot take, before the imports."""
-    if importlib.util.find_spec("optuna") is None:
-        raise UserError("optuna is not installed. Run `pip install optuna`, or install this package's extra `search`.")
+    for package in ("optuna", "scipy"):  # optuna's QMCSampler imports scipy
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"{package} is not installed. Run `pip install .[search]`.")
     for word in REFUSED if flags.space == "horovod" else ():
         if (value := os.environ.get(word.rstrip("="), "0")) != "0":
             raise UserError(f"{word}{value} in the environment changes what is measured. Unset it.")

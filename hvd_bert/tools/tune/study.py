@@ -16,7 +16,7 @@ import numpy as np
 import optuna
 from matplotlib import pyplot
 from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
-from optuna.samplers import TPESampler
+from optuna.samplers import QMCSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -36,6 +36,7 @@ FILE, PAGE, NAME = "study.log", "tune.html", "tune"
 BEGIN = b'{"op_code":'  # of each line
 PRUNERS = {"median": MedianPruner, "halving": SuccessiveHalvingPruner, "none": NopPruner}
 REASON = "reason"  # of a failure, recorded with the trial
+SPREAD = 10  # trials with a result before TPE decides, which is TPE's own default
 PLOTS = draw.plot_optimization_history, draw.plot_param_importances, draw.plot_slice, draw.plot_parallel_coordinate
 
 
@@ -54,6 +55,7 @@ def load(folder: Path, direction: str, pruner: str) -> optuna.Study:
     """The study in a folder, which this process has locked, or a new one. An interrupted trial is enqueued again.
     Raises UserError if the file is damaged."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # QMCSampler
     path = folder / FILE
     with as_user_error(lambda reason: f"{path} cannot be read ({reason}): {OTHER_OUT}"):
         (folder / f"{FILE}.lock").unlink(missing_ok=True)  # of a killed process: optuna would wait for it
@@ -89,9 +91,7 @@ def search(
         if sum(took) + statistics.fmean(took) + (1 + objective.runs_at_end) * a_run > 60 * minutes:
             print(f"{len(done)} of {count} trials fit into --minutes {minutes:g}.")
             break
-        mixed = np.random.SeedSequence((seed, len(done))).generate_state(1)  # a resumed search tries the same settings
-        study.sampler = TPESampler(seed=int(mixed[0]))
-        trial = study.ask({each.name: each.distribution for each in parameters})
+        trial = _ask(study, parameters, seed, done)
         setting = make_setting(parameters, trial.params)
         known = {make_setting(parameters, t.params): t.value for t in done if t.state == TrialState.COMPLETE}
         known[()] = objective.baseline[0]
@@ -134,6 +134,19 @@ def _enqueue(study: optuna.Study, parameters: Sequence[Parameter], objective: Sp
     return min(count, len(finished(study)) + len(study.get_trials(states=(TrialState.WAITING,)))) if all_fit else count
 
 
+def _ask(study: optuna.Study, parameters: Sequence[Parameter], seed: int, done: Sequence[FrozenTrial]) -> optuna.Trial:
+    """The next trial: an enqueued one, else first the points of a Sobol sequence, which cover all ranges evenly, then
+    TPE's. A resumed search tries the same: the study records the position in the sequence, and `done` seeds TPE.
+    """
+    space = {each.name: each.distribution for each in parameters}
+    few = sum(trial.state != TrialState.FAIL for trial in done) < SPREAD
+    if few and not study.get_trials(states=(TrialState.WAITING,)):
+        study.enqueue_trial(QMCSampler(scramble=True, seed=seed).sample_relative(study, None, space))
+    mixed = np.random.SeedSequence((seed, len(done))).generate_state(1)
+    study.sampler = TPESampler(n_startup_trials=SPREAD, seed=int(mixed[0]))
+    return study.ask(space)
+
+
 def _row(trial: FrozenTrial, parameters: Sequence[Parameter], objective: Speed | Score) -> list[str]:
     setting = " ".join(make_setting(parameters, trial.params)) or "without tuning"
     ended = f"ended early, after {len(trial.intermediate_values)}" if trial.state == TrialState.PRUNED else "done"
@@ -143,7 +156,7 @@ def _row(trial: FrozenTrial, parameters: Sequence[Parameter], objective: Speed |
 
 def _picture(study: optuna.Study, name: str, plot: Callable[..., Any]) -> Picture:
     with warnings.catch_warnings(), pyplot.rc_context({"savefig.bbox": "tight"}):
-        warnings.simplefilter("ignore")  # these functions are experimental
+        warnings.simplefilter("ignore")  # of few trials, or of equal values
         figure = np.ravel(plot(study, target_name=name))[0].figure
         png = plots.png(figure)
     pyplot.close(figure)

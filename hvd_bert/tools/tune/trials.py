@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from optuna import Study, Trial, TrialPruned
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from hvd_bert.config.command_line import override_argv
 from hvd_bert.distributed.interfaces import SETTING
@@ -20,7 +20,7 @@ from hvd_bert.storage.writing import delete
 from hvd_bert.tools.bench.launching import Launching
 from hvd_bert.tools.bench.one_run import LOG, MODEL, Watch, train
 from hvd_bert.tools.bench.points import Point
-from hvd_bert.tools.rendering import percent
+from hvd_bert.tools.rendering import counted, percent
 from hvd_bert.tools.runs import reading, record
 from hvd_bert.tools.runs.reading import Run
 from hvd_bert.tools.tune.spaces import KNOBS, Setting, divided
@@ -218,9 +218,14 @@ class Score:
         result: dict[str, Any] = {"set": [], "metric": self.name, "without_tuning": before}
         if not best or not self._is_better(study.best_value, before):
             return result, f"Keep your settings: no other has a better {self.name} than {self.format(before)}."
-        return result | {"set": list(best), "value": study.best_value}, (
-            f"Set this: {self.name} is {self.format(study.best_value)}, without tuning {self.format(before)}. Compare"
-            f" the two with other seeds, too.\n{to_set(best)}The model is in {self._folder(study.best_trial)}."
+        folder, tied, tie = self._folder(study.best_trial), _tied(study), ""
+        if tied:
+            total = record.read(folder).score("total")
+            others = counted(len(tied), "other") + (f" on {total:.0f} questions" if total else "")
+            tie = f" (the same as {others}: {', '.join(f'trial {number}' for number in tied)})"
+        return result | {"set": list(best), "value": study.best_value, "tied": tied}, (
+            f"Set this: {self.name} is {self.format(study.best_value)}{tie}, without tuning {self.format(before)}."
+            f" Compare the two with other seeds, too.\n{to_set(best)}The model is in {folder}."
         )
 
     def _folder(self, trial: Trial | FrozenTrial) -> Path:
@@ -240,6 +245,13 @@ class Score:
     def format(value: float) -> str:
         """The value for a table."""
         return f"{value:.4g}"
+
+
+def _tied(study: Study) -> list[int]:
+    """The numbers of the other trials with the best value. Of equal settings, the first counts."""
+    best, complete = study.best_trial, study.get_trials(states=(TrialState.COMPLETE,))
+    first = {str(trial.params): trial for trial in reversed(complete) if trial.value == best.value}
+    return sorted(trial.number for trial in first.values() if trial.params != best.params)
 
 
 def to_set(setting: Setting, launcher: str = "") -> str:
