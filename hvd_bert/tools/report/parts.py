@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -68,6 +67,13 @@ def score_name(name: str) -> str:
     return SHORT.get(name, name.replace("_", " "))
 
 
+def group_names(groups: Sequence[Group]) -> list[str]:
+    """The names of the groups, with the global batch where two would have the same."""
+    names = [group.name for group in groups]
+    batches = [f"{name}, batch {group.one.global_batch}" for name, group in zip(names, groups, strict=True)]
+    return [name if names.count(name) == 1 else batch for name, batch in zip(names, batches, strict=True)]
+
+
 def _named(records: Sequence[Record], groups: Sequence[Group]) -> Sets:
     """The runs by row of the tables, where its name says what sets it apart; else a run under its part of the path.
 
@@ -75,12 +81,15 @@ def _named(records: Sequence[Record], groups: Sequence[Group]) -> Sets:
     """
     labels = list(dict.fromkeys(group.label for group in groups))
     counts = sorted({group.one.devices for group in groups})
-    times = Counter(group.name for group in groups)
     by_name = {record.name: record for record in records}
     sets: dict[str, tuple[int, Sequence[Record]]] = {}
-    for group in (group for group in groups if times[group.name] == 1):
-        colour = labels.index(group.label) % len(COLOURS) + len(COLOURS) * counts.index(group.one.devices)
-        sets[group.name] = colour, [by_name.pop(run.name) for run in group.runs]
+    names = group_names(groups)
+    for name, group in zip(names, groups, strict=True):
+        if names.count(name) == 1:
+            colour = labels.index(group.label) % len(COLOURS) + len(COLOURS) * counts.index(group.one.devices)
+            while any(colour == other for other, _ in sets.values()):  # of another batch
+                colour += len(COLOURS)
+            sets[name] = colour, [by_name.pop(run.name) for run in group.runs]
     paths = {name: os.path.abspath(name) for name in by_name}
     above = os.path.commonpath([os.path.dirname(path) for path in paths.values()]) if paths else ""
     return sets | {

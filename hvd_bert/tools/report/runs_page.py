@@ -109,12 +109,13 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def repeats(groups: Sequence[Group]) -> Grid | None:
     """Scores, loss and throughput of all groups with several seeds; None if there is none."""
-    rows = [row for group in groups if len({run.seed for run in group.runs}) > 1 for row in _rows(group)]
+    named = zip(parts.group_names(groups), groups, strict=True)
+    rows = [row for name, group in named if len({run.seed for run in group.runs}) > 1 for row in _rows(name, group)]
     head = ["runs", "figure", "n", "mean", "standard deviation", "95 % interval of the mean", "lowest", "highest"]
     return Grid(head, rows, words=2) if rows else None
 
 
-def _rows(group: Group) -> list[list[str]]:
+def _rows(row: str, group: Group) -> list[list[str]]:
     figures: dict[str, list[float | None]] = {
         name: [run.scores.get(name) for run in group.runs] for name in group.one.scores
     }
@@ -127,7 +128,7 @@ def _rows(group: Group) -> list[list[str]]:
             low, high = interval(known)
             cells = [number(statistics.fmean(known)), number(statistics.stdev(known)), f"{low:.4g} to {high:.4g}"]
             cells += [number(min(known)), number(max(known))]
-            rows.append([group.name, parts.score_name(name), str(len(known)), *cells])
+            rows.append([row, parts.score_name(name), str(len(known)), *cells])
         elif known:
-            rows.append([group.name, parts.score_name(name), "1", number(known[0]), *[DASH] * 4])
+            rows.append([row, parts.score_name(name), "1", number(known[0]), *[DASH] * 4])
     return rows

@@ -35,8 +35,9 @@ OF_A_STRATEGY = ("versions.horovod", "versions.deepspeed")  # used by this strat
 
 def blocks(records: Sequence[Record], sweeps: Sequence[str]) -> list[Block]:
     """The paragraph and the commands: those of sweeps, else those of each rank."""
-    commands = [*sweeps] or list(dict.fromkeys(str(record.facts.get("command") or "") for record in records))
-    return [Text(paragraph(records)), Code("\n".join(filter(None, commands)))]
+    commands = [*sweeps] or [str(record.facts["command"]) for record in records if "command" in record.facts]
+    code = [Code("\n".join(dict.fromkeys(commands)))] if commands else []
+    return [Text(paragraph(records)), *code]
 
 
 def paragraph(records: Sequence[Record]) -> str:
