@@ -49,11 +49,11 @@
       ...(chart.stacked ? { stackgroup: "all", fillcolor: colour } : {}),
       hovertemplate: "%{y:.4~g}",
     };
-    if (curve.band.length) return [...band(curve, colour, hidden), shown];
-    if (!means) return [shown];
+    const under = curve.band.length ? band(curve, colour, hidden) : [];
+    if (!means) return [...under, shown];
     const mean = { ...shown, y: smoothed(curve.y, means), hoverinfo: "skip", hovertemplate: null };
     const template = "%{y:.4~g}, smoothed %{customdata:.4~g}";
-    return [{ ...shown, customdata: mean.y, opacity: 0.3, hovertemplate: template }, mean];
+    return [...under, { ...shown, customdata: mean.y, opacity: 0.3, hovertemplate: template }, mean];
   }
 
   function layout(chart) {
