@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
 import re
@@ -404,3 +405,17 @@ def test_the_page_is_one_file_and_the_plots_are_next_to_the_markdown(tmp_path):
     assert f"]({plot.name})" in markdown(tmp_path)
     with Image.open(plot) as image:
         assert image.size[0] >= 1000 and len(set(image.convert("L").tobytes())) > 20  # something is drawn
+
+
+@pytest.mark.slow
+def test_long_names_of_lines_are_below_the_axes(tmp_path):
+    heights = []
+    for settings in ((False,), (False, True)):  # a strategy has its settings in its name where they differ
+        folder = tmp_path / str(len(settings))
+        make_run(folder / "none")
+        for fp16 in settings:
+            make_run(folder / f"{fp16}", "horovod", 2, windows_per_s=18, work={"--fp16_allreduce": fp16})
+        (table,) = comparison.tables(comparison.grouped(list(map(reading.read, reading.find([folder])))), None)
+        with Image.open(io.BytesIO(plots.panel(table, "speedup", ["png"])["png"])) as image:
+            heights.append(image.size[1])
+    assert heights[0] == round(plots.HEIGHT * 300) < heights[1]

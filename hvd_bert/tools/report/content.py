@@ -158,7 +158,7 @@ def definitions() -> list[str]:
     """Definitions of the figures."""
     return [
         "A row contains the runs of one strategy on one number of nodes, ranks and devices that did the same work."
-        " Figures are medians over its n runs.",
+        " Figures are medians over its runs.",
         "Speed-up: windows/s of all ranks after the first logged line, over the median of the table's baseline."
         " Efficiency: speed-up over (devices over the baseline's devices).",
         f"{RANGE:.0%} range: of the speed-up, with the variance of both sides, by a bootstrap. The repeats of the row"

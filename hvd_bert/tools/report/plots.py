@@ -42,6 +42,7 @@ UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 MARKERS = ("s", "o", "^", "D", "v", "P", "X")
 LINEAR_UP_TO = 8  # times the fewest devices; beyond that the axis is logarithmic
 WIDTH, HEIGHT = 3.4, 2.1  # inches: a column of a paper with two
+LONG_NAME = 16  # characters: longer ones leave no room for the axes
 GAP = 0.095  # between two lines of text, of the height of the axis
 
 
@@ -102,7 +103,13 @@ def panel(table: ScalingTable, name: str, formats: Sequence[str]) -> dict[str, b
         _axes(axes, table)
         if name in ("speedup", "efficiency"):
             ends.append(_ideal(axes, table, name))
-        _name(axes, ends)
+        low, high = axes.get_ylim()  # from 0, except where all values are close together
+        axes.set_ylim(0 if low < high / 2 else low, high)
+        if any(len(name) > LONG_NAME for *_, name, _ in ends):
+            figure.set_figheight(HEIGHT + GAP * HEIGHT * len(ends))
+            figure.legend(loc="outside lower left", frameon=False)
+        else:
+            _name(axes, ends)
         return {form: _saved(figure, form) for form in formats}
 
 
@@ -122,8 +129,8 @@ def _lines(axes: Axes, table: ScalingTable, measure: Measure) -> list[End]:
         devices, values, low, high = np.array(found, dtype=float).T
         xs = devices + shift if linear else devices * 2**shift
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-        bars = [values - low, high - values]
-        axes.errorbar(xs, values, yerr=bars, color=colour, marker=marker, capsize=2, elinewidth=0.8, zorder=2)
+        style: Any = {"color": colour, "marker": marker, "capsize": 2, "elinewidth": 0.8, "label": label}
+        axes.errorbar(xs, values, yerr=[values - low, high - values], zorder=2, **style)
         ends.append((xs[-1], values[-1], label, colour))
     return ends
 
@@ -133,7 +140,7 @@ def _is_linear(table: ScalingTable) -> bool:
 
 
 def _axes(axes: Axes, table: ScalingTable) -> None:
-    """A tick per number of devices; a vertical axis from 0, except where all values are close together."""
+    """A tick per number of devices, and few on the vertical axis."""
     counts = table.device_counts
     axes.set_xlabel("ranks" if all(line.group.one.devices == line.group.one.ranks for line in table.lines) else "GPUs")
     margin = 0.06 * (counts[-1] - counts[0])
@@ -151,15 +158,13 @@ def _ideal(axes: Axes, table: ScalingTable, name: str) -> End:
     counts = table.device_counts
     xs = [counts[0] + (counts[-1] - counts[0]) * part / 200 for part in range(201)]
     values = [x / table.baseline.one.devices if name == "speedup" else 1.0 for x in xs]
-    axes.plot(xs, values, color=IDEAL, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1)
+    axes.plot(xs, values, color=IDEAL, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1, label="ideal")
     return counts[-1], values[-1], "ideal", IDEAL
 
 
 def _name(axes: Axes, ends: Sequence[End]) -> None:
     """Name the lines on the right, where no two names may overlap. A thin line leads there from a shorter one."""
     low, high = axes.get_ylim()
-    low = 0.0 if low < high / 2 else low
-    axes.set_ylim(low, high)
     right = axes.get_xlim()[1]
     ends = sorted(ends, key=lambda end: end[1])
     heights = spread([(value - low) / (high - low) for _, value, *_ in ends])

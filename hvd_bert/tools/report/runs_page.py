@@ -64,9 +64,10 @@ def _folded(grid: Grid) -> Block:
 
 
 def _panels(table: ScalingTable, place: int, *names: str) -> list[Picture]:
-    """Panels of a table, each in all formats; none if there is one number of devices."""
+    """Panels of a table, each in all formats; none with one number of devices or no figures."""
     pictures = []
-    for name in names if table.scales else ():
+    known = [name for name in names if any(map(plots.PANELS[name][0], table.lines))]
+    for name in known if table.scales else ():
         files = {PANEL.format(place, name, form): data for form, data in plots.panel(table, name, FORMATS).items()}
         (png, data), *others = files.items()
         pictures.append(Picture(png, data, f"{table.title}: {name}", half=True, others=dict(others)))
