@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from operator import methodcaller
 from typing import Any
@@ -34,10 +35,10 @@ def speedups(table: ScalingTable, brief: bool = False) -> Grid:
     runs = [line.group.one for line in table.lines]
     shown = {"nodes": any(run.nodes > 1 for run in runs), "GPUs": any(run.devices != run.ranks for run in runs)}
     shown |= dict.fromkeys(("total speed-up", "serial fraction"), not brief)
-    hours = "core-hours" if table.baseline.one.on_cpu else "GPU-hours"
+    unit = "core-hours" if table.baseline.one.on_cpu else "GPU-hours"
     rows: list[dict[str, str]] = []
     for line in table.lines:
-        run, group = line.group.one, line.group
+        run, group, hours = line.group.one, line.group, _hours(line.group)
         cells = {"strategy": group.label + (LEFT_OUT if line.reason else "")}
         cells |= {"nodes": str(run.nodes), "ranks": str(run.ranks), "GPUs": str(run.devices)}
         cells["time, min"] = number(group.median(lambda run: run.runtime_s / 60), ".2f")
@@ -47,7 +48,7 @@ def speedups(table: ScalingTable, brief: bool = False) -> Grid:
         cells["total speed-up"] = number(line.total_speedup, ".2f")
         cells["serial fraction"] = number(line.serial, ".3f")
         cells[f"{table.baseline.one.unit}/s"] = number(group.windows_per_s, ".2f")
-        cells |= {hours: _hours(group), "runs": str(len(group.runs))}
+        cells |= {unit: format(hours, "#.3g" if hours < 100 else ",.0f"), "runs": str(len(group.runs))}
         rows.append({name: cell for name, cell in cells.items() if shown.get(name, True)})
     return Grid([*rows[0]], [[*row.values()] for row in rows]).without_empty()
 
@@ -78,9 +79,10 @@ def _score(group: Group, name: str) -> str:
     return number(value, ".4f" if value is not None and abs(value) <= 1 else ".2f")
 
 
-def _hours(group: Group) -> str:
-    hours = group.median(lambda run: run.device_hours)
-    return number(hours, "#.3g" if hours is not None and hours < 100 else ",.0f")
+def _hours(group: Group) -> float:
+    """GPU-hours of the training, or core-hours on CPUs: the median."""
+    units = group.one.devices * (group.one.threads if group.one.on_cpu else 1)
+    return units * statistics.median(run.runtime_s for run in group.runs) / 3600
 
 
 def headline(table: ScalingTable) -> Status:
@@ -209,7 +211,7 @@ def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:
             "total_speedup": line.total_speedup,
             "efficiency": line.efficiency,
             "serial_fraction": line.serial,
-            "device_hours": line.group.median(lambda run: run.device_hours),
+            "device_hours": _hours(line.group),
             "reason": line.reason,
         }
         for table in tables

@@ -22,16 +22,11 @@ COLOURS = ("#0072b2", "#d55e00", "#00835f", "#b8588f", "#a87400", "#0f93ab", "#7
 IDEAL = "0.45"
 STYLE: Any = {
     "font.size": 8,
-    "axes.titlesize": 8.5,
-    "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
     "grid.alpha": 0.3,
-    "grid.linewidth": 0.5,
-    "axes.linewidth": 0.6,
-    "lines.linewidth": 1.3,
     "lines.markersize": 4,
     "savefig.dpi": 300,
     "pdf.fonttype": 42,  # publishers refuse the default, Type 3
@@ -98,7 +93,7 @@ def panel(table: ScalingTable, name: str, formats: Sequence[str]) -> dict[str, b
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.subplots()
-        axes.set_title(title.format(base=table.baseline.name, unit=table.baseline.one.unit))
+        axes.set_title(title.format(base=table.baseline.name, unit=table.baseline.one.unit), size="medium", loc="left")
         ends = _lines(axes, table, measure)
         _axes(axes, table)
         if name in ("speedup", "efficiency"):

@@ -108,11 +108,6 @@ class Run(Results, kw_only=True):
         return bool(self.places) and self.places[0].get("device") == "cpu"
 
     @property
-    def device_hours(self) -> float:
-        """GPU-hours of the training, or core-hours on CPUs."""
-        return self.runtime_s / 3600 * self.devices * (self.threads if self.on_cpu else 1)
-
-    @property
     def needed_cores(self) -> int:
         """Cores of a host that the ranks on it can use at once, on the host with the most ranks."""
         return max(Counter(str(place.get("host")) for place in self.places).values(), default=1) * self.threads
