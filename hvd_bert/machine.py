@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -19,6 +21,11 @@ PACKAGES = ("torch", "horovod", "transformers", "tokenizers", "datasets", "mpi4p
 def cpu_name() -> str:
     """The processor's model name, or its architecture if the model is unknown."""
     return cpuinfo().get("model name", platform.machine())
+
+
+def host_facts() -> dict[str, Any]:
+    """This host's processor, its number of cores, and its memory."""
+    return {"processor": cpu_name(), "cores": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total}
 
 
 def cpuinfo() -> dict[str, str]:

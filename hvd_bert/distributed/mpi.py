@@ -41,6 +41,17 @@ def join(launcher: Launcher) -> Any:
     return MPI.COMM_WORLD.Dup()  # keeps our messages apart from Horovod's
 
 
+def library_name() -> str:
+    """Name and version of the MPI that `join` has initialized, such as Open MPI v4.1.4."""
+    from mpi4py import MPI
+
+    return _short(MPI.Get_library_version())
+
+
+def _short(mpi: str) -> str:
+    return " ".join(mpi.splitlines()[0].partition(",")[0].split())
+
+
 def check_size(launcher: Launcher, horovod_size: int, environ: Mapping[str, str]) -> None:
     """Raise LaunchError if Horovod's world size is not the launcher's: N worlds of one would train N times."""
     if launcher.name == ASKS_MPI and horovod_size == 1:
@@ -85,8 +96,7 @@ def check_mpi(environ: Mapping[str, str], mpi: str) -> None:
         started_by = "MPICH or Intel MPI"
     else:
         return
-    own = " ".join(mpi.splitlines()[0].partition(",")[0].split())
     raise LaunchError(
-        f"The mpirun of {started_by} started this job, but Horovod and mpi4py use {own}: the processes cannot find each"
-        " other. Use the mpirun of that MPI, or load this one's module and rerun `bash env/setup.sh`."
+        f"The mpirun of {started_by} started this job, but Horovod and mpi4py use {_short(mpi)}: the processes cannot"
+        " find each other. Use the mpirun of that MPI, or load this one's module and rerun `bash env/setup.sh`."
     )

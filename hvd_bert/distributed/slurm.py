@@ -43,10 +43,13 @@ def step_port(environ: Mapping[str, str]) -> int:
 
 
 def find_job(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """The Slurm job around this process: its `id`, `name`, `partition`, `nodes` (Slurm's list), `array`, and how often
-    it was requeued (`restarts`), each if it is known; None without a job.
+    """The Slurm job around this process: its `id`, `name`, `partition`, `nodes` (Slurm's list), `tasks_per_node`,
+    `cpus_per_task`, `gpus_per_node`, `memory_per_node` (MiB), `array`, and how often it was requeued (`restarts`), each
+    if it is known; None without a job.
     """
     variables = {"id": "JOB_ID", "name": "JOB_NAME", "partition": "JOB_PARTITION", "nodes": "JOB_NODELIST"}
+    variables |= {"tasks_per_node": "NTASKS_PER_NODE", "cpus_per_task": "CPUS_PER_TASK"}
+    variables |= {"gpus_per_node": "GPUS_PER_NODE", "memory_per_node": "MEM_PER_NODE"}
     variables["restarts"] = "RESTART_COUNT"  # not set in the first attempt
     job = {key: environ[f"SLURM_{name}"] for key, name in variables.items() if f"SLURM_{name}" in environ}
     if "SLURM_ARRAY_JOB_ID" in environ:

@@ -13,8 +13,9 @@ import torch
 from safetensors import SafetensorError
 
 from hvd_bert.config.settings import Config
+from hvd_bert.distributed.mpi import library_name
 from hvd_bert.distributed.world import World
-from hvd_bert.machine import PACKAGES, cpu_name, package_version
+from hvd_bert.machine import PACKAGES, cpu_name, host_facts, package_version
 from hvd_bert.model.cpu import kernels
 from hvd_bert.output import card
 from hvd_bert.output.public import from_hub
@@ -96,17 +97,21 @@ def task_facts(task: Task) -> dict[str, Any]:
 def environment_facts(config: Config, world: World) -> dict[str, Any]:
     """The run's environment: ranks with host and device, threads, precision, versions."""
     precision = config.train.precision
+    gpu = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
     return {
         "strategy": config.parallel.strategy,
         "devices_per_rank": world.devices,
         "controller": world.controller,
+        "mpi": library_name() if world.controller == "mpi" else None,
         "hosts": world.hosts,
         "job": world.job,
         "ranks": [
             {"rank": info.rank, "host": info.host, "local_rank": info.local_rank, "device": info.device}
             for info in world.rank_infos
         ],
-        "device_name": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu_name(),
+        "device_name": torch.cuda.get_device_name(world.device) if gpu else cpu_name(),
+        "machine": host_facts()
+        | {"gpus": torch.cuda.device_count() or None, "gpu_memory_bytes": gpu and gpu.total_memory},
         "cpu_kernels": kernels.record(precision, world.device),
         "threads_per_rank": torch.get_num_threads(),
         "precision": precision,

@@ -36,7 +36,7 @@ from hvd_bert.tools.bench import __main__ as bench
 from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.doctor import __main__ as doctor
 from hvd_bert.tools.evaluate import __main__ as evaluate
-from hvd_bert.tools.report import run_page
+from hvd_bert.tools.report import plots, run_page
 from hvd_bert.tools.report.__main__ import main as report
 from hvd_bert.tools.runs import reading, record
 from hvd_bert.tools.tune import __main__ as tune
@@ -172,7 +172,7 @@ def test_names_of_runs_are_only_names(tmp_path: Path, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out + (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert not {"\x1b", "\x07", "\ud800"} & set(shown + page[page.index("<body") :]) and "<script>alert" not in page
     assert "bad: " in shown and "Strong scaling" in shown and "alert(1)" in shown
-    assert len(list((tmp_path / "out").glob("*.png"))) == 1
+    assert len(list((tmp_path / "out").glob("*.png"))) == len(plots.PANELS)
 
 
 ANY_FOLDER = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

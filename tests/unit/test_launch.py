@@ -308,6 +308,12 @@ SHOWN = """JobId=12 JobName=mine
 """
 
 
+def test_a_job_is_recorded_with_what_it_requested():
+    asked = {"SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "16", "SLURM_MEM_PER_NODE": "65536"}
+    requests = {"tasks_per_node": "2", "cpus_per_task": "16", "memory_per_node": "65536"}
+    assert slurm.find_job(JOB | asked) == {"id": "12", "name": "mine"} | requests
+
+
 def test_job_of_an_array_is_requeued(monkeypatch):
     calls: list[tuple[str, ...]] = []
     monkeypatch.setattr(slurm, "_scontrol", lambda *words: calls.append(words) or SHOWN)

@@ -85,7 +85,7 @@ def test_a_report_replaces_an_earlier_one_with_overwrite(tmp_path, capsys):
     out, others = tmp_path / "out", ("notes.txt", "scaling_gpu.png")
     command = [str(tmp_path / "run"), "--out", str(out)]
     assert report(command) == 0
-    for name in ("report.md", "runs.csv", "scaling_1.png", *others):
+    for name in ("report.md", "runs.csv", "scaling_1_memory.pdf", *others):
         (out / name).write_text("earlier")
     for again in (lambda: report(command), lambda: sweep.main(["--report", str(out), "--out", "new"])):
         assert again() == 2

@@ -111,6 +111,8 @@ def test_a_page(browser: Any, tmp_path: Path, several: bool) -> None:
     widths = run("return ['scrollWidth', 'clientWidth'].map(name => document.documentElement[name])")
     assert widths == [360, 360], "wider than the screen"
     if several:
+        filled = "document.querySelector('.plot').data.filter(({ fill }) => fill === 'tonexty')"
+        assert run(f"return {filled}.map(({{ name, x }}) => x.length)") == [40], "the band of the three repeats"
         return
     loss, validation = charts["Loss"]
     assert (loss["x"], loss["y"]) == (list(range(1, 41)), pytest.approx(np.linspace(5, 1, 40), rel=1e-5))

@@ -13,9 +13,10 @@ from made_runs import make_run, make_samples
 
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import take
-from hvd_bert.tools.report import parts, run_page
+from hvd_bert.tools.report import parts, plots, run_page
 from hvd_bert.tools.report.__main__ import main
-from hvd_bert.tools.runs import record
+from hvd_bert.tools.report.comparison import grouped
+from hvd_bert.tools.runs import reading, record
 
 
 def unfinished(folder: Path, *events: dict[str, Any]) -> Path:
@@ -187,6 +188,28 @@ def test_few_differences_are_a_row_per_run(tmp_path):
     assert [grid.head, grid.rows[2]] == [["run", "--seed"], [str(tmp_path / "2"), "2"]]
 
 
+def test_repeats_share_a_row_of_differences(tmp_path):
+    texts = {f"{bf16}-{seed}": f"seed: {seed}\nbf16: {bf16}\n" for bf16 in ("true", "false") for seed in (1, 2)}
+    grid = parts.differences([made(tmp_path / name, text) for name, text in texts.items()])
+    assert grid.head == ["run", "--bf16"]
+    assert grid.rows == [[f"{tmp_path}/true-1 and 1 more", "yes"], [f"{tmp_path}/false-1 and 1 more", "no"]]
+
+
+def test_repeats_are_a_curve_with_a_band(tmp_path):
+    for seed, loss in enumerate((5.0, 6.0, 8.0)):
+        make_run(tmp_path / f"hvd-{seed}", "horovod", 2, seed=seed, loss=loss, every=10 if seed else 1)
+    make_run(tmp_path / "none")
+    (make_run(tmp_path / "ended", "horovod", 2) / "train_results.json").unlink()
+    records = [record.read(folder) for folder in reading.find([tmp_path])]
+    runs, _ = reading.comparable(records, {})
+    charts = {chart.title: chart.series for chart in parts.of_runs(records, grouped(runs))}
+    none, horovod, ended = charts["Training loss"]
+    assert [series.name for series in (none, horovod, ended)] == ["none, 1 rank", "horovod, 2 ranks", "ended"]
+    assert list(horovod.x) == [1, 10, 20, 30, 40], "steps that all runs logged"
+    assert (horovod.y[0], *(edge[0] for edge in horovod.band)) == (6, 5, 8)
+    assert none.colour == 0 and horovod.colour == 1 + len(plots.COLOURS), "as in the plots, and dashed"
+
+
 def test_many_differences_are_a_column_per_run(tmp_path):
     first = made(tmp_path / "a", "seed: 1\nbf16: true\n")
     second = made(tmp_path / "b", "seed: 2\n", versions={"torch": "2.6.0"}, work={"the model": "other"})
@@ -201,6 +224,6 @@ def test_charts_of_two_tasks_have_their_units(tmp_path):
     for unit, score in (("windows", "exact_match"), ("images", "accuracy")):
         with (make_run(tmp_path / unit, unit=unit, scores={score: 0.5}) / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 41, f"eval_{score}": 0.5}) + "\n")
-    charts = parts.of_runs([record.read(tmp_path / unit) for unit in ("windows", "images")])
+    charts = parts.of_runs([record.read(tmp_path / unit) for unit in ("windows", "images")], [])
     units = {chart.title: chart.y_title for chart in charts}
     assert (units["EM"], units["accuracy"], units["Throughput"]) == ("percent", "score", "windows/s or images/s")

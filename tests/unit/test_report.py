@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
 import re
@@ -13,8 +14,10 @@ from documented import undocumented
 from made_runs import make_run
 from PIL import Image
 
-from hvd_bert.tools.report import plots
+from hvd_bert.tools.rendering.page import Grid
+from hvd_bert.tools.report import comparison, plots, setup
 from hvd_bert.tools.report.__main__ import main
+from hvd_bert.tools.report.files import FORMATS
 from hvd_bert.tools.runs import reading
 
 
@@ -22,7 +25,7 @@ from hvd_bert.tools.runs import reading
 def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no plots in the quick tests: each takes a second."""
     if request.node.get_closest_marker("slow") is None:
-        monkeypatch.setattr(plots, "scaling", lambda *_: b"")
+        monkeypatch.setattr(plots, "panel", lambda *_: dict.fromkeys(FORMATS, b""))
 
 
 def report(folder: Path, *flags: str) -> list[dict[str, str]]:
@@ -57,11 +60,24 @@ def test_speedup_efficiency_and_spread_by_hand(tmp_path, capsys):
     assert [float(base[name]) for name in figures] == pytest.approx([10.0, 1.0, 9 / 12, 12 / 9, 1.0])
     assert [float(hvd[name]) for name in figures] == pytest.approx([18.0, 1.8, 17 / 12, 20 / 9, 0.9])
     assert (len(rows), hvd["runs"], hvd["reason"]) == (2, "3", "")
+    assert (
+        float(hvd["serial_fraction"]) == pytest.approx((1 / 1.8 - 1 / 2) / (1 - 1 / 2)) and not base["serial_fraction"]
+    )
     # 16 windows at 2/s in warm-up, then 39 steps of 16 windows at 18/s.
-    assert float(hvd["train_runtime_s"]) == pytest.approx(8 + 39 * 16 / 18)
+    runtime = 8 + 39 * 16 / 18
+    assert float(hvd["train_runtime_s"]) == pytest.approx(runtime)
+    assert float(hvd["total_speedup"]) == pytest.approx((8 + 39 * 16 / 10) / runtime)
+    assert float(hvd["device_hours"]) == pytest.approx(2 * runtime / 3600)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Strong scaling: global batch 16 (baseline: none, 1 rank)"
-    assert lines[3].split()[:9] == ["horovod", "2", "2", "3", "42.7", "18.00", "17.00", "to", "20.00"]
+    assert " ".join(lines[3].split()) == "horovod 2 2 0.71 1.80 1.42 to 2.22 0.90 18.00 0.0237 3"
+    # All formats have the same figures.
+    sentence = (
+        "**1.80 times as fast on 2 ranks** with horovod compared with none, 1 rank (efficiency 90%, 95% range 1.42 to"
+    )
+    figures = ["horovod", "2", "2", "0.71", "1.80", "1.42 to 2.22", "0.90", "1.65", "0.111", "18.00", "0.0237", "3"]
+    assert sentence in markdown(tmp_path) and f"| {' | '.join(figures)} |" in markdown(tmp_path)
+    assert rf"{' & '.join(figures)} \\" in (tmp_path / "out/report.tex").read_text().splitlines()
 
 
 def test_the_first_line_is_warm_up_and_others_are_weighted_by_their_time(tmp_path):
@@ -100,12 +116,12 @@ def test_processes_memory_and_scores(tmp_path):
     rows = report(tmp_path)
     assert float(row(rows, "strong", "dp", 1)["efficiency"]) == pytest.approx(0.4)  # of four GPUs
     lines = markdown(tmp_path).splitlines()
-    at = next(number for number, line in enumerate(lines) if line.startswith("| strategy | ranks | real"))
+    at = next(number for number, line in enumerate(lines) if line.startswith("| strategy | ranks | windows/s"))
     cells = {row[0]: row for row in (line.strip("| ").split(" | ") for line in itertools.takewhile(bool, lines[at:]))}
     # Over three ranks, the median of 101 s and the maximum memory of 3 GiB; 0.06 s of a step of 16/24 s are 9 %.
-    assert cells["horovod"][1:7] == ["3", "101.0", "90.0", "5.0", "3.00", "9.0%"]
+    assert cells["horovod"][1:8] == ["3", "24.00 to 24.00", "101.0", "90.0", "5.0", "3.00", "9.0%"]
     assert cells["horovod"][-2:] == ["61.00", "71.50"]
-    assert cells["fsdp"][6] == "-" and cells["fsdp"][-2:] == ["-", "-"]
+    assert cells["fsdp"][7] == "-" and cells["fsdp"][-2:] == ["-", "-"]
 
 
 # Lab report B: five times as fast under DDP on two GPUs as on one. None of the possible reasons may give a speed-up.
@@ -178,7 +194,7 @@ def test_weak_scaling_compares_losses_on_as_many_devices(tmp_path):
     make_run(tmp_path / "runs/alone", "horovod", 4, 32, 36, loss=1.0)
     rows = report(tmp_path)
     assert row(rows, "weak", "horovod", 2)["speedup"] != "" != row(rows, "weak", "ddp", 2)["speedup"]
-    caveat = "weak scaling: 8 windows per device and step: the losses of horovod, 4 ranks were compared with no other"
+    caveat = "The losses of horovod, 4 ranks were compared with no other strategy's."
     assert caveat in markdown(tmp_path)
     assert "the losses do not agree" in row(rows, "weak", "fsdp", 2)["reason"]
 
@@ -212,7 +228,8 @@ def test_communication_settings_have_rows_and_two_experiments_have_tables(tmp_pa
         *[("none", 1.0)] * 2,
     ]
     # No plot of the second table replaces one of the first.
-    assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == ["scaling_1.png", "scaling_2.png"]
+    names = [f"scaling_{number}_{panel}.png" for number in (1, 2) for panel in sorted(plots.PANELS)]
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == names
 
 
 def test_caveats(tmp_path):
@@ -221,7 +238,69 @@ def test_caveats(tmp_path):
             make_run(tmp_path / f"runs/{strategy}-{number}", strategy, ranks, windows_per_s=float(speed), seed=number)
     report(tmp_path)
     text = markdown(tmp_path)
-    assert "the repeats of horovod, 2 ranks are more than 10% apart" in text and "efficiency of 1.25, above" in text
+    assert "- The repeats of horovod, 2 ranks are more than 10% apart" in text and "efficiency of 1.25, above" in text
+    assert "- Some rows have only 1 run, too few" in text
+
+
+def test_ranks_that_share_cores_are_a_caveat(tmp_path):
+    machine = {"cores": 2}
+    make_run(tmp_path / "runs/none", machine=machine)
+    make_run(tmp_path / "runs/hvd", "horovod", 4, windows_per_s=18, machine=machine)
+    report(tmp_path)
+    caveat = "horovod, 4 ranks had 2 cores per host for 4 threads, so its efficiency cannot exceed 0.50."
+    assert caveat in markdown(tmp_path) and "none, 1 rank had" not in markdown(tmp_path)
+
+
+@pytest.mark.parametrize(("speedup", "processors"), [(1.82, 2), (2.5, 3), (4.0, 6), (4.71, 8)])
+def test_karp_and_flatts_metric_of_a_textbook(speedup, processors):
+    """Quinn, Parallel Programming in C with MPI and OpenMP (2003), section 7.5: a tenth of the work is serial."""
+    assert comparison.serial_fraction(speedup, processors) == pytest.approx(0.1, abs=2e-3)
+
+
+def test_latex_prints_names_as_they_are():
+    grid = Grid(["a_b", "50%"], [["x & $y", "#1"], ["{^~\\}", "2"]])
+    assert grid.for_latex().splitlines() == [
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r"a\_b & 50\% \\",
+        r"\midrule",
+        r"x \& \$y & \#1 \\",
+        r"\{\textasciicircum{}\textasciitilde{}\textbackslash{}\} & 2 \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
+def test_names_of_lines_keep_their_distance():
+    assert plots.spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
+    assert plots.spread([0.5, 0.5, 0.52, 0.9], 0.1) == pytest.approx([0.4067, 0.5067, 0.6067, 0.9], abs=1e-4)
+
+
+MACHINE = {"processor": "AMD EPYC 7742", "cores": 64, "memory_bytes": 256 * 2**30, "gpus": 2}
+SET_UP = (
+    "Hardware: 2 hosts (a100-01 and a100-02), 2 GPUs per host, NVIDIA A100, 40 GiB per GPU, AMD EPYC 7742, 64 cores per"
+    " host, 256 GiB of memory per host, 1 thread per rank. Software: PyTorch 2.8.0, Horovod 0.28.1, Open MPI v4.1.4,"
+    " NCCL 2.27.3. Model: bert-base-uncased, 1,000,000 parameters. Data: train.json, 88,524 training windows, sequences"
+    " of up to 384 tokens. Training: strategy none and horovod, world size 1 and 4, ranks connected by mpi, global"
+    " batch 16, 40 steps, learning rate 5e-05, seed 42. Slurm: partition gpu, 2 tasks per node."
+)
+
+
+def test_the_set_up_is_what_the_runs_recorded(tmp_path):
+    versions = {"torch": "2.8.0+cu128", "horovod": "0.28.1", "deepspeed": "0.19.8", "cuda": None, "nccl": "2.27.3"}
+    facts = {"machine": MACHINE | {"gpu_memory_bytes": 40 * 2**30}, "device_name": "NVIDIA A100", "versions": versions}
+    facts |= {"train_windows": 88_524, "job": {"partition": "gpu", "tasks_per_node": "2"}}
+    settings = "model_name_or_path: bert-base-uncased\ntrain_file: [/data/train.json]\nmax_seq_length: 384\n"
+    for name, ranks, mpi in (("none", 1, None), ("horovod", 4, "Open MPI v4.1.4")):
+        folder = make_run(tmp_path / f"runs/{name}", name, ranks, nodes=ranks // 2 or 1, mpi=mpi, **facts)
+        (folder / "train_config.yaml").write_text(settings)
+    (tmp_path / "runs/sweep.json").write_text(json.dumps({"same": {}, "command": ["hvd-bert", "bench", "a b"]}))
+    report(tmp_path)
+    text = markdown(tmp_path)
+    assert f"## Set-up\n\n{SET_UP}\n\n    hvd-bert bench 'a b'\n" in text
+    older = reading.read(make_run(tmp_path / "older", "ddp", 2), strict=False)
+    start = "Hardware: 1 host (a100-01), AMD EPYC, 1 thread per rank. Software: PyTorch 2.13.0. Model: 1,000,000 param"
+    assert setup.paragraph([older]).startswith(start)
 
 
 START = '{"event": "start", "train_steps": 40, "strategy": "%s", "world_size": %d}\n'
@@ -310,11 +389,33 @@ def test_the_page_is_one_file_and_the_plots_are_next_to_the_markdown(tmp_path):
     for ranks in (1, 2, 4, 32):
         make_run(tmp_path / f"runs/{ranks}", "horovod", ranks, 32, 9 * ranks)
     report(tmp_path)
+    panels = [(tmp_path / f"out/scaling_1_{name}.{form}") for name in plots.PANELS for form in FORMATS]
+    content = {path: path.read_bytes() for path in panels}
+    marks = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+    assert all(data.startswith(marks[path.suffix]) for path, data in content.items())
+    report(tmp_path)
+    assert all(path.read_bytes() == data for path, data in content.items()), "the same runs, other files"
     markup = without_scripts((tmp_path / "out/report.html").read_text())
     links = re.findall(r'<[^<>]*\b(?:src|href|srcset|data|action)="([^"]*)"', markup)
-    assert markup.count("<img src=") == 1 and all(link.startswith(("data:image/png;base64,", "#")) for link in links)
+    assert markup.count("<img src=") == len(plots.PANELS) and all(
+        link.startswith(("data:image/png;base64,", "#")) for link in links
+    )
     assert not any(word in markup for word in ("url(", "@import", "http:", "https:"))
-    (plot,) = (tmp_path / "out").glob("*.png")
+    plot = tmp_path / "out/scaling_1_speedup.png"
     assert f"]({plot.name})" in markdown(tmp_path)
     with Image.open(plot) as image:
         assert image.size[0] >= 1000 and len(set(image.convert("L").tobytes())) > 20  # something is drawn
+
+
+@pytest.mark.slow
+def test_long_names_of_lines_are_below_the_axes(tmp_path):
+    heights = []
+    for settings in ((False,), (False, True)):  # a strategy has its settings in its name where they differ
+        folder = tmp_path / str(len(settings))
+        make_run(folder / "none")
+        for fp16 in settings:
+            make_run(folder / f"{fp16}", "horovod", 2, windows_per_s=18, work={"--fp16_allreduce": fp16})
+        (table,) = comparison.tables(comparison.grouped(list(map(reading.read, reading.find([folder])))), None)
+        with Image.open(io.BytesIO(plots.panel(table, "speedup", ["png"])["png"])) as image:
+            heights.append(image.size[1])
+    assert heights[0] == round(plots.HEIGHT * 300) < heights[1]

@@ -26,6 +26,14 @@
     return trailing(values).map(([sum, count], at) => (sum + after[at][0] - values[at]) / (count + after[at][1] - 1));
   }
 
+  // The area between the edges of a curve's band.
+  function band(curve, colour, hidden) {
+    const edge = { type: "scatter", mode: "lines", x: curve.x, visible: !hidden, line: { width: 0 }, hoverinfo: "skip" };
+    const filled = { fill: "tonexty", fillcolor: `${colour}22` };
+    const [low, high] = curve.band;
+    return [{ ...edge, y: low }, { ...edge, y: high, ...filled }];
+  }
+
   function traces(curve, chart, hidden) {
     const colour = colourOf(curve);
     const means = chart.noisy && !curve.points && curve.x.length > SHORT && +slider?.value;
@@ -41,10 +49,11 @@
       ...(chart.stacked ? { stackgroup: "all", fillcolor: colour } : {}),
       hovertemplate: "%{y:.4~g}",
     };
-    if (!means) return [shown];
+    const under = curve.band.length ? band(curve, colour, hidden) : [];
+    if (!means) return [...under, shown];
     const mean = { ...shown, y: smoothed(curve.y, means), hoverinfo: "skip", hovertemplate: null };
     const template = "%{y:.4~g}, smoothed %{customdata:.4~g}";
-    return [{ ...shown, customdata: mean.y, opacity: 0.3, hovertemplate: template }, mean];
+    return [...under, { ...shown, customdata: mean.y, opacity: 0.3, hovertemplate: template }, mean];
   }
 
   function layout(chart) {
@@ -63,7 +72,7 @@
       showlegend: false,
       modebar: { bgcolor: "rgba(0,0,0,0)", color: style("--muted"), activecolor: style("--link") },
       xaxis: { ...axis, title: { text: chart.x, font: muted, standoff: 6 }, unifiedhovertitle: { text: `${chart.x} %{x}` } },
-      yaxis: { ...axis, rangemode: chart.curves.some((curve) => curve.points) ? "normal" : "tozero" },
+      yaxis: { ...axis, rangemode: chart.stacked ? "tozero" : "normal" },
     };
   }
 

@@ -23,13 +23,15 @@ MANY = 8  # curves, as in charts.js
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """A curve. NaN: no value. `colour`: its place in the palette, so that a run has one colour in all charts."""
+    """A curve. NaN: no value. `colour`: its place in the palette, so that a run has one colour in all charts. `band`:
+    the lower and the upper edge of an area around it."""
 
     name: str
     x: ArrayLike
     y: ArrayLike
     colour: int = 0
     points: bool = False  # marks each point, for few
+    band: Sequence[NDArray[np.float64]] = ()
 
 
 @dataclass(frozen=True)
@@ -68,32 +70,37 @@ class Chart:
         """A summary of each curve, for readers without the picture."""
         rows = []
         for series in self.series:
-            x, y = _finite(series)
+            x, y = finite(series)
             if len(y):
                 figures = (x[0], x[-1], y[0], y.min(), y.max(), y[-1])
                 rows.append([series.name, f"{len(y):,}", *(f"{figure:.5g}" for figure in figures)])
         return rows
 
 
-def _finite(series: Series) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def finite(series: Series) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The points of a curve that have values."""
     x, y = np.asarray(series.x, dtype=np.float64), np.asarray(series.y, dtype=np.float64)
     kept = np.isfinite(x) & np.isfinite(y)
     return x[kept], y[kept]
 
 
 def _curve(series: Series, limit: int) -> dict[str, Any]:
-    x, y = downsample(*_finite(series), limit)
+    x, y = downsample(*finite(series), limit)
+    steps = np.asarray(series.x, dtype=np.float64)
     return {
         "name": visible(series.name),
         "colour": series.colour,
         "points": series.points,
-        "x": [_short(value) for value in x.tolist()],
-        "y": [_short(value) for value in y.tolist()],
+        "x": _short(x),
+        "y": _short(y),
+        "band": [_short(np.interp(x, steps, edge)) for edge in series.band],
     }
 
 
-def _short(value: float) -> float | int:
-    return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.6g}")
+def _short(values: NDArray[np.float64]) -> list[float | int]:
+    return [
+        int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.6g}") for value in values.tolist()
+    ]
 
 
 def downsample(

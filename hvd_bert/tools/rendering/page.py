@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from hvd_bert.errors import visible
+from hvd_bert.tools.rendering import DASH
 from hvd_bert.tools.rendering.charts import Chart, scripts
 
 WIDTH = 100  # of text for a terminal
@@ -102,14 +103,29 @@ class Grid:
         )
         return "\n".join("  " + line.rstrip() for line in lines)
 
+    def for_latex(self) -> str:
+        """The table as a tabular with the rules of booktabs."""
+        columns = "l" * self.words + "r" * (len(self.head) - self.words)
+        head, *rows = (" & ".join(map(latex, row)) + r" \\" for row in (self.head, *self.rows))
+        body = [r"\toprule", head, r"\midrule", *rows, r"\bottomrule"]
+        return "\n".join([rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}"])
+
+    def without_empty(self) -> Grid:
+        """The table without columns of dashes alone."""
+        known = [any(row[place] != DASH for row in self.rows) for place in range(len(self.head))]
+        head, *rows = ([cell for cell, keep in zip(row, known, strict=True) if keep] for row in (self.head, *self.rows))
+        return Grid(head, rows, self.words)
+
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG; `alt` describes it."""
+    """A PNG; `alt` describes it. `half`: takes half of a wide page. `others`: name -> the same in other formats."""
 
     name: str
     png: bytes
     alt: str
+    half: bool = False
+    others: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def data_uri(self) -> str:
@@ -196,6 +212,16 @@ def _markdown(block: Block) -> str:
     if isinstance(block, Chart):
         return f"{_escaped(block.title)}:\n\n{_table(block.head, block.rows, 1)}"
     return _table(block.head, block.rows, block.words)
+
+
+# What LaTeX would not print as it is.
+_WORDS = {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
+_LATEX = str.maketrans({mark: f"\\{mark}" for mark in "&%$#_{}"} | {mark: f"${mark}$" for mark in "<>|"} | _WORDS)
+
+
+def latex(text: str) -> str:
+    """The text for LaTeX, with its special characters escaped."""
+    return " ".join(visible(text).split()).translate(_LATEX)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:

@@ -28,10 +28,10 @@ from hvd_bert.startup import run_command
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost
 from hvd_bert.tools.rendering.page import Listing, Page, Text
-from hvd_bert.tools.report import comparison, content, files, run_page, runs_page
+from hvd_bert.tools.report import comparison, content, files, run_page, runs_page, setup
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
-from hvd_bert.tools.report.files import CSV_FILES, MARKDOWN, PAGE
+from hvd_bert.tools.report.files import CSV_FILES, LATEX, MARKDOWN, PAGE
 from hvd_bert.tools.runs import reading
 from hvd_bert.tools.runs.reading import Excluded
 from hvd_bert.tools.runs.record import Record
@@ -89,11 +89,15 @@ def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | Non
         no_result = "No two of these runs can be compared, so there is no speed-up to report:"
         raise UserError("\n  ".join([no_result, *reasons]))
     shown = [table for table in tables if any(line in compared for line in table.lines)]
-    page = runs_page.make_page(records, kept, groups, shown, reasons)
+    by_name = {record.name: record for record in records}
+    used = [by_name[run.name] for group in groups for run in group.runs] or records
+    set_up = setup.blocks(used, reading.sweep_commands(flags.runs))
+    page = runs_page.make_page(records, groups, shown, reasons, set_up)
     if compared:
         page.add(Text("Definitions", 2), Listing(content.definitions()))
     rows = (content.table_rows(tables), content.run_rows(kept, excluded))
-    _write_files(flags.out, page, dict(zip(CSV_FILES, rows, strict=True)))
+    latex = content.as_latex(shown, setup.paragraph(used))
+    _write_files(flags.out, page, dict(zip(CSV_FILES, rows, strict=True)), latex)
     if not compared:
         print(visible(runs_page.overview(records).for_terminal() + "\n"))
     _print_summary(shown, reasons, flags.out)
@@ -107,9 +111,11 @@ def _without_table(groups: Sequence[Group], tables: Sequence[ScalingTable], base
     return [Excluded(run.name, reason) for group in groups if id(group) not in shown for run in group.runs]
 
 
-def _write_files(folder: Path, page: Page, csv_files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+def _write_files(folder: Path, page: Page, csv_files: Mapping[str, Sequence[dict[str, Any]]], latex: str = "") -> None:
     """Write the page, its pictures and the tables that have rows. Raises UserError."""
     contents = {picture.name: picture.png for picture in page.pictures}
+    contents |= {name: data for picture in page.pictures for name, data in picture.others.items()}
+    contents |= {LATEX: latex.encode(errors="backslashreplace")} if latex else {}
     contents |= {MARKDOWN: page.as_markdown().encode(), PAGE: page.as_html().encode()}
     contents |= {name: _csv(rows).encode(errors="backslashreplace") for name, rows in csv_files.items() if rows}
     with writing_to("--out", folder):
@@ -127,10 +133,11 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
 def _print_summary(tables: Sequence[ScalingTable], reasons: Sequence[str], folder: Path) -> None:
     """Print the tables, what is left out, and where the report is."""
     for table in tables:
-        print(visible(f"{table.title} (baseline: {table.baseline.name})\n{content.speedups(table).for_terminal()}\n"))
+        rows = content.speedups(table, brief=True).for_terminal()
+        print(visible(f"{table.title} (baseline: {table.baseline.name})\n{rows}\n"))
     if reasons:
         print(visible("Without a speed-up:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n"))
-    print(visible(f"In {folder}: {PAGE}, {MARKDOWN}, the plots, and the figures as CSV."))
+    print(visible(f"In {folder}: {PAGE}, {MARKDOWN}, the tables as CSV and {LATEX}, the plots as PDF, SVG and PNG."))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ UNCHECKED = ""  # `Compared.checked` if no other row has the same batch
 @dataclass(frozen=True)
 class Compared:
     """A row of a table. `reason`: why it has no speed-up. `checked`: the group that its losses were compared with.
-    `speedup_min`, `speedup_max`: None if a side has only one run, which says nothing about its variance."""
+    `speedup_min`, `speedup_max`: None if a side has only one run, which says nothing about its variance.
+    `total_speedup`: of the whole training. `serial`: the serial fraction by Karp and Flatt, of strong scaling."""
 
     group: Group
     checked: str
@@ -34,6 +35,8 @@ class Compared:
     speedup_min: float | None = None
     speedup_max: float | None = None
     efficiency: float | None = None
+    total_speedup: float | None = None
+    serial: float | None = None
 
 
 @dataclass(frozen=True)
@@ -178,9 +181,19 @@ def _line(base: Group, group: Group, table: Sequence[Group], kind: str) -> Compa
     if reason:
         return Compared(group, checked, reason)
     speedup = group.windows_per_s / base.windows_per_s
-    efficiency = speedup / (group.one.devices / base.one.devices)
+    size = group.one.devices / base.one.devices
     minimum, maximum = speedup_range(base, group)
-    return Compared(group, checked, "", speedup, minimum, maximum, efficiency)
+    ours, theirs = (
+        side.median(lambda run: run.windows / run.runtime_s if run.runtime_s > 0 else None) for side in (group, base)
+    )
+    total = ours / theirs if ours and theirs else None
+    serial = serial_fraction(speedup, size) if kind == STRONG and size > 1 else None
+    return Compared(group, checked, "", speedup, minimum, maximum, speedup / size, total, serial)
+
+
+def serial_fraction(speedup: float, size: float) -> float:
+    """The part of the work that `size` devices did not share, by the metric of Karp and Flatt (1990)."""
+    return (1 / speedup - 1 / size) / (1 - 1 / size)
 
 
 def speedup_range(base: Group, group: Group) -> tuple[float, float] | tuple[None, None]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from operator import methodcaller
 from typing import Any
 
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering import DASH, counted, number
-from hvd_bert.tools.rendering.page import Grid
+from hvd_bert.tools.rendering.page import Grid, Status, latex
 from hvd_bert.tools.report.comparability import EARLY_STEPS, EARLY_TOLERANCE, LAST_TOLERANCE, NATS, Group
 from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, ScalingTable
 from hvd_bert.tools.runs.reading import PROCESS_TIMES, Excluded, Run
+from hvd_bert.tools.runs.record import kept
 
 SHORT = {"exact_match": "EM", "f1": "F1"}  # names of scores in tables
 SPREAD = 0.1  # of the repeats, over their median; a larger spread is a caveat
+
+
+LEFT_OUT = ", left out"  # after the name of a row without a speed-up
 
 
 def _range(minimum: float | None, maximum: float | None, form: str) -> str:
@@ -25,39 +30,47 @@ def _seconds(value: float | None) -> str:
     return number(value, ".1f" if value is not None and value < 1000 else ",.0f")
 
 
-def speedups(table: ScalingTable) -> Grid:
-    """The table of times, speed-ups and efficiencies."""
-    with_devices = any(line.group.one.devices != line.group.one.ranks for line in table.lines)
-    head = ["strategy", "nodes", "ranks", *(["GPUs"] if with_devices else []), "n", "time, s"]
-    head += [f"{table.baseline.one.unit}/s", "min to max", "speed-up", f"{RANGE:.0%} range", "efficiency"]
-    rows = []
+def speedups(table: ScalingTable, brief: bool = False) -> Grid:
+    """The table of times, speed-ups and efficiencies, without empty columns. `brief`: fits a terminal's width."""
+    runs = [line.group.one for line in table.lines]
+    shown = {"nodes": any(run.nodes > 1 for run in runs), "GPUs": any(run.devices != run.ranks for run in runs)}
+    shown |= dict.fromkeys(("total speed-up", "serial fraction"), not brief)
+    unit = "core-hours" if table.baseline.one.on_cpu else "GPU-hours"
+    rows: list[dict[str, str]] = []
     for line in table.lines:
-        run, group = line.group.one, line.group
-        name = f"{group.label}, left out" if line.reason else group.label
-        cells = [name, str(run.nodes), str(run.ranks), *([str(run.devices)] if with_devices else [])]
-        cells += [str(len(group.runs)), _seconds(group.median(lambda run: run.runtime_s))]
-        cells += [number(group.windows_per_s, ".2f"), _range(*group.spread(), ".2f"), number(line.speedup, ".2f")]
-        rows.append([*cells, _range(line.speedup_min, line.speedup_max, ".2f"), number(line.efficiency, ".2f")])
-    return Grid(head, rows)
+        run, group, hours = line.group.one, line.group, _hours(line.group)
+        cells = {"strategy": group.label + (LEFT_OUT if line.reason else "")}
+        cells |= {"nodes": str(run.nodes), "ranks": str(run.ranks), "GPUs": str(run.devices)}
+        cells["time, min"] = number(group.median(lambda run: run.runtime_s / 60), ".2f")
+        cells["speed-up"] = number(line.speedup, ".2f")
+        cells[f"{RANGE:.0%} range"] = _range(line.speedup_min, line.speedup_max, ".2f")
+        cells["efficiency"] = number(line.efficiency, ".2f")
+        cells["total speed-up"] = number(line.total_speedup, ".2f")
+        cells["serial fraction"] = number(line.serial, ".3f")
+        cells[f"{table.baseline.one.unit}/s"] = number(group.windows_per_s, ".2f")
+        cells |= {unit: format(hours, "#.3g" if hours < 100 else ",.0f"), "runs": str(len(group.runs))}
+        rows.append({name: cell for name, cell in cells.items() if shown.get(name, True)})
+    return Grid([*rows[0]], [[*row.values()] for row in rows]).without_empty()
 
 
 def costs(table: ScalingTable) -> Grid:
     """The table of process times, memory, losses and scores."""
-    head = ["strategy", "ranks", "real, s", "user, s", "system, s", "memory, GiB", "exposed comm."]
+    head = ["strategy", "ranks", f"{table.baseline.one.unit}/s, min to max", "real, s", "user, s", "system, s"]
+    head += ["memory, GiB", "exposed comm.", "last loss", "compared with"]
     scores = list(dict.fromkeys(name for line in table.lines for name in line.group.one.scores))
-    head += ["last loss", "compared with", *(SHORT.get(name, name) for name in scores)]
+    head += [SHORT.get(name, name) for name in scores]
     rows = []
     for line in table.lines:
         group = line.group
         memory = group.median(lambda run: run.memory_bytes)
         share = group.median(lambda run: run.exposed_share)
-        cells = [group.label, str(group.one.ranks)]
+        cells = [group.label, str(group.one.ranks), _range(*group.spread(), ".2f")]
         cells += [_seconds(group.median(methodcaller("process_s", kind))) for kind in PROCESS_TIMES]
         cells += [number(None if memory is None else memory / GIB, ".2f"), number(share, ".1%")]
         cells += [number(group.median(lambda run: run.last_loss), ".4f"), line.checked or DASH]
         cells += [_score(group, name) for name in scores]
         rows.append(cells)
-    return Grid(head, rows)
+    return Grid(head, rows).without_empty()
 
 
 def _score(group: Group, name: str) -> str:
@@ -66,19 +79,25 @@ def _score(group: Group, name: str) -> str:
     return number(value, ".4f" if value is not None and abs(value) <= 1 else ".2f")
 
 
-def summary(tables: Sequence[ScalingTable]) -> list[str]:
-    """A line per table: the strategies on the largest number of devices, fastest first."""
-    sentences = []
-    for table in tables:
-        rows = [line for line in table.lines if line.speedup is not None and line.group is not table.baseline]
-        maximum = max((line.group.one.devices for line in rows), default=0)
-        best = [line for line in rows if line.group.one.devices == maximum]
-        best.sort(key=lambda line: -(line.speedup or 0))
-        parts = [f"{line.group.label} {line.speedup:.2f}" for line in best]
-        if parts:
-            over = f"times the {table.baseline.one.unit}/s of {table.baseline.name}"
-            sentences.append(f"{table.title}: on {counted(maximum, 'device')} {', '.join(parts)} {over}.")
-    return sentences
+def _hours(group: Group) -> float:
+    """GPU-hours of the training, or core-hours on CPUs: the median."""
+    units = group.one.devices * (group.one.threads if group.one.on_cpu else 1)
+    return units * statistics.median(run.runtime_s for run in group.runs) / 3600
+
+
+def headline(table: ScalingTable) -> Status:
+    """The speed-up of the fastest strategy on the largest number of devices, and those of the others there."""
+    rows = [line for line in table.lines if line.speedup is not None and line.group is not table.baseline]
+    rows.sort(key=lambda line: (-line.group.one.devices, -(line.speedup or 0)))
+    best, *others = (line for line in rows if line.group.one.devices == rows[0].group.one.devices)
+    run = best.group.one
+    devices = counted(run.devices, "rank" if run.devices == run.ranks else "GPU")
+    text = f"with {best.group.label} compared with {table.baseline.name} (efficiency {best.efficiency:.0%}"
+    text += f", {RANGE:.0%} range {_range(best.speedup_min, best.speedup_max, '.2f')})." if best.speedup_min else ")."
+    rest = ", ".join(f"{line.group.label} {line.speedup:.2f} ({line.efficiency:.0%})" for line in others)
+    text += f" Others: {rest}." if rest else ""
+    faster = (best.speedup_min or best.speedup or 0) > 1
+    return Status(f"{best.speedup:.2f} times as fast on {devices}", text, "good" if faster else "busy")
 
 
 def reasons(tables: Iterable[ScalingTable], excluded: Sequence[Excluded]) -> list[str]:
@@ -89,52 +108,70 @@ def reasons(tables: Iterable[ScalingTable], excluded: Sequence[Excluded]) -> lis
             if line.reason:
                 names = [run.name for run in line.group.runs]
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                where.setdefault((line.group.name, ", ".join(names[:3]) + more, line.reason), []).append(_lower(table))
+                where.setdefault((line.group.name, ", ".join(names[:3]) + more, line.reason), []).append(lower(table))
     rows = [f"{name} ({'; '.join(places)}; {names}): {reason}." for (name, names, reason), places in where.items()]
     return rows + [f"{left.name}: {left.reason}." for left in excluded]
 
 
-def _lower(table: ScalingTable) -> str:
+def lower(table: ScalingTable) -> str:
+    """The title of a table inside of a sentence."""
     return table.title[0].lower() + table.title[1:]
 
 
-def caveats(tables: Iterable[ScalingTable]) -> list[str]:
-    """What makes the figures less reliable."""
+def caveats(tables: Sequence[ScalingTable]) -> list[str]:
+    """What makes the figures less reliable, a sentence each."""
     found = []
     for table in tables:
-        place = _lower(table)
-        for line in table.lines:
-            if line.efficiency is not None and line.efficiency > 1.05:
+        place = f" ({lower(table)})" if len(tables) > 1 else ""
+        lines = [line for line in table.lines if line.speedup is not None]
+        for line in lines:
+            if (line.efficiency or 0) > 1.05:
                 found.append(
-                    f"{line.group.name} ({place}) has an efficiency of {line.efficiency:.2f}, above the ideal of"
-                    " 1. Check whether other programs used the baseline's device."
+                    f"{line.group.name}{place} has an efficiency of {line.efficiency:.2f}, above the ideal of 1. Check"
+                    " whether other programs used the baseline's device."
                 )
-        unchecked = [line.group.name for line in table.lines if line.speedup is not None and line.checked == UNCHECKED]
+        for line in lines:
+            run, cores = line.group.one, kept(line.group.one.machine.get("cores"), int, 0)
+            if run.on_cpu and 0 < cores < run.needed_cores:
+                found.append(
+                    f"{line.group.name}{place} had {counted(cores, 'core')} per host for {run.needed_cores} threads, so"
+                    f" its efficiency cannot exceed {cores / run.needed_cores:.2f}."
+                )
+        unchecked = [line.group.name for line in lines if line.checked == UNCHECKED]
         if unchecked:
-            found.append(f"{place}: the losses of {', '.join(unchecked)} were compared with no other strategy's.")
-        apart = [line.group.name for line in table.lines if line.speedup is not None and line.group.variation > SPREAD]
+            found.append(f"The losses of {_joined(unchecked)}{place} were compared with no other strategy's.")
+        apart = [line.group.name for line in lines if line.group.variation > SPREAD]
         if apart:
             found.append(
-                f"{place}: the repeats of {', '.join(apart)} are more than {SPREAD:.0%} apart. Differences of that"
-                " size are noise. Check what else ran on the machine."
+                f"The repeats of {_joined(apart)}{place} are more than {SPREAD:.0%} apart, so smaller differences are"
+                " noise. Check what else ran on the machine."
             )
-        if min((len(line.group.runs) for line in table.lines if not line.reason), default=3) < 3:
-            found.append(f"{table.title}: some rows have fewer than 3 runs, too few to judge the spread.")
+        few = min(len(line.group.runs) for line in lines)
+        if few < 3:
+            found.append(f"Some rows{place} have only {counted(few, 'run')}, too few to judge the spread.")
     return found
+
+
+def _joined(names: Sequence[str]) -> str:
+    return "; ".join(names) if len(names) < 5 else f"{len(names)} rows"
 
 
 def definitions() -> list[str]:
     """Definitions of the figures."""
     return [
         "A row contains the runs of one strategy on one number of nodes, ranks and devices that did the same work."
-        " Figures are medians over its n runs.",
+        " Figures are medians over its runs.",
         "Speed-up: windows/s of all ranks after the first logged line, over the median of the table's baseline."
         " Efficiency: speed-up over (devices over the baseline's devices).",
         f"{RANGE:.0%} range: of the speed-up, with the variance of both sides, by a bootstrap. The repeats of the row"
         f" and those of the baseline are drawn again, with replacement, {RESAMPLES:,} times. The baseline's own row"
         " shows how far two sets of its repeats may be apart. A dash: a side has only one run.",
-        "time: the whole training with warm-up and checkpoints, without start-up and evaluation. real, user, system:"
-        " the whole process of a rank with start-up, median over ranks. memory: the maximum over ranks.",
+        "time: the whole training with warm-up and checkpoints, without start-up and evaluation. Total speed-up: of"
+        " windows over this time. Core- or GPU-hours: this time, of all devices (on CPUs, of all threads).",
+        "Serial fraction (Karp and Flatt): (1/S - 1/N) / (1 - 1/N) of the speed-up S on N times the baseline's devices;"
+        " of strong scaling only. If it grows with N, communication is the limit; if it stays, serial work is.",
+        "real, user, system: the whole process of a rank with start-up, median over ranks. memory: the maximum over"
+        " ranks.",
         "Strong scaling: the same global batch, steps and windows on more devices. Weak scaling: the same batch per"
         " device, so the global batch grows; the same number of steps or of windows.",
         "Losses must agree. Without dropout and with the same seed, the logged losses of the first"
@@ -142,6 +179,16 @@ def definitions() -> list[str]:
         f" of the logged losses must agree to {LAST_TOLERANCE:.0%} or {NATS} nats. On weak scaling the batch grows, so"
         " losses are compared with another strategy on as many devices. A dash: there is no such strategy.",
     ]
+
+
+def as_latex(tables: Iterable[ScalingTable], set_up: str) -> str:
+    """The tables of speed-ups and the paragraph on the set-up for a paper; "" without a table."""
+    parts = [
+        f"\\begin{{table*}}\n\\centering\n\\caption{{{latex(table.title)}. Baseline: {latex(table.baseline.name)}.}}\n"
+        f"{speedups(table).for_latex()}\n\\end{{table*}}\n"
+        for table in tables
+    ]
+    return "\n".join([r"% Needs \usepackage{booktabs}.", *parts, latex(set_up) + "\n"]) if parts else ""
 
 
 def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:
@@ -161,7 +208,10 @@ def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:
             "speedup": line.speedup,
             "speedup_least": line.speedup_min,
             "speedup_most": line.speedup_max,
+            "total_speedup": line.total_speedup,
             "efficiency": line.efficiency,
+            "serial_fraction": line.serial,
+            "device_hours": _hours(line.group),
             "reason": line.reason,
         }
         for table in tables

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
 from hvd_bert.storage.writing import check_folder, make_folder, write_named
+from hvd_bert.tools.report.plots import PANELS
 
 PAGE, MARKDOWN = "report.html", "report.md"
 CSV_FILES = ("report.csv", "runs.csv")
-PICTURE = "scaling_{}.png"
-NAMES = {PAGE, MARKDOWN, *CSV_FILES, *(PICTURE.format(number) for number in range(1, 100))}
+LATEX = "report.tex"
+PANEL = "scaling_{}_{}.{}"  # number of the table, panel and format
+FORMATS = ("png", "svg", "pdf")
+_PANELS = (PANEL.format(*parts) for parts in itertools.product(range(1, 100), PANELS, FORMATS))
+NAMES = {PAGE, MARKDOWN, LATEX, *CSV_FILES, *_PANELS}
 
 
 def check(folder: Path, overwrite: bool) -> None:

@@ -11,10 +11,14 @@ import numpy as np
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.monitoring import PHASES
 from hvd_bert.tools.rendering import DASH, shown, time_unit
-from hvd_bert.tools.rendering.charts import Chart, Series
+from hvd_bert.tools.rendering.charts import Chart, Series, finite
 from hvd_bert.tools.rendering.page import Grid
+from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.content import SHORT
+from hvd_bert.tools.report.plots import COLOURS
 from hvd_bert.tools.runs.record import Record, kept
+
+Sets = Mapping[str, tuple[int, Sequence[Record]]]  # a curve's name -> its place in the palette, and its runs
 
 
 def run_charts(record: Record) -> list[Chart]:
@@ -24,27 +28,28 @@ def run_charts(record: Record) -> list[Chart]:
     charts = [_chart("Loss", "loss", losses)]
     if len(record.evaluations) > 1:  # one evaluation is no curve
         charts.append(_chart("Scores", _score_unit([record]), scores))
-    return [chart for chart in [*charts, *_training_charts([record])] if chart.series]
+    return [chart for chart in [*charts, *_training_charts({record.name: (0, [record])})] if chart.series]
 
 
-def of_runs(records: Sequence[Record]) -> list[Chart]:
-    """Charts of several runs, one curve each."""
-    charts = [_chart("Training loss", "loss", _curves(records, "loss"))]
+def of_runs(records: Sequence[Record], groups: Sequence[Group]) -> list[Chart]:
+    """Charts of several runs: a curve per row of the tables, with a band over its repeats, or per run."""
+    sets = _named(records, groups)
+    charts = [_chart("Training loss", "loss", _curves(sets, "loss"))]
     if any(len(record.evaluations) > 1 for record in records):
-        charts.append(_chart("Validation loss", "loss", _curves(records, "eval_loss")))
+        charts.append(_chart("Validation loss", "loss", _curves(sets, "eval_loss")))
         names = dict.fromkeys(name for record in records for name in record.score_names)
         for name in names:
             scored = [record for record in records if name in record.score_names]
-            charts.append(_chart(score_name(name), _score_unit(scored), _curves(records, f"eval_{name}")))
-    return [chart for chart in [*charts, *_training_charts(records)] if chart.series]
+            charts.append(_chart(score_name(name), _score_unit(scored), _curves(sets, f"eval_{name}")))
+    return [chart for chart in [*charts, *_training_charts(sets)] if chart.series]
 
 
-def _training_charts(records: Sequence[Record]) -> list[Chart]:
-    units = dict.fromkeys(f"{record.unit}/s" for record in records if len(record.steps))
+def _training_charts(sets: Sets) -> list[Chart]:
+    units = dict.fromkeys(f"{record.unit}/s" for _, records in sets.values() for record in records if len(record.steps))
     return [
-        _chart("Learning rate", "learning rate", _curves(records, "learning_rate")),
-        _chart("Gradient norm before clipping", "norm", _curves(records, "grad_norm")),
-        _chart("Throughput", " or ".join(units), _curves(records, "windows_per_s")),
+        _chart("Learning rate", "learning rate", _curves(sets, "learning_rate")),
+        _chart("Gradient norm before clipping", "norm", _curves(sets, "grad_norm")),
+        _chart("Throughput", " or ".join(units), _curves(sets, "windows_per_s")),
     ]
 
 
@@ -62,12 +67,51 @@ def score_name(name: str) -> str:
     return SHORT.get(name, name.replace("_", " "))
 
 
-def _curves(records: Sequence[Record], key: str) -> list[Series | None]:
-    """A curve per run, under the part of its name that runs do not share."""
-    paths = [os.path.abspath(record.name) for record in records]
-    above = os.path.commonpath([os.path.dirname(path) for path in paths])
-    names = [os.path.relpath(path, above) for path in paths]
-    return [_series(record, key, names[number], number) for number, record in enumerate(records)]
+def group_names(groups: Sequence[Group]) -> list[str]:
+    """The names of the groups, with the global batch where two would have the same."""
+    names = [group.name for group in groups]
+    batches = [f"{name}, batch {group.one.global_batch}" for name, group in zip(names, groups, strict=True)]
+    return [name if names.count(name) == 1 else batch for name, batch in zip(names, batches, strict=True)]
+
+
+def _named(records: Sequence[Record], groups: Sequence[Group]) -> Sets:
+    """The runs by row of the tables, where its name says what sets it apart; else a run under its part of the path.
+
+    A strategy has its color in the plots, and a number of devices its dashes.
+    """
+    labels = list(dict.fromkeys(group.label for group in groups))
+    counts = sorted({group.one.devices for group in groups})
+    by_name = {record.name: record for record in records}
+    sets: dict[str, tuple[int, Sequence[Record]]] = {}
+    names = group_names(groups)
+    for name, group in zip(names, groups, strict=True):
+        if names.count(name) == 1:
+            colour = labels.index(group.label) % len(COLOURS) + len(COLOURS) * counts.index(group.one.devices)
+            while any(colour == other for other, _ in sets.values()):  # of another batch
+                colour += len(COLOURS)
+            sets[name] = colour, [by_name.pop(run.name) for run in group.runs]
+    paths = {name: os.path.abspath(name) for name in by_name}
+    above = os.path.commonpath([os.path.dirname(path) for path in paths.values()]) if paths else ""
+    return sets | {
+        os.path.relpath(path, above): (len(sets) + place, [by_name[name]])
+        for place, (name, path) in enumerate(paths.items())
+    }
+
+
+def _curves(sets: Sets, key: str) -> list[Series | None]:
+    return [_band(records, key, name, colour) for name, (colour, records) in sets.items()]
+
+
+def _band(records: Sequence[Record], key: str, name: str, colour: int) -> Series | None:
+    """The median of the repeats at the steps that all have, with their range."""
+    found = [series for record in records if (series := _series(record, key, name, colour))]
+    if len(found) < 2:
+        return found[0] if found else None
+    points = [dict(zip(*(part.tolist() for part in finite(series)), strict=True)) for series in found]
+    steps = sorted(set.intersection(*map(set, points)))
+    values = np.array([[own[step] for step in steps] for own in points])
+    low, middle, high = values.min(axis=0), np.median(values, axis=0), values.max(axis=0)
+    return Series(name, steps, middle, colour, found[0].points, (low, high)) if steps else None
 
 
 def _series(record: Record, key: str, name: str, colour: int) -> Series | None:
@@ -137,16 +181,22 @@ def _is_changed(name: str, value: Any) -> bool:
 
 
 def differences(records: Sequence[Record]) -> Grid:
-    """Everything that is not the same in all runs: a row per run or, if there are fewer runs, a column per run."""
+    """What is not the same in all runs: a row or, if fewer, a column per run, which repeats share."""
     values = [_compared(record) for record in records]
     names = dict.fromkeys(name for compared in values for name in compared)
     differing = [name for name in names if len({compared.get(name, DASH) for compared in values}) > 1]
-    runs = [record.name for record in records]
-    if len(differing) > len(records):
-        rows = [[name, *(compared.get(name, DASH) for compared in values)] for name in differing]
+    for chosen in ([name for name in differing if name != "--seed"], differing):
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for record, compared in zip(records, values, strict=True):
+            alike.setdefault(tuple(compared.get(name, DASH) for name in chosen), []).append(record.name)
+        if 1 < len(alike) < len(records):  # repeats share a row
+            break
+    runs = [run + (f" and {len(others)} more" if others else "") for run, *others in alike.values()]
+    if len(chosen) > len(runs):
+        rows = [[name, *cells] for name, cells in zip(chosen, zip(*alike, strict=True), strict=True)]
         return Grid(["what", *runs], rows, words=len(runs) + 1)
-    rows = [[run, *(own.get(name, DASH) for name in differing)] for run, own in zip(runs, values, strict=True)]
-    return Grid(["run", *differing], rows, words=len(differing) + 1)
+    rows = [[run, *cells] for run, cells in zip(runs, alike, strict=True)]
+    return Grid(["run", *chosen], rows, words=len(chosen) + 1)
 
 
 def _compared(record: Record) -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -16,104 +17,164 @@ from hvd_bert.tools.report.comparison import Compared, ScalingTable
 
 matplotlib.use("Agg")
 
-# Palette of Okabe and Ito (2008), distinguishable with any color vision.
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# The palette of the page's curves (page.css).
+COLOURS = ("#0072b2", "#d55e00", "#00835f", "#b8588f", "#a87400", "#0f93ab", "#757d86")
+IDEAL = "0.45"
 STYLE: Any = {
-    "font.size": 10,
-    "axes.titlesize": 11,
+    "font.size": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.grid.axis": "y",
     "grid.alpha": 0.3,
-    "legend.frameon": False,
-    "savefig.dpi": 130,
+    "lines.markersize": 4,
+    "savefig.dpi": 300,
+    "pdf.fonttype": 42,  # publishers refuse the default, Type 3
+    "svg.hashsalt": "hvd_bert",  # the same runs give the same file
     "text.parse_math": False,  # a name with dollar signs is no formula
 }
+UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+MARKERS = ("s", "o", "^", "D", "v", "P", "X")
+LINEAR_UP_TO = 8  # times the fewest devices; beyond that the axis is logarithmic
+WIDTH, HEIGHT = 3.4, 2.1  # inches: a column of a paper with two
+LONG_NAME = 16  # characters: longer ones leave no room for the axes
+GAP = 0.095  # between two lines of text, of the height of the axis
 
 
 def png(figure: Figure) -> bytes:
     """The figure as a PNG file."""
+    return _saved(figure, "png")
+
+
+def _saved(figure: Figure, form: str) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    figure.savefig(buffer, format=form, metadata=UNDATED.get(form))
     return buffer.getvalue()
 
 
-MARKERS = ("s", "o", "^", "D", "v", "P", "X")
-LINEAR_UP_TO = 8  # times the fewest devices; beyond that the axis is logarithmic
+Values = tuple[float, float, float]  # a figure with the ends of its bar
+Measure = Callable[[Compared], Values | None]
 
 
-def scaling(table: ScalingTable) -> bytes:
-    """Speed-up, efficiency, throughput and memory of a table against the number of devices."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10, 7.6), layout="constrained")
-        axes = figure.subplots(2, 2)
-        base = table.baseline.one.devices
-        counts = table.device_counts
-        _ideal(axes[0, 0], counts, 1 / base)
-        _panel(axes[0, 0], table, "Speed-up", _speedup)
-        _ideal(axes[0, 1], counts, 0)
-        _panel(axes[0, 1], table, "Efficiency", lambda line: _speedup(line, base / line.group.one.devices))
-        _panel(axes[1, 0], table, f"Throughput, {table.lines[0].group.one.unit}/s", _throughput)
-        _panel(axes[1, 1], table, "Memory per rank, GiB", _memory)
-        handles, names = axes[1, 0].get_legend_handles_labels()
-        ideal, ideal_name = axes[0, 0].get_legend_handles_labels()
-        handles, names = [*handles, ideal[0]], [*names, ideal_name[0]]
-        figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 7), title=table.title)
-        return png(figure)
-
-
-def _speedup(line: Compared, scale: float = 1.0) -> tuple[float, float, float] | None:
-    """The speed-up with its bar, times `scale`; without a range the point alone."""
+def _speedup(line: Compared, scale: float = 1.0) -> Values | None:
+    """The speed-up with its range, times `scale`; without a range the point alone."""
     if line.speedup is None:
         return None
     return line.speedup * scale, (line.speedup_min or line.speedup) * scale, (line.speedup_max or line.speedup) * scale
 
 
-def _throughput(line: Compared) -> tuple[float, float, float] | None:
+def _efficiency(line: Compared) -> Values | None:
+    return None if not line.speedup or line.efficiency is None else _speedup(line, line.efficiency / line.speedup)
+
+
+def _throughput(line: Compared) -> Values | None:
     return None if line.reason else (line.group.windows_per_s, *line.group.spread())
 
 
-def _memory(line: Compared) -> tuple[float, float, float] | None:
+def _memory(line: Compared) -> Values | None:
     if line.reason:
         return None
     values = [run.memory_bytes / GIB for run in line.group.runs if run.memory_bytes is not None]
     return (statistics.median(values), min(values), max(values)) if values else None
 
 
-def _ideal(axes: Axes, counts: Sequence[int], slope: float) -> None:
-    """Draw the ideal: a speed-up of `slope` per device; for 0, an efficiency of 1."""
-    xs = [counts[0] + (counts[-1] - counts[0]) * part / 200 for part in range(201)]
-    values = [slope * x or 1.0 for x in xs]
-    axes.plot(xs, values, color="0.55", linewidth=1.0, linestyle=(0, (1, 2)), label="ideal", zorder=1)
+# Panel -> its figures, and its title, into which the baseline and the unit are put.
+PANELS: dict[str, tuple[Measure, str]] = {
+    "speedup": (_speedup, "Speed-up over {base}"),
+    "efficiency": (_efficiency, "Efficiency relative to {base}"),
+    "throughput": (_throughput, "Throughput, {unit}/s"),
+    "memory": (_memory, "Memory per rank, GiB"),
+}
 
 
-def _panel(
-    axes: Axes, table: ScalingTable, title: str, measure: Callable[[Compared], tuple[float, float, float] | None]
-) -> None:
+def panel(table: ScalingTable, name: str, formats: Sequence[str]) -> dict[str, bytes]:
+    """One of PANELS against the number of devices, as a file of each format."""
+    measure, title = PANELS[name]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        axes = figure.subplots()
+        axes.set_title(title.format(base=table.baseline.name, unit=table.baseline.one.unit), size="medium", loc="left")
+        ends = _lines(axes, table, measure)
+        _axes(axes, table)
+        if name in ("speedup", "efficiency"):
+            ends.append(_ideal(axes, table, name))
+        low, high = axes.get_ylim()  # from 0, except where all values are close together
+        axes.set_ylim(0 if low < high / 2 else low, high)
+        if any(len(name) > LONG_NAME for *_, name, _ in ends):
+            figure.set_figheight(HEIGHT + GAP * HEIGHT * len(ends))
+            figure.legend(loc="outside lower left", frameon=False)
+        else:
+            _name(axes, ends)
+        return {form: _saved(figure, form) for form in formats}
+
+
+End = tuple[float, float, str, str]  # of a line: place, value, name and colour
+
+
+def _lines(axes: Axes, table: ScalingTable, measure: Measure) -> list[End]:
     """One line per strategy, shifted a little so that none hides another, with bars from minimum to maximum."""
     labels = list(dict.fromkeys(line.group.label for line in table.lines))
-    counts = table.device_counts
-    linear = counts[-1] <= LINEAR_UP_TO * counts[0]
-    axes.update_datalim([(counts[0], 0)])  # the margin above the highest value is part of the whole height
+    counts, linear, ends = table.device_counts, _is_linear(table), []
     for number, label in enumerate(labels):
-        shift = (number - (len(labels) - 1) / 2) * (0.018 * (counts[-1] - counts[0]) if linear else 0.05)
+        shift = (number - (len(labels) - 1) / 2) * (0.008 * (counts[-1] - counts[0]) if linear else 0.03)
         lines = [line for line in table.lines if line.group.label == label]
-        found = [(line.group.one.devices, figures) for line in lines if (figures := measure(line))]
-        points = [(devices + shift if linear else devices * 2**shift, *values) for devices, values in found]
-        if not points:
+        found = [(line.group.one.devices, *figures) for line in lines if (figures := measure(line))]
+        if not found:
             continue
+        devices, values, low, high = np.array(found, dtype=float).T
+        xs = devices + shift if linear else devices * 2**shift
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-        style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6, "linewidth": 1.6, "capsize": 3}
-        xs, values, minimum, maximum = zip(*points, strict=True)
-        below = [value - low for value, low in zip(values, minimum, strict=True)]
-        above = [high - value for value, high in zip(values, maximum, strict=True)]
-        axes.errorbar(xs, values, yerr=[below, above], label=label, zorder=2, **style)
-    axes.set_title(title, loc="left")
+        style: Any = {"color": colour, "marker": marker, "capsize": 2, "elinewidth": 0.8, "label": label}
+        axes.errorbar(xs, values, yerr=[values - low, high - values], zorder=2, **style)
+        ends.append((xs[-1], values[-1], label, colour))
+    return ends
+
+
+def _is_linear(table: ScalingTable) -> bool:
+    return table.device_counts[-1] <= LINEAR_UP_TO * table.device_counts[0]
+
+
+def _axes(axes: Axes, table: ScalingTable) -> None:
+    """A tick per number of devices, and few on the vertical axis."""
+    counts = table.device_counts
     axes.set_xlabel("ranks" if all(line.group.one.devices == line.group.one.ranks for line in table.lines) else "GPUs")
-    margin = 0.08 * (counts[-1] - counts[0])
-    if not linear:
+    margin = 0.06 * (counts[-1] - counts[0])
+    if not _is_linear(table):
         axes.set_xscale("log", base=2)
-    axes.set_xlim(*((counts[0] - margin, counts[-1] + margin) if linear else (counts[0] / 1.3, counts[-1] * 1.3)))
+    limits = (counts[0] - margin, counts[-1] + margin) if _is_linear(table) else (counts[0] / 1.2, counts[-1] * 1.2)
+    axes.set_xlim(*limits)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
+    axes.locator_params(axis="y", nbins=5)
+
+
+def _ideal(axes: Axes, table: ScalingTable, name: str) -> End:
+    """Draw the ideal: a speed-up in proportion to the devices, an efficiency of 1."""
+    counts = table.device_counts
+    xs = [counts[0] + (counts[-1] - counts[0]) * part / 200 for part in range(201)]
+    values = [x / table.baseline.one.devices if name == "speedup" else 1.0 for x in xs]
+    axes.plot(xs, values, color=IDEAL, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1, label="ideal")
+    return counts[-1], values[-1], "ideal", IDEAL
+
+
+def _name(axes: Axes, ends: Sequence[End]) -> None:
+    """Name the lines on the right, where no two names may overlap. A thin line leads there from a shorter one."""
+    low, high = axes.get_ylim()
+    right = axes.get_xlim()[1]
+    ends = sorted(ends, key=lambda end: end[1])
+    heights = spread([(value - low) / (high - low) for _, value, *_ in ends])
+    for height, (x, value, name, colour) in zip(heights, ends, strict=True):
+        axes.plot([x, right], [value, value], color=colour, linewidth=0.5, linestyle=":", zorder=0)
+        axes.annotate(name, (1.02, height), xycoords="axes fraction", va="center", color=colour, annotation_clip=False)
+
+
+def spread(heights: Sequence[float], gap: float = GAP) -> list[float]:
+    """Increasing heights, moved as little as possible so that each is `gap` above the one before."""
+    clusters: list[list[float]] = []  # of heights that would overlap, each without the gaps below it
+    for place, height in enumerate(heights):
+        clusters.append([height - gap * place])
+        while len(clusters) > 1 and statistics.fmean(clusters[-2]) > statistics.fmean(clusters[-1]):
+            last = clusters.pop()
+            clusters[-1] += last
+    apart = [statistics.fmean(cluster) for cluster in clusters for _ in cluster]
+    return [height + gap * place for place, height in enumerate(apart)]

@@ -16,7 +16,7 @@ from hvd_bert.monitoring import PHASES
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering import DASH, counted, digits, duration, number, percent, seconds, shown
 from hvd_bert.tools.rendering.page import Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
-from hvd_bert.tools.report import parts
+from hvd_bert.tools.report import parts, setup
 from hvd_bert.tools.runs.record import Record, finite_number, kept, objects
 
 NO_REASON = (
@@ -38,6 +38,7 @@ def make_page(record: Record) -> Page:
         ("Hosts and ranks", _ranks(record)),
         ("Checkpoints", _checkpoints(record)),
         ("Warnings", _warnings(record)),
+        ("Set-up", [Text(setup.paragraph([record]))]),
         ("Settings", _settings(record)),
         ("Versions and hardware", _versions(record)),
         ("Reproduce", _reproduce(record)),

@@ -7,63 +7,71 @@ import statistics
 from collections.abc import Sequence
 
 from hvd_bert.tools.rendering import DASH, duration, number, shown
-from hvd_bert.tools.rendering.page import Figures, Grid, Listing, Page, Picture, Text
+from hvd_bert.tools.rendering.page import Block, Details, Grid, Listing, Page, Picture, Text
 from hvd_bert.tools.report import content, parts, plots
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
-from hvd_bert.tools.report.files import PICTURE
-from hvd_bert.tools.runs.reading import Run
+from hvd_bert.tools.report.files import FORMATS, PANEL
 from hvd_bert.tools.runs.record import Record, finite_number
+
+LONG = 20  # rows of a table
 
 
 def make_page(
     records: Sequence[Record],
-    runs: Sequence[Run],
     groups: Sequence[Group],
     tables: Sequence[ScalingTable],
     reasons: Sequence[str],
+    set_up: Sequence[Block],
 ) -> Page:
     """The page.
 
-    `runs`: those whose speeds can be compared, in `groups`. `tables`: those with a speed-up.
+    `groups`: runs whose speeds can be compared. `tables`: those with a speed-up.
     """
     page = Page(f"Report on {len(records)} runs")
-    page.add(Figures(_figures(records, runs)))
-    summary = content.summary(tables)
-    if summary:
-        page.add(Listing(summary))
-    else:
+    for place, table in enumerate(tables, start=1):
+        page.add(Text(table.title, 2), content.headline(table), *_panels(table, place, "speedup", "efficiency"))
+        page.add(content.speedups(table))
+    if not tables:
         page.add(Text("No two of these runs can be compared for speed, so there are no measured speed-ups."))
     caveats = content.caveats(tables)
     if caveats:
         page.add(Text("Caveats", 2), Listing(caveats))
-    page.add(Text("Runs", 2), overview(records))
     differing = parts.differences(records)
     same = "All recorded settings, inputs and versions are the same."
     page.add(Text("What differs", 2), differing if len(differing.head) > 1 else Text(same))
-    for table in tables:
-        _add_table(page, table)
+    page.add(Text("Set-up", 2), *set_up)
+    page.add(Text("Runs", 2), _folded(overview(records)))
+    for place, table in enumerate(tables, start=1):
+        page.add(*([Text("Time, memory and loss", 2)] if place == 1 else []))
+        page.add(*([Text(table.title, 3)] if len(tables) > 1 else []), content.costs(table))
+        page.add(*_panels(table, place, "throughput", "memory"))
     repeated = repeats(groups)
     if repeated:
-        page.add(Text("Repeats over seeds", 2), repeated)
+        page.add(Text("Repeats over seeds", 2), _folded(repeated))
         page.add(
             Text("The 95 % interval of the mean is by the t-distribution: it assumes normally distributed values.")
         )
-    page.add(Text("Curves", 2), *parts.of_runs(records))
+    page.add(Text("Curves", 2), *parts.of_runs(records, groups))
     if reasons:
         page.add(Text("Without a speed-up", 2), Listing(reasons))
     return page
 
 
-def _figures(records: Sequence[Record], runs: Sequence[Run]) -> list[tuple[str, str]]:
-    found = [("runs", str(len(records)))]
-    for state in ("finished", "running", "ended"):
-        count = sum(record.state == state for record in records)
-        if count and count < len(records):
-            found.append((state if state != "ended" else "not finished", str(count)))
-    if runs:
-        found += [("hardware", runs[0].device_name), ("torch", runs[0].versions.get("torch", "unknown"))]
-    return found
+def _folded(grid: Grid) -> Block:
+    """A long table is hidden until the reader opens it."""
+    return grid if len(grid.rows) <= LONG else Details(f"{len(grid.rows)} rows", [grid])
+
+
+def _panels(table: ScalingTable, place: int, *names: str) -> list[Picture]:
+    """Panels of a table, each in all formats; none with one number of devices or no figures."""
+    pictures = []
+    known = [name for name in names if any(map(plots.PANELS[name][0], table.lines))]
+    for name in known if table.scales else ():
+        files = {PANEL.format(place, name, form): data for form, data in plots.panel(table, name, FORMATS).items()}
+        (png, data), *others = files.items()
+        pictures.append(Picture(png, data, f"{table.title}: {name}", half=True, others=dict(others)))
+    return pictures
 
 
 def overview(records: Sequence[Record]) -> Grid:
@@ -80,14 +88,6 @@ def overview(records: Sequence[Record]) -> Grid:
         cells += [number(record.score(name)) for name in scores]
         rows.append(cells)
     return Grid([*head, *(content.SHORT.get(name, name) for name in scores)], rows, words=3)
-
-
-def _add_table(page: Page, table: ScalingTable) -> None:
-    page.add(Text(table.title, 2), Text(f"Baseline: {table.baseline.name}."), content.speedups(table))
-    if table.scales:
-        alt = f"{table.title}: speed-up, efficiency and more"
-        page.add(Picture(PICTURE.format(len(page.pictures) + 1), plots.scaling(table), alt))
-    page.add(content.costs(table))
 
 
 # 97.5 % quantiles of Student's t-distribution for 1, 2, ... degrees of freedom.
@@ -110,12 +110,13 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def repeats(groups: Sequence[Group]) -> Grid | None:
     """Scores, loss and throughput of all groups with several seeds; None if there is none."""
-    rows = [row for group in groups if len({run.seed for run in group.runs}) > 1 for row in _rows(group)]
+    named = zip(parts.group_names(groups), groups, strict=True)
+    rows = [row for name, group in named if len({run.seed for run in group.runs}) > 1 for row in _rows(name, group)]
     head = ["runs", "figure", "n", "mean", "standard deviation", "95 % interval of the mean", "lowest", "highest"]
     return Grid(head, rows, words=2) if rows else None
 
 
-def _rows(group: Group) -> list[list[str]]:
+def _rows(row: str, group: Group) -> list[list[str]]:
     figures: dict[str, list[float | None]] = {
         name: [run.scores.get(name) for run in group.runs] for name in group.one.scores
     }
@@ -128,7 +129,7 @@ def _rows(group: Group) -> list[list[str]]:
             low, high = interval(known)
             cells = [number(statistics.fmean(known)), number(statistics.stdev(known)), f"{low:.4g} to {high:.4g}"]
             cells += [number(min(known)), number(max(known))]
-            rows.append([group.name, parts.score_name(name), str(len(known)), *cells])
+            rows.append([row, parts.score_name(name), str(len(known)), *cells])
         elif known:
-            rows.append([group.name, parts.score_name(name), "1", number(known[0]), *[DASH] * 4])
+            rows.append([row, parts.score_name(name), "1", number(known[0]), *[DASH] * 4])
     return rows

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, overload
@@ -68,6 +71,7 @@ class Results(Struct, kw_only=True):
     controller: str | None = None
     device_name: str = "unknown"
     unit: str = "windows"
+    machine: dict[str, Any] = {}
     hosts: list[str] = []
     places: list[dict[str, Any]] = field(name="ranks", default_factory=list)
     score_names: list[str] = field(name="scores", default_factory=lambda: [*DEFAULT_SCORES])
@@ -102,6 +106,11 @@ class Run(Results, kw_only=True):
     def on_cpu(self) -> bool:
         """Whether it is known that the ranks are on CPUs."""
         return bool(self.places) and self.places[0].get("device") == "cpu"
+
+    @property
+    def needed_cores(self) -> int:
+        """Cores of a host that the ranks on it can use at once, on the host with the most ranks."""
+        return max(Counter(str(place.get("host")) for place in self.places).values(), default=1) * self.threads
 
     def process_s(self, kind: str) -> float | None:
         """One of PROCESS_TIMES of a rank's whole process: the median over the ranks."""
@@ -170,6 +179,7 @@ class SweepFile(Struct):
     """sweep.json."""
 
     same: dict[str, Any]
+    command: list[str] = []
     points: list[SweepRow] = []
 
 
@@ -201,7 +211,7 @@ def _walk(path: Path) -> Iterable[tuple[Path, set[str]]]:
 def excluded_by_sweeps(paths: Sequence[Path]) -> dict[Path, Excluded]:
     """Runs that a sweep in or below `paths` skipped or that failed: folder (it may not exist) -> run and reason."""
     found: dict[Path, Excluded] = {}
-    for folder in (folder for path in paths for folder, files in _walk(path) if SWEEP in files):
+    for folder in _sweeps(paths):
         try:
             points = convert(read_json(folder / SWEEP), SweepFile).points
         except (OSError, ValueError) as error:
@@ -217,6 +227,19 @@ def excluded_by_sweeps(paths: Sequence[Path]) -> dict[Path, Excluded]:
             excluded = Excluded(f"{strategy} ({', '.join(names)} of {folder})", why)
             found |= {folder / name: excluded for name in names}
     return found
+
+
+def _sweeps(paths: Sequence[Path]) -> Iterable[Path]:
+    return (folder for path in paths for folder, files in _walk(path) if SWEEP in files)
+
+
+def sweep_commands(paths: Sequence[Path]) -> list[str]:
+    """The last command of each sweep in or below `paths`."""
+    found = []
+    for folder in _sweeps(paths):
+        with suppress(OSError, ValueError):  # `excluded_by_sweeps` has the reason
+            found.append(shlex.join(convert(read_json(folder / SWEEP), SweepFile).command))
+    return list(filter(None, found))
 
 
 def comparable(records: Sequence[Record], by_sweeps: Mapping[Path, Excluded]) -> tuple[list[Run], list[Excluded]]:

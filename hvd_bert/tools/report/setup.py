@@ -1,0 +1,83 @@
+"""The paragraph "Set-up" of a report, from what the runs recorded. What no run recorded is left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_bert.storage.reading import GIB
+from hvd_bert.tools.rendering import shown
+from hvd_bert.tools.rendering.page import Block, Code, Text
+from hvd_bert.tools.runs.record import Record, finite_number, kept
+
+# A line per sentence: keys of train_results.json (after a dot, of an object in it) or flags, and their words.
+SENTENCES = """
+Hardware: hosts={count} hosts ({}); machine.gpus={} GPUs per host; device_name={}; machine.gpu_memory_bytes={} per GPU;\
+ machine.processor={}; machine.cores={} cores per host; machine.memory_bytes={} of memory per host;\
+ threads_per_rank={} threads per rank
+Software: versions.python=Python {}; versions.torch=PyTorch {}; versions.horovod=Horovod {};\
+ versions.deepspeed=DeepSpeed {}; mpi={}; versions.nccl=NCCL {}; versions.cuda=CUDA {};\
+ versions.transformers=transformers {}; versions.hvd_bert=hvd_bert {}
+Model: --model_name_or_path={}; --config_name={} with new weights; work.the model={}
+Data: --dataset_name={}; --train_file={}; train_windows={} training windows;\
+ --max_seq_length=sequences of up to {} tokens; --doc_stride=stride {}
+Training: strategy=strategy {}; world_size=world size {}; controller=ranks connected by {};\
+ global_batch=global batch {}; per_device_train_batch_size=batch {} per device; train_steps={} steps; --optim={};\
+ learning_rate=learning rate {}; --dropout=dropout {}; precision={}; seed=seed {}
+Slurm: job.partition=partition {}; job.nodes=nodes {}; job.tasks_per_node={} tasks per node;\
+ job.cpus_per_task={} CPUs per task; job.gpus_per_node={} GPUs per node; job.memory_per_node={} MiB per node;\
+ job.id=job {}
+"""
+OF_A_STRATEGY = ("versions.horovod", "versions.deepspeed")  # used by this strategy alone
+
+
+def blocks(records: Sequence[Record], sweeps: Sequence[str]) -> list[Block]:
+    """The paragraph and the commands: those of sweeps, else those of each rank."""
+    commands = [*sweeps] or [str(record.facts["command"]) for record in records if "command" in record.facts]
+    code = [Code("\n".join(dict.fromkeys(commands)))] if commands else []
+    return [Text(paragraph(records)), *code]
+
+
+def paragraph(records: Sequence[Record]) -> str:
+    """Hardware, software, model, data, training and Slurm job of the runs, in sentences to copy into a report."""
+    sentences = []
+    for line in SENTENCES.strip().splitlines():
+        title, _, words = line.partition(": ")
+        facts = dict.fromkeys(_fact(records, *part.split("=")) for part in words.split("; "))  # a CPU is named once
+        sentences += [f"{title}: {', '.join(filter(None, facts))}."] if any(facts) else []
+    return " ".join(sentences)
+
+
+def _fact(records: Sequence[Record], key: str, form: str) -> str:
+    """A fact in its words, with "and" between different values; "" if no run recorded it."""
+    found = [_value(record, key) for record in records]
+    parts = (part for value in found for part in (value if isinstance(value, list) else [value]))
+    values = list(dict.fromkeys(_text(key, part) for part in parts if part not in (None, "")))
+    text = form.format(" and ".join(filter(None, [", ".join(values[:-1]), *values[-1:]])), count=len(values))
+    return re.sub(r"^1 (\w+)s\b", r"1 \1", text) if values else ""
+
+
+def _value(record: Record, key: str) -> Any:
+    group, _, name = key.rpartition(".")
+    if key in OF_A_STRATEGY and record.facts.get("strategy") != name:
+        return None
+    if key.startswith("--"):
+        return record.settings.get(key[2:])
+    if key == "controller" and record.facts.get(key) == "none":  # of a single rank
+        return None
+    of: Mapping[str, Any] = kept(record.facts.get(group), dict[str, Any], {}) if group else record.facts
+    return of.get(name)
+
+
+def _text(key: str, value: Any) -> str:
+    if key.endswith("_bytes"):
+        return f"{(finite_number(value) or 0) / GIB:.0f} GiB"
+    if key == "work.the model":  # `197 tensors, 1,000,000 parameters, 0123456789ab`
+        return str(value).rpartition(", ")[0].partition(", ")[2]
+    if key.startswith("versions."):
+        return str(value).partition("+")[0]  # without the build
+    if type(value) is int:
+        return f"{value:,}"
+    return Path(value).name if str(value).startswith("/") else shown(value)
