@@ -148,9 +148,9 @@ def test_failed_last_write_is_no_stop(run, disk, error):
 def test_stop_reports_how_to_resume(run, tmp_path):
     checkpoints = run("--overwrite_output_dir", "--save_only_model")
     checkpoints.state.step = 7
-    named = ("step 7", "SIGINT to rank 0", tmp_path / "checkpoint-7", "without --overwrite_output_dir")
+    named = ("step 7", "Ctrl-C", tmp_path / "checkpoint-7", "without --overwrite_output_dir")
     with refused(*named, error=CollectiveError) as stopped:
-        checkpoints.save_and_stop("SIGINT to rank 0")
+        checkpoints.save_and_stop("Ctrl-C")
     assert stopped.value.status == EXIT_STOPPED
     assert "model_only" not in saved_state(tmp_path / "checkpoint-7")
     assert found(tmp_path) == ["checkpoint-7"]
@@ -159,9 +159,9 @@ def test_stop_reports_how_to_resume(run, tmp_path):
 @pytest.mark.parametrize(
     ("steps", "reason", "asked"),
     [
-        (7, "SIGUSR1 to rank 0", ["step 7"]),
-        (0, "SIGUSR1 to rank 0", [""]),
-        (7, "SIGINT to rank 0", []),
+        (7, "SIGUSR1", ["step 7"]),
+        (0, "SIGUSR1", [""]),
+        (7, "Ctrl-C", []),
     ],
 )
 def test_stop_requeues(run, monkeypatch, steps, reason, asked):
