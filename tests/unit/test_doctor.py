@@ -25,7 +25,7 @@ from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command
-from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, probes, prove
+from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, launches, probes, prove
 from hvd_bert.tools.doctor.__main__ import parse_proof
 from hvd_bert.tools.doctor.collective import Timing
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm
@@ -273,6 +273,35 @@ def test_no_world(monkeypatch, capsys, launcher, error, status, out, err):
     output, errors = capsys.readouterr()
     assert out in output and errors.startswith(err) and bool(output) == bool(out)
     assert ("Python     3.11" in output) == ("Not ready: World." in output) == bool(out)
+
+
+def test_a_horovod_that_cannot_be_imported_is_not_loaded(monkeypatch):
+    monkeypatch.setattr(probes, "horovod", lambda: BROKEN)
+    assert diagnose(monkeypatch, raising(AssertionError("it may crash")), Launcher("none", None, None)) == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mpirun", "environ", "commands"),
+    [
+        (0, True, {}, ["python {} --config sample", "horovodrun -np 3 -H localhost:3 python {} --config sample"]),
+        (4, False, {}, ["python {}", "horovodrun -np 4 -H localhost:4 --gloo python {}"]),
+        (1, True, {}, ["python {}"]),
+        (1, True, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2"}, ["srun --mpi=pmix_v4 python {}"]),
+    ],
+)
+def test_commands_that_start_a_training(monkeypatch, gpus, mpirun, environ, commands):
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(launches.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(64)})
+    monkeypatch.setattr(launches, "free_memory", lambda: 10 * checks.GIB)  # 3 GiB per rank
+    monkeypatch.setattr(probes, "horovod", lambda: BUILD)
+    monkeypatch.setattr(probes, "slurm", lambda: Slurm("25.05", ("pmix_v4",)) if environ else None)
+    monkeypatch.setattr(launches.shutil, "which", lambda name: name if mpirun else None)
+    monkeypatch.setattr(launches, "cpu_limit", lambda: None)
+    monkeypatch.setattr(launches, "_program", str)
+    monkeypatch.setattr(launches, "without_cache", list)
+    monkeypatch.setattr(launches, "missing_for_root", lambda _: {})
+    assert [*launches.on_this_host().values()] == [command.format("-m hvd_bert.train") for command in commands]
 
 
 def test_refused_device(monkeypatch, capsys):

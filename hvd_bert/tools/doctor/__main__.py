@@ -52,7 +52,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="hvd-bert doctor")
     parser.description = "Check hosts, ranks and network before a training, and print how to fix each problem."
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of text. (default: False)")
-    verbose = "Print all checks and the table of ranks, too, not only a summary. (default: False)"
+    verbose = "Print all checks, not only a summary. (default: False)"
     parser.add_argument("--verbose", action="store_true", help=verbose)
     parser.add_argument(
         "--size",
