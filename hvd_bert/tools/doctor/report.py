@@ -145,10 +145,10 @@ class Report:
         return f"{verdict}{also}."
 
     def _summary(self) -> list[str]:
-        """Paragraphs: problems by number, failures first; the ranks; commands. With --verbose only the last is new."""
+        """Paragraphs: problems by number, failures first; commands, else the ranks. With --verbose only commands."""
         problems = sorted((r for r in self.results if r.status != OK), key=lambda result: result.status != FAILURE)
         listed = [result.text(f"  {number}. ") for number, result in enumerate(problems, 1)]
         ranks = [f"  {r.name}: {r.found}" for r in self.results if r.name in HEADLINES and r.status == OK]
         starts = [f"  {what}:\n    {command}" for what, command in self.starts.items()]
-        paragraphs = [[] if self.verbose else listed, (starts or ranks) if self.ready else []]
-        return ["\n".join(lines) for lines in paragraphs if lines]
+        paragraphs = [starts] if self.verbose else [listed, starts or ranks]
+        return ["\n".join(lines) for lines in (paragraphs if self.ready else paragraphs[:-1]) if lines]
