@@ -14,8 +14,8 @@ from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 
 def main(folder: str, file: str) -> None:
-    model = AutoModelForQuestionAnswering.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForQuestionAnswering.from_pretrained(folder, trust_remote_code=False).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     inputs = tokenizer(["Who?"] * 2, ["Ada was born."] * 2, return_token_type_ids=True, return_tensors="pt")
     torch.onnx.export(
         model,
