@@ -26,7 +26,7 @@ Check = Callable[[Place], Outcome]
 
 
 def preflight(place: Place) -> Outcome:
-    words = [sys.executable, "-m", "hvd_bert.tools.doctor", "--output_dir", str(place.out)]
+    words = [sys.executable, "-m", "hvd_bert.tools.doctor", "--verbose", "--output_dir", str(place.out)]
     printed = place.run("doctor", words)
     warnings = len(re.findall(r"^\s*warning", printed, re.MULTILINE | re.IGNORECASE))
     return Outcome(f"a training would start; {warnings} warning(s) in doctor.log")
@@ -90,7 +90,8 @@ def allreduce(place: Place) -> Outcome:
     """Sums over the ranks are right, and of tensors on GPUs NCCL sends them."""
     place.require_several()
     size = "1" if place.device == "cpu" else "400"
-    words = [sys.executable, "-m", "hvd_bert.tools.doctor", "--size", size, "--output_dir", str(place.out)]
+    words = [sys.executable, "-m", "hvd_bert.tools.doctor", "--verbose", "--size", size]
+    words += ["--output_dir", str(place.out)]
     printed = place.run("allreduce", launched(place.ranks) + words, gpus=place.ranks)
     rows = [re.sub(r"^\[[\d,]+\]<\w+>:", "", line).strip() for line in printed.splitlines() if "Horovod, " in line]
     large = " ".join(rows[0].split()) if rows else "no allreduce was measured"

@@ -9,7 +9,7 @@ from commands import read_report
 from harness import RANK_INFOS, Cluster
 
 pytestmark = pytest.mark.cluster
-DOCTOR = "hvd-bert doctor --size 1"
+DOCTOR = "hvd-bert doctor --size 1 --verbose"
 
 
 def test_under_srun(cluster: Cluster, tmp_path: Path) -> None:
@@ -31,3 +31,9 @@ def test_proof_under_srun(cluster: Cluster, tmp_path: Path) -> None:
     command = "srun --nodes=2 --ntasks-per-node=1 --mpi=pmix hvd-bert doctor --prove --json"
     report = read_report(cluster.on("login", command, tmp_path).expect(0))
     assert (report["ready"], report["launcher"], len(report["ranks"])) == (True, "srun", 2)
+
+
+def test_commands_of_slurm(cluster: Cluster, tmp_path: Path) -> None:
+    for allocation, line in (("", "scripts/hvd.slurm"), ("salloc --nodes=2 ", "    srun --mpi=pmix python")):
+        outcome = cluster.on("login", f"{allocation}hvd-bert doctor", tmp_path).expect(0)
+        assert line in outcome.output, outcome

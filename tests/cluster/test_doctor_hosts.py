@@ -36,7 +36,7 @@ def test_hosts_that_pass(cluster: Cluster, tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# two nodes\na100-01 slots=2\n\na100-02:2\n")
     env = {"HVD_BERT_INTERFACE": "10.77.0.0/16"}
-    outcome = cluster.on("login", f"hvd-bert doctor --hostfile {hostfile}", tmp_path, env).expect(0)
+    outcome = cluster.on("login", f"hvd-bert doctor --verbose --hostfile {hostfile}", tmp_path, env).expect(0)
     cells = [line.split() for line in outcome.output.splitlines()]
     table = [tuple(row[:5]) for row in cells if row[3:4] == ["cpu"]]
     assert table == [(host, str(rank), str(local), "cpu", "eth0") for rank, host, local, _ in RANK_INFOS], outcome

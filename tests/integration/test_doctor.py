@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ DOCTOR = [sys.executable, "-m", "hvd_bert.tools.doctor"]
 
 
 def test_alone(tmp_path: Path) -> None:
-    outcome = run(DOCTOR, tmp_path).expect(0)
+    outcome = run([*DOCTOR, "--verbose"], tmp_path).expect(0)
     names = set(re.findall(r"^  (?:ok|warning) +(\S+) ", outcome.output, re.MULTILINE))
     assert {"Python", "torch", "Packages", "Horovod", "MPI", "Slurm", "Windows", "Memory", "Output", "World"} <= names
     assert {"Linear", "Attention", "bf16"} <= names, "on a CPU"
@@ -26,12 +27,22 @@ def test_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_ranks_in_a_text(tmp_path: Path) -> None:
-    outcome = run([*launcher(2, "mpi"), *DOCTOR, "--size", "1"], tmp_path).expect(0)
+def test_a_line_of_the_summary_starts_a_training(tmp_path: Path) -> None:
+    outcome = run(DOCTOR, tmp_path).expect(0)
+    assert outcome.output.startswith("Ready: a training would start here") and "  ok " not in outcome.output, outcome
+    line = next(line for line in outcome.output.splitlines() if "horovodrun -np" in line)
+    run(["bash", "-c", f"{line} --max_steps 2 --output_dir out"], tmp_path).expect(0)
+    assert json.loads((tmp_path / "out" / "train_results.json").read_text())["world_size"] > 1
+
+
+@pytest.mark.parametrize(("flags", "times"), [([], 0), (["--verbose"], 2)])
+def test_two_ranks_in_a_text(flags: list[str], times: int, tmp_path: Path) -> None:
+    outcome = run([*launcher(2, "mpi"), *DOCTOR, "--size", "1", *flags], tmp_path).expect(0)
     text = said(outcome)
     assert text.count("Ready: a training would start here") == 1, outcome
-    assert "connected through MPI" in text, outcome
-    assert text.count("Horovod, MPI") == 2, outcome
+    assert text.count("connected through MPI") == 1, outcome
+    assert text.count("correct sums; 1.0 MB in") == 1, outcome
+    assert text.count("Horovod, MPI") == times, outcome
 
 
 def test_two_ranks_as_json(tmp_path: Path) -> None:

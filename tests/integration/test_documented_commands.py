@@ -26,6 +26,7 @@ NEEDS = {
     "cluster": r"(for|done|s(alloc|batch|info|run))\b|.*(a100-\d|--host(file|-discovery)|tests/cluster|cluster_pack)",
     "containers": r"(docker|apptainer|srun (--[-=\w]+ )+apptainer) ",
     "cores": r"mpirun -np 4",
+    "model": r".*export_onnx",  # tests/unit/test_card.py runs it
     "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/)",  # the reader replaces them
     "ray": r".*ray_train",  # test_programs.py runs it
     "server": r"tensorboard|hf upload\b",

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
 import io
 import json
+import os
 import re
 import shlex
 import socket
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import documented
+import export_onnx
+import numpy as np
 import pytest
 from huggingface_hub import ModelCard
-from huggingface_hub.utils import filter_repo_objects
 from test_text_classification import made, saved, workdir  # noqa: F401  # a fixture
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
+from transformers import BertConfig, BertForQuestionAnswering
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
@@ -34,6 +42,37 @@ def printed_by(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> s
     with contextlib.redirect_stdout(io.StringIO()) as output:
         exec(compile(program, "card", "exec"), {})
     return output.getvalue()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers `hf upload` as the hub does, and keeps the files in the server's `uploaded`."""
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        url = f"http://{self.headers['Host']}/USER/NAME"
+        answer: dict[str, Any] = {"url": url, "commitUrl": f"{url}/commit/1", "commitOid": "1"}
+        if self.path == "/api/models/USER/NAME/preupload/main":
+            paths = [file["path"] for file in json.loads(content)["files"]]
+            answer = {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]}
+        if self.path == "/api/models/USER/NAME/commit/main":
+            files = [line["value"] for line in map(json.loads, content.splitlines()) if line["key"] == "file"]
+            self.server.uploaded = {file["path"]: base64.b64decode(file["content"]) for file in files}  # type: ignore
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+
+def upload(folder: Path) -> dict[str, bytes]:
+    """What the guide's command uploads from a trained folder, by name."""
+    fence, _ = documented.fences("docs/guides/sharing.md")
+    command = fence.commands[0].replace("runs/mine", folder.name)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environ = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": "hf_a", "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run(shlex.split(command), cwd=folder.parent, env=os.environ | environ, timeout=100)
+        server.shutdown()
+    assert done.returncode == 0
+    return server.uploaded  # type: ignore
 
 
 def training_results(**changes: Any) -> dict[str, Any]:
@@ -73,13 +112,10 @@ def test_card_of_a_training(base, tmp_path, monkeypatch):  # noqa: F811
         name: scores[name] for name in ("exact_match", "f1")
     }
     assert {result.dataset_name for result in found.eval_results} == {"squad.json"}
-    guide = (Path(__file__).parents[2] / "docs/guides/sharing.md").read_text()
-    patterns = [shlex.split(word)[0] for word in re.findall(r"--include (\S+)", guide)]
-    shared = list(filter_repo_objects((path.name for path in (tmp_path / "out").iterdir()), allow_patterns=patterns))
+    uploaded = upload(tmp_path / "out")
     files = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert set(shared) == files
-    for name in shared:
-        shown = (tmp_path / "out" / name).read_bytes()
+    assert uploaded == {name: (tmp_path / "out" / name).read_bytes() for name in files}
+    for name, shown in uploaded.items():
         assert str(tmp_path).encode() not in shown and socket.gethostname().encode() not in shown, name
 
     # The command is that of the same training, from the folder of the files; the code runs.
@@ -90,6 +126,23 @@ def test_card_of_a_training(base, tmp_path, monkeypatch):  # noqa: F811
     shown = {name: Path(value).name if name in paths else value for name, value in config.items() if value}
     assert {name: again[name] for name in shown} == shown | {"num_threads": None}
     assert printed_by(last_code_block(content, "python"), tmp_path / "out", monkeypatch).endswith("\n")
+
+
+def test_an_onnx_file_computes_the_models_logits(tokenizer, tmp_path, monkeypatch):
+    pytest.importorskip("onnxscript", reason="needs env/setup.sh --dev")
+    from onnx.reference import ReferenceEvaluator
+
+    monkeypatch.chdir(tmp_path)
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    model = BertForQuestionAnswering(BertConfig(vocab_size=len(tokenizer), initializer_range=0.3, **size)).eval()
+    model.save_pretrained("runs/mine")
+    tokenizer.save_pretrained("runs/mine")
+    export_onnx.main("runs/mine", "model.onnx")
+    questions, passages = ["Who?", "Where is the red box?", "What?"], ["Ada.", "It is in the north of the town.", "A."]
+    inputs = tokenizer(questions, passages, padding=True, return_token_type_ids=True, return_tensors="pt")
+    found = ReferenceEvaluator("model.onnx").run(None, {name: values.numpy() for name, values in inputs.items()})
+    for logits, expected in zip(found, model(**inputs).to_tuple(), strict=True):
+        np.testing.assert_allclose(logits, expected.detach(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("target", [None, "notes.md", "missing.md"])

@@ -25,7 +25,7 @@ from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command
-from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, probes, prove
+from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, launches, probes, prove
 from hvd_bert.tools.doctor.__main__ import parse_proof
 from hvd_bert.tools.doctor.collective import Timing
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm
@@ -59,9 +59,9 @@ MPICH = ("/opt/bin/mpirun", "HYDRA build details:\n    Version:    4.0.2\n    Re
         (checks.horovod_lines(BUILD)[0], OK, "MPI, Gloo"),
         (checks.horovod_lines(replace(BUILD, gloo=False))[0], WARNING, "without Gloo"),
         (checks.horovod_lines(replace(BUILD, gloo=False, mpi=False))[0], FAILURE, "neither MPI nor Gloo"),
-        (checks.nccl_line(BUILD, 0, "2.28.9"), OK, "not needed"),
-        (checks.nccl_line(BUILD, 2, "2.28.9"), FAILURE, "without NCCL"),
-        (checks.nccl_line(replace(BUILD, nccl=True), 2, "2.28.9"), OK, "2.28.9"),
+        (checks.nccl_lines(BUILD, 0, "2.28.9")[0], OK, "not needed"),
+        (checks.nccl_lines(BUILD, 2, "2.28.9")[0], FAILURE, "without NCCL"),
+        (checks.nccl_lines(replace(BUILD, nccl=True), 2, "2.28.9")[0], OK, "2.28.9"),
         (checks.mpi_line(BUILD, LIBRARY, OPEN_MPI, False), OK, "Open MPI 4.1.4, the same in"),
         (checks.mpi_line(BUILD, LIBRARY, MPICH, False), FAILURE, "/opt/bin/mpirun is MPICH 4.0.2"),
         (checks.mpi_line(BUILD, LIBRARY, MPICH, True), WARNING, "/opt/bin/mpirun is MPICH 4.0.2"),
@@ -117,7 +117,8 @@ def test_versions_and_kinds_of_mpi():
         (None, [OK, OK], "not needed"),
         (Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4")), [OK, OK], "`srun --mpi=pmix`"),
         (Slurm("slurm-wlm 22.05.8", ("pmi2",)), [OK, WARNING], "not supported"),
-        (ProbeError("`srun --mpi=list` did not finish"), [WARNING, WARNING], "unknown"),
+        (ProbeError("`srun --mpi=list` did not finish"), [WARNING], "did not finish"),
+        (probes.NoCluster("no configuration"), [OK, OK], "not needed"),
     ],
 )
 def test_slurm(slurm, statuses, words):
@@ -226,20 +227,28 @@ def test_every_check_is_isolated(monkeypatch, tmp_path):
     assert (found[-1].name, found[-1].status) == ("Output", OK)
 
 
+LONG = CheckResult("c", FAILURE, "word " * 40, "fix it", ("h",))
+START = "\n\n  1 process:\n    python train.py\n"
+
+
 @pytest.mark.parametrize(
-    ("found", "status", "verdict"),
+    ("verbose", "found", "status", "first", "last"),
     [
-        ([ok("a", ""), warning("b", "")], 0, "Ready: a training would start here (1 warning above)."),
-        ([warning("b", ""), CheckResult("c", FAILURE, "word " * 40, "fix it", ("h",))], 2, "Not ready: c."),
+        (True, [ok("a", "b"), warning("b", "c")], 0, "  ok       a", f"Ready: it starts (1 warning above).{START}"),
+        (True, [warning("b", "c"), LONG], 2, "  warning  b", "\n\nNot ready: c (1 warning above).\n"),
+        (False, [ok("World", "a")], 0, "Ready: it starts (--verbose lists all 1 check).", START),
+        (False, [warning("b", "c"), LONG], 2, "Not ready: c (1 warning; --verbose", "  2. warning  b          c\n"),
     ],
 )
-def test_report(capsys, found, status, verdict):
+def test_report(capsys, verbose, found, status, first, last):
     for shown in (True, False):  # not shown: another rank's
-        report = Report(as_json=False, shown=shown)
+        report = Report(as_json=False, shown=shown, verbose=verbose)
+        report.starts = {"1 process": "python train.py"}
         report.add(*found)
-        assert report.close() == status
-        lines = capsys.readouterr().out.splitlines()
-        assert lines[-1:] == ([verdict] if shown else []) and all(len(line) <= 118 for line in lines)
+        assert report.close("Ready: it starts") == status
+        out = capsys.readouterr().out
+        assert not shown or (out.startswith(first) and out.endswith(last)), out
+        assert bool(out) == shown and all(len(line) <= 118 for line in out.splitlines())
 
 
 def diagnose(monkeypatch, join, launcher: Launcher) -> int:
@@ -264,6 +273,35 @@ def test_no_world(monkeypatch, capsys, launcher, error, status, out, err):
     output, errors = capsys.readouterr()
     assert out in output and errors.startswith(err) and bool(output) == bool(out)
     assert ("Python     3.11" in output) == ("Not ready: World." in output) == bool(out)
+
+
+def test_a_horovod_that_cannot_be_imported_is_not_loaded(monkeypatch):
+    monkeypatch.setattr(probes, "horovod", lambda: BROKEN)
+    assert diagnose(monkeypatch, raising(AssertionError("it may crash")), Launcher("none", None, None)) == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mpirun", "environ", "commands"),
+    [
+        (0, True, {}, ["python {} --config sample", "horovodrun -np 3 -H localhost:3 python {} --config sample"]),
+        (4, False, {}, ["python {}", "horovodrun -np 4 -H localhost:4 --gloo python {}"]),
+        (1, True, {}, ["python {}"]),
+        (1, True, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2"}, ["srun --mpi=pmix_v4 python {}"]),
+    ],
+)
+def test_commands_that_start_a_training(monkeypatch, gpus, mpirun, environ, commands):
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(launches.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(64)})
+    monkeypatch.setattr(launches, "free_memory", lambda: 10 * checks.GIB)  # 3 GiB per rank
+    monkeypatch.setattr(probes, "horovod", lambda: BUILD)
+    monkeypatch.setattr(probes, "slurm", lambda: Slurm("25.05", ("pmix_v4",)) if environ else None)
+    monkeypatch.setattr(launches.shutil, "which", lambda name: name if mpirun else None)
+    monkeypatch.setattr(launches, "cpu_limit", lambda: None)
+    monkeypatch.setattr(launches, "_program", str)
+    monkeypatch.setattr(launches, "without_cache", list)
+    monkeypatch.setattr(launches, "missing_for_root", lambda _: {})
+    assert [*launches.on_this_host().values()] == [command.format("-m hvd_bert.train") for command in commands]
 
 
 def test_refused_device(monkeypatch, capsys):

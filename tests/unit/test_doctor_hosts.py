@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hvd_bert.distributed import horovodrun
 from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.horovodrun import host_slots, read_hostfile
 from hvd_bert.tools.doctor import __main__ as command
-from hvd_bert.tools.doctor import hosts
+from hvd_bert.tools.doctor import hosts, launches
 from hvd_bert.tools.doctor.ranks import Rank
 from hvd_bert.tools.doctor.report import FAILURE, CheckResult, HostReport, Report, failure, ok
 
@@ -47,8 +48,8 @@ def concluded(monkeypatch, capsys):
     """concluded(reports, *flags) -> the JSON report on hosts a, b, ... with two slots each."""
     monkeypatch.setattr(hosts, "own_address_at", lambda host: None)
     monkeypatch.setattr(hosts, "_address", lambda host, _: ADDRESSES[host])
-    monkeypatch.setattr(hosts.shutil, "which", lambda name: str(Path(hosts.sys.executable).with_name(name)))
-    monkeypatch.setattr(hosts, "without_cache", list)
+    monkeypatch.setattr(launches.shutil, "which", lambda name: str(Path(sys.executable).with_name(name)))
+    monkeypatch.setattr(launches, "without_cache", list)
     monkeypatch.setattr(horovodrun.os, "geteuid", lambda: 1000)
     monkeypatch.delenv("HVD_BERT_INTERFACE", raising=False)
 
@@ -110,10 +111,10 @@ def test_command(concluded):
 
 def test_command_of_root_without_an_active_environment(concluded, monkeypatch):
     monkeypatch.setattr(horovodrun.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(hosts.shutil, "which", lambda name: None)
+    monkeypatch.setattr(launches.shutil, "which", lambda name: None)
     monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
     words = concluded({"a": host("a")})["command"].split()
-    folder = Path(hosts.sys.executable).parent
+    folder = Path(sys.executable).parent
     assert words[:2] == ["OMPI_ALLOW_RUN_AS_ROOT=1", str(folder / "horovodrun")]
     assert words[-3:] == [str(folder / "python"), "-m", "hvd_bert.train"]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import documented
@@ -68,6 +69,19 @@ def test_trainings_in_a_row_are_equal_and_the_process_is_given_back(tmp_path: Pa
     assert run.scores["accuracy"] and (run.output_dir / "train_results.json").exists()
     locks.take(run.output_dir / locks.LOCK, wait=False).release()
     assert whole[1:-1] == calls[1:-1]
+
+
+def test_the_callback_for_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    names = ("start_run", "log_params", "log_metrics", "log_artifact", "end_run")  # it is not installed for the tests
+    mlflow = SimpleNamespace(**{name: lambda *given, name=name: calls.append((name, *given)) for name in names})
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    from log_to_mlflow import MLflow
+
+    train(task=PROGRAM["Digits"], output_dir=tmp_path, strategy="none", max_steps=2, callbacks=[MLflow()])
+    assert [name for name, *_ in calls] == ["start_run", "log_params", *["log_metrics"] * 3, "log_artifact", "end_run"]
+    assert calls[1][1]["max_steps"] == 2 and calls[5][1].exists()
+    assert [step for *_, step in calls[2:5]] == [1, 2, 2] and "loss" in calls[2][1] and "accuracy" in calls[4][1]
 
 
 def test_errors_are_raised_and_the_run_resumes(tmp_path: Path, whole: list[Any]) -> None:

@@ -52,6 +52,8 @@ def make_parser() -> Parser:
     parser = Parser(prog="hvd-bert doctor")
     parser.description = "Check hosts, ranks and network before a training, and print how to fix each problem."
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of text. (default: False)")
+    verbose = "Print all checks, not only a summary. (default: False)"
+    parser.add_argument("--verbose", action="store_true", help=verbose)
     parser.add_argument(
         "--size",
         type=float,
@@ -124,7 +126,7 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     flags, rest = parser.parse_known_args(argv)
     if flags.hosts or flags.hostfile:
         raise UserError("--prove trains on the ranks of a launcher: start it with horovodrun in place of --hosts.")
-    own = vars(flags).keys() - {"prove", "json"}
+    own = vars(flags).keys() - {"prove", "json", "verbose"}
     given = {name for name in own if getattr(flags, name) != parser.get_default(name)}
     for word in rest:
         if any(name in NOT_PROVED or settings.FLAGS[name].group in GROUPS for name in command_line.given_flags([word])):
@@ -185,13 +187,13 @@ def _check(argv: list[str] | None) -> int:
     if slots and not launcher.is_alone:
         raise UserError(f"--hosts: start the check once, not in each process of {launcher.name}.")
     keep_running()  # the exit status counts, too
-    report = Report(flags.json, shown=first)
+    report = Report(flags.json, first, flags.verbose)
     started_by = platform_name(launcher, os.environ)
     unused = [f"{name}={os.environ[name][:40]}" for name in ignored(launcher, os.environ)]
     report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size, "ignored": unused}
     started = f"1 of {launcher.size} ranks by {started_by}" if launcher.size else started_by
     shown = f"{started}; ignored: {', '.join(unused)}" if unused else started
-    report.print_text(f"hvd_bert doctor on {platform.node()} ({shown})\n")
+    report.print_details(f"hvd_bert doctor on {platform.node()} ({shown})\n")
     try:
         if slots:
             return check_hosts(slots, flags, report)

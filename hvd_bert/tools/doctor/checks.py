@@ -19,7 +19,7 @@ from hvd_bert.machine import free_memory, package_version
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.doctor import cpu_kernels, probes
-from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm, mpi_version
+from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, NoCluster, ProbeError, Slurm, mpi_version
 from hvd_bert.tools.doctor.report import CheckResult, failure, isolated, ok, warning
 
 REQUIREMENTS = PACKAGE.parent / "requirements.txt"
@@ -39,7 +39,7 @@ def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[
         "Driver": lambda: [driver_line(probes.gpus())],
         "CUDA": lambda: [cuda_line(torch.version.cuda, torch.cuda.device_count(), probes.gpus(), probes.cuda_hidden())],
         "Horovod": lambda: horovod_lines(probes.horovod()),
-        "NCCL": lambda: [nccl_line(probes.horovod(), torch.cuda.device_count(), torch_nccl())],
+        "NCCL": lambda: nccl_lines(probes.horovod(), torch.cuda.device_count(), torch_nccl()),
         "MPI": lambda: [mpi_line(probes.horovod(), probes.mpi4py(), probes.mpirun(), launcher == "srun")],
         "Slurm": lambda: slurm_lines(probes.slurm()),
         "Windows": lambda: [folder_line("Windows", default_cache_dir(), "Set HVD_BERT_CACHE to another folder.")],
@@ -124,18 +124,16 @@ def torch_nccl() -> str:
     return ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else ""
 
 
-def nccl_line(build: HorovodBuild | ProbeError, gpus: int, of_torch: str) -> CheckResult:
+def nccl_lines(build: HorovodBuild | ProbeError, gpus: int, of_torch: str) -> list[CheckResult]:
     if isinstance(build, ProbeError):
-        return warning("NCCL", "unknown, because Horovod cannot be imported")
+        return []
     if build.nccl:
-        return ok("NCCL", of_torch or "linked into Horovod")
+        return [ok("NCCL", of_torch or "linked into Horovod")]
     if gpus == 0:
-        return ok("NCCL", "not built into Horovod, and not needed without GPUs")
-    return failure(
-        "NCCL",
-        f"{gpus} GPU(s) are visible, but Horovod was built without NCCL and cannot send data of a GPU",
-        "Load CUDA (module load cuda/...), then run env/setup.sh --with-nccl (docs/start/install.md).",
-    )
+        return [ok("NCCL", "not built into Horovod, and not needed without GPUs")]
+    found = f"{gpus} GPU(s) are visible, but Horovod was built without NCCL and cannot send data of a GPU"
+    hint = "Load CUDA (module load cuda/...), then run env/setup.sh --with-nccl (docs/start/install.md)."
+    return [failure("NCCL", found, hint)]
 
 
 def mpi_line(
@@ -165,18 +163,15 @@ def mpi_line(
 
 
 def slurm_lines(slurm: Slurm | ProbeError | None) -> list[CheckResult]:
-    if slurm is None:
-        return [
-            ok("Slurm", "not found (no srun on PATH): start with horovodrun or mpirun"),
-            ok("PMIx", "not needed without Slurm"),
-        ]
+    if slurm is None or isinstance(slurm, NoCluster):
+        reason = f"installed, but no cluster responds ({slurm})" if slurm is not None else "not found (no srun on PATH)"
+        return [ok("Slurm", f"{reason}: start with horovodrun or mpirun"), ok("PMIx", "not needed without Slurm")]
     if isinstance(slurm, ProbeError):
-        hint = "On a Slurm cluster, ask its administrators. Elsewhere ignore this: start with horovodrun or mpirun."
-        return [warning("Slurm", str(slurm), hint), warning("PMIx", "unknown, because srun fails")]
+        hint = "Ask the cluster's administrators, or start with horovodrun or mpirun."
+        return [warning("Slurm", str(slurm), hint)]
     lines = [ok("Slurm", f"{slurm.version}; srun --mpi= supports {', '.join(slurm.mpi_kinds) or 'no MPI'}")]
-    pmix = [kind for kind in slurm.mpi_kinds if kind.startswith("pmix")]
-    if pmix:
-        lines.append(ok("PMIx", f"start with `srun --mpi={pmix[0]}`"))
+    if slurm.pmix:
+        lines.append(ok("PMIx", f"start with `srun --mpi={slurm.pmix}`"))
     else:
         hint = "Start with mpirun or horovodrun inside the job. With srun, every task would be a world of size 1."
         lines.append(warning("PMIx", "not supported by this Slurm", hint))

@@ -13,7 +13,7 @@ from hvd_bert.distributed.launch import Launcher, LaunchError
 from hvd_bert.distributed.slurm import check_tasks
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.tools.doctor import checks, collective, probes
+from hvd_bert.tools.doctor import checks, collective, launches, probes
 from hvd_bert.tools.doctor.probes import ProbeError
 from hvd_bert.tools.doctor.ranks import rank_here, rank_lines, ranks_table
 from hvd_bert.tools.doctor.report import CheckResult, Report, failure, isolated, merged, ok, warning
@@ -55,8 +55,10 @@ class StepTimeout:
 def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> int:
     """Run all checks. Returns the exit status of this rank."""
     alone = launcher.name == "none"
-    if alone:  # first: a crash of Horovod must not hide these
+    if alone:
         report.add(*checks.host_lines(launcher.name, flags.slots, flags.output_dir))
+        if isinstance(probes.horovod(), ProbeError):  # its import may crash this process, too
+            return report.close()
     step_timeout = StepTimeout(report, flags.timeout)
     step_timeout.step(
         "World",
@@ -72,6 +74,7 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
     try:
         if alone:
             report.add(*_task_lines(launcher))
+            report.starts = launches.on_this_host()
         else:
             step_timeout.step("Hosts", "a host does not finish its checks", "Run `hvd-bert doctor` alone on each host.")
             _examine_hosts(flags, launcher, world, report)
@@ -145,7 +148,7 @@ def _examine_ranks(world: World, report: Report) -> bool:
     ranks = world.allgather(rank_here(world))
     report.data["ranks"] = [rank.as_dict() for rank in ranks]
     if world.size > 1:
-        report.print_text(f"\n{ranks_table(ranks)}\n")
+        report.print_details(f"\n{ranks_table(ranks)}\n")
     report.add(*isolated("World", lambda: rank_lines(ranks, world.controller)))
     return True
 
@@ -158,6 +161,7 @@ def _measure(num_bytes: int, world: World, report: Report) -> None:
         report.add(failure("Allreduce", str(error)))
         return
     report.data["allreduce"] = [timing.as_dict() for timing in timings]
-    report.print_text(f"\n{collective.allreduce_table(timings)}\n")
-    found = f"correct sums; {num_bytes / 1e6:.1f} MB in {seconds(timings[0].median_s)}"
+    report.print_details(f"\n{collective.allreduce_table(timings)}\n")
+    large = timings[0]
+    found = f"correct sums; {num_bytes / 1e6:.1f} MB in {seconds(large.median_s)}, {large.gb_per_s:.2f} GB/s"
     report.add(ok("Allreduce", found))

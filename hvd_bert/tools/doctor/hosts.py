@@ -5,19 +5,15 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
-import shlex
-import shutil
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device
-from hvd_bert.distributed.horovodrun import missing_for_root, without_cache
 from hvd_bert.distributed.interfaces import SETTING, address_towards, own_address_at
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import convert
+from hvd_bert.tools.doctor import launches
 from hvd_bert.tools.doctor.ranks import Rank, described, fit_lines, ranks_table
 from hvd_bert.tools.doctor.report import OK, CheckResult, HostReport, Report, failure, merged, ok
 
@@ -35,13 +31,11 @@ def conclude(
             report.add(failure("Ranks", str(error)))
     if ranks:
         report.data["ranks"] = [rank.as_dict() for rank in ranks]
-        report.print_text(f"\n{ranks_table(ranks)}\n")
+        report.print_details(f"\n{ranks_table(ranks)}\n")
         report.add(ok("Ranks", described(ranks)), *fit_lines(ranks))
     report.data["command"] = _command(slots, ranks, flags) if report.ready else ""
-    status = report.close("Ready: a training would start on these hosts")
-    if report.ready:
-        report.print_text(f"Start it with:\n\n{report.data['command']}")
-    return status
+    report.starts = {described(ranks): report.data["command"]} if report.ready else {}
+    return report.close("Ready: a training would start on these hosts")
 
 
 def _results(found: HostReport, first: bool) -> list[CheckResult]:
@@ -95,15 +89,10 @@ def _setting(ranks: Sequence[Rank]) -> str:
 
 def _command(slots: Mapping[str, int], ranks: Sequence[Rank], flags: argparse.Namespace) -> str:
     """The line to type."""
-    environment, setting = Path(sys.executable).parent, _setting(ranks)
-    active = Path(shutil.which("python") or "").parent == environment
-    horovodrun, python = (name if active else str(environment / name) for name in ("horovodrun", "python"))
-    words = [horovodrun, "-np", str(len(ranks)), "-H", ",".join(f"{host}:{number}" for host, number in slots.items())]
-    words += ["--ssh-port", str(flags.ssh_port)] if flags.ssh_port else []
-    words += ["--ssh-identity-file", str(flags.ssh_identity_file)] if flags.ssh_identity_file else []
+    setting = _setting(ranks)
+    options = ["--ssh-port", str(flags.ssh_port)] if flags.ssh_port else []
+    options += ["--ssh-identity-file", str(flags.ssh_identity_file)] if flags.ssh_identity_file else []
     if setting:  # with Gloo, horovodrun itself listens there
         here = next((rank for rank in ranks if own_address_at(rank.info.host)), ranks[0])
-        words += ["--network-interfaces", here.interface]
-    words += [*without_cache(), python, "-m", "hvd_bert.train"]
-    variables = ({SETTING: setting} if setting else {}) | missing_for_root(os.environ)
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(words)])
+        options += ["--network-interfaces", here.interface]
+    return launches.horovodrun(slots, options, interface=setting)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from hvd_bert.distributed.slurm import find_job
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.usage import NvmlError, nvml
 from hvd_bert.storage.reading import Kind, convert, parse_json
@@ -34,6 +35,10 @@ print(json.dumps(" ".join(MPI.Get_library_version().split("\\0")[0].split())))
 
 class ProbeError(UserError):
     """A fact is not available; the message has the reason."""
+
+
+class NoCluster(ProbeError):
+    """Slurm's programs are installed, but no controller responds."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +123,22 @@ class Slurm:
     version: str
     mpi_kinds: tuple[str, ...]
 
+    @property
+    def pmix(self) -> str:
+        """The kind of PMIx; "" without one."""
+        return next((kind for kind in self.mpi_kinds if kind.startswith("pmix")), "")
 
+
+@cache
 def slurm() -> Slurm | ProbeError | None:
     """Slurm's version and kinds of MPI; None if there is no srun."""
     if shutil.which("srun") is None:
         return None
+    try:
+        if find_job(os.environ) is None:
+            run_command(["sinfo", "--noheader"])
+    except ProbeError as error:
+        return NoCluster(str(error))
     try:
         return Slurm(run_command(["srun", "--version"]).strip(), mpi_kinds(run_command(["srun", "--mpi=list"])))
     except ProbeError as error:

@@ -255,7 +255,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     start = load(config, world)
     settings, launcher = start.config.as_flat(), world.launcher
     proof, report = prove(start, world), Report(flags.json, shown=world.rank == 0)
-    report.print_text(f"{world.size} rank(s), --strategy {settings['strategy']}, launcher {launcher}\n")
+    report.print_details(f"{world.size} rank(s), --strategy {settings['strategy']}, launcher {launcher}\n")
     report.add(*proof.results())
     report.data = {"settings": settings, "launcher": launcher, "bounds": BOUNDS, "steps": proof.steps}
     report.data |= run_folder.environment_facts(start.config, world)

@@ -14,7 +14,7 @@ from hvd_bert.tools.rendering import counted
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 WIDTH = 118
-_INDENT = " " * 22  # under the third column
+HEADLINES = ("World", "Allreduce")  # that a summary has also if they pass
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,12 @@ class CheckResult:
     hint: str = ""
     hosts: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def text(self, lead: str = "  ") -> str:
+        """Lines for a terminal. `lead`: what stands in front of the status."""
         where = f"on {', '.join(self.hosts)}: " if self.hosts else ""
-        text = _filled(f"  {self.status:<8} {self.name:<10} ", where + self.found)
-        return f"{text}\n{_filled(_INDENT, '-> ' + self.hint)}" if self.hint else text
+        start, indent = f"{lead}{self.status:<8} {self.name:<10} ", " " * (len(lead) + 20)
+        text = _filled(start, indent, where + self.found)
+        return f"{text}\n{_filled(indent, indent, '-> ' + self.hint)}" if self.hint else text
 
 
 def ok(name: str, found: str, hint: str = "") -> CheckResult:
@@ -51,9 +53,9 @@ def failure(name: str, found: str, hint: str = "") -> CheckResult:
     return CheckResult(name, FAILURE, found, hint)
 
 
-def _filled(start: str, text: str) -> str:
+def _filled(start: str, indent: str, text: str) -> str:
     return textwrap.fill(
-        text, WIDTH, initial_indent=start, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
+        text, WIDTH, initial_indent=start, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
@@ -89,23 +91,28 @@ class HostReport:
 
 
 class Report:
-    """Prints sections as they are added or, with `as_json`, one object at the end. Only rank 0's is `shown`."""
+    """Prints a summary at the end, or one object with `as_json`; with `verbose` also each result as it is added.
 
-    def __init__(self, as_json: bool, shown: bool) -> None:
+    Only rank 0's is `shown`. `starts`: commands that start a training, by what they start.
+    """
+
+    def __init__(self, as_json: bool, shown: bool, verbose: bool = True) -> None:
         self.as_json = as_json
         self.shown = shown
+        self.verbose = verbose
         self.results: list[CheckResult] = []
+        self.starts: dict[str, str] = {}
         self.data: dict[str, Any] = {}
 
     def add(self, *results: CheckResult) -> None:
         """Add results to the report."""
         self.results += results
         if results:
-            self.print_text("\n".join(map(str, results)))
+            self.print_details("\n".join(result.text() for result in results))
 
-    def print_text(self, text: str) -> None:
-        """Print text, unless the output is JSON."""
-        if not self.as_json:
+    def print_details(self, text: str) -> None:
+        """Print text with --verbose, unless the output is JSON."""
+        if self.verbose and not self.as_json:
             self._write(text)
 
     def _write(self, text: str) -> None:
@@ -120,13 +127,28 @@ class Report:
         return all(result.status != FAILURE for result in self.results)
 
     def close(self, ready: str = "Ready: a training would start here", status: int = EXIT_BAD_INPUT) -> int:
-        """Print the verdict: `ready`, or "Not ready". Returns the exit status, which is `status` if a check failed."""
-        warnings = sum(result.status == WARNING for result in self.results)
-        failed = list(dict.fromkeys(result.name for result in self.results if result.status == FAILURE))
-        also = f" ({counted(warnings, 'warning')} above)" if warnings else ""
-        word = ready.partition(":")[0].lower()
-        self.print_text(f"\n{ready}{also}." if self.ready else f"\nNot {word}: {', '.join(failed)}.")
+        """Print the summary: `ready` or not, and what to do. Returns the exit status: `status` after a failure."""
         if self.as_json:
             checks = [asdict(result) for result in self.results]
             self._write(json.dumps({"ready": self.ready, "checks": checks, **self.data}))
+        else:
+            self._write("\n" * self.verbose + "\n\n".join([self._verdict(ready), *self._summary()]))
         return EXIT_OK if self.ready else status
+
+    def _verdict(self, ready: str) -> str:
+        warnings = sum(result.status == WARNING for result in self.results)
+        failed = dict.fromkeys(result.name for result in self.results if result.status == FAILURE)
+        counts = [counted(warnings, "warning") + " above" * self.verbose] if warnings else []
+        counts += [] if self.verbose else [f"--verbose lists all {counted(len(self.results), 'check')}"]
+        also = f" ({'; '.join(counts)})" if counts else ""
+        verdict = ready if self.ready else f"Not {ready.partition(':')[0].lower()}: {', '.join(failed)}"
+        return f"{verdict}{also}."
+
+    def _summary(self) -> list[str]:
+        """Paragraphs: problems by number, failures first; commands, else the ranks. With --verbose only commands."""
+        problems = sorted((r for r in self.results if r.status != OK), key=lambda result: result.status != FAILURE)
+        listed = [result.text(f"  {number}. ") for number, result in enumerate(problems, 1)]
+        ranks = [f"  {r.name}: {r.found}" for r in self.results if r.name in HEADLINES and r.status == OK]
+        starts = [f"  {what}:\n    {command}" for what, command in self.starts.items()]
+        paragraphs = [starts] if self.verbose else [listed, starts or ranks]
+        return ["\n".join(lines) for lines in (paragraphs if self.ready else paragraphs[:-1]) if lines]

@@ -1,0 +1,65 @@
+"""The commands that start a training where the checks passed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from hvd_bert.config.settings import PACKAGE
+from hvd_bert.distributed.horovodrun import missing_for_root, without_cache
+from hvd_bert.distributed.interfaces import SETTING
+from hvd_bert.distributed.slurm import find_job, requested_tasks
+from hvd_bert.machine import cpu_limit, free_memory
+from hvd_bert.tools.doctor import probes
+from hvd_bert.tools.doctor.checks import MEMORY_PER_RANK
+from hvd_bert.tools.doctor.probes import HorovodBuild, Slurm
+
+JOB_SCRIPT = "scripts/hvd.slurm"
+
+
+def on_this_host() -> dict[str, str]:
+    """One process, a rank per GPU or core, and Slurm's tasks, as far as each would start here. By what they start."""
+    gpus, build, slurm = torch.cuda.device_count(), probes.horovod(), probes.slurm()
+    flags, of = ([], "") if gpus else (["--config", "sample"], ", on sample data")  # which suits a CPU, without a hub
+    train = shlex.join([_program("python"), "-m", "hvd_bert.train", *flags])
+    found = {f"1 process{of}": train} if requested_tasks(os.environ) == 1 else {}
+    cores = min(len(os.sched_getaffinity(0)), int(cpu_limit() or sys.maxsize))
+    ranks = gpus or min(cores, free_memory() // MEMORY_PER_RANK)
+    if not isinstance(build, HorovodBuild):
+        return found
+    by_mpi = build.mpi and shutil.which("mpirun") is not None
+    if ranks > 1 and (by_mpi or build.gloo):
+        gloo = ["--gloo"] if build.mpi and not by_mpi else []
+        one_per = "GPU" if gpus else "core"
+        found[f"{ranks} ranks, one per {one_per}{of}"] = horovodrun({"localhost": ranks}, gloo, flags)
+    if isinstance(slurm, Slurm) and slurm.pmix and build.mpi:
+        if find_job(os.environ):
+            found["The tasks of this Slurm job"] = f"srun --mpi={slurm.pmix} {train}"
+        elif (PACKAGE.parent / JOB_SCRIPT).exists():
+            clone = shlex.quote(str(PACKAGE.parent))  # the script looks for its environment there
+            found["A Slurm job, once the script's first lines fit the site"] = f"cd {clone} && sbatch {JOB_SCRIPT}"
+    return found
+
+
+def horovodrun(
+    slots: Mapping[str, int], options: Sequence[str] = (), flags: Sequence[str] = (), interface: str = ""
+) -> str:
+    """The horovodrun line for a rank per slot. `flags`: the training's. `interface`: HVD_BERT_INTERFACE."""
+    words = [_program("horovodrun"), "-np", str(sum(slots.values()))]
+    words += ["-H", ",".join(f"{host}:{number}" for host, number in slots.items()), *options, *without_cache()]
+    words += [_program("python"), "-m", "hvd_bert.train", *flags]
+    variables = ({SETTING: interface} if interface else {}) | missing_for_root(os.environ)
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(words)])
+
+
+def _program(name: str) -> str:
+    """A program of this Python's environment: its path, unless the environment is active."""
+    environment = Path(sys.executable).parent
+    active = Path(shutil.which("python") or "").parent == environment
+    return name if active else str(environment / name)
