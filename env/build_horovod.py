@@ -45,6 +45,10 @@ TOOLS = ("setuptools>=77", "packaging", "cloudpickle", "psutil", "pyyaml")
 CMAKE = "cmake>=3.18"
 
 
+def _short_hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is built. The hash of all that distinguishes wheels is part of the version, so that `pip list` shows it."""
@@ -59,7 +63,8 @@ class Plan:
     @property
     def text(self) -> str:
         env = os.environ
-        bf16 = "no" if bf16_missing() else hashlib.sha256(BF16_PATCH.read_bytes()).hexdigest()[:16]
+        bf16 = "no" if bf16_missing() else _short_hash(BF16_PATCH)
+        horovodrun = f"passes signals on, {_short_hash(MPIRUN_PROCESS)}" if MPIRUN_PROCESS.is_file() else "as it is"
         lines = (
             f"recipe {RECIPE}",
             f"Horovod {self.source.version} {self.source.sha256}",
@@ -72,7 +77,7 @@ class Plan:
             f"NCCL {self.nccl.identity if self.nccl else 'none'}",
             "Gloo yes",
             f"bf16 {bf16}",
-            f"horovodrun {'passes signals on' if MPIRUN_PROCESS.is_file() else 'as it is'}",
+            f"horovodrun {horovodrun}",
         )
         return "\n".join(lines)
 

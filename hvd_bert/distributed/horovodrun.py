@@ -1,17 +1,15 @@
-"""What horovodrun needs: hosts with their slots, and settings that depend on the user."""
+"""What horovodrun needs: hosts with their slots, and a flag that depends on the user."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import read_text
 
 _HOST = re.compile(r"(\w[\w.-]*)(?::([1-9][0-9]{0,3}))?", re.ASCII)  # "-" first would be an option of ssh
-_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
 def host_slots(hosts: str, source: str = "-H") -> dict[str, int]:
@@ -39,8 +37,3 @@ def without_cache() -> list[str]:
     """horovodrun's flag where it cannot write its cache of checked hosts, without which it would fail."""
     folder = Path(os.path.expanduser("~/.horovod"))
     return [] if os.access(folder if folder.exists() else folder.parent, os.W_OK) else ["--disable-cache"]
-
-
-def missing_for_root(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are not set and without which Open MPI refuses to start as root."""
-    return {name: "1" for name in _AS_ROOT if os.geteuid() == 0 and name not in environ}

@@ -300,7 +300,6 @@ def test_commands_that_start_a_training(monkeypatch, gpus, mpirun, environ, comm
     monkeypatch.setattr(launches, "cpu_limit", lambda: None)
     monkeypatch.setattr(launches, "_program", str)
     monkeypatch.setattr(launches, "without_cache", list)
-    monkeypatch.setattr(launches, "missing_for_root", lambda _: {})
     assert [*launches.on_this_host().values()] == [command.format("-m hvd_bert.train") for command in commands]
 
 

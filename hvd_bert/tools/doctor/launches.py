@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hvd_bert.config.settings import PACKAGE
-from hvd_bert.distributed.horovodrun import missing_for_root, without_cache
+from hvd_bert.distributed.horovodrun import without_cache
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.distributed.slurm import find_job, requested_tasks
 from hvd_bert.machine import cpu_limit, free_memory
@@ -54,8 +54,7 @@ def horovodrun(
     words = [_program("horovodrun"), "-np", str(sum(slots.values()))]
     words += ["-H", ",".join(f"{host}:{number}" for host, number in slots.items()), *options, *without_cache()]
     words += [_program("python"), "-m", "hvd_bert.train", *flags]
-    variables = ({SETTING: interface} if interface else {}) | missing_for_root(os.environ)
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(words)])
+    return (f"{SETTING}={shlex.quote(interface)} " if interface else "") + shlex.join(words)
 
 
 def _program(name: str) -> str:
