@@ -27,7 +27,7 @@ from hvd_bert.output.reporters.base import open_reporters
 from hvd_bert.output.run_folder import SAMPLES
 from hvd_bert.storage.writing import write_json
 from hvd_bert.tasks.base import EvaluationResult, Task
-from hvd_bert.training import elastic
+from hvd_bert.training import disk_space, elastic
 from hvd_bert.training.breakdown import Breakdown, describe_steps
 from hvd_bert.training.evaluations import Evaluations, Trained
 from hvd_bert.training.health import Health
@@ -46,6 +46,9 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
     start = load(config, world, own)
     task = start.task
     prepared = prepare(start, world) if task.plan else None
+    with world.raise_on_all_ranks():
+        if prepared and world.rank == 0 and world.process.generation == 0:  # later worlds of Horovod elastic continue
+            disk_space.check(start.config, task.model, prepared.state.plan, start.resume_point is not None)
     evaluations = Evaluations(task) if task.evaluates else None
     # A run that only evaluates does so first: an earlier evaluation stays until there is a new one.
     evaluation = evaluations.evaluate(task.model) if evaluations and not prepared else None
