@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -76,7 +76,8 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
         log.info("%s", "\n".join(describe_steps(results)))
         if evaluation:
             log.info("%s", evaluation.summary)  # again: the table is long
-    log.info("%s", run_folder.describe(start.folder))
+    if not config.train.fast_dev_run:
+        log.info("%s", run_folder.describe(start.folder))
     events.end()
     return result
 
@@ -123,6 +124,8 @@ class Training:
         self.batches, self.recording = prepared.batches, prepared.recording
         self.folder, self.evaluations, self.metrics_logger = folder, evaluations, metrics_logger
         self.total_steps = args.total_steps(plan.steps_per_epoch)
+        if args.fast_dev_run:  # the schedule is that of the whole run, and the first step warms up
+            self.total_steps = min(2, self.total_steps)
         peak = peak_flops(args, config.profiling.peak_tflops, world)
         self.breakdown = Breakdown(state.meter, plan, task.flops, peak, state.step)
         self.checkpoints = Checkpoints(state, task, folder, config.checkpoint, start.settings, start.facts)
@@ -279,7 +282,9 @@ class Training:
 
 def _train(training: Training) -> Trained:
     """Train, and save the model. A collective."""
-    with elastic.keep_on_failure(training.world, training.to_resume), training.stop_requests.watched():
+    # A signal ends a fast dev run at once: there is nothing to save.
+    stops = nullcontext() if training.args.fast_dev_run else training.stop_requests.watched()
+    with elastic.keep_on_failure(training.world, training.to_resume), stops:
         results = training.run()
         with training.world.writing("--output_dir", training.folder) as writes:
             if writes:
