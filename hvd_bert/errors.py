@@ -29,8 +29,8 @@ STATUSES = {
     " before any training",
     EXIT_STOPPED: "Stopped by a signal or the loss of the output folder, and everything is saved. Rerun the command to"
     " resume",
-    EXIT_INTERRUPTED: "Interrupted by Ctrl-C, where that does not stop and save: any command before it trains, and a"
-    " second Ctrl-C in a run",
+    EXIT_INTERRUPTED: "Interrupted by Ctrl-C, where that does not stop and save: any command before it trains, a"
+    " fast dev run, and a second Ctrl-C in a run",
     EXIT_BROKEN_PIPE: "The reader of the output ended before a command that only prints",
     EXIT_TERMINATED: "A second SIGTERM ended a run. It lost the steps since its last checkpoint",
 }

@@ -53,6 +53,12 @@ def free_memory() -> int:
     return min([int(psutil.virtual_memory().available), *_cgroup_free(_cgroup())])
 
 
+def total_memory() -> int:
+    """Bytes of memory of the host or, if less, of the job's cgroup."""
+    limits = (text.strip() for [text] in _cgroup_files(_cgroup(), "memory.max"))
+    return min([int(psutil.virtual_memory().total), *(int(limit) for limit in limits if limit != "max")])
+
+
 def cpu_limit() -> float | None:
     """The cores' worth of time that the job's cgroup allows, as a container's limit on CPUs; None without a limit."""
     return min(_cgroup_cores(_cgroup()), default=None)

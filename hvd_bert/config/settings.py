@@ -185,6 +185,9 @@ class Config:
             require(not given, f"--{name} is not supported with --strategy dp, which copies the layers. Use ddp.")
         if strategy == "dp":
             self.train.refuse_auto("--strategy dp")
+        fresh = self.train.do_train and self.checkpoint.resume_from_checkpoint is None
+        remedy = "--fast_dev_run trains from the start: remove --no_do_train and --resume_from_checkpoint."
+        require(fresh or not self.train.fast_dev_run, remedy)
         ordered = self.train.deterministic and self.parallel.num_groups > 1
         require(not ordered, "--num_groups: --deterministic sends all gradients as one group. Leave one of them out.")
 

@@ -40,6 +40,10 @@ class TrainArguments:
         False, "Delete the earlier run's files in --output_dir and train from the start.", chooses_start=True
     )
     do_train: bool = _training(True, "Train.", negated_help="Do not train; only evaluate.")
+    fast_dev_run: bool = _output(
+        False,
+        "Print the time, memory and disk space of the whole run, from two steps, an evaluation and a checkpoint.",
+    )
     do_eval: bool = _evaluation(
         True, "Evaluate on the validation data, if there are any.", negated_help="Do not evaluate."
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -97,6 +97,18 @@ class BatchPlan:
 
     def _costs(self, ids: Ids) -> Ids:
         return window_costs(self.lengths[ids], self.crossover)
+
+
+class HeaviestFirst(BatchPlan):
+    """A plan whose first step is the one with the most tokens in an epoch, which needs the most memory."""
+
+    def step_windows(self, step: int) -> Ids:
+        return super().step_windows(step or self._heaviest)
+
+    @cached_property
+    def _heaviest(self) -> int:
+        steps = range(self.steps_per_epoch)
+        return max(steps, key=lambda step: self.lengths[BatchPlan.step_windows(self, step)].sum(dtype=np.int64))
 
 
 @lru_cache(maxsize=8)  # several steps: batches are prefetched

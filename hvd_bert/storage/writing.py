@@ -52,9 +52,14 @@ class JsonLines:
             os.close(self._file)
 
 
+def first_existing(folder: Path) -> Path:
+    """The folder or, if it does not exist, the nearest one above it that does."""
+    return next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+
+
 def check_folder(folder: Path) -> None:
     """Raise OSError if something else is in the place of the folder, or of one above it, or if it cannot be written."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    existing = first_existing(folder)
     if not existing.exists():
         raise OSError(errno.ENOENT, f"{existing} is a symbolic link to {existing.readlink()}, which does not exist")
     if not existing.is_dir():

@@ -66,6 +66,7 @@ class Task(ABC):
         plan: Which training windows each step and rank takes; None without training.
         padding: The --padding that the model needs; None: as given.
         evaluates: Whether there is data to evaluate on.
+        dev_share: The share of the validation data that --fast_dev_run evaluates.
         forward_flops: The FLOP of the model; None: unknown.
         lora: peft's wrapper of `model`, whose adapters are trained and not merged yet; None without --lora_rank.
         adapter_files: The trained adapters, after they were merged.
@@ -78,6 +79,7 @@ class Task(ABC):
     plan: BatchPlan | None = None
     padding: str | None = None
     evaluates: bool = False
+    dev_share: float = 1.0
     forward_flops: ForwardFlops | None = None
     lora: Any = None
     adapter_files: Mapping[str, bytes] = {}

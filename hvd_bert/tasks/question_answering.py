@@ -22,8 +22,8 @@ from hvd_bert.data.batch_plan import Ids, mixture
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Source
-from hvd_bert.data.window_cutting import WindowOptions
-from hvd_bert.data.window_table import WindowTable, prepare
+from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
+from hvd_bert.data.window_table import WindowTable, in_memory, prepare
 from hvd_bert.errors import UserError, log
 from hvd_bert.evaluation.evaluator import span_options, span_outputs, window_logits
 from hvd_bert.evaluation.forward import window_losses
@@ -35,6 +35,7 @@ from hvd_bert.tasks.dataset import Examples
 from hvd_bert.tasks.encoder import EncoderTask
 
 SCORES = ("exact_match", "f1")
+DEV_BATCHES = 16  # per rank, which --fast_dev_run evaluates
 ENTRY = ("text", "start_logit", "end_logit", "probability")  # columns of a candidate in run_qa's file
 
 
@@ -96,6 +97,11 @@ class QuestionAnswering(EncoderTask):
             return self.question_set(source, windows, parts=parts)
         questions = [source.questions()[:limit] for source in sources]
         squad.check_ids(sources, questions)
+        if self.config.train.fast_dev_run:
+            nth = -(-len(windows) // (DEV_BATCHES * self.config.train.per_device_eval_batch_size * world.size))
+            questions = [some[::nth] for some in questions]
+            few = in_memory([*chain.from_iterable(questions)], WindowTokenizer(self.tokenizer, options))
+            self.dev_share, windows = len(few) / len(windows), few
         sets = members({file.name: len(some) for file, some in zip(files, questions, strict=True)})
         groups, every = windows.column("question"), [*chain.from_iterable(questions)]
         return self.question_set(source, windows, groups=groups, questions=every, sets=sets)

@@ -86,8 +86,9 @@ def run(
         # Inside, so that warnings of the imports are shown once. In a later world of Horovod elastic, freezing again
         # would keep the previous world's memory.
         with nullcontext() if "hvd_bert.training.loop" in sys.modules else collector_paused():
-            from hvd_bert.training import loop
-    return loop.run(config, world, callbacks, own)
+            from hvd_bert.training import fast_dev_run, loop
+    entry = fast_dev_run.run if config.train.fast_dev_run else loop.run
+    return entry(config, world, callbacks, own)
 
 
 @contextmanager

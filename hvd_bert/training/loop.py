@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from hvd_bert.output.reporters.base import open_reporters
 from hvd_bert.output.run_folder import SAMPLES
 from hvd_bert.storage.writing import write_json
 from hvd_bert.tasks.base import EvaluationResult, Task
-from hvd_bert.training import elastic
+from hvd_bert.training import disk_space, elastic
 from hvd_bert.training.breakdown import Breakdown, describe_steps
 from hvd_bert.training.evaluations import Evaluations, Trained
 from hvd_bert.training.health import Health
@@ -46,6 +46,9 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
     start = load(config, world, own)
     task = start.task
     prepared = prepare(start, world) if task.plan else None
+    with world.raise_on_all_ranks():
+        if prepared and world.rank == 0 and world.process.generation == 0:  # later worlds of Horovod elastic continue
+            disk_space.check(start.config, task.model, prepared.state.plan, start.resume_point is not None)
     evaluations = Evaluations(task) if task.evaluates else None
     # A run that only evaluates does so first: an earlier evaluation stays until there is a new one.
     evaluation = evaluations.evaluate(task.model) if evaluations and not prepared else None
@@ -73,7 +76,8 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
         log.info("%s", "\n".join(describe_steps(results)))
         if evaluation:
             log.info("%s", evaluation.summary)  # again: the table is long
-    log.info("%s", run_folder.describe(start.folder))
+    if not config.train.fast_dev_run:
+        log.info("%s", run_folder.describe(start.folder))
     events.end()
     return result
 
@@ -120,6 +124,8 @@ class Training:
         self.batches, self.recording = prepared.batches, prepared.recording
         self.folder, self.evaluations, self.metrics_logger = folder, evaluations, metrics_logger
         self.total_steps = args.total_steps(plan.steps_per_epoch)
+        if args.fast_dev_run:  # the schedule is that of the whole run, and the first step warms up
+            self.total_steps = min(2, self.total_steps)
         peak = peak_flops(args, config.profiling.peak_tflops, world)
         self.breakdown = Breakdown(state.meter, plan, task.flops, peak, state.step)
         self.checkpoints = Checkpoints(state, task, folder, config.checkpoint, start.settings, start.facts)
@@ -276,7 +282,9 @@ class Training:
 
 def _train(training: Training) -> Trained:
     """Train, and save the model. A collective."""
-    with elastic.keep_on_failure(training.world, training.to_resume), training.stop_requests.watched():
+    # A signal ends a fast dev run at once: there is nothing to save.
+    stops = nullcontext() if training.args.fast_dev_run else training.stop_requests.watched()
+    with elastic.keep_on_failure(training.world, training.to_resume), stops:
         results = training.run()
         with training.world.writing("--output_dir", training.folder) as writes:
             if writes:

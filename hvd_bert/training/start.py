@@ -15,6 +15,7 @@ from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.checkpoint.schedule import Best
 from hvd_bert.config.run_plan import RunPlan
 from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.data.batch_plan import HeaviestFirst
 from hvd_bert.data.collate import Prefetcher
 from hvd_bert.distributed import events
 from hvd_bert.distributed.world import World
@@ -122,6 +123,8 @@ def prepare(start: Start, world: World) -> Prepared:
     config, task, resume_point = start.config, start.task, start.resume_point
     assert task.plan
     plan = resume.keep_global_batch(task.plan, resume_point, world)
+    if config.train.fast_dev_run:
+        plan = HeaviestFirst(**vars(plan))
     metric = config.checkpoint.metric_for_best_model or next(iter(task.metrics))
     best = Best(metric, task.metrics[metric])
     state = TrainState.fresh(task.model, plan, best, config.train, config.parallel, world)

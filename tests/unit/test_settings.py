@@ -33,7 +33,7 @@ validation_file n_best_size max_answer_length null_score_diff_threshold max_eval
 do_eval per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch logging_steps
 report_to eval_strategy eval_steps gradient_checkpointing cpu_kernels save_steps save_total_limit save_only_model
 resume_from_checkpoint load_best_model_at_end early_stopping_patience requeue elastic strategy zero_stage num_groups
-num_threads timeline timeline_steps profile peak_tflops
+num_threads timeline timeline_steps profile peak_tflops fast_dev_run
 """
 
 

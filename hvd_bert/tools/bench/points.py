@@ -41,6 +41,7 @@ SET_BY_SWEEP = {
     "do_train": "a sweep always trains",
     "num_train_epochs": "give --steps or --epochs",
     "max_steps": "give --steps",
+    "fast_dev_run": "whole runs are compared",
     "resume_from_checkpoint": "an interrupted point is trained again from the start",
     "elastic": "the ranks of a point must not change",
     "strategy": "name them with --strategies",

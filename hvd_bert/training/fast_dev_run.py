@@ -1,0 +1,103 @@
+"""`--fast_dev_run`: the parts of a run once, in a temporary folder, and an estimate of the whole run."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvd_bert.config.settings import Config, from_values
+from hvd_bert.distributed import events
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import EXIT_BAD_INPUT, log
+from hvd_bert.machine import total_memory
+from hvd_bert.output.callback import Callback, RunResult
+from hvd_bert.storage.writing import OWN_PARTIAL, check_folder, first_existing
+from hvd_bert.tasks.base import Task
+from hvd_bert.training import disk_space, loop
+from hvd_bert.training.disk_space import gib
+
+# What writes elsewhere than in the output folder is off.
+OVERRIDES: dict[str, Any] = {"overwrite_output_dir": False, "report_to": "none", "timeline": None, "profile": False}
+
+
+def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: type[Task] | None = None) -> RunResult:
+    """Take two steps, evaluate, save, and log what the whole run will take. Called by all ranks.
+
+    Returns a result whose folder is gone; its `results` also have the figures, as "estimate".
+    """
+    with _temporary_folder(config, world) as folder:
+        changed = from_values(config.as_flat() | OVERRIDES | {"output_dir": str(folder)})
+        estimate = Estimate(changed)
+        result = loop.run(changed, world, [*callbacks, estimate], own)
+        figures = world.broadcast(estimate.figures(result.results) if world.rank == 0 else None)
+    return replace(result, results=result.results | {"estimate": figures})
+
+
+@contextmanager
+def _temporary_folder(config: Config, world: World) -> Iterator[Path]:
+    """A folder on the output folder's disk, which is removed at the end, also if this process is killed."""
+    folder, guard = Path(config.train.output_dir or "runs"), None
+    with world.writing("--output_dir", folder, EXIT_BAD_INPUT) as writes:
+        if writes:
+            check_folder(folder)
+            place = first_existing(folder).absolute()
+            folder = Path(tempfile.mkdtemp(OWN_PARTIAL, ".fast_dev_run-", place))
+            remove = ["sh", "-c", 'cat > /dev/null; rm -rf "$0"', str(folder)]
+            guard = subprocess.Popen(remove, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield world.broadcast(folder)
+    finally:
+        world.process.last_state = None  # no resume in the next world of Horovod elastic
+        events.end()
+        if folder.resolve() in world.process.locks:  # NFS does not remove files that are open
+            world.process.locks.pop(folder.resolve()).release()
+        if guard:
+            guard.communicate()
+
+
+class Estimate(Callback):
+    """Collects what the estimate needs."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def on_start(self, task: Task, world: World) -> None:
+        assert task.plan
+        self._plan, self._world, self._dev_share = task.plan, world, task.dev_share
+        self._space = disk_space.needed(self._config, task.model, task.plan)
+        if world.rank == 0:
+            self._free = shutil.disk_usage(str(self._config.train.output_dir)).free
+
+    def on_log(self, step: int, metrics: dict[str, float]) -> None:
+        self._metrics = metrics  # of the last step, which has no warm-up
+
+    def figures(self, results: dict[str, Any]) -> dict[str, float]:
+        """Log and return the estimate, on rank 0. `results`: of the two steps, as in train_results.json."""
+        plan, args, world = self._plan, self._config.train, self._world
+        steps, step_s = args.total_steps(plan.steps_per_epoch), self._metrics["step_s"]
+        if self._metrics["padding_share"] == 0:  # otherwise the time follows from the padded length
+            step_s = float(plan.lengths.mean()) * plan.global_batch / self._metrics["tokens_per_s"]
+        evaluations, evaluation_s = 0, 0.0
+        if "evaluations" in results:
+            evaluations = 1 + sum(args.evaluates_after(n, plan.steps_per_epoch, steps) for n in range(1, steps))
+            evaluation_s = results["evaluation_s"] / results["evaluations"] / self._dev_share
+        run_s = steps * step_s + evaluations * evaluation_s
+        peak = max(rank["memory_peak_bytes"] for rank in results["processes"])
+        on_gpu = world.device.type == "cuda"
+        memory = torch.cuda.mem_get_info(world.device)[1] if on_gpu else total_memory() / len(world.host_ranks)
+        log.info(
+            f"A whole run: {steps:,} steps, about {timedelta(seconds=round(run_s))} ({step_s:.2f} s per step;"
+            f" {evaluations} evaluation(s) of {evaluation_s:.1f} s, by {100 * self._dev_share:.2g} % of the data);"
+            f" {gib(peak)} of {gib(memory)} memory per rank; {self._space} of {gib(self._free)} free disk space."
+        )
+        times = {"steps": steps, "step_s": step_s, "evaluations": evaluations, "evaluation_s": evaluation_s}
+        return {**times, "run_s": run_s, "memory_bytes": peak, "disk_bytes": self._space.most}
