@@ -35,8 +35,8 @@ examples:
 # The flags that --help shows without a topic.
 USED_FIRST = """
 model_name_or_path task train_file validation_file max_seq_length per_device_train_batch_size
-gradient_accumulation_steps learning_rate num_train_epochs max_steps warmup_ratio seed bf16 fp16 eval_steps
-version_2_with_negative save_steps strategy output_dir report_to
+gradient_accumulation_steps learning_rate num_train_epochs max_steps warmup_ratio seed bf16 fp16 save_steps
+version_2_with_negative strategy output_dir fast_dev_run report_to
 """
 _TAG = "tag:yaml.org,2002:"
 _TYPES = {a_field.name: a_field.type for section in SECTIONS for a_field in fields(section)}

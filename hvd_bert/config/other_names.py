@@ -41,6 +41,7 @@ _WHAT_TO_DO = {
     "precision mixed_precision amp half bfloat16 float16": "use --bf16 or --fp16",
     "compile": "use --torch_compile",
     "full_determinism": "use --deterministic",
+    "dry_run debug": "use --fast_dev_run",
     "patience early_stopping": "use --early_stopping_patience",
     # evaluation and output
     "eval_batch_size val_batch_size per_gpu_eval_batch_size predict_batch_size": "use --per_device_eval_batch_size",

@@ -30,7 +30,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 # Flags of other programs that the pages name.
 FOREIGN_FLAGS = """
 horovodrun: --autotune --no-stall-check --stall-check-shutdown-time-seconds --timeline-filename --binding-args
-    --blacklist-cooldown-range --disable-cache
+    --blacklist-cooldown-range --disable-cache --mpi-args
 run_qa and TrainingArguments: --auto_find_batch_size --data_seed --dataloader_ --ddp_ --do_predict
     --evaluation_strategy --fsdp --full_determinism --greater_is_better --group_by_length --max_predict_samples
     --overwrite_cache --preprocessing_num_workers --push_to_hub --test_file --token --trust_remote_code

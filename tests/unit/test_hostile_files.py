@@ -172,7 +172,7 @@ def test_names_of_runs_are_only_names(tmp_path: Path, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out + (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert not {"\x1b", "\x07", "\ud800"} & set(shown + page[page.index("<body") :]) and "<script>alert" not in page
     assert "bad: " in shown and "Strong scaling" in shown and "alert(1)" in shown
-    assert len(list((tmp_path / "out").glob("*.png"))) == len(plots.PANELS)
+    assert len(list((tmp_path / "out").glob("*.png"))) == len(plots.MEASURES)
 
 
 ANY_FOLDER = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -228,7 +228,7 @@ def test_communication_settings_have_rows_and_two_experiments_have_tables(tmp_pa
         *[("none", 1.0)] * 2,
     ]
     # No plot of the second table replaces one of the first.
-    names = [f"scaling_{number}_{panel}.png" for number in (1, 2) for panel in sorted(plots.PANELS)]
+    names = [f"scaling_{number}_{panel}.png" for number in (1, 2) for panel in sorted(plots.MEASURES)]
     assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == names
 
 
@@ -389,7 +389,7 @@ def test_the_page_is_one_file_and_the_plots_are_next_to_the_markdown(tmp_path):
     for ranks in (1, 2, 4, 32):
         make_run(tmp_path / f"runs/{ranks}", "horovod", ranks, 32, 9 * ranks)
     report(tmp_path)
-    panels = [(tmp_path / f"out/scaling_1_{name}.{form}") for name in plots.PANELS for form in FORMATS]
+    panels = [(tmp_path / f"out/scaling_1_{name}.{form}") for name in plots.MEASURES for form in FORMATS]
     content = {path: path.read_bytes() for path in panels}
     marks = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
     assert all(data.startswith(marks[path.suffix]) for path, data in content.items())
@@ -397,7 +397,7 @@ def test_the_page_is_one_file_and_the_plots_are_next_to_the_markdown(tmp_path):
     assert all(path.read_bytes() == data for path, data in content.items()), "the same runs, other files"
     markup = without_scripts((tmp_path / "out/report.html").read_text())
     links = re.findall(r'<[^<>]*\b(?:src|href|srcset|data|action)="([^"]*)"', markup)
-    assert markup.count("<img src=") == len(plots.PANELS) and all(
+    assert markup.count("<img src=") == len(plots.MEASURES) and all(
         link.startswith(("data:image/png;base64,", "#")) for link in links
     )
     assert not any(word in markup for word in ("url(", "@import", "http:", "https:"))

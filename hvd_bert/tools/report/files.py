@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvd_bert.storage.writing import check_folder, make_folder, write_named
-from hvd_bert.tools.report.plots import PANELS
 
 PAGE, MARKDOWN = "report.html", "report.md"
 CSV_FILES = ("report.csv", "runs.csv")
 LATEX = "report.tex"
 PANEL = "scaling_{}_{}.{}"  # number of the table, panel and format
+PANELS = ("speedup", "efficiency", "throughput", "memory")  # of plots.py, which would bring matplotlib
 FORMATS = ("png", "svg", "pdf")
 _PANELS = (PANEL.format(*parts) for parts in itertools.product(range(1, 100), PANELS, FORMATS))
 NAMES = {PAGE, MARKDOWN, LATEX, *CSV_FILES, *_PANELS}

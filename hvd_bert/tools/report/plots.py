@@ -79,7 +79,7 @@ def _memory(line: Compared) -> Values | None:
 
 
 # Panel -> its figures, and its title, into which the baseline and the unit are put.
-PANELS: dict[str, tuple[Measure, str]] = {
+MEASURES: dict[str, tuple[Measure, str]] = {
     "speedup": (_speedup, "Speed-up over {base}"),
     "efficiency": (_efficiency, "Efficiency relative to {base}"),
     "throughput": (_throughput, "Throughput, {unit}/s"),
@@ -88,8 +88,8 @@ PANELS: dict[str, tuple[Measure, str]] = {
 
 
 def panel(table: ScalingTable, name: str, formats: Sequence[str]) -> dict[str, bytes]:
-    """One of PANELS against the number of devices, as a file of each format."""
-    measure, title = PANELS[name]
+    """One of MEASURES against the number of devices, as a file of each format."""
+    measure, title = MEASURES[name]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.subplots()

@@ -66,7 +66,7 @@ def _folded(grid: Grid) -> Block:
 def _panels(table: ScalingTable, place: int, *names: str) -> list[Picture]:
     """Panels of a table, each in all formats; none with one number of devices or no figures."""
     pictures = []
-    known = [name for name in names if any(map(plots.PANELS[name][0], table.lines))]
+    known = [name for name in names if any(map(plots.MEASURES[name][0], table.lines))]
     for name in known if table.scales else ():
         files = {PANEL.format(place, name, form): data for form, data in plots.panel(table, name, FORMATS).items()}
         (png, data), *others = files.items()
