@@ -31,7 +31,7 @@ NEEDS = {
     "ray": r".*ray_train",  # test_programs.py runs it
     "server": r"tensorboard|hf upload\b",
     # test_own_task.py and the worlds of tests/parallel train that example
-    "time": r".*(hvd-bert (bench|tune)\b|benchmarks/|scripts/(demo|test)\.sh|--config sample\b|mnist_rnn)",
+    "time": r".*(hvd-bert (bench|tune)\b|benchmarks/|(scripts/(demo|test)|env/setup)\.sh|--config sample\b|mnist_rnn)",
 }
 PREPARES = ("source ", "export ")
 
@@ -77,7 +77,7 @@ def clone(
         (folder / name).symlink_to(REPOSITORY / name)
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "activate").touch()
-    files = {"train-v1.1": slice(32), "dev-v1.1": slice(5), "mine": slice(6), "held-out": slice(6, 9)}
+    files = {"train-v1.1": slice(32), "dev-v1.1": slice(5), "mine": slice(16), "held-out": slice(16, 20)}
     for name, part in files.items():
         (folder / f"{name}.json").write_text(json.dumps(to_squad(make_questions(32)[part])))
     for name, count in (("train.jsonl", 16), ("dev.jsonl", 4)):
