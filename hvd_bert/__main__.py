@@ -31,7 +31,7 @@ COMMANDS = {
 HELP = ("-h", "--help")
 # Other words for what the project has.
 ELSEWHERE = {
-    "export": "A training's output folder is a model of transformers. Optimum exports it, for example to ONNX"
+    "export": "A training's output folder is a model of transformers; examples/export_onnx.py writes it as ONNX"
     " (docs/guides/sharing.md).",
     "publish": "Upload the output folder with `hf upload` (docs/guides/sharing.md).",
     "sweep": "Use `hvd-bert bench sweep`.",

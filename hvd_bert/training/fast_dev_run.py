@@ -96,7 +96,7 @@ class Estimate(Callback):
         memory = torch.cuda.mem_get_info(world.device)[1] if on_gpu else total_memory() / len(world.host_ranks)
         log.info(
             f"A whole run: {steps:,} steps, about {timedelta(seconds=round(run_s))} ({step_s:.2f} s per step;"
-            f" {evaluations} evaluation(s) of {evaluation_s:.1f} s, by {100 * self._dev_share:.2g} % of the data);"
+            f" {evaluations} evaluation(s) of {evaluation_s:.1f} s, by {100 * self._dev_share:.3g} % of the data);"
             f" {gib(peak)} of {gib(memory)} memory per rank; {self._space} of {gib(self._free)} free disk space."
         )
         times = {"steps": steps, "step_s": step_s, "evaluations": evaluations, "evaluation_s": evaluation_s}
