@@ -4,6 +4,7 @@ The ranks get SIGUSR1, which mpirun forwards to all hosts. After SIGTERM or SIGI
 With Open MPI, Ctrl-C is SIGUSR2, and CTRL_C tells them so.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 
 CTRL_C = "OMPI_MCA_horovodrun_ctrl_c"  # Open MPI passes variables of this prefix on to all ranks
+OPEN_MPI = "--tag-output"  # horovodrun gives it to no other mpirun
 SAVED = 75  # the status of a rank that has saved, as in sysexits.h: try again
 AT_ONCE_S = 1  # `timeout` and job scripts may send one request twice, to horovodrun and to its process group
 PR_SET_PDEATHSIG = 1
@@ -23,7 +25,7 @@ def run(command, env):
 
     After a signal that ends mpirun before its ranks can save, that is the signal's.
     """
-    open_mpi = "--tag-output" in command  # horovodrun gives it to no other
+    open_mpi = OPEN_MPI in command
     env = {**env, CTRL_C: "SIGUSR2"} if open_mpi else env
     lifeline, held = os.pipe()  # the other end is closed when this process ends, also by SIGKILL
     process = None
@@ -95,7 +97,8 @@ def _shell_status(status):
 def _main(command, lifeline):
     shell = ["/bin/sh", "-c", "exec " + command]
     mpirun = subprocess.Popen(shell, stderr=subprocess.PIPE, bufsize=0, preexec_fn=_stop_with_parent)
-    asked, own = threading.Event(), []
+    asked = threading.Event()
+    own = [] if OPEN_MPI in command else None
     errors = threading.Thread(target=_copy_errors, args=(mpirun.stderr, asked, own), daemon=True)
     errors.start()
     for number in (signal.SIGTERM, signal.SIGTSTP, signal.SIGCONT):
@@ -105,19 +108,19 @@ def _main(command, lifeline):
     threading.Thread(target=_stop_when_lost, args=(mpirun, int(lifeline), asked), daemon=True).start()
     status = _shell_status(mpirun.wait())
     errors.join(AT_ONCE_S)  # an ssh that mpirun has started may keep it open
-    if status != SAVED:
+    if own and status != SAVED:
         _print_errors(b"".join(line + b"\n" for line in own))
     return status
 
 
 def _copy_errors(errors, asked, own):
     """Copies standard error. Once the ranks are asked to stop, mpirun's own lines, which call that a failure, go to the
-    list `own`.
+    list `own`, unless it is None.
     """
     rest, boxed = b"", False
     with errors:
         while chunk := errors.read(65536):
-            if not asked.is_set():
+            if own is None or not asked.is_set():
                 _print_errors(chunk)
                 continue
             *lines, rest = (rest + chunk).split(b"\n")
@@ -132,8 +135,9 @@ def _copy_errors(errors, asked, own):
 
 
 def _print_errors(text):
-    sys.stderr.buffer.write(text)
-    sys.stderr.buffer.flush()
+    with contextlib.suppress(OSError):  # its reader may have ended
+        sys.stderr.buffer.write(text)
+        sys.stderr.buffer.flush()
 
 
 def _stop_with_parent():

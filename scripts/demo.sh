@@ -41,7 +41,7 @@ command=(hvd-bert predict runs/demo --input hvd_bert/sample/dev-v1.1.json.gz)
 printf '\n$ %s\n' "${command[*]}"
 "${command[@]}" </dev/null
 
-command=(hvd-bert report runs/demo --out runs/demo/report --overwrite)
+command=(hvd-bert report runs/demo)
 printf '\n$ %s\n' "${command[*]}"
 "${command[@]}" </dev/null
 

@@ -1,4 +1,4 @@
-"""The end of a message about an unknown flag: what other trainers' flags are here, or the flag of a similar name."""
+"""The end of a message about an unknown flag: the equivalent of another trainer's flag, or a flag of a similar name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _WHAT_TO_DO = {
     "max_samples max_train_examples limit_train_batches": "use --max_train_samples",
     "do_lower_case": "the model's tokenizer determines it. Leave it out",
     "overwrite_cache": "windows are tokenized again if what they depend on changes. Leave it out",
-    "preprocessing_num_workers threads": "tokenization takes all cores of the rank. Leave it out",
+    "threads": "use --num_threads",
+    "preprocessing_num_workers": "tokenization takes all cores of the rank. Leave it out",
     "workers num_workers dataloader_num_workers": "a thread prepares the next batches. Leave it out",
     "attention_probs_dropout_prob": "use --attention_dropout",
     # training
@@ -31,7 +32,8 @@ _WHAT_TO_DO = {
     "epoch epochs num_epochs max_epochs": "use --num_train_epochs",
     "steps num_steps num_train_steps": "use --max_steps",
     "batch_size bs batch train_batch_size": "use --per_device_train_batch_size N per rank, or --global_batch N for all",
-    "micro_batch_size train_micro_batch_size_per_gpu per_gpu_train_batch_size": "use --per_device_train_batch_size",
+    "micro_batch_size train_micro_batch_size_per_gpu per_gpu_train_batch_size per_device_batch_size": "use"
+    " --per_device_train_batch_size",
     "auto_find_batch_size": "use --per_device_train_batch_size auto",
     "accumulate_grad_batches accumulation_steps grad_accum": "use --gradient_accumulation_steps",
     "clip grad_clip gradient_clip_val gradient_clipping": "use --max_grad_norm",

@@ -65,7 +65,8 @@ _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Con
 def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", records_timeline: bool = False) -> NoReturn:
     """Join the world, call `entry(world)` and exit with 0. After an error, report it once and end all ranks.
 
-    It does not return, and may skip `finally` blocks around this call: `entry` must clean up itself.
+    It does not return. `entry` must clean up itself, and close its files: an error of one rank alone skips `finally`
+    blocks around this call, and Python is not finalized. A caller that catches SystemExit (IPython) still ends so.
 
     `records_timeline`: whether Horovod records a timeline of some steps. It prepares for that when it starts.
     """
@@ -83,7 +84,7 @@ def run_in_program(entry: Callable[[World], None], strategy: str = "horovod", re
     except CollectiveError as error:
         if error.status != EXIT_BAD_INPUT or not launcher or not raises:
             raise
-        raise UserError(str(error)) from None  # a single process need not hear of collectives
+        raise UserError(str(error)) from None  # a single process has no collectives
 
 
 def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, raises: bool = False) -> World:

@@ -85,7 +85,7 @@ class StopRequests:
         """In a thread, since `_receive` waits while the main thread is in a long operation of torch."""
         first: dict[int, float] = {}  # when each signal first came
         with open(reader, "rb", buffering=0) as numbers:
-            while number := numbers.read(1)[0]:  # 0 when `watched` is left
+            while (received := numbers.read(1)) and (number := received[0]):  # 0 when `watched` is left
                 now = time.monotonic()
                 if number in ENDING and number not in first:
                     first[number] = now
@@ -107,7 +107,8 @@ class StopRequests:
         return self._vote()
 
     def reason(self) -> str | None:
-        """Why the run stops: signals with their ranks, or its folder; None if only hosts have changed. A collective."""
+        """Why the run stops: signals, with their ranks unless all have them, or its folder; None if only hosts have
+        changed. A collective."""
         by_rank = self._world.allgather(self._received)
         asked = {name: [rank for rank, theirs in enumerate(by_rank) if theirs == name] for name in by_rank if name}
         self._stopping = bool(asked)

@@ -163,8 +163,8 @@ def answered(question: Callable[[], Any], limit_s: float) -> Any:
     def ask() -> None:
         try:
             future.set_result(question())
-        except RuntimeError as error:
-            future.set_exception(error)
+        except Exception as error:
+            future.set_exception(RuntimeError(str(error)))
 
     thread = threading.Thread(target=ask, name="stall question", daemon=True)
     thread.start()

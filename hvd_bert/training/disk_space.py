@@ -59,21 +59,23 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def check(config: Config, model: nn.Module, plan: BatchPlan, resumes: bool) -> None:
+def check(config: Config, model: nn.Module, plan: BatchPlan, step: int) -> None:
     """Warn if the disk has too little space for the training, and raise UserError if not even for a checkpoint.
 
-    `resumes`: whether the checkpoints in the output folder stay until there are others; else they are removed first.
+    `step`: where the training resumes, whose checkpoints stay until there are others; 0: they are removed first.
     """
+    if step >= config.train.total_steps(plan.steps_per_epoch):  # only the end of a run is left
+        return
     need, folder = needed(config, model, plan), Path(config.train.output_dir or "runs")
     free = shutil.disk_usage(first_existing(folder)).free
     old = [*folder.glob("checkpoint-*/*"), *folder.glob("model.safetensors")]
-    in_all = free + sum(file.stat().st_size for file in old)  # with what the run removes in time
-    at_first = free if resumes else in_all
+    in_all = free + sum(file.lstat().st_size for file in old)  # with what the run removes in time
+    at_first = free if step else in_all
     first, what = (need.checkpoint, "a checkpoint") if need.kept else (need.model, "the model")
     if at_first < first:
         raise UserError(
-            f"The disk of --output_dir has {gib(at_first)} free, but {what} takes {gib(first)}. Free some, use a folder"
-            " on another disk, or save less (--save_only_model)."
+            f"The disk of --output_dir has {gib(at_first)} free, but {what} takes {gib(first)}. Make space, use a"
+            " folder on another disk, or save less (--save_only_model)."
         )
     if in_all < need.most:
         log.warning(

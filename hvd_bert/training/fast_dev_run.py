@@ -25,7 +25,7 @@ from hvd_bert.tasks.base import Task
 from hvd_bert.training import disk_space, loop
 from hvd_bert.training.disk_space import gib
 
-# What writes elsewhere than in the output folder is off.
+# Off: settings that write outside the output folder.
 OVERRIDES: dict[str, Any] = {"overwrite_output_dir": False, "report_to": "none", "timeline": None, "profile": False}
 
 
@@ -44,7 +44,7 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
 
 @contextmanager
 def _temporary_folder(config: Config, world: World) -> Iterator[Path]:
-    """A folder on the output folder's disk, which is removed at the end, also if this process is killed."""
+    """A folder on the output folder's disk, which is removed at the end, also if only this process is killed."""
     folder, guard = Path(config.train.output_dir or "runs"), None
     with world.writing("--output_dir", folder, EXIT_BAD_INPUT) as writes:
         if writes:
@@ -95,9 +95,9 @@ class Estimate(Callback):
         on_gpu = world.device.type == "cuda"
         memory = torch.cuda.mem_get_info(world.device)[1] if on_gpu else total_memory() / len(world.host_ranks)
         log.info(
-            f"A whole run: {steps:,} steps, about {timedelta(seconds=round(run_s))} ({step_s:.2f} s per step;"
-            f" {evaluations} evaluation(s) of {evaluation_s:.1f} s, by {100 * self._dev_share:.3g} % of the data);"
-            f" {gib(peak)} of {gib(memory)} memory per rank; {self._space} of {gib(self._free)} free disk space."
+            f"A whole run takes about {timedelta(seconds=round(run_s))}: {steps:,} step(s) of {step_s:.2f} s and"
+            f" {evaluations} evaluation(s) of {evaluation_s:.1f} s ({100 * self._dev_share:.3g} % measured)."
+            f"\nMemory per rank: {gib(peak)} of {gib(memory)}. Disk space: {self._space} of {gib(self._free)} free."
         )
         times = {"steps": steps, "step_s": step_s, "evaluations": evaluations, "evaluation_s": evaluation_s}
         return {**times, "run_s": run_s, "memory_bytes": peak, "disk_bytes": self._space.most}

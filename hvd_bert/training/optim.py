@@ -52,8 +52,8 @@ def large_batch_note(args: TrainArguments, global_batch: int, peak: float) -> st
     whose = "of one device" if args.lr_base_batch_size is None else "of --lr_base_batch_size"
     return (
         f"The global batch of {global_batch} is {global_batch / base:.3g} times the {base} {whose}, at a peak learning"
-        f" rate of {peak:.3g} (--lr_scaling {args.lr_scaling}): scores may be lower. Remedies:"
-        " docs/guides/troubleshooting.md"
+        f" rate of {peak:.3g} (--lr_scaling {args.lr_scaling}): scores may be lower."
+        f" Remedies: --global_batch {base}, --lr_scaling linear (docs/guides/troubleshooting.md)"
     )
 
 

@@ -60,9 +60,8 @@ class Start:
 
     def in_folder(self, folder: Path) -> Start:
         """The same with the output folder that was taken over."""
-        named = self.config.train.output_dir is not None and self.plan.output_dir is None
         plan = replace(self.plan, output_dir=str(folder))
-        return replace(self, plan=plan, config=plan.applied_to(self.config), names_folder=named)
+        return replace(self, plan=plan, config=plan.applied_to(self.config))
 
 
 def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
@@ -73,7 +72,7 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
 
     `own`: the task's class, if a program gives it.
     """
-    kept = elastic.newest(world)
+    kept, names_folder = elastic.newest(world), config.train.output_dir is not None
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
     with world.raise_on_all_ranks():
@@ -105,7 +104,7 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
     with world.raise_on_all_ranks():
         if resume_point and task.plan and not kept:
             resume.check(resume_point, facts, config.train, task.plan.global_batch)
-    return Start(config, task, plan, resume_point, facts)
+    return Start(config, task, plan, resume_point, facts, names_folder)
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,7 @@ def test_two_ranks(by: str, strategy: str, tmp_path: Path) -> None:
     outcome = run([*launcher(2, by), *small_run(2, "out", *flags)], tmp_path, env=env).expect(0)
     assert {path.name for path in tmp_path.iterdir()} == {"cache"}, outcome
     (line,) = [line for line in said(outcome).splitlines() if "A whole run" in line]
-    pattern = (
-        r"A whole run: 6 steps, about 0:00:\d\d \(.* s per step; 1 evaluation\(s\) of .* s, by 50 % of the data\);"
-    )
+    pattern = r"about 0:00:\d\d: 6 step\(s\) of .* s and 1 evaluation\(s\) of .* s \(50 % measured\)\."
     assert re.search(pattern, line), outcome
     assert "on 20 questions" in said(outcome) and "step 2/2" in said(outcome), outcome
 

@@ -74,11 +74,14 @@ def test_small_disk_is_warned_about_or_refused(base, tmp_path, monkeypatch, capl
 
 def test_checkpoints_to_resume_from_take_space_of_the_first_new_one(base, tmp_path, monkeypatch):  # noqa: F811
     out = tmp_path / "out"
-    base = [*base, "--output_dir", str(out), "--no_do_eval"]
-    train(base, "--max_steps", "3")
+    base = [*base, "--output_dir", str(out), "--no_do_eval", "--max_steps", "3", "--save_steps", "2"]
+    train(base)
     (out / "train_results.json").unlink()
-    with_free(monkeypatch, size(out / "checkpoint-3") // 2)
+    with_free(monkeypatch, size(out / "checkpoint-2") // 2)
+    train(base)  # all steps are done
+    (out / "train_results.json").unlink()
+    shutil.rmtree(out / "checkpoint-3")
     with pytest.raises(CollectiveError, match="a checkpoint takes"):
-        train(base, "--max_steps", "3")
-    with_free(monkeypatch, 2 * size(out / "checkpoint-3"))
-    train(base, "--max_steps", "3")
+        train(base)
+    with_free(monkeypatch, 2 * size(out / "checkpoint-2"))
+    train(base)

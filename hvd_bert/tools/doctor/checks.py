@@ -164,7 +164,7 @@ def mpi_line(
 
 def slurm_lines(slurm: Slurm | ProbeError | None) -> list[CheckResult]:
     if slurm is None or isinstance(slurm, NoCluster):
-        reason = f"installed, but no cluster responds ({slurm})" if slurm is not None else "not found (no srun on PATH)"
+        reason = f"installed, but not configured ({slurm})" if slurm is not None else "not found (no srun on PATH)"
         return [ok("Slurm", f"{reason}: start with horovodrun or mpirun"), ok("PMIx", "not needed without Slurm")]
     if isinstance(slurm, ProbeError):
         hint = "Ask the cluster's administrators, or start with horovodrun or mpirun."

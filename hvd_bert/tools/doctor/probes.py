@@ -38,7 +38,7 @@ class ProbeError(UserError):
 
 
 class NoCluster(ProbeError):
-    """Slurm's programs are installed, but no controller responds."""
+    """Slurm's programs are installed, but not configured: this host is in no cluster."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +135,12 @@ def slurm() -> Slurm | ProbeError | None:
     if shutil.which("srun") is None:
         return None
     try:
-        if find_job(os.environ) is None:
+        if find_job(os.environ) is None and shutil.which("sinfo"):
             run_command(["sinfo", "--noheader"])
-    except ProbeError as error:
-        return NoCluster(str(error))
-    try:
         return Slurm(run_command(["srun", "--version"]).strip(), mpi_kinds(run_command(["srun", "--mpi=list"])))
     except ProbeError as error:
-        return error
+        configured = "configuration" not in str(error) or find_job(os.environ)
+        return error if configured else NoCluster(str(error))
 
 
 def mpi_kinds(listed: str) -> tuple[str, ...]:

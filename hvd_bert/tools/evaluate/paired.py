@@ -13,7 +13,7 @@ RESAMPLES = 10_000
 def interval(differences: NDArray[np.float64]) -> tuple[float, float]:
     """The 95 % interval of the mean of `differences` [questions] in percent, by the percentile bootstrap.
 
-    Rounded as it is printed, so that the verdict agrees. Swapped models have the negative interval.
+    Rounded as it is printed, so that the verdict agrees. Swapped models have the negative interval, unless they tie.
     """
     count, sign = len(differences), -1 if differences.sum() < 0 else 1
     # How often a resample has each value follows the multinomial distribution: faster than to draw questions.
@@ -31,7 +31,7 @@ def verdict(low: float, high: float) -> str:
 def mcnemar(only_first: int, only_second: int) -> float:
     """The two-sided p-value of McNemar's exact test, from the numbers of questions that only one model answers right.
 
-    Without a difference, each of these questions is either model's with a probability of a half.
+    Without a difference, either model is equally likely to be the right one.
     """
     count = only_first + only_second
     log_all = lgamma(count + 1) - count * log(2)

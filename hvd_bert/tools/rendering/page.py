@@ -214,7 +214,7 @@ def _markdown(block: Block) -> str:
     return _table(block.head, block.rows, block.words)
 
 
-# What LaTeX would not print as it is.
+# Special characters of LaTeX.
 _WORDS = {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
 _LATEX = str.maketrans({mark: f"\\{mark}" for mark in "&%$#_{}"} | {mark: f"${mark}$" for mark in "<>|"} | _WORDS)
 

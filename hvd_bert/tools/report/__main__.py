@@ -27,6 +27,7 @@ from hvd_bert.errors import UserError, visible
 from hvd_bert.startup import run_command
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost
+from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.rendering.page import Listing, Page, Text
 from hvd_bert.tools.report import comparison, content, files, run_page, runs_page, setup
 from hvd_bert.tools.report.comparability import Group
@@ -52,8 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "runs", metavar="RUNS", nargs="+", type=Path, help="Output folders of trainings, or folders above them."
     )
-    out = "Folder to write the report to. (default: %(default)s)"
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("report"), help=out)
+    out = "Folder to write the report to. (default: of one run, its folder report; else report, in this folder)"
+    parser.add_argument("--out", metavar="DIR", type=Path, help=out)
     parser.add_argument("--overwrite", action="store_true", help="Replace a report in --out DIR. (default: False)")
     baseline = (
         "Runs that speed-ups are relative to. (default: none:1, else the smallest world of horovod, else the smallest)"
@@ -64,6 +65,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def write(flags: argparse.Namespace) -> None:
     """Read the runs, and write and print the report. Raises UserError."""
+    if flags.out is None:
+        folder, *others = reading.find(flags.runs)
+        flags.out = Path("report") if others else folder / "report"
+        flags.overwrite |= not others  # the page in a run's own folder may always be replaced
     with writing_to("--out", flags.out):
         files.check(flags.out, flags.overwrite)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
@@ -97,10 +102,11 @@ def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | Non
         page.add(Text("Definitions", 2), Listing(content.definitions()))
     rows = (content.table_rows(tables), content.run_rows(kept, excluded))
     latex = content.as_latex(shown, setup.paragraph(used))
-    _write_files(flags.out, page, dict(zip(CSV_FILES, rows, strict=True)), latex)
+    written = _write_files(flags.out, page, dict(zip(CSV_FILES, rows, strict=True)), latex)
     if not compared:
         print(visible(runs_page.overview(records).for_terminal() + "\n"))
-    _print_summary(shown, reasons, flags.out)
+    _print_summary(shown, reasons)
+    print(visible(f"In {flags.out}: {', '.join(written)}."))
 
 
 def _without_table(groups: Sequence[Group], tables: Sequence[ScalingTable], baseline: str | None) -> list[Excluded]:
@@ -111,8 +117,10 @@ def _without_table(groups: Sequence[Group], tables: Sequence[ScalingTable], base
     return [Excluded(run.name, reason) for group in groups if id(group) not in shown for run in group.runs]
 
 
-def _write_files(folder: Path, page: Page, csv_files: Mapping[str, Sequence[dict[str, Any]]], latex: str = "") -> None:
-    """Write the page, its pictures and the tables that have rows. Raises UserError."""
+def _write_files(
+    folder: Path, page: Page, csv_files: Mapping[str, Sequence[dict[str, Any]]], latex: str = ""
+) -> list[str]:
+    """Write the page, its pictures and the tables that have rows. Returns what was written. Raises UserError."""
     contents = {picture.name: picture.png for picture in page.pictures}
     contents |= {name: data for picture in page.pictures for name, data in picture.others.items()}
     contents |= {LATEX: latex.encode(errors="backslashreplace")} if latex else {}
@@ -120,6 +128,9 @@ def _write_files(folder: Path, page: Page, csv_files: Mapping[str, Sequence[dict
     contents |= {name: _csv(rows).encode(errors="backslashreplace") for name, rows in csv_files.items() if rows}
     with writing_to("--out", folder):
         files.write(folder, contents)
+    tables = [name for name in (*CSV_FILES, LATEX) if name in contents]
+    plots = [f"{counted(len(page.pictures), 'plot')} as PNG, SVG and PDF"] if page.pictures else []
+    return [PAGE, MARKDOWN, *tables, *plots]
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
@@ -130,14 +141,13 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def _print_summary(tables: Sequence[ScalingTable], reasons: Sequence[str], folder: Path) -> None:
-    """Print the tables, what is left out, and where the report is."""
+def _print_summary(tables: Sequence[ScalingTable], reasons: Sequence[str]) -> None:
+    """Print the tables, and what is left out."""
     for table in tables:
         rows = content.speedups(table, brief=True).for_terminal()
         print(visible(f"{table.title} (baseline: {table.baseline.name})\n{rows}\n"))
     if reasons:
         print(visible("Without a speed-up:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n"))
-    print(visible(f"In {folder}: {PAGE}, {MARKDOWN}, the tables as CSV and {LATEX}, the plots as PDF, SVG and PNG."))
 
 
 if __name__ == "__main__":

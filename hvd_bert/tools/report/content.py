@@ -114,7 +114,7 @@ def reasons(tables: Iterable[ScalingTable], excluded: Sequence[Excluded]) -> lis
 
 
 def lower(table: ScalingTable) -> str:
-    """The title of a table inside of a sentence."""
+    """The title of a table within a sentence."""
     return table.title[0].lower() + table.title[1:]
 
 
@@ -132,10 +132,11 @@ def caveats(tables: Sequence[ScalingTable]) -> list[str]:
                 )
         for line in lines:
             run, cores = line.group.one, kept(line.group.one.machine.get("cores"), int, 0)
-            if run.on_cpu and 0 < cores < run.needed_cores:
+            base = max(1.0, table.baseline.one.needed_cores / cores) if cores else 1.0
+            if run.on_cpu and 0 < base * cores < run.needed_cores:
                 found.append(
                     f"{line.group.name}{place} had {counted(cores, 'core')} per host for {run.needed_cores} threads, so"
-                    f" its efficiency cannot exceed {cores / run.needed_cores:.2f}."
+                    f" its efficiency cannot exceed {base * cores / run.needed_cores:.2f}."
                 )
         unchecked = [line.group.name for line in lines if line.checked == UNCHECKED]
         if unchecked:

@@ -38,7 +38,7 @@ def make_page(record: Record) -> Page:
         ("Hosts and ranks", _ranks(record)),
         ("Checkpoints", _checkpoints(record)),
         ("Warnings", _warnings(record)),
-        ("Set-up", [Text(setup.paragraph([record]))]),
+        ("Set-up", [Text(words)] if (words := setup.paragraph([record])) else []),
         ("Settings", _settings(record)),
         ("Versions and hardware", _versions(record)),
         ("Reproduce", _reproduce(record)),

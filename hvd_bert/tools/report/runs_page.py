@@ -40,7 +40,8 @@ def make_page(
     differing = parts.differences(records)
     same = "All recorded settings, inputs and versions are the same."
     page.add(Text("What differs", 2), differing if len(differing.head) > 1 else Text(same))
-    page.add(Text("Set-up", 2), *set_up)
+    if set_up:
+        page.add(Text("Set-up", 2), *set_up)
     page.add(Text("Runs", 2), _folded(overview(records)))
     for place, table in enumerate(tables, start=1):
         page.add(*([Text("Time, memory and loss", 2)] if place == 1 else []))

@@ -36,8 +36,9 @@ OF_A_STRATEGY = ("versions.horovod", "versions.deepspeed")  # used by this strat
 def blocks(records: Sequence[Record], sweeps: Sequence[str]) -> list[Block]:
     """The paragraph and the commands: those of sweeps, else those of each rank."""
     commands = [*sweeps] or [str(record.facts["command"]) for record in records if "command" in record.facts]
+    words = paragraph(records)
     code = [Code("\n".join(dict.fromkeys(commands)))] if commands else []
-    return [Text(paragraph(records)), *code]
+    return [*([Text(words)] if words else []), *code]
 
 
 def paragraph(records: Sequence[Record]) -> str:
