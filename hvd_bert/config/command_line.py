@@ -86,7 +86,8 @@ def help_text(topic: str = "") -> str:
     for name, flag in FLAGS.items():
         topics.setdefault(flag.group, []).append(name)
     if topic not in topics:
-        raise UserError(f"--help {shortened(topic)}: no such group or flag{hint(topic)} Choose from all, {', '.join(GROUPS)}.")
+        choices = ", ".join(["all", *GROUPS])
+        raise UserError(f"--help {shortened(topic)}: no such group or flag{hint(topic)} Choose from {choices}.")
     parser = make_parser(topics[topic])
     if not topic:
         parser.description = f"{parser.description}{EXAMPLES}"
