@@ -64,10 +64,12 @@ def test_what_ran_before_a_run_is_not_terminated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["INT", "USR1"])
 def test_repeated_signals_terminate_the_run_and_are_raised(tmp_path: Path, name: str) -> None:
-    before = signal.getsignal(signal.SIGINT)
+    before, waiting = signal.getsignal(signal.SIGINT), tmp_path / "waiting"
+    # Not during the fork: an exception in a callback of `logging` there could leave its lock to this thread for good.
+    kills = f"until [ -e {waiting} ]; do :; done; for i in 1 2 3 4 5; do kill -{name} {os.getpid()}; done; "
     with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match=f"SIG{name}"), signals() as check:
-        command = ["sh", "-c", LAUNCHER.format(f"for i in 1 2 3 4 5; do kill -{name} {os.getpid()}; done; ")]
-        start_and_wait(command, os.environ, log, 60, check)
+        command = ["sh", "-c", LAUNCHER.format(kills)]
+        start_and_wait(command, os.environ, log, 60, lambda: waiting.touch() or check())
     assert ends((tmp_path / "log").read_text())
     assert signal.getsignal(signal.SIGINT) is before
 
