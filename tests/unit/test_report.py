@@ -242,13 +242,14 @@ def test_caveats(tmp_path):
     assert "- Some rows have only 1 run, too few" in text
 
 
-def test_ranks_that_share_cores_are_a_caveat(tmp_path):
+def test_shared_cores_and_short_runs_are_caveats(tmp_path):
     machine = {"cores": 2}
     make_run(tmp_path / "runs/none", machine=machine)
-    make_run(tmp_path / "runs/hvd", "horovod", 4, windows_per_s=18, machine=machine)
+    make_run(tmp_path / "runs/hvd", "horovod", 4, windows_per_s=18, machine=machine, train_runtime=2.0)
     report(tmp_path)
     caveat = "horovod, 4 ranks had 2 cores per host for 4 threads, so its efficiency cannot exceed 0.50."
     assert caveat in markdown(tmp_path) and "none, 1 rank had" not in markdown(tmp_path)
+    assert "Trainings took only 2.0 s" in markdown(tmp_path)
 
 
 @pytest.mark.parametrize(("speedup", "processors"), [(1.82, 2), (2.5, 3), (4.0, 6), (4.71, 8)])

@@ -187,7 +187,7 @@ def _line(base: Group, group: Group, table: Sequence[Group], kind: str) -> Compa
         side.median(lambda run: run.windows / run.runtime_s if run.runtime_s > 0 else None) for side in (group, base)
     )
     total = ours / theirs if ours and theirs else None
-    serial = serial_fraction(speedup, size) if kind == STRONG and size > 1 else None
+    serial = serial_fraction(speedup, size) if kind == STRONG and size > 1 and speedup > 1 else None
     return Compared(group, checked, "", speedup, minimum, maximum, speedup / size, total, serial)
 
 

@@ -17,6 +17,7 @@ from hvd_bert.tools.runs.record import kept
 
 SHORT = {"exact_match": "EM", "f1": "F1"}  # names of scores in tables
 SPREAD = 0.1  # of the repeats, over their median; a larger spread is a caveat
+SHORT_S = 10.0  # a shorter training is a caveat
 
 
 LEFT_OUT = ", left out"  # after the name of a row without a speed-up
@@ -147,6 +148,9 @@ def caveats(tables: Sequence[ScalingTable]) -> list[str]:
                 f"The repeats of {_joined(apart)}{place} are more than {SPREAD:.0%} apart, so smaller differences are"
                 " noise. Check what else ran on the machine."
             )
+        shortest = min(run.runtime_s for line in lines for run in line.group.runs)
+        if shortest < SHORT_S:
+            found.append(f"Trainings{place} took only {shortest:.1f} s. Too short to compare: give each a minute.")
         few = min(len(line.group.runs) for line in lines)
         if few < 3:
             found.append(f"Some rows{place} have only {counted(few, 'run')}, too few to judge the spread.")
@@ -170,7 +174,8 @@ def definitions() -> list[str]:
         "time: the whole training with warm-up and checkpoints, without start-up and evaluation. Total speed-up: of"
         " windows over this time. Core- or GPU-hours: this time, of all devices (on CPUs, of all threads).",
         "Serial fraction (Karp and Flatt): (1/S - 1/N) / (1 - 1/N) of the speed-up S on N times the baseline's devices;"
-        " of strong scaling only. If it grows with N, communication is the limit; if it stays, serial work is.",
+        " of strong scaling, where S is above 1. If it grows with N, communication is the limit; if it stays, serial"
+        " work is.",
         "real, user, system: the whole process of a rank with start-up, median over ranks. memory: the maximum over"
         " ranks.",
         "Strong scaling: the same global batch, steps and windows on more devices. Weak scaling: the same batch per"

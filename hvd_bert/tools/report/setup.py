@@ -31,6 +31,7 @@ Slurm: job.partition=partition {}; job.nodes=nodes {}; job.tasks_per_node={} tas
  job.id=job {}
 """
 OF_A_STRATEGY = ("versions.horovod", "versions.deepspeed")  # used by this strategy alone
+OF_GPUS = ("versions.nccl", "versions.cuda")
 
 
 def blocks(records: Sequence[Record], sweeps: Sequence[str]) -> list[Block]:
@@ -63,6 +64,8 @@ def _fact(records: Sequence[Record], key: str, form: str) -> str:
 def _value(record: Record, key: str) -> Any:
     group, _, name = key.rpartition(".")
     if key in OF_A_STRATEGY and record.facts.get("strategy") != name:
+        return None
+    if key in OF_GPUS and not _value(record, "machine.gpus"):
         return None
     if key.startswith("--"):
         return record.settings.get(key[2:])
