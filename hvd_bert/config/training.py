@@ -163,6 +163,9 @@ class TrainArguments:
         False, "Make runs reproducible bit for bit, also on GPUs and on 3 or more ranks; slower."
     )
     torch_compile: bool = _training(False, "Compile the model's layers with torch.compile; slower on CPUs.")
+    cuda_graphs: bool = _training(
+        False, "On a GPU, start a layer's kernels by one call of a CUDA graph, on batches of few fixed sizes."
+    )
     cpu_kernels: str = _training(
         "auto",
         "On CPUs, use the fastest kernels for the kind of CPU (auto), or only torch's own (torch).",

@@ -21,6 +21,7 @@ from hvd_bert.errors import UserError
 Ids = NDArray[np.int64]
 Lengths = NDArray[np.int32]
 Parts = tuple[tuple[int, int], ...]
+BUCKET = 512  # tokens
 _CANDIDATES = 32  # items per part to try for a swap; larger parts are nearly even without swaps
 
 

@@ -12,23 +12,47 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_bert.data.batch_plan import BatchPlan, Ids
+from hvd_bert.data.batch_plan import BUCKET, BatchPlan, Ids
 from hvd_bert.data.window_table import WindowTable
 
 AHEAD = 2  # batches to prefetch
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Fixed shapes of packed batches, for CUDA graphs: their tokens are padded to a multiple of BUCKET.
+
+    `windows`: the most of a batch. `longest`: the most tokens of a window.
+    """
+
+    windows: int
+    longest: int
+
+    def padding(self, tokens: int) -> list[int]:
+        """Tokens of each of the windows that pad a batch, which come after its own."""
+        whole, rest = divmod(-tokens % BUCKET, self.longest)
+        return [self.longest] * whole + [rest] * (rest > 0)
+
+    @property
+    def borders(self) -> int:
+        """Size of cu_seqlens: there is room for all windows, those that pad included."""
+        return self.windows + -(-(BUCKET - 1) // self.longest) + 1
+
+
+@dataclass(frozen=True)
 class Batch:
-    """B windows of `lengths` tokens, N in total: packed into one row, or padded to T tokens with one row each.
+    """B windows, N tokens in total: packed into one row, or padded to T tokens with one row each.
 
     Attributes:
+        lengths: Tokens of each window, and after these of the windows that pad the row to a bucket's size.
         input_ids, token_type_ids, position_ids: int64, [1, N] packed or [B, T] padded; positions restart in each
             window.
         attention_mask: bool [B, T], false at padding; None if packed.
-        cu_seqlens: int32 [B + 1], 0 and the end of each window in the row; None if padded.
-        cells: int64 [N], the index of each token in a [B, T] matrix of the windows, T: tokens of the longest; None if
-            padded.
+        cu_seqlens: int32 [B + 1], 0 and the end of each window in the row; None if padded. With a bucket, [borders],
+            whose last entries are N.
+        cells: int64 [N], the index of each token in a matrix of all `lengths` with T columns, T: tokens of the longest;
+            None if padded.
+        longest: At least the tokens of the longest window; with a bucket, equal in all batches.
         starts, ends: int64 [B], first and last token of the answer, counted from the window's start; 0, 0 if the
             window has no answer.
         num_windows: Windows that count: B, or 0 if the rank has none left. Then B is 1 and its loss must count as 0.
@@ -41,6 +65,7 @@ class Batch:
     attention_mask: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
     cells: torch.Tensor | None
+    longest: int
     starts: torch.Tensor
     ends: torch.Tensor
     num_windows: int
@@ -55,12 +80,16 @@ class Collator:
     """Makes batches on a device from a table of windows (columns: see `hvd_bert.data.window_table`).
 
     `pad_to`: None for packed windows, else the length to pad to; longer windows raise it to the batch's longest.
+    `bucket`: of packed windows; None: the row is not padded.
     """
 
-    def __init__(self, windows: WindowTable, device: torch.device, pad_to: int | None = None) -> None:
+    def __init__(
+        self, windows: WindowTable, device: torch.device, pad_to: int | None = None, bucket: Bucket | None = None
+    ) -> None:
         self.windows = windows
         self.device = device
         self.pad_to = pad_to
+        self.bucket = bucket
 
     def __call__(self, ids: Sequence[int] | np.ndarray) -> Batch:
         """The windows `ids` as one batch. Without ids, it has one window that does not count."""
@@ -68,11 +97,20 @@ class Collator:
         input_ids = self.windows.lists("input_ids", rows)
         context_start = self.windows.numbers("context_start", rows)
         lengths = [len(tokens) for tokens in input_ids]
+        longest = max(lengths)
         attention_mask: torch.Tensor | None = None
         cu_seqlens: torch.Tensor | None = None
         cells: torch.Tensor | None = None
         if self.pad_to is None:
-            cu_seqlens = self._send(np.cumsum([0, *lengths], dtype=np.int32))
+            if self.bucket:
+                padding, longest = self.bucket.padding(sum(lengths)), self.bucket.longest
+                input_ids += [np.zeros(length, np.int32) for length in padding]
+                context_start = np.append(context_start, padding)
+                lengths += padding
+            borders = np.cumsum([0, *lengths], dtype=np.int32)
+            if self.bucket:
+                borders = np.append(borders, [borders[-1]] * (self.bucket.borders - len(borders))).astype(np.int32)
+            cu_seqlens = self._send(borders)
             tokens = np.concatenate(input_ids)[None]
             positions = np.concatenate([np.arange(length) for length in lengths])[None]
             cells = self._to_device(np.repeat(np.arange(len(lengths)) * max(lengths), lengths) + positions[0])
@@ -93,6 +131,7 @@ class Collator:
             attention_mask=attention_mask,
             cu_seqlens=cu_seqlens,
             cells=cells,
+            longest=longest,
             starts=self._to_device(self.windows.numbers("start_position", rows)),
             ends=self._to_device(self.windows.numbers("end_position", rows)),
             num_windows=len(ids),

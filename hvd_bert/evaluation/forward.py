@@ -23,7 +23,7 @@ def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Ten
     output = model(**model_inputs(batch))
     logits = output.start_logits.float(), output.end_logits.float()
     if batch.attention_mask is not None:
-        padding, longest = ~batch.attention_mask, max(batch.lengths)
+        padding, longest = ~batch.attention_mask, batch.longest
         starts, ends = (rows.masked_fill(padding, float("-inf"))[:, :longest] for rows in logits)
     else:
         starts, ends = (_window_rows(row.flatten(), batch) for row in logits)
@@ -36,20 +36,22 @@ def head_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
     `model`: as wrapped by the strategy. T: tokens of the longest text.
     """
     logits: torch.Tensor = model(**model_inputs(batch)).logits.float()
+    count = len(batch.starts)
+    longest = max(batch.lengths[:count])
     if logits.ndim == 2:
-        return logits
-    longest = max(batch.lengths)
+        return logits[:count]
     if batch.cells is None:
         return logits[:, :longest]
-    rows = logits.new_zeros(len(batch.lengths) * longest, logits.shape[-1])
-    return rows.index_copy(0, batch.cells, logits[0]).view(len(batch.lengths), longest, -1)
+    rows = logits.new_zeros(len(batch.lengths) * max(batch.lengths), logits.shape[-1])
+    return rows.index_copy(0, batch.cells, logits[0]).view(len(batch.lengths), -1, logits.shape[-1])[:count, :longest]
 
 
 def _window_rows(row: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The values [N] of a packed batch's tokens as [B, T]. One operation: a kernel per window is slow on a GPU."""
     assert batch.cells is not None
-    shape = len(batch.lengths), max(batch.lengths)
-    return row.new_full((shape[0] * shape[1],), float("-inf")).scatter_(0, batch.cells, row).view(shape)
+    shape, count = (len(batch.lengths), max(batch.lengths)), len(batch.starts)
+    rows = row.new_full((shape[0] * shape[1],), float("-inf")).scatter_(0, batch.cells, row).view(shape)
+    return rows[:count, : max(batch.lengths[:count])]
 
 
 def model_inputs(batch: Batch) -> dict[str, Any]:
@@ -61,4 +63,4 @@ def model_inputs(batch: Batch) -> dict[str, Any]:
     }
     if batch.cu_seqlens is None:
         return inputs | {"attention_mask": batch.attention_mask}
-    return inputs | {"windows": Windows(batch.lengths, batch.cu_seqlens, max(batch.lengths))}
+    return inputs | {"windows": Windows(batch.lengths, batch.cu_seqlens, batch.longest)}

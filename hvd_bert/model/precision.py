@@ -31,10 +31,13 @@ def set_precision(args: TrainArguments) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Autocast for a forward pass in "fp32", "bf16" or "fp16"; weights and gradients stay in fp32."""
+def autocast(device: torch.device, precision: str, keeps_casts: bool = True) -> torch.autocast:
+    """Autocast for a forward pass in "fp32", "bf16" or "fp16"; weights and gradients stay in fp32.
+
+    `keeps_casts`: see `keep_casts`.
+    """
     dtype = AUTOCAST[precision]
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=keeps_casts)
 
 
 def keep_casts(device: torch.device) -> torch.autocast:

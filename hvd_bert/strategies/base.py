@@ -19,6 +19,7 @@ from hvd_bert.config.settings import STRATEGIES, ParallelArguments
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
+from hvd_bert.model import cuda_graphs
 from hvd_bert.model.precision import keep_casts
 from hvd_bert.strategies.word_rows import WordRows, word_embedding
 
@@ -62,6 +63,10 @@ class Strategy:
         self._has_stepped = False
         self._fused = bool(self.optimizer.param_groups[0].get("fused"))
         self._finite = True  # the norm, as far as the host waits for it: a fused optimizer skips a step by itself
+        # Autograd takes over the first gradient that it gets: a graph's own memory, which the next pass overwrites.
+        self._keeps_gradients = options.accumulation > 1 and cuda_graphs.wanted(options.train, world.device)
+        for parameter in self._trained() if self._keeps_gradients else ():
+            parameter.grad = torch.zeros_like(parameter)
         self._average_next(options.accumulation == 1)
         self._word_rows = self._make_word_rows()
 
@@ -159,7 +164,14 @@ class Strategy:
         with self._guard():
             self._apply()
         self._has_stepped = True
-        self.optimizer.zero_grad()
+        if self._keeps_gradients:
+            gradients: Any = [parameter.grad for parameter in self._trained()]
+            torch._foreach_zero_(gradients)
+        else:
+            self.optimizer.zero_grad()
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _apply(self) -> None:
         if self._finite:

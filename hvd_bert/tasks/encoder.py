@@ -14,12 +14,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForQuestionAnswering
 
 from hvd_bert.data.batch_plan import Ids
-from hvd_bert.data.collate import Batch, Collator
+from hvd_bert.data.collate import Batch, Bucket, Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.forward import head_logits
+from hvd_bert.model import cuda_graphs
 from hvd_bert.model.bert import load_model
-from hvd_bert.model.families import FAMILIES, check_precision, choose_padding
+from hvd_bert.model.families import FAMILIES, check_precision, choose_padding, max_tokens
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.layers import compile_layers
 from hvd_bert.model.loading import load_config
@@ -85,7 +86,7 @@ class EncoderTask(DatasetTask):
         none = np.zeros(len(ids), dtype=np.int32)
         columns = {"input_ids": ids, "context_start": starts, "start_position": none, "end_position": none}
         table = WindowTable.from_columns(columns)
-        collate = Collator(table, self.world.device, self.config.data.pad_to)
+        collate = self.collator(table)
 
         def batch(numbers: Ids) -> Labelled:
             rows = [torch.tensor(labels[i]) for i in numbers.tolist()]
@@ -93,6 +94,13 @@ class EncoderTask(DatasetTask):
 
         digest = hashlib.sha256(repr((ids, starts, list(labels))).encode()).hexdigest()
         return Examples(batch, table.lengths, digest)
+
+    def collator(self, table: WindowTable) -> Collator:
+        """Makes batches of a table of windows, by the settings."""
+        data, train, device = self.config.data, self.config.train, self.world.device
+        longest = min(data.max_seq_length, max_tokens(self.model.config))
+        bucket = Bucket(train.per_device_train_batch_size, longest) if cuda_graphs.wanted(train, device) else None
+        return Collator(table, device, data.pad_to, bucket)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """[texts, classes] or [texts, tokens of the longest, classes], in float32."""

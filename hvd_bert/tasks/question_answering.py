@@ -19,7 +19,7 @@ from hvd_bert.config.data import QUESTION_ANSWERING, DataArguments
 from hvd_bert.config.data_files import DataFile
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, mixture
-from hvd_bert.data.collate import Batch, Collator
+from hvd_bert.data.collate import Batch
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
@@ -77,7 +77,7 @@ class QuestionAnswering(EncoderTask):
 
     def question_set(self, source: Source, windows: WindowTable, **more: Any) -> QuestionSet:
         """The windows of these questions as examples. `more`: of `QuestionSet`."""
-        collate = Collator(windows, self.world.device, self.config.data.pad_to)
+        collate = self.collator(windows)
         return QuestionSet(collate, windows.lengths, source.digest, source=source, windows=windows, **more)
 
     def _load_split(self, split: str) -> QuestionSet:

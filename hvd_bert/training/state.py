@@ -99,7 +99,6 @@ class TrainState:
         meter = Meter(world, strategy.separates_comm)
         meter.on_applied = schedule.step
         average = WeightAverage(model, args.ema_decay) if args.ema_decay else None
-        strategy.mark_gradients(meter.gradients_computed)
         return TrainState(strategy, schedule, meter, plan, world, best, average)
 
     def averaged(self) -> AbstractContextManager[None]:
