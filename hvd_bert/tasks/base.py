@@ -229,7 +229,7 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
     rank_batch, passes = args.per_device_train_batch_size * world.devices, args.gradient_accumulation_steps
     rank_batch = rank_batch or 1  # not chosen yet: see training/batch_size.py
     global_batch = rank_batch * passes * world.size
-    plan = BatchPlan(lengths, global_batch, passes, world.size, args.seed, crossover, parts)
+    plan = BatchPlan(lengths, global_batch, passes, world.size, args.seed, crossover, parts, pass_windows=rank_batch)
     if args.global_batch == -1:
         return plan
     devices = world.size * world.devices
