@@ -191,8 +191,6 @@ class Config:
             require(fits, f"{unfit} --strategy {strategy}, which moves the weights. Use horovod or ddp.")
             saves = self.train.gradient_checkpointing
             require(not saves, f"{unfit} --gradient_checkpointing: graphs keep their activations. Choose one.")
-            packed = self.data.padding == "none"
-            require(packed, f"{unfit} --padding {self.data.padding}, only with packed windows. Omit one of them.")
             self.train.refuse_auto("--cuda_graphs")
         fresh = self.train.do_train and self.checkpoint.resume_from_checkpoint is None
         remedy = "--fast_dev_run trains from the start: remove --no_do_train and --resume_from_checkpoint."

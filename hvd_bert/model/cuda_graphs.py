@@ -9,6 +9,7 @@ DDP average them run as without graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ def parts_of(model: Any, whole: bool) -> list[nn.Module]:
     config: Any = getattr(model, "config", None)
     if getattr(config, "_attn_implementation", None) != attention.NAME:
         name = getattr(config, "model_type", type(model).__name__)
-        raise UserError(f"--cuda_graphs: {name} models take no packed windows. Omit the flag.")
+        raise UserError(f"--cuda_graphs: the windows are padded, by --padding or since {name} models need it. Omit it.")
     if whole and not type(model).__name__.endswith("ForSequenceClassification"):  # there, shapes follow the lengths
         return [model]
     encoder = model.base_model
@@ -50,7 +51,9 @@ class CudaGraphs:
     In training mode, inputs of the shapes that `record` has seen take the graphs; all others run eagerly.
     """
 
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
+    def __init__(self, parts: Sequence[nn.Module], autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        """`autocast`: of a forward pass; it must not keep casts, which no replay would repeat."""
+        self.autocast = autocast
         self._parts = [_Part(part, self) for part in parts]
         self._pool = torch.cuda.graph_pool_handle()  # passes do not overlap, so graphs of all shapes share memory
         trained = {p for part in parts for p in part.parameters() if p.requires_grad}
@@ -63,7 +66,8 @@ class CudaGraphs:
     def record(self, forward: Callable[[], object]) -> None:
         """Record graphs for the shapes that `forward`, a pass of the whole model, has. It draws random numbers."""
         self.calls = []
-        forward()
+        with self.autocast():
+            forward()
         calls, self.calls = self.calls, None
         assert [call.part for call in calls] == self._parts
         statics: dict[int, Tensor] = {}  # id of an input -> its static copy; parts share the borders of the windows
@@ -89,7 +93,7 @@ class _Part:
     """A part of the model, whose forward method it replaces."""
 
     def __init__(self, module: nn.Module, owner: CudaGraphs) -> None:
-        self.module, self.eager, self._owner = module, module.forward, owner
+        self.module, self.eager, self.owner = module, module.forward, owner
         self._compiled = module._compiled_call_impl  # --torch_compile has compiled the call around `forward`
         if self._compiled:
             module._compiled_call_impl = None
@@ -107,12 +111,12 @@ class _Part:
             return self.eager(*args, **kwargs)
         tensors: list[Tensor] = []
         inputs = _describe(args, tensors), tuple((name, _describe(value, tensors)) for name, value in kwargs.items())
-        if self._owner.calls is not None:
-            self._owner.calls.append(_Call(self, inputs, tensors))
+        if self.owner.calls is not None:
+            self.owner.calls.append(_Call(self, inputs, tensors))
         if inputs not in self.graphs:
             return self.eager(*args, **kwargs)
         graph, statics = self.graphs[inputs]
-        copied = self._owner.copied
+        copied = self.owner.copied
         for i, static in enumerate(statics):
             if static.requires_grad:
                 continue  # each part's own
@@ -134,7 +138,9 @@ class _Call(nn.Module):
     def forward(self, *tensors: Tensor) -> Any:
         rest = iter(tensors)
         args = _rebuild(self.inputs[0], rest)
-        return self.part.eager(*args, **{name: _rebuild(value, rest) for name, value in self.inputs[1]})
+        kwargs = {name: _rebuild(value, rest) for name, value in self.inputs[1]}
+        with self.part.owner.autocast():  # not around the recording: backward passes have none
+            return self.part.eager(*args, **kwargs)
 
 
 class _Input(NamedTuple):

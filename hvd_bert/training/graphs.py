@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from functools import partial
 
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BUCKET, BatchPlan, Ids
@@ -37,12 +38,10 @@ def record(task: Task, plan: BatchPlan, step: int, args: TrainArguments, world: 
     parts = parts_of(task.model, whole=world.size == 1)
     before, training = random_numbers(world.gpus), task.model.training
     task.model.train()
-    graphs = CudaGraphs(parts)
+    graphs = CudaGraphs(parts, partial(autocast, world.device, args.precision, keeps_casts=False))
     try:
         for size in sorted(chosen, reverse=True):  # the largest first: the others use its memory
-            batch = task.batch(passes[size])
-            with autocast(world.device, args.precision, keeps_casts=False):
-                graphs.record(lambda: task.losses(task.model, batch))  # noqa: B023
+            graphs.record(partial(task.losses, task.model, task.batch(passes[size])))
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"--cuda_graphs: recording failed: {short_reason(error)}. Omit the flag.") from error
     finally:
