@@ -1,6 +1,8 @@
 """Run a command with CUDA graphs that are recorded and replayed on the CPU, and with a GPU's attention kernels.
 
-    python graph_stand_in.py MODULE_OR_FILE ARGUMENTS...    as gpu_kernels.py; $GPU_GRAPHS gets the number of replays
+    python graph_stand_in.py MODULE_OR_FILE ARGUMENTS...    as gpu_kernels.py
+
+$GPU_GRAPHS, if set, gets the number of replays; $MOST_GRAPHS: see `install`.
 
 torch's own make_graphed_callables runs on a stand-in for CUDAGraph, which records ATen operations and runs them again
 on the same memory. What would silently compute something wrong on a GPU is an AssertionError.
@@ -21,9 +23,16 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.cuda import graphs
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hvd_bert.model import cuda_graphs
+from hvd_bert.model.layers import place
+from hvd_bert.strategies.base import Strategy
+from hvd_bert.training import graphs as training_graphs
+from hvd_bert.training import start
 
 MAKE, GRAD = graphs.make_graphed_callables, torch.autograd.grad
 HOST = {Tensor.tolist, Tensor.numpy, Tensor.cpu}  # they wait for a GPU, but are no ATen operations on the CPU
@@ -65,6 +74,10 @@ class HostReads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def refuse_hooks(part: nn.Module, _: Any) -> None:
+    assert not any(getattr(part, kind) for kind in MODULE_HOOKS), f"only the capture would run hooks of {part}"
+
+
 class Pool:
     """Memory that graphs share."""
 
@@ -82,8 +95,6 @@ class Group:
         self.graphs: list[CUDAGraph] = []
         self.half = len(callables)
         self.static = storages([samples, [(*module.parameters(), *module.buffers()) for module in modules]])
-        for part in (part for module in modules for part in module.modules()):
-            assert not any(getattr(part, kind) for kind in MODULE_HOOKS), f"only the capture would run hooks of {part}"
         for name, tensor in [*self.weights, *(("a sample argument", sample) for sample in tree_leaves(samples))]:
             assert not tensor._backward_hooks, f"the capture would take in the tensor hooks of {name}"
 
@@ -108,6 +119,7 @@ class CUDAGraph(TorchDispatchMode):
 
     def capture_begin(self, pool: Pool | None = None, **_: Any) -> None:
         self._pool, self.host, self.drawn = pool or Pool(), HostReads(), torch.get_rng_state()
+        self.hooks = register_module_forward_pre_hook(refuse_hooks)
         capturing.append(self)
         self.host.__enter__()
         self.__enter__()
@@ -115,6 +127,7 @@ class CUDAGraph(TorchDispatchMode):
     def capture_end(self) -> None:
         self.__exit__(None, None, None)
         self.host.__exit__(None, None, None)
+        self.hooks.remove()
         capturing.remove(self)
         torch.set_rng_state(self.drawn)  # a GPU's capture draws nothing
 
@@ -295,8 +308,15 @@ def stream(chosen: Stream | None) -> Iterator[None]:
         streams.pop()
 
 
-def install(setattr_: Callable[[Any, str, Any], Any] = setattr) -> None:
-    """Put the stand-ins in place. `setattr_`: monkeypatch.setattr, which undoes it after a test."""
+def install(setattr_: Callable[[Any, str, Any], Any] = setattr, most: int = training_graphs.MOST) -> None:
+    """Put the stand-ins in place, and have the trainer take the CPU for a GPU where it makes graphs.
+
+    `setattr_`: monkeypatch.setattr, which undoes it after a test. `most`: sizes that may have graphs; 0: none has.
+    """
+    setattr_(cuda_graphs, "wanted", lambda args, _: args.cuda_graphs)
+    setattr_(Strategy, "_make_word_rows", lambda _: None)
+    setattr_(start, "place", lambda model, device, _: place(model, device, compiled=True))  # no layers for CPUs
+    setattr_(training_graphs, "MOST", most)
     if not hasattr(torch._C, "_host_emptyCache"):
         torch._C._host_emptyCache = lambda: None
     for module in (torch.cuda, graphs):
@@ -316,7 +336,8 @@ def main(file: str) -> None:
         with open(file, "a", encoding="utf-8") as lines:
             lines.write(f"{replayed.replays}\n")
 
-    install()
+    install(most=int(os.environ.get("MOST_GRAPHS", training_graphs.MOST)))
+    os.environ.setdefault("GPU_KERNELS", os.devnull)
     atexit.register(write)
     runpy.run_path(str(Path(__file__).with_name("gpu_kernels.py")), run_name="__main__")
 
@@ -324,4 +345,4 @@ def main(file: str) -> None:
 if __name__ == "__main__":
     from graph_stand_in import main  # of the module that the command may import too
 
-    main(os.environ["GPU_GRAPHS"])
+    main(os.environ.get("GPU_GRAPHS", os.devnull))
