@@ -37,7 +37,7 @@ EVALUATION_GOAL, SCALING_GOAL = 1.5, 0.97
 ASYNC = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
 # The second name is for torch before 2.9.
 EXPANDABLE = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
-ROUND_S = 320.0  # a later round starts only if this many seconds are left: 200 for it, the rest for the lines below it
+ROUND_S = 560.0  # a later round starts only if this many seconds are left: 200 for it, the rest for the lines below it
 WARMUP = 10  # steps of the peer, which compiles again for other lengths
 SIZES = {
     "cuda": {"batch": 32, "length": LENGTH, "steps": 10, "repeats": 5, "peer_steps": 50},
@@ -65,8 +65,8 @@ def model_config(place: Place) -> Any:
 
 def measure_ours(place: Place, flags: list[str], name: str, ranks: int = 0, **settings: str) -> dict[str, Any]:
     """The record of `hvd-bert bench`. `ranks`: under horovodrun; 0: without a launcher."""
-    words = [sys.executable, "-m", "hvd_bert.tools.bench", *common_flags(place), *flags]
-    words += ["--json", str(place.file(name)), "--repeats", str(SIZES[place.device]["repeats"])]
+    words = [sys.executable, "-m", "hvd_bert.tools.bench", *common_flags(place)]
+    words += ["--repeats", str(SIZES[place.device]["repeats"]), *flags, "--json", str(place.file(name))]
     return place.record(name, launched(ranks) + words, gpus=max(1, ranks), **settings)
 
 
@@ -271,13 +271,15 @@ def expandable(place: Place) -> Outcome:
 
 
 def kernels(place: Place) -> Outcome:
-    """Launches and the GPU's time per step, at a quarter of the windows and at all, and the longest kernels; on the CPU
-    of torch's operators."""
+    """Kernels, their launches and the GPU's time per step, at a quarter of the windows and at all, and the longest
+    kernels; on the CPU of torch's operators."""
     found, records = "", {}
     for batch in (SIZES[place.device]["batch"] // 4, SIZES[place.device]["batch"]):
         flags = ["--steps", "8" if place.device == "cuda" else "2", "--per_device_train_batch_size", str(batch)]
         records[str(batch)] = record = _record(place, f"kernels-{batch}", *flags, program=("campaign.py", "kernels"))
-        found += "{launches_per_step:,.0f} and {busy_ms_per_step:.1f} ms at {} windows; ".format(batch, **record)
+        launches = record["launches_per_step"]
+        found += f"{launches:,.0f} launches, " if launches else ""
+        found += "{kernels_per_step:,.0f} kernels, {busy_ms_per_step:.1f} ms at {} windows; ".format(batch, **record)
     found += ", ".join(f"{row['share']:.0%} {row['name'][:40]}" for row in record["kernels"][:3])
     return Outcome(f"{found}, ...", None, records)
 

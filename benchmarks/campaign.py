@@ -102,14 +102,14 @@ def recorded_run(folder: Path, flags: str) -> dict[str, Any]:
 
 
 def print_kernels() -> None:
-    """Train on random windows, and print the kernels that take most of the device's time, and their number.
+    """Train on random windows, and print the kernels that take most of the device's time, and how they are started.
 
     `--steps` steps are recorded by torch's profiler, after as many that are not. On the CPU: torch's operators.
     """
     from acceptance_steps import prepare
     from torch.profiler import profile
 
-    from hvd_bert.tools.bench import measure
+    from hvd_bert.tools.bench import host_time, measure
 
     made, recorded = prepare(sys.argv[2:], 1, "The kernels that dominate a training."), profile()
 
@@ -120,17 +120,12 @@ def print_kernels() -> None:
 
     made.run(Profiled())
     recorded.stop()
-    rows = []
-    for event in recorded.key_averages():
-        seconds = (event.self_device_time_total if made.on_gpu else event.self_cpu_time_total) / 1e6
-        # Annotations, such as "Optimizer.step", span kernels that have rows of their own.
-        is_kernel = event.device_type.name != "CPU" and not getattr(event, "is_user_annotation", False)
-        if seconds and (is_kernel or not made.on_gpu):
-            rows.append({"name": event.key, "calls": event.count, "seconds": seconds})
-    rows.sort(key=lambda row: -row["seconds"])
+    events = recorded.key_averages()
+    rows = host_time.kernels(events, made.on_gpu)
     total_s = sum(row["seconds"] for row in rows)
     record = {
-        "launches_per_step": sum(row["calls"] for row in rows) / made.section,
+        "launches_per_step": host_time.launches(events) / made.section if made.on_gpu else None,
+        "kernels_per_step": sum(row["calls"] for row in rows) / made.section,
         "busy_ms_per_step": 1000 * total_s / made.section,
         "kernels": [row | {"share": row["seconds"] / total_s} for row in rows[:KERNEL_ROWS]],
     }

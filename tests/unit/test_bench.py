@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from test_world import make_world
 
+from hvd_bert.distributed.runner import join
 from hvd_bert.errors import UserError
-from hvd_bert.tools.bench import measure
+from hvd_bert.tools.bench import host_time, measure, speed
 from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.speed import SQUAD_DECILES, lengths_like_squad, random_task
 
@@ -82,3 +86,80 @@ def test_flags_of_the_trainer_are_used():
 def test_adapters_are_measured(tiny):
     task = task_of(tiny, "--lora_rank", "2")
     assert task.forward_flops.frozen > 0 and task.lora
+
+
+def event(key: str, count: int, device_ms: float = 0, kind: str = "CPU", annotation: bool = False) -> Any:
+    """A row of a profile's key_averages()."""
+    times = {"self_device_time_total": 1000 * device_ms, "self_cpu_time_total": 5000.0}
+    device = SimpleNamespace(name=kind)
+    return SimpleNamespace(key=key, count=count, device_type=device, is_user_annotation=annotation, **times)
+
+
+EVENTS = [
+    event("gemm", 300, 9, "CUDA"),
+    event("Memcpy HtoD", 7, 1, "CUDA"),
+    event("layer_norm", 50, 2, "CUDA"),
+    event("Optimizer.step", 1, 4, "CUDA", annotation=True),
+    event("aten::linear", 300, 9),
+    event("cudaLaunchKernel", 20),
+    event("cudaLaunchKernelExC", 4),
+    event("cuLaunchKernelEx", 3),
+    event("cudaGraphLaunch", 2),
+    event("cudaMemcpyAsync", 7),
+    event("cudaMemsetAsync", 1),
+    event("cudaDeviceSynchronize", 1),
+]
+
+
+def test_the_host_waits_for_the_gpu_or_the_gpu_for_the_host():
+    found = host_time.figures([0.02, 0.05, 0.03], EVENTS)
+    assert found == {"host_ms_per_step": 30, "gpu_busy_ms_per_step": pytest.approx(12), "launches_per_step": 37}
+    assert [row["name"] for row in host_time.kernels(EVENTS)] == ["gemm", "layer_norm", "Memcpy HtoD"]
+    said = host_time.advice(found, graphs=False)
+    assert "waits for the host: a step's 37 launches take the host 30.0 ms" in said and "the GPU 12.0 ms" in said
+    assert "--cuda_graphs" in said and "--cuda_graphs" not in host_time.advice(found, graphs=True)
+    assert host_time.advice(host_time.figures([0.011], EVENTS), graphs=False) is None
+    nothing = dict.fromkeys(host_time.FIGURES)
+    assert host_time.figures([], EVENTS[4:5]) == nothing and host_time.advice(nothing, graphs=False) is None
+
+
+@pytest.mark.slow
+def test_the_hosts_time_is_measured_apart_from_the_sections(tiny, tmp_path, monkeypatch, capsys):
+    """On the CPU, as on a GPU except for the profile's rows."""
+    happened, averages = [], torch.profiler.profile.key_averages
+
+    def key_averages(profile: Any) -> Any:
+        names = {row.key: row.count for row in averages(profile)}
+        assert names["Optimizer.step#AdamW.step"] == 1 and names["aten::embedding"] > 1  # all of one step
+        return EVENTS
+
+    on_step = host_time.HostTimer.on_step
+    monkeypatch.setattr(speed, "set_up", lambda *_: None)  # it changes the process
+    monkeypatch.setattr(host_time, "measurable", lambda *_: True)
+    monkeypatch.setattr(host_time.HostTimer, "on_step", lambda self, step: (happened.append(step), on_step(self, step)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: happened.append("waited"))
+    monkeypatch.setattr(torch.profiler.profile, "key_averages", key_averages)
+    words = [
+        "--steps",
+        "4",
+        "--repeats",
+        "2",
+        "--gradient_accumulation_steps",
+        "2",
+        "--strategy",
+        "none",
+        "--model",
+        tiny,
+    ]
+    flags, config = parse([*words, "--json", str(tmp_path / "bench.json")])
+    clock = SimpleNamespace(perf_counter=iter(range(5, 999, 5)).__next__)
+    monkeypatch.setattr(host_time, "time", clock)
+    (world := join("none")).set_up_device()
+    speed.run(flags, config, world)
+    timed = ["waited", 3, "waited", 4, *range(5, 13)]  # in the second half of the warm-up
+    assert happened == [1, 2, *timed, "waited", 13, "waited"]
+    record = json.loads((tmp_path / "bench.json").read_text())
+    assert (record["host_ms_per_step"], record["launches_per_step"]) == (5000, 37)
+    assert len(record["sections"]) == 2 and record["settings"]["max_steps"] == 12
+    printed = capsys.readouterr().out
+    assert "launches per step: kernels, graphs, copies" in printed and "The GPU waits for the host" in printed

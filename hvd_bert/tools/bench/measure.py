@@ -34,10 +34,10 @@ class Recorder(Callback):
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
         self.rows.append({"step": step, **metrics})
 
-    def logger(self) -> MetricsLogger:
-        """A training's logger that writes nothing and calls this callback."""
+    def logger(self, *others: Callback) -> MetricsLogger:
+        """A training's logger that writes nothing and calls this callback and others."""
         logger = MetricsLogger(Path(), enabled=False)
-        logger.callbacks = [self]
+        logger.callbacks = [self, *others]
         return logger
 
 

@@ -1,8 +1,8 @@
 """Measure the trainer's own loop on the ranks that the launcher starts: `hvd-bert bench`.
 
 Takes all of the trainer's flags; with --train_file or --dataset_name it uses that data and the trainer's weights. It
-trains one warm-up section, then --repeats sections of --steps steps each. Exit status: 0 measured, 1 failure, 2 bad
-input; a signal kills it.
+trains one warm-up section, then --repeats sections of --steps steps each and, on a GPU, a step under the profiler.
+Exit status: 0 measured, 1 failure, 2 bad input; a signal kills it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hvd_bert.storage.reading import GIB
 from hvd_bert.storage.writing import check_output, write_named, writing_to
 from hvd_bert.tasks.base import Task, load_task, weight_copies
 from hvd_bert.tasks.question_answering import QuestionAnswering
-from hvd_bert.tools.bench import measure
+from hvd_bert.tools.bench import host_time, measure
 from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.training.loop import Training
 from hvd_bert.training.start import Start, prepare, set_up
@@ -108,16 +108,18 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
     tokens = int(plan.rank_tokens(0)[world.rank] / plan.accumulation)
     world.allgather(None)  # all ranks measure at the same time, as they train
     peak = _matmul_peak(task, tokens, device, args.precision)
-    start = Start(config, task)
+    last = args.max_steps + 1  # a step for the profiler, after those that count
+    timers = [host_time.HostTimer(flags.steps, last)] if host_time.measurable(config, world) else []
+    start = Start(replace(config, train=replace(args, max_steps=last)) if timers else config, task)
     with tempfile.TemporaryDirectory() as folder:  # GPU usage is recorded there
-        Training(start.in_folder(Path(folder)), prepare(start, world), None, recorder.logger(), world).run()
+        Training(start.in_folder(Path(folder)), prepare(start, world), None, recorder.logger(*timers), world).run()
     used = memory_peak(device) - before
     timed = range(flags.steps, args.max_steps)
     needed = measure.memory_needed(task, world, timed, args.precision)
     world.allgather(None)
     peak = max(peak, _matmul_peak(task, tokens, device, args.precision))
     ranks = world.allgather({"peak": peak, "memory": used, "needed": needed})
-    rows = [row for row in recorder.rows if row["step"] > flags.steps]
+    rows = [row for row in recorder.rows if flags.steps < row["step"] <= args.max_steps]
     whole_peak = sum(rank["peak"] for rank in ranks)
     sections = []
     for row in rows:
@@ -133,6 +135,7 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
         "imbalance": fmean(plan.imbalance(step) for step in timed),
         "memory_bytes": [rank["memory"] for rank in ranks],
         "memory_over_needed": max(rank["memory"] / rank["needed"] for rank in ranks),
+        **(timers[0].figures() if timers else dict.fromkeys(host_time.FIGURES)),
         "windows": plan.num_windows,
         "global_batch": plan.global_batch,
     }
@@ -162,8 +165,13 @@ def _print_table(record: dict[str, Any], path: Path | None) -> None:
         ("memory per rank (maximum), GiB", f"{max(record['memory_bytes']) / GIB:.2f}", True),
         ("measured over computed memory", f"{record['memory_over_needed']:.2f}", True),
     ]
+    for name, (label, form) in host_time.FIGURES.items():
+        whole.append((label, form.format(record[name] or 0), record[name]))
     rows += [[label, value, "", ""] for label, value, known in whole if known]
     print(Grid(["figure", "median", "min", "max"], rows).for_terminal(), flush=True)
+    advice = host_time.advice(record, record["settings"]["cuda_graphs"])
+    if advice:
+        print(advice, flush=True)
     if path:
         with writing_to("--json", path):
             write_named(path, json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,106 @@
+"""The host's time to start a step next to the GPU's time to compute it: which of them waits for the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch.profiler import profile
+
+from hvd_bert.config.settings import Config
+from hvd_bert.distributed.world import World
+from hvd_bert.output.callback import Callback
+from hvd_bert.tasks.base import MicroBatch
+
+# Beginnings of the names of CUDA's calls that give the GPU work: kernels, graphs, copies.
+LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+# label and format
+FIGURES = {
+    "host_ms_per_step": ("milliseconds until the host has started a step", "{:.1f}"),
+    "gpu_busy_ms_per_step": ("milliseconds of a step's kernels and copies", "{:.1f}"),
+    "launches_per_step": ("launches per step: kernels, graphs, copies", "{:,}"),
+}
+
+
+def measurable(config: Config, world: World) -> bool:
+    """On one GPU, since the host of several ranks waits for their sums, and without the run's own profile."""
+    alone = world.size * world.devices == 1
+    return world.device.type == "cuda" and alone and not config.profiling.steps_to_record
+
+
+def kernels(events: Iterable[Any], on_gpu: bool = True) -> list[dict[str, Any]]:
+    """Name, calls and seconds of each kernel and kind of copy in a profile, the longest first.
+
+    `events`: the profile's key_averages(). Without `on_gpu`: of torch's operators on the CPU.
+    """
+    rows = []
+    for event in events:
+        seconds = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+        # Annotations, such as "Optimizer.step", span kernels that have rows of their own.
+        is_kernel = event.device_type.name != "CPU" and not getattr(event, "is_user_annotation", False)
+        if seconds and (is_kernel or not on_gpu):
+            rows.append({"name": event.key, "calls": event.count, "seconds": seconds})
+    return sorted(rows, key=lambda row: -row["seconds"])
+
+
+def launches(events: Iterable[Any]) -> int:
+    """The host's calls in a profile that give the GPU work. `events`: its key_averages()."""
+    calls = (event for event in events if event.device_type.name == "CPU" and event.key.startswith(LAUNCHES))
+    return sum(event.count for event in calls)
+
+
+def figures(host_s: Sequence[float], events: Sequence[Any]) -> dict[str, float | None]:
+    """`host_s`: the host's seconds of each measured step. `events`: key_averages() of a step's profile; empty, or
+    without kernels, if that could not be measured."""
+    busy_s = sum(row["seconds"] for row in kernels(events))
+    found = (1000 * median(host_s) if host_s else None, 1000 * busy_s or None, launches(events) or None)
+    return dict(zip(FIGURES, found, strict=True))
+
+
+def advice(found: Mapping[str, float | None], graphs: bool) -> str | None:
+    """A line if the GPU waits for its host; None if not, or if unknown. `found`: see `figures`. `graphs`: whether
+    --cuda_graphs is given."""
+    host_ms, busy_ms, count = (found[name] for name in FIGURES)
+    if host_ms is None or busy_ms is None or host_ms <= busy_ms:
+        return None
+    remedy = "Raise" if graphs else "Add --cuda_graphs or raise"
+    return (
+        f"The GPU waits for the host: a step's {count or 0:,} launches take the host {host_ms:.1f} ms, their work takes"
+        f" the GPU {busy_ms:.1f} ms. {remedy} --per_device_train_batch_size."
+    )
+
+
+class HostTimer(Callback):
+    """Times the host in the second half of the first `section` steps, and profiles step `last`, on a GPU.
+
+    No step that counts may follow the last one: a profile slows the launches down until the process ends.
+    """
+
+    def __init__(self, section: int, last: int) -> None:
+        self._steps, self._last = {*range(section // 2 + 1, section + 1), last}, last
+        self._step, self._start = 1, 0.0  # the step in progress; when it began, 0: it has not, or is not measured
+        self._host_s: list[float] = []
+        self._profile = profile()
+
+    def on_batch(self, batch: MicroBatch) -> None:
+        if self._start or self._step not in self._steps:
+            return
+        torch.cuda.synchronize()  # nothing that the step needs is left to wait for
+        if self._step == self._last:
+            self._profile.start()
+        self._start = time.perf_counter()
+
+    def on_step(self, step: int) -> None:
+        if step == self._last:
+            torch.cuda.synchronize()
+            self._profile.stop()
+        elif self._start:
+            self._host_s.append(time.perf_counter() - self._start)
+        self._step, self._start = step + 1, 0.0
+
+    def figures(self) -> dict[str, float | None]:
+        """After the last step."""
+        return figures(self._host_s, self._profile.key_averages())
