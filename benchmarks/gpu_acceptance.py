@@ -1,4 +1,4 @@
-"""Checks and measures this package on the GPUs of this machine, in at most 15 minutes and without a network.
+"""Checks and measures this package on the GPUs of this machine, in at most 20 minutes and without a network.
 
     bash scripts/gpu_acceptance.sh                 sets up, then runs this program
     python benchmarks/gpu_acceptance.py --out DIR
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import acceptance_attention
+import acceptance_graphs
 import acceptance_horovod
 import acceptance_speed
 import acceptance_training
@@ -61,7 +62,8 @@ class Line:
 def all_checks() -> Checks:
     """In their order: what is fast and tells most comes first."""
     fast = acceptance_attention.CHECKS | acceptance_horovod.CHECKS
-    return fast | acceptance_training.CHECKS | acceptance_speed.checks()
+    speeds = acceptance_speed.checks() | acceptance_graphs.SPEEDS
+    return fast | acceptance_training.CHECKS | acceptance_graphs.LOSSES | speeds
 
 
 def run_check(name: str, goal: str, check: Callable[[Place], Outcome], place: Place) -> Line:
@@ -107,7 +109,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/gpu_acceptance"), help="New folder. (default: %(default)s)")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
     minutes = "Time for all checks. The command that then runs is terminated."
-    add_number(parser, "--minutes", 15.0, minutes, Limits(above=0), "M")
+    add_number(parser, "--minutes", 20.0, minutes, Limits(above=0), "M")
     rounds = "Most rounds of the measurements in turns. (default: 3, on the CPU 1)"
     add_number(parser, "--rounds", None, rounds, Limits(minimum=1))
     add("--only", nargs="+", metavar="WORD", help="Only checks with one of these words in their names. (default: all)")
