@@ -28,7 +28,7 @@ def wanted(args: TrainArguments, device: torch.device) -> bool:
 
 
 def parts_of(model: Any, whole: bool) -> list[nn.Module]:
-    """The parts of a model to record, in the order of the forward pass: the `whole` model, or its layers.
+    """The parts of a model to record, in the order of the forward pass: the `whole` model, or embeddings, layers, head.
 
     Layers send their gradients while those of the layers below are computed. Raises UserError if the model does not
     take packed windows.
@@ -42,7 +42,9 @@ def parts_of(model: Any, whole: bool) -> list[nn.Module]:
     encoder = model.base_model
     lists = (part for part in encoder.modules() if isinstance(part, nn.ModuleList))
     layers = next((part for part in lists if len(part) == config.num_hidden_layers), None)
-    return [*layers] if layers else [encoder.encoder]  # ALBERT uses one layer several times
+    middle = [*layers] if layers else [encoder.encoder]  # ALBERT uses one layer several times
+    ends = getattr(encoder, "embeddings", None), getattr(model, "qa_outputs", None)
+    return [part for part in (ends[0], *middle, ends[1]) if part is not None]
 
 
 class CudaGraphs:

@@ -35,7 +35,7 @@ def record(task: Task, plan: BatchPlan, step: int, args: TrainArguments, world: 
         sizes[size] += 1
         passes.setdefault(size, ids)
     chosen = dict(sizes.most_common(MOST))
-    parts = parts_of(task.model, whole=world.size == 1)
+    parts = parts_of(task.model, world.size == 1)
     before, training = random_numbers(world.gpus), task.model.training
     task.model.train()
     graphs = CudaGraphs(parts, partial(autocast, world.device, args.precision, keeps_casts=False))
