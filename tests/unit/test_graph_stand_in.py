@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import gpu_kernels
@@ -16,12 +12,6 @@ from graph_stand_in import counted_launches, multi_tensor_launches
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-PROGRAM = """
-import sys, torch
-layer = torch.cuda.make_graphed_callables(torch.nn.Linear(2, 2), (torch.ones(2),))
-for _ in range(int(sys.argv[1])):
-    layer(torch.ones(2))
-"""
 SHAPES = ((4, 8), (6, 8))
 
 
@@ -250,12 +240,3 @@ def test_multi_tensor_launches() -> None:
         ([], 1, 0),
     ):
         assert multi_tensor_launches(sizes, lists) == launches
-
-
-@pytest.mark.slow
-def test_command(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, graph_stand_in.__file__, str(tmp_path / "program.py"), "3"]
-    files = {name: str(tmp_path / name) for name in ("GPU_GRAPHS", "GPU_KERNELS")}
-    subprocess.run(command, env={**os.environ, **files}, check=True)
-    assert (tmp_path / "GPU_GRAPHS").read_text() == "3\n"
