@@ -121,7 +121,8 @@ def register() -> None:
     """Give torch the operations."""
     for function in (flash_forward, flash_backward, efficient_forward, efficient_backward):
         kind, direction = function.__name__.split("_")
-        OVERRIDES.impl(f"_{kind}_attention_{direction}", function, "CPU")
+        kernel = torch.autocast("cpu", enabled=False)(function)  # a GPU's kernel does not see a pass's autocast
+        OVERRIDES.impl(f"_{kind}_attention_{direction}", kernel, "CPU")
 
 
 def install(file: str) -> None:

@@ -28,8 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hvd_bert.model import cuda_graphs
-from hvd_bert.model.layers import place
+from hvd_bert.model import cuda_graphs, layers
 from hvd_bert.strategies.base import Strategy
 from hvd_bert.training import graphs as training_graphs
 from hvd_bert.training import start
@@ -315,7 +314,7 @@ def install(setattr_: Callable[[Any, str, Any], Any] = setattr, most: int = trai
     """
     setattr_(cuda_graphs, "wanted", lambda args, _: args.cuda_graphs)
     setattr_(Strategy, "_make_word_rows", lambda _: None)
-    setattr_(start, "place", lambda model, device, _: place(model, device, compiled=True))  # no layers for CPUs
+    setattr_(start, "place", lambda model, device, _: layers.place(model, device, compiled=True))  # no layers for CPUs
     setattr_(training_graphs, "MOST", most)
     if not hasattr(torch._C, "_host_emptyCache"):
         torch._C._host_emptyCache = lambda: None

@@ -28,7 +28,7 @@ def wanted(args: TrainArguments, device: torch.device) -> bool:
 
 
 def parts_of(model: Any, whole: bool) -> list[nn.Module]:
-    """The parts of a model to record, in the order of the forward pass: the `whole` model, or its layers.
+    """The parts of a model to record, in the order of the forward pass: the `whole` model, or embeddings, layers, head.
 
     Layers send their gradients while those of the layers below are computed. Raises UserError if the model does not
     take packed windows.
@@ -36,13 +36,18 @@ def parts_of(model: Any, whole: bool) -> list[nn.Module]:
     config: Any = getattr(model, "config", None)
     if getattr(config, "_attn_implementation", None) != attention.NAME:
         name = getattr(config, "model_type", type(model).__name__)
-        raise UserError(f"--cuda_graphs: the windows are padded, by --padding or since {name} models need it. Omit it.")
+        raise UserError(
+            f"--cuda_graphs needs packed windows, but these {name} models get padded ones, or none. Omit the flag, or"
+            " --padding."
+        )
     if whole and not type(model).__name__.endswith("ForSequenceClassification"):  # there, shapes follow the lengths
         return [model]
     encoder = model.base_model
     lists = (part for part in encoder.modules() if isinstance(part, nn.ModuleList))
     layers = next((part for part in lists if len(part) == config.num_hidden_layers), None)
-    return [*layers] if layers else [encoder.encoder]  # ALBERT uses one layer several times
+    middle = [*layers] if layers else [encoder.encoder]  # ALBERT uses one layer several times
+    ends = getattr(encoder, "embeddings", None), getattr(model, "qa_outputs", None)
+    return [part for part in (ends[0], *middle, ends[1]) if part is not None]
 
 
 class CudaGraphs:
@@ -70,13 +75,12 @@ class CudaGraphs:
             forward()
         calls, self.calls = self.calls, None
         assert [call.part for call in calls] == self._parts
-        statics: dict[int, Tensor] = {}  # id of an input -> its static copy; parts share the borders of the windows
-        for tensor in (tensor for call in calls for tensor in call.tensors):
-            if id(tensor) not in statics:
-                statics[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        every = {id(tensor): tensor for call in calls for tensor in call.tensors}  # parts share the windows' borders
+        statics = {key: t.detach().clone().requires_grad_(t.requires_grad) for key, t in every.items()}
         inputs = tuple(tuple(statics[id(tensor)] for tensor in call.tensors) for call in calls)
+        every.clear()  # frees the pass's activations
         for call in calls:
-            call.tensors.clear()  # frees the pass's activations
+            call.tensors.clear()
         torch.cuda.make_graphed_callables(tuple(calls), inputs, allow_unused_input=True, pool=self._pool)
         for call, own in zip(calls, inputs, strict=True):
             call.part.graphs[call.inputs] = call.forward, own

@@ -152,7 +152,7 @@ class Strategy:
         if limit:
             self.optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0)  # clip_grad_norm_'s factor, inverted
         if not self.options.train.fp16:  # under fp16 the scaler sets it
-            self.optimizer.found_inf = torch.logical_not(torch.isfinite(norm)).float()
+            self.optimizer.found_inf = torch.logical_not(norm < torch.inf).float()  # isfinite would be 4 kernels
         return norm
 
     def _norm(self) -> Tensor:

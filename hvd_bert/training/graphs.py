@@ -32,10 +32,11 @@ def record(task: Task, plan: BatchPlan, step: int, args: TrainArguments, world: 
     start, sizes, passes = time.perf_counter(), Counter[int](), dict[int, Ids]()
     for ids in (ids for later in range(step, step + STEPS) for ids in plan.rank_windows(later, world.rank)):
         size = -(-int(plan.lengths[ids].sum()) // BUCKET) * BUCKET
-        sizes[size] += 1
-        passes.setdefault(size, ids)
+        if size:  # else the rank has no windows left
+            sizes[size] += 1
+            passes.setdefault(size, ids)
     chosen = dict(sizes.most_common(MOST))
-    parts = parts_of(task.model, whole=world.size == 1)
+    parts = parts_of(task.model, world.size == 1)
     before, training = random_numbers(world.gpus), task.model.training
     task.model.train()
     graphs = CudaGraphs(parts, partial(autocast, world.device, args.precision, keeps_casts=False))

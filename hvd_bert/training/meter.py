@@ -170,7 +170,7 @@ class Meter:
         self.settle()
         grad_norm = grad_norm.to(self._loss.device)
         self._pending.put(self._step_loss, grad_norm)
-        self._loss += torch.where(torch.isfinite(grad_norm), self._step_loss, 0.0)
+        self._loss += torch.where(grad_norm < torch.inf, self._step_loss, 0.0)  # NaN is not less, either
         self._step_loss.zero_()
 
     def settle(self) -> None:

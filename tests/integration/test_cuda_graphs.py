@@ -12,7 +12,8 @@ from launch import REPOSITORY, Outcome, launcher, run
 
 pytestmark = pytest.mark.integration
 PROGRAM = [sys.executable, REPOSITORY / "tests" / "graph_stand_in.py"]
-FLAGS = ("--cuda_graphs", "--dropout", 0.1, "--save_steps", 2, "--save_total_limit", 3, "--eval_strategy", "epoch")
+SAVED = ("--save_steps", 2, "--save_total_limit", 3)
+FLAGS = ("--cuda_graphs", "--dropout", 0.1, "--ema_decay", 0.9, "--eval_strategy", "epoch", *SAVED)
 
 
 def train(folder: Path, strategy: str, *flags: object, most: int = 8) -> Outcome:
@@ -21,15 +22,19 @@ def train(folder: Path, strategy: str, *flags: object, most: int = 8) -> Outcome
     _, _, *words = small_run(2, "out", *own)
     folder.mkdir(exist_ok=True)
     starts = launcher(2, "gloo" if strategy == "horovod" else "torchrun")
-    return run([*starts, *PROGRAM, *words], folder, env={"MOST_GRAPHS": str(most)}).expect(0)
+    environ = {"MOST_GRAPHS": str(most), "GPU_GRAPHS": str(folder / "replays")}
+    outcome = run([*starts, *PROGRAM, *words], folder, env=environ).expect(0)
+    replays = (folder / "replays").read_text().split()
+    assert len(replays) == 2 and all((int(count) > 0) == (most > 0) for count in replays)
+    return outcome
 
 
 @pytest.mark.parametrize("strategy", ["horovod", "ddp"])
 def test_two_ranks_train_and_resume_as_without_graphs(tmp_path: Path, strategy: str) -> None:
-    """With dropout, accumulation, and evaluations in between."""
+    """With dropout, accumulation, and evaluations of averaged weights in between."""
     flags = ("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2)
     graphed, eager = tmp_path / "graphed", tmp_path / "eager"
-    assert "CUDA graphs: 2 part(s)" in train(graphed, strategy, *flags).output
+    assert "CUDA graphs: 4 part(s)" in train(graphed, strategy, *flags).output  # embeddings, two layers, head
     train(eager, strategy, *flags, most=0)
     assert losses(graphed / "out") == losses(eager / "out")
     assert resuming.differences(graphed / "out", eager / "out") == []

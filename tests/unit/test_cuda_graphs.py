@@ -14,6 +14,8 @@ from refusals import refused
 from test_families import PACKED, small
 from test_world import make_world
 from torch import nn
+from torch.nn.utils import clip_grad
+from transformers import BertConfig
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.collate import Bucket
@@ -40,35 +42,39 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "choose", lambda *_: attention.by_flash)
 
 
+def prepared(folder: Path, *flags: str, frozen: bool = False) -> Training:
+    """A training of an encoder in `folder` on random windows. `frozen`: its embeddings and first layer are."""
+    config = parse_bench(["--strategy=none", "--steps=5", "--repeats=3", "--cuda_graphs", *flags])[1]
+    world = make_world()
+    task = random_task(str(folder), 400, config, world)
+    place(task.model, world.device, compiled=True)
+    if frozen:
+        for part in (task.model.base_model.embeddings, task.model.base_model.encoder.layer[0]):
+            part.requires_grad_(False)
+    start = Start(config, task)
+    return Training(start.in_folder(folder), prepare(start, world), None, measure.Recorder().logger(), world)
+
+
 def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, *flags: str, graphed: bool = True, **how: bool) -> Any:
-    """Losses, weights and the optimizer's state of 20 steps on random windows.
+    """Losses, weights and the optimizer's state of 20 steps.
 
     `graphed`: else the same batches are trained on eagerly. `layers`: a graph per layer, not for the whole model.
-    `unpadded`: the same windows without those that pad a batch. `frozen`: the embeddings and a layer.
+    `unpadded`: the same windows without those that pad a batch. `frozen`: see `prepared`.
     """
     monkeypatch.setattr(graphs, "MOST", 8 if graphed else 0)
     replays = graph_stand_in.replayed.replays
     with monkeypatch.context() as patch:
         if how.get("layers"):
-            parts_of = cuda_graphs.parts_of
-            patch.setattr(graphs, "parts_of", lambda model, whole: parts_of(model, whole=False))
+            patch.setattr(graphs, "parts_of", lambda model, _: cuda_graphs.parts_of(model, whole=False))
         if how.get("unpadded"):
             patch.setattr(Bucket, "padding", lambda *_: [])
-        words = ["--strategy=none", "--steps=5", "--repeats=3", f"--max_seq_length={LENGTH}"]
-        config = parse_bench([*words, "--per_device_train_batch_size=10", "--cuda_graphs", *flags])[1]
-        world, recorder = make_world(), measure.Recorder()
-        task = random_task(str(folder), 400, config, world)
-        place(task.model, world.device, compiled=True)
-        if how.get("frozen"):
-            base = task.model.base_model
-            for part in (base.embeddings, base.encoder.layer[0]):
-                part.requires_grad_(False)
-        start = Start(config, task)
-        training = Training(start.in_folder(folder), prepare(start, world), None, recorder.logger(), world)
+        words = [f"--max_seq_length={LENGTH}", "--per_device_train_batch_size=10", *flags]
+        training = prepared(folder, *words, frozen=how.get("frozen", False))
+        recorder = training.metrics_logger.callbacks[0]
         training.run()
-    state = {} if config.model.lora_rank else training.state.strategy.state()[1]
-    assert (graph_stand_in.replayed.replays > replays) == graphed and "forward" not in vars(task.model)
-    return [row["loss"] for row in recorder.rows], task.model.state_dict() | state
+    state = {} if training.task.adapter_files else training.state.strategy.state()[1]
+    assert (graph_stand_in.replayed.replays > replays) == graphed and "forward" not in vars(training.task.model)
+    return [row["loss"] for row in recorder.rows], training.task.model.state_dict() | state
 
 
 def same(one: Any, other: Any) -> bool:
@@ -119,6 +125,24 @@ def test_compiled_layers_are_inside_the_graphs(tmp_path: Path, monkeypatch: pyte
     flags = ["--dropout=0", "--torch_compile"]
     found, eager = (trained(tmp_path, monkeypatch, *flags, graphed=graphed, layers=True) for graphed in (True, False))
     assert found[0] == pytest.approx(eager[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("windows", [8, 32])
+@pytest.mark.parametrize("layers", [False, True], ids=["whole", "layers"])
+def test_a_step_is_at_most_150_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windows: int, layers: bool
+) -> None:
+    """Of a model with BERT-base's layers; without graphs it is more than 800."""
+    BertConfig(hidden_size=16, num_attention_heads=2, intermediate_size=32, vocab_size=1100).save_pretrained(tmp_path)
+    monkeypatch.setattr(clip_grad, "_has_foreach_support", lambda *_: True)  # as of a GPU's tensors
+    monkeypatch.setattr(clip_grad, "_device_has_foreach_support", lambda _: True)
+    monkeypatch.setattr(graphs, "parts_of", lambda model, _: cuda_graphs.parts_of(model, whole=not layers))
+    training = prepared(tmp_path, "--bf16", f"--per_device_train_batch_size={windows}")
+    training.state.strategy.module.train()
+    training._step()  # allocates the optimizer's state
+    with graph_stand_in.counted_launches() as counted:
+        training._step()
+    assert counted.replays == (2 * (1 + 12 + 1) if layers else 2) and counted.launches <= 150
 
 
 @pytest.mark.parametrize(
