@@ -42,14 +42,14 @@ MAX_LAUNCHES = {8: 150, 32: 150, 64: None}  # windows per step -> the goal with 
 
 
 def trained(flags: Sequence[str], graphed: bool, whole: bool = True) -> Any:
-    """Loss and gradient norm of each logged step, [steps, 2]. `whole`: a graph for the model, not one per layer.
+    """Loss and gradient norm of each logged step, [steps, 2]. `whole`: one graph, not one per layer.
 
     Without `graphed` no size of the padded batches has graphs.
     """
     recorder, most = Recorder(), graphs.MOST if graphed else 0
     with (
         patch.object(graphs, "MOST", most),
-        patch.object(graphs, "parts_of", lambda model, **_: parts_of(model, whole)),
+        patch.object(graphs, "parts_of", lambda model, _: parts_of(model, whole)),
     ):
         prepare([*STEPS, *flags], 9, "").run(recorder)
     return np.array([[row["loss"], row["grad_norm"]] for row in recorder.rows])
