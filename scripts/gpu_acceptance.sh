@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up this clone for the machine's GPUs (Horovod with NCCL, unless it is there), then checks and measures it:
-# benchmarks/gpu_acceptance.py. The checks take at most 15 minutes. The first set-up takes longer: it downloads torch and
+# benchmarks/gpu_acceptance.py. The checks take at most 20 minutes. The first set-up takes longer: it downloads torch and
 # builds Horovod. No network is needed once the packages are there.
 #   bash scripts/gpu_acceptance.sh                      in .venv
 #   bash scripts/gpu_acceptance.sh --torch-in-place     with the torch of python3, or of --python PY, in .venv-in-place
@@ -15,7 +15,7 @@
 # set-up failed.
 set -euo pipefail
 
-device=cuda python='' out='' venv=.venv setup=yes minutes=15 set_up=() words=()
+device=cuda python='' out='' venv=.venv setup=yes minutes=20 set_up=() words=()
 while [ $# -gt 0 ]; do
   case $1 in
     --torch-in-place) venv=.venv-in-place set_up+=("$1") ;;
