@@ -24,7 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as TAGGERS
 
 from hvd_bert.config.settings import ModelArguments
-from hvd_bert.data.collate import Collator
+from hvd_bert.data.batch_plan import BUCKET
+from hvd_bert.data.collate import Bucket, Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.evaluation.forward import head_logits, span_logits, window_losses
 from hvd_bert.model import attention
@@ -393,6 +394,22 @@ def test_sharded_copies_compute_the_same(name, classes, windows, mesh):
     expected, found = (outputs(model, batch) for model in (ours, sharded_copy(ours, mesh)))
     torch.testing.assert_close(found, expected)
     found.mean().backward()
+
+
+@pytest.mark.parametrize("heads", [None, CLASSIFIERS, TAGGERS], ids=["spans", "texts", "tokens"])
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_windows_that_pad_a_batch_to_a_bucket_change_no_logits(windows, name, heads):
+    model = models(name, heads=heads)[0]
+    bucket = Bucket(windows=len(LENGTHS) + 1, longest=60)
+    packed, padded = (Collator(windows, CPU, bucket=kind)(range(len(LENGTHS))) for kind in (None, bucket))
+    assert padded.num_positions == BUCKET == sum(padded.lengths) and padded.lengths[: len(LENGTHS)] == LENGTHS
+    assert max(padded.lengths) == padded.longest == 60
+    ends = [0, *np.cumsum(padded.lengths)]
+    assert padded.cu_seqlens.tolist() == ends + [BUCKET] * (bucket.borders - len(ends))
+    found, expected = (
+        head_logits(model, batch) if heads else torch.stack(span_logits(model, batch)) for batch in (padded, packed)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_layers_of_another_build_are_not_compiled():
