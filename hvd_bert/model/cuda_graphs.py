@@ -62,8 +62,8 @@ class CudaGraphs:
         self._parts = [_Part(part, self) for part in parts]
         self._pool = torch.cuda.graph_pool_handle()  # passes do not overlap, so graphs of all shapes share memory
         trained = {p for part in parts for p in part.parameters() if p.requires_grad}
-        # Nodes live as long as something holds them, and work on the stream that was current when they were made:
-        # recording must not make them on its own stream.
+        # A node without a reference is freed, and the next one works on the stream that is then current: the references
+        # keep recording from making them on its own stream.
         self._nodes = [get_gradient_edge(parameter).node for parameter in trained]
         self.calls: list[_Call] | None = None  # of a pass that is being recorded
         self.copied: dict[int, Tensor] = {}  # id of a static input -> the tensor whose content it has

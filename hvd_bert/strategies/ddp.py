@@ -44,5 +44,4 @@ class DDPStrategy(Strategy):
 
     def mark_gradients(self, mark: Callable[[], None]) -> None:
         # Whichever comes last: models register their parameters in any order, and may use only some of them.
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        register_multi_grad_hook(trained, lambda _: mark())
+        register_multi_grad_hook(self._trained(), lambda _: mark())
