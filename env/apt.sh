@@ -1,8 +1,12 @@
 # shellcheck shell=bash
 # The only place that installs system packages, with the reason for each. Sourced by env/setup.sh and
-# env/cluster_packages.sh, which set use_apt=no for --no-apt.
+# env/cluster_packages.sh, which set use_apt=no for --no-apt, and by scripts/demo.sh for the driver.
 
 use_apt=yes
+
+has_nvidia_driver() {
+  [ -e /dev/nvidiactl ] || command -v nvidia-smi >/dev/null || [[ $(PATH=$PATH:/sbin ldconfig -p 2>/dev/null) == *libcuda.so* ]]
+}
 
 can_apt() { [ "$use_apt" = yes ] && [ "$(id -u)" -eq 0 ] && [ -f /etc/debian_version ] && command -v apt-get >/dev/null; }
 

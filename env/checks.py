@@ -1,7 +1,8 @@
 """Checks of torch, Horovod and packages by the Python of an environment, for env/setup.sh and env/build_horovod.sh.
 
     python checks.py place                  prints the line of a .pth file that gives another Python this one's packages
-    python checks.py torch                  checks that torch computes and is new enough
+    python checks.py torch REQUIREMENT      checks that torch computes, is new enough and satisfies this
+    python checks.py torch_version          prints torch's own version, with its build, such as 2.13.0+cu130
     python checks.py horovod [PART...]      checks that the installed Horovod has PyTorch, Gloo and these: MPI, NCCL
     python checks.py one_mpi                checks that Horovod and mpi4py load the same libmpi
     python checks.py installed CLONE FILE...    checks that CLONE's package and the files' requirements are installed
@@ -36,12 +37,28 @@ def place() -> None:
     print("import site;", *(f"site.addsitedir({path!a});" for path in folders))
 
 
-def torch() -> None:
+def torch(requirement: str) -> None:
     import torch
 
     torch.ones(2).sum().item()
+    if not _satisfying(read_requirements([requirement])[0]):
+        sys.exit(f"torch {torch.__version__} is not {requirement}")
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         sys.exit(f"torch {torch.__version__} is too old: transformers needs 2.6 or later. Select one: --torch 2.8.0")
+
+
+def torch_version() -> None:
+    print(own_torch_version())
+
+
+def own_torch_version() -> str:
+    """As in `torch.__version__`: the metadata of PyPI's wheels lack the build. Importing torch would take seconds."""
+    spec = importlib.util.find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    found = re.search(r"^__version__ = '(.+)'$", file.read_text(), re.MULTILINE) if file and file.is_file() else None
+    if not found:
+        sys.exit("torch is not installed")
+    return found[1]
 
 
 def horovod(*parts: str) -> None:
@@ -81,10 +98,10 @@ def installed(clone: str, *lists: str) -> None:
         sys.exit("this package is not installed")
     if not (Path(sysconfig.get_path("scripts")) / "hvd-bert").exists():
         sys.exit("hvd-bert is not installed")
-    torch_part = "torch" + re.sub(r"[^A-Za-z0-9]", ".", metadata.version("torch")) + ".k"
+    torch_part = "torch" + re.sub(r"[^A-Za-z0-9]", ".", own_torch_version()) + ".k"
     if not metadata.version("horovod").partition("+")[2].startswith(torch_part):
         sys.exit("Horovod is not built for this torch")
-    for name in ("pip", "torch", "horovod", "transformers"):
+    for name in ("pip", "horovod", "transformers"):
         if importlib.util.find_spec(name) is None:
             sys.exit(f"{name} is not installed")
     for requirement in read_requirements(f"--requirement={file}" for file in lists):
@@ -186,7 +203,7 @@ def _satisfying(requirement: Any) -> bool:
     return bool(there and requirement.specifier.contains(there.version, prereleases=True))
 
 
-COMMANDS = {check.__name__: check for check in (place, torch, horovod, one_mpi, installed, missing)}
+COMMANDS = {check.__name__: check for check in (place, torch, torch_version, horovod, one_mpi, installed, missing)}
 
 if __name__ == "__main__":
     sys.path.pop(0)  # the folder of this file

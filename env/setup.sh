@@ -21,7 +21,8 @@ As root on Debian it prints which system packages are missing, and why it needs 
   --python PY       Python 3.10 or later for the environment (default: python3, else the newest on PATH)
   --venv DIR        the environment's folder (default: .venv in this clone)
   --torch SPEC      a version (2.8.0), a requirement ('torch>=2.8,<2.9'), a wheel file, or 'cpu': the CPU build of
-                    $default_torch where the package index has one, which saves several GB, else its default build
+                    $default_torch where the package index has one, which saves several GB, else its default build;
+                    Horovod without NCCL, unless this machine has an NVIDIA driver
                     (default: $default_torch. scripts/demo.sh selects 'cpu' for a new environment on a machine without
                     an NVIDIA driver. To train on GPUs in that environment later: --torch $default_torch)
   --torch-in-place  use the torch that --python already has, with its packages; nothing is installed there
@@ -282,23 +283,44 @@ get_torch() {
 }
 
 install_torch() {
-  local command=(install --progress-bar off)
-  if [ "$torch" != in-place ]; then
+  local command=(install --progress-bar off) wanted=$torch
+  case $torch in
+    cpu) wanted="torch==$default_torch" ;; # any build of it
+    in-place) wanted=torch ;;
+  esac
+  if [ "$torch" != in-place ] && ! { [ "$torch_installed" = "$torch@$torch_index" ] && try checks torch "$wanted"; }; then
+    ! try checks horovod || build_for_next_torch
     # Another index or file may have another build of the same version, which pip would not install.
     case $torch_installed in '' | "$torch@$torch_index") ;; *) command+=(--force-reinstall) ;; esac
     get_torch "${command[@]}"
     torch_installed=$torch@$torch_index
     save_settings
-    try checks torch || get_torch "${command[@]}" --force-reinstall
+    try checks torch "$wanted" || get_torch "${command[@]}" --force-reinstall
   fi
-  logged checks torch
+  logged checks torch "$wanted"
+}
+
+# The environment works until Horovod's wheel for the torch to come is in the cache: another environment builds it.
+build_for_next_torch() {
+  say "      building Horovod for it first: until then the environment stays as it is"
+  next=$venv.next
+  trap 'rm -rf "$next"' EXIT
+  logged "$venv/bin/python" -m venv --clear "$next"
+  local venv=$next
+  get_torch install --progress-bar off
+  build_horovod
+  rm -rf "$next"
 }
 
 build_horovod() {
   local options=()
   [ "$horovod" = release ] || options+=(--source "$horovod")
   case $mpi in yes) options+=(--with-mpi) ;; no) options+=(--without-mpi) ;; esac
-  case $nccl in yes) options+=(--with-nccl) ;; no) options+=(--without-nccl) ;; esac
+  case $nccl in
+    yes) options+=(--with-nccl) ;;
+    no) options+=(--without-nccl) ;;
+    auto) [ "$torch" != cpu ] || has_nvidia_driver || options+=(--without-nccl) ;;
+  esac
   find_horovod_wheel
   [ -z "$horovod_wheel" ] || options+=(--wheel "$horovod_wheel")
   bash "$root/env/build_horovod.sh" --python "$venv/bin/python" ${options[@]+"${options[@]}"} </dev/null |
@@ -310,7 +332,7 @@ find_horovod_wheel() {
   horovod_wheel=''
   [ "$wheels" != none ] && [ "$horovod" = release ] || return 0
   local version
-  version=$(version_of torch | tr -c 'A-Za-z0-9\n' .) || version='*'
+  version=$(checks torch_version 2>/dev/null | tr -c 'A-Za-z0-9\n' .) || version='*'
   horovod_wheel=$(compgen -G "$wheels/horovod-*+torch$version.k*-$(python_tag)-linux_$(uname -m).whl" | tail -n 1) || true
 }
 python_tag() { "$venv/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])'; }
@@ -413,7 +435,7 @@ set_up() {
   say "[2/5] system packages: $(${CXX:-g++} --version 2>/dev/null | head -n 1 | grep . || echo 'no compiler'), $(mpirun_version | grep . || echo 'no MPI')"
   say "[3/5] torch: $torch$(case $torch in torch*) echo ' (a CUDA build is several GB; without GPUs: --torch cpu)' ;; esac)"
   install_torch
-  say "[4/5] Horovod for torch $(version_of torch)$([ "$horovod" = release ] || echo ": $horovod")"
+  say "[4/5] Horovod for torch $(checks torch_version)$([ "$horovod" = release ] || echo ": $horovod")"
   build_horovod
   say "[5/5] requirements.txt${extras:+ with those for ${extras// /, }} and this package"
   install_requirements
@@ -455,8 +477,8 @@ main() {
     : >"$log"
     set_up
   fi
-  case $torch$(version_of torch) in
-    cpu*+cpu) say "torch is its CPU build. For GPUs: bash env/setup.sh --torch $default_torch" ;;
+  case $torch$(checks torch_version)$(has_nvidia_driver || echo +cpu) in
+    cpu*+cpu) say "Set up for CPUs. For GPUs: bash env/setup.sh --torch $default_torch" ;;
   esac
 }
 

@@ -15,9 +15,8 @@ for word in "$@"; do
   if [ "$word" = --no-apt ]; then apt=(--no-apt); else flags+=("$word"); fi
 done
 
-has_nvidia_driver() {
-  [ -e /dev/nvidiactl ] || command -v nvidia-smi >/dev/null || [[ $(PATH=$PATH:/sbin ldconfig -p 2>/dev/null) == *libcuda.so* ]]
-}
+# shellcheck source=env/apt.sh
+. env/apt.sh
 options=(${apt[@]+"${apt[@]}"})
 # An environment that exists keeps its torch.
 [ -e .venv/hvd_bert.settings ] || has_nvidia_driver || options+=(--torch cpu)

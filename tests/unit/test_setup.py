@@ -39,10 +39,36 @@ def refusal(call, *arguments) -> str:
 # Requirements
 
 
-def make_wheel(folder: Path, name: str, version: str, tag: str = "py3-none-any", needs: str = "") -> None:
+def make_wheel(
+    folder: Path,
+    name: str,
+    version: str,
+    tag: str = "py3-none-any",
+    needs: str = "",
+    files: dict[str, str] | None = None,
+) -> None:
+    head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    info = f"{name}-{version}.dist-info"
+    content = {
+        f"{info}/METADATA": head + (f"Requires-Dist: {needs}\n" if needs else ""),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n",
+        f"{info}/RECORD": f"{info}/RECORD,,\n",
+    }
+    for path, text in (files or {}).items():
+        content[path] = text
+        content[f"{info}/RECORD"] += f"{path},,\n"
     with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as file:
-        head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        file.writestr(f"{name}-{version}.dist-info/METADATA", head + (f"Requires-Dist: {needs}\n" if needs else ""))
+        for path, text in content.items():
+            file.writestr(path, text)
+
+
+def repack(folder: Path, name: str) -> None:
+    """A wheel of an installed package, without its programs."""
+    package = checks.metadata.distribution(name)
+    with zipfile.ZipFile(folder / f"{package.name.lower()}-{package.version}-py3-none-any.whl", "w") as file:
+        for path in package.files or ():
+            if ".." not in path.parts and path.suffix != ".pyc":
+                file.write(path.locate(), str(path))
 
 
 def test_all_missing_packages_are_named_with_what_needs_them(tmp_path: Path) -> None:
@@ -63,7 +89,8 @@ def test_all_missing_packages_are_named_with_what_needs_them(tmp_path: Path) -> 
 
 def test_this_environment_is_complete(tmp_path: Path) -> None:
     pytest.importorskip("horovod")
-    checks.torch()
+    checks.torch("torch>=2.6")
+    assert "is not torch>=99" in refusal(checks.torch, "torch>=99")
     checks.installed(str(ROOT), str(ROOT / "requirements.txt"))
     (tmp_path / "more.txt").write_text("pytest\nabsent==1\n")
     assert "absent==1" in refusal(checks.installed, str(ROOT), str(tmp_path / "more.txt"))
@@ -90,7 +117,7 @@ PLAN = build_horovod.Plan(TORCH, COMPILER, horovod_source.Source(None, "0.28.1",
 
 def test_the_installed_torch_is_inspected() -> None:
     torch = toolchain.inspect_torch()
-    assert torch.version == checks.metadata.version("torch") and torch.standard >= 17
+    assert torch.version == checks.own_torch_version() and torch.standard >= 17
     compiler = toolchain.choose_compiler(None, torch)
     assert compiler.standard == torch.standard
     assert "does not support C++99" in refusal(toolchain.choose_compiler, 99, torch)
@@ -239,20 +266,117 @@ def test_every_system_package_has_a_reason() -> None:
     assert result.returncode == 0 and len(result.stdout.splitlines()) == 15
 
 
+TORCH_STAND_IN = """from .version import __version__
+class ones:
+    def __init__(self, size): pass
+    def sum(self): return self
+    def item(self): return 2
+"""
+HOROVOD_STAND_IN = {
+    "horovod/__init__.py": "def run(): print('[X] PyTorch [X] Gloo')\n",
+    "horovod/torch/__init__.py": "mpi_built = nccl_built = lambda: False\ngloo_built = lambda: True\n",
+}
+
+
+def make_torch(folder: Path, metadata_version: str, version: str) -> None:
+    """A stand-in for torch: its own version has a build, that of PyPI's metadata has none."""
+    files = {"torch/__init__.py": TORCH_STAND_IN, "torch/version.py": f"__version__ = '{version}'\n"}
+    make_wheel(folder, "torch", metadata_version, files=files)
+
+
+def make_horovod(folder: Path, torch_version: str) -> None:
+    """A stand-in for a Horovod that was built for a torch."""
+    version = f"0.28.1+torch{torch_version.replace('+', '.')}.k1"
+    program = {f"horovod-{version}.dist-info/entry_points.txt": "[console_scripts]\nhorovodrun = horovod:run\n"}
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    tag = f"{python}-{python}-linux_{os.uname().machine}"
+    make_wheel(folder, "horovod", version, tag, files=HOROVOD_STAND_IN | program)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone whose env/build_horovod.sh writes its options to env/calls."""
+    clone = tmp_path / "clone"
+    shutil.copytree(ROOT / "env", clone / "env")
+    shutil.copytree(ROOT / "hvd_bert", clone / "hvd_bert", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "requirements.txt", "README.md"):
+        shutil.copy(ROOT / name, clone / name)
+    script = clone / "env/build_horovod.sh"
+    script.write_text(script.read_text().replace("\nset ", f'\necho "$@" >>"{clone}/env/calls"\nset ', 1))
+    return clone
+
+
+class StandIns:
+    """Set-ups of `clone` from a folder of wheels with stand-ins for torch and Horovod."""
+
+    def __init__(self, clone: Path, folder: Path, torch: tuple[str, str]) -> None:
+        self.clone, self.wheels, self.venv = clone, folder / "its wheels", folder / "venv"
+        self.wheels.mkdir()
+        for name in ("setuptools", "packaging", "cloudpickle", "psutil", "pyyaml"):
+            repack(self.wheels, name)
+        make_wheel(self.wheels, "transformers", "5.0", files={"transformers/__init__.py": ""})
+        make_torch(self.wheels, *torch)
+        make_horovod(self.wheels, torch[1])
+        (clone / "requirements.txt").write_text("torch==2.13.0\nhorovod==0.28.1\ntransformers\n")
+
+    def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
+        return run(*command, PIP_INDEX_URL="http://localhost:9/", PIP_CONFIG_FILE=os.devnull, PYTHONPATH="")
+
+    def first(self, torch: str) -> subprocess.CompletedProcess[str]:
+        return self.again("--python", sys.executable, "--without-mpi", "--wheels", self.wheels, "--torch", torch)
+
+    def again(self, *options: str | Path) -> subprocess.CompletedProcess[str]:
+        return self.run("bash", self.clone / "env/setup.sh", "--venv", self.venv, "--no-apt", *options)
+
+    def check(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        return self.run(self.venv / "bin/python", self.clone / "env/checks.py", *words)
+
+
+PYPI, CPU = ("2.13.0", "2.13.0+cu130"), ("2.13.0+cpu", "2.13.0+cpu")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_an_environment_from_another_python_and_wheels(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("option", "torch"), [("2.13.0", PYPI), ("cpu", CPU)], ids=["pypi", "cpu"])
+def test_setup_is_done_once(clone: Path, tmp_path: Path, option: str, torch: tuple[str, str]) -> None:
+    stand_ins = StandIns(clone, tmp_path, torch)
+    done = stand_ins.first(option)
+    assert done.returncode == 0 and "installed, not built" in done.stdout, done.stderr
+    has_driver = run("bash", "-c", f". {ROOT}/env/apt.sh; has_nvidia_driver").returncode == 0
+    assert ("--without-nccl" in (clone / "env/calls").read_text()) == (option == "cpu" and not has_driver)
+    assert "up to date" in stand_ins.again().stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_torch_is_replaced_only_with_its_horovod(clone: Path, tmp_path: Path) -> None:
+    stand_ins = StandIns(clone, tmp_path, PYPI)
+    assert stand_ins.first("cpu").returncode == 0
+    make_torch(stand_ins.wheels, "2.13.0+cpu", "2.13.0+cpu")  # the index has it now, but nobody asks for it
+    make_torch(stand_ins.wheels, "2.14.1", "2.14.1+cu130")
+    assert stand_ins.again("--torch", "2.14.1").returncode == 1  # its Horovod cannot be built
+    assert stand_ins.check("torch_version").stdout.strip() == "2.13.0+cu130"
+    assert stand_ins.check("installed", clone).returncode == 0
+    (stand_ins.venv / "bin/hvd-bert").unlink()
+    assert stand_ins.again("--torch", "cpu").returncode == 0
+    assert stand_ins.check("torch_version").stdout.strip() == "2.13.0+cu130"
+    make_horovod(stand_ins.wheels, "2.14.1+cu130")
+    assert stand_ins.again("--torch", "2.14.1").returncode == 0
+    assert stand_ins.check("torch_version").stdout.strip() == "2.14.1+cu130"
+    assert stand_ins.check("installed", clone).returncode == 0
+    assert sorted(path.name for path in tmp_path.glob("venv*")) == ["venv", "venv.lock", "venv.setup.log"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_environment_from_another_python_and_wheels(clone: Path, tmp_path: Path) -> None:
     """Without a network: of this Python's packages, and of a wheel of its Horovod if the cache has it."""
     pytest.importorskip("horovod")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert/wheels"
     wheel = next(cache.glob(f"horovod-{checks.metadata.version('horovod')}-*.whl"), None)
     if wheel is None:
         pytest.skip("the cache of wheels does not have the installed Horovod")
-    clone, wheels, venv = (tmp_path / name for name in ("clone", "its wheels", "venv"))
-    shutil.copytree(ROOT / "env", clone / "env")
-    shutil.copytree(ROOT / "hvd_bert", clone / "hvd_bert", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "requirements.txt", "README.md"):
-        shutil.copy(ROOT / name, clone / name)
+    wheels, venv = tmp_path / "its wheels", tmp_path / "venv"
     env = {"PIP_INDEX_URL": "http://localhost:9/", "PIP_CONFIG_FILE": os.devnull, "PYTHONPATH": ""}
     where = ("bash", clone / "env/setup.sh", "--venv", venv, "--no-apt")
     wheels.mkdir()
