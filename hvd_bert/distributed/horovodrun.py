@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from hvd_bert.distributed.launch import host_name
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import read_text
 
@@ -19,7 +20,8 @@ def host_slots(hosts: str, source: str = "-H") -> dict[str, int]:
         match = _HOST.fullmatch(entry)
         if match is None:
             raise UserError(f"{source}: {entry[:80]!r} must be HOST:SLOTS, such as a100-01:2.")
-        slots[match[1]] = slots.get(match[1], 0) + int(match[2] or 1)
+        host = host_name(match[1], source)
+        slots[host] = slots.get(host, 0) + int(match[2] or 1)
     return slots
 
 

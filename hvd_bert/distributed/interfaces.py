@@ -102,7 +102,7 @@ def _is_set_by_site() -> bool:
     """Whether a file of Open MPI's parameters (openmpi-mca-params.conf) names interfaces, or that is unknown."""
     command = ["ompi_info", "--parsable", "--param", "btl", "tcp", "--level", "9"]
     try:
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+        shown = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
         return True
     return len(re.findall(r":btl_tcp_if_(?:in|ex)clude:source:default", shown)) != len(TCP_INTERFACES)

@@ -112,6 +112,16 @@ def number(environ: Mapping[str, str], name: str, minimum: int = 0) -> int | Non
     return int(text)
 
 
+def host_name(name: str, source: str) -> str:
+    """The name, if a resolver accepts it. Raises UserError, which names its source, for others, such as a..b."""
+    try:
+        name.encode("idna")
+    except UnicodeError as error:
+        reason = error.__cause__ or error
+        raise UserError(f"{source}: {name[:80]!r} is no host name ({reason}). Give a host's name or address.") from None
+    return name
+
+
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
     """The launcher of this process, from its environment. Raises UserError if its variables are no ranks of a world."""
     rows = [row for row in _LAUNCHERS if {row.size, row.rank, *row.others} <= environ.keys()]
@@ -151,7 +161,7 @@ def _process_count(text: str) -> int:
     try:
         parsed = json.loads(text)
         hosts = list(chain(*parsed["cluster"].values())) if isinstance(parsed, dict) else parsed
-    except (ValueError, TypeError, LookupError, AttributeError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return 1
     return max(1, len(hosts)) if isinstance(hosts, list) else 1
 
@@ -242,8 +252,9 @@ def _check_variables(launcher: Launcher, environ: Mapping[str, str]) -> None:
 
 def horovodrun_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
     """Where horovodrun serves the addresses of its ranks over Gloo; None if it does not."""
-    host, port = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), number(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT", 1)
-    return (host, port) if host and port else None
+    name = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+    host, port = environ.get(name), number(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT", 1)
+    return (host_name(host, name), port) if host and port else None
 
 
 def gloo_timeout_s(environ: Mapping[str, str]) -> int:

@@ -34,6 +34,7 @@ from hvd_bert.distributed.launch import (
     Launcher,
     gloo_timeout_s,
     horovodrun_address,
+    host_name,
     is_elastic,
     number,
 )
@@ -263,11 +264,7 @@ def _master() -> tuple[str, int]:
     host, port = os.environ["MASTER_ADDR"], number(os.environ, "MASTER_PORT", 1) or 0
     if port > MAX_PORT:
         raise UserError(f"MASTER_PORT={port}: must be at most {MAX_PORT}. Set another, the same for all ranks.")
-    try:
-        host.encode("idna")
-    except UnicodeError as error:
-        raise UserError(f"MASTER_ADDR={host[:80]}: is no name of a host ({error}). Set that of rank 0's.") from None
-    return host, port
+    return host_name(host, "MASTER_ADDR"), port
 
 
 def check_horovodrun() -> None:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping
 
-from hvd_bert.distributed.launch import Launcher, LaunchError, number
+from hvd_bert.distributed.launch import Launcher, LaunchError, host_name, number
 from hvd_bert.errors import UserError, short_reason
 
 IN_SWEEP = "HVD_BERT_IN_SWEEP"
@@ -23,17 +23,19 @@ def step_nodes(environ: Mapping[str, str]) -> str:
 
 
 def expand_hosts(listed: str) -> list[str]:
-    """The hosts of a list of Slurm's, such as rack[0-3]_blade[0-1],login."""
-    if "[" not in listed:
-        return listed.split(",")
-    try:
-        told = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+    """The hosts of a list of Slurm's, such as rack[0-3]_blade[0-1],login. Raises UserError if they are unknown."""
+    hosts, reason = listed.split(","), "`scontrol show hostnames` printed nothing"
+    if "[" in listed:
+        try:
+            hosts = _scontrol("show", "hostnames", listed).split()
+        except UserError as error:
+            hosts, reason = [], str(error)
+    if not hosts:
         raise UserError(
-            f"The hosts {listed} are unknown: `scontrol show hostnames` does not work on {socket.gethostname()}. Make"
-            " Slurm's commands available there, or start with torchrun."
-        ) from None
-    return told.stdout.split()
+            f"The hosts {listed} are unknown on {socket.gethostname()}: {reason}. Make Slurm's commands available"
+            " there, or start with torchrun."
+        )
+    return [host_name(host, "SLURM_STEP_NODELIST") for host in hosts]
 
 
 def step_port(environ: Mapping[str, str]) -> int:
@@ -108,11 +110,14 @@ def requeue(environ: Mapping[str, str], mode: str, progress: str, announce: Call
 
 def _obstacle(shown: str) -> str:
     """Why a job must not be requeued, by `scontrol show job`; "" if it may be."""
+    _, _, shown = shown.partition("\n")  # the first line ends with the job's name, which may look like other fields
     fields = dict(reversed(re.findall(r"(\w+)=(\S*)", shown)))  # the first of each: paths and comments come later
+    if "JobState" not in fields:
+        return "`scontrol show job` did not print its state"
     if fields.get("BatchFlag") == "0":
         return "it is interactive"
-    if fields.get("JobState") != "RUNNING":
-        return f"Slurm is ending it ({fields.get('JobState')})"
+    if fields["JobState"] != "RUNNING":
+        return f"Slurm is ending it ({fields['JobState']})"
     if fields.get("Requeue") != "1":
         return "it does not allow it (sbatch --requeue does)"
     return "it has no time limit" if fields.get("TimeLimit") == "UNLIMITED" else ""
@@ -121,8 +126,12 @@ def _obstacle(shown: str) -> str:
 def _scontrol(*words: str) -> str:
     """The output of scontrol. Raises UserError if it fails."""
     try:
-        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=_COMMAND_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = subprocess.run(
+            ["scontrol", *words], capture_output=True, text=True, errors="replace", timeout=_COMMAND_S
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"`scontrol {words[0]}` did not answer in {_COMMAND_S} s") from None
+    except OSError as error:
         raise UserError(f"`scontrol {words[0]}` failed: {short_reason(error)}") from None
     if done.returncode > 0:  # < 0: ended by a signal, since Slurm is ending the job
         raise UserError(f"`scontrol {words[0]}` failed: {' '.join(done.stderr.split())}")

@@ -9,12 +9,14 @@ from refusals import refused
 
 from hvd_bert.distributed import events, slurm
 from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device, choose_threads, share_cores
+from hvd_bert.distributed.horovodrun import host_slots
 from hvd_bert.distributed.launch import (
     Launcher,
     LaunchError,
     checked_launcher,
     extend_gloo_timeout,
     find_launcher,
+    horovodrun_address,
     ignored,
     is_nested,
     note_on_one_process,
@@ -41,6 +43,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
 # A job script, and mpirun inside it, see variables of the batch step: one task of a job of many.
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "17"}
+GLOO_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}
 
 
@@ -100,6 +103,7 @@ def test_processes_that_would_each_train_alone_are_refused(case):
         {"WORLD_SIZE": "4"},  # job scripts export it: a line says that it is ignored
         {"RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
         {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}', "SM_HOSTS": '["algo-1"]'},
+        {"TF_CONFIG": "[" * 100_000},
         {"TF_CONFIG": '"chief"', "SM_HOSTS": "7 hosts", "CLUSTER_SPEC": '{"cluster": 3}', "RANK": ""},
     ],
 )
@@ -121,6 +125,20 @@ def test_horovods_size_is_the_launchers(name, hint):
     check_size(Launcher(name, 4, 0), 4, {})
     with refused(f"{name} started 4", "world of 1", hint):
         check_size(Launcher(name, 4, 0), 1, {})
+
+
+@pytest.mark.parametrize("name", ["a..b", "a" * 64])
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        ("-H", host_slots),
+        ("SLURM_STEP_NODELIST", slurm.expand_hosts),
+        (GLOO_ADDRESS, lambda name: horovodrun_address({GLOO_ADDRESS: name, "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"})),
+    ],
+)
+def test_name_that_no_host_can_have(source, read, name):
+    with refused(source, name):
+        read(name)
 
 
 def test_launcher_of_mpi_without_its_size():
@@ -340,14 +358,56 @@ def test_job_is_not_requeued(monkeypatch, environ, mode, progress, shown, reason
     assert slurm.requeue(environ, mode, progress, print) == why
 
 
-def test_scontrol_fails(monkeypatch, tmp_path):
+@pytest.fixture
+def scontrol(monkeypatch, tmp_path):
+    """scontrol(script) -> the only program on PATH, as a shell script."""
     monkeypatch.setenv("PATH", str(tmp_path))
+
+    def write(script: str) -> None:
+        (tmp_path / "scontrol").write_bytes(f"#!/bin/sh\n{script}\n".encode("latin-1"))
+        (tmp_path / "scontrol").chmod(0o755)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (
+            "echo 'requeue is disabled\nfor job 12, café' >&2; exit 1",
+            "requeue is disabled for job 12, caf\ufffd",
+        ),
+        ("while :; do :; done", "did not answer in 0.5 s"),
+        ("", "did not print its state"),
+        ("kill -9 $$", "did not print its state"),
+    ],
+)
+def test_scontrol_fails(monkeypatch, scontrol, script, reason):
+    monkeypatch.setattr(slurm, "_COMMAND_S", 0.5)
     with pytest.raises(UserError, match=r"`scontrol requeue` failed: .*No such file"):
         slurm._scontrol("requeue", "12")
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'requeue is disabled\nfor job 12' >&2; exit 1\n")
-    (tmp_path / "scontrol").chmod(0o755)
+    scontrol(script)
     why_not = slurm.requeue(JOB, "auto", "step 8", print)
-    assert why_not == "Slurm job 12 is not requeued: `scontrol show` failed: requeue is disabled for job 12."
+    assert why_not.startswith("Slurm job 12 is not requeued: `scontrol show") and why_not.endswith(f"{reason}.")
+    with refused("gpu[1-2]", "scontrol show"):
+        slurm.expand_hosts("gpu[1-2]")
+
+
+def test_hosts_by_scontrol(scontrol):
+    scontrol("echo gpu1; echo gpu2")
+    assert slurm.expand_hosts("gpu[1-2]") == ["gpu1", "gpu2"]
+    scontrol("echo café")
+    with refused("SLURM_STEP_NODELIST", "caf"):
+        slurm.expand_hosts("gpu[1-2]")
+
+
+@pytest.mark.parametrize("field", ["JobName=", "Comment="])
+@pytest.mark.parametrize("text", ["café", "x JobState=CANCELLED Requeue=0"])
+def test_texts_of_a_job_do_not_keep_it_from_its_requeue(scontrol, tmp_path, field, text):
+    shown = SHOWN.replace(field, f"{field}{text} ")
+    scontrol(f'[ "$1 $2" = "show job" ] && echo "{shown}" || echo "$*" >>{tmp_path}/called')
+    assert slurm.requeue(JOB, "auto", "step 8", print) is None
+    assert (tmp_path / "called").read_text() == "requeue 12\n"
 
 
 def test_runs_of_a_requeued_program_are_found_in_their_order(tmp_path, monkeypatch):

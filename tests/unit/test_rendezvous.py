@@ -149,7 +149,7 @@ def test_ranks_that_torchrun_restarts_have_other_keys(environ):
 def test_hosts_without_slurms_commands(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert slurm.expand_hosts("n1,n2") == ["n1", "n2"]
-    with refused("gpu[1-2]", "torchrun"):
+    with refused("gpu[1-2]", socket.gethostname(), "scontrol", "torchrun"):
         slurm.expand_hosts("gpu[1-2]")
 
 
