@@ -251,6 +251,17 @@ def test_report(capsys, verbose, found, status, first, last):
         assert bool(out) == shown and all(len(line) <= 118 for line in out.splitlines())
 
 
+@pytest.mark.parametrize("verbose", [True, False])
+def test_texts_of_another_host_do_not_control_the_terminal(capsys, verbose):
+    report = Report(as_json=False, shown=True, verbose=verbose)
+    report.print_details("torch \x1b[2J")  # as in the table of ranks
+    report.add(warning("ssh", "\x1b]0;owned\a", "\x9b2J"))
+    report.close()
+    out = capsys.readouterr().out
+    assert r"\x1b]0;owned\x07" in out and r"\x9b2J" in out
+    assert not {"\x1b", "\a", "\x9b"} & {*out}
+
+
 def diagnose(monkeypatch, join, launcher: Launcher) -> int:
     """The exit status of a diagnosis whose only check of the host passes."""
     monkeypatch.setattr(diagnosis.checks, "host_lines", lambda *_: [ok("Python", "3.11")])

@@ -101,5 +101,6 @@ def test_a_run_ends_if_its_sweep_is_killed() -> None:
 
 
 def test_the_last_line_is_the_reason_if_no_failure_is_found(tmp_path: Path) -> None:
-    (tmp_path / "log.txt").write_text("$ python\nSegmentation fault\n\n")
-    assert failure_in(tmp_path / "log.txt") == "Segmentation fault"
+    for line, reason in (("Segmentation fault", "Segmentation fault"), ("\x1b[2Jlost", r"\x1b[2Jlost")):
+        (tmp_path / "log.txt").write_text(f"$ python\n{line}\n\n")
+        assert failure_in(tmp_path / "log.txt") == reason

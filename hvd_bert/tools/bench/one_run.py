@@ -20,7 +20,7 @@ import psutil
 
 from hvd_bert.distributed.signals import SIGNALS
 from hvd_bert.distributed.slurm import IN_SWEEP
-from hvd_bert.errors import EXIT_OK, EXIT_STOPPED
+from hvd_bert.errors import EXIT_OK, EXIT_STOPPED, visible
 from hvd_bert.startup import run_command
 from hvd_bert.storage.writing import delete, make_folder, writing_to
 from hvd_bert.tools.bench.record import locked
@@ -243,4 +243,4 @@ def _send(number: signal.Signals, processes: Sequence[psutil.Process]) -> None:
 def failure_in(path: Path) -> str:
     """Why a run failed, as one line: the first failure in its log, else the last line."""
     lines = list(read_lines(path))
-    return first_failure(lines) or next(text for _, text in map(split_mark, reversed(lines)) if text)
+    return visible(first_failure(lines) or next(text for _, text in map(split_mark, reversed(lines)) if text))

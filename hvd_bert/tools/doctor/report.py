@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError, visible
 from hvd_bert.tools.rendering import counted
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
@@ -118,7 +118,7 @@ class Report:
     def _write(self, text: str) -> None:
         """In one write, because launchers tag every write."""
         if self.shown:
-            sys.stdout.write(text + "\n")
+            sys.stdout.write((text if self.as_json else visible(text)) + "\n")
             sys.stdout.flush()
 
     @property
