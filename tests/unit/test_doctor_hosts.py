@@ -90,6 +90,7 @@ def test_ranks_of_all_hosts(concluded):
     [
         (host("b", failure("Output", "on another host than rank 0's"), failure("Disk", "full")), "full"),
         (with_gpus("b", "A100", "A100"), "those on a have none"),
+        (HostReport((ok("Python", "3.11"),)), "b reports no ranks"),  # a clone of another version
         (host("b", versions={"torch": "2.12"}), "torch is 2.13 on ranks 0, 1 and 2.12 on ranks 2, 3"),
     ],
 )
@@ -107,6 +108,14 @@ def test_command(concluded):
     line = f"HVD_BERT_INTERFACE=10.1.0.4/30 {START} {SSH} 'a key' --network-interfaces ib0 {TRAIN}"
     reports = {"a": host("a"), "b": host("b", interface="ib1")}
     assert concluded(reports, *SSH.split(), "a key")["command"] == line
+
+
+@pytest.mark.parametrize("address", ["", "fd00::6", "192.0.2.6"])  # unknown, of another kind, of another network
+def test_command_without_a_common_subnet(concluded, monkeypatch, address):
+    monkeypatch.setitem(ADDRESSES, "b", address)
+    reports = {"a": host("a"), "b": replace(host("b"), ranks=host("a", interface="ib1").ranks)}
+    reports["b"].ranks[0]["interface"] = "ib1"
+    assert concluded(reports)["command"] == f"{START} {TRAIN}"
 
 
 def test_command_without_an_active_environment(concluded, monkeypatch):

@@ -24,7 +24,7 @@ def conclude(
     """Make one report of the hosts' reports. Returns the exit status."""
     report.add(*merged([(host, _results(each, host == next(iter(found)))) for host, each in found.items()]))
     ranks: list[Rank] = []
-    if all(each.ranks for each in found.values()):
+    if report.ready or all(each.ranks for each in found.values()):
         try:
             ranks = _planned(found, slots)
         except ValueError as error:  # a UserError, or a host has another version
@@ -45,9 +45,11 @@ def _results(found: HostReport, first: bool) -> list[CheckResult]:
 
 
 def _planned(found: Mapping[str, HostReport], slots: Mapping[str, int]) -> list[Rank]:
-    """The ranks as horovodrun would start them. Raises UserError if there are too few GPUs."""
+    """The ranks as horovodrun would start them. Raises UserError if a host has too few GPUs, or reports no ranks."""
     ranks: list[Rank] = []
     for host, each in found.items():
+        if not each.ranks:
+            raise UserError(f"{host} reports no ranks. Use the same clone on all hosts.")
         own = convert({**each.ranks[0], "info": each.ranks[0]}, Rank)
         address = _address(host, [*found])
         used = next((name for name, addresses in own.addresses.items() if address in addresses), "unknown")
@@ -80,11 +82,14 @@ def _setting(ranks: Sequence[Rank]) -> str:
     names = set(interface_of.values())
     if os.environ.get(SETTING) or len(names) == 1 or "unknown" in names:
         return os.environ.get(SETTING, "")
-    addresses = [ipaddress.ip_address(_address(host, [*interface_of])) for host in interface_of]
+    found = [_address(host, [*interface_of]) for host in interface_of]
+    if not all(found):
+        return ""
+    addresses = [ipaddress.ip_address(address) for address in found]
     subnet = ipaddress.ip_network(addresses[0])
-    while not all(address in subnet for address in addresses):
+    while subnet.prefixlen and not all(address in subnet for address in addresses):
         subnet = subnet.supernet()
-    return str(subnet)
+    return str(subnet) if subnet.prefixlen else ""  # IPv4 and IPv6 have none in common
 
 
 def _command(slots: Mapping[str, int], ranks: Sequence[Rank], flags: argparse.Namespace) -> str:
