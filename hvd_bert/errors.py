@@ -69,13 +69,16 @@ _CLONE = Path(__file__).parents[1]
 
 
 def find_user_error(error: BaseException) -> UserError | None:
-    """The UserError that an exception is, or stands for: a path that cannot be used, or a package that is missing."""
+    """The UserError that an exception is or stands for: a path that cannot be used, a package that cannot be loaded."""
     if isinstance(error, UserError):
         return error
     while isinstance(error.__cause__, ModuleNotFoundError):  # transformers hides the package's name
         error = error.__cause__
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("hvd_bert"):
         return UserError(f"{error} in the environment of {sys.executable}. {_environment_remedy()}")
+    if isinstance(error, ImportError) and str(error.path).endswith(".so"):
+        remedy = "Load the modules that were loaded at set-up, or reinstall this package."
+        return UserError(f"{error.path} cannot be loaded ({error}). {remedy}")
     if isinstance(error, OSError) and error.errno in _PATH_ERRORS and error.filename is not None:
         return UserError(f"{str(error.filename)[:MAX_REASON]}: {error.strerror}. Check this path.")
     return None

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def start_command() -> None:
-    """From now on, SIGINT and a missing package end this process without a traceback. Before the other imports."""
+    """From now on, SIGINT and a failed import end this process without a traceback. Before the other imports."""
     end_when_interrupted()
     sys.excepthook = _end_without_package
 
 
 def _end_without_package(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    mistake = find_user_error(error) if isinstance(error, ModuleNotFoundError) else None
+    mistake = find_user_error(error) if isinstance(error, ImportError) else None
     if mistake is None:
         sys.__excepthook__(kind, error, traceback)
         return

@@ -70,6 +70,7 @@ class HorovodWorld(World):
             os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
         with _loading():
             import horovod.torch as hvd
+            import horovod.torch.mpi_ops  # noqa: F401  # horovod.torch hides an error of its library
         served = launcher.name in (rendezvous.IN_GROUP, "torchrun", BY_TORCH) and not launcher.is_alone
         if served:
             rendezvous.serve_horovod(launcher)

@@ -156,7 +156,7 @@ def _end(error: BaseException, world: World | None, raises: bool) -> None:
 def _status_and_report(error: BaseException, world: World | None) -> tuple[int, str]:
     """The exit status of a rank with this error, by ENDS, and its report: "" if another rank reports it."""
     rank, host = (world.rank, world.host) if world else ("?", socket.gethostname())
-    if isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ImportError):
         error = find_user_error(error) or error
     status, report = next((status, report) for kind, status, report in ENDS if isinstance(error, kind))
     shown = not isinstance(error, LaunchError) or speaks_first(os.environ)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
+import horovod.torch
 import pytest
 from horovod.common.exceptions import HorovodInternalError
 from refusals import refused
@@ -35,6 +37,17 @@ def test_without_horovod_other_strategies_are_named(monkeypatch):
     for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):
         monkeypatch.setenv(name, "gloo")
     with refused("horovod", "--strategy ddp", "torchrun"):
+        HorovodWorld.join()
+
+
+def test_horovod_without_its_library(monkeypatch):
+    """Then horovod.torch prints a warning, and has no function."""
+    cut = ModuleType("horovod.torch")
+    cut.__path__ = []
+    monkeypatch.setattr(horovod, "torch", cut)
+    monkeypatch.setitem(sys.modules, "horovod.torch", cut)
+    monkeypatch.delitem(sys.modules, "horovod.torch.mpi_ops")
+    with refused("horovod.torch", "env/setup.sh"):
         HorovodWorld.join()
 
 

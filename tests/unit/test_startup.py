@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,17 @@ def test_another_ranks_local_rank_is_refused(module: str) -> None:
 def test_help_of_scripts() -> None:
     for name in ("demo", "test"):
         assert run("bash", str(PACKAGE.parent / f"scripts/{name}.sh"), "--help").stdout.startswith("Sets up")
+
+
+@pytest.mark.parametrize("words", ["train", "predict MODEL --context a --question b", "tools.doctor"])
+def test_a_package_whose_library_is_damaged(tmp_path: Path, words: str) -> None:
+    library = tmp_path / "torch" / f"_C{EXTENSION_SUFFIXES[0]}"
+    library.parent.mkdir()
+    library.write_text("cut")
+    library.with_name("__init__.py").write_text("from torch import _C\n")
+    done = run(sys.executable, "-m", *f"hvd_bert.{words}".split(), PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}")
+    said = done.stdout + done.stderr
+    assert done.returncode == EXIT_BAD_INPUT and str(library) in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("rank", ["", "0", "1"])

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser, path
 from hvd_bert.distributed.horovodrun import host_slots, read_hostfile
 from hvd_bert.distributed.launch import find_launcher, ignored, platform_name, speaks_first
-from hvd_bert.errors import EXIT_OK, UserError, visible
+from hvd_bert.errors import EXIT_OK, UserError, find_user_error, visible
 from hvd_bert.startup import collector_paused, print_on_one_rank, run_command, start_rank, take_local_rank
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.doctor.remote import check_hosts
@@ -199,8 +199,8 @@ def _check(argv: list[str] | None) -> int:
             return check_hosts(slots, flags, report)
         with collector_paused():
             from hvd_bert.tools.doctor.diagnosis import diagnose
-    except ModuleNotFoundError as error:
-        report.add(failure("Packages", f"not installed: {error.name}", "Run env/setup.sh."))
+    except ImportError as error:
+        report.add(failure("Packages", str(find_user_error(error) or error)))
         return report.close()
     return diagnose(flags, launcher, report)
 
