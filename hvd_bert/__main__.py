@@ -19,7 +19,7 @@ from hvd_bert.streams import end_when_lost
 from hvd_bert.version import __version__
 
 COMMANDS = {
-    "bench": "Measure the trainer's throughput, run a sweep, or measure the cost of lost ranks.",
+    "bench": "Measure the trainer's throughput, or run a sweep.",
     "doctor": "Preflight check: find problems of hosts, ranks and network before a training starts.",
     "evaluate": "Evaluate a trained model: scores, where it fails, and whether it is better than another model.",
     "predict": "Answer questions with a trained model, or predict with a task of one's own.",
@@ -33,6 +33,7 @@ HELP = ("-h", "--help")
 ELSEWHERE = {
     "export": "A training's output folder is a model of transformers; examples/export_onnx.py writes it as ONNX"
     " (docs/guides/sharing.md).",
+    "goodput": "Use `python benchmarks/campaign.py goodput`.",
     "publish": "Upload the output folder with `hf upload` (docs/guides/sharing.md).",
     "sweep": "Use `hvd-bert bench sweep`.",
 }

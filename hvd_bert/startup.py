@@ -42,7 +42,7 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     from hvd_bert.config import command_line  # yaml, which the doctor may find missing
 
     take_local_rank()
-    argv = sys.argv[1:]
+    argv = [part for word in sys.argv[1:] for part in (word.split("=") if word.startswith("--help=") else [word])]
     print_on_one_rank(argv)
     if HELP & set(argv):
 

@@ -60,6 +60,8 @@ _WHAT_TO_DO = {
     "save_strategy": "use --save_steps N, or --save_steps 0 for none",
     "resume ckpt ckpt_path": "rerun the same command with the same --output_dir, or use --resume_from_checkpoint",
     "push_to_hub": "upload the output folder with `hf upload` (docs/guides/sharing.md)",
+    # commands
+    "goodput": "use `python benchmarks/campaign.py goodput`",
     # ranks
     "gpus n_gpu num_gpus devices nproc_per_node num_processes nodes num_nodes ranks np": "the launcher starts one rank"
     " per GPU, for example: horovodrun -np 2 python -m hvd_bert.train",

@@ -19,6 +19,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT
 
 pytestmark = pytest.mark.slow
 HVD_BERT = str(Path(sys.executable).with_name("hvd-bert"))
+HELP_OUTPUT = ["--help", "output"]
 HEAVY = {"torch", "horovod", "mpi4py", "datasets", "pandas", "scipy", "tensorboard", "deepspeed", "matplotlib"}
 HEAVY |= {"pyarrow", "transformers", "numpy"}
 ALLOWED = {words: {"numpy"} for words in ("tools.bench sweep", "tools.tune", "tools.timeline")}
@@ -51,6 +52,11 @@ def test_unknown_topic_of_help_is_named_by_rank_0() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_help_with_an_equals_sign() -> None:
+    first, second = (run(sys.executable, "-m", "hvd_bert.train", *words) for words in (["--help=output"], HELP_OUTPUT))
+    assert (first.returncode, first.stdout, first.stderr) == (0, second.stdout, "") and "--report_to" in first.stdout
+
+
 def test_every_command_is_listed_with_its_purpose() -> None:
     listed = dict(re.findall(r"^  ([a-z]+) +(\S.*)$", run(HVD_BERT, "--help").stdout, re.MULTILINE))
     assert listed.keys() >= {"bench", "doctor", "predict", "report", "timeline", "train", "tune"}
@@ -74,6 +80,7 @@ def test_a_command_runs_as_by_its_module() -> None:
         ("benchmark", " Did you mean bench?"),
         ("import", ""),  # another word than report
         ("export", f" {ELSEWHERE['export']}"),
+        ("goodput", " Use `python benchmarks/campaign.py goodput`."),
     ],
 )
 def test_unknown_command_is_named_by_rank_0(word: str, hint: str) -> None:
