@@ -150,7 +150,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         for action in (None, "store"):
             self.register("action", action, Checked)
-        for kind, check in ((int, whole_number), (str, name_or_path), (Path, path)):
+        for kind, check in ((int, whole_number), (str, name_or_path), (None, name_or_path), (Path, path)):
             self.register("type", kind, check)
 
     def error(self, message: str) -> NoReturn:

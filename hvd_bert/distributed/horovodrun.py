@@ -32,7 +32,10 @@ def read_hostfile(path: Path) -> dict[str, int]:
     except (OSError, ValueError) as error:
         raise UserError(f"--hostfile {path} cannot be read: {error}") from None
     lines = (re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip()) for line in text.splitlines())
-    return host_slots(",".join(line for line in lines if line), f"--hostfile {path}")
+    hosts = ",".join(line for line in lines if line)
+    if not hosts:
+        raise UserError(f"--hostfile {path} has no hosts. Write lines such as a100-01:2.")
+    return host_slots(hosts, f"--hostfile {path}")
 
 
 def without_cache() -> list[str]:

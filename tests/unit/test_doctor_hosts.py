@@ -39,6 +39,9 @@ def test_hostfile(tmp_path):
     file.write_text("a100-01 2")
     with refused("hosts: 'a100-01 2' must be"):
         read_hostfile(file)
+    file.write_text("# none\n\n")
+    with refused("--hostfile", file, "no hosts"):
+        read_hostfile(file)
     with refused("cannot be read"):
         read_hostfile(tmp_path / "none")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
+from hvd_bert.config import command_line
 from hvd_bert.config.command_line import PRESETS as PRESET_FOLDER
 from hvd_bert.config.command_line import USED_FIRST, drop_flags, override_argv, parse
 from hvd_bert.config.flag import GROUPS
@@ -16,8 +17,15 @@ from hvd_bert.config.other_names import ELSEWHERE
 from hvd_bert.config.settings import FLAGS, PACKAGE, STRATEGIES, save
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
+from hvd_bert.predict import __main__ as predict
 from hvd_bert.tasks.base import make_plan
 from hvd_bert.tools.bench import __main__ as bench
+from hvd_bert.tools.bench import sweep
+from hvd_bert.tools.doctor import __main__ as doctor
+from hvd_bert.tools.evaluate import __main__ as evaluate
+from hvd_bert.tools.report import __main__ as report
+from hvd_bert.tools.timeline import __main__ as timeline
+from hvd_bert.tools.tune import __main__ as tune
 
 # A resumed run must have the same values as its checkpoint.
 FIXED_ON_RESUME = """
@@ -219,9 +227,26 @@ def test_refused_flags(flags, named, capsys):
     assert capsys.readouterr() == ("", "")  # the entry point prints it once
 
 
+TOOLS = (bench, doctor, evaluate, predict, report, sweep, timeline, tune)
+FLAGS_WITH_VALUES = [
+    (parser, action.option_strings)
+    for parser in (command_line.make_parser(), *(tool.make_parser() for tool in TOOLS))
+    for action in parser._actions
+    if action.option_strings and action.nargs != 0 and action.dest != "strategies"  # see check_strategies
+]
+
+
+@pytest.mark.parametrize(("parser", "names"), FLAGS_WITH_VALUES, ids=lambda value: getattr(value, "prog", str(value)))
+def test_the_value_of_an_unset_variable_is_refused(parser, names):
+    with refused(names[0]):
+        parser.parse_known_args([names[-1], ""])
+
+
 def test_a_word_that_is_no_flag_gets_no_hint():
     with refused("Unknown argument --label_smoothing=0.1."):
         parse(["--label_smoothing=0.1"])
+    with refused("goodput", "benchmarks/campaign.py"):  # a former command of bench
+        parse(["goodput"])
 
 
 def test_names_of_other_trainers_lead_to_flags():

@@ -250,7 +250,7 @@ def add_flags(parser: Parser, out: str) -> None:
 
 def choose(flags: argparse.Namespace, machine: Machine) -> Launching:
     """The launcher settings that those flags select. Raises UserError."""
-    launching = Launching(flags.launcher, tuple(flags.launcher_flag), flags.H or None, machine)
+    launching = Launching(flags.launcher, tuple(flags.launcher_flag), flags.H, machine)
     launching.check()
     return launching
 
