@@ -178,6 +178,15 @@ def test_an_interrupted_tuning_resumes(pretended, start, tmp_path, capsys) -> No
     assert "holds a tuning with other settings: the trainer's flags was" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("space", ["horovod", "training"])
+@pytest.mark.parametrize(("flag", "value"), [("--minutes", "0.0001"), ("--trials", "1")])
+def test_a_search_without_any_trial_gives_no_advice(pretended, start, tmp_path, capsys, space, flag, value) -> None:
+    assert start("--space", space, flag, value) == 2
+    output, message = capsys.readouterr()
+    assert f"{flag} {value}: " in message and "Keep" not in output
+    assert record(tmp_path)["result"] is None and len(pretended.started) == 1
+
+
 def test_failing_defaults_end_the_tuning(pretended, start, capsys) -> None:
     for status, words in ((1, "a run with the defaults failed: bad input ("), (2, "hvd_bert: bad input\n")):
         pretended.ends = {"": status}

@@ -22,7 +22,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from optuna.visualization import matplotlib as draw
 
-from hvd_bert.errors import as_user_error
+from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.storage.reading import convert, parse_json
 from hvd_bert.storage.writing import write_named
 from hvd_bert.tools.bench.record import OTHER_OUT
@@ -79,7 +79,8 @@ def finished(study: optuna.Study) -> list[FrozenTrial]:
 def search(
     objective: Speed | Score, parameters: Sequence[Parameter], count: int, minutes: float, pruner: str, seed: int
 ) -> dict[str, Any]:
-    """Run the trials that are left of `count`, print the answer and write the page. Returns the answer's record."""
+    """Run the trials that are left of `count`, print the answer and write the page. Returns the answer's record. Raises
+    UserError if no other setting was tried."""
     parameters = [each for each in parameters if each.has_effect(objective.first)]
     out, a_run = objective.runs.out, objective.first.process_s("real_s") or 0.0
     study = load(out, objective.direction, pruner)
@@ -104,6 +105,9 @@ def search(
             study.tell(trial, state=TrialState.FAIL)
         number, words, outcome, value = _row(study.trials[trial.number], parameters, objective)
         print(f"{number:>5}  {value:>{max(8, len(objective.name))}}  {words}: {outcome}", flush=True)
+    if parameters and not any(make_setting(parameters, trial.params) for trial in finished(study)):
+        flag = f"--minutes {minutes:g}" if len(done) < count else f"--trials {count}"
+        raise UserError(f"{flag}: no settings other than yours were tried. Raise it.")
     complete = study.get_trials(states=(TrialState.COMPLETE,))
     result, answer = objective.answer(study, make_setting(parameters, study.best_params) if complete else ())
     rows = [_row(trial, parameters, objective) for trial in finished(study)]
