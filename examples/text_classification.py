@@ -13,6 +13,7 @@ other class attributes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -26,7 +27,23 @@ from hvd_bert.config.settings import Config
 from hvd_bert.errors import UserError, log
 from hvd_bert.tasks.dataset import Examples
 from hvd_bert.tasks.encoder import EncoderTask, Labelled
-from hvd_bert.tasks.rows import column, load_rows
+from hvd_bert.tasks.rows import column, load_rows, text_column
+
+MISSING = ("na", "nan", "none", "null", "<na>")  # words that programs write for a missing value
+
+
+def number(text: str) -> float | None:
+    """The number that a text shows; None if it shows none."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def is_text(cell: str | None) -> bool:
+    """Whether a cell of CSV, in which all are texts, shows neither a number nor true or false."""
+    return number(str(cell)) is None and str(cell).lower() not in ("true", "false")
 
 
 class TextClassification(EncoderTask):
@@ -65,42 +82,55 @@ class TextClassification(EncoderTask):
         kind = rows.features.get(self.label_column)
         if isinstance(kind, datasets.ClassLabel):
             return list(kind.names)
-        names = [str(label) for label in sorted(set(self.given_labels(rows)))] if trains else []
+        labels = self.given_labels(rows) if trains else []
+        names = sorted({*labels}, key=lambda name: (number(name) is None, number(name) or 0.0, name))
         if len(names) == 1:
             raise UserError(f"All labels in `{self.label_column}` are {names[0]}. Give data with two or more classes.")
+        missing = [name for name in names if name.lower() in MISSING and number(names[0]) is not None]
+        if missing:
+            raise UserError(
+                f"Row {labels.index(missing[0]) + 1} of the {rows.split} data: the label {missing[0]!r} stands for a"
+                " missing value where others are numbers. Leave the row out, or rename the label."
+            )
         return names
 
-    def given_labels(self, rows: datasets.Dataset) -> list[Any]:
-        """The label of each row: a text or a whole number, which pandas may have as 1.0."""
+    def given_labels(self, rows: datasets.Dataset) -> list[str]:
+        """The label of each row: a text, or a whole number as text."""
         labels, kind = column(rows, self.label_column), rows.features[self.label_column]
         if isinstance(kind, datasets.ClassLabel):
-            return [kind.names[label] if label >= 0 else label for label in labels]  # GLUE's test sets have -1
-        labels = [int(label) if isinstance(label, float) and label.is_integer() else label for label in labels]
+            return [kind.names[label] if label >= 0 else str(label) for label in labels]  # GLUE's test sets have -1
+        names = []
         for row, label in enumerate(labels, start=1):
-            if not isinstance(label, str | int):
+            name = str(label)
+            value = number(name)
+            if value is not None:
+                name = name.strip().removesuffix(".0")  # pandas may write 1 as 1.0
+            if not isinstance(label, str | int | float) or not name.strip() or (value and not value.is_integer()):
                 raise UserError(
                     f"Row {row} of the {rows.split} data: the label {label!r} is neither a text nor a whole number. Fix"
                     " it, or see docs/guides/tasks.md for learning numbers."
                 )
-        return labels
+            names.append(name)
+        return names
 
     def found_columns(self, rows: datasets.Dataset | None) -> list[str]:
         if self.text_columns or rows is None:
             return list(self.text_columns)
         strings = [name for name, kind in rows.features.items() if getattr(kind, "dtype", "").endswith("string")]
-        texts = [name for name in strings if name not in ("id", "idx", self.label_column)]
-        if not texts:
+        strings = [name for name in strings if name not in ("id", "idx", self.label_column)]
+        found = [name for name in strings if any(map(is_text, rows[name]))] or strings
+        if not found:
             raise UserError(f"No column has texts: {', '.join(rows.column_names)}. Set `text_columns` in a subclass.")
-        return ["sentence1", "sentence2"] if {"sentence1", "sentence2"} <= set(texts) else texts[:2]
+        return ["sentence1", "sentence2"] if {"sentence1", "sentence2"} <= set(found) else found[:2]
 
     def targets(self, rows: datasets.Dataset) -> list[Any]:
         """What to predict for each row: the number of its class."""
         labels, numbers = self.given_labels(rows), {name: number for number, name in enumerate(self.classes)}
         for row, label in enumerate(labels, start=1):
-            if str(label) not in numbers:
+            if label not in numbers:
                 known = ", ".join(self.classes)
                 raise UserError(f"Row {row} of the {rows.split} data: {label!r} is no class. Choose from {known}.")
-        return [numbers[str(label)] for label in labels]
+        return [numbers[label] for label in labels]
 
     def labelled(self, rows: datasets.Dataset) -> Examples:
         return self.examples(self.encoded(rows), self.targets(rows))
@@ -109,7 +139,7 @@ class TextClassification(EncoderTask):
         return self.examples(self.encoded(rows), [0] * len(rows))
 
     def encoded(self, rows: datasets.Dataset) -> Any:
-        return self.encode(*(column(rows, name) for name in self.model.config.text_columns))
+        return self.encode(*(text_column(rows, name) for name in self.model.config.text_columns))
 
     def forward(self, model: nn.Module, batch: Labelled) -> tuple[Tensor, Tensor]:
         texts, labels = batch

@@ -16,7 +16,7 @@ from transformers import AutoModelForQuestionAnswering
 from hvd_bert.data.batch_plan import Ids
 from hvd_bert.data.collate import Batch, Bucket, Collator
 from hvd_bert.data.window_table import WindowTable
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.evaluation.forward import head_logits
 from hvd_bert.model import cuda_graphs
 from hvd_bert.model.bert import load_model
@@ -77,7 +77,9 @@ class EncoderTask(DatasetTask):
         special = self.tokenizer.num_special_tokens_to_add(pair=len(texts) > 1)
         if length <= special:
             raise UserError(f"--max_seq_length {length}: {special} special tokens leave no room for a text. Raise it.")
-        return self.tokenizer(*texts, truncation=True, max_length=length, return_token_type_ids=True, **options)
+        task = self.config.data.task
+        with as_user_error(lambda reason: f"--task {task}: `encode` needs texts, or lists of words ({reason})."):
+            return self.tokenizer(*texts, truncation=True, max_length=length, return_token_type_ids=True, **options)
 
     def examples(self, encoded: Any, labels: Sequence[Any]) -> Examples:
         """Examples of what `encode` returned. `labels`: a number for each text, or a list of one for each token."""

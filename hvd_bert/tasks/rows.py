@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvd_bert import hub
 from hvd_bert.config.settings import Config
 from hvd_bert.data.sources import files
+from hvd_bert.data.sources.entries import as_text, shown
+from hvd_bert.data.sources.questions import Mistake
 from hvd_bert.errors import UserError, as_user_error, short_reason
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-# Endings of a file's name, also before .gz -> the reader of `datasets` and its options. "NA" is a text, as others are,
-# and so are the quotes in files with tabs, such as GLUE's.
-_JSON: tuple[str, dict[str, Any]] = ("json", {})
-_READERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".csv": ("csv", {"keep_default_na": False}),
-    ".tsv": ("csv", {"keep_default_na": False, "delimiter": "\t", "quoting": csv.QUOTE_NONE}),
-    ".jsonl": _JSON,
-    ".json": _JSON,
-    ".parquet": ("parquet", {}),
-}
 
 
 def load_rows(config: Config, name: Literal["train", "validation"], split: str | None = None) -> Dataset | None:
@@ -57,35 +48,65 @@ def load_rows(config: Config, name: Literal["train", "validation"], split: str |
 
 
 def read_rows(path: str, flag: str) -> Dataset:
-    """The rows of a file that `flag` names, in memory. Raises UserError."""
+    """The rows of a file that `flag` names, in memory, with the types of Parquet or JSON. Cells of CSV are texts.
+
+    Raises UserError.
+    """
     import datasets
 
-    split = flag.removeprefix("--").removesuffix("_file")  # named in messages
-    reader, options = _READERS.get(Path(path.lower().removesuffix(".gz")).suffix, ("", {}))
-    if not reader:
-        raise UserError(f"{flag} {path}: its name must end with {', '.join(_READERS)}, or with one of them and .gz.")
-    with files.opened(path, f"{flag} {path}"):  # reports a missing file
-        pass
-    datasets.disable_progress_bars()  # else every rank would show them
-    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs the errors that it raises
-    with TemporaryDirectory() as cache:  # ranks would wait for each other's lock on a shared cache
+    name, split = f"{flag} {path}", datasets.NamedSplit(flag.removeprefix("--").removesuffix("_file"))
+    with files.opened(path, name) as file:
+        content = files.unpacked(name, file.read())
+    datasets.disable_progress_bars()  # a task's `rows.map` would show them on every rank
+    choose = partial(_check_columns, name)
+    if content.startswith(files.PARQUET):
+        rows = datasets.Dataset(files.parquet_table(name, content, choose), split=split)
+    else:
+        as_glue = Path(path.lower().removesuffix(".gz")).suffix == ".tsv"  # whose texts have unpaired quotes
+        found = [*_objects(name, files.parsed(name, content, choose, as_glue))]
+        columns = {key: [row.get(key) for row in found] for key in dict.fromkeys(key for row in found for key in row)}
         try:
-            rows = datasets.load_dataset(
-                reader,
-                data_files={split: path},
-                split=split,
-                cache_dir=cache,
-                keep_in_memory=True,
-                trust_remote_code=False,
-                **options,
-            )
-        except Exception as error:
-            cause = error.__cause__ or error  # `datasets` wraps the reader's own
-            remedy = "Save it as UTF-8, in Excel as 'CSV UTF-8'" if isinstance(cause, UnicodeError) else "Fix the file"
-            raise UserError(f"{flag} {path}: cannot be read ({short_reason(cause)}). {remedy}.") from None
+            rows = datasets.Dataset.from_dict(columns, split=split, on_mixed_types="use_json")
+        except (OverflowError, ValueError) as error:
+            raise UserError(f"{name}: {_first_unusable(columns) or short_reason(error)}. Fix the file.") from None
     if not len(rows):
-        raise UserError(f"{flag} {path}: there are no rows. Give a file with rows.")
+        raise UserError(f"{name}: there are no rows. Give a file with rows.")
     return rows
+
+
+def _check_columns(name: str, columns: list[str]) -> list[str]:
+    """The same columns. Raises UserError if two have the same name."""
+    for column, count in Counter(columns).items():
+        if count > 1 and not files.is_index(column):
+            raise UserError(f"{name}: {count} columns are named {column!r}. Rename all except one.")
+    return columns
+
+
+def _objects(name: str, placed: Iterable[files.Placed]) -> Iterator[dict[str, Any]]:
+    """The rows of `files.parsed`. Raises UserError for the first that is none."""
+    for where, value in placed:
+        if isinstance(value, Mistake):
+            raise UserError(f"{name}: {value}. Fix the file.")
+        inner = value.get("data") if isinstance(value, dict) and not where else None  # {"data": [ROW, ...]}
+        if isinstance(inner, list) and all(isinstance(row, dict) for row in inner):
+            value = inner
+        for number, row in enumerate(value if isinstance(value, list) else [value]):
+            if not isinstance(row, dict):
+                raise UserError(f"{name}: {where or f'[{number}]'}: should be an object ({shown(row)}). Fix the file.")
+            yield row
+
+
+def _first_unusable(columns: dict[str, list[Any]]) -> str:
+    """The first value that Arrow cannot hold, such as a number of 23 digits, with its row and column; "" if none."""
+    import pyarrow as pa
+
+    for column, values in columns.items():
+        for number, value in enumerate(values, start=1):
+            try:
+                pa.array([value])
+            except (OverflowError, ValueError) as error:
+                return f"row {number}, column {column!r}: cannot be read ({shown(value)}: {short_reason(error)})"
+    return ""
 
 
 def column(rows: Dataset, name: str) -> list[Any]:
@@ -100,3 +121,16 @@ def column(rows: Dataset, name: str) -> list[Any]:
                 f"Row {number} of the {rows.split} data has no value in `{name}`. Fill it, or leave the row out."
             )
     return values
+
+
+def text_column(rows: Dataset, name: str) -> list[str]:
+    """The texts of a column. Whole numbers become texts, as in the reader of questions. Raises UserError."""
+    texts = []
+    for number, value in enumerate(column(rows, name), start=1):
+        try:
+            texts.append(as_text(f"`{name}`", value))
+        except Mistake as mistake:
+            raise UserError(
+                f"Row {number} of the {rows.split} data: {mistake}. Fix it, or name another column."
+            ) from None
+    return texts

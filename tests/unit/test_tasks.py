@@ -203,39 +203,55 @@ def test_wrong_results_of_a_method_are_named(own_task, method, returned, named):
         task.evaluate(task.model)
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.CSV.gz", "t.tsv", "t.parquet", "t.jsonl", "t.json.gz"])
+@pytest.mark.parametrize("name", ["t.csv", "t.CSV.gz", "t.tsv", "t.parquet", "t.jsonl", "t.json.gz", "csv.json"])
 def test_rows_of_each_format_without_the_index_of_pandas(tmp_path, name):
     rows = pandas.DataFrame({"text": ['a "red" box', "NA"], "label": [10.0, 9.0]}, index=["x", "y"])
     path = tmp_path / name
     if "parquet" in name:
         rows.to_parquet(path)
+    elif "csv" in name.lower():
+        rows.to_csv(path, compression="gzip" if "gz" in name else None)
     elif "json" in name:
         rows.to_json(path, orient="records", lines="jsonl" in name)
-    elif "tsv" in name:  # as GLUE's: without quotes
-        path.write_text('text\tlabel\na "red" box\t10\nNA\t9\n')
-    else:
-        rows.to_csv(path)
+    else:  # as GLUE's: without quotes
+        path.write_text('text\tlabel\na "red" box\t10.0\nNA\t9.0\n')
     assert load_rows(parse([f"--train_file={path}"]), "train").to_dict() == {
         "text": ['a "red" box', "NA"],
-        "label": [10, 9],
+        "label": ["10.0", "9.0"] if "csv" in name.lower() or "tsv" in name else [10.0, 9.0],
     }
 
 
+def test_quotes_of_a_file_with_tabs_are_text_if_it_is_named_tsv(tmp_path):
+    content = 'text\tlabel\n"red"\t007\n'
+    for name, text in (("t.tsv", '"red"'), ("t.txt", "red")):
+        (tmp_path / name).write_text(content)
+        rows = load_rows(parse([f"--train_file={tmp_path / name}"]), "train")
+        assert rows.to_dict() == {"text": [text], "label": ["007"]}
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "named"),
+    ("content", "named"),
     [
-        ("t.txt", b"a", [".csv", ".parquet"]),
-        ("t.csv", b"", ["cannot be read"]),
-        ("t.csv", b"text,label\n", ["no data"]),
-        ("t.csv", "text\né\n".encode("cp1252"), ["'CSV UTF-8'"]),
-        ("missing.csv", None, ["no such file"]),
+        (b"", ["no rows"]),
+        (b"text,label\n", ["no rows"]),
+        (b"[]", ["no rows"]),
+        ("text\n\u00e9\n".encode("cp1252"), ["CSV UTF-8"]),
+        (None, ["no such file"]),
+        (b"text,text\na,b\n", ["2 columns", "'text'"]),
+        (b"text,label\na,1\nb\n", ["line 3", "cells"]),
+        (b'{"text": "a"}\n[1]\n', ["line 2", "1"]),
+        (
+            b'{"text": "a"}\n{"text": "b", "id": 12345678901234567890123}\n',
+            ["row 2", "'id'", "12345678901234567890123"],
+        ),
+        (b'[{"text": "\\ud800"}]', ["row 1", "'text'"]),
     ],
 )
-def test_files_without_rows(tmp_path, name, content, named):
+def test_files_that_cannot_be_used(tmp_path, content, named):
     if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with refused(f"--train_file {tmp_path / name}", *named):
-        load_rows(parse([f"--train_file={tmp_path / name}"]), "train")
+        (tmp_path / "t").write_bytes(content)
+    with refused(f"--train_file {tmp_path / 't'}", *named):
+        load_rows(parse([f"--train_file={tmp_path / 't'}"]), "train")
 
 
 def test_rows_need_a_file_the_column_and_its_values(tmp_path):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import datetime
 import json
 from pathlib import Path
 
 import datasets
 import documented
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
 from refusals import refused
@@ -17,6 +22,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import save
+from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.output import run_folder
 from hvd_bert.predict.rows import predict_file
 from hvd_bert.tasks.base import load_task
@@ -89,6 +95,8 @@ def test_losses_and_predictions_are_transformers(workdir, tokenizer):
         ({"text": "a"}, "", ["are x"]),
         ({"label": 0.5}, "", ["Row 1", "0.5", "tasks.md"]),
         ({}, "--train_file train.jsonl --validation_file t.jsonl", ["Row 1 of the valid", "maybe, no, yes"]),
+        ({"label": " "}, "", ["Row 1", "' '"]),
+        ({"label": "0.5"}, "", ["Row 1", "0.5", "tasks.md"]),
         ({"label": 1}, "--train_file train.jsonl --max_seq_length 2", ["--max_seq_length 2"]),
     ],
 )
@@ -96,6 +104,13 @@ def test_mistakes(workdir, row, flags, named):
     write("t.jsonl", ROWS[0] | {"label": "x"} | row)
     with refused(*named):
         made(files=["--train_file=t.jsonl", *flags.split()])
+
+
+def test_label_of_a_missing_value_beside_numbers(workdir):
+    for labels in (["0", "NA"], ["yes", "NA"]):
+        Path("t.csv").write_text("text,label\n" + "".join(f"a,{label}\n" for label in labels))
+        with refused("Row 2", "'NA'") if labels[0] == "0" else contextlib.nullcontext():
+            assert made(files=["--train_file=t.csv"]).classes == ["NA", "yes"]
 
 
 def test_classes_are_those_of_all_rows_of_several_files_or_of_the_model(workdir):
@@ -116,6 +131,57 @@ def test_glues_columns_classes_and_matched_validation_data_are_found(workdir, mo
     task = made(files=["--dataset_name=glue", "--dataset_config_name=mnli"])
     assert task.model.config.text_columns == ["premise", "hypothesis"] and task.classes == kind.names
     assert set(task.evaluate(task.model).metrics) == {"accuracy", "f1", "matthews_correlation", "eval_loss"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("in.csv", "sentence1,sentence2,id,price,ok,day\n12,[1],007,1.50,True,2026-01-01\n"),
+        ("in.csv", f"sentence1,id,sentence2\na,{'1' * 23},2026-01-01\n"),
+        ("in.jsonl", '{"sentence1": 12, "sentence2": "1.0", "day": "2026-01-01", "more": {"a": 1}}\n'),
+        (
+            "in.jsonl",
+            '{"sentence1": "a", "sentence2": "b", "more": 1}\n{"sentence1": 1, "sentence2": "b", "more": ["a"]}\n',
+        ),
+    ],
+)
+def test_predictions_keep_the_columns_of_the_input(workdir, name, content):
+    Path(name).write_text(content)
+    output = Path("out").with_suffix(Path(name).suffix)
+    words = (saved(made()), "--input", name, "--output", output)
+    answered(*words, by=lambda flags, world: predict_file(flags, TASK, world))
+    given, found = (
+        [*csv.DictReader(path.open())] if name.endswith("csv") else [*map(json.loads, path.open())]
+        for path in (Path(name), output)
+    )
+    assert [
+        row | {"prediction": new["prediction"], "probability": new["probability"]}
+        for row, new in zip(given, found, strict=True)
+    ] == found
+
+
+@pytest.mark.parametrize("value", [1.5, True, ["a", "b"], datetime.date(2026, 1, 2)])
+def test_texts_that_are_none_are_refused_with_row_and_column(workdir, value):
+    pyarrow.parquet.write_table(pa.table({"sentence1": [value], "sentence2": ["b"]}), "in.parquet")
+    with refused("Row 1", "`sentence1`", error=CollectiveError):
+        predicted(saved(made()), "in.parquet")
+
+
+def test_words_that_are_no_texts_are_refused(workdir):
+    write("train.jsonl", *[{"words": [1, 2], "tags": ["O", "HUE"]}])
+    with refused("--task tagger:Tagger", "`encode`"):
+        made(task="tagger:Tagger")
+
+
+def test_labels_and_columns_of_csv(workdir):
+    """Numbers, which are texts in CSV: in their order, in both notations, and never the texts to classify."""
+    lines = [f"{n},{n}.5,True,word {n},{label}\n" for n, label in enumerate(("10", "9.0", "9", "10.0", "-1"))]
+    Path("t.csv").write_text("".join(["uid,price,ok,note,label\n", *lines]))
+    task = made(files=["--train_file=t.csv", "--validation_file=t.csv"])
+    assert task.classes == ["-1", "9", "10"] and task.labels == [2, 1, 1, 2, 0]
+    assert task.model.config.text_columns == ["note"]
+    Path("t.csv").write_text("text,label\n12,1\n13,0\n")
+    assert made(files=["--train_file=t.csv"]).model.config.text_columns == ["text"]
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def _pairs(at: str, answers: Any, starts: Any) -> list[tuple[Any, Any]]:
 
 def _located(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None]:
     """The text of an answer in the context's Unicode form, and its place. Raises Mistake."""
-    text = str(_converted(f"{at}.text", text, _Text))
+    text = as_text(f"{at}.text", text)
     start = None if _is_missing(start) else _converted(f"{at}.answer_start", start, int)
     for form in (None, "NFC", "NFD"):
         answer = normalize(form, text) if form else text
@@ -193,6 +193,11 @@ def _converted(path: str, value: Any, kind: Any) -> Any:
         expected = _KINDS.get(field.rpartition(".")[2], "text")
         found = shown(value if path else value[field])
         raise Mistake("wrong type", f"should be {expected} ({found})", field) from None
+
+
+def as_text(path: str, value: Any) -> str:
+    """The value as text, if it is a text or a whole number. Raises Mistake."""
+    return str(_converted(path, value, _Text))
 
 
 def _is_missing(value: Any, context: str = "") -> bool:

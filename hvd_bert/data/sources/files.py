@@ -1,7 +1,7 @@
 """Data files -> objects with their places. Content that is no data gets a message that names it and the remedy.
 
-The readers of `datasets` turn texts of JSON that look like dates into dates, move the cells of CSV rows that are longer
-than the first line, and report no lines. msgspec decides the types (entries.py).
+The readers of `datasets` turn texts that look like numbers or dates into these, move the cells of CSV rows that are
+longer than the first line, and report no lines. msgspec decides the types of questions (entries.py).
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hvd_bert.data.sources.entries import is_nested
 from hvd_bert.data.sources.questions import Mistake
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.storage.reading import GIB, open_regular
 
+if TYPE_CHECKING:
+    from pyarrow import Table
+
 Placed = tuple[str, Any]  # a place, and an object or the mistake in it
 Choose = Callable[[list[str]], list[str]]  # the columns of a file -> those to read; raises UserError
-_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
 _JSON = re.compile(r"\s*[\[{]")
 _DELIMITERS = ",\t;"
 _MAX_HEADER = 2**16
@@ -48,16 +51,25 @@ def is_index(column: str) -> bool:
     return column in ("", "__index_level_0__") or column.startswith("Unnamed: ")
 
 
-def parsed(name: str, content: bytes, choose: Choose) -> Iterable[Placed]:
-    """The rows of CSV or Parquet, the lines of JSON Lines, or the one value of JSON; also gzipped. Raises UserError."""
-    if content.startswith(_GZIP):
-        with as_user_error(lambda reason: f"{name}: damaged gzip file ({reason}). Copy or download it again."):
-            limit = max(GIB, MAX_RATIO * len(content))
-            with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
-                content = file.read(limit + 1)
-        if len(content) > limit:
-            raise UserError(f"{name}: larger than {limit // GIB} GiB without gzip. Decompress it if this is right.")
-    if content.startswith(_PARQUET):
+def unpacked(name: str, content: bytes) -> bytes:
+    """The content, decompressed if it is gzipped. Raises UserError."""
+    if not content.startswith(_GZIP):
+        return content
+    with as_user_error(lambda reason: f"{name}: damaged gzip file ({reason}). Copy or download it again."):
+        limit = max(GIB, MAX_RATIO * len(content))
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+            content = file.read(limit + 1)
+    if len(content) > limit:
+        raise UserError(f"{name}: larger than {limit // GIB} GiB without gzip. Decompress it if this is right.")
+    return content
+
+
+def parsed(name: str, content: bytes, choose: Choose, tsv: bool = False) -> Iterable[Placed]:
+    """The rows of CSV or Parquet, the lines of JSON Lines, or the one value of JSON. Raises UserError.
+
+    `tsv`: cells are separated by tabs, and quotes are text.
+    """
+    if content.startswith(PARQUET):
         return _parquet_rows(name, content, choose)
     try:
         text = content.decode("utf-8-sig")
@@ -72,7 +84,7 @@ def parsed(name: str, content: bytes, choose: Choose) -> Iterable[Placed]:
             f"{name}: not UTF-8 text (byte {error.start}), but probably {likely}. Decompress it, or save it as UTF-8"
             ' (in Excel: "CSV UTF-8").'
         ) from error
-    return _json_values(name, text, choose) if _JSON.match(text) else _csv_rows(name, text, choose)
+    return _json_values(name, text, choose) if _JSON.match(text) else _csv_rows(name, text, choose, tsv)
 
 
 def _json_values(name: str, text: str, choose: Choose) -> list[Placed]:
@@ -101,13 +113,17 @@ def _json_lines(name: str, text: str) -> Iterator[Placed]:
                 raise UserError(f"{name}: line {number}: not JSON: {reason}. Fix the file.") from error
 
 
-def _csv_rows(name: str, text: str, choose: Choose) -> Iterator[Placed]:
+def _csv_rows(name: str, text: str, choose: Choose, tsv: bool) -> Iterator[Placed]:
     """Rows under the names in the first line. Strict: pandas and pyarrow read `"a" b` as `a b`, which moves offsets."""
     csv.field_size_limit(2**31 - 1)  # a long text is not an error
     text = text.lstrip("\r\n")
     header = re.split(r"[\r\n]", text[:_MAX_HEADER], maxsplit=1)[0]
+    delimiter = "\t" if tsv else max(_DELIMITERS, key=header.count)
     rows = csv.DictReader(
-        io.StringIO(text, newline=""), delimiter=max(_DELIMITERS, key=header.count), strict=True
+        io.StringIO(text, newline=""),
+        delimiter=delimiter,
+        quoting=csv.QUOTE_NONE if tsv else csv.QUOTE_MINIMAL,
+        strict=True,
     )  # a cell too many is under None, one too few is None
     try:
         if rows.fieldnames:
@@ -123,13 +139,18 @@ def _csv_rows(name: str, text: str, choose: Choose) -> Iterator[Placed]:
         ) from error
 
 
-def _parquet_rows(name: str, content: bytes, choose: Choose) -> Iterator[Placed]:
+def parquet_table(name: str, content: bytes, choose: Choose) -> Table:
+    """The chosen columns of Parquet. Raises UserError."""
     from pyarrow import BufferReader
     from pyarrow.parquet import ParquetFile
 
     with as_user_error(lambda reason: f"{name}: damaged Parquet file: {reason}. Copy or download it again."):
         file = ParquetFile(BufferReader(content))
-    columns = choose(file.schema_arrow.names)
+        return file.read(choose(file.schema_arrow.names))
+
+
+def _parquet_rows(name: str, content: bytes, choose: Choose) -> Iterator[Placed]:
+    table = parquet_table(name, content, choose)
     with as_user_error(lambda reason: f"{name}: damaged Parquet file: {reason}. Copy or download it again."):
-        for number, row in enumerate(row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist()):
+        for number, row in enumerate(row for batch in table.to_batches(2**16) for row in batch.to_pylist()):
             yield f"row {number}", row
