@@ -14,7 +14,7 @@ from hvd_bert.errors import UserError, as_user_error, log
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.layers import place
 from hvd_bert.model.precision import set_precision
-from hvd_bert.predict.writing import appearing, check
+from hvd_bert.predict.writing import appearing, check, check_columns
 from hvd_bert.tasks.base import task_class
 from hvd_bert.tasks.dataset import DatasetTask
 from hvd_bert.tasks.rows import read_rows
@@ -32,6 +32,7 @@ def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> Non
         if not issubclass(kind, DatasetTask):
             raise UserError(f"--task {task_name} is no subclass of DatasetTask, so it cannot predict.")
         rows = read_rows(flags.input, "--input")
+        check_columns(flags.output, rows.features.arrow_schema)
         task = kind(config, world)
     world.check_same({f"--{name}": value for name, value in config.as_flat().items()})
     place(task.model, world.device)
@@ -39,6 +40,7 @@ def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> Non
     with world.writing("--output", flags.output) as writes:
         if writes:
             table = _with_columns(rows.with_format("arrow")[:], task_name, found)
+            check_columns(flags.output, table.schema)
             with appearing(flags.output, table.schema) as write:
                 write(table)
     log.info("%s: predictions for %d row(s)", flags.output, len(rows))

@@ -14,7 +14,7 @@ from pyarrow.csv import CSVWriter
 from pyarrow.parquet import ParquetWriter
 
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import EXIT_BAD_INPUT
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.storage.writing import check_output, make_folder, replacing
 
 Write = Callable[[pa.Table], object]
@@ -26,6 +26,20 @@ def check(path: Path, overwrite: bool, world: World) -> None:
         if writes:
             make_folder(path.parent)
             check_output(path, overwrite)
+
+
+def check_columns(path: Path, schema: pa.Schema) -> None:
+    """Raise UserError if a column has bytes, which JSON and CSV cannot hold."""
+    for field in schema if path.suffix != ".parquet" else ():
+        if _has_bytes(field.type):
+            raise UserError(
+                f"--output {path}: column {field.name!r} has bytes. Name a .parquet file, or leave the column out."
+            )
+
+
+def _has_bytes(kind: pa.DataType) -> bool:
+    of_bytes = pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+    return of_bytes or any(_has_bytes(kind.field(number).type) for number in range(kind.num_fields))
 
 
 @contextmanager
@@ -51,17 +65,35 @@ def appearing(path: Path, schema: pa.Schema) -> Iterator[Write]:
 
 
 def _write_lines(file: Any, table: pa.Table) -> None:
-    file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in table.to_pylist())
+    for row in zip(*map(_values, table.columns), strict=True):
+        file.write(f"{_json(dict(zip(table.column_names, row, strict=True)))}\n")
 
 
 def _flat(kind: pa.DataType) -> pa.DataType:
-    return pa.string() if pa.types.is_nested(kind) else kind
+    return pa.string() if _is_nested(kind) else kind
 
 
 def _write_csv(writer: CSVWriter, table: pa.Table) -> None:
     """Write rows whose lists and structures become JSON."""
     for number, field in enumerate(table.schema):
-        if pa.types.is_nested(field.type):
-            texts = [json.dumps(value, ensure_ascii=False) for value in table.column(number).to_pylist()]
-            table = table.set_column(number, field.name, pa.array(texts))
+        if _is_nested(field.type):
+            values = _values(table.column(number))
+            texts = [value if isinstance(value, str) else _json(value) for value in values]
+            table = table.set_column(number, field.name, pa.array(texts, pa.string()))
     writer.write_table(table)
+
+
+def _is_nested(kind: pa.DataType) -> bool:
+    return pa.types.is_nested(kind) or isinstance(kind, pa.JsonType)
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """The values of a column; those of JSON, which have several types, are decoded."""
+    values = column.to_pylist()
+    decodes = isinstance(column.type, pa.JsonType)
+    return [json.loads(value) if decodes and value is not None else value for value in values]
+
+
+def _json(value: Any) -> str:
+    """JSON, in which dates, times and decimals are texts."""
+    return json.dumps(value, ensure_ascii=False, default=lambda other: getattr(other, "isoformat", other.__str__)())

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import datetime
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
@@ -26,6 +27,7 @@ from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.output import run_folder
 from hvd_bert.predict.rows import predict_file
 from hvd_bert.tasks.base import load_task
+from hvd_bert.tasks.dataset import DatasetTask
 
 TASK = "text_classification:TextClassification"
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -158,6 +160,23 @@ def test_predictions_keep_the_columns_of_the_input(workdir, name, content):
         row | {"prediction": new["prediction"], "probability": new["probability"]}
         for row, new in zip(given, found, strict=True)
     ] == found
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_dates_and_decimals_become_text_and_bytes_are_refused_before_predicting(workdir, monkeypatch, suffix):
+    day, price = datetime.date(2026, 1, 2), Decimal("1.50")
+    row = {"sentence1": "a", "sentence2": "b", "day": day, "price": price, "all": {"days": [day], "price": price}}
+    pyarrow.parquet.write_table(pa.Table.from_pylist([row]), "in.parquet")
+    pyarrow.parquet.write_table(pa.Table.from_pylist([row | {"all": [{"image": b"\xff"}]}]), "bytes.parquet")
+    words = (saved(made()), "--output", f"out{suffix}", "--input")
+    answered(*words, "in.parquet", by=lambda flags, world: predict_file(flags, TASK, world))
+    (found,) = read_rows(Path(f"out{suffix}"))
+    inner = json.loads(found["all"]) if suffix == ".csv" else found["all"]
+    assert (str(found["day"]), inner) == ("2026-01-02", {"days": ["2026-01-02"], "price": "1.50"})
+    assert float(found["price"]) == 1.5
+    monkeypatch.setattr(DatasetTask, "predict", None)
+    with refused("'all'", "bytes", f"out{suffix}", error=CollectiveError):
+        answered(*words, "bytes.parquet", "--overwrite", by=lambda flags, world: predict_file(flags, TASK, world))
 
 
 @pytest.mark.parametrize("value", [1.5, True, ["a", "b"], datetime.date(2026, 1, 2)])
