@@ -104,7 +104,10 @@ def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, 
             logs.start(world.rank)  # which may differ from the launcher's rank
             with interruptible():  # the other ranks must not wait for this one
                 world.set_up_device()
-                entry(world)
+                try:
+                    entry(world)
+                except SystemExit as error:  # of a custom task: the run is not done, whatever its status
+                    raise RuntimeError(f"sys.exit({error.code!r}) was called during the run") from error
             return world
         except (Exception, KeyboardInterrupt) as error:
             if not (world and world.elastic and _leave_for_next_world(world, error)):

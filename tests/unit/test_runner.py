@@ -67,6 +67,7 @@ SHAPES, CLOSED = "Mismatched allreduce tensor shapes", "Connection closed by pee
         (False, CollectiveError("diverged", status=EXIT_FAILURE), EXIT_FAILURE, "hvd_bert: diverged\n"),
         (False, KeyboardInterrupt(), f"aborted {EXIT_INTERRUPTED}", "hvd_bert: interrupted\n"),
         (True, HorovodInternalError(SHAPES), f"aborted {EXIT_FAILURE}", SHAPES),  # a defect of its own
+        (False, SystemExit(0), f"aborted {EXIT_FAILURE}", "sys.exit(0)"),
         (False, HorovodInternalError(CLOSED), f"aborted {EXIT_FAILURE}", f"lost another rank: {CLOSED}\n"),
     ],
 )
