@@ -61,7 +61,8 @@ def _settings(flags: argparse.Namespace, task_name: str) -> dict[str, Any]:
 def _with_columns(table: pa.Table, task_name: str, found: Any) -> pa.Table:
     """The rows of the input with the predictions, in place of columns of the same names."""
     columns = {"prediction": found} if isinstance(found, list) else found
-    if not isinstance(columns, dict) or any(len(values) != len(table) for values in columns.values()):
+    lists = isinstance(columns, dict) and all(isinstance(values, list) for values in columns.values())
+    if not lists or any(len(values) != len(table) for values in columns.values()):
         raise UserError(
             f"--task {task_name}: its method `predictions` must return a list with a value for each example, or a dict"
             " of such lists."

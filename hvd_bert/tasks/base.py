@@ -183,7 +183,7 @@ def task_class(name: str, own: type[Task] | None = None) -> type[Task]:
     """
     try:
         found = own or resolve_name(TASKS.get(name, name))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if name in TASKS or isinstance(error, UserError):  # this package or one that it needs is damaged
             raise
         raise UserError(
@@ -209,6 +209,9 @@ def load_task(config: Config, world: World, own: type[Task] | None = None) -> Ta
     task.add_adapters(config)
     if task.plan and not any(parameter.requires_grad for parameter in task.model.parameters()):
         raise UserError(f"--task {name}: all parameters of its model are frozen. Set requires_grad on those to train.")
+    for key, best in task.metrics.items():
+        if best not in ("max", "min"):
+            raise UserError(f'--task {name}: `metrics`: {key!r} must be "max" or "min", not {best!r}.')
     if metric not in (None, *task.metrics):
         raise UserError(
             f"--metric_for_best_model {metric}: --task {name} does not give it. Choose one of"
@@ -222,6 +225,8 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
 
     A fixed global batch need not divide evenly: ranks may differ by one window, as in the last step of an epoch.
     """
+    if not len(lengths):
+        raise UserError("The training data have no examples. Give data with examples.")
     if args.gradient_accumulation_steps > len(lengths):
         raise UserError(
             f"--gradient_accumulation_steps {args.gradient_accumulation_steps}: a step would have more micro-batches"

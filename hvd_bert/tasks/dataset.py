@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from hvd_bert.config.data import DEFAULT_MODEL, TASKS, DataArguments
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, Lengths, Parts, balanced_partition, window_costs
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import EXIT_FAILURE, UserError
+from hvd_bert.errors import EXIT_FAILURE, UserError, short_reason
 from hvd_bert.evaluation.evaluator import batch_outputs
 from hvd_bert.model.precision import evaluating
 from hvd_bert.tasks.base import EvaluationResult, MicroBatch, Task, make_plan
@@ -101,6 +102,12 @@ class DatasetTask(Task):
         if self.train is not None and config.train.do_train:
             self.plan = make_plan(self.train.lengths, config.train, self.crossover, world, self.train.parts)
         self.evaluates = self.dev is not None and config.train.do_eval
+        if self.evaluates:
+            self._check_not_empty("`dev`")
+
+    def _check_not_empty(self, source: str) -> None:
+        if not self.dev:
+            raise UserError(f"--task {self.config.data.task}: {source} has no examples. Give data with examples.")
 
     def limit(self, data: DataArguments) -> None:
         """Apply --max_train_samples. `load` has to apply --max_eval_samples, since `score` knows the examples."""
@@ -142,6 +149,7 @@ class DatasetTask(Task):
         """The `predictions` for the rows of a file, on rank 0. A collective."""
         with self.world.raise_on_all_ranks():
             self.dev = self.inputs(rows)
+            self._check_not_empty("the result of `inputs`")
         vars(self).pop("_share", None)  # computed for other rows
         self.world.check_same(self.fingerprint())
 
@@ -241,7 +249,13 @@ class DatasetTask(Task):
 
     def _scored(self, shares: list[Share]) -> EvaluationResult:
         outputs, losses = self._joined(shares)
-        metrics = self.score(outputs) | {"eval_loss": float(losses.mean(dtype=torch.float64))}
+        scores = as_lists(self.score(outputs))
+        if not isinstance(scores, dict):
+            raise UserError(self._wrong("score", f"it returns {scores!r:.80}", "a dict of names and numbers"))
+        for name, value in scores.items():
+            if not isinstance(name, str) or not isinstance(value, int | float):
+                raise UserError(self._wrong("score", f"{name!r} is {value!r:.80}", "a dict of names and numbers"))
+        metrics = scores | {"eval_loss": float(losses.mean(dtype=torch.float64))}
         missing = self.metrics.keys() - metrics
         if missing:
             raise UserError(
@@ -259,7 +273,18 @@ class DatasetTask(Task):
     def files(self, outputs: Any) -> dict[str, Any]:
         """Names and content of output files (`EvaluationResult.files`). Called on rank 0."""
         predictions = as_lists(self.predictions(outputs))
-        return {} if predictions is None else {"eval_predictions.json": predictions}
+        if predictions is None:
+            return {}
+        for name, values in predictions.items() if isinstance(predictions, dict) else [("", predictions)]:
+            try:
+                json.dumps({name: values})
+            except (TypeError, ValueError) as error:
+                problem = f"{name!r}: {short_reason(error)}" if name else short_reason(error)
+                raise UserError(self._wrong("predictions", problem, "what JSON can hold")) from None
+        return {"eval_predictions.json": predictions}
+
+    def _wrong(self, method: str, problem: str, needed: str) -> str:
+        return f"--task {self.config.data.task}: `{method}` must return {needed}, but {problem}."
 
     def summary(self, metrics: dict[str, float]) -> str:
         """An evaluation in one line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import documented
 import numpy as np
@@ -32,6 +33,7 @@ def own_task(tmp_path, monkeypatch):
     """The module `digits` of the guide."""
     (tmp_path / "digits.py").write_text(documented.own_task())
     (tmp_path / "needy.py").write_text("import nowhere")
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit(0)")
     (tmp_path / "syntax.py").write_text("import torch\nclass Digits(\n")
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -43,6 +45,7 @@ def own_task(tmp_path, monkeypatch):
         (":Digits", "MODULE:CLASS"),
         ("needy:Digits", "No module named 'nowhere'"),
         ("syntax:Digits", "syntax.py, line 2"),
+        ("leaving:Digits", "SystemExit: 0"),
         ("digits:Digit", "has no attribute 'Digit'"),
         ("digits:load_digits", "no subclass of Task"),
         ("digits:DatasetTask", "forward, load, score"),
@@ -193,6 +196,14 @@ def shapes_of_the_batch(model, batch):
         ("forward", lambda model, batch: (model(batch[0]).mean(), None), ["`forward`", "[]", 'reduction="none"']),
         ("forward", shapes_of_the_batch, ["`forward`", "[1]", "[8]"]),
         ("score", lambda classes: {"f1": 1.0}, ["`score`", "accuracy", "`metrics`"]),
+        ("score", lambda classes: 0.5, ["`score`", "0.5"]),
+        ("score", lambda classes: {1: 0.5}, ["`score`", "1"]),
+        ("predictions", lambda classes: {("a", "b"): 1}, ["`predictions`", "('a', 'b')"]),
+        *[
+            (method, lambda classes, value=value: {"accuracy": value}, [f"`{method}`", "'accuracy'"])
+            for method, values in (("score", (None, "0.5", {0.5}, b"0.5", torch.ones(2))), ("predictions", ({1}, b"1")))
+            for value in values
+        ],
     ],
 )
 def test_wrong_results_of_a_method_are_named(own_task, method, returned, named):
@@ -201,6 +212,31 @@ def test_wrong_results_of_a_method_are_named(own_task, method, returned, named):
     with refused("digits:Digits", *named, error=UserError):
         task.losses(task.model, task.batch(np.arange(2)))
         task.evaluate(task.model)
+
+
+@pytest.mark.parametrize("number", [np.float64(0.5), np.float32(0.5), torch.tensor(0.5), 0.5])
+def test_scores_become_plain_numbers(own_task, number):
+    task = load_task(parse(["--task", "digits:Digits"]), make_world())
+    task.score = lambda classes: {"accuracy": number}
+    assert type(task.evaluate(task.model).metrics["accuracy"]) is float
+
+
+@pytest.mark.parametrize(
+    ("attribute", "changed", "named"),
+    [
+        ("train", lambda train: replace(train, lengths=train.lengths[:0]), ["training data", "no examples"]),
+        ("dev", lambda dev: replace(dev, lengths=dev.lengths[:0]), ["`dev`", "no examples"]),
+        ("metrics", lambda metrics: {"accuracy": "best"}, ["`metrics`", "'accuracy'", "'best'"]),
+    ],
+)
+def test_wrong_attributes_are_refused_before_the_training(own_task, attribute, changed, named):
+    class Wrong(task_class("digits:Digits")):
+        def load(self, config):
+            super().load(config)
+            setattr(self, attribute, changed(getattr(self, attribute)))
+
+    with refused(*named):
+        load_task(parse(["--task", "digits:Digits"]), make_world(), Wrong)
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.CSV.gz", "t.tsv", "t.parquet", "t.jsonl", "t.json.gz", "csv.json"])
