@@ -91,6 +91,7 @@ class QuestionAnswerer:
         check_lengths(self.window_options, tokenizer)
         with as_user_error(lambda reason: f"device {str(device)!r} cannot be used ({reason}). Name another."):
             self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+            require(self.device.type != "meta", "device 'meta' has no data, so it cannot answer. Name another.")
             place(self.model, self.device)
         self.precision, self.batch_size = precision, batch_size
         self.tokenizer = tokenizer

@@ -190,6 +190,7 @@ def test_what_cannot_be_answered(qa, question, context, named):
         ({"precision": "int8"}, ["precision 'int8'", "fp32, bf16, fp16"]),
         ({"batch_size": 0}, ["batch_size 0"]),
         ({"device": "cuda:99"}, ["device 'cuda:99'"]),
+        ({"device": "meta"}, ["device 'meta'"]),
         ({"max_seq_length": 0}, ["max_seq_length 0"]),
         ({"max_seq_length": 9999}, ["max_seq_length 9999", 512]),
         ({"doc_stride": 60}, ["max_seq_length 40", "doc_stride 60"]),
