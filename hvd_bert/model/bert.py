@@ -43,13 +43,13 @@ def load_model(
     Raises UserError if the model's family is not supported, or it does not fit the tokenizer or `max_seq_length`.
     """
     source = args.configuration
-    config = config or load_config(source, args)
+    config = config or load_config(source, args, head=head)
     kind = families.class_with_head(head, config, source)
     check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
-    token_types = takes_token_types(config, tokenizer)
+    token_types = takes_token_types(config, tokenizer, kind)
     if head is AutoModelForQuestionAnswering:
         config.num_labels = 2  # start and end, whatever head the checkpoint has
-    configure(config, args.dropout, padded, args.attention_dropout)
+    configure(config, kind, args.dropout, padded, args.attention_dropout)
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     model = load_encoder(kind, args, config, needs_head) if args.model_name_or_path else None
     with hub.reported(source):
@@ -70,22 +70,25 @@ def new_model(
 ) -> Any:
     """A model with new weights, a function of `seed`, from an encoder's configuration, which is modified."""
     config.num_labels = 2  # start and end
-    configure(config, dropout, padded, attention_dropout)
+    kind = families.model_class(config)
+    configure(config, kind, dropout, padded, attention_dropout)
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
-    model = families.adapt(families.model_class(config)(config), getattr(config, "type_vocab_size", 0) >= 2)
+    model = families.adapt(kind(config), getattr(config, "type_vocab_size", 0) >= 2)
     if config.model_type not in families.FAMILIES:
         check_unlisted(model, 1)
     return model
 
 
-def configure(config: Any, dropout: float | None, padded: bool, attention_dropout: float | None = None) -> None:
-    """Give a configuration its dropout probabilities, where None keeps its own, and its attention."""
+def configure(
+    config: Any, kind: Any, dropout: float | None, padded: bool, attention_dropout: float | None = None
+) -> None:
+    """Give a configuration its dropout probabilities, where None keeps its own, and the attention of class `kind`."""
     for name in _dropout_settings(config):
         given = (attention_dropout if name.startswith("attention") else None, dropout, getattr(config, name))
         setattr(config, name, next(value for value in given if value is not None))
     linear.keep_few_kernels()
     packed = families.find_family(config).packed
-    own = "sdpa" if families.model_class(config)._supports_sdpa else "eager"
+    own = "sdpa" if kind._supports_sdpa else "eager"
     config._attn_implementation = attention.NAME if packed and not padded else own
 
 
@@ -94,18 +97,19 @@ def _dropout_settings(config: Any) -> list[str]:
     return [
         name
         for name, value in config.to_dict().items()
-        if name.endswith(("dropout", "dropout_prob", "dropout_rate", "pdrop")) and isinstance(value, int | float)
+        if name.endswith(("dropout", "dropout_prob", "dropout_rate", "pdrop")) and type(value) in (int, float)
     ]
 
 
-def takes_token_types(config: Any, tokenizer: Any) -> bool:
-    """Whether the model gets token types 0 and 1: if it has both, and its tokenizer lays out a pair of texts with them.
+def takes_token_types(config: Any, tokenizer: Any, kind: Any) -> bool:
+    """Whether a model of class `kind` gets token types 0 and 1: if it has both, and its tokenizer lays out a pair of
+    texts with them.
 
     A tokenizer that does so may still not list them among its inputs (`model_input_names`): since transformers 5 those
     of ALBERT, RemBERT and others do not, though these models were pretrained with both types. A RoBERTa with BERT's
     tokenizer has type 0 only.
     """
-    taken = "token_type_ids" in inspect.signature(families.model_class(config).forward).parameters
+    taken = "token_type_ids" in inspect.signature(kind.forward).parameters
     types, listed = getattr(config, "type_vocab_size", 0), "token_type_ids" in tokenizer.model_input_names
     laid_out = any(tokenizer.backend_tokenizer.encode("a", "b").type_ids)
     return taken and laid_out and (types >= 2 or (listed and types != 1))

@@ -15,7 +15,7 @@ from hvd_bert import hub
 from hvd_bert.config.data import ModelArguments
 from hvd_bert.errors import UserError, log
 from hvd_bert.machine import free_memory
-from hvd_bert.model.families import class_with_head, find_family, model_class
+from hvd_bert.model.families import class_with_head, find_family
 from hvd_bert.storage.reading import GIB
 
 LORA_CHECKPOINT = (  # after the name of a folder
@@ -84,14 +84,14 @@ def _why_lost(lost: list[str], saved: list[str], encoder: str, described: str) -
     return f"lacks weights that its configuration needs ({described}, ...). Name another model."
 
 
-def load_config(name: str, args: ModelArguments, copies: int = 1) -> Any:
+def load_config(name: str, args: ModelArguments, copies: int = 1, head: Any = AutoModelForQuestionAnswering) -> Any:
     """A checked configuration, `copies` of whose weights fit into this host's memory. Raises UserError."""
     config = hub.load_pretrained(AutoConfig, name, **args.on_hub)
-    class_with_head(AutoModelForQuestionAnswering, config, name)
+    kind = class_with_head(head, config, name)
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     with hub.reported(name):
         _check_config(config)
-        needed, free = copies * 4 * num_weights(config), free_memory()
+        needed, free = copies * 4 * num_weights(config, kind), free_memory()
         if needed > free:
             raise ValueError(f"it needs {needed / GIB:,.1f} GiB of memory, but {free / GIB:.1f} GiB are free")
     return config
@@ -111,10 +111,10 @@ def _check_config(config: Any) -> None:
             raise ValueError(f"config.json: {name} must be {json.dumps(supported)}, not {found}")
 
 
-def num_weights(config: Any) -> int:
-    """Number of weights of an encoder with a span head, without allocating them."""
+def num_weights(config: Any, kind: Any) -> int:
+    """Number of weights of a model of class `kind`, without allocating them."""
     config = copy.deepcopy(config)
     config.num_labels = 2  # start and end; the configuration may be a classifier's
     with torch.device("meta"):
-        model = model_class(config)(config)
+        model = kind(config)
     return sum(weights.numel() for weights in model.parameters())

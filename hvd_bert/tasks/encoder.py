@@ -53,7 +53,7 @@ class EncoderTask(DatasetTask):
             raise UserError("--no_do_train: name a trained model with --model_name_or_path, not only --config_name.")
         self.tokenizer = load_tokenizer(args)
         copies = weight_copies(train.do_train and not args.lora_rank, self.config.parallel.strategy, self.world)
-        shape = load_config(args.configuration, args, copies)
+        shape = load_config(args.configuration, args, copies, head)
         check_precision(shape, train.precision)
         padding = choose_padding(shape, self.config.data.padding, self.unit)
         self.padding = padding if padding != self.config.data.padding else None

@@ -27,6 +27,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.hub import LFS_POINTER
 from hvd_bert.model import loading
 from hvd_bert.model.bert import load_model
+from hvd_bert.model.families import model_class
 from hvd_bert.model.loading import load_config, num_weights
 from hvd_bert.model.lora import add_adapters
 from hvd_bert.tasks.tokenizer import load_tokenizer
@@ -235,7 +236,8 @@ def test_albert_of_too_many_groups_is_refused_before_it_is_built(tmp_path):
 
 def test_memory_for_all_copies(good, monkeypatch):
     args = ModelArguments(model_name_or_path=str(good))
-    size = 4 * num_weights(load_config(str(good), args))
+    config = load_config(str(good), args)
+    size = 4 * num_weights(config, model_class(config))
     monkeypatch.setattr(loading, "free_memory", lambda: 4 * size)
     load_config(str(good), args, copies=4)
     with pytest.raises(UserError, match="GiB of memory"):

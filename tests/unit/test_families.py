@@ -97,9 +97,10 @@ def models(name: str, padded: bool = False, pooling: str | None = None, heads=No
             config.classifier_pooling = pooling
     if heads:
         token_types = getattr(configs[0], "type_vocab_size", 0) >= 2
-        configure(configs[0], 0.0, padded)
+        kind = heads[type(configs[0])]
+        configure(configs[0], kind, 0.0, padded)
         torch.manual_seed(1)
-        ours = adapt(heads[type(configs[0])](configs[0]), token_types).eval()
+        ours = adapt(kind(configs[0]), token_types).eval()
     else:
         ours = new_model(configs[0], 0.0, seed=1, padded=padded).eval()
     generator = torch.Generator().manual_seed(1)
@@ -329,7 +330,7 @@ def test_positions_after_no_padding_token_are_refused(tmp_path):
 def test_number_of_weights_and_dropout_everywhere(name):
     config = small(name)
     config.num_labels = 3  # a classifier's
-    assert num_weights(config) == sum(weights.numel() for weights in models(name)[1].parameters())
+    assert num_weights(config, model_class(config)) == sum(weights.numel() for weights in models(name)[1].parameters())
     model = new_model(small(name), 0.25, seed=1)
     module_rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
     assert module_rates == ({0.25} if name != "ultrabert" else set())  # whose attention alone has dropout

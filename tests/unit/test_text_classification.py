@@ -19,11 +19,13 @@ import torch
 from refusals import refused
 from test_predict import answered, read_rows
 from test_world import make_world
-from transformers import AutoModelForSequenceClassification, BertConfig
+from transformers import AutoModelForSequenceClassification, BertConfig, EsmConfig, LayoutLMConfig
 
 from hvd_bert.config.command_line import parse
+from hvd_bert.config.data import ModelArguments
 from hvd_bert.config.settings import save
 from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.model.loading import load_config
 from hvd_bert.output import run_folder
 from hvd_bert.predict.rows import predict_file
 from hvd_bert.tasks.base import load_task
@@ -219,6 +221,19 @@ def test_variations_of_the_guide(workdir, task, rows):
     column = "tags" if "tags" in rows[0] else "prediction"
     written = [row[column] for row in predicted(saved(packed), "train.jsonl", task)]
     assert written == (expected["tags"] if column == "tags" else pytest.approx(expected, abs=1e-5))
+
+
+@pytest.mark.parametrize("kind", [EsmConfig, LayoutLMConfig])
+def test_families_without_a_span_head_train_with_the_head_of_the_task(workdir, tokenizer, kind):
+    special = {"pad_token_id": tokenizer.pad_token_id, "mask_token_id": tokenizer.mask_token_id}
+    kind(vocab_size=len(tokenizer), **special, **SHAPE).save_pretrained("model")
+    write("train.jsonl", {"words": ["the", "reddish"], "tags": ["O", "HUE"]}, {"words": ["is"], "tags": ["O"]})
+    task = made(task="tagger:Tagger")
+    assert type(task.model).__name__.endswith("ForTokenClassification") and task.classes == ["HUE", "O"]
+    task.losses(task.model, task.batch(np.arange(2))).sum().backward()
+    assert np.isfinite(task.evaluate(task.model).metrics["eval_loss"])
+    with refused("model", kind.model_type, "AutoModelForQuestionAnswering"):
+        load_config("model", ModelArguments(model_name_or_path="model"))
 
 
 def test_trained_model_needs_nothing_but_its_folder(workdir):
