@@ -34,11 +34,11 @@ from hvd_bert.storage.writing import delete, flush, replacing
 
 FORMAT = 1
 POINTER = "latest"
-_NAME = re.compile(r"checkpoint-(\d+)")
+_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 _ASIDE = ".aside"
 _PARTIAL = ".partial-"
 _REPLACED = ".replaced-"  # complete checkpoints, unlike those being discarded
-_LEFTOVER = re.compile(rf"({re.escape(_PARTIAL)}(old-)?|{re.escape(_REPLACED)})checkpoint-\d+")
+_LEFTOVER = re.compile(rf"({re.escape(_PARTIAL)}(old-)?|{re.escape(_REPLACED)})checkpoint-[0-9]+({re.escape(_ASIDE)})?")
 # A name inside the folder, without control characters and halves of characters.
 FileName = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z")]
 
@@ -88,6 +88,11 @@ def is_checkpoint(name: str) -> bool:
     return _NAME.fullmatch(name.removesuffix(_ASIDE)) is not None
 
 
+def is_written(folder: Path) -> bool:
+    """Whether a run wrote this checkpoint, whole or damaged since. A user's folder may have such a name."""
+    return (folder / "manifest.json").is_file()
+
+
 def write(output_dir: Path, step: int, contents: Contents) -> Path:
     """Write a checkpoint, replacing one of the same step, and update `latest`. After an OSError nothing has changed."""
     folder = output_dir / checkpoint_name(step)
@@ -107,7 +112,7 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
             shutil.copymode(partial / "manifest.json", file)  # safetensors gives nobody else access
             flush(file)
         flush(partial)
-        if folder.exists():
+        if is_written(folder):
             delete(replaced)
             folder.rename(replaced)
         try:
@@ -205,8 +210,8 @@ def discard(folder: Path) -> None:
 
 
 def prune(output_dir: Path, limit: int, keep: Collection[str] = ()) -> None:
-    """Discard all checkpoints but the newest `limit` and those named in `keep`."""
-    for folder in candidates(output_dir)[limit:]:
+    """Discard the run's checkpoints but the newest `limit` and those named in `keep`."""
+    for folder in [*filter(is_written, candidates(output_dir))][limit:]:
         if folder.name not in keep:
             discard(folder)
 
@@ -236,7 +241,8 @@ def set_aside_after(output_dir: Path, step: int) -> list[str]:
     renamed = []
     for folder in later:
         aside = folder.with_name(f"{folder.name}{_ASIDE}")
-        delete(aside)
+        if is_written(aside):
+            discard(aside)
         folder.rename(aside)
         renamed.append(aside.name)
     return renamed

@@ -192,6 +192,27 @@ def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails):
     assert steps(tmp_path) == [8, 7]
 
 
+OTHERS = ["checkpoint-3", "checkpoint-9", "checkpoint-007", "checkpoint-\u0663", "checkpoint-8.aside"]
+
+
+def test_folders_that_no_run_wrote_stay(tmp_path):
+    for step in (7, 8, 9):
+        if step == 9:
+            for name in OTHERS:
+                (tmp_path / name).mkdir()
+                (tmp_path / name / "notes").touch()
+            with pytest.raises(OSError, match="checkpoint-9"):
+                files.write(tmp_path, step, contents(step))
+        else:
+            files.write(tmp_path, step, contents(step))
+    files.prune(tmp_path, 1)
+    assert steps(tmp_path) == [9, 8, 3] and (tmp_path / "latest").read_text() == "checkpoint-8\n"
+    with pytest.raises(OSError, match=r"checkpoint-8\.aside"):
+        files.set_aside_after(tmp_path, 3)
+    files.remove_leftovers(tmp_path)
+    assert all((tmp_path / name.replace("9", "9.aside") / "notes").exists() for name in OTHERS)
+
+
 def test_later_steps_are_set_aside_and_other_names_stay(tmp_path):
     for step in (0, 1, 2, 3):
         files.write(tmp_path, step, contents(step))
