@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # large libraries
     from hvd_bert.tasks.base import Task
 
 _TRAINING = threading.Lock()  # held while `train` runs
+_TRAINED: set[int] = set()  # the processes that have trained: this one, or those from which it was forked
 
 
 def train(
@@ -46,6 +47,12 @@ def train(
     """
     if _TRAINING.locked():  # also by a callback of that training
         raise UserError("train() runs already in this process: wait for its end, or start another process.")
+    _TRAINED.add(os.getpid())
+    if len(_TRAINED) > 1:
+        raise UserError(
+            "train() has run in the process from which this one was forked, and its threads are missing here: start"
+            ' this process with multiprocessing.get_context("spawn").'
+        )
     results: list[RunResult] = []
     with _TRAINING, _process_restored():
         from hvd_bert.distributed.runner import run_in_program

@@ -86,8 +86,9 @@ def test_the_callback_for_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_errors_are_raised_and_the_run_resumes(tmp_path: Path, whole: list[Any]) -> None:
     before = process_state()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as kept:
         start(tmp_path / "run", lambda: 1 / 0)
+    assert kept.tb  # as a notebook keeps it, with the world in its frames
     with pytest.raises(UserError) as stopped:  # it was asked at step 2, and the vote is in step 3
         start(tmp_path / "run", lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert stopped.value.status == EXIT_STOPPED
@@ -97,6 +98,18 @@ def test_errors_are_raised_and_the_run_resumes(tmp_path: Path, whole: list[Any])
             start(tmp_path / "none", **settings)
         assert type(mistake.value) is UserError and mistake.value.status == EXIT_BAD_INPUT
     assert process_state() == before
+
+
+def test_forked_child_of_a_process_that_has_trained_is_refused(tmp_path: Path, whole: list[Any]) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            with refused("train()", "spawn"):
+                start(tmp_path / "child")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and not (tmp_path / "child").exists()
 
 
 @pytest.mark.parametrize("by", ["a callback", "a callback, in the same folder", "another thread"])
