@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,14 +77,14 @@ def load_split(
     reason: Exception | None = None
     datasets.disable_progress_bars()  # else every rank would show them
     datasets.logging.set_verbosity_error()
-    for name, offline in [*((name, True) for name in names), (dataset_name, False)]:
+    for name, cached in [*((name, True) for name in names), (dataset_name, False)]:
         try:
-            with _offline() if offline else contextlib.nullcontext():
-                if not offline:
-                    reach()
-                return datasets.load_dataset(
-                    name, dataset_config_name, split=split, cache_dir=cache_dir, trust_remote_code=False
-                )
+            if cached:
+                return _cached(name, split, dataset_config_name, cache_dir)
+            reach()
+            return datasets.load_dataset(
+                name, dataset_config_name, split=split, cache_dir=cache_dir, trust_remote_code=False
+            )
         # The exceptions for an unreachable hub differ between releases and HTTP libraries.
         except Exception as error:
             reason = error
@@ -94,6 +93,15 @@ def load_split(
         f"{flag}: split {split!r} is not in the Hugging Face cache on this machine and could "
         f"not be downloaded ({short_reason(reason)}). {ways_out}"
     ) from reason
+
+
+def _cached(name: str, split: str, config_name: str | None, cache_dir: str | None) -> Dataset:
+    """As `load_dataset` offline, whose switch would be all threads'."""
+    from datasets.packaged_modules.cache.cache import Cache
+
+    builder = Cache(cache_dir, name.split("/")[-1], config_name, version="auto", hash="auto", repo_id=name)
+    builder.download_and_prepare()
+    return builder.as_dataset(split)
 
 
 def digest(rows: Dataset) -> str:
@@ -213,15 +221,3 @@ def reach() -> None:
     if datasets.config.HF_HUB_OFFLINE:
         raise ConnectionError("HF_HUB_OFFLINE is set")
     huggingface_hub.get_session().head(datasets.config.HF_ENDPOINT, timeout=_REACH_TIMEOUT_S)
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    import datasets
-
-    before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE = before
