@@ -81,7 +81,8 @@ def test_checkpoints_to_resume_from_take_space_of_the_first_new_one(base, tmp_pa
     train(base)  # all steps are done
     (out / "train_results.json").unlink()
     shutil.rmtree(out / "checkpoint-3")
-    with pytest.raises(CollectiveError, match="a checkpoint takes"):
+    with pytest.raises(CollectiveError, match="a checkpoint takes") as kept:
         train(base)
+    assert kept.tb  # whose frames have the world
     with_free(monkeypatch, 2 * size(out / "checkpoint-2"))
     train(base)

@@ -70,7 +70,11 @@ def world_of_one() -> World:
 
 
 def train(base: list[str], *flags: str) -> None:
-    loop.run(parse(override_argv(base, flags)), world_of_one())
+    world = world_of_one()
+    try:
+        loop.run(parse(override_argv(base, flags)), world)
+    finally:
+        world.leave()  # as `runner` does: an exception that is still referenced would keep the folder's lock
 
 
 def content(folder: Path) -> dict[str, bytes]:
