@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def check(settings: Settings, held: Locks) -> None:
     --overwrite_output_dir only.
     """
     folder = Path(settings["output_dir"] or "runs").absolute()
+    if settings["timeline"]:
+        check_apart("--timeline_file", Path(settings["timeline"]), settings)
     with writing_to("--output_dir", folder):
         writing.check_folder(folder)
         if settings["output_dir"] is not None:
@@ -60,12 +63,28 @@ def check(settings: Settings, held: Locks) -> None:
 def _check_inputs(settings: Settings, folder: Path) -> None:
     """Raise UserError if the run would replace files that it reads."""
     folder, trains = folder.resolve(), settings["do_train"]
-    for name in INPUTS:
-        for file in data_files(name, settings[name]):
-            path = Path(os.path.realpath(file.path))
-            of_run = folder in path.parents and _replaces(trains, path.relative_to(folder).parts[0])
-            if of_run or (trains and path == folder):
-                raise UserError(f"--{name} {file.path}: the run would replace this input. Use another --output_dir.")
+    for name, file in _paths(settings, INPUTS):
+        path = Path(os.path.realpath(file))
+        if _is_replaced(path, folder, trains) or (trains and path == folder):
+            raise UserError(f"--{name} {file}: the run would replace this input. Use another --output_dir.")
+
+
+def check_apart(flag: str, path: Path, settings: Settings) -> None:
+    """Raise UserError if an output that a flag names is an input, or in the place of a run's file in --output_dir."""
+    place = Path(os.path.realpath(path))
+    for name, file in _paths(settings, (*INPUTS, "output_dir")):
+        other = Path(os.path.realpath(file))
+        if place == other or (name == "output_dir" and _is_replaced(place, other, trains=True)):
+            raise UserError(f"{flag} {path} is a file of --{name} {file}: name another one.")
+
+
+def _paths(settings: Settings, flags: Sequence[str]) -> list[tuple[str, str]]:
+    return [(name, file.path) for name in flags for file in data_files(name, settings[name])]
+
+
+def _is_replaced(path: Path, folder: Path, trains: bool) -> bool:
+    """Whether a run in the folder may replace or remove the file."""
+    return folder in path.parents and _replaces(trains, path.relative_to(folder).parts[0])
 
 
 def _replaces(trains: bool, name: str) -> bool:

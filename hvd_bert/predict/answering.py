@@ -24,7 +24,7 @@ from hvd_bert.config.data import ANSWERING
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import EXIT_FAILURE, log, visible
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, log, visible
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.model.cpu import kernels
 from hvd_bert.predict.answerer import QuestionAnswerer, blocks
@@ -87,7 +87,7 @@ def _show(context: str, question: str, answer: Answer) -> None:
 
 def answer_file(flags: argparse.Namespace, world: World) -> None:
     """Answer --input and write --output, which appears once it is complete. A collective."""
-    check(flags.output, flags.overwrite, world)
+    check(flags, world)
     with world.raise_on_all_ranks():
         qa = load_model(flags, world.device)
         source = open_input(flags, qa)
@@ -97,11 +97,11 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
     quiet = world.rank > 0 or not sys.stderr.isatty()
     with ExitStack() as stack, tqdm(total=len(questions), desc="Answering", unit="question", disable=quiet) as bar:
         write: Write | None = None
-        with world.writing("--output", flags.output):
+        with world.writing("--output", flags.output, EXIT_BAD_INPUT):
             if world.rank == 0:
                 columns = COLUMNS | ({"nbest": CANDIDATES} if flags.n_best != 0 else {})
                 schema = pa.schema(list(columns.items()))
-                write = stack.enter_context(appearing(flags.output, schema))
+                write = stack.enter_context(appearing(flags.output, schema, flags.overwrite))
         for first in range(0, len(parts), world.size):
             mine = parts[first : first + world.size][world.rank :][:1]  # in the last round some ranks may have no part
             rows: list[Row] = []

@@ -22,7 +22,7 @@ from hvd_bert.tasks.rows import read_rows
 
 def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> None:
     """Predict for the rows of --input and write them, with the predictions as columns, to --output. A collective."""
-    check(flags.output, flags.overwrite, world)
+    check(flags, world)
     with world.raise_on_all_ranks():
         # As the trainer evaluates the model.
         config = command_line.parse(["--no_do_train", "--no_do_eval"], _settings(flags, task_name))
@@ -41,7 +41,7 @@ def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> Non
         if writes:
             table = _with_columns(rows.with_format("arrow")[:], task_name, found)
             check_columns(flags.output, table.schema)
-            with appearing(flags.output, table.schema) as write:
+            with appearing(flags.output, table.schema, flags.overwrite) as write:
                 write(table)
     log.info("%s: predictions for %d row(s)", flags.output, len(rows))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,12 +21,12 @@ from hvd_bert.storage.writing import check_output, make_folder, replacing
 Write = Callable[[pa.Table], object]
 
 
-def check(path: Path, overwrite: bool, world: World) -> None:
+def check(flags: argparse.Namespace, world: World) -> None:
     """Create the folder of --output, and refuse a file that cannot be written or replaced. A collective."""
-    with world.writing("--output", path, EXIT_BAD_INPUT) as writes:
+    with world.writing("--output", flags.output, EXIT_BAD_INPUT) as writes:
         if writes:
-            make_folder(path.parent)
-            check_output(path, overwrite)
+            make_folder(flags.output.parent)
+            check_output(flags.output, flags.overwrite, [flags.input])
 
 
 def check_columns(path: Path, schema: pa.Schema) -> None:
@@ -43,9 +44,10 @@ def _has_bytes(kind: pa.DataType) -> bool:
 
 
 @contextmanager
-def appearing(path: Path, schema: pa.Schema) -> Iterator[Write]:
+def appearing(path: Path, schema: pa.Schema, overwrite: bool) -> Iterator[Write]:
     """Writes tables to a file that replaces `path`, or its target, unless the block raises. Raises OSError."""
     with replacing(path.resolve(), durable=True) as new:
+        check_output(path, overwrite)  # again: another process may have written it since
         if path.suffix == ".jsonl":
             file: Any = new.open("w", encoding="utf-8", newline="")  # closed below
             write: Write = partial(_write_lines, file)
@@ -62,6 +64,7 @@ def appearing(path: Path, schema: pa.Schema) -> Iterator[Write]:
                 file.close()
             raise
         file.close()
+        check_output(path, overwrite)
 
 
 def _write_lines(file: Any, table: pa.Table) -> None:

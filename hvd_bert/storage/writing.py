@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -64,8 +65,8 @@ def check_folder(folder: Path) -> None:
         raise OSError(errno.ENOENT, f"{existing} is a symbolic link to {existing.readlink()}, which does not exist")
     if not existing.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"{existing} is not a folder")
-    with tempfile.TemporaryFile(dir=existing):
-        pass
+    with tempfile.TemporaryFile(dir=existing) as file:
+        file.write(bytes(4096))  # fails on a full disk
 
 
 @contextmanager
@@ -74,7 +75,9 @@ def writing_to(flag: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{flag} {path} cannot be written: {error.strerror or error}.") from None
+        file = error.filename2 or error.filename or path
+        other = "" if Path(file) in (path, partial_path(path)) else f"{file}: "
+        raise UserError(f"{flag} {path} cannot be written: {other}{error.strerror or error}.") from None
 
 
 def make_folder(folder: Path) -> None:
@@ -93,22 +96,40 @@ def partial_path(path: Path) -> Path:
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield the path of a temporary file next to `path`; it replaces `path` unless the block raises.
 
-    For one writer at a time: the temporary name is fixed, so that a writer replaces the leftover of a killed one.
-    `durable`: the file also survives a power failure.
+    Raises OSError if another process is writing `path`. `durable`: the file also survives a power failure.
     """
     partial = partial_path(path)
-    try:
-        partial.unlink(missing_ok=True)  # a symbolic link would be written through
-        yield partial
-        if durable:
-            flush(partial)
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
+    with _locked(partial):
+        try:
+            yield partial
+            if durable:
+                flush(partial)
+            os.replace(partial, path)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise
     if durable:
         flush(path.parent)
+
+
+@contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    """Create and lock a temporary file. Its name is fixed: a writer replaces the leftover of a killed one."""
+    if is_special(partial):
+        partial.unlink()  # a symbolic link would be written through
+    with partial.open("ab") as file:
+        free = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free = False
+        except OSError:
+            pass  # the file system has no locks
+        # A writer that has just ended has renamed the file.
+        if not (free and partial.exists() and os.path.samestat(os.fstat(file.fileno()), partial.stat())):
+            raise OSError(errno.EBUSY, "another process is writing it")
+        yield
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -122,11 +143,14 @@ def write_named(path: Path, content: str | bytes) -> None:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def check_output(path: Path, overwrite: bool) -> Path:
+def check_output(path: Path, overwrite: bool, inputs: Iterable[str | Path] = ()) -> Path:
     """Raise OSError unless `path`, which a user names, can be written. Returns it; of a symbolic link, its target.
 
-    Creates nothing. A pipe would be replaced, and opening it could wait for its reader.
+    Creates nothing. A pipe would be replaced, and opening it could wait for its reader. `inputs`: must not be `path`.
+    Called again before the write, which another process may have made meanwhile.
     """
+    if os.path.realpath(path) in map(os.path.realpath, inputs):
+        raise OSError(errno.EINVAL, "it is an input: name another file")
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a folder: name a file")
     if path.exists() and not path.is_file():

@@ -113,6 +113,23 @@ def test_inputs_among_the_runs_files_are_refused(tmp_path, flag, name):
     check(config(tmp_path, "--no_do_train", "--model_name_or_path", str(tmp_path)))
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint-5/t.json", "tb/x", "", "../train.json"])
+def test_timeline_in_the_place_of_another_file_is_refused(tmp_path, name):
+    out, file = tmp_path / "out", tmp_path / "train.json"
+    flags = ["--train_file", str(file), OVERWRITE, "--timeline_file"]
+    with refused(f"--timeline_file {out / name}", "--train_file" if file.name in name else "--output_dir"):
+        check(config(out, *flags, str(out / name)))
+    check(config(out, *flags, str(out / "timeline.json")))
+
+
+@pytest.mark.parametrize(("content", "reason"), [(None, "irectory"), (b"a\xff", "UTF-8"), (b"seed: 1\n", "run wrote")])
+def test_settings_of_no_run_are_named(tmp_path, content, reason):
+    file = tmp_path / "train_config.yaml"
+    file.mkdir() if content is None else file.write_bytes(content)
+    with refused(f"--output_dir {tmp_path}", "(train_config.yaml: ", reason, "eval_config.yaml: No such"):
+        check(config(tmp_path))
+
+
 def make_run(folder: Path, *names: str) -> None:
     """The files of an earlier run."""
     folder.mkdir(exist_ok=True)

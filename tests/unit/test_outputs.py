@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import hostile
 import pytest
@@ -22,6 +23,7 @@ from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.hub import json_file
 from hvd_bert.predict.__main__ import main as predict
+from hvd_bert.predict.writing import check as check_predictions
 from hvd_bert.storage.reading import read_json
 from hvd_bert.storage.writing import check_output, partial_path, write_json
 from hvd_bert.tools.bench import __main__ as bench_flags
@@ -31,6 +33,8 @@ from hvd_bert.tools.doctor.__main__ import main as doctor
 from hvd_bert.tools.evaluate import __main__ as evaluation_flags
 from hvd_bert.tools.evaluate import running as evaluation
 from hvd_bert.tools.report.__main__ import main as report
+from hvd_bert.tools.runs import reading
+from hvd_bert.tools.timeline import __main__ as timeline_module
 from hvd_bert.tools.timeline.__main__ import main as timeline
 
 PLACES = {
@@ -63,6 +67,42 @@ def test_outputs_are_refused_before_the_work(tmp_path, monkeypatch, capsys, what
     error = capsys.readouterr().err
     assert f"--html {path} cannot be written: " in error and ("add --overwrite" in error) == (not flags)
     assert state(path) == before
+
+
+def test_inputs_are_no_outputs(tmp_path, monkeypatch, capsys):
+    for module in (speed, evaluation):
+        monkeypatch.setattr(module, "set_up", lambda config, world: None)
+    file, run = tmp_path / "in.jsonl", tmp_path / "run"
+    file.write_text("mine")
+    for path, flag in ((file, "--validation_file"), (run / "eval_results.json", "--output_dir")):
+        flags = ["--overwrite", "--json", str(path), "--validation_file", str(file)]
+        with refused("--json", path, flag, error=CollectiveError):
+            evaluation.run(*evaluation_flags.parse(["no", *flags, "--output_dir", str(run)]), make_world())
+    with refused("--json", file, "--train_file", error=CollectiveError):
+        speed.run(*bench_flags.parse(["--overwrite", "--json", str(file), "--train_file", str(file)]), make_world())
+    assert timeline([str(file), "--html", str(file), "--overwrite"]) == EXIT_BAD_INPUT
+    assert f"--html {file}" in capsys.readouterr().err
+    flags = SimpleNamespace(input=str(file), output=file, overwrite=True)
+    with refused("--output", file, error=CollectiveError):
+        check_predictions(flags, make_world())
+    assert file.read_text() == "mine" and os.listdir(tmp_path) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("command", ["timeline", "report"])
+def test_outputs_that_appear_meanwhile_stay(tmp_path, monkeypatch, capsys, command):
+    source, out = test_timeline.training(4).write(tmp_path / "t.json"), tmp_path / "out" / "report.md"
+    out.parent.mkdir()
+    run, read = make_run(tmp_path / "run"), {"timeline": timeline_module.read, "report": reading.read}[command]
+
+    def meanwhile(*given: object, **more: object) -> object:
+        out.write_text("another's")
+        return read(*given, **more)
+
+    monkeypatch.setattr(timeline_module if command == "timeline" else reading, "read", meanwhile)
+    words = [str(source), "--html", str(out)] if command == "timeline" else [str(run), "--out", str(out.parent)]
+    assert {"timeline": timeline, "report": report}[command](words) == EXIT_BAD_INPUT
+    assert "add --overwrite" in capsys.readouterr().err
+    assert out.read_text() == "another's" and os.listdir(out.parent) == ["report.md"]
 
 
 def state(path: Path) -> object:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import resource
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pandas
+import pyarrow as pa
 import pytest
 from refusals import refused
 from test_answerer import model, questions  # noqa: F401  # fixtures
@@ -24,6 +26,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK
 from hvd_bert.predict import answerer
 from hvd_bert.predict.__main__ import main, parse_flags
 from hvd_bert.predict.answering import COLUMNS, answer_file
+from hvd_bert.predict.writing import appearing
 
 ALONE = Launcher("none", None, None)
 
@@ -106,14 +109,14 @@ def test_ranks_with_other_inputs_are_refused(model, tmp_path, monkeypatch, what)
 
 
 def test_files_of_others_stay_and_a_full_disk_leaves_none(model, tmp_path):  # noqa: F811
-    (tmp_path / "asked.jsonl").write_text(json.dumps({"question": "Who?", "context": "Ada."}) + "\n")
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"question": "Who?", "context": "Ada." + " " * 9000}) + "\n")
     words = (model, "--input", tmp_path / "asked.jsonl", "--output")
     (tmp_path / "mine.jsonl").write_text("mine")
     with refused("--output", "mine.jsonl", "--overwrite", error=CollectiveError):
         answered("no model", *words[1:], tmp_path / "mine.jsonl")
     assert (tmp_path / "mine.jsonl").read_text() == "mine"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
         with pytest.raises(CollectiveError, match=r"answers\.jsonl cannot be written: File too large") as failed:
             answered(*words, tmp_path / "new" / "answers.jsonl")
@@ -121,6 +124,19 @@ def test_files_of_others_stay_and_a_full_disk_leaves_none(model, tmp_path):  # n
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert failed.value.status == EXIT_FAILURE
     assert os.listdir(tmp_path / "new") == []
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_file_that_appears_meanwhile_is_replaced_with_overwrite_only(tmp_path, overwrite):
+    path, schema = tmp_path / "a.csv", pa.schema([("answer", pa.string())])
+    with nullcontext() if overwrite else pytest.raises(FileExistsError), appearing(path, schema, overwrite) as write:
+        write(pa.table({"answer": ["mine"]}))
+        path.write_text("another's")
+    assert path.read_text() == ('"answer"\n"mine"\n' if overwrite else "another's")
+    assert os.listdir(tmp_path) == ["a.csv"]
+    if not overwrite:  # written between the check at the start and this
+        with pytest.raises(FileExistsError), appearing(path, schema, overwrite):
+            pytest.fail("the work began")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import multiprocessing
 import os
 import signal
@@ -19,8 +20,8 @@ from refusals import refused
 
 from hvd_bert.data import cache
 from hvd_bert.errors import UserError
-from hvd_bert.storage import locks
-from hvd_bert.storage.writing import replacing, write_json
+from hvd_bert.storage import locks, writing
+from hvd_bert.storage.writing import replacing, write_json, writing_to
 from hvd_bert.tools.bench.record import read_record
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -110,6 +111,32 @@ def test_a_write_replaces_the_whole_file_or_keeps_the_old_one(tmp_path, monkeypa
         write_json(path, {"a": "Müller"})
     assert path.read_text(encoding="utf-8") == ("old" if failing else '{\n  "a": "Müller"\n}\n')
     assert os.listdir(tmp_path) == ["x.json"]
+
+
+def test_second_writer_of_a_file_is_refused_and_changes_nothing(tmp_path):
+    path = tmp_path / "x.json"
+    with replacing(path) as partial:
+        partial.write_text("the first half")
+        with pytest.raises(OSError, match="another process"):
+            write_json(path, "the second's")
+        assert partial.read_text() == "the first half" and not path.exists()
+    assert path.read_text() == "the first half" and os.listdir(tmp_path) == ["x.json"]
+
+
+@pytest.mark.parametrize("name", ["tb", "out/train_config.yaml"])
+def test_a_file_that_cannot_be_written_is_named(tmp_path, name):
+    path = tmp_path / name
+    path.mkdir(parents=True)
+    with refused(f"--output_dir {tmp_path} cannot be written: {path}: "), writing_to("--output_dir", tmp_path):
+        write_json(path, 1)
+    with refused(f"--json {path} cannot be written: Is a"), writing_to("--json", path):
+        write_json(path, 1)
+
+
+def test_full_disk_is_seen_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing.tempfile, "TemporaryFile", lambda **_: io.FileIO("/dev/full", "w"))
+    with pytest.raises(OSError, match="No space left"):
+        writing.check_folder(tmp_path)
 
 
 def raising(*_: object) -> None:

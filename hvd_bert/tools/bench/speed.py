@@ -36,7 +36,7 @@ from hvd_bert.model.layers import place
 from hvd_bert.model.loading import load_config
 from hvd_bert.monitoring import PHASES
 from hvd_bert.monitoring.usage import memory_now, memory_peak
-from hvd_bert.output import run_folder
+from hvd_bert.output import output_dir, run_folder
 from hvd_bert.storage.reading import GIB
 from hvd_bert.storage.writing import check_output, write_named, writing_to
 from hvd_bert.tasks.base import Task, load_task, weight_copies
@@ -73,8 +73,9 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     before = memory_now(world.device)
     with world.raise_on_all_ranks():
         if flags.json and world.rank == 0:
+            output_dir.check_apart("--json", flags.json, config.as_flat())
             with writing_to("--json", flags.json):
-                flags.json = check_output(flags.json, flags.overwrite)
+                check_output(flags.json, flags.overwrite)
         task: Task
         if flags.random:
             count = config.train.windows_per_step(world.size * world.devices) * config.train.max_steps
@@ -97,7 +98,11 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
                 **figures,
                 **run_folder.environment_facts(config, world),
             }
-            _print_table(record, flags.json)
+            _print_table(record)
+            if flags.json:
+                with writing_to("--json", flags.json):
+                    path = check_output(flags.json, flags.overwrite)
+                    write_named(path, json.dumps(record, indent=1) + "\n")
 
 
 def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World, before: int) -> dict[str, Any]:
@@ -148,8 +153,8 @@ def _matmul_peak(task: Task, tokens: int, device: torch.device, precision: str) 
     return measure.matmul_peak(task.model, tokens, device, precision)
 
 
-def _print_table(record: dict[str, Any], path: Path | None) -> None:
-    """Print a table, and write `path`. Raises UserError if it cannot be written."""
+def _print_table(record: dict[str, Any]) -> None:
+    """Print a table."""
     spreads = record["figures"]
     has_tokens = spreads.get("tokens_per_s") != spreads.get("windows_per_s")  # otherwise an example counts as 1
     rows = []
@@ -172,9 +177,6 @@ def _print_table(record: dict[str, Any], path: Path | None) -> None:
     advice = host_time.advice(record, record["settings"]["cuda_graphs"])
     if advice:
         print(advice, flush=True)
-    if path:
-        with writing_to("--json", path):
-            write_named(path, json.dumps(record, indent=1) + "\n")
 
 
 # Tokens per window: minimum, deciles and maximum over the 3,889 windows of the first 11 articles of SQuAD v1.1's

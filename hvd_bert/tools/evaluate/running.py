@@ -53,7 +53,8 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
             print(page.as_text(), flush=True)
             if flags.json:
                 with writing_to("--json", flags.json):
-                    write_named(flags.json, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+                    path = check_output(flags.json, flags.overwrite)
+                    write_named(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
             if folder:
                 _write_folder(folder, evaluations[0], results, page)
 
@@ -79,12 +80,14 @@ def _write_folder(folder: Path, evaluation: EvaluationResult, results: dict[str,
 
 def _check_outputs(flags: argparse.Namespace, config: Config, world: World) -> None:
     """Raise UserError if a file cannot be written. Changes nothing."""
+    if flags.json:
+        output_dir.check_apart("--json", flags.json, config.as_flat())
     if config.train.output_dir:
         output_dir.check(config.as_flat(), world.process.locks)
     out = Path(os.path.realpath(config.train.output_dir or ""))
     if flags.json and (out.exists() or Path(os.path.realpath(flags.json.parent)) != out):  # else it will be created
         with writing_to("--json", flags.json):
-            flags.json = check_output(flags.json, flags.overwrite)
+            check_output(flags.json, flags.overwrite)
 
 
 def _results(

@@ -74,7 +74,7 @@ def write(flags: argparse.Namespace) -> None:
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
     records = [reading.read(folder, strict=False) for folder in reading.find(flags.runs)]
     if len(records) == 1 and not baseline:
-        _write_files(flags.out, run_page.make_page(records[0]), dict.fromkeys(CSV_FILES, ()))
+        _write_files(flags, run_page.make_page(records[0]), dict.fromkeys(CSV_FILES, ()))
         print(visible("\n".join([*run_page.summary(records[0]), f"The page: {flags.out / PAGE}"])))
     else:
         _write_comparison(records, baseline, flags)
@@ -102,7 +102,7 @@ def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | Non
         page.add(Text("Definitions", 2), Listing(content.definitions()))
     rows = (content.table_rows(tables), content.run_rows(kept, excluded))
     latex = content.as_latex(shown, setup.paragraph(used))
-    written = _write_files(flags.out, page, dict(zip(CSV_FILES, rows, strict=True)), latex)
+    written = _write_files(flags, page, dict(zip(CSV_FILES, rows, strict=True)), latex)
     if not compared:
         print(visible(runs_page.overview(records).for_terminal() + "\n"))
     _print_summary(shown, reasons)
@@ -118,7 +118,7 @@ def _without_table(groups: Sequence[Group], tables: Sequence[ScalingTable], base
 
 
 def _write_files(
-    folder: Path, page: Page, csv_files: Mapping[str, Sequence[dict[str, Any]]], latex: str = ""
+    flags: argparse.Namespace, page: Page, csv_files: Mapping[str, Sequence[dict[str, Any]]], latex: str = ""
 ) -> list[str]:
     """Write the page, its pictures and the tables that have rows. Returns what was written. Raises UserError."""
     contents = {picture.name: picture.png for picture in page.pictures}
@@ -126,8 +126,8 @@ def _write_files(
     contents |= {LATEX: latex.encode(errors="backslashreplace")} if latex else {}
     contents |= {MARKDOWN: page.as_markdown().encode(), PAGE: page.as_html().encode()}
     contents |= {name: _csv(rows).encode(errors="backslashreplace") for name, rows in csv_files.items() if rows}
-    with writing_to("--out", folder):
-        files.write(folder, contents)
+    with writing_to("--out", flags.out):
+        files.write(flags.out, contents, flags.overwrite)
     tables = [name for name in (*CSV_FILES, LATEX) if name in contents]
     plots = [f"{counted(len(page.pictures), 'plot')} as PNG, SVG and PDF"] if page.pictures else []
     return [PAGE, MARKDOWN, *tables, *plots]

@@ -33,8 +33,9 @@ def check(folder: Path, overwrite: bool) -> None:
         )
 
 
-def write(folder: Path, contents: Mapping[str, bytes]) -> None:
+def write(folder: Path, contents: Mapping[str, bytes], overwrite: bool) -> None:
     """Write a report, and remove files of an earlier one that would contradict it. Raises OSError."""
+    check(folder, overwrite)
     make_folder(folder)
     for name, content in contents.items():
         write_named(folder / name, content)

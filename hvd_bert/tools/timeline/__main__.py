@@ -34,11 +34,11 @@ def main(argv: list[str] | None = None) -> int:
 def _analyze(flags: argparse.Namespace) -> int:
     if flags.html:
         with writing_to("--html", flags.html):
-            flags.html = check_output(flags.html, flags.overwrite)
+            check_output(flags.html, flags.overwrite, [flags.file])
     findings = read(flags.file, flags.ranks)
     if flags.html:
         with writing_to("--html", flags.html):
-            write_named(flags.html, content.page(findings, definitions=True).as_html())
+            write_named(check_output(flags.html, flags.overwrite), content.page(findings, definitions=True).as_html())
     if flags.json:
         print(content.as_json(findings))
     else:
