@@ -106,17 +106,18 @@ class ResumePoint:
         return self.contents.state
 
 
-def is_of_a_run(settings: Path) -> bool:
-    """Whether a run wrote this file of settings: it has all flags, also those that a user's own file would not have."""
+def why_no_run(settings: Path) -> str:
+    """Why no run wrote this file of settings, else "". A run's has all flags, also those that a user's own lacks."""
     try:
-        return "\nresume_from_checkpoint: " in read_text(settings, MAX_YAML_BYTES)
-    except (OSError, ValueError):
-        return False
+        whole = "\nresume_from_checkpoint: " in read_text(settings, MAX_YAML_BYTES)
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return "" if whole else "no run wrote it, or it is cut short"
 
 
 def unfinished(folder: Path) -> bool:
     """Whether a training started in this folder and did not finish."""
-    return is_of_a_run(folder / "train_config.yaml") and not (folder / "train_results.json").exists()
+    return not why_no_run(folder / "train_config.yaml") and not (folder / "train_results.json").exists()
 
 
 def find(checkpoint: CheckpointArguments, args: TrainArguments, check: Check) -> ResumePoint | None:

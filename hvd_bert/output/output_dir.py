@@ -111,10 +111,10 @@ def _check_content(settings: Settings, folder: Path) -> None:
             " move them away, or use another folder."
         )
     shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
-    if held and not any(resume.is_of_a_run(folder / name) for name in SETTINGS):
-        raise UserError(
-            f"--output_dir {folder} is not empty ({shown}) and holds no run ({' or '.join(SETTINGS)}): use another one."
-        )
+    reasons = {name: resume.why_no_run(folder / name) for name in SETTINGS}
+    if held and all(reasons.values()):
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise UserError(f"--output_dir {folder} is not empty ({shown}) and holds no run ({why}): use another one.")
     resumes = settings["resume_from_checkpoint"] == resume.LATEST or resume.unfinished(folder)
     if held and trains and not settings["overwrite_output_dir"] and not resumes:
         raise UserError(
