@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,9 +20,12 @@ from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError, log
-from hvd_bert.storage.reading import MAX_YAML_BYTES, Count, Positive, convert, read_text
+from hvd_bert.storage.reading import MAX_YAML_BYTES, Count, Positive, convert, read_json, read_text
 
 LATEST = "latest"
+# Keys of config.json that say nothing about what a trained model computes.
+_NOT_COMPUTED = {"_name_or_path", "architectures", "transformers_version", "dtype", "id2label", "label2id"}
+_NOT_COMPUTED |= {"initializer_range", "use_cache"}
 Check = Callable[[Contents], None]  # raises ValueError if a training cannot restore them
 
 
@@ -227,7 +231,20 @@ def model_shape(model: nn.Module) -> str:
     return f"{len(shapes)} tensors, {size:,} parameters, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
 
 
-def check(resume_point: ResumePoint, run: Mapping[str, Any], args: TrainArguments, global_batch: int) -> None:
+def _changes(folder: Path, model: nn.Module) -> list[str]:
+    """Differences between a model of transformers and the checkpoint's in how they compute."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string") or not (folder / "config.json").exists():
+        return []
+    before = type(config).from_dict(read_json(folder / "config.json"))
+    saved, now = (json.loads(each.to_json_string(use_diff=False)) for each in (before, config))
+    compared = saved.keys() & now.keys() - _NOT_COMPUTED  # other versions of transformers have other keys
+    return [f"the model's {key} was {saved[key]} and is {now[key]}" for key in compared if saved[key] != now[key]]
+
+
+def check(
+    resume_point: ResumePoint, run: Mapping[str, Any], args: TrainArguments, global_batch: int, model: nn.Module
+) -> None:
     """Raise UserError if the checkpoint is from another model, other data or other settings.
 
     `run`: what this run's checkpoints hold of it. Either the global batch must be the same, or the flags for the batch
@@ -239,6 +256,7 @@ def check(resume_point: ResumePoint, run: Mapping[str, Any], args: TrainArgument
         for name in dict.fromkeys((*saved, *now))
         if saved.get(name) != now.get(name)
     ]
+    differing += sorted(_changes(resume_point.folder, model))
     before = resume_point.state["global_batch"]
     same_flags = args.global_batch == -1 and resume_point.state["rank_batch"] == run["rank_batch"]
     if before != global_batch and not same_flags:

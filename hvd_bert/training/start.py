@@ -104,7 +104,7 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
         facts = {"identity": identity, "rank_batch": config.train.rank_batch, "cpu_kernels": cpu_kernels}
     with world.raise_on_all_ranks():
         if resume_point and task.plan and not kept:
-            resume.check(resume_point, facts, config.train, task.plan.global_batch)
+            resume.check(resume_point, facts, config.train, task.plan.global_batch, task.model)
     return Start(config, task, plan, resume_point, facts, names_folder)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 import torch
 from refusals import refused
 from test_world import make_world
+from transformers import BertConfig, BertModel
 
 from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.files import Contents
@@ -154,7 +157,7 @@ def check(saved: dict, *flags: str, batch: int = 8) -> None:
     point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(state=state))  # type: ignore[arg-type]
     args = parse(list(flags)).train
     run = {"identity": identity(*flags), "rank_batch": args.rank_batch, "cpu_kernels": None}
-    resume.check(point, run, args, global_batch=8)
+    resume.check(point, run, args, 8, MODEL)
 
 
 def test_identity_has_the_model_the_data_and_what_is_learned_by():
@@ -181,6 +184,35 @@ def test_the_same_settings_resume():
     check(old)
     with refused("--padding was none and is longest"):
         check(old, "--padding", "longest")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "refuses"),
+    [
+        ("hidden_act", "relu", True),
+        ("num_attention_heads", 1, True),
+        ("layer_norm_eps", 1e-5, True),
+        ("hidden_dropout_prob", 0.3, True),
+        ("pad_token_id", 1, True),
+        ("a_later_versions_key", 1, False),
+        ("id2label", {"0": "a", "1": "b"}, False),
+        ("dtype", "bfloat16", False),
+        ("_name_or_path", "elsewhere", False),
+    ],
+)
+def test_a_model_that_computes_differently_is_refused(tmp_path, key, value, refuses):
+    size = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 4}
+    model = BertModel(BertConfig(vocab_size=5, **size))
+    state = {"identity": {}, "global_batch": 8, "rank_batch": 8, "step": 1}
+    point = ResumePoint(tmp_path, SimpleNamespace(state=state))  # type: ignore[arg-type]
+    run = {"identity": resume.in_this_version({}), "rank_batch": 8, "cpu_kernels": None}
+    resume.check(point, run, parse([]).train, 8, model)  # without a configuration
+    config = json.loads(model.config.to_json_string())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    resume.check(point, run, parse([]).train, 8, model)
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    with refused(f"the model's {key} was {value}") if refuses else nullcontext():
+        resume.check(point, run, parse([]).train, 8, model)
 
 
 def test_every_difference_is_listed():
