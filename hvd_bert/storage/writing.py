@@ -65,8 +65,11 @@ def check_folder(folder: Path) -> None:
         raise OSError(errno.ENOENT, f"{existing} is a symbolic link to {existing.readlink()}, which does not exist")
     if not existing.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"{existing} is not a folder")
-    with tempfile.TemporaryFile(dir=existing) as file:
-        file.write(bytes(4096))  # fails on a full disk
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(bytes(4096))  # fails on a full disk
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(existing)) from None  # not the temporary file's name
 
 
 @contextmanager
