@@ -52,7 +52,7 @@ def torch_version() -> None:
 
 
 def own_torch_version() -> str:
-    """As in `torch.__version__`: the metadata of PyPI's wheels lack the build. Importing torch would take seconds."""
+    """Read `torch.__version__` without importing torch, which takes seconds. PyPI's metadata lack its build."""
     spec = importlib.util.find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     found = re.search(r"^__version__ = '(.+)'$", file.read_text(), re.MULTILINE) if file and file.is_file() else None

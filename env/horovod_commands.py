@@ -27,7 +27,9 @@ def fail(problem: str, *advice: str) -> NoReturn:
 def output(*command: str | Path) -> str:
     """What a program prints, or '' if it fails or is not there."""
     try:
-        return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [str(word) for word in command], capture_output=True, text=True, errors="replace", check=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
 

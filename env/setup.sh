@@ -300,7 +300,7 @@ install_torch() {
   logged checks torch "$wanted"
 }
 
-# The environment works until Horovod's wheel for the torch to come is in the cache: another environment builds it.
+# Builds Horovod for the new torch in a second environment, so that this one stays usable meanwhile.
 build_for_next_torch() {
   say "      building Horovod for it first: until then the environment stays as it is"
   next=$venv.next

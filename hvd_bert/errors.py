@@ -72,7 +72,7 @@ def find_user_error(error: BaseException) -> UserError | None:
     """The UserError that an exception is or stands for: a path that cannot be used, a package that cannot be loaded."""
     if isinstance(error, UserError):
         return error
-    while isinstance(error.__cause__, ModuleNotFoundError):  # transformers hides the package's name
+    while isinstance(error.__cause__, ImportError):  # transformers and numpy hide the name
         error = error.__cause__
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("hvd_bert"):
         return UserError(f"{error} in the environment of {sys.executable}. {_environment_remedy()}")

@@ -96,7 +96,7 @@ def load_split(
 
 
 def _cached(name: str, split: str, config_name: str | None, cache_dir: str | None) -> Dataset:
-    """As `load_dataset` offline, whose switch would be all threads'."""
+    """Load a split from the cache. The offline switch of `datasets` would affect all threads."""
     from datasets.packaged_modules.cache.cache import Cache
 
     builder = Cache(cache_dir, name.split("/")[-1], config_name, version="auto", hash="auto", repo_id=name)

@@ -23,9 +23,9 @@ from hvd_bert.errors import UserError, log
 from hvd_bert.storage.reading import MAX_YAML_BYTES, Count, Positive, convert, read_json, read_text
 
 LATEST = "latest"
-# Keys of config.json that say nothing about what a trained model computes.
-_NOT_COMPUTED = {"_name_or_path", "architectures", "transformers_version", "dtype", "id2label", "label2id"}
-_NOT_COMPUTED |= {"initializer_range", "use_cache"}
+# Keys of config.json that do not change what a model computes. A forward pass with labels may set `problem_type`.
+_NOT_COMPUTED = {"_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "problem_type"}
+_NOT_COMPUTED |= {"transformers_version", "use_cache"}
 Check = Callable[[Contents], None]  # raises ValueError if a training cannot restore them
 
 
@@ -225,20 +225,38 @@ def identity(
 
 
 def model_shape(model: nn.Module) -> str:
-    """The number of a model's weights, and a digest of their names and shapes."""
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    size = sum(parameter.numel() for parameter in model.parameters())
-    return f"{len(shapes)} tensors, {size:,} parameters, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
+    """The number of a model's weights, and a digest of their names and shapes.
+
+    In a custom model, the digest includes the configurations of models of transformers in it. `_changes` compares that
+    of a model of transformers itself.
+    """
+    described: list[Any] = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    count, size = len(described), sum(parameter.numel() for parameter in model.parameters())
+    if not _is_described(model):
+        inner: list[Any] = [module.config for module in model.modules() if _is_described(module)]
+        described += [_computed(json.loads(config.to_json_string())) for config in inner]  # without defaults
+    return f"{count} tensors, {size:,} parameters, {hashlib.sha256(repr(described).encode()).hexdigest()[:12]}"
 
 
-def _changes(folder: Path, model: nn.Module) -> list[str]:
+def _is_described(model: nn.Module) -> bool:
+    """Whether it is a model of transformers, with a configuration."""
+    return hasattr(model, "save_pretrained") and hasattr(getattr(model, "config", None), "to_json_string")
+
+
+def _computed(values: Any) -> Any:
+    """The values of a configuration, also of those in it, that change what the model computes."""
+    if not isinstance(values, dict):
+        return values
+    return {key: _computed(value) for key, value in sorted(values.items()) if key not in _NOT_COMPUTED}
+
+
+def _changes(folder: Path, model: Any) -> list[str]:
     """Differences between a model of transformers and the checkpoint's in how they compute."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_json_string") or not (folder / "config.json").exists():
+    if not _is_described(model) or not (folder / "config.json").exists():
         return []
-    before = type(config).from_dict(read_json(folder / "config.json"))
-    saved, now = (json.loads(each.to_json_string(use_diff=False)) for each in (before, config))
-    compared = saved.keys() & now.keys() - _NOT_COMPUTED  # other versions of transformers have other keys
+    before = type(model.config).from_dict(read_json(folder / "config.json"))
+    saved, now = (_computed(json.loads(each.to_json_string(use_diff=False))) for each in (before, model.config))
+    compared = sorted(saved.keys() & now.keys())  # other versions of transformers have other keys
     return [f"the model's {key} was {saved[key]} and is {now[key]}" for key in compared if saved[key] != now[key]]
 
 
@@ -256,7 +274,7 @@ def check(
         for name in dict.fromkeys((*saved, *now))
         if saved.get(name) != now.get(name)
     ]
-    differing += sorted(_changes(resume_point.folder, model))
+    differing += _changes(resume_point.folder, model)
     before = resume_point.state["global_batch"]
     same_flags = args.global_batch == -1 and resume_point.state["rank_batch"] == run["rank_batch"]
     if before != global_batch and not same_flags:

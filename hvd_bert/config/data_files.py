@@ -51,7 +51,7 @@ def _parsed(flag: str, text: str, several: bool) -> DataFile:
             return DataFile(path, name)
         return DataFile(text, Path(text).name.split(".")[0] or "." if several else "")
     path, _, weight = text.rpartition(":")
-    number = re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", weight)
+    number = re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", weight, re.ASCII)
     if flag != "train_file" or exists or not path or not (number or os.path.exists(path)):
         return DataFile(text)
     valid = number and 0 < float(weight) <= 1000

@@ -153,7 +153,7 @@ def own_address_at(name: str) -> str | None:
     """The address of this host to which its name leads, chosen as Gloo does; None if there is none."""
     try:
         found = [str(place[0]) for *_, place in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    except OSError:
+    except (OSError, UnicodeError):  # no resolver accepts some names
         return None
     own = {address.split("%")[0] for addresses in host_addresses().values() for address in addresses}
     if "127.0.0.1" in own:  # and all of 127.0.0.0/8
@@ -163,7 +163,7 @@ def own_address_at(name: str) -> str | None:
 
 def address_towards(host: str) -> str | None:
     """The address under which this host reaches `host`, IPv4 where there is one; None if unknown."""
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):
         for family, kind, _, _, place in sorted(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)):
             with suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(place)  # sends no packet, only chooses the route

@@ -118,7 +118,9 @@ def host_name(name: str, source: str) -> str:
         name.encode("idna")
     except UnicodeError as error:
         reason = error.__cause__ or error
-        raise UserError(f"{source}: {name[:80]!r} is no host name ({reason}). Give a host's name or address.") from None
+        raise UserError(
+            f"{source}: {name[:80]!r} is not a valid host name ({reason}). Give a host's name or address."
+        ) from None
     return name
 
 

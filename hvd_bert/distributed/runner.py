@@ -106,7 +106,10 @@ def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, 
                 world.set_up_device()
                 try:
                     entry(world)
-                except SystemExit as error:  # of a custom task: the run is not done, whatever its status
+                except SystemExit as error:
+                    if raises or error.code:
+                        raise
+                    # A custom task must not end an unfinished run with status 0.
                     raise RuntimeError(f"sys.exit({error.code!r}) was called during the run") from error
             return world
         except (Exception, KeyboardInterrupt) as error:

@@ -133,6 +133,7 @@ def _scontrol(*words: str) -> str:
         raise UserError(f"`scontrol {words[0]}` did not answer in {_COMMAND_S} s") from None
     except OSError as error:
         raise UserError(f"`scontrol {words[0]}` failed: {short_reason(error)}") from None
-    if done.returncode > 0:  # < 0: ended by a signal, since Slurm is ending the job
+    if done.returncode > 0:
         raise UserError(f"`scontrol {words[0]}` failed: {' '.join(done.stderr.split())}")
-    return done.stdout
+    # Ended by a signal, since Slurm is ending the job: what it printed may be cut.
+    return done.stdout if done.returncode == 0 else ""

@@ -70,16 +70,18 @@ def _check_inputs(settings: Settings, folder: Path) -> None:
 
 
 def check_apart(flag: str, path: Path, settings: Settings) -> None:
-    """Raise UserError if an output that a flag names is an input, or in the place of a run's file in --output_dir."""
+    """Raise UserError if an output that a flag names is an input, another output, or a file of a run or a model."""
     place = Path(os.path.realpath(path))
-    for name, file in _paths(settings, (*INPUTS, "output_dir")):
+    for name, file in _paths(settings, (*INPUTS, "output_dir", "timeline")):
         other = Path(os.path.realpath(file))
-        if place == other or (name == "output_dir" and _is_replaced(place, other, trains=True)):
-            raise UserError(f"{flag} {path} is a file of --{name} {file}: name another one.")
+        of_run = _is_replaced(place, other, trains=True) and (name == "output_dir" or place.name not in OF_EVALUATION)
+        if of_run or (place == other and flag != f"--{name}_file"):
+            replaced = f"a file of {file}" if of_run else file
+            raise UserError(f"{flag} {path} would replace {replaced}, which is used as well: name another file.")
 
 
 def _paths(settings: Settings, flags: Sequence[str]) -> list[tuple[str, str]]:
-    return [(name, file.path) for name in flags for file in data_files(name, settings[name])]
+    return [(name, file.path) for name in flags for file in data_files(name, settings.get(name))]
 
 
 def _is_replaced(path: Path, folder: Path, trains: bool) -> bool:

@@ -16,6 +16,7 @@ from pyarrow.parquet import ParquetWriter
 
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
+from hvd_bert.output.output_dir import check_apart
 from hvd_bert.storage.writing import check_output, make_folder, replacing
 
 Write = Callable[[pa.Table], object]
@@ -25,6 +26,7 @@ def check(flags: argparse.Namespace, world: World) -> None:
     """Create the folder of --output, and refuse a file that cannot be written or replaced. A collective."""
     with world.writing("--output", flags.output, EXIT_BAD_INPUT) as writes:
         if writes:
+            check_apart("--output", flags.output, {"model_name_or_path": flags.model})
             make_folder(flags.output.parent)
             check_output(flags.output, flags.overwrite, [flags.input])
 
@@ -91,7 +93,7 @@ def _is_nested(kind: pa.DataType) -> bool:
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:
-    """The values of a column; those of JSON, which have several types, are decoded."""
+    """The values of a column. JSON columns, whose values have several types, are decoded."""
     values = column.to_pylist()
     decodes = isinstance(column.type, pa.JsonType)
     return [json.loads(value) if decodes and value is not None else value for value in values]

@@ -21,7 +21,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import open_regular, read_text
 
 # Errors of file systems that are mounted without locks (some Lustre, some NFS).
-_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
 LOCK = ".lock"  # of a folder of runs
@@ -50,7 +50,7 @@ def take(path: Path, *, wait: bool) -> Lock:
     try:
         return _acquired(path, wait)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             raise
         name = f"hvd_bert-{os.getuid()}-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]}.lock"
         on_this_host = Path(tempfile.gettempdir()) / name

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_bert.errors import UserError, log
+from hvd_bert.storage.locks import NO_LOCKS
 
 OWN_PARTIAL = ".hvd_bert.partial"  # no other program makes such files
 MAX_NAME = 255 - len(f".{OWN_PARTIAL}")
@@ -78,8 +79,9 @@ def writing_to(flag: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        file = error.filename2 or error.filename or path
-        other = "" if Path(file) in (path, partial_path(path)) else f"{file}: "
+        file = os.fsdecode(error.filename2 or error.filename or path)
+        own = map(os.path.abspath, (path, partial_path(path)))
+        other = "" if os.path.abspath(file) in own else f"{file}: "
         raise UserError(f"{flag} {path} cannot be written: {other}{error.strerror or error}.") from None
 
 
@@ -119,19 +121,23 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 @contextmanager
 def _locked(partial: Path) -> Iterator[None]:
     """Create and lock a temporary file. Its name is fixed: a writer replaces the leftover of a killed one."""
-    if is_special(partial):
-        partial.unlink()  # a symbolic link would be written through
+    if is_special(partial) or not os.access(partial, os.W_OK):
+        partial.unlink(missing_ok=True)  # a symbolic link would be written through; or another user's leftover
+    in_use = OSError(errno.EBUSY, "another process is writing it")
     with partial.open("ab") as file:
-        free = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            free = False
-        except OSError:
-            pass  # the file system has no locks
-        # A writer that has just ended has renamed the file.
-        if not (free and partial.exists() and os.path.samestat(os.fstat(file.fileno()), partial.stat())):
-            raise OSError(errno.EBUSY, "another process is writing it")
+            raise in_use from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        try:
+            renamed = not os.path.samestat(os.fstat(file.fileno()), partial.stat())
+        except FileNotFoundError:
+            renamed = True
+        if renamed:  # by a writer that had it since it was opened
+            raise in_use
         yield
 
 
@@ -150,7 +156,7 @@ def check_output(path: Path, overwrite: bool, inputs: Iterable[str | Path] = ())
     """Raise OSError unless `path`, which a user names, can be written. Returns it; of a symbolic link, its target.
 
     Creates nothing. A pipe would be replaced, and opening it could wait for its reader. `inputs`: must not be `path`.
-    Called again before the write, which another process may have made meanwhile.
+    Call it again before the write: another process may have created the file meanwhile.
     """
     if os.path.realpath(path) in map(os.path.realpath, inputs):
         raise OSError(errno.EINVAL, "it is an input: name another file")

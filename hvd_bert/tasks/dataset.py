@@ -280,7 +280,7 @@ class DatasetTask(Task):
                 json.dumps({name: values})
             except (TypeError, ValueError) as error:
                 problem = f"{name!r}: {short_reason(error)}" if name else short_reason(error)
-                raise UserError(self._wrong("predictions", problem, "what JSON can hold")) from None
+                raise UserError(self._wrong("predictions", problem, "values that JSON can hold")) from None
         return {"eval_predictions.json": predictions}
 
     def _wrong(self, method: str, problem: str, needed: str) -> str:

@@ -60,11 +60,17 @@ def read_rows(path: str, flag: str) -> Dataset:
     datasets.disable_progress_bars()  # a task's `rows.map` would show them on every rank
     choose = partial(_check_columns, name)
     if content.startswith(files.PARQUET):
-        rows = datasets.Dataset(files.parquet_table(name, content, choose), split=split)
+        with files.parquet_file(name, content) as file:
+            rows = datasets.Dataset(file.read(choose(file.schema_arrow.names)), split=split)
     else:
         as_glue = Path(path.lower().removesuffix(".gz")).suffix == ".tsv"  # whose texts have unpaired quotes
-        found = [*_objects(name, files.parsed(name, content, choose, as_glue))]
-        columns = {key: [row.get(key) for row in found] for key in dict.fromkeys(key for row in found for key in row)}
+        columns: dict[str, list[Any]] = {}
+        for count, row in enumerate(_objects(name, files.parsed(name, content, choose, as_glue))):
+            for key in row:
+                if key not in columns:
+                    columns[key] = [None] * count
+            for key, values in columns.items():
+                values.append(row.get(key))
         try:
             rows = datasets.Dataset.from_dict(columns, split=split, on_mixed_types="use_json")
         except (OverflowError, ValueError) as error:
@@ -75,7 +81,7 @@ def read_rows(path: str, flag: str) -> Dataset:
 
 
 def _check_columns(name: str, columns: list[str]) -> list[str]:
-    """The same columns. Raises UserError if two have the same name."""
+    """Return the columns. Raises UserError if two have the same name."""
     for column, count in Counter(columns).items():
         if count > 1 and not files.is_index(column):
             raise UserError(f"{name}: {count} columns are named {column!r}. Rename all except one.")

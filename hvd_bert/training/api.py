@@ -47,8 +47,7 @@ def train(
     """
     if _TRAINING.locked():  # also by a callback of that training
         raise UserError("train() runs already in this process: wait for its end, or start another process.")
-    _TRAINED.add(os.getpid())
-    if len(_TRAINED) > 1:
+    if _TRAINED - {os.getpid()}:
         raise UserError(
             "train() has run in the process from which this one was forked, and its threads are missing here: start"
             ' this process with multiprocessing.get_context("spawn").'
@@ -72,7 +71,9 @@ def train(
                 check_types(given | {"task": task, "callbacks": callbacks}, kinds, texts=(str, PurePath))
             results.append(run(words, world, callbacks, own))
 
-        run_in_program(run_checked, **command_line.before_joining(words))
+        strategy = command_line.before_joining(words)
+        _TRAINED.add(os.getpid())
+        run_in_program(run_checked, **strategy)
     return results[-1]
 
 

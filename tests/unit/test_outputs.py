@@ -74,17 +74,18 @@ def test_inputs_are_no_outputs(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(module, "set_up", lambda config, world: None)
     file, run = tmp_path / "in.jsonl", tmp_path / "run"
     file.write_text("mine")
-    for path, flag in ((file, "--validation_file"), (run / "eval_results.json", "--output_dir")):
+    for path, replaced in ((file, file), (run / "eval_results.json", f"a file of {run}")):
         flags = ["--overwrite", "--json", str(path), "--validation_file", str(file)]
-        with refused("--json", path, flag, error=CollectiveError):
+        with refused("--json", path, f"replace {replaced}", error=CollectiveError):
             evaluation.run(*evaluation_flags.parse(["no", *flags, "--output_dir", str(run)]), make_world())
-    with refused("--json", file, "--train_file", error=CollectiveError):
+    with refused("--json", file, f"replace {file}", error=CollectiveError):
         speed.run(*bench_flags.parse(["--overwrite", "--json", str(file), "--train_file", str(file)]), make_world())
     assert timeline([str(file), "--html", str(file), "--overwrite"]) == EXIT_BAD_INPUT
     assert f"--html {file}" in capsys.readouterr().err
-    flags = SimpleNamespace(input=str(file), output=file, overwrite=True)
-    with refused("--output", file, error=CollectiveError):
-        check_predictions(flags, make_world())
+    for path in (file, run / "metrics.jsonl"):
+        flags = SimpleNamespace(model=str(run), input=str(file), output=path, overwrite=True)
+        with refused("--output", path, error=CollectiveError):
+            check_predictions(flags, make_world())
     assert file.read_text() == "mine" and os.listdir(tmp_path) == ["in.jsonl"]
 
 

@@ -197,6 +197,7 @@ def test_the_same_settings_resume():
         ("a_later_versions_key", 1, False),
         ("id2label", {"0": "a", "1": "b"}, False),
         ("dtype", "bfloat16", False),
+        ("problem_type", "regression", False),
         ("_name_or_path", "elsewhere", False),
     ],
 )
@@ -213,6 +214,15 @@ def test_a_model_that_computes_differently_is_refused(tmp_path, key, value, refu
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     with refused(f"the model's {key} was {value}") if refuses else nullcontext():
         resume.check(point, run, parse([]).train, 8, model)
+
+
+def test_a_model_inside_a_custom_one_is_part_of_it():
+    size = {"vocab_size": 5, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 4}
+    gelu, same, relu = (
+        model_shape(torch.nn.Sequential(BertModel(BertConfig(**size, hidden_act=act, id2label=names))))
+        for act, names in (("gelu", None), ("gelu", {0: "a", 1: "b"}), ("relu", None))
+    )
+    assert gelu == same != relu
 
 
 def test_every_difference_is_listed():

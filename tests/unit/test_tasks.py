@@ -281,6 +281,7 @@ def test_quotes_of_a_file_with_tabs_are_text_if_it_is_named_tsv(tmp_path):
             ["row 2", "'id'", "12345678901234567890123"],
         ),
         (b'[{"text": "\\ud800"}]', ["row 1", "'text'"]),
+        (b"PAR1", ["Parquet"]),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, content, named):

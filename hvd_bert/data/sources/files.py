@@ -23,7 +23,7 @@ from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.storage.reading import GIB, open_regular
 
 if TYPE_CHECKING:
-    from pyarrow import Table
+    from pyarrow.parquet import ParquetFile
 
 Placed = tuple[str, Any]  # a place, and an object or the mistake in it
 Choose = Callable[[list[str]], list[str]]  # the columns of a file -> those to read; raises UserError
@@ -139,18 +139,18 @@ def _csv_rows(name: str, text: str, choose: Choose, tsv: bool) -> Iterator[Place
         ) from error
 
 
-def parquet_table(name: str, content: bytes, choose: Choose) -> Table:
-    """The chosen columns of Parquet. Raises UserError."""
+@contextlib.contextmanager
+def parquet_file(name: str, content: bytes) -> Iterator[ParquetFile]:
+    """Open Parquet. What cannot be read of it, also inside the block, raises UserError."""
     from pyarrow import BufferReader
     from pyarrow.parquet import ParquetFile
 
     with as_user_error(lambda reason: f"{name}: damaged Parquet file: {reason}. Copy or download it again."):
-        file = ParquetFile(BufferReader(content))
-        return file.read(choose(file.schema_arrow.names))
+        yield ParquetFile(BufferReader(content))
 
 
 def _parquet_rows(name: str, content: bytes, choose: Choose) -> Iterator[Placed]:
-    table = parquet_table(name, content, choose)
-    with as_user_error(lambda reason: f"{name}: damaged Parquet file: {reason}. Copy or download it again."):
-        for number, row in enumerate(row for batch in table.to_batches(2**16) for row in batch.to_pylist()):
+    with parquet_file(name, content) as file:
+        batches = file.iter_batches(columns=choose(file.schema_arrow.names))
+        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
             yield f"row {number}", row

@@ -71,7 +71,7 @@ class Machine:
         """The resources that this process may use."""
         # torch's count of GPUs, as the ranks will see it. A subprocess asks: this process need not import torch.
         program = "import torch; print(torch.cuda.device_count())"
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, errors="replace")
         last = done.stdout.strip().splitlines()[-1:]
         if done.returncode or not last or not last[0].isdecimal():
             raise UserError(f"torch cannot be imported: run `bash env/setup.sh`. The error was:\n{done.stderr.strip()}")

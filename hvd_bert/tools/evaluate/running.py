@@ -51,12 +51,12 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
             results |= run_folder.environment_facts(configs[0], world)
             page = make_page(results)
             print(page.as_text(), flush=True)
+            if folder:
+                _write_folder(folder, evaluations[0], results, page)
             if flags.json:
                 with writing_to("--json", flags.json):
                     path = check_output(flags.json, flags.overwrite)
                     write_named(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-            if folder:
-                _write_folder(folder, evaluations[0], results, page)
 
 
 def _evaluate(task: Task, config: Config, world: World) -> tuple[EvaluationResult, Scored | None]:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvd_bert.storage.writing import check_folder, make_folder, write_named
+from hvd_bert.storage.writing import check_folder, make_folder, replacing, write_named
 
 PAGE, MARKDOWN = "report.html", "report.md"
 CSV_FILES = ("report.csv", "runs.csv")
@@ -35,13 +35,15 @@ def check(folder: Path, overwrite: bool) -> None:
 
 def write(folder: Path, contents: Mapping[str, bytes], overwrite: bool) -> None:
     """Write a report, and remove files of an earlier one that would contradict it. Raises OSError."""
-    check(folder, overwrite)
     make_folder(folder)
-    for name, content in contents.items():
-        write_named(folder / name, content)
-    for path in _earlier(folder):
-        if path.name not in contents:
-            path.unlink()
+    with replacing(folder / PAGE) as page:  # which another report into this folder cannot write meanwhile
+        check(folder, overwrite)
+        for name in contents.keys() - {PAGE}:
+            write_named(folder / name, contents[name])
+        for path in _earlier(folder):
+            if path.name not in contents:
+                path.unlink()
+        page.write_bytes(contents[PAGE])
 
 
 def _earlier(folder: Path) -> list[Path]:

@@ -277,4 +277,6 @@ def _columns(lines: Sequence[Mapping[str, Any]]) -> LineArrays:
 def _checkpoints(folder: Path) -> dict[str, int]:
     """The checkpoints by step; without those that were set aside."""
     steps = ((path.name, path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*"))
-    return dict(sorted(((name, int(step)) for name, step in steps if step.isdecimal()), key=itemgetter(1)))
+    return dict(
+        sorted(((name, int(step)) for name, step in steps if step.isascii() and step.isdecimal()), key=itemgetter(1))
+    )
