@@ -35,6 +35,10 @@ from hvd_bert.distributed.launch import (
 from hvd_bert.distributed.world import CollectiveError, ProcessState, World
 from hvd_bert.errors import UserError, log
 
+ASK_S = 5.0  # seconds of waiting for an operation before each look whether Horovod's thread runs
+# The operation would disturb the next world of this process: Horovod keeps it, with the number of this rank.
+QUEUED_TOO_LATE = "Horovod has been shut down while this rank queued an operation"
+
 
 def ready_for_timeline(environ: MutableMapping[str, str]) -> None:
     """Prepare Horovod, before it starts, for a timeline of some steps. Keeps what the user has set."""
@@ -252,9 +256,14 @@ def _pause_between_polls(process: ProcessState) -> None:
 
     @wraps(wait)
     def wait_and_clear(handle: int) -> None:
-        while not mpi_lib.horovod_torch_poll(handle):
-            time.sleep(5e-5)
+        asked, ended = time.monotonic(), False
         try:
+            while not mpi_lib.horovod_torch_poll(handle):
+                time.sleep(5e-5)
+                if time.monotonic() > asked + ASK_S:
+                    if ended:
+                        raise RuntimeError(QUEUED_TOO_LATE)
+                    asked, ended = time.monotonic(), not _is_running()
             wait(handle)
         except RuntimeError:
             # Before this rank's files are closed, which waits for a checkpoint's write: others may wait for this rank.
@@ -262,3 +271,20 @@ def _pause_between_polls(process: ProcessState) -> None:
             raise
 
     mpi_lib.horovod_torch_wait_and_clear = wait_and_clear
+
+
+def _is_running() -> bool:
+    """Whether Horovod's thread runs. It ends when a rank is lost.
+
+    If it ends between two lines of `EnqueueTensorAllreduces` (horovod/common/operations.cc), the operation stays in the
+    queue for good. `EnqueueTensorAlltoall` first fails if it has ended, and then refuses these splits.
+    """
+    from horovod.torch.mpi_ops import alltoall_async
+
+    try:
+        alltoall_async(torch.zeros(1), splits=torch.zeros(1, 1, dtype=torch.int32))
+    except ValueError:
+        return True
+    except RuntimeError:
+        pass
+    return False

@@ -20,7 +20,7 @@ import torch
 from torch import distributed
 
 from hvd_bert.distributed import events, logs, rendezvous
-from hvd_bert.distributed.horovod_world import HorovodWorld, disconnect, ready_for_timeline
+from hvd_bert.distributed.horovod_world import QUEUED_TOO_LATE, HorovodWorld, disconnect, ready_for_timeline
 from hvd_bert.distributed.launch import (
     BY_TORCH,
     Launcher,
@@ -58,6 +58,8 @@ ENDS: tuple[tuple[type[BaseException], int, str], ...] = (
     ),
     (Exception, EXIT_FAILURE, "rank {rank} on {host} {failure}"),
 )
+# Mismatched collectives are a defect, which would repeat in the next world.
+_NOT_REPAIRED = ("ismatched", QUEUED_TOO_LATE)
 # From Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
@@ -124,9 +126,8 @@ def _leave_for_next_world(world: World, error: BaseException) -> bool:
 
     if isinstance(error, HostsChanged):
         log.info("The hosts have changed: joining the new world.")
-    # Another rank may be lost: any failed collective, whatever its message. Mismatched collectives are a defect, which
-    # would repeat in the next world.
-    elif isinstance(error, HorovodInternalError) and "ismatched" not in str(error):
+    # Another rank may be lost: any failed collective, whatever its message.
+    elif isinstance(error, HorovodInternalError) and not any(words in str(error) for words in _NOT_REPAIRED):
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         logs.report(f"rank {world.rank} on {world.host}: {reason}. Joining the world of the remaining ranks.")
         disconnect(world.process)

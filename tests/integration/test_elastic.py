@@ -20,6 +20,8 @@ from commands import said, small_run
 from launch import Outcome, built, run
 from stopping_at import PHASES, notes, taken
 
+from hvd_bert.distributed.horovod_world import QUEUED_TOO_LATE
+
 pytestmark = pytest.mark.integration
 
 WINDOWS, STEPS_PER_EPOCH = 33, 3  # see small_run
@@ -61,6 +63,11 @@ def test_training_continues_without_a_killed_worker(tmp_path: Path) -> None:
     for epoch in range(2):
         steps = range(epoch * STEPS_PER_EPOCH + 1, (epoch + 1) * STEPS_PER_EPOCH + 1)
         assert sum((windows[step] for step in steps), Counter()) == Counter(range(WINDOWS))
+
+
+def test_operation_queued_too_late_ends_its_rank(tmp_path: Path) -> None:
+    outcome = elastic(tmp_path, "5 0 SIGKILL queued").expect(1)
+    assert f"lost another rank: {QUEUED_TOO_LATE}" in said(outcome), outcome
 
 
 # Rank 0's host goes in step 3. The third host comes six looks of 1 s later, when the other one has waited for it.

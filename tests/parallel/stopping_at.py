@@ -3,7 +3,8 @@
 SIGNAL: a name such as SIGTERM, "hosts" to wait, on rank 0, until Horovod elastic has other hosts, or "move" to rename
 the folder `out` to `moved`.
 PLACE: "start" of the step, or "inside" it, after the first of its passes, or so many seconds after its start (SIGSTOP:
-for so many seconds), or from its start on a random moment in a phase (SIGKILL). Steps count from 1; with 0 none comes.
+for so many seconds), or from its start on a random moment in a phase (SIGKILL), or "queued": once another rank waits
+for an operation that Horovod never finishes. Steps count from 1; with 0 none comes.
 RANK may be several, as 2,3. In the folder it was started in each rank notes the windows that it takes in
 windows-RANK.jsonl, when it was signalled, or began to wait for a phase, in `signalled`, and when it began its first
 step in another world in `resumed`.
@@ -75,13 +76,15 @@ def signal_at(
                     os.rename("out", "moved")
                 elif place in PHASES:
                     threading.Thread(target=die_during, args=(place,), daemon=True).start()
-                elif place not in ("start", "inside"):
+                elif place not in ("start", "inside", "queued"):
                     name = str(number).removeprefix("SIG")
                     later = f"sleep {place} && kill -{name} {os.getpid()}"
                     if name == "STOP":
                         later = f"kill -STOP {os.getpid()}; sleep {place}; kill -CONT {os.getpid()}"
                     subprocess.Popen(["sh", "-c", later], start_new_session=True, stdout=-3, stderr=-3)  # DEVNULL
                 else:
+                    while place == "queued" and records and not [*records.parent.glob("*/waiting")]:
+                        time.sleep(0.01)
                     os.kill(os.getpid(), signal.Signals[number] if isinstance(number, str) else number)
             if record:
                 with record.open("a", encoding="utf-8") as file:
@@ -126,6 +129,21 @@ def die_during(phase: str, mean_s: float = 0.01) -> None:
     os.kill(os.getpid(), signal.SIGKILL)  # the interpreter's lock is still this thread's
 
 
+def queue_too_late(folder: Path) -> None:
+    """The operation that this process waits for when a rank is signalled stays unfinished."""
+    from horovod.torch.mpi_ops import mpi_lib
+
+    poll = mpi_lib.horovod_torch_poll
+
+    def poll_until_signalled(handle: int) -> bool:
+        if not [*folder.glob("*/signalled")]:
+            return bool(poll(handle))
+        Path("waiting").touch()
+        return False
+
+    mpi_lib.horovod_torch_poll = poll_until_signalled
+
+
 @contextmanager
 def noted_hosts() -> Iterator[threading.Event]:
     """Inside, the event is set as soon as Horovod elastic has notified this process of other hosts."""
@@ -149,5 +167,7 @@ if __name__ == "__main__":
 
     where = (int(sys.argv[1]), {int(rank) for rank in sys.argv[2].split(",")}, sys.argv[3], sys.argv[4])
     sys.argv[1:] = sys.argv[5:]
+    if where[3] == "queued":
+        queue_too_late(Path.cwd().parent)
     with signal_at(*where, records=Path.cwd()):
         run_as_rank(main, **command_line.before_joining(sys.argv[1:]))
