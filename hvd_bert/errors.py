@@ -76,9 +76,10 @@ def find_user_error(error: BaseException) -> UserError | None:
         error = error.__cause__
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("hvd_bert"):
         return UserError(f"{error} in the environment of {sys.executable}. {_environment_remedy()}")
-    if isinstance(error, ImportError) and str(error.path).endswith(".so"):
+    library = getattr(error, "path", None) or str(error).partition(":")[0]  # ctypes raises OSError with the text only
+    if isinstance(error, ImportError | OSError) and library.endswith(".so"):
         remedy = "Load the modules that were loaded at set-up, or reinstall this package."
-        return UserError(f"{error.path} cannot be loaded ({error}). {remedy}")
+        return UserError(f"{library} cannot be loaded ({error}). {remedy}")
     if isinstance(error, OSError) and error.errno in _PATH_ERRORS and error.filename is not None:
         return UserError(f"{str(error.filename)[:MAX_REASON]}: {error.strerror}. Check this path.")
     return None

@@ -28,7 +28,7 @@ def start_command() -> None:
 
 
 def _end_without_package(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    mistake = find_user_error(error) if isinstance(error, ImportError) else None
+    mistake = find_user_error(error) if isinstance(error, ImportError | OSError) else None
     if mistake is None:
         sys.__excepthook__(kind, error, traceback)
         return

@@ -103,12 +103,13 @@ def test_help_of_scripts() -> None:
         assert run("bash", str(PACKAGE.parent / f"scripts/{name}.sh"), "--help").stdout.startswith("Sets up")
 
 
+@pytest.mark.parametrize("loading", ["from torch import _C", "import ctypes; ctypes.CDLL({!r})"])
 @pytest.mark.parametrize("words", ["train", "predict MODEL --context a --question b", "tools.doctor"])
-def test_a_package_whose_library_is_damaged(tmp_path: Path, words: str) -> None:
+def test_a_package_whose_library_is_damaged(tmp_path: Path, words: str, loading: str) -> None:
     library = tmp_path / "torch" / f"_C{EXTENSION_SUFFIXES[0]}"
     library.parent.mkdir()
     library.write_text("cut")
-    library.with_name("__init__.py").write_text("from torch import _C\n")
+    library.with_name("__init__.py").write_text(loading.format(str(library)))
     done = run(sys.executable, "-m", *f"hvd_bert.{words}".split(), PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}")
     said = done.stdout + done.stderr
     assert done.returncode == EXIT_BAD_INPUT and str(library) in said and "Traceback" not in said

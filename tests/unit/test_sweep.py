@@ -243,6 +243,12 @@ def test_all_points_are_run_and_recorded(pretended, start, tmp_path, capsys) -> 
     assert f"hvd-bert report {tmp_path / 'out'}" in output
 
 
+def test_a_report_that_fails_after_all_points_is_a_failure(pretended, start, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("hvd_bert.tools.report.__main__.main", lambda argv: 2)  # such as a full disk
+    assert start("--report", str(tmp_path / "report")) == 1
+    assert set(states(tmp_path)) == {"done"} and f"hvd-bert report {tmp_path / 'out'}" in capsys.readouterr().out
+
+
 def test_a_requeue_needs_a_point_that_is_done(pretended, start, monkeypatch) -> None:
     asked: list[tuple[str, str]] = []
     requeue = lambda environ, mode, progress, announce: asked.append((mode, progress)) or ""  # noqa: E731

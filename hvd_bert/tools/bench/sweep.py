@@ -176,13 +176,17 @@ class Sweep:
         status = EXIT_FAILURE if self.record.with_state(FAILED) else EXIT_OK
         if not self.record.with_state(DONE):
             return status
+        by_hand = f"Tables and plots: hvd-bert report {self.out} --out {self.out / 'report'}"
         if not self.flags.report:
-            print(f"Tables and plots: hvd-bert report {self.out} --out {self.out / 'report'}")
+            print(by_hand)
             return status
         from hvd_bert.tools.report.__main__ import main as make_report  # brings matplotlib
 
         again = ["--overwrite"] if self.flags.overwrite else []
-        return make_report([str(self.out), "--out", str(self.flags.report), *again]) or status
+        if make_report([str(self.out), "--out", str(self.flags.report), *again]):
+            print(by_hand)
+            return EXIT_FAILURE  # the flags were right
+        return status
 
     def _stopped(self, reason: str, done: int) -> Stopped:
         """Requeue the Slurm job. `done`: the points that were done at the start; a failed one is run again."""
