@@ -226,10 +226,10 @@ def remove_leftovers(output_dir: Path) -> None:
 def clear(output_dir: Path) -> None:
     """Remove all checkpoints, also those set aside."""
     remove_leftovers(output_dir)
-    for folder in filter(is_written, candidates(output_dir)):
+    for folder in candidates(output_dir):
         discard(folder)
     for path in output_dir.iterdir():
-        if (is_checkpoint(path.name) and is_written(path)) or path.name == POINTER:
+        if is_checkpoint(path.name) or path.name == POINTER:
             delete(path)
 
 

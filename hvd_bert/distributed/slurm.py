@@ -134,6 +134,7 @@ def _scontrol(*words: str) -> str:
     except OSError as error:
         raise UserError(f"`scontrol {words[0]}` failed: {short_reason(error)}") from None
     if done.returncode > 0:
-        raise UserError(f"`scontrol {words[0]}` failed: {' '.join(done.stderr.split())}")
+        reason = " ".join(done.stderr.split()) or f"status {done.returncode}"
+        raise UserError(f"`scontrol {words[0]}` failed: {reason}")
     # Ended by a signal, since Slurm is ending the job: what it printed may be cut.
     return done.stdout if done.returncode == 0 else ""

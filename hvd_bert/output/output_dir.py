@@ -74,9 +74,11 @@ def check_apart(flag: str, path: Path, settings: Settings) -> None:
     place = Path(os.path.realpath(path))
     for name, file in _paths(settings, (*INPUTS, "output_dir", "timeline")):
         other = Path(os.path.realpath(file))
-        of_run = _is_replaced(place, other, trains=True) and (name == "output_dir" or place.name not in OF_EVALUATION)
+        of_run = place == other / LOCK or _is_replaced(place, other, trains=True)
+        if name != "output_dir" and place.name in OF_EVALUATION:  # an evaluation of a model may write there
+            of_run = False
         if of_run or (place == other and flag != f"--{name}_file"):
-            replaced = f"a file of {file}" if of_run else file
+            replaced = file if place == other else f"a file of {file}"
             raise UserError(f"{flag} {path} would replace {replaced}, which is used as well: name another file.")
 
 

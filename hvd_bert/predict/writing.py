@@ -70,33 +70,20 @@ def appearing(path: Path, schema: pa.Schema, overwrite: bool) -> Iterator[Write]
 
 
 def _write_lines(file: Any, table: pa.Table) -> None:
-    for row in zip(*map(_values, table.columns), strict=True):
-        file.write(f"{_json(dict(zip(table.column_names, row, strict=True)))}\n")
+    file.writelines(f"{_json(row)}\n" for row in table.to_pylist())
 
 
 def _flat(kind: pa.DataType) -> pa.DataType:
-    return pa.string() if _is_nested(kind) else kind
+    return pa.string() if pa.types.is_nested(kind) else kind
 
 
 def _write_csv(writer: CSVWriter, table: pa.Table) -> None:
     """Write rows whose lists and structures become JSON."""
     for number, field in enumerate(table.schema):
-        if _is_nested(field.type):
-            values = _values(table.column(number))
-            texts = [value if isinstance(value, str) else _json(value) for value in values]
+        if pa.types.is_nested(field.type):
+            texts = [_json(value) for value in table.column(number).to_pylist()]
             table = table.set_column(number, field.name, pa.array(texts, pa.string()))
     writer.write_table(table)
-
-
-def _is_nested(kind: pa.DataType) -> bool:
-    return pa.types.is_nested(kind) or isinstance(kind, pa.JsonType)
-
-
-def _values(column: pa.ChunkedArray) -> list[Any]:
-    """The values of a column. JSON columns, whose values have several types, are decoded."""
-    values = column.to_pylist()
-    decodes = isinstance(column.type, pa.JsonType)
-    return [json.loads(value) if decodes and value is not None else value for value in values]
 
 
 def _json(value: Any) -> str:

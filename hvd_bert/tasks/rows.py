@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -16,6 +17,7 @@ from hvd_bert.data.sources.questions import Mistake
 from hvd_bert.errors import UserError, as_user_error, short_reason
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset
 
 
@@ -53,6 +55,7 @@ def read_rows(path: str, flag: str) -> Dataset:
     Raises UserError.
     """
     import datasets
+    import pyarrow as pa
 
     name, split = f"{flag} {path}", datasets.NamedSplit(flag.removeprefix("--").removesuffix("_file"))
     with files.opened(path, name) as file:
@@ -60,8 +63,8 @@ def read_rows(path: str, flag: str) -> Dataset:
     datasets.disable_progress_bars()  # a task's `rows.map` would show them on every rank
     choose = partial(_check_columns, name)
     if content.startswith(files.PARQUET):
-        with files.parquet_file(name, content) as file:
-            rows = datasets.Dataset(file.read(choose(file.schema_arrow.names)), split=split)
+        with files.parquet_file(name, content) as parquet:
+            table = parquet.read(choose(parquet.schema_arrow.names))
     else:
         as_glue = Path(path.lower().removesuffix(".gz")).suffix == ".tsv"  # whose texts have unpaired quotes
         columns: dict[str, list[Any]] = {}
@@ -71,10 +74,9 @@ def read_rows(path: str, flag: str) -> Dataset:
                     columns[key] = [None] * count
             for key, values in columns.items():
                 values.append(row.get(key))
-        try:
-            rows = datasets.Dataset.from_dict(columns, split=split, on_mixed_types="use_json")
-        except (OverflowError, ValueError) as error:
-            raise UserError(f"{name}: {_first_unusable(columns) or short_reason(error)}. Fix the file.") from None
+        table = pa.table({key: _array(name, key, values) for key, values in columns.items()})
+    with as_user_error(lambda reason: f"{name}: {reason}. Leave the column out, or give it another type."):
+        rows = datasets.Dataset(table, split=split)
     if not len(rows):
         raise UserError(f"{name}: there are no rows. Give a file with rows.")
     return rows
@@ -102,17 +104,22 @@ def _objects(name: str, placed: Iterable[files.Placed]) -> Iterator[dict[str, An
             yield row
 
 
-def _first_unusable(columns: dict[str, list[Any]]) -> str:
-    """The first value that Arrow cannot hold, such as a number of 23 digits, with its row and column; "" if none."""
+def _array(name: str, column: str, values: list[Any]) -> pa.Array:
+    """The values of one type. Raises UserError for the first that Arrow cannot add, such as a number after texts."""
     import pyarrow as pa
 
-    for column, values in columns.items():
-        for number, value in enumerate(values, start=1):
-            try:
-                pa.array([value])
-            except (OverflowError, ValueError) as error:
-                return f"row {number}, column {column!r}: cannot be read ({shown(value)}: {short_reason(error)})"
-    return ""
+    def problem(count: int) -> str:
+        try:
+            pa.array(values[:count])
+        except (OverflowError, TypeError, ValueError) as error:
+            return short_reason(error)
+        return ""
+
+    if not problem(len(values)):
+        return pa.array(values)
+    row = bisect_left(range(1, len(values) + 1), True, key=lambda count: problem(count) != "") + 1
+    reason = f"{shown(values[row - 1])}: {problem(row)}"
+    raise UserError(f"{name}: row {row}, column {column!r}: {reason}. Give the values of a column one type.")
 
 
 def column(rows: Dataset, name: str) -> list[Any]:

@@ -209,7 +209,7 @@ def test_folders_that_no_run_wrote_stay(tmp_path):
     assert steps(tmp_path) == [9, 8, 3] and (tmp_path / "latest").read_text() == "checkpoint-8\n"
     with pytest.raises(OSError, match=r"checkpoint-8\.aside"):
         files.set_aside_after(tmp_path, 3)
-    files.clear(tmp_path)
+    files.remove_leftovers(tmp_path)
     assert all((tmp_path / name.replace("9", "9.aside") / "notes").exists() for name in OTHERS)
 
 

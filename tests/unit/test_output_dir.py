@@ -113,11 +113,12 @@ def test_inputs_among_the_runs_files_are_refused(tmp_path, flag, name):
     check(config(tmp_path, "--no_do_train", "--model_name_or_path", str(tmp_path)))
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint-5/t.json", "tb/x", "", "../train.json"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".lock", "checkpoint-5/t.json", "", "../train.json"])
 def test_timeline_in_the_place_of_another_file_is_refused(tmp_path, name):
     out, file = tmp_path / "out", tmp_path / "train.json"
     flags = ["--train_file", str(file), OVERWRITE, "--timeline_file"]
-    with refused(f"--timeline_file {out / name}", "--train_file" if file.name in name else "--output_dir"):
+    replaced = file if file.name in name else f"a file of {out}" if name else out
+    with refused(f"--timeline_file {out / name}", f"replace {replaced}"):
         check(config(out, *flags, str(out / name)))
     check(config(out, *flags, str(out / "timeline.json")))
 

@@ -281,6 +281,9 @@ def test_quotes_of_a_file_with_tabs_are_text_if_it_is_named_tsv(tmp_path):
             ["row 2", "'id'", "12345678901234567890123"],
         ),
         (b'[{"text": "\\ud800"}]', ["row 1", "'text'"]),
+        (b'[{"id": null}, {"id": 7}, {"id": 8}, {"id": "007"}]', ["row 4", "'id'", "007"]),
+        (b'[{"id": "007"}, {"id": 7}]', ["row 2", "'id'", "7"]),
+        (b'[{"more": {"a": [1]}}, {"more": {"a": ["b"]}}]', ["row 2", "'more'"]),
         (b"PAR1", ["Parquet"]),
     ],
 )

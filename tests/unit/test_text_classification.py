@@ -143,10 +143,6 @@ def test_glues_columns_classes_and_matched_validation_data_are_found(workdir, mo
         ("in.csv", "sentence1,sentence2,id,price,ok,day\n12,[1],007,1.50,True,2026-01-01\n"),
         ("in.csv", f"sentence1,id,sentence2\na,{'1' * 23},2026-01-01\n"),
         ("in.jsonl", '{"sentence1": 12, "sentence2": "1.0", "day": "2026-01-01", "more": {"a": 1}}\n'),
-        (
-            "in.jsonl",
-            '{"sentence1": "a", "sentence2": "b", "more": 1}\n{"sentence1": 1, "sentence2": "b", "more": ["a"]}\n',
-        ),
     ],
 )
 def test_predictions_keep_the_columns_of_the_input(workdir, name, content):
