@@ -28,7 +28,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, log, visible
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.model.cpu import kernels
 from hvd_bert.predict.answerer import QuestionAnswerer, blocks
-from hvd_bert.predict.writing import Write, appearing, check
+from hvd_bert.predict.writing import Write, check, reserved, written
 from hvd_bert.tasks.tokenizer import tokenizer_digest
 
 PRINTED = 3  # answers printed per file
@@ -101,7 +101,8 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
             if world.rank == 0:
                 columns = COLUMNS | ({"nbest": CANDIDATES} if flags.n_best != 0 else {})
                 schema = pa.schema(list(columns.items()))
-                write = stack.enter_context(appearing(flags.output, schema, flags.overwrite))
+                new = stack.enter_context(reserved(flags.output, flags.overwrite))
+                write = stack.enter_context(written(new, flags.output.suffix, schema))
         for first in range(0, len(parts), world.size):
             mine = parts[first : first + world.size][world.rank :][:1]  # in the last round some ranks may have no part
             rows: list[Row] = []

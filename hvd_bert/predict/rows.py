@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from typing import Any
 
 import pyarrow as pa
@@ -10,11 +11,11 @@ import pyarrow as pa
 from hvd_bert.config import command_line
 from hvd_bert.config.data import ANSWERING
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import UserError, as_user_error, log
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError, as_user_error, log
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.layers import place
 from hvd_bert.model.precision import set_precision
-from hvd_bert.predict.writing import appearing, check, check_columns
+from hvd_bert.predict.writing import check, check_columns, reserved, written
 from hvd_bert.tasks.base import task_class
 from hvd_bert.tasks.dataset import DatasetTask
 from hvd_bert.tasks.rows import read_rows
@@ -36,13 +37,18 @@ def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> Non
         task = kind(config, world)
     world.check_same({f"--{name}": value for name, value in config.as_flat().items()})
     place(task.model, world.device)
-    found = task.predict(rows)
-    with world.writing("--output", flags.output) as writes:
-        if writes:
-            table = _with_columns(rows.with_format("arrow")[:], task_name, found)
-            check_columns(flags.output, table.schema)
-            with appearing(flags.output, table.schema, flags.overwrite) as write:
-                write(table)
+    with ExitStack() as output:
+        with world.writing("--output", flags.output, EXIT_BAD_INPUT) as writes:
+            if writes:
+                new = output.enter_context(reserved(flags.output, flags.overwrite))
+        found = task.predict(rows)
+        with world.writing("--output", flags.output) as writes:
+            if writes:
+                table = _with_columns(rows.with_format("arrow")[:], task_name, found)
+                check_columns(flags.output, table.schema)
+                with written(new, flags.output.suffix, table.schema) as write:
+                    write(table)
+                output.close()
     log.info("%s: predictions for %d row(s)", flags.output, len(rows))
 
 

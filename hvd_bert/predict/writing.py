@@ -46,27 +46,36 @@ def _has_bytes(kind: pa.DataType) -> bool:
 
 
 @contextmanager
-def appearing(path: Path, schema: pa.Schema, overwrite: bool) -> Iterator[Write]:
-    """Writes tables to a file that replaces `path`, or its target, unless the block raises. Raises OSError."""
+def reserved(path: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield a temporary file that replaces `path`, or its target, unless the block raises. Raises OSError.
+
+    Another process that writes `path` meanwhile is refused.
+    """
     with replacing(path.resolve(), durable=True) as new:
         check_output(path, overwrite)  # again: another process may have written it since
-        if path.suffix == ".jsonl":
-            file: Any = new.open("w", encoding="utf-8", newline="")  # closed below
-            write: Write = partial(_write_lines, file)
-        elif path.suffix == ".parquet":
-            file = ParquetWriter(new, schema)
-            write = file.write_table
-        else:
-            file = CSVWriter(new, pa.schema([(field.name, _flat(field.type)) for field in schema]))
-            write = partial(_write_csv, file)
-        try:
-            yield write
-        except BaseException:
-            with suppress(OSError):  # closing may fail on what is still buffered
-                file.close()
-            raise
-        file.close()
+        yield new
         check_output(path, overwrite)
+
+
+@contextmanager
+def written(new: Path, suffix: str, schema: pa.Schema) -> Iterator[Write]:
+    """Write tables to a file in the format that `suffix` names. Raises OSError."""
+    if suffix == ".jsonl":
+        file: Any = new.open("w", encoding="utf-8", newline="")  # closed below
+        write: Write = partial(_write_lines, file)
+    elif suffix == ".parquet":
+        file = ParquetWriter(new, schema)
+        write = file.write_table
+    else:
+        file = CSVWriter(new, pa.schema([(field.name, _flat(field.type)) for field in schema]))
+        write = partial(_write_csv, file)
+    try:
+        yield write
+    except BaseException:
+        with suppress(OSError):  # closing may fail on what is still buffered
+            file.close()
+        raise
+    file.close()
 
 
 def _write_lines(file: Any, table: pa.Table) -> None:

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pandas
-import pyarrow as pa
 import pytest
 from refusals import refused
 from test_answerer import model, questions  # noqa: F401  # fixtures
@@ -26,7 +25,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK
 from hvd_bert.predict import answerer
 from hvd_bert.predict.__main__ import main, parse_flags
 from hvd_bert.predict.answering import COLUMNS, answer_file
-from hvd_bert.predict.writing import appearing
+from hvd_bert.predict.writing import reserved
 
 ALONE = Launcher("none", None, None)
 
@@ -128,14 +127,14 @@ def test_files_of_others_stay_and_a_full_disk_leaves_none(model, tmp_path):  # n
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_file_that_appears_meanwhile_is_replaced_with_overwrite_only(tmp_path, overwrite):
-    path, schema = tmp_path / "a.csv", pa.schema([("answer", pa.string())])
-    with nullcontext() if overwrite else pytest.raises(FileExistsError), appearing(path, schema, overwrite) as write:
-        write(pa.table({"answer": ["mine"]}))
+    path = tmp_path / "a.csv"
+    with nullcontext() if overwrite else pytest.raises(FileExistsError), reserved(path, overwrite) as new:
+        new.write_text("mine")
         path.write_text("another's")
-    assert path.read_text() == ('"answer"\n"mine"\n' if overwrite else "another's")
+    assert path.read_text() == ("mine" if overwrite else "another's")
     assert os.listdir(tmp_path) == ["a.csv"]
     if not overwrite:  # written between the check at the start and this
-        with pytest.raises(FileExistsError), appearing(path, schema, overwrite):
+        with pytest.raises(FileExistsError), reserved(path, overwrite):
             pytest.fail("the work began")
 
 

@@ -160,6 +160,20 @@ def test_predictions_keep_the_columns_of_the_input(workdir, name, content):
     ] == found
 
 
+def test_a_second_prediction_into_a_file_is_refused_before_its_work(workdir, monkeypatch):
+    write("in.jsonl", *[{"sentence1": "a", "sentence2": "b"}])
+    model, predict = saved(made()), DatasetTask.predict
+
+    def while_another_begins(task, rows):
+        monkeypatch.setattr(DatasetTask, "predict", None)
+        with refused("--output", "another process", error=CollectiveError):
+            predicted(model, "in.jsonl")
+        return predict(task, rows)
+
+    monkeypatch.setattr(DatasetTask, "predict", while_another_begins)
+    assert len(predicted(model, "in.jsonl")) == 1
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
 def test_dates_and_decimals_become_text_and_bytes_are_refused_before_predicting(workdir, monkeypatch, suffix):
     day, price = datetime.date(2026, 1, 2), Decimal("1.50")
