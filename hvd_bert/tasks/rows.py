@@ -115,9 +115,10 @@ def _array(name: str, column: str, values: list[Any]) -> pa.Array:
             return short_reason(error)
         return ""
 
-    if not problem(len(values)):
+    try:
         return pa.array(values)
-    row = bisect_left(range(1, len(values) + 1), True, key=lambda count: problem(count) != "") + 1
+    except (OverflowError, TypeError, ValueError):
+        row = bisect_left(range(1, len(values) + 1), True, key=lambda count: problem(count) != "") + 1
     reason = f"{shown(values[row - 1])}: {problem(row)}"
     raise UserError(f"{name}: row {row}, column {column!r}: {reason}. Give the values of a column one type.")
 
