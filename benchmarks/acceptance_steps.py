@@ -25,7 +25,6 @@ from shared import end, write_record
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.runner import join
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import UserError
 from hvd_bert.model.layers import place
 from hvd_bert.model.precision import autocast, evaluating
 from hvd_bert.tasks.question_answering import QuestionAnswering
@@ -57,12 +56,10 @@ class Prepared:
             torch.cuda.synchronize()
 
     def run(self, recorder: Recorder) -> None:
-        """Train. The metrics go to the recorder only. Raises UserError if --cuda_graphs has no effect here."""
+        """Train. The metrics go to the recorder only."""
         start = Start(self.config, self.task)
         with tempfile.TemporaryDirectory() as folder:
             prepared = prepare_training(start, self.world)
-            if self.config.train.cuda_graphs and not prepared.graphs:
-                raise UserError("--cuda_graphs: torch finds no GPU.")
             Training(start.in_folder(Path(folder)), prepared, None, recorder.logger(), self.world).run()
 
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import acceptance_attention
-import acceptance_graphs
 import acceptance_horovod
 import acceptance_speed
 import acceptance_training
@@ -62,8 +61,8 @@ class Line:
 def all_checks() -> Checks:
     """In their order: what is fast and tells most comes first."""
     fast = acceptance_attention.CHECKS | acceptance_horovod.CHECKS
-    speeds = acceptance_speed.checks() | acceptance_graphs.SPEEDS
-    return fast | acceptance_training.CHECKS | acceptance_graphs.LOSSES | speeds
+    speeds = acceptance_speed.checks()
+    return fast | acceptance_training.CHECKS | speeds
 
 
 def run_check(name: str, goal: str, check: Callable[[Place], Outcome], place: Place) -> Line:

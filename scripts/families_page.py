@@ -35,8 +35,7 @@ or have no special tokens around question and context, as those of most decoders
 
 Windows equal run_qa's. Special tokens and token types follow the model's own tokenizer; a model with two token types
 always gets them, also where the tokenizer returns none by default (ALBERT, RemBERT, Splinter), and a model with one
-type gets type 0. `--torch_compile` needs layers that are built as BERT's, `--cuda_graphs` packed
-windows.
+type gets type 0. `--torch_compile` needs layers that are built as BERT's.
 
 Tests compare each family of the tables with transformers: logits to 1e-5, gradients to 1e-4 of their size.
 """

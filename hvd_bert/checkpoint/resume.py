@@ -216,11 +216,6 @@ def identity(
         **learned,
         "the number of training windows": plan.num_windows,
         **({"the windows per epoch of each file": str([n for _, n in plan.parts])} if plan.parts else {}),
-        **(
-            {"--per_device_train_batch_size, by which --cuda_graphs orders windows": plan.pass_windows}
-            if plan.bucket
-            else {}
-        ),
     }
 
 

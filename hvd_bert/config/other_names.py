@@ -42,7 +42,6 @@ _WHAT_TO_DO = {
     "optimizer": "use --optim",
     "precision mixed_precision amp half bfloat16 float16": "use --bf16 or --fp16",
     "compile": "use --torch_compile",
-    "torch_compile_mode": "for reduce-overhead use --cuda_graphs",
     "full_determinism": "use --deterministic",
     "dry_run debug": "use --fast_dev_run",
     "patience early_stopping": "use --early_stopping_patience",

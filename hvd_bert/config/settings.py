@@ -185,13 +185,13 @@ class Config:
             require(not given, f"--{name} is not supported with --strategy dp, which copies the layers. Use ddp.")
         if strategy == "dp":
             self.train.refuse_auto("--strategy dp")
-        if self.train.cuda_graphs:
-            unfit = "--cuda_graphs does not work with"
+        if self.train.captures_graphs:
+            mode = "--torch_compile_mode reduce-overhead"
             fits = strategy in ("horovod", "ddp", "none")
-            require(fits, f"{unfit} --strategy {strategy}, which moves the weights. Use horovod or ddp.")
+            require(fits, f"{mode} does not work with --strategy {strategy}, which moves the weights. Use ddp.")
             saves = self.train.gradient_checkpointing
-            require(not saves, f"{unfit} --gradient_checkpointing: graphs keep their activations. Choose one.")
-            self.train.refuse_auto("--cuda_graphs")
+            require(not saves, f"{mode} keeps all activations: not with --gradient_checkpointing. Choose one.")
+            self.train.refuse_auto(mode)
         fresh = self.train.do_train and self.checkpoint.resume_from_checkpoint is None
         remedy = "--fast_dev_run trains from the start: remove --no_do_train and --resume_from_checkpoint."
         require(fresh or not self.train.fast_dev_run, remedy)
@@ -217,6 +217,8 @@ def from_flags(flags: Mapping[str, Any]) -> Config:
         both = given["padding"] not in ("none", "max_length")
         require(not both, f"--padding {given['padding']} and --pad_to_max_length are both given: choose one.")
         derived["padding"] = "max_length"
+    if given["torch_compile_mode"] is not None:
+        derived["torch_compile"] = True
     derived["pad_to_max_length"] = derived.get("padding", given["padding"]) == "max_length"
     if given["eval_steps"] is not None and given["eval_strategy"] != "no":
         derived["eval_strategy"] = "steps"

@@ -21,6 +21,7 @@ SCHEDULES = [
 ]
 
 # --report_to: the name of a package -> the class that writes for it.
+REDUCE_OVERHEAD = "reduce-overhead"  # of torch.compile's modes
 REPORTERS = {
     "tensorboard": "hvd_bert.output.reporters.tensorboard:TensorBoard",
     "wandb": "hvd_bert.output.reporters.wandb:Wandb",
@@ -163,8 +164,11 @@ class TrainArguments:
         False, "Make runs reproducible bit for bit, also on GPUs and on 3 or more ranks; slower."
     )
     torch_compile: bool = _training(False, "Compile the model's layers with torch.compile; slower on CPUs.")
-    cuda_graphs: bool = _training(
-        False, "On a GPU, start a layer's kernels by one call of a CUDA graph, on batches of few fixed sizes."
+    torch_compile_mode: str | None = _training(
+        None,
+        "torch.compile's mode; implies --torch_compile. reduce-overhead captures CUDA graphs, of batches of few sizes.",
+        default_text="no --torch_compile, else default",
+        choices=("default", REDUCE_OVERHEAD),
     )
     cpu_kernels: str = _training(
         "auto",
@@ -185,6 +189,11 @@ class TrainArguments:
         """Raise UserError if the batch is to be chosen, for a command that needs to know it."""
         known = self.per_device_train_batch_size != AUTO
         require(known, f"--per_device_train_batch_size auto does not work with {command}. Give a number.")
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether torch captures CUDA graphs of the compiled layers on GPUs."""
+        return self.torch_compile_mode == REDUCE_OVERHEAD
 
     @property
     def rank_batch(self) -> int:

@@ -4,10 +4,6 @@ Which windows a step takes depends only on the seed, the step and the global bat
 world size. So a resume replays nothing, and worlds of different size with the same global batch train on the same
 windows in each step. Each step's windows are balanced over the ranks, since all ranks wait for the slowest one: the
 numbers of windows differ by at most one, and the costs are nearly equal.
-
-With `bucket`, the tokens of a micro-batch ("pass") are a multiple of it or just below, since --cuda_graphs pads each
-pass to a multiple. For this, windows are swapped between steps. Which ones also depends on the number of windows per
-pass, but still not on the world size.
 """
 
 from __future__ import annotations
@@ -25,9 +21,7 @@ from hvd_bert.errors import UserError
 Ids = NDArray[np.int64]
 Lengths = NDArray[np.int32]
 Parts = tuple[tuple[int, int], ...]
-BUCKET = 512  # tokens
 _CANDIDATES = 32  # items per part to try for a swap; larger parts are nearly even without swaps
-_LATER = 512  # windows of later passes to try for a swap; with fewer, more passes of 8 windows miss their multiple
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity, for lru_cache
@@ -36,8 +30,6 @@ class BatchPlan:
 
     `lengths`: tokens per window, the same on all ranks. `crossover`: see `window_costs`.
     `parts`: of each data file, its windows and how many of them an epoch takes; empty: each window once per epoch.
-    `bucket`: tokens; 0: sums are as they come. `pass_windows`: windows per pass by the settings, at most, for `bucket`.
-    Only worlds with as many passes per step as these settings give fill their buckets.
     """
 
     lengths: Lengths
@@ -47,8 +39,6 @@ class BatchPlan:
     seed: int
     crossover: int
     parts: Parts = ()
-    bucket: int = 0
-    pass_windows: int = 0
 
     def __post_init__(self) -> None:
         if self.num_windows < self.size:
@@ -82,7 +72,8 @@ class BatchPlan:
         """Ids of the windows of optimizer step `step` (0, 1, ... across epochs), over all ranks."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         first = step_in_epoch * self.global_batch
-        return _plan_order(self, epoch)[first : first + self.global_batch]
+        parts = self.parts or ((self.num_windows, self.num_windows),)
+        return _epoch_order(parts, self.seed, epoch)[first : first + self.global_batch]
 
     def rank_windows(self, step: int, rank: int) -> list[Ids]:
         """Ids of the windows that `rank` takes in each of the step's `accumulation` micro-batches.
@@ -92,7 +83,8 @@ class BatchPlan:
         ranks wait for each other once per step. Each rank's micro-batches are balanced next, since the largest needs
         the most memory.
         """
-        return self._split(_shares(self, step)[rank], self.accumulation)
+        ids = _shares(self, step)[rank]
+        return [ids[part] for part in balanced_partition(self._costs(ids), self.accumulation)]
 
     def rank_tokens(self, step: int) -> Ids:
         """Tokens per rank in a step, [size]."""
@@ -103,17 +95,8 @@ class BatchPlan:
         tokens = self.rank_tokens(step)
         return float(tokens.max() * self.size / tokens.sum())
 
-    def _split(self, ids: Ids, parts: int) -> list[Ids]:
-        """Split `ids` into consecutive parts if these fill the same number of buckets, else into balanced ones."""
-        if self.bucket:
-            consecutive = np.array_split(ids, parts)
-            if len({-(-self.lengths[part].sum(dtype=np.int64) // self.bucket) for part in consecutive}) == 1:
-                return consecutive
-        return [ids[part] for part in balanced_partition(self._costs(ids), parts)]
-
     def _costs(self, ids: Ids) -> Ids:
-        tokens = self.lengths[ids]
-        return tokens.astype(np.int64) if self.bucket else window_costs(tokens, self.crossover)
+        return window_costs(self.lengths[ids], self.crossover)
 
 
 class HeaviestFirst(BatchPlan):
@@ -131,58 +114,8 @@ class HeaviestFirst(BatchPlan):
 @lru_cache(maxsize=8)  # several steps: batches are prefetched
 def _shares(plan: BatchPlan, step: int) -> list[Ids]:
     """The windows of each rank, in the step's order."""
-    return plan._split(plan.step_windows(step), plan.size)
-
-
-@lru_cache(maxsize=2)
-def _plan_order(plan: BatchPlan, epoch: int) -> Ids:
-    """The windows of an epoch, in the order of its steps."""
-    order = _epoch_order(plan.parts or ((plan.num_windows, plan.num_windows),), plan.seed, epoch)
-    if not plan.bucket:
-        return order
-    return _filled(order, plan.lengths, plan.global_batch, plan.pass_windows, plan.bucket)
-
-
-def _filled(order: Ids, lengths: Lengths, batch: int, pass_windows: int, bucket: int) -> Ids:
-    """`order` with windows swapped so that all passes of a step have the same multiple of `bucket` tokens.
-
-    A step's multiple is the one that brings the tokens up to its end nearest to those in `order`. A pass reaches it by
-    swaps with windows of later passes, so steps with less than a global batch after them stay as they are. All numbers
-    are whole, so that all hosts compute the same.
-    """
-    tokens, passes = lengths[order].astype(np.int64), math.ceil(batch / pass_windows)
-    due, multiple = tokens.cumsum(), bucket * passes
-    if due[-1] * batch < multiple * len(order):  # the mean pass has less than one bucket: swaps would save nothing
-        return order
-    order = order.copy()
-    sizes, stride = [len(part) for part in np.array_split(order[:batch], passes)], max(1, 2 * batch // _LATER)
-    # 1.5 times the mean difference of two windows: swaps for more would use up the longest and the shortest windows.
-    moved = 1 + 3 * int(np.abs(np.diff(tokens)).sum()) // (2 * len(tokens))
-    placed = end = 0
-    while end + 2 * batch <= len(order):
-        goal = max(1, (int(due[end + batch - 1]) - placed + multiple // 2) // multiple) * bucket
-        for size in sizes:
-            begin, end = end, end + size
-            missing = goal - int(tokens[begin:end].sum())
-            for swaps in range(abs(missing) // moved + 3, 0, -1):
-                later = tokens[end : end + stride * _LATER : stride]
-                gains = later - tokens[begin : min(end, begin + _CANDIDATES), None]
-                wanted = missing // max(1, swaps - 2)  # each of the last three swaps is for all that is still missing
-                own, other = divmod(int(_waste(wanted - gains).argmin()), len(later))
-                left = missing - int(gains[own, other])
-                if _waste(left) >= _waste(missing):
-                    break
-                missing = left
-                pair = [begin + own, end + stride * other]
-                order[pair], tokens[pair] = order[pair[::-1]], tokens[pair[::-1]]
-            placed += goal - missing
-    order.setflags(write=False)  # all callers share the cached array
-    return order
-
-
-def _waste(missing: Ids | int) -> Ids:
-    """A measure of the padding of a pass. One token too many (a negative number) is worse: it takes another bucket."""
-    return np.maximum(missing, -16 * missing)
+    windows = plan.step_windows(step)
+    return [windows[part] for part in balanced_partition(plan._costs(windows), plan.size)]
 
 
 @lru_cache(maxsize=2)

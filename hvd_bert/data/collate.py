@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_bert.data.batch_plan import BUCKET, BatchPlan, Ids
+from hvd_bert.data.batch_plan import BatchPlan, Ids
 from hvd_bert.data.window_table import WindowTable
 
 AHEAD = 2  # batches to prefetch
+BUCKET = 512  # tokens
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Fixed shapes of packed batches, for CUDA graphs: their tokens are padded to a multiple of BUCKET.
+    """Packed batches of few shapes, for CUDA graphs, which have fixed ones: the tokens are a multiple of BUCKET.
 
     `windows`: the most of a batch. `longest`: the most tokens of a window.
     """

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from hvd_bert.config.training import REDUCE_OVERHEAD
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention
 from hvd_bert.model.cpu import kernels
@@ -116,9 +117,12 @@ class JoinedAttention(nn.Module):
         return output.flatten(2), None
 
 
-def compile_layers(model: nn.Module) -> None:
+def compile_layers(model: nn.Module, mode: str | None) -> None:
     """Compile each layer of a model that `place` has prepared for it, for any number of tokens; names in state_dict do
     not change.
+
+    `mode`: torch.compile's. With "reduce-overhead" CUDA graphs of a layer's passes are captured for each number of
+    tokens; what they return is overwritten from the model's next forward pass on.
 
     Raises UserError if the layers are not built as BERT's.
     """
@@ -133,4 +137,6 @@ def compile_layers(model: nn.Module) -> None:
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # all layers share their code
     torch._dynamo.config.specialize_float = True  # dropout's probability, by which the attention is chosen
     for layer in layers:
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=True, mode=mode)
+    if mode == REDUCE_OVERHEAD:  # torch could take each layer's call for a new pass
+        model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin(), prepend=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,13 +31,10 @@ def set_precision(args: TrainArguments) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def autocast(device: torch.device, precision: str, keeps_casts: bool = True) -> torch.autocast:
-    """Autocast for a forward pass in "fp32", "bf16" or "fp16"; weights and gradients stay in fp32.
-
-    `keeps_casts`: see `keep_casts`.
-    """
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Autocast for a forward pass in "fp32", "bf16" or "fp16"; weights and gradients stay in fp32."""
     dtype = AUTOCAST[precision]
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=keeps_casts)
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def keep_casts(device: torch.device) -> torch.autocast:
@@ -69,10 +66,10 @@ def recompute_layers(model: Any) -> None:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context manager: the model is in evaluation mode and computes no gradients."""
+def evaluating(model: nn.Module, eager: bool = False) -> Iterator[None]:
+    """Context manager: the model is in evaluation mode and computes no gradients. `eager`: without what is compiled."""
     was_training = model.training
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager") if eager else nullcontext():
         yield
     model.train(was_training)

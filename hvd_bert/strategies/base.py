@@ -19,7 +19,6 @@ from hvd_bert.config.settings import STRATEGIES, ParallelArguments
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.model import cuda_graphs
 from hvd_bert.model.precision import keep_casts
 from hvd_bert.strategies.word_rows import WordRows, word_embedding
 
@@ -63,8 +62,9 @@ class Strategy:
         self._has_stepped = False
         self._fused = bool(self.optimizer.param_groups[0].get("fused"))
         self._finite = True  # the norm, as far as the host waits for it: a fused optimizer skips a step by itself
-        # Autograd takes over the first gradient that it gets: a graph's own memory, which the next pass overwrites.
-        self._keeps_gradients = options.accumulation > 1 and cuda_graphs.wanted(options.train, world.device)
+        # Autograd takes over the first gradient that it gets: a CUDA graph's own memory, which the next pass overwrites
+        # (pytorch#169545).
+        self._keeps_gradients = options.accumulation > 1 and options.train.captures_graphs
         for parameter in self._trained() if self._keeps_gradients else ():
             parameter.grad = torch.zeros_like(parameter)
         self._average_next(options.accumulation == 1)

@@ -22,10 +22,9 @@ from hvd_bert.config.data import TASKS
 from hvd_bert.config.parser import AUTO
 from hvd_bert.config.settings import Config
 from hvd_bert.config.training import TrainArguments
-from hvd_bert.data.batch_plan import BUCKET, BatchPlan, Ids, Lengths, Parts
+from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths, Parts
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.model import cuda_graphs
 from hvd_bert.model.flops import ForwardFlops, forward_flops
 from hvd_bert.model.lora import add_adapters, merge
 
@@ -124,9 +123,9 @@ class Task(ABC):
         """Useful FLOP of training on windows of these lengths in `passes` passes, without padding; None: unknown."""
         return self.forward_flops.training(lengths, passes) if self.forward_flops else None
 
-    def compile(self, model: nn.Module) -> None:
-        """Compile `model` in place, for --torch_compile."""
-        model.compile(dynamic=True)
+    def compile(self, model: nn.Module, mode: str | None) -> None:
+        """Compile `model` in place, for --torch_compile. `mode`: --torch_compile_mode."""
+        model.compile(dynamic=True, mode=mode)
 
     def save_description(self, folder: Path) -> None:
         """Write the files besides the weights that make a folder load as the model: none, except of transformers'."""
@@ -235,8 +234,7 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
     rank_batch, passes = args.per_device_train_batch_size * world.devices, args.gradient_accumulation_steps
     rank_batch = rank_batch or 1  # not chosen yet: see training/batch_size.py
     global_batch = rank_batch * passes * world.size
-    bucket = BUCKET if cuda_graphs.wanted(args, world.device) else 0
-    plan = BatchPlan(lengths, global_batch, passes, world.size, args.seed, crossover, parts, bucket, rank_batch)
+    plan = BatchPlan(lengths, global_batch, passes, world.size, args.seed, crossover, parts)
     if args.global_batch == -1:
         return plan
     devices = world.size * world.devices

@@ -226,7 +226,7 @@ class DatasetTask(Task):
                 all_losses.append(losses)
                 yield part, outputs
 
-        with evaluating(model):
+        with evaluating(model, eager=self.config.train.captures_graphs):  # which batches of any size would be
             collected = self.collect(predict_batches()) if len(ids) else None
         return ids, torch.cat(all_losses), collected
 

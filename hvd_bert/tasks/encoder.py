@@ -14,11 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForQuestionAnswering
 
 from hvd_bert.data.batch_plan import Ids
-from hvd_bert.data.collate import Batch, Bucket, Collator
+from hvd_bert.data.collate import BUCKET, Batch, Bucket, Collator
 from hvd_bert.data.window_table import WindowTable
-from hvd_bert.errors import UserError, as_user_error
+from hvd_bert.errors import UserError, as_user_error, log
 from hvd_bert.evaluation.forward import head_logits
-from hvd_bert.model import cuda_graphs
 from hvd_bert.model.bert import load_model
 from hvd_bert.model.families import FAMILIES, check_precision, choose_padding, max_tokens
 from hvd_bert.model.flops import forward_flops
@@ -28,6 +27,7 @@ from hvd_bert.tasks.base import weight_copies
 from hvd_bert.tasks.dataset import DatasetTask, Examples
 from hvd_bert.tasks.tokenizer import load_tokenizer, tokenizer_digest
 
+SEEN = 200  # steps whose batches are looked at to say how much is padded
 IGNORED = -100  # the label of a token without a loss, as torch's cross_entropy has it
 Labelled = tuple[Batch, Tensor]  # texts, and a label for each or for each of their tokens
 
@@ -99,10 +99,10 @@ class EncoderTask(DatasetTask):
 
     def collator(self, table: WindowTable) -> Collator:
         """Makes batches of a table of windows, by the settings."""
-        data, train, device = self.config.data, self.config.train, self.world.device
+        data, train = self.config.data, self.config.train
         longest = min(data.max_seq_length, max_tokens(self.model.config))
-        bucket = Bucket(train.per_device_train_batch_size, longest) if cuda_graphs.wanted(train, device) else None
-        return Collator(table, device, data.pad_to, bucket)
+        bucket = Bucket(train.per_device_train_batch_size, longest) if train.captures_graphs else None
+        return Collator(table, self.world.device, data.pad_to, bucket)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """[texts, classes] or [texts, tokens of the longest, classes], in float32."""
@@ -117,8 +117,20 @@ class EncoderTask(DatasetTask):
     def identity(self) -> dict[str, object]:
         return {"the tokenizer": tokenizer_digest(self.tokenizer), **super().identity()}
 
-    def compile(self, model: nn.Module) -> None:
-        compile_layers(model)
+    def compile(self, model: nn.Module, mode: str | None) -> None:
+        compile_layers(model, mode)
+        plan, packed = self.plan, self.config.data.pad_to is None
+        if plan and packed and self.config.train.captures_graphs:
+            seen = (plan.rank_windows(step, self.world.rank) for step in range(min(SEEN, plan.steps_per_epoch)))
+            tokens = np.array([plan.lengths[ids].sum() for passes in seen for ids in passes])
+            padded = -(-tokens // BUCKET) * BUCKET
+            log.info(
+                "Batches are padded to a multiple of %d tokens: %.1f%% more tokens, %d size(s) in %d batches.",
+                BUCKET,
+                100 * (padded.sum() / tokens.sum() - 1),
+                len(np.unique(padded)),
+                len(padded),
+            )
 
 
 def _named_classes(config: Any, classes: Sequence[str]) -> list[str]:

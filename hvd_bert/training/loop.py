@@ -121,7 +121,7 @@ class Training:
         state, plan, args = prepared.state, prepared.state.plan, config.train
         self.task, self.args, self.world = task, args, world
         self.state, self.plan, self.effective = state, plan, prepared.effective
-        self.batches, self.recording, self.graphs = prepared.batches, prepared.recording, prepared.graphs
+        self.batches, self.recording = prepared.batches, prepared.recording
         self.folder, self.evaluations, self.metrics_logger = folder, evaluations, metrics_logger
         self.total_steps = args.total_steps(plan.steps_per_epoch)
         if args.fast_dev_run:  # the schedule is that of the whole run, and the first step warms up
@@ -156,7 +156,6 @@ class Training:
         state.strategy.module.train()
         self.metrics_logger.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
         parts: list[Any] = [checkpoints, self.gpus, self.batches, self.recording, self.health]
-        parts += [self.graphs] if self.graphs else []
         with ExitStack() as closed:
             for part in parts:
                 closed.enter_context(closing(part))

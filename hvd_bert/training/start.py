@@ -21,7 +21,6 @@ from hvd_bert.distributed import events
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError, log
 from hvd_bert.model.cpu import kernels
-from hvd_bert.model.cuda_graphs import CudaGraphs
 from hvd_bert.model.layers import place
 from hvd_bert.model.precision import set_precision
 from hvd_bert.monitoring.recording import Recording
@@ -30,7 +29,7 @@ from hvd_bert.output.output_dir import FOLDERS_BEGUN
 from hvd_bert.output.reporters.base import check_reporters
 from hvd_bert.strategies.base import strategy_class
 from hvd_bert.tasks.base import Task, load_task, make_plan
-from hvd_bert.training import batch_size, elastic, graphs
+from hvd_bert.training import batch_size, elastic
 from hvd_bert.training.optim import check_optimizer, effective_settings
 from hvd_bert.training.saving import restore
 from hvd_bert.training.state import TrainState, check_tensors
@@ -116,7 +115,6 @@ class Prepared:
     batches: Prefetcher
     recording: Recording
     effective: dict[str, float]  # settings that depend on the world size
-    graphs: CudaGraphs | None = None
 
 
 def prepare(start: Start, world: World) -> Prepared:
@@ -131,11 +129,9 @@ def prepare(start: Start, world: World) -> Prepared:
     state = TrainState.fresh(task.model, plan, best, config.train, config.parallel, world)
     if config.train.torch_compile:
         with world.raise_on_all_ranks():
-            task.compile(state.strategy.trained)
+            task.compile(state.strategy.trained, config.train.torch_compile_mode)
     restore(state, resume_point, config.train)
-    with world.raise_on_all_ranks():
-        recorded = graphs.record(task, plan, state.step, config.train, world)
-    state.strategy.mark_gradients(state.meter.gradients_computed)  # by hooks that recording would run
+    state.strategy.mark_gradients(state.meter.gradients_computed)
     batches = Prefetcher(plan, task.batch, world.rank, state.step)
     total_steps = config.train.total_steps(plan.steps_per_epoch)
     folder = config.train.output_dir
@@ -143,7 +139,7 @@ def prepare(start: Start, world: World) -> Prepared:
     replaces = continues or config.train.overwrite_output_dir
     effective = effective_settings(config.train, plan, state.schedule.base_lrs[0], world)
     recording = Recording(config.profiling, total_steps, state.meter, world, replaces)
-    return Prepared(state, batches, recording, effective, recorded)
+    return Prepared(state, batches, recording, effective)
 
 
 def check_task(config: Config, task: Task) -> None:

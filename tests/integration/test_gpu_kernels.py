@@ -46,6 +46,26 @@ def test_training(tmp_path: Path, baseline: Path, flags: list[str], used: set[st
     assert found == pytest.approx(expected, abs=tolerance) and (found != expected or tolerance < 0.1)
 
 
+@pytest.mark.parametrize("strategy", ["horovod", "ddp"])
+def test_reduce_overhead_on_two_ranks(tmp_path: Path, baseline: Path, strategy: str) -> None:
+    """Without CUDA's graphs: the padded batches, and gradients that are kept over the passes of a step."""
+
+    def train(name: str, *flags: object) -> Path:
+        own = ("--strategy", strategy, "--torch_compile_mode", "reduce-overhead", *flags)
+        own += ("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2)
+        starts = launcher(2, "gloo" if strategy == "horovod" else "torchrun")
+        said = run([*starts, *small_run(2, name, *map(str, own))], tmp_path).expect(0).output
+        assert "padded to a multiple of 512 tokens" in said
+        return tmp_path / name
+
+    assert losses(train("plain")) == pytest.approx(losses(baseline), abs=1e-4)
+    flags = ("--dropout", 0.1, "--ema_decay", 0.9, "--eval_strategy", "epoch", "--save_steps", 2)
+    whole = train("whole", *flags)
+    resumed = train("resumed", *flags, "--resume_from_checkpoint", whole / "checkpoint-4")
+    one, other = ((folder / "model.safetensors").read_bytes() for folder in (whole, resumed))
+    assert one == other
+
+
 def test_other_commands(tmp_path: Path, baseline: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 1100, **sizes}))

@@ -115,12 +115,12 @@ def test_the_host_waits_for_the_gpu_or_the_gpu_for_the_host():
     found = host_time.figures([0.02, 0.05, 0.03], EVENTS)
     assert found == {"host_ms_per_step": 30, "gpu_busy_ms_per_step": pytest.approx(12), "launches_per_step": 37}
     assert [row["name"] for row in host_time.kernels(EVENTS)] == ["gemm", "layer_norm", "Memcpy HtoD"]
-    said = host_time.advice(found, graphs=False)
+    said = host_time.advice(found, False)
     assert "waits for the host: a step's 37 launches take the host 30.0 ms" in said and "the GPU 12.0 ms" in said
-    assert "--cuda_graphs" in said and "--cuda_graphs" not in host_time.advice(found, graphs=True)
-    assert host_time.advice(host_time.figures([0.011], EVENTS), graphs=False) is None
+    assert "reduce-overhead" in said and "reduce-overhead" not in host_time.advice(found, True)
+    assert host_time.advice(host_time.figures([0.011], EVENTS), False) is None
     nothing = dict.fromkeys(host_time.FIGURES)
-    assert host_time.figures([], EVENTS[4:5]) == nothing and host_time.advice(nothing, graphs=False) is None
+    assert host_time.figures([], EVENTS[4:5]) == nothing and host_time.advice(nothing, False) is None
 
 
 @pytest.mark.slow

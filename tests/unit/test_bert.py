@@ -152,7 +152,7 @@ def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model
     monkeypatch.setattr(attention, "choose", lambda *_: attention.by_flash)
     torch._dynamo.reset()
     compiled = load(tokenizer, compiled=True, config_name=folders / "large")
-    compile_layers(compiled)
+    compile_layers(compiled, None)
     assert all(isinstance(layer.attention.self, JoinedAttention) for layer in compiled.bert.encoder.layer)
     compiled.load_state_dict(model.state_dict())  # the names are the same
     torch._dynamo.utils.counters.clear()

@@ -24,8 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as TAGGERS
 
 from hvd_bert.config.settings import ModelArguments
-from hvd_bert.data.batch_plan import BUCKET
-from hvd_bert.data.collate import Bucket, Collator
+from hvd_bert.data.collate import BUCKET, Bucket, Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.evaluation.forward import head_logits, span_logits, window_losses
 from hvd_bert.model import attention

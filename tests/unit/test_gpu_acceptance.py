@@ -19,26 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import acceptance_attention
-import acceptance_graphs
 import acceptance_horovod
 import acceptance_place
 import acceptance_speed
 import acceptance_steps
 import acceptance_training
 import gpu_acceptance
-import gpu_kernels
-import graph_stand_in
-import numpy as np
 import pytest
 import torch
 from acceptance_place import NotHere, Outcome, OutOfTime, Place
 from refusals import refused
 
 from hvd_bert.errors import UserError
-from hvd_bert.model import attention
 from hvd_bert.model.attention import by_window
-from hvd_bert.model.layers import place as place_model
-from hvd_bert.training import graphs
 
 ROOT, ROUNDS = Path(__file__).resolve().parents[2], 2
 
@@ -252,78 +245,6 @@ def test_measurements_fail_below_their_goals_and_pass_at_them(tmp_path, monkeypa
         }
         lines = {name: gpu_acceptance.run_check(name, "-", check, machine) for name, check in checks.items()}
         assert {name: line.result for name, line in lines.items()} == dict.fromkeys(checks, result), lines
-
-
-@pytest.mark.slow
-def test_losses_with_graphs_are_compared_with_those_of_eager_steps(tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    graph_stand_in.install(monkeypatch.setattr)
-    gpu_kernels.register()
-    monkeypatch.setattr(acceptance_steps, "set_up", lambda *_: None)  # it changes the process
-    monkeypatch.setattr(acceptance_steps, "place", lambda model, device: place_model(model, device, compiled=True))
-    monkeypatch.setattr(gpu_kernels, "LIMITS", False)
-    monkeypatch.setattr(attention, "choose", lambda *_: attention.by_flash)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 1100, **sizes}))
-    flags = ["--model", str(tmp_path), "--max_seq_length", "64"]
-    replays = graph_stand_in.replayed.replays
-    outcome = acceptance_graphs.check("bf16", *flags)
-    assert outcome.passed and outcome.found.count("0.0e+00") == 4 and acceptance_graphs.RECORDED.search(caplog.text)
-    # Without dropout and with it, 20 steps, each way: a graph for the model, or for embeddings, two layers and head.
-    assert graph_stand_in.replayed.replays - replays == 2 * 20 * 2 * (1 + 4)
-    monkeypatch.setattr(graphs, "set_random_numbers", lambda *_: None)  # recording changes them
-    outcome = acceptance_graphs.check("bf16", *flags)
-    wrong = [name for name, worst in outcome.figures["differences"].items() if worst > 1e-3]
-    assert outcome.passed is False and wrong == ["model, dropout 0.1", "layers, dropout 0.1"]
-    monkeypatch.setattr(graphs.cuda_graphs, "wanted", lambda *_: False)
-    with refused("no GPU"):
-        acceptance_graphs.trained(flags, graphed=True)
-
-
-def test_steps_that_are_skipped_must_be_the_same():
-    steps = np.array([[3.0, 2.0]] * 8)
-    skipped, nan = steps.copy(), steps.copy()
-    skipped[:2], nan[5, 1] = [math.nan, math.inf], math.nan
-    assert acceptance_graphs.difference(skipped, skipped) == 0
-    assert acceptance_graphs.difference(steps * 1.5, steps) == pytest.approx(0.5)
-    for found, expected in ((skipped, steps), (steps, nan), (skipped[:7], skipped[:7]), (nan * math.nan,) * 2):
-        assert acceptance_graphs.difference(found, expected) == math.inf
-
-
-@pytest.mark.parametrize(("launches", "result"), [(150, "pass"), (151, "FAIL"), (None, "FAIL"), (1, "FAIL")])
-def test_a_line_per_number_of_windows_compares_graphs_with_eager_steps(tmp_path, monkeypatch, launches, result):
-    """The records are written here; with 1 launch, torch.compile fails."""
-    machine = place(tmp_path, "cuda", 1)
-    monkeypatch.setattr(acceptance_graphs, "window_flops", lambda _: 2e11)
-
-    def measure(_: Place, flags: list[str], name: str) -> dict[str, Any]:
-        graphed, compiled = "--cuda_graphs" in flags, "--torch_compile" in flags
-        if compiled and launches == 1:
-            raise UserError("no compiler")
-        (tmp_path / f"{name}.log").write_text("CUDA graphs: ... (97% of them), recorded in 2.5 s.\n" * graphed)
-        times = {"host_ms_per_step": 31.24, "gpu_busy_ms_per_step": 12.0}
-        figures = {"windows_per_s": {"median": 900.0}, "useful_gflops": {"median": 8e4}}
-        counted = {"launches_per_step": launches if graphed else 1430}
-        return {"figures": figures, "memory_bytes": [2**31]} | times | counted
-
-    monkeypatch.setattr(acceptance_graphs, "measure_ours", measure)
-    lines = gpu_acceptance.all_checks()
-    goal, check = lines["CUDA graphs, 8 windows per step"]
-    line = gpu_acceptance.run_check("it", goal, check, machine)
-    assert (goal, line.result) == ("<= 150 launches", result)
-    found = (
-        "eager: 900 windows/s (400 padded-equivalent), host 31.2 ms, busy 12.0 ms, 1,430 launches, 2.00 GiB; graphs: "
-    )
-    assert line.found.startswith(found) and line.found.count("recorded in 2.5 s") == (1 if launches == 1 else 2)
-    assert ("compiled: failed; both: failed" in line.found) == (launches == 1)
-    without = gpu_acceptance.run_check("it", *lines["CUDA graphs, 64 windows per step"], machine)
-    assert without.result == ("FAIL" if launches == 1 else "-")
-
-
-def test_lines_of_graphs_need_a_gpu(tmp_path):
-    lines = {name: line for name, line in gpu_acceptance.all_checks().items() if "graphs" in name}
-    found = [gpu_acceptance.run_check(name, *line, place(tmp_path)).result for name, line in lines.items()]
-    assert found == ["not here"] * 6
 
 
 def test_what_needs_two_gpus_is_not_run_on_one(tmp_path):

@@ -60,13 +60,13 @@ def figures(host_s: Sequence[float], events: Sequence[Any]) -> dict[str, float |
     return dict(zip(FIGURES, found, strict=True))
 
 
-def advice(found: Mapping[str, float | None], graphs: bool) -> str | None:
-    """A line if the GPU waits for its host; None if not, or if unknown. `found`: see `figures`. `graphs`: whether
-    --cuda_graphs is given."""
+def advice(found: Mapping[str, float | None], captures_graphs: bool) -> str | None:
+    """A line if the GPU waits for its host; None if not, or if unknown. `found`: see `figures`. `captures_graphs`:
+    whether --torch_compile_mode says so."""
     host_ms, busy_ms, count = (found[name] for name in FIGURES)
     if host_ms is None or busy_ms is None or host_ms <= busy_ms:
         return None
-    remedy = "Raise" if graphs else "Add --cuda_graphs or raise"
+    remedy = "Raise" if captures_graphs else "Add --torch_compile_mode reduce-overhead, or raise"
     return (
         f"The GPU waits for the host: a step's {count or 0:,} launches take the host {host_ms:.1f} ms, their work takes"
         f" the GPU {busy_ms:.1f} ms. {remedy} --per_device_train_batch_size."

@@ -26,6 +26,7 @@ from hvd_bert import hub
 from hvd_bert.config.data import ModelArguments
 from hvd_bert.config.run_plan import RunPlan
 from hvd_bert.config.settings import Config
+from hvd_bert.config.training import REDUCE_OVERHEAD
 from hvd_bert.data.sources import squad
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
@@ -174,7 +175,7 @@ def _print_table(record: dict[str, Any]) -> None:
         whole.append((label, form.format(record[name] or 0), record[name]))
     rows += [[label, value, "", ""] for label, value, known in whole if known]
     print(Grid(["figure", "median", "min", "max"], rows).for_terminal(), flush=True)
-    advice = host_time.advice(record, record["settings"]["cuda_graphs"])
+    advice = host_time.advice(record, record["settings"]["torch_compile_mode"] == REDUCE_OVERHEAD)
     if advice:
         print(advice, flush=True)
 

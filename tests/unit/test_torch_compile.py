@@ -1,0 +1,92 @@
+"""--torch_compile_mode reduce-overhead, as far as it shows without a GPU: tests/gpu has the rest."""
+
+from __future__ import annotations
+
+from functools import partialmethod
+from pathlib import Path
+
+import pytest
+import torch
+from refusals import refused
+from test_world import make_world
+from torch import nn
+from transformers import BertConfig
+
+from hvd_bert.config.command_line import parse
+from hvd_bert.data.collate import BUCKET, Collator
+from hvd_bert.evaluation.forward import window_losses
+from hvd_bert.model.layers import place
+from hvd_bert.model.precision import evaluating
+from hvd_bert.tools.bench import measure
+from hvd_bert.tools.bench.__main__ import parse as parse_bench
+from hvd_bert.tools.bench.speed import random_task
+from hvd_bert.training.loop import Training
+from hvd_bert.training.start import Start, prepare
+
+MODE = ["--torch_compile_mode", "reduce-overhead"]
+STEPS = 50
+
+
+@pytest.fixture
+def training(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
+    """Of a small BERT without dropout on windows as long as SQuAD's. The compiler's last stage, of which CUDA graphs
+    are a part, is left out: it takes most of the time. `request.param`: further flags."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    BertConfig(vocab_size=1100, **sizes).save_pretrained(tmp_path)
+    flags = ["--strategy=none", f"--steps={STEPS}", "--repeats=1", "--dropout=0", *MODE, *request.param]
+    config, world = parse_bench(flags)[1], make_world()
+    task = random_task(str(tmp_path), config.train.rank_batch * STEPS, config, world)
+    place(task.model, world.device, compiled=True)
+    start = Start(config, task)
+    return Training(start.in_folder(tmp_path), prepare(start, world), None, measure.Recorder().logger(), world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [["--per_device_train_batch_size=32"]], indirect=True)
+def test_batches_have_few_sizes_and_the_losses_of_others(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size more would be another graph to capture, a compilation more would take minutes."""
+    passes: list[None] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: passes.append(None))
+    task, sizes, graphs = training.task, set[int](), set[int]()
+    collate = Collator(task.train.windows, torch.device("cpu"))  # type: ignore[attr-defined]
+    for step in range(STEPS):
+        (ids,) = training.plan.rank_windows(step, 0)
+        batch = task.batch(ids).content
+        sizes.add(batch.num_positions)
+        losses = window_losses(task.model, batch)
+        losses.sum().backward()
+        with evaluating(task.model, eager=True):
+            torch.testing.assert_close(losses, window_losses(task.model, collate(ids)), rtol=1e-5, atol=1e-5)
+        graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(sizes) <= 6 and all(size % BUCKET == 0 for size in sizes)
+    assert len(graphs) == 1  # which the first batch has compiled, and no evaluation
+    assert len(passes) == 2 * STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [["--gradient_accumulation_steps=2"]], indirect=True)
+def test_no_gradient_is_a_graphs_own_memory(training: Training) -> None:
+    """The second pass of a step would overwrite the sum's first part."""
+    kept = {name: weight.grad for name, weight in training.task.model.named_parameters()}
+    training.state.strategy.module.train()
+    training._step()
+    assert all(weight.grad is kept[name] is not None for name, weight in training.task.model.named_parameters())
+    assert not any(gradient.any() for gradient in kept.values())  # cleared for the next step
+
+
+def test_the_mode_implies_the_flag() -> None:
+    assert parse(["--torch_compile_mode", "default"]).train.torch_compile
+    assert not parse([]).train.torch_compile
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--strategy", "fsdp"], ["--gradient_checkpointing"], ["--per_device_train_batch_size", "auto"]],
+    ids=lambda flags: flags[0],
+)
+def test_what_graphs_cannot_do_is_refused(flags: list[str]) -> None:
+    with refused("--torch_compile_mode reduce-overhead", *flags):
+        parse([*MODE, *flags])
