@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -264,5 +264,14 @@ def by_fused(
     return output
 
 
+def _mask(make: Callable[..., Any], attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
+    """transformers' mask of padded windows, which it omits without padding: the host would wait for a GPU to know."""
+    if attention_mask is not None:
+        options["allow_is_bidirectional_skip"] = False
+    return make(attention_mask=attention_mask, **options)
+
+
 AttentionInterface.register(NAME, attend_within_windows)
 AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # the kernels separate the windows
+for own in ("sdpa", "eager"):
+    AttentionMaskInterface.register(own, partial(_mask, AttentionMaskInterface()[own]))
