@@ -156,21 +156,23 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self._decay = decay
         self._weights: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._averages: list[Tensor] = [weight.detach().clone() for weight in self._weights]
+        # A step with the gradient `average - weight`, as weight decay minus weight: few kernels, skipped by found_inf.
+        self._sgd: Any = torch.optim.SGD(self._averages, lr=1 - decay, weight_decay=1, maximize=True, fused=True)
 
     @torch.no_grad()
     def update(self, grad_norm: Tensor) -> None:
         """Take in the weights after a step; nothing if the norm of its gradient is not finite, since it was skipped."""
-        share = (1 - self._decay) * torch.isfinite(grad_norm)  # computed on the device, so the host does not wait
-        shares: Any = [share] * len(self._weights)
-        torch._foreach_lerp_(self._averages, self._weights, shares)
+        for average, weight in zip(self._averages, self._weights, strict=True):
+            average.grad = weight.detach()
+        self._sgd.found_inf = (~torch.isfinite(grad_norm)).float()  # on the device, so the host does not wait
+        self._sgd.step()
 
     def swap(self) -> None:
         """Exchange the model's weights and their averages."""
-        for i, weight in enumerate(self._weights):
-            weight.data, self._averages[i] = self._averages[i], weight.data
+        for average, weight in zip(self._averages, self._weights, strict=True):
+            weight.data, average.data = average.data, weight.data
 
     @contextmanager
     def applied(self) -> Iterator[None]:

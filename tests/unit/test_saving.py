@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 from refusals import refused
 from test_world import make_world
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.schedule import Best, is_due
@@ -285,3 +286,23 @@ def test_average_follows_the_steps_that_were_taken():
         with average.applied():
             torch.testing.assert_close(model.weight, start + 0.25)
     assert torch.equal(model.weight, start + 1)
+
+
+class Launches(TorchDispatchMode):
+    """Counts a GPU's kernels: one for lists of equal shapes, strides and types, else one per tensor."""
+
+    total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lists = [item for item in args if isinstance(item, (list, tuple)) and item]
+        alike = all(len({(t.shape, t.stride(), t.dtype) for t in row}) == 1 for row in zip(*lists, strict=True))
+        self.total += 0 if function.is_view else 1 if alike else len(lists[0])
+        return function(*args, **(kwargs or {}))
+
+
+def test_average_needs_few_kernels():
+    model = torch.nn.Sequential(*(torch.nn.Linear(size, 2) for size in range(1, 101)))
+    average = WeightAverage(model, 0.999)
+    with Launches() as launches:
+        average.update(torch.tensor(2.0))
+    assert launches.total <= 20
