@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from hvd_bert.data.batch_plan import BatchPlan, Ids
 from hvd_bert.data.window_table import WindowTable
@@ -99,9 +100,8 @@ class Collator:
         context_start = self.windows.numbers("context_start", rows)
         lengths = [len(tokens) for tokens in input_ids]
         longest = max(lengths)
-        attention_mask: torch.Tensor | None = None
-        cu_seqlens: torch.Tensor | None = None
-        cells: torch.Tensor | None = None
+        numbers: dict[str, np.ndarray] = {}  # sent as int64
+        narrow: dict[str, np.ndarray]
         if self.pad_to is None:
             if self.bucket:
                 padding, longest = self.bucket.padding(sum(lengths)), self.bucket.longest
@@ -111,41 +111,53 @@ class Collator:
             borders = np.cumsum([0, *lengths], dtype=np.int32)
             if self.bucket:
                 borders = np.append(borders, [borders[-1]] * (self.bucket.borders - len(borders))).astype(np.int32)
-            cu_seqlens = self._send(borders)
+            narrow = {"cu_seqlens": borders}
             tokens = np.concatenate(input_ids)[None]
             positions = np.concatenate([np.arange(length) for length in lengths])[None]
-            cells = self._to_device(np.repeat(np.arange(len(lengths)) * max(lengths), lengths) + positions[0])
+            numbers["cells"] = np.repeat(np.arange(len(lengths)) * max(lengths), lengths) + positions[0]
             context_starts = np.repeat(context_start, lengths)
         else:
             columns = np.arange(max(self.pad_to, *lengths))
             mask = columns < np.array(lengths)[:, None]
             tokens = np.zeros(mask.shape, dtype=np.int64)
             tokens[mask] = np.concatenate(input_ids)
-            attention_mask = self._send(mask)
+            narrow = {"attention_mask": mask}
             positions = np.tile(columns, (len(lengths), 1))
             context_starts = context_start[:, None]
+        numbers |= {
+            "input_ids": tokens,
+            "token_type_ids": positions >= context_starts,
+            "position_ids": positions,
+            "starts": self.windows.numbers("start_position", rows),
+            "ends": self.windows.numbers("end_position", rows),
+        }
+        sent = self._send({name: np.asarray(values, np.int64) for name, values in numbers.items()} | narrow)
         return Batch(
-            input_ids=self._to_device(tokens),
-            token_type_ids=self._to_device(positions >= context_starts),
-            position_ids=self._to_device(positions),
+            input_ids=sent["input_ids"],
+            token_type_ids=sent["token_type_ids"],
+            position_ids=sent["position_ids"],
             lengths=lengths,
-            attention_mask=attention_mask,
-            cu_seqlens=cu_seqlens,
-            cells=cells,
+            attention_mask=sent.get("attention_mask"),
+            cu_seqlens=sent.get("cu_seqlens"),
+            cells=sent.get("cells"),
             longest=longest,
-            starts=self._to_device(self.windows.numbers("start_position", rows)),
-            ends=self._to_device(self.windows.numbers("end_position", rows)),
+            starts=sent["starts"],
+            ends=sent["ends"],
             num_windows=len(ids),
         )
 
-    def _to_device(self, values: np.ndarray) -> torch.Tensor:
-        return self._send(np.asarray(values, dtype=np.int64))
-
-    def _send(self, values: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
+    def _send(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """The arrays on the device by one copy, each from a multiple of 16 bytes, as compiled kernels need it."""
+        tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        parts = [pad(tensor.flatten().view(torch.uint8), (0, -tensor.nbytes % 16)) for tensor in tensors.values()]
+        buffer = torch.cat(parts)
         if self.device.type == "cuda":
-            tensor = tensor.pin_memory()  # otherwise this thread would wait for the copy
-        return tensor.to(self.device, non_blocking=True)
+            buffer = buffer.pin_memory()  # otherwise this thread would wait for the copy
+        sent = buffer.to(self.device, non_blocking=True).split([len(part) for part in parts])
+        return {
+            name: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), part in zip(tensors.items(), sent, strict=True)
+        }
 
 
 class Prefetcher:

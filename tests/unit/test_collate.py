@@ -82,6 +82,8 @@ def test_padded_batch(rows, windows, ids, pad_to):
         assert getattr(padded, name) == getattr(packed, name)
     assert torch.equal(padded.starts, packed.starts)
     assert torch.equal(padded.ends, packed.ends)
+    for batch in (padded, packed):
+        assert all(value.data_ptr() % 16 == 0 for value in vars(batch).values() if torch.is_tensor(value))
 
 
 @pytest.mark.parametrize("pad_to", [None, 0])
