@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hvd_bert.errors import UserError
 from hvd_bert.machine import MAX_THREADS
@@ -58,7 +59,7 @@ def _parse_threads(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Host, device and cores of a rank. `device_id`: the GPU's UUID, equal in all processes; None on a CPU."""
+    """Host, device and cores of a rank. `device_id`: the GPU's, equal in all processes; None on a CPU."""
 
     rank: int
     host: str
@@ -66,6 +67,13 @@ class RankInfo:
     device: str
     device_id: str | None
     cores: frozenset[int]
+
+
+def physical_id(gpu: Any) -> str:
+    """UUID of the GPU with these properties; of a MIG instance, which has its own UUID, the PCI address of its GPU."""
+    if "MIG" in gpu.name and hasattr(gpu, "pci_bus_id"):  # older versions of torch lack it
+        return f"PCI {gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
+    return str(gpu.uuid)
 
 
 def check_devices(rank_infos: Sequence[RankInfo]) -> None:
@@ -80,6 +88,7 @@ def check_devices(rank_infos: Sequence[RankInfo]) -> None:
     for (host, device_id), times in taken.items():
         if times > 1:
             raise UserError(
-                f"{times} ranks on {host} would share one GPU ({device_id}). Start one rank per GPU, or request more"
-                " GPUs (Slurm: --gres=gpu:N, with --gpus-per-task=1 or all of them visible to each task)."
+                f"{times} ranks on {host} would share one GPU ({device_id}), which NCCL refuses, also with a MIG"
+                " instance for each. Start one rank per GPU, or request more GPUs (Slurm: --gres=gpu:N, with"
+                " --gpus-per-task=1 or all of them visible to each task)."
             )

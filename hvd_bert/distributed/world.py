@@ -20,7 +20,14 @@ from typing import Any, NoReturn
 import torch
 
 from hvd_bert.distributed import logs, watchdog
-from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device, choose_threads, share_cores
+from hvd_bert.distributed.devices import (
+    RankInfo,
+    check_devices,
+    choose_device,
+    choose_threads,
+    physical_id,
+    share_cores,
+)
 from hvd_bert.distributed.slurm import find_job
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, UserError, find_user_error
 from hvd_bert.machine import cpu_limit
@@ -125,7 +132,7 @@ class World:
             return name, None
         try:
             torch.cuda.set_device(name)
-            return name, str(torch.cuda.get_device_properties(name).uuid)
+            return name, physical_id(torch.cuda.get_device_properties(name))
         except (RuntimeError, AssertionError) as error:
             raise UserError(
                 f"{name} cannot be used ({error}). This torch is built for CUDA {torch.version.cuda}: if `nvidia-smi`"

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from refusals import refused
 
 from hvd_bert.distributed import events, slurm
-from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device, choose_threads, share_cores
+from hvd_bert.distributed.devices import (
+    RankInfo,
+    check_devices,
+    choose_device,
+    choose_threads,
+    physical_id,
+    share_cores,
+)
 from hvd_bert.distributed.horovodrun import host_slots
 from hvd_bert.distributed.launch import (
     Launcher,
@@ -210,6 +218,19 @@ def test_ranks_may_share_cpus_but_no_gpu():
     check_devices(rank_infos(("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")))
     with refused("3 ranks on b", "GPU-2"):
         check_devices(rank_infos(("a", "GPU-2"), ("b", "GPU-2"), ("b", "GPU-1"), ("b", "GPU-2"), ("b", "GPU-2")))
+
+
+def test_mig_instances_of_one_gpu_are_refused():
+    name = "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
+    first, second, other = (
+        physical_id(SimpleNamespace(name=name, uuid=uuid, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0))
+        for uuid, bus in (("MIG-1", 7), ("MIG-2", 7), ("MIG-3", 0xAF))
+    )
+    check_devices(rank_infos(("a", first), ("a", other), ("b", second)))
+    with refused("2 ranks on a", "0000:07:00", "MIG"):
+        check_devices(rank_infos(("a", first), ("a", second)))
+    whole = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", uuid="GPU-1", pci_bus_id=7)
+    assert physical_id(whole) == "GPU-1"
 
 
 @pytest.mark.parametrize(
