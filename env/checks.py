@@ -44,7 +44,7 @@ def torch(requirement: str) -> None:
     if not _satisfying(read_requirements([requirement])[0]):
         sys.exit(f"torch {torch.__version__} is not {requirement}")
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
-        sys.exit(f"torch {torch.__version__} is too old: transformers needs 2.6 or later. Select one: --torch 2.8.0")
+        sys.exit(f"torch {torch.__version__} is too old: transformers needs 2.6 or later. Select one: --torch VERSION")
 
 
 def torch_version() -> None:

@@ -137,7 +137,7 @@ class World:
             raise UserError(
                 f"{name} cannot be used ({error}). This torch is built for CUDA {torch.version.cuda}: if `nvidia-smi`"
                 " shows an older version, install a torch for that (docs/start/install.md):"
-                " `bash env/setup.sh --torch 2.8.0`."
+                " `bash env/setup.sh --torch-index https://download.pytorch.org/whl/cu126`."
             ) from None
 
     def set_threads(self, num_threads: int | None) -> None:

@@ -91,6 +91,13 @@ def test_paths_exist(page: str) -> None:
     assert {name for name in named if not (REPOSITORY / name).exists()} == set()
 
 
+def test_pages_name_the_torch_that_is_tested() -> None:
+    tested = re.findall(r"^torch==(\S+)", text_of("requirements.txt"), re.MULTILINE)
+    named = {version for page in PAGES for version in re.findall(r"--torch (\d[\w.+]*)", text_of(page))}
+    assert named <= set(tested)
+    assert f"default_torch={tested[0]}\n" in text_of("env/setup.sh")
+
+
 def test_file_tree_has_every_folder() -> None:
     tree = text_of("docs/architecture.md").split("## File tree")[1].split("```")[1]
     listed = set(re.findall(r"^ *([\w.]+/?)", tree, re.MULTILINE))
