@@ -3,8 +3,8 @@
     python benchmarks/acceptance_steps.py --out FILE --bf16 --per_device_train_batch_size 32
 
 Takes the flags of `hvd-bert bench`. Trains three sections of `--steps` steps: a warm-up, one in which torch reports
-each operation that waits for the GPU, without the step that is logged, and one that is timed. Then the last section's
-windows pass through the model without gradients.
+each operation that waits for the GPU, and one that is timed. Then the last section's windows pass through the model
+without gradients.
 """
 
 from __future__ import annotations
@@ -93,18 +93,15 @@ def counted_waits() -> Iterator[list[str]]:
 
 
 class Waits(Recorder):
-    """The waits of the second section's steps, up to the one that is logged."""
+    """The waits of the second section's steps."""
 
     def __init__(self, section: int) -> None:
         super().__init__()
         self.section, self.found, self._counting = section, list[str](), ExitStack()
 
     def on_step(self, step: int) -> None:
-        if step == 2 * self.section - 1:
+        if step == 2 * self.section:
             self._counting.close()
-
-    def on_log(self, step: int, metrics: dict[str, float]) -> None:
-        super().on_log(step, metrics)
         if step == self.section and torch.cuda.is_available():
             self.found = self._counting.enter_context(counted_waits())
 
@@ -132,7 +129,7 @@ def main() -> None:
     made.run(waits)
     record = {
         "waits": len(waits.found) if made.on_gpu else None,
-        "steps": made.section - 1 if made.on_gpu else 0,
+        "steps": made.section if made.on_gpu else 0,
         "reserved_bytes": torch.cuda.max_memory_reserved() if made.on_gpu else None,
         "training_per_s": waits.rows[-1]["windows_per_s"],
         "evaluation_per_s": evaluated_per_s(made),

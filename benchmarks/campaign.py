@@ -114,8 +114,9 @@ def print_kernels() -> None:
     made, recorded = prepare(sys.argv[2:], 1, "The kernels that dominate a training."), profile()
 
     class Profiled(measure.Recorder):
-        def on_log(self, step: int, metrics: dict[str, float]) -> None:
+        def on_step(self, step: int) -> None:
             if step == made.section:
+                made.wait()
                 recorded.start()
 
     made.run(Profiled())

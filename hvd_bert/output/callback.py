@@ -34,7 +34,8 @@ class Callback:
         """Step `step` (1, 2, ...) is done."""
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
-        """The metrics of a line of metrics.jsonl; other ranks than 0 lack those of checkpoints and GPUs."""
+        """The metrics of a line of metrics.jsonl; other ranks than 0 lack those of checkpoints and GPUs. On a GPU step
+        `step` + 1 may be done already."""
 
     def on_evaluate(self, step: int, metrics: dict[str, float]) -> None:
         """The model of step `step` is evaluated; 0: without a training."""

@@ -42,22 +42,26 @@ class Breakdown:
         self.taken += 1
         self._imbalances += self.plan.imbalance(step)  # now, while the plan still has the step's assignment
 
-    def read(self, step: int) -> dict[str, float]:
+    def end_line(self, step: int) -> None:
+        """End a log line after step `step`."""
+        self.meter.end_line(step)
+        self._line_imbalances, self._imbalances = self._imbalances, 0.0
+
+    def read(self) -> dict[str, float]:
         """The row of `Meter.read` with `imbalance`, `tflops_per_s` and, if the peak is known, `mfu`. A collective."""
-        steps = range(self.meter.last_step, step)
-        row = self.meter.read(step)
+        before, row = self.meter.last_step, self.meter.read()
+        steps = range(before, self.meter.last_step)
         windows = np.concatenate([self.plan.step_windows(before) for before in steps])
         flops = self.flops(self.plan.lengths[windows], len(steps) * self.plan.total_passes)
-        imbalances, self._imbalances = self._imbalances, 0.0
         if self._lines == 1:
             self._sums.clear()
             self._phases.zero_()
         self._lines += 1
         self._phases += self.meter.phase_s
-        sums = self.meter.sums | {"steps": len(steps), "imbalance": imbalances}
+        sums = self.meter.sums | {"steps": len(steps), "imbalance": self._line_imbalances}
         sums["flops"] = math.nan if flops is None else flops
         self._sums.update(sums)
-        return row | {"imbalance": imbalances / len(steps)} | self._rates(sums)
+        return row | {"imbalance": self._line_imbalances / len(steps)} | self._rates(sums)
 
     def _rates(self, sums: Mapping[str, float]) -> dict[str, float]:
         flops_per_s = sums["flops"] / sums["seconds"]

@@ -7,11 +7,10 @@ from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
-from torch import Tensor
-
 from hvd_bert.checkpoint import resume
 from hvd_bert.checkpoint.files import Contents, checkpoint_name
 from hvd_bert.checkpoint.resume import ResumePoint
+from hvd_bert.checkpoint.schedule import is_due
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed import events
 from hvd_bert.distributed.signals import StopRequests
@@ -137,6 +136,8 @@ class Training:
         self.stop_requests = StopRequests(world)
         with world.writing("--output_dir", folder, EXIT_BAD_INPUT):
             self.gpus = GpuUsage(world, folder)
+        self.logs_late = world.device.type == "cuda"  # while the GPU computes the next step
+        self._line: dict[str, float] | None = None  # has ended, but is not logged yet
         self.model_step = state.step
         self.evaluation: EvaluationResult | None = None  # of the final model
         self._final: Contents | None = None  # under Horovod elastic: the state after the last step
@@ -163,10 +164,10 @@ class Training:
                 self._evaluate()
             while state.step < self.total_steps and not checkpoints.patience_is_over:
                 self.recording.before(state.step + 1)
-                learning_rate, grad_norm = self._step()
+                learning_rate = self._step()
                 stops = self.stop_requests.any_rank_stops()  # the vote is the last message of a recorded step
                 self.recording.after(state.step, self.folder)
-                self._after_step(learning_rate, grad_norm, stops)
+                self._after_step(learning_rate, stops)
             self._finish()
         state.meter.on_applied = None  # the weights' hooks have the meter, which would keep the optimizer
         return state.meter.results() | {"breakdown": self.breakdown.results()} | checkpoints.totals
@@ -194,8 +195,8 @@ class Training:
         kept.state["rank_batch"] = self.args.rank_batch
         return ResumePoint(self.folder / checkpoint_name(self.state.step), kept)
 
-    def _step(self) -> tuple[float, Tensor]:
-        """One optimizer step. Returns its learning rate and the norm of its gradient."""
+    def _step(self) -> float:
+        """One optimizer step. Returns its learning rate."""
         state, strategy, meter = self.state, self.state.strategy, self.state.meter
         step_windows = len(self.plan.step_windows(state.step))
         with strategy.passes():
@@ -217,13 +218,13 @@ class Training:
         with meter.phase("optimizer"):
             meter.settle()  # before DeepSpeed steps: advances the schedule if the last step was applied
             grad_norm = strategy.clip()
-            learning_rate = state.schedule.get_last_lr()[0]
+            learning_rate: float = state.schedule.get_last_lr()[0]
             strategy.step()
             if state.average:
                 state.average.update(grad_norm)
             meter.end_step(grad_norm)
             state.step += 1
-        return learning_rate, grad_norm
+        return learning_rate
 
     def _start_vote(self) -> None:
         if self.checkpoints.output_dir_missing:
@@ -237,21 +238,22 @@ class Training:
             raise HostsChanged
         self.checkpoints.save_and_stop(reason)
 
-    def _after_step(self, learning_rate: float, grad_norm: Tensor, stops: bool) -> None:
+    def _after_step(self, learning_rate: float, stops: bool) -> None:
         """Log, stop, evaluate, save: whatever is due after this step."""
         state, checkpoints, total_steps = self.state, self.checkpoints, self.total_steps
-        per_epoch = self.plan.steps_per_epoch
-        evaluates = state.step == total_steps or self.args.evaluates_after(state.step, per_epoch, total_steps)
+        per_epoch, is_last = self.plan.steps_per_epoch, state.step == total_steps
+        evaluates = is_last or self.args.evaluates_after(state.step, per_epoch, total_steps)
         state.eval_pending = self.evaluations is not None and evaluates
         self.metrics_logger.notify("on_step", state.step)
-        logs = state.step % self.args.logging_steps == 0 or state.step in (1, total_steps)
-        if state.eval_pending or logs:
-            means = self.breakdown.read(state.step)
-            self.health.check(state.step)
-            now = {"epoch": state.step / per_epoch, "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
-            self.metrics_logger.logged(state.step, now | means | self.gpus.read(state.step) | checkpoints.metrics())
-            checkpoints.is_output_dir_missing()  # not at each step: its file system may be slow
-        if state.step == total_steps:  # before a checkpoint holds the untrained weights
+        self._log()  # the line of the step before
+        if state.eval_pending or is_last or state.step % self.args.logging_steps == 0 or state.step == 1:
+            self.breakdown.end_line(state.step)
+            self._line = {"epoch": state.step / per_epoch, "learning_rate": learning_rate}
+            needed = stops or state.eval_pending or is_last or is_due(checkpoints.args, state.step, is_last)
+            if needed or not self.logs_late:
+                state.meter.settle()
+                self._log()
+        if is_last:  # before a checkpoint holds the untrained weights
             self.health.check_end()
         if stops:
             self._stop()
@@ -259,6 +261,16 @@ class Training:
             self._evaluate()
         checkpoints.save_if_due(total_steps)
         state.meter.lap("other")
+
+    def _log(self) -> None:
+        """Log the line that has ended, if there is one. A collective."""
+        if self._line is None:
+            return
+        means, meter = self.breakdown.read(), self.state.meter
+        step, now, self._line = meter.last_step, self._line | {"grad_norm": meter.grad_norm}, None
+        self.health.check(step)
+        self.metrics_logger.logged(step, now | means | self.gpus.read(step) | self.checkpoints.metrics())
+        self.checkpoints.is_output_dir_missing()  # not at each step: its file system may be slow
 
     @property
     def _is_final(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from hvd_bert.distributed.world import World
@@ -20,8 +21,15 @@ Item = TypeVar("Item")
 _TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")
 
 
+Instant = float | torch.cuda.Event  # by the host's clock, or by a GPU's
+Lap = tuple[str, Instant, Instant]  # phase, start and end
+
+
 class Stopwatch:
-    """Splits time into laps by the device's clock: on a GPU with CUDA events, so that nothing waits for the device."""
+    """Splits time into laps by the device's clock: on a GPU with CUDA events, so that nothing waits for the device.
+
+    `last`: the end of the last lap.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -29,11 +37,11 @@ class Stopwatch:
 
     def restart(self) -> None:
         """Forget all laps and start the first one."""
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._events: list[tuple[str, torch.cuda.Event]] = []
-        self._last: float | torch.cuda.Event = self._now()
+        self._laps: list[Lap] = []
+        self.last = self.now()
 
-    def _now(self) -> float | torch.cuda.Event:
+    def now(self) -> Instant:
+        """On a GPU, when it has done the work that it was given before."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -42,28 +50,24 @@ class Stopwatch:
 
     def lap(self, phase: str) -> None:
         """Add the time since the previous lap, or since the start, to `phase`."""
-        now = self._now()
-        if isinstance(now, float):
-            assert isinstance(self._last, float)
-            self._seconds[phase] += now - self._last
-            self._last = now
-        else:
-            self._events.append((phase, now))
+        start, self.last = self.last, self.now()
+        self._laps.append((phase, start, self.last))
 
-    def now_s(self) -> float:
-        """The host's clock in seconds. On the CPU as of the last lap, so that laps add up to the whole time."""
-        return self._last if isinstance(self._last, float) else time.perf_counter()
-
-    def take(self) -> dict[str, float]:
-        """Seconds per phase since the start or the previous call. Waits for the device."""
-        for phase, event in self._events:
-            assert not isinstance(self._last, float)
-            event.synchronize()
-            self._seconds[phase] += self._last.elapsed_time(event) / 1000
-            self._last = event
-        self._events.clear()
-        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+    def take(self) -> list[Lap]:
+        """The laps since the start or the previous call."""
+        taken, self._laps = self._laps, []
         return taken
+
+
+def seconds_between(start: Instant, end: Instant) -> float:
+    """Waits for the device to reach `end`."""
+    if isinstance(end, float):
+        assert isinstance(start, float)
+        return end - start
+    assert not isinstance(start, float)
+    end.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1000
 
 
 class DeferredScalars:
@@ -95,14 +99,17 @@ class DeferredScalars:
 
 
 class Meter:
-    """Sums up work, loss and time between two reads, without reading from the device in between.
+    """Sums up work, loss and time per log line, without waiting for the device.
+
+    `end_line` ends a line, and `read` returns it once its last step is settled: at once, or after the next step was
+    started, so that the device has work meanwhile.
 
     Times exclude evaluations. `phases`: names of the phases that are told apart.
-    `sums`: of the last read, over all ranks; the seconds by this rank's clock. `phase_s`: seconds per rank and phase,
+    `sums`: of the last read, over all ranks; the seconds by this rank's device. `phase_s`: seconds per rank and phase,
     [ranks, phases], in the last `watched` steps before it. Steps before a resume are not among them.
-    `on_step`: called with each step's loss, of this rank, and norm of the gradient, one step later or before a read.
+    `on_step`: called with each step's loss, of this rank, and norm of the gradient when the step is settled.
     `on_applied`: called then if the norm is finite; otherwise the strategy has skipped the step.
-    `skipped_steps`: how many were skipped.
+    `skipped_steps`: how many were skipped. `grad_norm`: of the last settled step.
     """
 
     sums: dict[str, Any]
@@ -118,18 +125,20 @@ class Meter:
         self.last_step = self.skipped_steps = self._skipped_before = 0
         self.train_s = self.loss_sum = 0.0
         self.windows = self.tokens = 0
+        self.grad_norm = 0.0
         self._phase = "other"  # the innermost open block of `phase`
         self._stopwatch = Stopwatch(world.device)
-        self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
-        self._step_loss = torch.zeros_like(self._loss)
+        self._step_loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._pending = DeferredScalars(2, world.device)
         self._has_settled = False  # a step
-        self._windows = self._tokens = self._positions = 0
+        # Since the last line that was read: this rank's loss, up to the last settled step, and its work.
+        self._loss = 0.0
+        self._counts = np.zeros(3, np.int64)  # windows, tokens, positions
         self._start(0)
 
     def _start(self, step: int) -> None:
         self._stopwatch.restart()
-        self._since = self._stopwatch.now_s()
+        self._since, self._restored_s = self._stopwatch.last, 0.0
         self._watched_from = step
 
     def lap(self, phase: str) -> None:
@@ -160,55 +169,58 @@ class Meter:
     def add(self, loss: torch.Tensor, batch: MicroBatch) -> None:
         """Count one forward pass. `loss`: this rank's share of the step's loss, as passed to the strategy."""
         self._step_loss += loss.detach()
-        self._windows += batch.num_windows
-        self._tokens += batch.num_tokens
-        self._positions += batch.num_positions
+        self._counts += (batch.num_windows, batch.num_tokens, batch.num_positions)
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
-        """Count the loss of the step's passes, except if the step is skipped: `grad_norm` is not finite, and the loss
-        may be NaN."""
+        """End the step, whose passes have been added. It is skipped if `grad_norm` is not finite."""
         self.settle()
-        grad_norm = grad_norm.to(self._loss.device)
-        self._pending.put(self._step_loss, grad_norm)
-        self._loss += torch.where(grad_norm < torch.inf, self._step_loss, 0.0)  # NaN is not less, either
+        self._pending.put(self._step_loss, grad_norm.to(self._step_loss.device))
         self._step_loss.zero_()
 
     def settle(self) -> None:
-        """Report the last step to `on_applied` and `on_step`, if it is not yet. All ranks call this after the same
-        step."""
+        """Count the loss of the last step, unless it was skipped, and report it to `on_applied` and `on_step`, if it is
+        not settled yet. All ranks call this after the same step."""
         # On a GPU the host waits here for the last step's collectives. The first step may compile, for minutes.
         watch = self.world.limit_wait(lambda: ["the last step's gradients"]) if self._has_settled else nullcontext()
         with watch:
             taken = self._pending.take()
-        for loss, grad_norm in filter(None, [taken]):
+        for loss, self.grad_norm in filter(None, [taken]):
             self._has_settled = True
-            if not math.isfinite(grad_norm):
+            if not math.isfinite(self.grad_norm):  # the loss may be NaN
                 self.skipped_steps += 1
-            elif self.on_applied:
-                self.on_applied()
+            else:
+                self._loss += loss
+                if self.on_applied:
+                    self.on_applied()
             if self.on_step:
-                self.on_step(loss, grad_norm)
+                self.on_step(loss, self.grad_norm)
 
-    def read(self, step: int) -> dict[str, float]:
-        """Means over all ranks since the previous read. A collective.
+    def end_line(self, step: int) -> None:
+        """End a log line after step `step`: what follows counts for the next one. Waits for nothing."""
+        self.lap("other")
+        self._line = step, self._stopwatch.last, self._stopwatch.take(), self._counts.copy()
+
+    def read(self) -> dict[str, float]:
+        """Means over all ranks of the line that has ended. A collective. The line's last step must be the last settled
+        one.
 
         `loss`, `windows_per_s`, `tokens_per_s`, `padding_share`, `step_s`. Per phase the seconds per step and the share
         of the step: `data_s`, `data_share`, ... With several ranks also the minimum and the maximum over the ranks:
         `data_min_s`, `data_max_s`, ...
         """
-        self.settle()
-        self.lap("other")
-        laps = self._stopwatch.take()
+        step, end, laps, mine_counts = self._line
+        phase_s = dict.fromkeys(PHASES, 0.0)
+        for phase, *lap in laps:
+            phase_s[phase] += seconds_between(*lap)
         if "exposed_comm" not in self.phases:
-            laps["compute"] += laps.pop("exposed_comm")
-        mine = [float(self._loss), self._windows, self._tokens, self._positions, *laps.values()]
-        now = self._stopwatch.now_s()
+            phase_s["compute"] += phase_s.pop("exposed_comm")
+        mine = [self._loss, *mine_counts.tolist(), *phase_s.values()]
         table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
         table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
         table = self.world.sum(table)  # under Horovod elastic a lost rank ends it: the sums must stay until then
-        seconds, self._since = now - self._since, now  # what follows counts for the next step
-        self._loss.zero_()
-        self._windows = self._tokens = self._positions = 0
+        seconds = self._restored_s + seconds_between(self._since, end)
+        self._since, self._restored_s, self._loss = end, 0.0, 0.0
+        self._counts -= mine_counts
         loss, *counts = table[:, :4].sum(0).tolist()
         windows, tokens, positions = map(round, counts)
         loss /= self.world.size
@@ -238,26 +250,25 @@ class Meter:
         self._start(self.last_step)
 
     def state(self) -> dict[str, float]:
-        """Totals up to the last read, equal on all ranks, and the time since."""
+        """Totals up to the last read, equal on all ranks, and the time since. Waits for the device."""
         totals = {name: getattr(self, name) for name in _TOTALS}
         totals |= {"skipped_steps": self.skipped_steps, "skipped_before": self._skipped_before}
-        return totals | {"seconds": time.perf_counter() - self._since}
+        return totals | {"seconds": self._restored_s + seconds_between(self._since, self._stopwatch.now())}
 
     def since_last_log(self) -> list[float]:
         """This rank's sums since the last read: loss, windows, tokens, positions. Waits for the device."""
         self.settle()
-        return [float(self._loss), self._windows, self._tokens, self._positions]
+        return [self._loss, *self._counts.tolist()]
 
     def restore(self, state: dict[str, float], since_last_log: list[float], step: int) -> None:
         """Restore what `state` and `since_last_log` returned after `step`. Phases are counted from here on."""
         for name in _TOTALS:
             setattr(self, name, state[name])
         self.skipped_steps, self._skipped_before = int(state["skipped_steps"]), int(state["skipped_before"])
-        loss, *counts = since_last_log
-        self._loss.fill_(loss)
-        self._windows, self._tokens, self._positions = map(int, counts)
+        self._loss, *counts = since_last_log
+        self._counts[:] = counts
         self._start(step)
-        self._since -= state["seconds"]
+        self._restored_s = state["seconds"]
 
     def results(self) -> dict[str, float]:
         """Totals of the training by run_qa's names: samples are windows, train_runtime (s) excludes evaluations."""

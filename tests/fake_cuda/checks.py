@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +18,7 @@ import numpy as np
 import torch
 from machine import Event, Machine, on_gpu
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertOutput
@@ -29,11 +36,19 @@ from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.strategies.base import Strategy, StrategyOptions
 from hvd_bert.strategies.dp import DPStrategy
+from hvd_bert.tasks.base import MicroBatch
 from hvd_bert.tasks.dataset import to_device
-from hvd_bert.training.meter import DeferredScalars, Stopwatch
+from hvd_bert.tools.bench.__main__ import parse
+from hvd_bert.tools.bench.measure import Recorder
+from hvd_bert.tools.bench.speed import random_task
+from hvd_bert.training.breakdown import Breakdown
+from hvd_bert.training.loop import Training
+from hvd_bert.training.meter import DeferredScalars, Meter, Stopwatch, seconds_between
+from hvd_bert.training.start import Start, prepare
 
 GPU, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 LENGTHS = [5, 9, 3]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 KINDS = [("fp32", False), ("bf16", False), ("fp16", False), ("bf16", True)]  # precision, padded
 
 
@@ -77,8 +92,7 @@ def batch(padded: bool, device: torch.device = GPU, lengths: list[int] = LENGTHS
 
 
 def small_bert(dropout: float = 0.1, padded: bool = False) -> nn.Module:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    config = BertConfig(vocab_size=60, max_position_embeddings=64, **sizes)
+    config = BertConfig(vocab_size=60, max_position_embeddings=64, **SIZES)
     return on_gpu(lambda: new_model(config, dropout, 0, padded))
 
 
@@ -205,6 +219,56 @@ def no_step_waits_for_the_gpu() -> None:
 
 
 @check
+def no_logged_step_waits_for_the_gpu() -> None:
+    recorder, now, waited, take, read = Recorder(), [0], set[int](), DeferredScalars.take, Meter.read
+
+    class Noted(Event):
+        def record(self, *_: Any) -> None:
+            self.step = now[0]
+
+        def synchronize(self) -> None:
+            if self.step == now[0]:  # then the GPU has no work left
+                waited.add(self.step)
+
+    def take_ones(scalars: DeferredScalars) -> list[float]:
+        with unset_fake_temporarily():
+            scalars._host = torch.ones(2, dtype=torch.float64)
+            return take(scalars)
+
+    def read_values(meter: Meter) -> dict[str, float]:
+        with unset_fake_temporarily():  # all that it reads is on the host
+            return read(meter)
+
+    def batches(step: int) -> Iterator[MicroBatch]:
+        now[0] = step + 1
+        return map(task.batch, task.plan.rank_windows(step, 0))
+
+    with ExitStack() as patches:
+        folder = Path(patches.enter_context(TemporaryDirectory()))
+        patches.enter_context(patch("torch.cuda.Event", Noted))
+        patches.enter_context(patch.object(DeferredScalars, "take", take_ones))
+        patches.enter_context(patch.object(Meter, "read", read_values))
+        patches.enter_context(patch.object(Breakdown, "results", lambda _: {}))  # would read fake values
+        (folder / "config.json").write_text(json.dumps({"model_type": "bert"} | SIZES), encoding="utf-8")
+        world, config = World(), parse(["--steps", "4", "--repeats", "2", "--strategy", "none"])[1]
+        world.device = GPU
+        with unset_fake_temporarily():
+            task: Any = random_task(str(folder), 120, config, world)
+        task.model = small_bert()
+        start = Start(config, task).in_folder(folder)
+        prepared = prepare(start, world)
+        prepared.batches.close()  # its thread would make real tensors
+        alone: Any = SimpleNamespace(micro_batches=batches, close=lambda: None)
+        training = Training(start, replace(prepared, batches=alone), None, recorder.logger(), world)
+        with Waits() as waits:
+            training.run()
+    assert not waits.found
+    assert waited == {12}, "only the last step"
+    found = [[row[name] for name in ("step", "loss", "grad_norm", "step_s")] for row in recorder.rows]
+    assert found == [[step, 1, 1, 0.001 / steps] for step, steps in ((1, 1), (4, 3), (8, 4), (12, 4))]
+
+
+@check
 def an_evaluation_waits_once_per_batch_with_the_next_one_queued() -> None:
     happened: list[str] = []
 
@@ -228,8 +292,9 @@ def laps_are_by_the_gpus_own_clock() -> None:
     stopwatch = Stopwatch(GPU)
     for phase in ("data", "compute", "compute"):
         stopwatch.lap(phase)
-    taken = stopwatch.take()
-    assert (taken["data"], taken["compute"]) == (0.001, 0.002), taken
+    laps = stopwatch.take()
+    assert [phase for phase, *_ in laps] == ["data", "compute", "compute"]
+    assert [seconds_between(*lap) for _, *lap in laps] == [0.001] * 3
 
 
 @check

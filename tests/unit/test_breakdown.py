@@ -21,7 +21,7 @@ def flops_of(lengths, passes: int) -> float:
 
 
 class Looks:
-    """Returns the given looks: seconds per phase of two ranks, [ranks, phases]."""
+    """Returns the given looks, one step late: seconds per phase of two ranks, [ranks, phases]."""
 
     phases = PHASES
 
@@ -29,8 +29,11 @@ class Looks:
         self.last_step = last_step
         self.looks = iter(looks)
 
-    def read(self, step: int) -> dict[str, float]:
-        steps, self.last_step = step - self.last_step, step
+    def end_line(self, step: int) -> None:
+        self.line = step
+
+    def read(self) -> dict[str, float]:
+        steps, self.last_step = self.line - self.last_step, self.line
         self.phase_s = torch.tensor(next(self.looks), dtype=torch.float64)
         self.sums = {"windows": 2 * steps, "tokens": 80 * steps, "positions": 100 * steps, "watched": steps}
         self.sums["seconds"] = float(self.phase_s[0].sum())
@@ -54,8 +57,11 @@ def trained(peak: float | None = None) -> Breakdown:
     breakdown = Breakdown(Looks(looks=(WARM_UP, TWO_STEPS, ONE_STEP)), plan(), flops_of, peak, 0)
     for step in range(4):
         breakdown.count(step)
+        if step in (1, 3):
+            breakdown.read()
         if step != 1:
-            breakdown.read(step + 1)
+            breakdown.end_line(step + 1)
+    breakdown.read()
     return breakdown
 
 
@@ -82,7 +88,9 @@ def test_line_after_a_stop_is_that_of_a_run_never_stopped():
     for step in (2, 3, 4):
         whole.count(step)
     resumed.count(4)
-    assert whole.read(5) == resumed.read(5)
+    for breakdown in (whole, resumed):
+        breakdown.end_line(5)
+    assert whole.read() == resumed.read()
 
 
 def results(peak: float | None = None, device: str = "cpu") -> dict:

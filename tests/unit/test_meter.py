@@ -46,6 +46,13 @@ def batch(num_windows: int, num_tokens: int) -> SimpleNamespace:
     return SimpleNamespace(num_windows=num_windows, num_tokens=num_tokens, num_positions=2 * num_tokens)
 
 
+def look(meter: Meter, step: int) -> dict[str, float]:
+    """The line that ends after `step`, at once."""
+    meter.end_line(step)
+    meter.settle()
+    return meter.read()
+
+
 def without_phases(row: dict[str, float]) -> dict[str, float]:
     """The row without its phases."""
     return {key: value for key, value in row.items() if not key.startswith(tuple(PHASES))}
@@ -63,14 +70,43 @@ def test_meter(clock):
 
     steps(5.0, 4.0, 3.0)
     row = {"windows_per_s": 64, "tokens_per_s": 1600, "padding_share": 0.5, "step_s": 0.5}
-    assert without_phases(meter.read(3)) == pytest.approx({"loss": 4.0, **row})
+    assert without_phases(look(meter, 3)) == pytest.approx({"loss": 4.0, **row})
     with meter.paused():
         clock.now += 1000.0  # an evaluation
     steps(2.0, 1.0)
-    assert without_phases(meter.read(5)) == pytest.approx({"loss": 1.5, **row})
+    assert without_phases(look(meter, 5)) == pytest.approx({"loss": 1.5, **row})
     rates = {"train_samples_per_second": 64, "train_steps_per_second": 2.0, "train_tokens_per_second": 1600}
     totals = {"train_runtime": 2.5, "train_samples": 160, "train_loss": 3.0, "skipped_steps": 0}
     assert meter.results() == pytest.approx(rates | totals)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["read late", "lost before"])
+def test_line_that_ended_before_a_later_step(clock, ends):
+    """It has nothing of that step. If Horovod elastic loses a rank before it is read, the next line has its steps."""
+    meter, resumed = Meter(equal_ranks(2)), Meter(equal_ranks(2))
+
+    def step(meter: Meter, loss: float) -> None:
+        meter.add(torch.tensor(loss), batch(4, 100))
+        clock.now += loss
+        meter.end_step(FINITE if loss < 9 else torch.tensor(torch.inf))
+
+    for loss in (4.0, 2.0):
+        step(meter, loss)
+    meter.end_line(2)
+    step(meter, 9.0)
+    row = {"padding_share": 0.5}
+    if ends:
+        row |= {"loss": 3.0, "windows_per_s": 16 / 6, "tokens_per_s": 400 / 6, "step_s": 3.0, "grad_norm": 1.0}
+        assert without_phases(meter.read()) | {"grad_norm": meter.grad_norm} == pytest.approx(row)
+        row |= {"loss": torch.nan, "windows_per_s": 8 / 9, "tokens_per_s": 200 / 9, "step_s": 9.0}
+        del row["grad_norm"]
+        assert without_phases(look(meter, 3)) == pytest.approx(row, nan_ok=True)
+    else:
+        since = meter.since_last_log()
+        resumed.restore(meter.state(), since, 3)
+        step(resumed, 3.0)
+        row |= {"loss": 3.0, "windows_per_s": 32 / 18, "tokens_per_s": 800 / 18, "step_s": 4.5}
+        assert without_phases(look(resumed, 4)) == pytest.approx(row)
 
 
 def test_waits_for_the_device_are_watched_but_for_the_first_step():
@@ -80,7 +116,7 @@ def test_waits_for_the_device_are_watched_but_for_the_first_step():
         meter.add(torch.ones(()), batch(1, 1))
         meter.end_step(FINITE)
         assert len(world.waits) == max(0, step - 1)
-    meter.read(3)
+    look(meter, 3)
     assert world.waits == 2 * [["the last step's gradients"]]
 
 
@@ -116,7 +152,7 @@ def test_phases_leave_no_gaps(clock):
     after(64.0)  # counts for the next phase
     with meter.phase("optimizer"):
         after(128.0)
-    row = meter.read(1)
+    row = look(meter, 1)
     assert [row[f"{phase}_s"] for phase in PHASES] == [2.0, 4.75, 32.5, 192.0, 8.0, 20.0]
     assert row["step_s"] == sum([2.0, 4.75, 32.5, 192.0, 8.0, 20.0])
     assert [row[f"{phase}_share"] for phase in PHASES] == [row[f"{phase}_s"] / row["step_s"] for phase in PHASES]
@@ -131,7 +167,7 @@ def test_the_other_ranks_have_times_of_their_own(clock):
     for phase, seconds in (("data", 2.0), ("compute", 3.0)):
         clock.now += seconds
         meter.lap(phase)
-    row = meter.read(1)
+    row = look(meter, 1)
     assert (row["data_s"], row["data_min_s"], row["data_max_s"]) == (1.5, 1.0, 2.0)
     assert (row["exposed_comm_s"], row["exposed_comm_share"], row["step_s"]) == (0.5, 0.1, 5.0)
 
@@ -142,7 +178,7 @@ def test_communication_that_cannot_be_told_is_part_of_computing(clock):
     for phase in ("compute", "exposed_comm", "optimizer"):
         clock.now += 1.0
         meter.lap(phase)
-    row = meter.read(1)
+    row = look(meter, 1)
     assert (row["compute_s"], row["optimizer_s"], row["step_s"]) == (2.0, 1.0, 3.0)
     assert not [name for name in row if name.startswith("exposed_comm")]
 

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import threading
@@ -316,3 +317,42 @@ def test_timeline_that_cannot_be_recorded_is_a_warning(tmp_path, monkeypatch, ca
             recorded.after(step, tmp_path)
         recorded.close()
     assert len(caplog.messages) == 1 and f"{tmp_path / 'new' / 't.json'}" in caplog.text
+
+
+class LogsLate(loop.Training):
+    """As on a GPU."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.logs_late = True
+
+
+@pytest.mark.parametrize("every", ["1", "3"])
+def test_lines_logged_one_step_late_are_the_same(base, tmp_path, monkeypatch, every):
+    """Except for times, also after a stop, and the checkpoints have the same sums."""
+
+    def written(out: Path) -> list[Any]:
+        when = f"--logging_steps {every} --eval_steps 4 --save_steps 5 --max_steps 11"
+        flags = ["--output_dir", str(out), *when.split(), "--per_device_train_batch_size", "2", "--deterministic"]
+        step = loop.Training._step
+
+        def stopped(training: Any) -> float:
+            if training.state.step == 6 and not (out / "checkpoint-7").exists():
+                training.stop_requests._received = "SIGTERM"
+            return step(training)
+
+        with monkeypatch.context() as patch, pytest.raises(CollectiveError, match="after step 7"):
+            patch.setattr(loop.Training, "_step", stopped)
+            train(base, *flags)
+        train(base, *flags)
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        meters = [json.loads(path.read_text()) for path in sorted(out.glob("checkpoint-*/state.json"))]
+        found = lines + [{"since": state["since_last_look"]} | state["meter"] for state in meters]
+        timed = re.compile(r"(?<!padding)_(s|share)$|^(mfu|seconds)$")
+        return [{name: value for name, value in row.items() if not timed.search(name)} for row in found]
+
+    at_once = written(tmp_path / "at once")
+    monkeypatch.setattr(loop, "Training", LogsLate)
+    assert written(tmp_path / "late") == at_once
+    steps = [row["step"] for row in at_once if "loss" in row]
+    assert steps == {"1": [*range(1, 12)], "3": [1, 3, 4, 6, 8, 9, 11]}[every]

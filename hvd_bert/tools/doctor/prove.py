@@ -246,7 +246,9 @@ def prove(start: Start, world: World) -> Proof:
     metrics_logger.callbacks = [proof]
     with tempfile.TemporaryDirectory() as folder:
         start = start.in_folder(Path(folder))
-        Training(start, replace(prepared, batches=batches), None, metrics_logger, world).run()
+        training = Training(start, replace(prepared, batches=batches), None, metrics_logger, world)
+        training.logs_late = False  # the next step changes the weights that are compared
+        training.run()
     return proof
 
 
