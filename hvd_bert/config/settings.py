@@ -105,7 +105,7 @@ class ParallelArguments:
         may_change_on_resume=False,
     )
     num_groups: int = _distributed(
-        0, "Horovod: send gradients in N groups, each when it is complete; 0: do not group.", owner="horovod", minimum=0
+        0, "Horovod: send gradients in at most N groups of layers; 0: do not group.", owner="horovod", minimum=0
     )
     num_threads: int | None = _distributed(
         None,

@@ -6,6 +6,8 @@ Comments name the pitfalls of Horovod 0.28 that the code avoids.
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 from torch import Tensor, nn
 
@@ -43,6 +45,30 @@ def check_bf16(device: torch.device) -> None:
         )
 
 
+def backward_groups(model: nn.Module, limit: int) -> list[list[nn.Parameter]]:
+    """The trained parameters in at most `limit` groups of nearly equal bytes, in the order of the backward pass.
+
+    Groups end between layers, which are the entries of lists of modules, from last to first. All other parameters
+    follow: some families' layers share one, whose gradient is complete only at the end, as those of embeddings are.
+    """
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layer_of = {weight: layer for stack in stacks for layer in stack for weight in layer.parameters()}
+    trained = [weight for weight in reversed([*model.parameters()]) if weight.requires_grad]
+    trained.sort(key=lambda weight: weight not in layer_of)
+    groups: list[list[nn.Parameter]] = []
+    remaining, filled, share = sum(weight.nbytes for weight in trained), 0, 0.0
+    for _, layer in groupby(trained, lambda weight: id(layer_of.get(weight, weight))):
+        weights = [*layer]
+        size = sum(weight.nbytes for weight in weights)
+        if not groups or filled + size / 2 > share:
+            filled, share = 0, remaining / (limit - len(groups))
+            groups.append([])
+        groups[-1] += weights
+        filled += size
+        remaining -= size
+    return groups
+
+
 class HorovodStrategy(Strategy):
     """Wraps the optimizer, which sends each gradient as soon as the backward pass has computed it."""
 
@@ -54,6 +80,7 @@ class HorovodStrategy(Strategy):
                 check_bf16(world.device)
         half = Bf16Compression if options.parallel.bf16_allreduce else hvd.Compression.fp16
         super().__init__(model, make_optimizer, options, world)
+        limit = options.parallel.num_groups
         # The optimizer must have its final parameter groups: groups added later would get the class defaults.
         self.optimizer = hvd.DistributedOptimizer(
             self.optimizer,
@@ -64,7 +91,7 @@ class HorovodStrategy(Strategy):
             # Gradients are put into buffers in the order in which they become ready. From 3 ranks on, a gradient's
             # place in its buffer decides the order of its sum, and so the rounding. A single group always has the
             # same buffer, but no overlap.
-            groups=1 if options.train.deterministic else options.parallel.num_groups or None,
+            groups=1 if options.train.deterministic else backward_groups(model, limit) if limit else None,
         )
         # Only the parameters: broadcasting a fresh AdamW's state takes a hidden step that decays every weight.
         world.broadcast_tensors(model.state_dict())  # one GPU needs no Horovod with NCCL for this

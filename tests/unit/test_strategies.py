@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from refusals import refused
+from test_families import CLS, FIRST_TOKEN, QUESTION, SEP, TRAINED, small
 from test_world import make_world
 from torch import distributed, nn
-from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers import BertConfig, BertForMaskedLM, BertForQuestionAnswering, BertModel
 
 from hvd_bert.config.command_line import before_joining, parse
 from hvd_bert.config.settings import ParallelArguments, TrainArguments
@@ -22,9 +25,10 @@ from hvd_bert.distributed import runner
 from hvd_bert.distributed.launch import LaunchError
 from hvd_bert.distributed.world import World
 from hvd_bert.model.attention import make_windows
+from hvd_bert.model.families import model_class
 from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.strategies.dp import join_windows, split_windows
-from hvd_bert.strategies.horovod import check_bf16
+from hvd_bert.strategies.horovod import backward_groups, check_bf16
 from hvd_bert.strategies.word_rows import WordRows, word_embedding
 
 
@@ -88,6 +92,56 @@ def test_strategies_of_one_process(monkeypatch):
     for strategy in ("none", "dp"):
         with refused(f"--strategy {strategy}", 2, error=LaunchError):
             runner.join(strategy)
+
+
+LAYER = re.compile(r"\.(\d+)\.")  # its number in a parameter's name
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_each_group_of_horovod_is_complete_before_the_layers_of_the_next(family):
+    config = small(family)
+    config.relative_attention, config.norm_rel_ebd = True, "layer_norm"  # DeBERTa's, as it is pretrained
+    config.pos_att_type = ["c2p", "p2c"]
+    model = model_class(config)(config)
+    group_of = {weight: i for i, group in enumerate(backward_groups(model, 3)) for weight in group}
+    assert set(group_of.values()) == {0, 1, 2}
+    arrived = list[tuple[Any, bool]]()
+    for name, weight in model.named_parameters():
+        entry = group_of.get(weight), LAYER.search(name) is not None
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(lambda _, entry=entry: arrived.append(entry))
+    outputs = model(input_ids=torch.tensor([[CLS, QUESTION, SEP, SEP, *range(FIRST_TOKEN, 20), SEP]]))
+    (outputs.start_logits.square().sum() + outputs.end_logits.square().sum()).backward()
+    for place, (number, in_layer) in enumerate(arrived):
+        assert not in_layer or min(arrived[place:])[0] == number
+
+
+@pytest.mark.parametrize(
+    ("limit", "layers"),
+    [
+        (1, ["11 10 9 8 7 6 5 4 3 2 1 0"]),
+        (2, ["11 10 9 8 7 6 5 4", "3 2 1 0"]),
+        (4, ["11 10 9 8", "7 6 5 4", "3 2 1 0", ""]),  # the embeddings are as large as three layers
+        (14, ["11", "10", "9", "8", "7", "6", "5", "4", "3", "2", "1", "0", ""]),
+    ],
+)
+def test_groups_of_horovod_are_layers_of_nearly_equal_bytes(limit, layers: list[str]):
+    with torch.device("meta"):
+        model = BertForQuestionAnswering(BertConfig())
+    frozen = model.bert.embeddings.position_embeddings.weight.requires_grad_(False)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [[names.pop(id(parameter)) for parameter in group] for group in backward_groups(model, limit)]
+    numbers = [dict.fromkeys(found[1] for name in group if (found := LAYER.search(name))) for group in groups]
+    assert [" ".join(group) for group in numbers] == layers
+    assert [*names] == [id(frozen)]
+
+
+def test_groups_of_horovod_need_no_list_of_layers():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
+    groups = backward_groups(model, 3)
+    assert [{id(weight) for weight in group} for group in groups] == [
+        {id(weight) for weight in model[place].parameters()} for place in (3, 2, 0)
+    ]
 
 
 def packed_windows(lengths: list[int]) -> dict[str, object]:
