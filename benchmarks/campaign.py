@@ -1,4 +1,4 @@
-"""What hours of training show: the cost of kills, what they leave, what grows, and which kernels take the time.
+"""What hours of training show: the cost of kills, what they leave, and what grows.
 
     python benchmarks/campaign.py goodput --out DIR --every 60 --duration 600   useful windows/s, with and without kills
     python benchmarks/campaign.py kills --out DIR          200 SIGKILLs at random moments, many during checkpoints
@@ -6,10 +6,9 @@
     python benchmarks/campaign.py stops --out DIR          100 stops of two ranks by SIGTERM, each resumed
     python benchmarks/campaign.py steps --out DIR          10,000 steps under mpirun: memory, files, threads, CPU time
     python benchmarks/campaign.py evaluations --out DIR    1,000 evaluations and 200 checkpoints: the same
-    python benchmarks/campaign.py kernels --bf16 --per_device_train_batch_size 32
 
---number shortens all but the first and the last. DIR must not exist. `goodput` also takes the trainer's flags,
-`kernels` those of `hvd-bert bench`. The others print JSON and end with status 1 if "failures" is not empty:
+--number shortens all but the first. DIR must not exist. `goodput` also takes the trainer's flags. The others print JSON
+and end with status 1 if "failures" is not empty:
 
 - A run that was killed or stopped must equal one that never was, bit for bit. No kill may damage a checkpoint or cost
   more than --save_steps steps and those taken during the write that it hit, or leave a rank that does not end.
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from shared import end, launch_environment, small_run, tiny_bert, write_record
+from shared import launch_environment, small_run, tiny_bert
 
 from hvd_bert.config import command_line
 from hvd_bert.output.callback import Callback
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 RANKS = 2
 EVERY, BLOCK = 100, 10  # steps between two records; steps of a block, the fastest of which is recorded
-KERNEL_ROWS = 10
 # What a rank uses: the summary of a tenth of its records, and how much the last tenth's may be of the second's.
 USED: dict[str, tuple[Any, float]] = {
     "cpu_ms_per_step": (min, 1.02),
@@ -101,42 +99,10 @@ def recorded_run(folder: Path, flags: str) -> dict[str, Any]:
     return figures
 
 
-def print_kernels() -> None:
-    """Train on random windows, and print the kernels that take most of the device's time, and how they are started.
-
-    `--steps` steps are recorded by torch's profiler, after as many that are not. On the CPU: torch's operators.
-    """
-    from acceptance_steps import prepare
-    from torch.profiler import profile
-
-    from hvd_bert.tools.bench import host_time, measure
-
-    made, recorded = prepare(sys.argv[2:], 1, "The kernels that dominate a training."), profile()
-
-    class Profiled(measure.Recorder):
-        def on_step(self, step: int) -> None:
-            if step == made.section:
-                made.wait()
-                recorded.start()
-
-    made.run(Profiled())
-    recorded.stop()
-    events = recorded.key_averages()
-    rows = host_time.kernels(events, made.on_gpu)
-    total_s = sum(row["seconds"] for row in rows)
-    record = {
-        "launches_per_step": host_time.launches(events) / made.section if made.on_gpu else None,
-        "kernels_per_step": sum(row["calls"] for row in rows) / made.section,
-        "busy_ms_per_step": 1000 * total_s / made.section,
-        "kernels": [row | {"share": row["seconds"] / total_s} for row in rows[:KERNEL_ROWS]],
-    }
-    write_record(record, made.out)
-
-
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """The program's flags, and those of the trainer."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    parser.add_argument("campaign", choices=["goodput", *NUMBERS], help="or kernels, with the flags of hvd-bert bench")
+    parser.add_argument("campaign", choices=["goodput", *NUMBERS], help="what to run")
     parser.add_argument("--out", type=Path, required=True, help="a new folder to work in")
     parser.add_argument("--number", type=int, help=f"of kills, minutes, ...: {NUMBERS} by default")
     goodput = parser.add_argument_group("goodput")
@@ -172,7 +138,7 @@ def main() -> int:
         import campaign_kills
 
         figures = getattr(campaign_kills, flags.campaign)(folder, number)
-    write_record(figures, None)
+    print(json.dumps(figures, indent=1))
     return int(bool(figures["failures"]))
 
 
@@ -181,6 +147,4 @@ if __name__ == "__main__":
         recorder = Recorder(Path(sys.argv[2]))
         del sys.argv[1:3]
         start_rank(recorder.train, command_line.parse)
-    if sys.argv[1:2] == ["kernels"]:
-        end(print_kernels)
     sys.exit(main())

@@ -28,15 +28,18 @@ from typing import Any
 
 import numpy as np
 from shared import end, in_turns, launch_environment, machine, make_folder, markdown_table, peer_columns, run, spread
+from transformers import AutoTokenizer
 
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import Limits, Parser, add_number
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.tasks.question_answering import QuestionAnswering
+from hvd_bert.tools.bench.speed import lengths_like_squad, random_windows
 
 Row = Mapping[str, Any]  # a step: step_s (seconds), loss, tokens; None: not recorded
 Rates = dict[str, float]
+SAMPLE = Path(__file__).resolve().parents[1] / "hvd_bert" / "sample"
 PEER = Path(__file__).resolve().parent / "peers" / "hf_trainer.py"
 LEARNING_RATE = 5e-5
 WINDOWS, TOKENS = "windows_per_s", "tokens_per_s"
@@ -106,6 +109,16 @@ def prepare(args: argparse.Namespace) -> None:
     Dataset.from_dict(features).save_to_disk(args.out / "windows")
     padded = task.tokenizer.pad(features, padding="max_length", max_length=args.max_seq_length)
     Dataset.from_dict(dict(padded)).save_to_disk(args.out / "padded_windows")
+
+
+def prepare_random(model: Any, out: Path, count: int, longest: int) -> None:
+    """Write what the peer reads to `out`: a model with new weights, and windows of random tokens as long as SQuAD's."""
+    from datasets import Dataset
+
+    model.save_pretrained(out / "model")
+    AutoTokenizer.from_pretrained(SAMPLE).save_pretrained(out / "model")  # it only pads, by 0 as BERT's own
+    table = random_windows(lengths_like_squad(count, longest, seed=42), model.config.vocab_size, seed=42)
+    Dataset.from_dict(peer_columns(table, np.arange(count))).save_to_disk(out / "windows")
 
 
 def command(name: str, args: argparse.Namespace, out: Path, steps: int, seed: int | None) -> list[str]:

@@ -89,14 +89,6 @@ def make_folder(out: Path) -> Path:
     return out
 
 
-def write_record(record: dict[str, Any], out: Path | None) -> None:
-    """Print a record as JSON; also write it to `out`."""
-    text = json.dumps(record, indent=1)
-    print(text)
-    if out:
-        out.write_text(text + "\n", encoding="utf-8")
-
-
 def in_turns(names: Sequence[str], number: int) -> Sequence[str]:
     """The order of a round: every second one is reversed, so that a drift of the machine's speed favours no variant."""
     return names if number % 2 == 0 else names[::-1]

@@ -31,7 +31,8 @@ def reference(query, key, value, lengths, scaling, reach=99):
     outputs, first = [], 0
     for length in lengths:
         q, k, v = (tensor[0, :, first : first + length] for tensor in (query, key, value))
-        far = (torch.arange(length)[:, None] - torch.arange(length)).abs() > reach
+        places = torch.arange(length, device=q.device)
+        far = (places[:, None] - places).abs() > reach
         outputs.append(torch.softmax((q @ k.transpose(1, 2) * scaling).masked_fill(far, -torch.inf), -1) @ v)
         first += length
     return torch.cat(outputs, 1).transpose(0, 1)[None]

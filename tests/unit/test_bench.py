@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,10 +134,16 @@ def test_the_hosts_time_is_measured_apart_from_the_sections(tiny, tmp_path, monk
         assert names["Optimizer.step#AdamW.step"] == 1 and names["aten::embedding"] > 1  # all of one step
         return EVENTS
 
+    def set_mode(mode: str) -> None:
+        happened.append(mode)
+        for text in ("called a synchronizing CUDA operation", "another") if mode == "default" else ():
+            warnings.warn(text, stacklevel=1)
+
     on_step = host_time.HostTimer.on_step
     monkeypatch.setattr(speed, "set_up", lambda *_: None)  # it changes the process
     monkeypatch.setattr(host_time, "measurable", lambda *_: True)
     monkeypatch.setattr(host_time.HostTimer, "on_step", lambda self, step: (happened.append(step), on_step(self, step)))
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: happened.append("waited"))
     monkeypatch.setattr(torch.profiler.profile, "key_averages", key_averages)
     words = [
@@ -156,10 +163,13 @@ def test_the_hosts_time_is_measured_apart_from_the_sections(tiny, tmp_path, monk
     monkeypatch.setattr(host_time, "time", clock)
     (world := join("none")).set_up_device()
     speed.run(flags, config, world)
-    timed = ["waited", 3, "waited", 4, *range(5, 13)]  # in the second half of the warm-up
+    timed = ["waited", "warn", 3, "waited", 4, 5, 6, "default", *range(7, 13)]  # in the second half of the warm-up
     assert happened == [1, 2, *timed, "waited", 13, "waited"]
     record = json.loads((tmp_path / "bench.json").read_text())
     assert (record["host_ms_per_step"], record["launches_per_step"]) == (5000, 37)
+    assert record["kernels"][0] == {"name": "gemm", "calls": 300, "seconds": pytest.approx(0.009)}
+    assert len(record["host_waits"]) == 1 and record["host_waits"][0].startswith(__file__)
+    assert record["evaluation_windows_per_s"] > 0 and record["memory_reserved_bytes"] is None  # of a GPU only
     assert len(record["sections"]) == 2 and record["settings"]["max_steps"] == 12
     printed = capsys.readouterr().out
     assert "launches per step: kernels, graphs, copies" in printed and "The GPU waits for the host" in printed

@@ -1,305 +1,152 @@
-"""benchmarks/gpu_acceptance.py: its table and exit status, and that each kind of check can fail."""
+"""tests/gpu and scripts/gpu_acceptance.sh: that each kind of check can fail, the table, the limit, the exit status."""
 
-from __future__ import annotations
-
-import contextlib
-import importlib.util
-import itertools
 import json
 import math
 import os
 import subprocess
 import sys
 import time
-import warnings
 from dataclasses import replace
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
-import acceptance_attention
-import acceptance_horovod
-import acceptance_place
-import acceptance_speed
-import acceptance_steps
-import acceptance_training
-import gpu_acceptance
 import pytest
 import torch
-from acceptance_place import NotHere, Outcome, OutOfTime, Place
-from refusals import refused
+from gpu import gpu_checks, test_gpu
+from gpu.conftest import Machine
+from launch import REPOSITORY
 
-from hvd_bert.errors import UserError
 from hvd_bert.model.attention import by_window
 
-ROOT, ROUNDS = Path(__file__).resolve().parents[2], 2
-
-
-def place(tmp_path: Path, device: str = "cpu", gpus: int = 0, seconds: float = 900, gpu: str = "") -> Place:
-    return Place(device, gpus, gpu, tmp_path, time.monotonic() + seconds, ROUNDS)
-
-
-def raises(error: Exception) -> Any:
-    def check(_: Place) -> Outcome:
-        raise error
-
-    return check
-
-
-CHECKS = {
-    "right": ("> 1", lambda _: Outcome("2", figures={"value": 2})),
-    "wrong": ("> 1", lambda _: Outcome("0", False)),
-    "raises": ("> 1", raises(UserError("line 1\nRuntimeError: no | kernel\nended with status 1"))),
-    "of two": ("> 1", raises(NotHere("needs 2 GPUs"))),
-    "without a goal": ("-", lambda _: Outcome("3", None)),
-    "late": ("> 1", raises(OutOfTime("no time was left"))),
-}
-
-
-def test_every_check_is_a_line_and_a_failure_keeps_none_from_running(tmp_path, capsys):
-    words = ["--device", "cpu", "--out"]
-    assert gpu_acceptance.main([*words, str(tmp_path / "out")], CHECKS) == 1
-    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    rows = [[cell.strip() for cell in line.replace("\\|", "/").split("|")[1:-1]] for line in table]
-    assert [row[3] for row in rows[2:]] == ["pass", "FAIL", "FAIL", "not here", "-", "out of time"]
-    assert rows[4][2] == "UserError: RuntimeError: no / kernel"
-    record = json.loads((tmp_path / "out/gpu_acceptance.json").read_text())
-    assert record["lines"][0]["figures"] == {"value": 2}
-    assert record["lines"][2]["figures"]["error"].startswith("line 1\n")
-    assert record["versions"]["torch"] == version("torch")  # of a CUDA build it lacks "+cu130"
-    assert gpu_acceptance.main([*words, str(tmp_path / "new"), "--only", "right", "without"], CHECKS) == 0
-    assert "0 of 2 checks failed" in capsys.readouterr().out
-    assert gpu_acceptance.main([*words, str(tmp_path / "late"), "--only", "late"], CHECKS) == 1
-    with refused("not empty"):
-        gpu_acceptance.main([*words, str(tmp_path)], CHECKS)
-
-
-def test_without_a_gpu_one_line_and_status_3(tmp_path, capsys, monkeypatch):
-    for program, words in (
-        ("print('[]')", "no GPU: torch"),
-        ("raise RuntimeError('device is busy')", "cannot use it: RuntimeError: device is busy"),
-    ):
-        monkeypatch.setattr(gpu_acceptance, "GPU_NAMES", program)
-        assert gpu_acceptance.main(["--out", str(tmp_path / "out")], CHECKS) == 3
-        said = capsys.readouterr()
-        assert words in said.err and said.err.count("\n") == 1 and not said.out
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "program", ["sleep 60", "trap '' TERM; sleep 60 & wait; sleep 60"], ids=["ends at SIGTERM", "ignores it"]
-)
-def test_a_command_is_ended_at_the_limit_and_its_line_is_out_of_time(tmp_path, monkeypatch, program):
-    monkeypatch.setattr(acceptance_place, "GRACE_S", 1.0)
-    machine = place(tmp_path, seconds=3)
-    lines = [
-        gpu_acceptance.run_check(name, "-", lambda it: it.run("it", ["bash", "-c", program]), machine) for name in "ab"
-    ]
-    assert [line.result for line in lines] == ["out of time"] * 2
-    assert -2 < machine.left_s() < 1.5 and lines[1].seconds < 0.5
-
-
-def test_rounds_that_were_measured_count_when_the_time_ends(tmp_path, monkeypatch):
-    def measure(*_: object) -> dict[str, Any]:
-        if next(calls) == 5:
-            raise OutOfTime("at the limit")
-        return {"figures": {}}
-
-    calls = itertools.count(1)
-    monkeypatch.setattr(acceptance_speed, "measure_ours", measure)
-    monkeypatch.setattr(acceptance_speed, "has_peer", lambda: False)
-    rounds, machine = acceptance_speed.Rounds(), replace(place(tmp_path), rounds=3)
-    assert [len(rounds.read(machine, name)) for name in acceptance_speed.OURS] == [2, 2]
-    with pytest.raises(OutOfTime):
-        rounds.read(machine, next(iter(acceptance_speed.PEERS)))
-
-
-@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
-def test_the_script_needs_a_driver_before_it_installs_anything():
-    words = ["bash", str(ROOT / "scripts/gpu_acceptance.sh")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.count("\n") == 1 and "no NVIDIA driver" in done.stderr
-
-
+SCRIPT = ["bash", str(REPOSITORY / "scripts" / "gpu_acceptance.sh")]
 WRONG = {
-    "sees no borders of windows": lambda q, k, v, w, dropout, scaling: by_window(
-        q, k, v, replace(w, lengths=[sum(w.lengths)]), dropout, scaling
-    ),
+    "no borders of windows": lambda q, k, v, w, *rest: by_window(q, k, v, replace(w, lengths=[len(q)]), *rest),
     "without dropout": lambda q, k, v, w, dropout, scaling: by_window(q, k, v, w, 0.0, scaling),
-    "drops others in the backward pass": lambda *given: (
-        (kept := by_window(*given)) - kept.detach() + by_window(*given).detach()
-    ),
-    "of more dropout": lambda q, k, v, w, dropout, scaling: by_window(q, k, v, w, dropout, scaling) * 0.9,
-    "NaN in a gradient": lambda q, k, v, w, dropout, scaling: (
-        by_window(q, k, v, w, dropout, scaling) + 0 * (q - q.detach()).sqrt()
-    ),
+    "other dropout in the backward pass": lambda *all: (it := by_window(*all)) - it.detach() + by_window(*all).detach(),
+    "more dropout": lambda q, k, v, w, dropout, scaling: by_window(q, k, v, w, dropout, scaling) * 0.9,
+    "NaN in a gradient": lambda q, *rest: by_window(q, *rest) + 0 * (q - q.detach()).sqrt(),
 }
 
 
-@pytest.mark.parametrize("kernel", WRONG, ids=list(WRONG))
+@pytest.mark.parametrize("kernel", WRONG.values(), ids=WRONG)
 def test_wrong_kernels_are_found_next_to_right_ones(monkeypatch, kernel):
-    tested = [("right", by_window, None), ("it", WRONG[kernel], None)]
-    monkeypatch.setattr(acceptance_attention, "kernels", lambda *_: tested)
-    outcome = acceptance_attention.check("cpu", "fp32")
-    assert outcome.passed is False and outcome.found.startswith("wrong: it")
+    kernel.__name__ = "it"
+    monkeypatch.setattr(gpu_checks, "kernels", lambda *_: [(by_window, None), (kernel, None)])
+    monkeypatch.setattr(gpu_checks, "set_precision", lambda _: None)  # it changes the process
+    right, text, _ = gpu_checks.attention("fp32", "cpu")
+    assert not right and text.startswith("wrong: it")
 
 
-class Horovod:
-    """In place of Horovod: `change` is what its sums make of the right ones; without it the hooks send nothing."""
-
-    Sum = Average = None
-
-    def __init__(self, change: Any) -> None:
-        self.change = change or (lambda tensor: tensor)
-        self._handles = [0, 1] if change else []
-        self._register_hooks = lambda: None
-        self.skip_synchronize = contextlib.nullcontext
-
-    def allreduce(self, tensor: Any, prescale_factor: float = 1.0, **__: Any) -> Any:
-        return self.change(tensor * prescale_factor)
-
-    def grouped_allreduce(self, tensors: Any, **_: Any) -> Any:
-        return [self.change(tensor) for tensor in tensors]
-
-    def allreduce_async_(self, tensor: Any, prescale_factor: float, **_: Any) -> None:
-        tensor.copy_(self.change(tensor * prescale_factor))
-
-    def DistributedOptimizer(self, optimizer: Any, named_parameters: Any) -> Any:
-        self.parameters = [parameter for _, parameter in named_parameters]
-        self.step, self.zero_grad = optimizer.step, optimizer.zero_grad
-        return self
-
-    def synchronize(self, *handles: Any) -> None:
-        for parameter in [] if handles else self.parameters:
-            parameter.grad = self.change(parameter.grad)
+@pytest.mark.parametrize(("factor", "right"), [(1, True), (math.nan, False), (1 + 2**-7, False)])
+def test_wrong_sums_of_horovod_are_found(factor, right):
+    hvd = SimpleNamespace(Sum=None, Average=None, synchronize=lambda handle: None)
+    hvd.allreduce = lambda tensor, prescale_factor=1.0, **_: tensor * prescale_factor * factor
+    hvd.grouped_allreduce = lambda tensors, **_: [tensor * factor for tensor in tensors]
+    hvd.allreduce_async_ = lambda tensor, prescale_factor, **_: tensor.mul_(prescale_factor * factor)
+    assert set(gpu_checks.sums(hvd, torch.device("cpu"), gpu_checks.DTYPES).values()) == {right}
 
 
-@pytest.mark.parametrize(
-    ("change", "right"),
-    [
-        (lambda tensor: tensor.clone(), [True, True, True]),
-        (lambda tensor: tensor * math.nan, [False, False, False]),
-        (lambda tensor: tensor * (1 + 2**-20), [False, False, False]),
-        (None, [True, True, False]),
-    ],
-    ids=["right", "NaN", "off by a little", "hooks that send nothing"],
-)
-def test_wrong_sums_and_hooks_of_horovod_are_found(change, right):
-    hvd, device = Horovod(change), torch.device("cpu")
-    sums = acceptance_horovod.sums(hvd, device, torch.float32)
-    waits = acceptance_horovod.waits_for_products(hvd, device)
-    assert [sums, waits, acceptance_horovod.hooks(hvd, device)] == right
-
-
-@pytest.mark.slow
-def test_horovods_sums_and_hooks_are_right_here_and_not_needed(tmp_path, monkeypatch):
-    pytest.importorskip("horovod")
-    outcome = acceptance_horovod.check_apart(place(tmp_path))
-    assert outcome.passed and outcome.found.count("exact") == 2
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(NotHere):
-        acceptance_horovod.check_apart(place(tmp_path))
-
-
-def test_torchs_reports_of_waits_are_counted(monkeypatch):
-    modes: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with acceptance_steps.counted_waits() as waits:
-        warnings.warn("called a synchronizing CUDA operation (warn_or_error_on_sync)", stacklevel=1)
-        warnings.warn("called a synchronizing CUDA operation (warn_or_error_on_sync)", stacklevel=1)
-        warnings.warn("another", stacklevel=1)
-    assert (len(waits), modes) == (2, ["warn", "default"])
-
-
-def test_measurements_fail_below_their_goals_and_pass_at_them(tmp_path, monkeypatch):
-    """The figures of the programs are written here: 2 H100, with the speed of `speed` times the goals."""
-    monkeypatch.setattr(acceptance_speed, "has_peer", lambda: True)
-    monkeypatch.setattr(acceptance_speed, "window_flops", lambda place: 2e11)
-    for speed, waits, result in ((1.0, 0, "pass"), (0.99, 1, "FAIL"), (math.nan, 1, "FAIL")):
-        machine = place(tmp_path / str(speed), "cuda", 2, gpu="NVIDIA H100 80GB HBM3")
-        machine.out.mkdir()
-        rounds = acceptance_speed.Rounds()
-        rounds._measured = True
-        figures = {
-            "windows_per_s": 900,
-            "useful_gflops": speed * 650 * 2e11 / 1e9,
-            "mfu": 0.5,
-            "tokens_per_s": 1300 * speed,
-        }
-        for name in acceptance_speed.OURS:
-            rounds.records[name] = [{"figures": {key: {"median": value} for key, value in figures.items()}}] * 3
-        for name in acceptance_speed.PEERS:
-            rounds.records[name] = [{"figures": {"tokens_per_s": {"median": 1000.0}}}] * 3
-        steps = {"waits": waits, "steps": 9, "training_per_s": 900.0, "evaluation_per_s": 1350 * speed}
-        scaling = {"figures": {"windows_per_s": {"median": 2 * 0.97 * 900 * speed}}}
-        for name, record in {"steps": steps, "scaling": scaling}.items():
-            machine.file(name).write_text(json.dumps(record))
-        checks = {
-            "throughput": partial(acceptance_speed.throughput, rounds=rounds, name=next(iter(acceptance_speed.OURS))),
-            "peer": partial(acceptance_speed.over_peer, rounds=rounds),
-            "scaling": partial(acceptance_speed.scaling, rounds=rounds),
-            "waits": acceptance_speed.host_waits,
-            "evaluation": acceptance_speed.evaluation,
-        }
-        lines = {name: gpu_acceptance.run_check(name, "-", check, machine) for name, check in checks.items()}
-        assert {name: line.result for name, line in lines.items()} == dict.fromkeys(checks, result), lines
-
-
-def test_what_needs_two_gpus_is_not_run_on_one(tmp_path):
-    machine = place(tmp_path, "cuda", 1)
-    for name, (goal, check) in gpu_acceptance.all_checks().items():
-        if "all GPUs" in name or "2 GPUs" in name:
-            assert gpu_acceptance.run_check(name, goal, check, machine).result == "not here"
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_line_passes_at_the_first_stage_and_names_the_next():
-    stages = acceptance_speed.find_stages("NVIDIA H100 80GB HBM3")
-    for values, passed, said in (
-        ([780, 500, 900], True, "it: stage 1 of 3 (650), next 1,150"),
-        ([1700, 1600], True, "it: stage 3 of 3 (1,600)"),
-        ([1700, math.nan, 1700], False, "it: stage 0 of 3, next 650"),
-    ):
-        outcome = acceptance_speed.staged("it", values, stages, {})
-        assert (outcome.passed, outcome.found) == (passed, said)
-    assert acceptance_speed.staged("it", [1700], (), {}).passed is None
-
-
-@pytest.mark.parametrize(
-    ("losses", "skips", "passed"),
-    [
-        ([4.0, 3.1, 2.0], 0, True),
-        ([4.0, 3.4, 2.0], 3, False),
-        ([None, 3.25, 2.0], 3, True),
-        ([None, 3.0, 2.0], 0, False),
-        ([None, None, None], 3, False),
-        ([4.0, math.nan, 2.0], 0, False),
-    ],
-)
-def test_skipped_steps_are_not_compared_and_all_others_must_agree(losses, skips, passed):
-    assert acceptance_training.compared([4.0, 3.0, 2.0], losses, 0.05, skips).passed is passed
-
-
-@pytest.mark.parametrize("reference", [[], [4.0, None], [4.0]])
-def test_a_reference_must_have_all_losses(reference):
-    with pytest.raises(UserError):
-        acceptance_training.compared(reference, [4.0, 3.0] if reference else [], 0.05, 3)
+def machine(tmp_path, device="cpu", gpus=0):
+    return Machine(device, gpus, tmp_path, time.monotonic() + 900, lines=[{}])
 
 
 def test_the_users_choice_of_gpus_holds(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,GPU-abc")
-    machine = place(tmp_path, "cuda", 3)
-    assert machine.ranks == 2
-    assert machine.environment("cuda", 2)["CUDA_VISIBLE_DEVICES"] == "5,7"
-    assert machine.environment("cpu", 1)["CUDA_VISIBLE_DEVICES"] == ""
-    assert str(ROOT) in machine.environment("cuda", 1)["PYTHONPATH"].split(os.pathsep)
+    assert machine(tmp_path, "cuda", 3).run("it", ["printenv", "CUDA_VISIBLE_DEVICES"], gpus="all") == "5,7\n"
 
 
-@pytest.mark.campaign  # it starts some 20 commands; the tests above have all of it but the commands
+@pytest.mark.slow
+def test_hooks_that_send_nothing_are_found(tmp_path):
+    pytest.importorskip("horovod")
+    program = ["-c", test_gpu.HOOKED.replace("self.optimizer._register_hooks()", "pass")]
+    with pytest.raises(pytest.fail.Exception, match="no gradient was sent"):
+        machine(tmp_path).train("it", "--strategy horovod --max_steps 1", program=program)
+
+
+SKIPPED = [("- 3.25 2", 3, True), ("- 3 2", 0, False), ("- - -", 3, False)]
+OTHER = [("4 3.1 2", 0, True), ("4 3.4 2", 3, False), ("4 nan 2", 0, False), ("4 3", 3, False)]
+
+
+@pytest.mark.parametrize(("losses", "skips", "right"), SKIPPED + OTHER)
+def test_skipped_steps_are_not_compared_and_all_others_must_agree(losses, skips, right):
+    found = [None if loss == "-" else float(loss) for loss in losses.split()]
+    assert test_gpu.compared(found, [4.0, 3.0, 2.0], 0.05, skips)[0] is right
+    assert test_gpu.compared(found, [4.0, None, 2.0], 0.05, skips)[0] is False
+
+
+@pytest.mark.parametrize(("speed", "right"), [(1.0, True), (0.99, False), (math.nan, False)])
+def test_measurements_fail_below_their_goals_and_pass_at_them(tmp_path, monkeypatch, speed, right):
+    """The figures of the commands are made here: those of 2 H100, with the speed of `speed` times the goals."""
+    made = {"useful_gflops": speed * 650 * 200, "mfu": 0.5, "tokens_per_s": 1300 * speed, "windows_per_s": 900}
+    record = {"device_name": "NVIDIA H100 80GB HBM3", "memory_bytes": [1], "memory_over_needed": 1.0, "kernels": []}
+    record |= dict.fromkeys(test_gpu.FIGURES, 1) | {"memory_reserved_bytes": [1]}
+    record |= {"evaluation_windows_per_s": 1350 * speed, "host_waits": [] if right else ["loop.py:1"]}
+    record |= {"figures": {name: {"median": value} for name, value in made.items()}}
+    two = record | {"figures": {name: {"median": 2 * 0.97 * speed * value} for name, value in made.items()}}
+    peer = {"figures": {"tokens_per_s": {"median": 1000}}}
+    monkeypatch.setattr(test_gpu, "forward_flops", lambda _: SimpleNamespace(training=lambda _: 2e11))
+    rounds = {name: [peer if "HF" in name else record] * 3 for name in test_gpu.MODES | test_gpu.PEERS}
+    monkeypatch.setattr(test_gpu, "in_rounds", lambda _: (rounds, {}))
+    monkeypatch.setattr(test_gpu, "bench", lambda *_, **__: two)
+    here, results = machine(tmp_path, "cuda", 2), []
+    monkeypatch.setattr(Machine, "result", lambda _, right, *__: results.append(right))
+    test_gpu.test_speed("eager", here)
+    test_gpu.test_speed("ddp, 2 GPUs", here)
+    test_gpu.test_over_the_HF_Trainer(here)
+    test_gpu.test_evaluation_over_training(here)
+    test_gpu.test_host_waits("none", here)
+    assert results == [right] * 5
+
+
+MADE = """
+def test_right(machine):
+    "> 1."
+    machine.result(True, "2", {"value": 2})
+def test_wrong(machine):
+    machine.result(False, "0")
+def test_raises(machine):
+    machine.run("it", ["bash", "-c", "echo 'RuntimeError: no | kernel'; exit 1"])
+def test_of_two(machine):
+    machine.require(2, "cuda")
+def test_without(machine):
+    machine.result(None, "3")
+def test_late(machine):
+    machine.run("late", ["bash", "-c", "trap '' TERM; sleep 600 & wait; sleep 600"])
+"""
+
+
+def run_made(tmp_path, *words):
+    (tmp_path / "conftest.py").write_text("from gpu.conftest import machine, pytest_addoption, pytest_configure")
+    (tmp_path / "test_made.py").write_text(MADE)
+    command = [sys.executable, "-m", "pytest", str(tmp_path), "-q", "-p", "no:cacheprovider", *words]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_every_test_is_a_line_none_outlasts_the_limit_and_the_status_tells_why(tmp_path):
+    done = run_made(tmp_path, "--device=cpu", "--minutes=0.2", f"--out={tmp_path / 'out'}")
+    rows = [line.replace("\\|", "/").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][2:]
+    results = ["pass", "FAIL", "FAIL", "not here", "-", "out of time"]
+    assert (done.returncode, [row[3] for row in rows]) == (1, results), done
+    assert rows[0][:3] == ["| right", "> 1", "2"] and rows[2][2] == "RuntimeError: no / kernel"
+    record = json.loads((tmp_path / "out" / "gpu_acceptance.json").read_text())
+    assert record["lines"][0]["figures"] == {"value": 2} and record["versions"]["torch"]
+    done = run_made(tmp_path, "--device=cpu", "--minutes=0", "--only", "late", f"--out={tmp_path / 'new'}")
+    assert done.returncode == 1 and "1 ran out of time" in done.stdout
+    done = run_made(tmp_path, f"--out={tmp_path / 'none'}")
+    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (3, 1, "") and "no GPU: torch" in done.stderr
+    script = [*SCRIPT, "--no-set-up", "--python", sys.executable, "--device=cpu", f"--out={tmp_path / 'out'}"]
+    assert subprocess.run(script, capture_output=True, timeout=120, check=False).returncode == 2  # it is not empty
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
+def test_the_script_needs_a_driver_before_it_installs_anything():
+    done = subprocess.run(SCRIPT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1) and "no NVIDIA driver" in done.stderr
+
+
+@pytest.mark.campaign  # it starts some 60 commands; the tests above have all of it but the commands
 def test_all_checks_on_this_cpu(tmp_path):
-    pytest.importorskip("accelerate", reason="needs env/setup.sh --bench")
-    words = [sys.executable, str(ROOT / "benchmarks/gpu_acceptance.py"), "--device", "cpu", "--minutes", "30"]
-    done = subprocess.run([*words, "--out", str(tmp_path / "out")], capture_output=True, text=True, check=False)
+    words = ["--no-set-up", "--python", sys.executable, "--device=cpu", "--minutes=60", f"--out={tmp_path / 'out'}"]
+    done = subprocess.run([*SCRIPT, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

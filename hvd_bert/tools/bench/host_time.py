@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
 
@@ -17,6 +19,7 @@ from hvd_bert.tasks.base import MicroBatch
 
 # Beginnings of the names of CUDA's calls that give the GPU work: kernels, graphs, copies.
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+KERNEL_ROWS = 10
 # label and format
 FIGURES = {
     "host_ms_per_step": ("milliseconds until the host has started a step", "{:.1f}"),
@@ -31,17 +34,16 @@ def measurable(config: Config, world: World) -> bool:
     return world.device.type == "cuda" and alone and not config.profiling.steps_to_record
 
 
-def kernels(events: Iterable[Any], on_gpu: bool = True) -> list[dict[str, Any]]:
+def kernels(events: Iterable[Any]) -> list[dict[str, Any]]:
     """Name, calls and seconds of each kernel and kind of copy in a profile, the longest first.
 
-    `events`: the profile's key_averages(). Without `on_gpu`: of torch's operators on the CPU.
+    `events`: the profile's key_averages().
     """
     rows = []
     for event in events:
-        seconds = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+        seconds = event.self_device_time_total / 1e6
         # Annotations, such as "Optimizer.step", span kernels that have rows of their own.
-        is_kernel = event.device_type.name != "CPU" and not getattr(event, "is_user_annotation", False)
-        if seconds and (is_kernel or not on_gpu):
+        if seconds and event.device_type.name != "CPU" and not getattr(event, "is_user_annotation", False):
             rows.append({"name": event.key, "calls": event.count, "seconds": seconds})
     return sorted(rows, key=lambda row: -row["seconds"])
 
@@ -73,8 +75,24 @@ def advice(found: Mapping[str, float | None], captures_graphs: bool) -> str | No
     )
 
 
+@contextmanager
+def counted_waits() -> Iterator[list[str]]:
+    """Yields a list that has, after the block, the file and line of each operation in it that waited for the GPU."""
+    waits: list[str] = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found = [warning for warning in seen if "synchronizing CUDA operation" in str(warning.message)]
+    waits += [f"{warning.filename}:{warning.lineno}" for warning in found]
+
+
 class HostTimer(Callback):
-    """Times the host in the second half of the first `section` steps, and profiles step `last`, on a GPU.
+    """Times the host in the second half of the first `section` steps, counts its waits for the GPU there and in the
+    next two steps, and profiles step `last`, on a GPU.
 
     No step that counts may follow the last one: a profile slows the launches down until the process ends.
     """
@@ -83,12 +101,15 @@ class HostTimer(Callback):
         self._steps, self._last = {*range(section // 2 + 1, section + 1), last}, last
         self._step, self._start = 1, 0.0  # the step in progress; when it began, 0: it has not, or is not measured
         self._host_s: list[float] = []
-        self._profile = profile()
+        self._profile, self._counting = profile(), ExitStack()
+        self._section, self._waits = section, list[str]()
 
     def on_batch(self, batch: MicroBatch) -> None:
         if self._start or self._step not in self._steps:
             return
         torch.cuda.synchronize()  # nothing that the step needs is left to wait for
+        if self._step == self._section // 2 + 1:
+            self._waits = self._counting.enter_context(counted_waits())
         if self._step == self._last:
             self._profile.start()
         self._start = time.perf_counter()
@@ -99,8 +120,12 @@ class HostTimer(Callback):
             self._profile.stop()
         elif self._start:
             self._host_s.append(time.perf_counter() - self._start)
+        if step == self._section + 2:  # the line of the section was logged after the step before
+            self._counting.close()
         self._step, self._start = step + 1, 0.0
 
-    def figures(self) -> dict[str, float | None]:
-        """After the last step."""
-        return figures(self._host_s, self._profile.key_averages())
+    def figures(self) -> dict[str, Any]:
+        """After the last step, with the longest kernels and the waits."""
+        events = self._profile.key_averages()
+        more = {"kernels": kernels(events)[:KERNEL_ROWS], "host_waits": self._waits}
+        return figures(self._host_s, events) | more

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hvd_bert.data.batch_plan import Lengths
 from hvd_bert.distributed.world import World
 from hvd_bert.model.cpu import kernels, linear
-from hvd_bert.model.precision import AUTOCAST, autocast
+from hvd_bert.model.precision import AUTOCAST, autocast, evaluating
 from hvd_bert.monitoring import PHASES
 from hvd_bert.output.callback import Callback
 from hvd_bert.output.metrics_log import MetricsLogger
@@ -102,6 +102,20 @@ def kept_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
         losses = forward()
     del losses
     return sum(kept.values())
+
+
+def evaluation_rate(task: Task, steps: range, device: torch.device, precision: str) -> float:
+    """Windows/s of these steps' batches in passes without gradients, in a world of 1."""
+    assert task.plan is not None
+    batches = [task.batch(ids) for step in steps for ids in task.plan.rank_windows(step, 0)]
+    with evaluating(task.model), autocast(device, precision):
+        for timed in (batches[:1], batches):  # the first one warms up
+            _wait(device)
+            start = time.perf_counter()
+            for batch in timed:
+                task.losses(task.model, batch)
+            _wait(device)
+    return sum(batch.num_windows for batch in batches) / (time.perf_counter() - start)
 
 
 def matmul_peak(model: nn.Module, tokens: int, device: torch.device, precision: str) -> float:

@@ -120,11 +120,15 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
     with tempfile.TemporaryDirectory() as folder:  # GPU usage is recorded there
         Training(start.in_folder(Path(folder)), prepare(start, world), None, recorder.logger(*timers), world).run()
     used = memory_peak(device) - before
+    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
     timed = range(flags.steps, args.max_steps)
     needed = measure.memory_needed(task, world, timed, args.precision)
+    evaluation = None
+    if world.size * world.devices == 1 and not args.torch_compile:  # it would compile again
+        evaluation = measure.evaluation_rate(task, timed[-flags.steps :], device, args.precision)
     world.allgather(None)
     peak = max(peak, _matmul_peak(task, tokens, device, args.precision))
-    ranks = world.allgather({"peak": peak, "memory": used, "needed": needed})
+    ranks = world.allgather({"peak": peak, "memory": used, "reserved": reserved, "needed": needed})
     rows = [row for row in recorder.rows if flags.steps < row["step"] <= args.max_steps]
     whole_peak = sum(rank["peak"] for rank in ranks)
     sections = []
@@ -135,13 +139,15 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
     return {
         "figures": measure.spread(sections),
         "sections": sections,
+        "evaluation_windows_per_s": evaluation,
         "loss": rows[-1]["loss"],
         "matmul_peak_gflops": whole_peak / 1e9,
         "padding_share": measure.padding_share(rows),
         "imbalance": fmean(plan.imbalance(step) for step in timed),
         "memory_bytes": [rank["memory"] for rank in ranks],
+        "memory_reserved_bytes": [rank["reserved"] for rank in ranks] if reserved else None,
         "memory_over_needed": max(rank["memory"] / rank["needed"] for rank in ranks),
-        **(timers[0].figures() if timers else dict.fromkeys(host_time.FIGURES)),
+        **(timers[0].figures() if timers else dict.fromkeys([*host_time.FIGURES, "kernels", "host_waits"])),
         "windows": plan.num_windows,
         "global_batch": plan.global_batch,
     }
@@ -164,13 +170,18 @@ def _print_table(record: dict[str, Any]) -> None:
         if name in spreads and (name != "tokens_per_s" or has_tokens):
             values = [form.format(spreads[name][kind]) for kind in ("median", "least", "most")]
             rows.append([label.replace("windows", record["unit"]), *values])
+    reserved = record["memory_reserved_bytes"] or [0]
     whole = [
         ("matmul peak, GFLOP/s, all ranks", f"{record['matmul_peak_gflops']:.1f}", record["matmul_peak_gflops"]),
         ("padding, share of positions", f"{record['padding_share']:.4f}", has_tokens),
         ("tokens per rank, maximum over mean", f"{record['imbalance']:.4f}", has_tokens),
         ("memory per rank (maximum), GiB", f"{max(record['memory_bytes']) / GIB:.2f}", True),
+        ("memory with torch's reserve, GiB", f"{max(reserved) / GIB:.2f}", any(reserved)),
         ("measured over computed memory", f"{record['memory_over_needed']:.2f}", True),
     ]
+    whole.append(
+        ("waits of the host for the GPU, in half a section", str(len(record["host_waits"] or [])), record["host_waits"])
+    )
     for name, (label, form) in host_time.FIGURES.items():
         whole.append((label, form.format(record[name] or 0), record[name]))
     rows += [[label, value, "", ""] for label, value, known in whole if known]

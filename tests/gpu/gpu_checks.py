@@ -1,0 +1,119 @@
+"""Checks of attention kernels and of Horovod's sums: python gpu_checks.py NAME ARGUMENTS... DEVICE JSON_FILE."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from test_attention import reference
+
+from hvd_bert.config.training import TrainArguments
+from hvd_bert.errors import UserError
+from hvd_bert.model import attention as ours
+from hvd_bert.model.attention import make_windows
+from hvd_bert.model.precision import set_precision
+from hvd_bert.strategies.horovod import check_bf16
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+ROUNDINGS = {torch.float32: 24, torch.float16: 9, torch.bfloat16: 9}  # torch's own kernels need at most 6 and 1.3
+LENGTHS = {"cuda": [384, 17, 128, 1, 250, 96, 63, 300], "cpu": [40, 7, 1, 33]}
+HEADS, HEAD_SIZE, REACH, DROPOUT = 12, 64, 16, 0.1
+SIGMAS = 6.0  # allowed deviation of a mean over random numbers
+
+
+def kernels(device, dtype):
+    """The device's kernels for a dtype, each with its `reach` (local attention; None: all tokens attend)."""
+    half, fused = dtype != torch.float32, ours.fused(device)
+    fits = {ours.by_window: True, ours.by_jagged: True, ours.by_flash: half and ours.by_flash in fused}
+    fits |= {ours.by_efficient: dtype != torch.bfloat16 and ours.by_efficient in fused}
+    fits |= {ours.by_probabilities: not half and device.type == "cpu"}
+    local = [(kernel, REACH) for kernel in (ours.by_window, ours.by_flash) if fits[kernel]]
+    return [(kernel, None) for kernel in fits if fits[kernel]] + local
+
+
+def errors(kernel, reach, device, dtype):
+    """Errors of a kernel on random tensors [N, heads, head size], over what is allowed. NaN is wrong."""
+    lengths, eps, generator = LENGTHS[device.type], torch.finfo(dtype).eps, torch.Generator().manual_seed(0)
+    windows, allowed = make_windows(lengths, device, reach), ROUNDINGS[dtype] * eps
+    shape = (sum(lengths), HEADS, HEAD_SIZE)
+    *tensors, upstream = (torch.randn(shape, generator=generator).to(device, dtype) for _ in "qkvg")
+
+    def both_passes(dropout, exact=False):
+        inputs = [(tensor.double() if exact else tensor).detach().requires_grad_() for tensor in tensors]
+        if exact:
+            rows = [tensor.transpose(0, 1)[None] for tensor in inputs]
+            output = reference(*rows, lengths, HEAD_SIZE**-0.5, 384 if reach is None else reach)[0]
+        else:
+            output = kernel(*inputs, windows, dropout, HEAD_SIZE**-0.5)
+        gradients = torch.autograd.grad(output, inputs, upstream.to(output.dtype))
+        return [tensor.detach().double() for tensor in (output, *gradients)]
+
+    pairs = zip(both_passes(0.0), both_passes(0.0, exact=True), strict=True)
+    shares = [(found - right).abs().max() / (allowed * right.abs().max()) for found, right in pairs]
+    found = {"both passes": float(torch.stack(shares).max())}  # NaN if one is
+    if reach is not None:
+        return found
+    # With values of 1 a head's output is the sum of the kept probabilities over 1 - p, whose mean over all tokens is 1.
+    equal = torch.zeros_like(upstream)  # a token attends to all of its window alike
+    output = kernel(equal, equal, torch.ones_like(equal), windows, DROPOUT, 1.0).double()[..., 0]
+    variance = len(lengths) * HEADS * DROPOUT / (1 - DROPOUT)  # of the sum: 1 / length for each of a window's tokens
+    chance = SIGMAS * variance**0.5 / output.numel() + 4 * eps
+    changed = bool((output - 1).abs().max() > 4 * eps)
+    found["dropout"] = abs(float(output.mean()) - 1) / chance if changed else float("inf")
+    # The output is linear in the values: <output, upstream> = <values, their gradient>, if both passes drop the same.
+    output, *_, gradient = both_passes(DROPOUT)
+    one, other = output * upstream.double(), gradient * tensors[2].double()
+    found["dropout's gradient"] = float((one.sum() - other.sum()).abs() / (allowed * one.norm()))
+    return found
+
+
+def attention(precision, device_type):
+    """All kernels of a dtype."""
+    set_precision(TrainArguments())  # turns off kernels that training does not use
+    torch.manual_seed(0)
+    device, dtype, found = torch.device(device_type), DTYPES[precision], {}
+    for kernel, reach in kernels(device, dtype):
+        found[kernel.__name__ + ", local" * (reach is not None)] = errors(kernel, reach, device, dtype)
+    wrong = [f"{name}: {what}" for name, of in found.items() for what, share in of.items() if not share <= 1]
+    largest = max(max(of.values()) for of in found.values())
+    return not wrong, f"wrong: {'; '.join(wrong)}" if wrong else f"{', '.join(found)}: {largest:.2f} of it", found
+
+
+def sums(hvd, device, dtypes):
+    """Whether sums, scaled ones and fused averages are right, and start only when the device has computed them."""
+    right, size = {}, 2048 if device.type == "cuda" else 64
+    for name, dtype in dtypes.items():
+        values, *many = (torch.randn(size, device=device).to(dtype) for size in (100_003, 1, 7, 768, 768 * 768, 3072))
+        found = [hvd.allreduce(values, op=hvd.Sum, name=f"sum.{name}")]
+        found += [hvd.allreduce(values, op=hvd.Sum, name=f"scaled.{name}", prescale_factor=2.0)]
+        found += hvd.grouped_allreduce(many, op=hvd.Average, name=f"many.{name}")
+        right[name] = all(map(torch.equal, found, [values, 2 * values, *many]))
+    for number in range(50):
+        factor = torch.randn(size, size, device=device)
+        product = (factor @ factor @ factor).sum(0)
+        expected = 2 * product
+        hvd.synchronize(hvd.allreduce_async_(product, op=hvd.Sum, name="product", prescale_factor=2.0))
+        right[f"product {number}"] = torch.equal(product, expected)
+    return right
+
+
+def horovod(device_type):
+    """Sums in all dtypes that this Horovod can send, in a world of 1: they are its own tensors."""
+    os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")  # one process needs no MPI
+    import horovod.torch as hvd
+
+    hvd.init()
+    device, dtypes, unsent = torch.device(device_type), dict(DTYPES), ""
+    if device_type == "cuda" and not hvd.nccl_built():
+        return False, "this Horovod was built without NCCL: run `bash env/setup.sh --with-nccl`", None
+    try:
+        check_bf16(device)
+    except UserError:
+        unsent = f", this Horovod cannot send {dtypes.popitem()[0]}"
+    wrong = [name for name, holds in sums(hvd, device, dtypes).items() if not holds]
+    return not wrong, (f"wrong: {', '.join(wrong)}" if wrong else "exact") + unsent, wrong
+
+
+if __name__ == "__main__":
+    Path(sys.argv[-1]).write_text(json.dumps(globals()[sys.argv[1]](*sys.argv[2:-1])))
