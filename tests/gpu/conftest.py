@@ -25,6 +25,9 @@ from hvd_bert.tools.doctor import probes
 
 PASSED, FAILED, REPORTED, NOT_HERE, LATE = "pass", "FAIL", "-", "not here", "out of time"
 COLUMNS = ("check", "goal", "found", "result", "seconds")
+ASYNC = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
+COMPILE, GRAPHS, BATCH = "--torch_compile", "--torch_compile_mode reduce-overhead", "--per_device_train_batch_size"
+SMALL = launch.SAMPLE / "six_layers.json"  # for CPUs
 MAX_RANKS = 32  # they divide the global batch
 TRAIN = "hvd_bert.train --config sample --max_train_samples 700 --no_do_eval --report_to none --global_batch 32"
 
@@ -40,6 +43,10 @@ class Machine:
     rounds: int = 1  # at most, of the variants that take turns
     only: Sequence[str] = ("",)
     lines: list[dict[str, Any]] = field(default_factory=list)
+
+    @pytest.fixture
+    def machine(self) -> "Machine":
+        return self
 
     def left_s(self) -> float:
         return self.ends_at - time.monotonic()
@@ -89,6 +96,13 @@ class Machine:
             words = [sys.executable, *program, *TRAIN.split(), *flags.split(), "--output_dir", str(out)]
             self.run(out.name, words, **how)
         return out
+
+    def bench(self, name: str, flags: str, **how: Any) -> Any:
+        """The record of `hvd-bert bench`: BERT-base; on the CPU a smaller one. `how`: as for `run`."""
+        small = f"--model {SMALL} --max_seq_length 128 {BATCH} 4 --repeats 1"
+        size = self.sized(f"--tf32 {BATCH} 32 --repeats 5", small)
+        words = f"-m hvd_bert.tools.bench --bf16 --strategy none {size} {flags} --json".split()
+        return self.record("bench-" + re.sub(r"\W+", "-", name), words, **how)
 
     def result(self, right: bool | None, text: str, figures: Any = None) -> None:
         """Report what a test has found; it fails unless that is right. None: there is no goal."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import gpu_speed
 import pytest
 import torch
 from gpu import gpu_checks, test_gpu
@@ -79,21 +80,21 @@ def test_measurements_fail_below_their_goals_and_pass_at_them(tmp_path, monkeypa
     """The figures of the commands are made here: those of 2 H100, with the speed of `speed` times the goals."""
     made = {"useful_gflops": speed * 650 * 200, "mfu": 0.5, "tokens_per_s": 1300 * speed, "windows_per_s": 900}
     record = {"device_name": "NVIDIA H100 80GB HBM3", "memory_bytes": [1], "memory_over_needed": 1.0, "kernels": []}
-    record |= dict.fromkeys(test_gpu.FIGURES, 1) | {"memory_reserved_bytes": [1]}
+    record |= dict.fromkeys(gpu_speed.FIGURES, 1) | {"memory_reserved_bytes": [1]}
     record |= {"evaluation_windows_per_s": 1350 * speed, "host_waits": [] if right else ["loop.py:1"]}
     record |= {"figures": {name: {"median": value} for name, value in made.items()}}
     two = record | {"figures": {name: {"median": 2 * 0.97 * speed * value} for name, value in made.items()}}
     peer = {"figures": {"tokens_per_s": {"median": 1000}}}
-    monkeypatch.setattr(test_gpu, "forward_flops", lambda _: SimpleNamespace(training=lambda _: 2e11))
-    rounds = {name: [peer if "HF" in name else record] * 3 for name in test_gpu.MODES | test_gpu.PEERS}
-    monkeypatch.setattr(test_gpu, "in_rounds", lambda _: (rounds, {}))
-    monkeypatch.setattr(test_gpu, "bench", lambda *_, **__: two)
+    monkeypatch.setattr(gpu_speed, "forward_flops", lambda _: SimpleNamespace(training=lambda _: 2e11))
+    rounds = {name: [peer if "HF" in name else record] * 3 for name in gpu_speed.MODES | gpu_speed.PEERS}
+    monkeypatch.setattr(gpu_speed, "in_rounds", lambda _: (rounds, {}))
+    monkeypatch.setattr(Machine, "bench", lambda *_, **__: two)
     here, results = machine(tmp_path, "cuda", 2), []
     monkeypatch.setattr(Machine, "result", lambda _, right, *__: results.append(right))
-    test_gpu.test_speed("eager", here)
-    test_gpu.test_speed("ddp, 2 GPUs", here)
-    test_gpu.test_over_the_HF_Trainer(here)
-    test_gpu.test_evaluation_over_training(here)
+    gpu_speed.test_speed("eager", here)
+    gpu_speed.test_speed("ddp, 2 GPUs", here)
+    gpu_speed.test_over_the_HF_Trainer(here)
+    gpu_speed.test_evaluation_over_training(here)
     test_gpu.test_host_waits("none", here)
     assert results == [right] * 5
 

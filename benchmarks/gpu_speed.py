@@ -1,0 +1,136 @@
+"""How fast the package is on GPUs, next to the Hugging Face Trainer: `bash scripts/gpu_acceptance.sh --only speed HF`.
+
+Each figure is a test of pytest's, so that the command has one table and one limit of time (tests/gpu/conftest.py).
+"""
+
+import json
+import math
+import sys
+from functools import cache
+from statistics import median
+
+import pytest
+from compare_peers import VARIANTS, peer_command, prepare_random, timing
+from gpu.conftest import ASYNC, BATCH, COMPILE, GRAPHS, SMALL, Machine
+from shared import in_turns, spread
+from transformers import BertConfig, BertForQuestionAnswering
+
+from hvd_bert.model.flops import forward_flops
+from hvd_bert.tools.bench.host_time import FIGURES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(0)]  # commands have limits of their own
+STAGES = {"A100": (400, 560, 690), "H100": (650, 1150, 1600), "H200": (650, 1150, 1600)}
+ROUND_S = 600.0  # a later round starts only if this many seconds are left: 250 for it, the rest for the tests below it
+WARMUP = 10  # steps of the peer, which compiles again for other lengths
+# This trainer makes its batches in a thread by itself.
+PEER_ON_GPU = "--tf32 True --dataloader_num_workers 2 --dataloader_persistent_workers True"
+# The second name is for torch before 2.9.
+EXPANDABLE = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+MODES = {"eager": "", "compiled": COMPILE, "reduce-overhead": GRAPHS}
+PEERS = {"HF Trainer": "", "HF Trainer compiled": "--torch_compile True"}
+# Others that `hvd-bert bench` measures: its flags, GPUs, and variables.
+OTHERS = {f"{way}, {gpus} GPUs": (f"--strategy {way}", gpus, {}) for gpus in (2, 4, 8) for way in ("horovod", "ddp")}
+OTHERS |= {"horovod, 2 GPUs, asynchronous completion": ("--strategy horovod", 2, ASYNC)}
+OTHERS |= {"expandable segments": ("", 1, EXPANDABLE)}
+for size in (8, 64):
+    OTHERS |= {f"{mode}, {size} windows": (f"{MODES[mode]} {BATCH} {size}", 1, {}) for mode in MODES}
+
+
+def bench_peer(machine, name, flags):
+    """The HF Trainer's rates with its best flags, on windows as random as the benchmark's and as long."""
+    pytest.importorskip("accelerate", reason="needs accelerate (env/setup.sh --dev)")
+    steps, batch, length = machine.sized((50, 32, 384), (4, 4, 128))
+    peer, out = machine.out / "peer", machine.out / name.replace(" ", "-")
+    if not peer.exists():
+        config = machine.sized(BertConfig(), BertConfig.from_json_file(SMALL))
+        prepare_random(BertForQuestionAnswering(config), peer, batch * (WARMUP + steps), length)
+    out.mkdir()
+    flags += f" {machine.sized(PEER_ON_GPU, '--use_cpu')} --bf16 --output_dir {out} --max_steps {WARMUP + steps}"
+    best = [*VARIANTS["hf_best"].flags, *VARIANTS["hf_best"].shuffling, *flags.split()]
+    machine.run(out.name, [sys.executable, *peer_command(peer / "model", peer / "windows", out, batch), *best])
+    rates = timing(json.loads((out / "times.json").read_text()), WARMUP, steps, batch)
+    return {"figures": {figure: {"median": rate} for figure, rate in rates.items()}}
+
+
+@cache
+def in_rounds(machine):
+    """variant -> a record per round, in which the variants take turns; and why some could not be measured."""
+    found, errors = {}, {}
+    for number in range(machine.rounds):
+        for variant, flags in in_turns(list((MODES | PEERS).items()), number):
+            if number and (variant in errors or machine.left_s() < ROUND_S):
+                continue
+            measure = bench_peer if variant in PEERS else Machine.bench
+            try:
+                record = measure(machine, f"{variant} {number}", flags)
+                found.setdefault(variant, []).append(record)
+            except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
+                errors[variant] = error
+    return found, errors
+
+
+def measured(machine, *variants):
+    """The records of the fastest of these variants."""
+    found, errors = in_rounds(machine)
+    if not (records := [found[variant] for variant in variants if variant in found]):
+        raise errors[variants[0]]
+    return max(records, key=lambda rounds: median(medians(rounds, "tokens_per_s")))
+
+
+def medians(records, figure="windows_per_s"):
+    return [record["figures"][figure]["median"] for record in records]
+
+
+def staged(values, stages, text):
+    """A result that is right if the median reaches the first of the stages. NaN and infinity reach none."""
+    middle = median(values) if all(map(math.isfinite, values)) else math.nan
+    reached = sum(middle >= stage for stage in stages)
+    return (reached > 0, f"{text}: {reached} of the stages {stages}", values) if stages else (None, text, values)
+
+
+def described(machine, records):
+    """The padded-equivalent windows/s, that is, windows/s if all had 384 tokens, by FLOP; and all figures in words."""
+    config = machine.sized(BertConfig(), BertConfig.from_json_file(SMALL))
+    flops, record = forward_flops(BertForQuestionAnswering(config)).training([384]), records[0]
+    padded = [1e9 * rate / flops for rate in medians(records, "useful_gflops")]
+    share = "mfu" if "mfu" in record["figures"] else "matmul_utilization"
+    parts = [f"{spread(medians(records))} windows/s", f"{spread(medians(records, share), 3)} {share}"]
+    parts += [f"{record[name]:,.1f} {name}" for name in (*FIGURES, "memory_over_needed") if record[name]]
+    memory = {"used": record["memory_bytes"], "reserved": record["memory_reserved_bytes"]}
+    parts += [f"{max(values) / 2**30:.2f} GiB {name}" for name, values in memory.items() if values]
+    parts += [row["name"][:40] for row in record["kernels"] or []][:3]
+    return padded, ", ".join([*parts, f"{spread(padded)} padded-equivalent"])
+
+
+@pytest.mark.parametrize("name", MODES | OTHERS)
+def test_speed(name, machine):
+    """Padded-equivalent windows/s: A100 400, 560, 690; H100, H200 650, 1,150, 1,600. 2 GPUs: 0.97 of twice eager's."""
+    flags, gpus, variables = OTHERS.get(name, ("", 1, {}))
+    machine.require(gpus if name in OTHERS else 0, "cuda" if gpus == 1 else "cpu")
+    variables |= {"ranks": gpus} if gpus > 1 else {}
+    records = measured(machine, name) if name in MODES else [machine.bench(name, flags, **variables)]
+    values, text = described(machine, records)
+    # Parts of a GPU (MIG) and a GH200 have no published peak, and so no MFU and no goals.
+    gpu = records[0]["device_name"] if name in MODES and "mfu" in records[0]["figures"] else ""
+    stages = next((stages for model, stages in STAGES.items() if model in gpu), ())
+    share = median(medians(records)) / gpus / median(medians(measured(machine, "eager")))
+    if machine.gpus and name.endswith(", 2 GPUs"):
+        values, stages = [share], (0.97,)
+    machine.result(*staged(values, stages, f"{share:.3f} of eager steps per GPU, {text}"))
+
+
+def test_over_the_HF_Trainer(machine):
+    """1.3, 1.5, 2 times the useful tokens/s of the faster of its variants."""
+    # By tokens: the peer groups windows by length, so those of its timed steps are not as long as the others'.
+    mine, theirs = (medians(measured(machine, *variants), "tokens_per_s") for variants in (MODES, PEERS))
+    ratios = [one / other for one, other in zip(mine, theirs, strict=False)]
+    text = f"{spread(theirs)} useful tokens/s, this trainer {spread(ratios, 2)} x"
+    machine.result(*staged(ratios, machine.sized((1.3, 1.5, 2), ()), text))
+
+
+def test_evaluation_over_training(machine):
+    """1.5 times the windows/s."""
+    record = measured(machine, "eager")[0]
+    ratio = record["evaluation_windows_per_s"] / medians([record])[0]
+    text = f"{ratio:.2f} x: {record['evaluation_windows_per_s']:.0f} windows/s"
+    machine.result(*staged([ratio], machine.sized((1.5,), ()), text))
