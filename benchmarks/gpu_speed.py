@@ -1,7 +1,4 @@
-"""How fast the package is on GPUs, next to the Hugging Face Trainer: `bash scripts/gpu_acceptance.sh --only speed HF`.
-
-Each figure is a test of pytest's, so that the command has one table and one limit of time (tests/gpu/conftest.py).
-"""
+"""How fast the package is on GPUs, next to the HF Trainer. scripts/gpu_acceptance.sh runs it with tests/gpu."""
 
 import json
 import math
@@ -62,8 +59,7 @@ def in_rounds(machine):
                 continue
             measure = bench_peer if variant in PEERS else Machine.bench
             try:
-                record = measure(machine, f"{variant} {number}", flags)
-                found.setdefault(variant, []).append(record)
+                found.setdefault(variant, []).append(measure(machine, f"{variant} {number}", flags))
             except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
                 errors[variant] = error
     return found, errors
@@ -107,7 +103,7 @@ def test_speed(name, machine):
     """Padded-equivalent windows/s: A100 400, 560, 690; H100, H200 650, 1,150, 1,600. 2 GPUs: 0.97 of twice eager's."""
     flags, gpus, variables = OTHERS.get(name, ("", 1, {}))
     machine.require(gpus if name in OTHERS else 0, "cuda" if gpus == 1 else "cpu")
-    variables |= {"ranks": gpus} if gpus > 1 else {}
+    variables = variables | ({"ranks": gpus} if gpus > 1 else {})
     records = measured(machine, name) if name in MODES else [machine.bench(name, flags, **variables)]
     values, text = described(machine, records)
     # Parts of a GPU (MIG) and a GH200 have no published peak, and so no MFU and no goals.
@@ -132,5 +128,4 @@ def test_evaluation_over_training(machine):
     """1.5 times the windows/s."""
     record = measured(machine, "eager")[0]
     ratio = record["evaluation_windows_per_s"] / medians([record])[0]
-    text = f"{ratio:.2f} x: {record['evaluation_windows_per_s']:.0f} windows/s"
-    machine.result(*staged([ratio], machine.sized((1.5,), ()), text))
+    machine.result(*staged([ratio], machine.sized((1.5,), ()), f"{ratio:.2f} x"))

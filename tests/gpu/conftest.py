@@ -1,7 +1,5 @@
-"""Tests on the GPUs of this machine, for scripts/gpu_acceptance.sh. A test's docstring is its goal.
-
-Commands use the GPUs: a CUDA context of this process would keep them out in compute mode Exclusive_Process.
-"""
+"""Tests on this machine's GPUs, for scripts/gpu_acceptance.sh; a test's docstring is its goal. Commands use the GPUs: a
+CUDA context of this process would keep them out in compute mode Exclusive_Process."""
 
 import json
 import os
@@ -28,6 +26,7 @@ COLUMNS = ("check", "goal", "found", "result", "seconds")
 ASYNC = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
 COMPILE, GRAPHS, BATCH = "--torch_compile", "--torch_compile_mode reduce-overhead", "--per_device_train_batch_size"
 SMALL = launch.SAMPLE / "six_layers.json"  # for CPUs
+collect_ignore: list[str] = []  # pytest's name
 MAX_RANKS = 32  # they divide the global batch
 TRAIN = "hvd_bert.train --config sample --max_train_samples 700 --no_do_eval --report_to none --global_batch 32"
 
@@ -160,7 +159,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     option = config.option
     if not hasattr(option, "minutes"):  # pytest was started for other folders
-        return
+        return collect_ignore.append("test_gpu.py")
     gpus = torch.cuda.device_count() if option.device == "cuda" else 0
     if option.device == "cuda" and not gpus:
         found = f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees none; NVML: {probes.gpus()}"
@@ -171,8 +170,3 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from error
     rounds, ends_at = option.rounds or (3 if gpus else 1), time.monotonic() + 60 * option.minutes
     config.pluginmanager.register(Machine(option.device, gpus, out, ends_at, rounds, option.only), "machine")
-
-
-@pytest.fixture
-def machine(pytestconfig: pytest.Config) -> Any:
-    return pytestconfig.pluginmanager.get_plugin("machine") or pytest.skip("only by scripts/gpu_acceptance.sh")

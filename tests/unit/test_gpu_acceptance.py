@@ -117,7 +117,7 @@ def test_late(machine):
 
 
 def run_made(tmp_path, *words):
-    (tmp_path / "conftest.py").write_text("from gpu.conftest import machine, pytest_addoption, pytest_configure")
+    (tmp_path / "conftest.py").write_text("from gpu.conftest import pytest_addoption, pytest_configure")
     (tmp_path / "test_made.py").write_text(MADE)
     command = [sys.executable, "-m", "pytest", str(tmp_path), "-q", "-p", "no:cacheprovider", *words]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]), "CUDA_VISIBLE_DEVICES": ""}
