@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up this clone for the machine's GPUs (Horovod with NCCL, unless it is there), then checks and measures it:
-# tests/gpu, benchmarks/gpu_speed.py (docs/evidence/gpu-acceptance.md). That takes at most 20 minutes. The first set-up takes longer: it downloads
-# torch and builds Horovod. No network is needed once the packages are there.
+# tests/gpu and benchmarks/gpu_speed.py (docs/evidence/gpu-acceptance.md). That takes at most 20 minutes. The first set-up
+# takes longer: it downloads torch and builds Horovod. No network is needed once the packages are there.
 #   bash scripts/gpu_acceptance.sh                      in .venv
 #   bash scripts/gpu_acceptance.sh --torch-in-place     with the torch of python3, or of --python PY, in .venv-in-place
 #   bash scripts/gpu_acceptance.sh --without-mpi        Horovod with Gloo and NCCL only; --with-mpi requires MPI
@@ -51,6 +51,7 @@ if [ "$setup" = yes ]; then
 fi
 status=0
 # Until it knows the options, pytest takes their values for folders with tests: hence -c, and each in one word.
-"${python:-python3}" -m pytest -c pyproject.toml tests/gpu benchmarks/gpu_speed.py -q --tb=no --no-summary -p no:cacheprovider \
+"${python:-python3}" -m pytest -c pyproject.toml tests/gpu benchmarks/gpu_speed.py \
+  -q --tb=no --no-summary -p no:cacheprovider \
   "--device=$device" "--minutes=$minutes" ${words[@]+"${words[@]}"} </dev/null || status=$?
 case $status in 4 | 5) exit 2 ;; *) exit "$status" ;; esac
