@@ -105,7 +105,7 @@ def test_resume(flags, machine):
     machine.result(right and (graphs or not wrong), f"{text}; {len(wrong)} tensors differ", wrong)
 
 
-def test_evaluation(machine):
+def test_answers(machine):
     """The CPU's answers to 98 % of questions, and their probabilities to 1e-3."""
     model = machine.train("evaluated", "--strategy none --max_steps 60")
     words = [sys.executable, "-m", "hvd_bert.predict", str(model), "--input", str(SAMPLE_DEV), "--output"]
