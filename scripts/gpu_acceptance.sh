@@ -54,4 +54,4 @@ status=0
 "${python:-python3}" -m pytest -c pyproject.toml tests/gpu benchmarks/gpu_speed.py \
   -q --tb=no --no-summary -p no:cacheprovider \
   "--device=$device" "--minutes=$minutes" ${words[@]+"${words[@]}"} </dev/null || status=$?
-case $status in 4 | 5) exit 2 ;; *) exit "$status" ;; esac
+case $status in 30) exit 3 ;; 4 | 5) exit 2 ;; 0 | 2) exit "$status" ;; *) exit 1 ;; esac

@@ -247,6 +247,6 @@ FLAGS = {f.name: flag_properties(f) for section in SECTIONS for f in fields(sect
 
 
 def in_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """An earlier version's identity, with the defaults of newer flags."""
+    """An earlier version's identity, with the defaults of newer flags, and without removed ones that were off."""
     defaults = {f"--{name}": flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
-    return defaults | dict(identity)
+    return defaults | {name: value for name, value in identity.items() if name in defaults or value is not False}

@@ -20,8 +20,8 @@ SCHEDULES = [
     "inverse_sqrt",
 ]
 
-# --report_to: the name of a package -> the class that writes for it.
 REDUCE_OVERHEAD = "reduce-overhead"  # of torch.compile's modes
+# --report_to: the name of a package -> the class that writes for it.
 REPORTERS = {
     "tensorboard": "hvd_bert.output.reporters.tensorboard:TensorBoard",
     "wandb": "hvd_bert.output.reporters.wandb:Wandb",

@@ -49,7 +49,7 @@ RUNS = {
     "compiled bf16": (f"--bf16 {COMPILE}", {}, "losses of bf16", OTHER_ROUNDING),
     "graphs of fp32": (GRAPHS, {}, "losses of fp32", SAME_PRECISION),
     "graphs of bf16": (HALF, {}, "losses of bf16", OTHER_ROUNDING),
-    "graphs, horovod's hooks": (f"{HALF} --strategy horovod", HOOKS, "graphs of bf16", SAME_SUMS),
+    "graphs, horovod's hooks": (f"{GRAPHS} --strategy horovod", HOOKS, "graphs of fp32", SAME_SUMS),
     "graphs, horovod, all GPUs": (f"{HALF} --strategy horovod", {"ranks": "all"}, "losses of bf16", OTHER_ROUNDING),
     "graphs, ddp, all GPUs": (f"{HALF} --strategy ddp", {"ranks": "all"}, "losses of bf16", OTHER_ROUNDING),
 }
@@ -92,7 +92,7 @@ def test_20_steps(name, machine):
     machine.result(*compared(*both, RUNS[name][3], MAX_SKIPPED if "fp16" in name else 0))
 
 
-@pytest.mark.parametrize("flags", ["", "--bf16", HALF], ids=["fp32", "bf16", "graphs"])
+@pytest.mark.parametrize("flags", ["", "--bf16", f"--bf16 {COMPILE}", HALF], ids=["fp32", "bf16", "compiled", "graphs"])
 def test_resume(flags, machine):
     """Weights, optimizer and losses are the same to the bit; with reduce-overhead losses to 5e-2."""
     graphs = GRAPHS in flags

@@ -103,7 +103,7 @@ def average_of_the_weights_is_evaluated_and_saved(ranks: Ranks) -> None:
     for before, after in itertools.pairwise(steps):
         weights = after["unaveraged"]
         assert not same(before["unaveraged"], weights)
-        expected = {name: average.lerp(weights[name], 0.5) for name, average in before["model"].items()}
+        expected = {name: average - 0.5 * (average - weights[name]) for name, average in before["model"].items()}
         assert same(after["model"], expected)
     best = json.loads((folder / "train_results.json").read_text())["best"]
     assert same(load_file(folder / "model.safetensors"), steps[best["step"] - 1]["model"])

@@ -179,7 +179,9 @@ def test_the_same_settings_resume():
     check(identity(), batch=16)
     old = identity()  # of a checkpoint from before these flags
     del old["--padding"], old["--pad_to_max_length"]
-    check(old)
+    check(old | {"--removed": False})
+    with refused("--removed was True"):
+        check(old | {"--removed": True})
     with refused("--padding was none and is longest"):
         check(old, "--padding", "longest")
 

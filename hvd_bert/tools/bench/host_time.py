@@ -77,7 +77,8 @@ def advice(found: Mapping[str, float | None], captures_graphs: bool) -> str | No
 
 @contextmanager
 def counted_waits() -> Iterator[list[str]]:
-    """Yields a list that has, after the block, the file and line of each operation in it that waited for the GPU."""
+    """Yields a list that has, after the block, the file and line of each operation in it that waited for the GPU.
+    torch does not report waits for an event."""
     waits: list[str] = []
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
