@@ -116,7 +116,9 @@ def prepare_random(model: Any, out: Path, count: int, longest: int) -> None:
     from datasets import Dataset
 
     model.save_pretrained(out / "model")
-    AutoTokenizer.from_pretrained(SAMPLE).save_pretrained(out / "model")  # it only pads, by 0 as BERT's own
+    AutoTokenizer.from_pretrained(SAMPLE, trust_remote_code=False).save_pretrained(
+        out / "model"
+    )  # it only pads, by 0 as BERT's own
     table = random_windows(lengths_like_squad(count, longest, seed=42), model.config.vocab_size, seed=42)
     Dataset.from_dict(peer_columns(table, np.arange(count))).save_to_disk(out / "windows")
 

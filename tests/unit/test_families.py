@@ -413,9 +413,9 @@ def test_windows_that_pad_a_batch_to_a_bucket_change_no_logits(windows, name, he
 
 
 def test_layers_of_another_build_are_not_compiled():
-    compile_layers(models("roberta")[0])
+    compile_layers(models("roberta")[0], None)
     with refused("--torch_compile", "distilbert"):
-        compile_layers(models("distilbert")[0])
+        compile_layers(models("distilbert")[0], None)
 
 
 # --- the page --------------------------------------------------------------------------------------
