@@ -27,7 +27,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shared import end, in_turns, launch_environment, machine, make_folder, markdown_table, peer_columns, run, spread
+from shared import (
+    REPOSITORY,
+    end,
+    in_turns,
+    launch_environment,
+    machine,
+    make_folder,
+    markdown_table,
+    peer_columns,
+    run,
+    spread,
+)
 from transformers import AutoTokenizer
 
 from hvd_bert.config import command_line
@@ -39,7 +50,6 @@ from hvd_bert.tools.bench.speed import lengths_like_squad, random_windows
 
 Row = Mapping[str, Any]  # a step: step_s (seconds), loss, tokens; None: not recorded
 Rates = dict[str, float]
-SAMPLE = Path(__file__).resolve().parents[1] / "hvd_bert" / "sample"
 PEER = Path(__file__).resolve().parent / "peers" / "hf_trainer.py"
 LEARNING_RATE = 5e-5
 WINDOWS, TOKENS = "windows_per_s", "tokens_per_s"
@@ -116,9 +126,8 @@ def prepare_random(model: Any, out: Path, count: int, longest: int) -> None:
     from datasets import Dataset
 
     model.save_pretrained(out / "model")
-    AutoTokenizer.from_pretrained(SAMPLE, trust_remote_code=False).save_pretrained(
-        out / "model"
-    )  # it only pads, by 0 as BERT's own
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "hvd_bert" / "sample", trust_remote_code=False)
+    tokenizer.save_pretrained(out / "model")  # it only pads, by 0 as BERT's own
     table = random_windows(lengths_like_squad(count, longest, seed=42), model.config.vocab_size, seed=42)
     Dataset.from_dict(peer_columns(table, np.arange(count))).save_to_disk(out / "windows")
 

@@ -84,7 +84,7 @@ class Machine:
         return done.expect(0).output
 
     def record(self, name: str, words: list[str], **how: Any) -> Any:
-        """What a Python program writes to its last argument, a JSON file. It runs once. `how`: as for `run`."""
+        """The content of the JSON file that a program writes, its last argument. It runs once. `how`: as for `run`."""
         if not (file := self.out / f"{name}.json").exists():
             self.run(name, [sys.executable, *words, str(file)], **how)
         return json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What the package computes on GPUs is right; benchmarks/gpu_speed.py has how fast it is."""
+"""Checks of the values that the package computes on GPUs; benchmarks/gpu_speed.py has its speed."""
 
 import math
 import re

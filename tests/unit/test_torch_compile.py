@@ -29,7 +29,7 @@ STEPS = 50
 
 @pytest.fixture
 def training(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
-    """Of a small BERT without dropout on windows as long as SQuAD's. The compiler's last stage, of which CUDA graphs
+    """A small BERT's, without dropout, on windows as long as SQuAD's. The compiler's last stage, of which CUDA graphs
     are a part, is left out: it takes most of the time. `request.param`: further flags."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     torch._dynamo.reset()

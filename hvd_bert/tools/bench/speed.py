@@ -170,7 +170,7 @@ def _print_table(record: dict[str, Any]) -> None:
         if name in spreads and (name != "tokens_per_s" or has_tokens):
             values = [form.format(spreads[name][kind]) for kind in ("median", "least", "most")]
             rows.append([label.replace("windows", record["unit"]), *values])
-    reserved = record["memory_reserved_bytes"] or [0]
+    reserved, waits = record["memory_reserved_bytes"] or [0], record["host_waits"] or []
     whole = [
         ("matmul peak, GFLOP/s, all ranks", f"{record['matmul_peak_gflops']:.1f}", record["matmul_peak_gflops"]),
         ("padding, share of positions", f"{record['padding_share']:.4f}", has_tokens),
@@ -178,10 +178,8 @@ def _print_table(record: dict[str, Any]) -> None:
         ("memory per rank (maximum), GiB", f"{max(record['memory_bytes']) / GIB:.2f}", True),
         ("memory with torch's reserve, GiB", f"{max(reserved) / GIB:.2f}", any(reserved)),
         ("measured over computed memory", f"{record['memory_over_needed']:.2f}", True),
+        ("waits of the host for the GPU, in half a section", str(len(waits)), waits),
     ]
-    whole.append(
-        ("waits of the host for the GPU, in half a section", str(len(record["host_waits"] or [])), record["host_waits"])
-    )
     for name, (label, form) in host_time.FIGURES.items():
         whole.append((label, form.format(record[name] or 0), record[name]))
     rows += [[label, value, "", ""] for label, value, known in whole if known]
