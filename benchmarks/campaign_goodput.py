@@ -28,9 +28,9 @@ from hvd_bert.distributed.horovodrun import without_cache
 from hvd_bert.output.callback import Callback
 from hvd_bert.startup import start_rank
 from hvd_bert.storage.writing import JsonLines
-from hvd_bert.tools.bench.launching import program_path
-from hvd_bert.tools.bench.one_run import failure_in, start_and_wait
-from hvd_bert.tools.bench.points import with_defaults
+from hvd_bert.tools.runs.launching import program_path
+from hvd_bert.tools.runs.one_run import failure_in, start_and_wait
+from hvd_bert.tools.runs.trainer_flags import with_defaults
 from hvd_bert.training import api
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ def test_horovod_is_imported_at_home_only():
 
 
 # DeepSpeed reads some of them itself, and must be told otherwise. A sweep starts srun within a job's allocation.
-READERS = ("distributed.", "strategies.deepspeed", "tools.bench.launching")
+READERS = ("distributed.", "strategies.deepspeed", "tools.runs.launching")
 
 
 def test_launcher_variables_are_read_at_home_only():

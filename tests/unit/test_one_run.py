@@ -13,8 +13,8 @@ import psutil
 import pytest
 from processes import started
 
-from hvd_bert.tools.bench import one_run
-from hvd_bert.tools.bench.one_run import Stopped, failure_in, signals, start_and_wait
+from hvd_bert.tools.runs import one_run
+from hvd_bert.tools.runs.one_run import Stopped, failure_in, signals, start_and_wait
 
 # A launcher that does not forward signals, like the shell that horovodrun becomes. It prints its rank's process id.
 LAUNCHER = "sleep 600 & echo $!; {}wait"
@@ -89,7 +89,7 @@ def test_a_signal_during_a_finalizer_terminates_the_run(tmp_path: Path) -> None:
 
 
 def test_a_run_ends_if_its_sweep_is_killed() -> None:
-    program = "import os, sys; from hvd_bert.tools.bench.one_run import start_and_wait as s; "
+    program = "import os, sys; from hvd_bert.tools.runs.one_run import start_and_wait as s; "
     program += f"s(['sh', '-c', {LAUNCHER.format('')!r}], os.environ, sys.stdout, 600, lambda: None)"
     with started([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout

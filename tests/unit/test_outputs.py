@@ -28,12 +28,12 @@ from hvd_bert.storage.reading import read_json
 from hvd_bert.storage.writing import check_output, partial_path, write_json
 from hvd_bert.tools.bench import __main__ as bench_flags
 from hvd_bert.tools.bench import speed, sweep
-from hvd_bert.tools.bench.record import opened
 from hvd_bert.tools.doctor.__main__ import main as doctor
 from hvd_bert.tools.evaluate import __main__ as evaluation_flags
 from hvd_bert.tools.evaluate import running as evaluation
 from hvd_bert.tools.report.__main__ import main as report
 from hvd_bert.tools.runs import reading
+from hvd_bert.tools.runs.out_folder import opened
 from hvd_bert.tools.timeline import __main__ as timeline_module
 from hvd_bert.tools.timeline.__main__ import main as timeline
 

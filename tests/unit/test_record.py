@@ -13,7 +13,8 @@ from made_runs import make_run, make_samples
 
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import take
-from hvd_bert.tools.report import parts, plots, run_page
+from hvd_bert.tools.rendering.figures import COLOURS
+from hvd_bert.tools.report import parts, run_page
 from hvd_bert.tools.report.__main__ import main
 from hvd_bert.tools.report.comparison import grouped
 from hvd_bert.tools.runs import reading, record
@@ -207,7 +208,7 @@ def test_repeats_are_a_curve_with_a_band(tmp_path):
     assert [series.name for series in (none, horovod, ended)] == ["none, 1 rank", "horovod, 2 ranks", "ended"]
     assert list(horovod.x) == [1, 10, 20, 30, 40], "steps that all runs logged"
     assert (horovod.y[0], *(edge[0] for edge in horovod.band)) == (6, 5, 8)
-    assert none.colour == 0 and horovod.colour == 1 + len(plots.COLOURS), "as in the plots, and dashed"
+    assert none.colour == 0 and horovod.colour == 1 + len(COLOURS), "as in the plots, and dashed"
 
 
 def test_many_differences_are_a_column_per_run(tmp_path):

@@ -14,10 +14,10 @@ from documented import undocumented
 from made_runs import make_run
 from PIL import Image
 
+from hvd_bert.tools.rendering.files import FORMATS
 from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.tools.report import comparison, plots, setup
 from hvd_bert.tools.report.__main__ import main
-from hvd_bert.tools.report.files import FORMATS
 from hvd_bert.tools.runs import reading
 
 

@@ -22,7 +22,7 @@ from hvd_bert.data import cache
 from hvd_bert.errors import UserError
 from hvd_bert.storage import locks, writing
 from hvd_bert.storage.writing import replacing, write_json, writing_to
-from hvd_bert.tools.bench.record import read_record
+from hvd_bert.tools.runs.out_folder import read_record
 
 SPAWN = multiprocessing.get_context("spawn")
 

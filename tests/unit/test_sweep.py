@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,11 @@ from refusals import refused
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed import slurm
 from hvd_bert.storage import writing
-from hvd_bert.tools.bench import launching, one_run, sweep
-from hvd_bert.tools.bench.launching import Allocation, Launching, Machine, find_allocation
-from hvd_bert.tools.bench.one_run import Stopped
+from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.bench.points import Point, SweepPlan, check_flags
+from hvd_bert.tools.runs import launching, one_run
+from hvd_bert.tools.runs.launching import Allocation, Launching, Machine, find_allocation
+from hvd_bert.tools.runs.one_run import Stopped
 
 TWO_CORES = Machine(cores=2, gpus=0, allocation=None)
 FOUR_GPUS = Machine(cores=64, gpus=4, allocation=None)
@@ -244,7 +246,8 @@ def test_all_points_are_run_and_recorded(pretended, start, tmp_path, capsys) -> 
 
 
 def test_a_report_that_fails_after_all_points_is_a_failure(pretended, start, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("hvd_bert.tools.report.__main__.main", lambda argv: 2)  # such as a full disk
+    failed = subprocess.CompletedProcess([], 2)  # such as a full disk
+    monkeypatch.setattr(sweep.subprocess, "run", lambda *args, **options: failed)
     assert start("--report", str(tmp_path / "report")) == 1
     assert set(states(tmp_path)) == {"done"} and f"hvd-bert report {tmp_path / 'out'}" in capsys.readouterr().out
 

@@ -18,10 +18,9 @@ from msgspec.structs import replace
 from refusals import check_refusal, refused
 
 from hvd_bert.config import command_line
-from hvd_bert.tools.bench import launching, one_run
-from hvd_bert.tools.bench.launching import Machine
-from hvd_bert.tools.bench.one_run import Stopped
-from hvd_bert.tools.runs import reading
+from hvd_bert.tools.runs import launching, one_run, reading
+from hvd_bert.tools.runs.launching import Machine
+from hvd_bert.tools.runs.one_run import Stopped
 from hvd_bert.tools.tune import __main__ as tune
 
 optuna = pytest.importorskip("optuna")

@@ -27,7 +27,7 @@ from hvd_bert.config.settings import Config
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, start_rank
 from hvd_bert.streams import end_when_lost
-from hvd_bert.tools.bench.points import names_data
+from hvd_bert.tools.runs.trainer_flags import names_data
 
 if TYPE_CHECKING:
     from hvd_bert.distributed.world import World

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,71 +15,12 @@ from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS, STRATEGIES, Config
 from hvd_bert.errors import UserError
 from hvd_bert.tools.rendering import counted
-from hvd_bert.tools.report.comparability import STRONG, WEAK
+from hvd_bert.tools.runs.launching import STRONG, WEAK, Point
+from hvd_bert.tools.runs.trainer_flags import SET_BY_SWEEP, check_files, check_own, with_defaults
 
-SCALINGS = {STRONG: (STRONG,), WEAK: (WEAK,), "both": (STRONG, WEAK)}
-ONE_PROCESS = ("none", "dp")
-PRESET = "sweep"
-# Flags that name the training data. Without any of them the preset is trained.
-DATA_FLAGS = {"config", "task", "dataset_name", "train_file"}
 # Flags that belong to one strategy -> that strategy.
 OWNERS = {name: flag.owner for name, flag in FLAGS.items() if flag.owner}
-# Only steps are timed and, without dropout, all strategies have the same losses. The user's flags override these.
-DEFAULTS = (
-    "--dropout=0",
-    "--save_steps=0",
-    "--no_do_eval",
-    "--eval_strategy=no",
-    "--logging_steps=5",
-    "--lr_scaling=none",  # the same learning rate for any number of ranks, so that losses can be compared
-)
-DISTORTS_TIMES = "recording would distort the measured times"
-# Flags that a sweep sets for each run -> what to do instead.
-SET_BY_SWEEP = {
-    "output_dir": "name the folder of all runs with --out",
-    "overwrite_output_dir": "name another --out",
-    "do_train": "a sweep always trains",
-    "num_train_epochs": "give --steps or --epochs",
-    "max_steps": "give --steps",
-    "fast_dev_run": "whole runs are compared",
-    "resume_from_checkpoint": "an interrupted point is trained again from the start",
-    "elastic": "the ranks of a point must not change",
-    "strategy": "name them with --strategies",
-    "timeline": DISTORTS_TIMES,
-    "profile": DISTORTS_TIMES,
-}
-
-
-@dataclass(frozen=True)
-class Point:
-    """One training. `ranks`: its processes or, under dp, the GPUs of its one process."""
-
-    strategy: str
-    ranks: int
-    scaling: str
-    repeat: int
-    global_batch: int
-    by_seed: bool = False  # whether `repeat` is the seed of the run
-
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return f"{self.strategy}-{self.ranks}-{self.scaling}-{self.repeat}"
-
-    @property
-    def setting(self) -> tuple[str, int, str]:
-        """Strategy, ranks and scaling, which its repeats share."""
-        return self.strategy, self.ranks, self.scaling
-
-    @property
-    def processes(self) -> int:
-        """Number of processes that train."""
-        return 1 if self.strategy in ONE_PROCESS else self.ranks
-
-    def __str__(self) -> str:
-        unit = "GPU" if self.strategy == "dp" else "rank"
-        repeat = f"{'seed' if self.by_seed else 'repeat'} {self.repeat}"
-        return f"{self.strategy}, {counted(self.ranks, unit)}, {self.scaling}, {repeat}"
+SCALINGS = {STRONG: (STRONG,), WEAK: (WEAK,), "both": (STRONG, WEAK)}
 
 
 @dataclass(frozen=True)
@@ -245,34 +186,6 @@ def check_flags(plan: SweepPlan) -> tuple[Config, dict[str, str]]:
     config = next(iter(configs.values()))
     check_files(config)
     return config, refused
-
-
-def names_data(flags: Sequence[str]) -> bool:
-    """Whether the trainer's flags name the training data."""
-    return bool(command_line.flag_names(flags) & DATA_FLAGS)
-
-
-def with_defaults(flags: Sequence[str], threads: int | None, defaults: Sequence[str] = DEFAULTS) -> list[str]:
-    """The trainer's flags: defaults, then the user's, which override them. `threads`: per rank."""
-    preset = [] if names_data(flags) else [f"--config={PRESET}"]
-    ours = [*defaults, *([] if threads is None else [f"--num_threads={threads}"])]
-    return [*preset, *command_line.override_argv(ours, flags)]
-
-
-def check_own(flags: Sequence[str], own: Mapping[str, str], who: str) -> None:
-    """Raise UserError for a trainer's flag that `who` sets itself. `own`: those flags -> what to do instead."""
-    for spelling in sorted(command_line.flag_names(flags)):
-        for name in command_line.given_flags([f"--{spelling}"]) & own.keys():
-            raise UserError(f"--{spelling}: {who} sets it for each run: {own[name]}.")
-
-
-def check_files(config: Config) -> None:
-    """Raise UserError if a data file or the batch is missing. A task of one's own may read a folder."""
-    config.train.refuse_auto("runs that are compared")
-    for name in ("train_file", "validation_file"):
-        missing = [file.path for file in config.data.files(name) if not Path(file.path).exists()]
-        if missing:
-            raise UserError(f"--{name} {missing[0]}: no such file or folder. Check the path.")
 
 
 def check_strategies(names: Sequence[str]) -> tuple[str, ...]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -28,17 +30,17 @@ from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import keep_running
-from hvd_bert.tools.bench import launching as launches
 from hvd_bert.tools.bench import points as planning
-from hvd_bert.tools.bench.launching import Launching, Machine
-from hvd_bert.tools.bench.one_run import LOG, MODEL, Stopped, Watch, exit_status, train
-from hvd_bert.tools.bench.points import Point, SweepPlan
-from hvd_bert.tools.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Result, SweepRecord, opened
-from hvd_bert.tools.rendering import counted, seconds
-from hvd_bert.tools.report import files
-from hvd_bert.tools.report.comparability import STRONG
+from hvd_bert.tools.bench.points import SweepPlan
+from hvd_bert.tools.bench.progress import DONE, FAILED, SKIPPED, STATES, WAITING, Result, SweepRecord
+from hvd_bert.tools.rendering import counted, files, seconds
+from hvd_bert.tools.runs import launching as launches
 from hvd_bert.tools.runs import reading
+from hvd_bert.tools.runs.launching import STRONG, Launching, Machine, Point
+from hvd_bert.tools.runs.one_run import LOG, MODEL, Stopped, Watch, exit_status, train
+from hvd_bert.tools.runs.out_folder import opened
 from hvd_bert.tools.runs.reading import SWEEP
+from hvd_bert.tools.runs.trainer_flags import PRESET, names_data
 
 EXPORTED = ("OMP_NUM_THREADS", SETTING)  # to other hosts: threads, and each host's network interface
 FAILURES = 2  # in a row; then the setting's other repeats are not run
@@ -180,10 +182,10 @@ class Sweep:
         if not self.flags.report:
             print(by_hand)
             return status
-        from hvd_bert.tools.report.__main__ import main as make_report  # brings matplotlib
-
         again = ["--overwrite"] if self.flags.overwrite else []
-        if make_report([str(self.out), "--out", str(self.flags.report), *again]):
+        report = [sys.executable, "-m", "hvd_bert", "report", str(self.out), "--out", str(self.flags.report), *again]
+        sys.stdout.flush()
+        if subprocess.run(report, check=False).returncode:
             print(by_hand)
             return EXIT_FAILURE  # the flags were right
         return status
@@ -214,9 +216,9 @@ class Sweep:
         waiting = record.with_state(WAITING)
         counts = ", ".join(f"{len(record.with_state(state))} {state}" for state in STATES if record.with_state(state))
         print(f"{counted(len(self.points), 'run')} of {plan.length} in {self.out}: {counts}")
-        if not planning.names_data(plan.flags):
+        if not names_data(plan.flags):
             print(
-                f"No --train_file, --dataset_name or --config given: training the preset `{planning.PRESET}` (the"
+                f"No --train_file, --dataset_name or --config given: training the preset `{PRESET}` (the"
                 " sample's text, a BERT of 6 layers with new weights)"
             )
         print(f"Trainer flags: {shlex.join(plan.common_flags())}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hvd_bert.tools.rendering import SHORT
 from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
-from hvd_bert.tools.report.content import SHORT
 
 COMPARISON = (
     "95 % interval: of A - B, by a paired bootstrap of the questions; a difference is clear if it does not contain 0."

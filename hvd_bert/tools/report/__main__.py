@@ -27,12 +27,12 @@ from hvd_bert.errors import UserError, visible
 from hvd_bert.startup import run_command
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost
-from hvd_bert.tools.rendering import counted
+from hvd_bert.tools.rendering import counted, files
+from hvd_bert.tools.rendering.files import CSV_FILES, LATEX, MARKDOWN, PAGE
 from hvd_bert.tools.rendering.page import Listing, Page, Text
-from hvd_bert.tools.report import comparison, content, files, run_page, runs_page, setup
+from hvd_bert.tools.report import comparison, content, run_page, runs_page, setup
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
-from hvd_bert.tools.report.files import CSV_FILES, LATEX, MARKDOWN, PAGE
 from hvd_bert.tools.runs import reading
 from hvd_bert.tools.runs.reading import Excluded
 from hvd_bert.tools.runs.record import Record

@@ -10,11 +10,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hvd_bert.tools.rendering import counted
+from hvd_bert.tools.runs.launching import STRONG
 
 if TYPE_CHECKING:  # numpy
     from hvd_bert.tools.runs.reading import Run
 
-STRONG, WEAK = "strong", "weak"
 EARLY_STEPS = 20
 # Maximum difference of losses, relative to the reference: in the first steps, and in the last quarter.
 EARLY_TOLERANCE, LAST_TOLERANCE = 1e-3, 0.1

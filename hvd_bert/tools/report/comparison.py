@@ -13,7 +13,8 @@ from hvd_bert.config.parser import shortened
 from hvd_bert.config.settings import STRATEGIES
 from hvd_bert.errors import UserError
 from hvd_bert.tools.rendering import counted
-from hvd_bert.tools.report.comparability import STRONG, WEAK, Group, differences, losses_differ
+from hvd_bert.tools.report.comparability import Group, differences, losses_differ
+from hvd_bert.tools.runs.launching import STRONG, WEAK
 from hvd_bert.tools.runs.reading import Excluded, Run
 
 RESAMPLES = 10_000

@@ -8,14 +8,13 @@ from operator import methodcaller
 from typing import Any
 
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.rendering import DASH, counted, number
+from hvd_bert.tools.rendering import DASH, SHORT, counted, number
 from hvd_bert.tools.rendering.page import Grid, Status, latex
 from hvd_bert.tools.report.comparability import EARLY_STEPS, EARLY_TOLERANCE, LAST_TOLERANCE, NATS, Group
 from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, ScalingTable
 from hvd_bert.tools.runs.reading import PROCESS_TIMES, Excluded, Run
 from hvd_bert.tools.runs.record import kept
 
-SHORT = {"exact_match": "EM", "f1": "F1"}  # names of scores in tables
 SPREAD = 0.1  # of the repeats, over their median; a larger spread is a caveat
 SHORT_S = 10.0  # a shorter training is a caveat
 

@@ -10,12 +10,11 @@ import numpy as np
 
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.monitoring import PHASES
-from hvd_bert.tools.rendering import DASH, shown, time_unit
+from hvd_bert.tools.rendering import DASH, SHORT, shown, time_unit
 from hvd_bert.tools.rendering.charts import Chart, Series, finite
+from hvd_bert.tools.rendering.figures import COLOURS
 from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.tools.report.comparability import Group
-from hvd_bert.tools.report.content import SHORT
-from hvd_bert.tools.report.plots import COLOURS
 from hvd_bert.tools.runs.record import Record, kept
 
 Sets = Mapping[str, tuple[int, Sequence[Record]]]  # a curve's name -> its place in the palette, and its runs

@@ -1,8 +1,7 @@
-"""The report's plots, and the style of all plots. Importing this module makes matplotlib draw without a display."""
+"""The report's plots."""
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,43 +12,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hvd_bert.storage.reading import GIB
+from hvd_bert.tools.rendering.figures import COLOURS, STYLE, saved
 from hvd_bert.tools.report.comparison import Compared, ScalingTable
 
-matplotlib.use("Agg")
-
-# The palette of the page's curves (page.css).
-COLOURS = ("#0072b2", "#d55e00", "#00835f", "#b8588f", "#a87400", "#0f93ab", "#757d86")
 IDEAL = "0.45"
-STYLE: Any = {
-    "font.size": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.alpha": 0.3,
-    "lines.markersize": 4,
-    "savefig.dpi": 300,
-    "pdf.fonttype": 42,  # publishers refuse the default, Type 3
-    "svg.hashsalt": "hvd_bert",  # the same runs give the same file
-    "text.parse_math": False,  # a name with dollar signs is no formula
-}
-UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 MARKERS = ("s", "o", "^", "D", "v", "P", "X")
 LINEAR_UP_TO = 8  # times the fewest devices; beyond that the axis is logarithmic
 WIDTH, HEIGHT = 3.4, 2.1  # inches: a column of a paper with two
 LONG_NAME = 16  # characters: longer ones leave no room for the axes
 GAP = 0.095  # between two lines of text, of the height of the axis
-
-
-def png(figure: Figure) -> bytes:
-    """The figure as a PNG file."""
-    return _saved(figure, "png")
-
-
-def _saved(figure: Figure, form: str) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=form, metadata=UNDATED.get(form))
-    return buffer.getvalue()
 
 
 Values = tuple[float, float, float]  # a figure with the ends of its bar
@@ -105,7 +76,7 @@ def panel(table: ScalingTable, name: str, formats: Sequence[str]) -> dict[str, b
             figure.legend(loc="outside lower left", frameon=False)
         else:
             _name(axes, ends)
-        return {form: _saved(figure, form) for form in formats}
+        return {form: saved(figure, form) for form in formats}
 
 
 End = tuple[float, float, str, str]  # of a line: place, value, name and colour

@@ -6,12 +6,12 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from hvd_bert.tools.rendering import DASH, duration, number, shown
+from hvd_bert.tools.rendering import DASH, SHORT, duration, number, shown
+from hvd_bert.tools.rendering.files import FORMATS, PANEL
 from hvd_bert.tools.rendering.page import Block, Details, Grid, Listing, Page, Picture, Text
 from hvd_bert.tools.report import content, parts, plots
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
-from hvd_bert.tools.report.files import FORMATS, PANEL
 from hvd_bert.tools.runs.record import Record, finite_number
 
 LONG = 20  # rows of a table
@@ -88,7 +88,7 @@ def overview(records: Sequence[Record]) -> Grid:
         cells.append(number(finite_number(losses[-1]) if len(losses) else None))
         cells += [number(record.score(name)) for name in scores]
         rows.append(cells)
-    return Grid([*head, *(content.SHORT.get(name, name) for name in scores)], rows, words=3)
+    return Grid([*head, *(SHORT.get(name, name) for name in scores)], rows, words=3)
 
 
 # 97.5 % quantiles of Student's t-distribution for 1, 2, ... degrees of freedom.

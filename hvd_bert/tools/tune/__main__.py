@@ -29,13 +29,11 @@ from hvd_bert.distributed.horovodrun import host_slots
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost, keep_running
-from hvd_bert.tools.bench import launching as launches
-from hvd_bert.tools.bench import points as planning
-from hvd_bert.tools.bench.launching import Launching, Machine
-from hvd_bert.tools.bench.one_run import Watch, exit_status
-from hvd_bert.tools.bench.points import PRESET, Point
-from hvd_bert.tools.bench.record import opened, read_previous, replace
-from hvd_bert.tools.report.comparability import WEAK
+from hvd_bert.tools.runs import launching as launches
+from hvd_bert.tools.runs.launching import WEAK, Launching, Machine, Point
+from hvd_bert.tools.runs.one_run import Watch, exit_status
+from hvd_bert.tools.runs.out_folder import opened, read_previous, replace
+from hvd_bert.tools.runs.trainer_flags import PRESET, check_files, names_data
 
 FILE = "tune.json"
 STEPS, PAIRS, MINUTES = 50, 6, 60
@@ -103,7 +101,7 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
     obstacle = launching.obstacle(point)
     if obstacle or (flags.space == spaces.HOROVOD and point.ranks < 2):
         raise UserError(f"{obstacle or '--ranks 1: a single rank sends nothing. Use 2 or more'}.")
-    planning.check_files(config)
+    check_files(config)
     wanted = [spaces.make_parameter(text, flags.space, common, config, os.environ, point.ranks) for text in texts]
     environ = launching.environment(point, os.environ)
     users = {name: value for name, value in sorted(environ.items()) if name.startswith("HOROVOD_")}
@@ -118,7 +116,7 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
 
     with opened(flags.out, FILE, begin), writing_to("--out", flags.out):
         print(f"{point.ranks} ranks under {launching.launcher(point)}, runs in {flags.out}")
-        if not planning.names_data(rest):
+        if not names_data(rest):
             print(f"warning: {NO_DATA}", file=sys.stderr)
         launching.warn_of_shared_cores([point], config.parallel.num_threads or 1)
         print(f"Without tuning: {' '.join(each.word + spaces.as_text(each.now) for each in wanted)}", flush=True)

@@ -14,8 +14,8 @@ from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import MIB
-from hvd_bert.tools.bench.points import SET_BY_SWEEP, check_own, with_defaults
 from hvd_bert.tools.runs.reading import Run
+from hvd_bert.tools.runs.trainer_flags import SET_BY_SWEEP, check_own, with_defaults
 
 HOROVOD, TRAINING = "horovod", "training"
 Value = int | float | str

@@ -25,10 +25,10 @@ from optuna.visualization import matplotlib as draw
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.storage.reading import convert, parse_json
 from hvd_bert.storage.writing import write_named
-from hvd_bert.tools.bench.record import OTHER_OUT
 from hvd_bert.tools.rendering import DASH
+from hvd_bert.tools.rendering.figures import saved
 from hvd_bert.tools.rendering.page import Code, Grid, Page, Picture, Text
-from hvd_bert.tools.report import plots
+from hvd_bert.tools.runs.out_folder import OTHER_OUT
 from hvd_bert.tools.tune.spaces import Parameter, make_setting
 from hvd_bert.tools.tune.trials import Score, Speed, TrialFailed
 
@@ -162,6 +162,6 @@ def _picture(study: optuna.Study, name: str, plot: Callable[..., Any]) -> Pictur
     with warnings.catch_warnings(), pyplot.rc_context({"savefig.bbox": "tight"}):
         warnings.simplefilter("ignore")  # of few trials, or of equal values
         figure = np.ravel(plot(study, target_name=name))[0].figure
-        png = plots.png(figure)
+        png = saved(figure)
     pyplot.close(figure)
     return Picture(f"{plot.__name__}.png", png, plot.__name__.removeprefix("plot_").replace("_", " "))

@@ -17,11 +17,10 @@ from hvd_bert.config.command_line import override_argv
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.storage.writing import delete
-from hvd_bert.tools.bench.launching import Launching
-from hvd_bert.tools.bench.one_run import LOG, MODEL, Watch, train
-from hvd_bert.tools.bench.points import Point
 from hvd_bert.tools.rendering import counted, percent
 from hvd_bert.tools.runs import reading, record
+from hvd_bert.tools.runs.launching import Launching, Point
+from hvd_bert.tools.runs.one_run import LOG, MODEL, Watch, train
 from hvd_bert.tools.runs.reading import Run
 from hvd_bert.tools.tune.spaces import KNOBS, Setting, divided
 

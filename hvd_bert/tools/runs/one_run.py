@@ -23,9 +23,9 @@ from hvd_bert.distributed.slurm import IN_SWEEP
 from hvd_bert.errors import EXIT_OK, EXIT_STOPPED, visible
 from hvd_bert.startup import run_command
 from hvd_bert.storage.writing import delete, make_folder, writing_to
-from hvd_bert.tools.bench.record import locked
 from hvd_bert.tools.runs import reading
 from hvd_bert.tools.runs.failure import first_failure, read_lines, split_mark
+from hvd_bert.tools.runs.out_folder import locked
 from hvd_bert.tools.runs.reading import Run
 from hvd_bert.tools.runs.record import EVENTS, METRICS, RESULTS
 

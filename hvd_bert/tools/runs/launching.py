@@ -21,10 +21,11 @@ from hvd_bert.distributed.launch import number
 from hvd_bert.distributed.slurm import requested
 from hvd_bert.errors import UserError
 from hvd_bert.machine import PACKAGES, cpu_name, package_version
-from hvd_bert.tools.bench.points import ONE_PROCESS, Point
 from hvd_bert.tools.rendering import counted
 from hvd_bert.version import __version__
 
+STRONG, WEAK = "strong", "weak"  # scaling
+ONE_PROCESS = ("none", "dp")
 LAUNCHERS = ("auto", "horovodrun", "mpirun", "srun", "torchrun", "none")
 RANKS_PER_CORE = 16  # more would only wait, and fill the memory
 TRAIN = (sys.executable, "-m", "hvd_bert.train")
@@ -36,6 +37,38 @@ PROGRAMS = {
     "mpirun": "run `module load openmpi` or `apt-get install openmpi-bin libopenmpi-dev`, then `bash env/setup.sh`",
     "srun": "add the folder of Slurm's commands to PATH",
 }
+
+
+@dataclass(frozen=True)
+class Point:
+    """One training. `ranks`: its processes or, under dp, the GPUs of its one process."""
+
+    strategy: str
+    ranks: int
+    scaling: str
+    repeat: int
+    global_batch: int
+    by_seed: bool = False  # whether `repeat` is the seed of the run
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return f"{self.strategy}-{self.ranks}-{self.scaling}-{self.repeat}"
+
+    @property
+    def setting(self) -> tuple[str, int, str]:
+        """Strategy, ranks and scaling, which its repeats share."""
+        return self.strategy, self.ranks, self.scaling
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that train."""
+        return 1 if self.strategy in ONE_PROCESS else self.ranks
+
+    def __str__(self) -> str:
+        unit = "GPU" if self.strategy == "dp" else "rank"
+        repeat = f"{'seed' if self.by_seed else 'repeat'} {self.repeat}"
+        return f"{self.strategy}, {counted(self.ranks, unit)}, {self.scaling}, {repeat}"
 
 
 @dataclass(frozen=True)
