@@ -17,8 +17,6 @@ from transformers import BertConfig, BertForQuestionAnswering
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
-from hvd_bert.output import run_folder
-from hvd_bert.tasks.base import EvaluationResult
 from hvd_bert.tools.evaluate import __main__ as flags
 from hvd_bert.tools.evaluate import running
 from hvd_bert.training import loop, start
@@ -72,49 +70,41 @@ def settings_of(*words: object) -> list[dict[str, Any]]:
     return [config.as_flat() for config in flags.parse([str(word) for word in words])[1]]
 
 
-def test_settings_and_data_of_the_training_are_the_defaults(make_model):
-    folder = make_model(per_device_eval_batch_size=3, max_eval_samples=2, seed=7, bf16=True)
-    (found,) = settings_of(folder)
-    trained = SETTINGS | {"version_2_with_negative": True, "per_device_eval_batch_size": 3}
-    assert {name: found[name] for name in trained} == trained
-    assert found["validation_file"].endswith("squad.json") and found["model_name_or_path"] == str(folder)
-    assert (found["max_eval_samples"], found["bf16"], found["do_train"]) == (None, False, False)
-    (found,) = settings_of(folder, "--max_seq_length", 50, "--bf16")
-    assert (found["max_seq_length"], found["doc_stride"], found["bf16"]) == (50, 8, True)
-
-
-def test_other_data_do_not_get_the_columns_of_the_trainings_data(make_model):
-    folder = make_model(context_column="passage")
-    (found,) = settings_of(folder)
-    assert found["context_column"] == "passage"
-    for words in (["--validation_file", "f.csv"], ["--dataset_name", "squad"], ["--validation-file=f.csv"]):
-        (found,) = settings_of(folder, *words)
-        assert found["context_column"] == "context"
-        assert not (found["validation_file"] and found["dataset_name"])
-
-
-def test_a_checkpoint_has_the_settings_of_its_folder_and_a_preset_overrides_them(make_model):
-    assert settings_of(make_model() / "checkpoint-3")[0]["max_seq_length"] == 64
-    (found,) = settings_of(make_model("other"), "--config", "sample")
-    assert (found["max_seq_length"], found["config_name"]) == (160, None)
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", SETTINGS | {"per_device_eval_batch_size": 3, "context_column": "passage", "max_eval_samples": None}),
+        ("--max_seq_length=50 --bf16", {"max_seq_length": 50, "doc_stride": 8, "bf16": True}),
+        ("--validation_file f.csv", {"context_column": "context", "validation_file": "f.csv", "dataset_name": None}),
+        ("--dataset_name=squad", {"context_column": "context", "dataset_name": "squad", "validation_file": None}),
+        ("--config sample", {"context_column": "context", "max_seq_length": 160, "config_name": None}),
+    ],
+)
+def test_settings_are_the_trainings_unless_given(make_model, words, expected):
+    folder = make_model(context_column="passage", per_device_eval_batch_size=3, max_eval_samples=2, bf16=True)
+    expected = {"version_2_with_negative": True, "bf16": False, "do_train": False} | expected
+    for model in (folder, folder / "checkpoint-3"):
+        (found,) = settings_of(model, *words.split())
+        assert found.items() >= (expected | {"model_name_or_path": str(model)}).items()
 
 
 def test_compared_models_have_the_same_questions_and_rules(make_model):
-    one = make_model("one")
-    two = make_model(
-        "two", version_2_with_negative=False, max_seq_length=50, validation_file=None, dataset_name="squad"
-    )
-    first, second = settings_of(one, "--compare", two)
-    differing = {name for name in first if first[name] != second[name]}
-    assert differing == {"model_name_or_path", "max_seq_length"}
-    assert (second["max_seq_length"], second["version_2_with_negative"]) == (50, True)
+    others = {"version_2_with_negative": False, "validation_file": None, "dataset_name": "squad", "max_seq_length": 50}
+    first, second = settings_of(make_model("one"), "--compare", two := make_model("two", **others))
+    assert second == first | {"model_name_or_path": str(two), "max_seq_length": 50}
 
 
-def test_wrong_command_lines():
-    with refused("MODEL"):
-        flags.parse(["--validation_file", "f", "model"])
-    with refused("--learning_rate"):
-        flags.parse(["model", "--learning_rate", "1"])
+def test_wrong_command_lines(make_model):
+    model = make_model(train_file="train.json", validation_file=None)
+    data = ["--validation_file", "f"]
+    for named, words in (
+        ("MODEL", [*data, model]),
+        ("--learning_rate", [model, *data, "--learning_rate=1"]),
+        ("--train_file", [model, *data, "--train_file=rows.json"]),
+        ("--validation_file", [model]),  # the training had none
+    ):
+        with refused(named):
+            settings_of(*words)
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1.1", "v2.0"])
@@ -148,24 +138,9 @@ def test_scores_and_files_are_the_trainers(make_model, make_questions, write_squ
     assert {path.name for path in ours.glob("[!.]*")} == files
 
     world.leave()
+    (ours / "eval_null_odds.json").touch()  # of an evaluation by other rules
     loop.run(parse([*words, f"--output_dir={ours}"]), world)
-    assert not list(ours.glob("evaluation.*")), "they would contradict the new scores"
-
-
-def test_files_of_an_earlier_evaluation_are_removed(tmp_path):
-    (tmp_path / "eval_null_odds.json").write_text("{}")
-    files = {"eval_predictions.json": {"q0": "red"}}
-    run_folder.write_evaluation(tmp_path, EvaluationResult({"f1": 60.0}, "", files))
-    found = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
-    assert found == files | {"eval_results.json": {"f1": 60.0}}
-
-
-def test_scores_of_each_file(make_model, make_questions, write_squad, tmp_path):
-    other = write_squad([replace(question, id=f"x{question.id}") for question in make_questions(5)], "b.json")
-    found = evaluated(make_model(validation_file=[f"A={tmp_path}/squad.json", str(other)]))
-    rows = [(row["slice"], row["questions"], row["f1"]) for row in found["slices"]["file"]]
-    of_files = [(name, total, pytest.approx(found["metrics"][f"{name}_f1"])) for name, total in (("A", 12), ("b", 5))]
-    assert rows == of_files and found["data"] == f"{tmp_path}/squad.json, {other}"
+    assert {path.name for path in ours.glob("eval*")} == names | {"eval_config.yaml"}, "others contradict the scores"
 
 
 def test_thresholds_and_mistakes(make_model):
@@ -180,10 +155,15 @@ def test_thresholds_and_mistakes(make_model):
     assert keys == sorted(keys) and all(mistake["exact_match"] == 0 for mistake in mistakes)
 
 
-def test_comparison(make_model, capsys):
-    one, other = make_model("one"), make_model("other", max_seq_length=50)
+def test_comparison(make_model, make_questions, write_squad, tmp_path, capsys):
+    more = write_squad([replace(question, id=f"x{question.id}") for question in make_questions(5)], "b.json")
+    files = [f"A={tmp_path}/squad.json", str(more)]
+    one, other = make_model("one", validation_file=files), make_model("other", max_seq_length=50, validation_file=files)
     scores, results, alone = ("exact_match", "f1"), evaluated(one, "--compare", other), evaluated(other)
-    assert results["compared_metrics"] == alone["metrics"]
+    metrics = results["metrics"]
+    assert results["compared_metrics"] == alone["metrics"] and results["data"] == f"{tmp_path}/squad.json, {more}"
+    of_files = [(name, total, pytest.approx(metrics[f"{name}_f1"])) for name, total in (("A", QUESTIONS), ("b", 5))]
+    assert [(row["slice"], row["questions"], row["f1"]) for row in results["slices"]["file"]] == of_files
     for title, rows in results["slices"].items():
         for row, of_other in zip(rows, alone["slices"][title], strict=True):
             assert {name: row["compared"][name] for name in scores} == {name: of_other[name] for name in scores}
@@ -208,6 +188,8 @@ def test_own_task_has_its_metrics(workdir, capsys):  # noqa: F811
     assert results["slices"] == {} and results["mistakes"] == []
     assert "matthews_correlation" in capsys.readouterr().out
     assert len(json.loads((workdir / "out" / "eval_predictions.json").read_text())["prediction"]) == 12
+    with refused("--validation_file", "--dataset_name", error=CollectiveError):
+        evaluate(workdir / saved(made(files=["--train_file=train.jsonl"])))
 
 
 def test_files_of_others_are_kept(make_model, tmp_path, monkeypatch):
@@ -217,23 +199,8 @@ def test_files_of_others_are_kept(make_model, tmp_path, monkeypatch):
         evaluate(make_model(), "--output_dir", tmp_path)
 
 
-def test_training_without_validation_data(make_model):
-    folder = make_model(train_file="train.json", validation_file=None)
-    with refused(folder, "--validation_file"):
-        flags.parse([str(folder)])
-    assert settings_of(folder, "--validation_file", "dev.json")[0]["validation_file"] == "dev.json"
-
-
-def test_own_task_without_validation_data(workdir):  # noqa: F811
-    with refused("--validation_file", "--dataset_name", error=CollectiveError):
-        evaluate(workdir / saved(made(files=["--train_file=train.jsonl"])))
-
-
 def test_own_task_gets_the_training_file(make_model):
-    """It may read its model's shape, or all its data, from it."""
     trained = make_model("own", task="own_lines:Lines", train_file="rows.json", **UNUSED)
     assert settings_of(trained)[0]["train_file"] == "rows.json"
     first, second = settings_of(trained, "--compare", trained, "--train_file", "other.json")
     assert first["train_file"] == second["train_file"] == "other.json"
-    with refused("--train_file"):
-        settings_of(make_model(), "--train_file", "rows.json")

@@ -1,56 +1,90 @@
-"""Groups of questions: by question word, length of the answer, length of the context."""
+"""Slices of the questions, and whether two models differ on one, against scipy's tests."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_bert.data.sources.questions import Question
-from hvd_bert.tools.evaluate import slices
-from hvd_bert.tools.evaluate.slices import Groups
+from hvd_bert.tools.evaluate.paired import RESAMPLES, interval, mcnemar, verdict
+from hvd_bert.tools.evaluate.slices import slices_of
 
 
 def question(text: str = "?", answers: tuple[str, ...] = ("red",), context: str = "red") -> Question:
     return Question("q", "", context, text, answers, (0,) * len(answers))
 
 
-def listed(groups: Groups) -> dict[str, list[int]]:
-    return {name: members.tolist() for name, members in groups.items()}
+WORDS = ["What is it?", "In what year did Who sing?", "To whom is it?", "How  many are there?", "How long?", "Somehow"]
+ANSWERS = ["a b c d", "a", "", "a b c d e f g h i j k", "a b", "one two three four five", "a b c d e f g h i j"]
 
 
-def test_question_words():
-    words = {
-        "What is it?": "what",
-        "In what year did Who sing?": "what",
-        "To whom does it belong?": "who",
-        "How  many boxes are there?": "how many, how much",
-        "How long is it?": "how",
-        "Whatever the whole somehow shows": "other",
-    }
-    assert {text: slices.question_word(text) for text in words} == words
-
-
-def test_groups_by_answer_length():
-    answers = ["a b c d", "a", "", "a b c d e f g h i j k", "a b", "one two three four five", "a b c d e f g h i j"]
-    questions = [question(answers=(text, "x")) if text else question(answers=()) for text in answers]
-    expected = {"no answer": [2], "1": [1], "2": [4], "4-5": [0, 5], "6-10": [6], "11 or more": [3]}
-    assert listed(slices.by_answer_length(questions)) == expected
-
-
-def test_groups_by_context_length_are_quartiles():
-    contexts = ["w " * length for length in (8, 1, 5, 2, 6, 3, 7, 4)]
-    groups = listed(slices.by_context_length([question(context=context) for context in contexts]))
-    assert groups == {"1-2": [1, 3], "3-4": [5, 7], "5-6": [2, 4], "7-8": [0, 6]}
-    assert listed(slices.by_context_length([question(context="one two")] * 3)) == {"2": [0, 1, 2]}
+@pytest.mark.parametrize(
+    ("title", "questions", "expected"),
+    [
+        (
+            "question word",
+            [question(text) for text in WORDS],
+            {"what": [0, 1], "who": [2], "how many, how much": [3], "how": [4], "other": [5]},
+        ),
+        (
+            "answer length in words",
+            [question(answers=(text, "x") if text else ()) for text in ANSWERS],
+            {"no answer": [2], "1": [1], "2": [4], "4-5": [0, 5], "6-10": [6], "11 or more": [3]},
+        ),
+        (
+            "context length in words",
+            [question(context="w " * length) for length in (8, 1, 5, 2, 6, 3, 7, 4)],
+            {"1-2": [1, 3], "3-4": [5, 7], "5-6": [2, 4], "7-8": [0, 6]},
+        ),
+        ("context length in words", [question(context="one two")] * 3, {"2": [0, 1, 2]}),
+    ],
+)
+def test_slices(title, questions, expected):
+    found = slices_of(questions, {})[title]
+    assert {name: members.tolist() for name, members in found.items()} == expected
 
 
 @given(st.lists(st.builds(question, st.text(), st.just(()) | st.tuples(st.text(min_size=1)), st.text()), min_size=1))
-def test_every_question_is_in_one_group(questions):
-    for groups in (
-        slices.by_question_word(questions),
-        slices.by_answer_length(questions),
-        slices.by_context_length(questions),
-    ):
-        assert all(len(members) for members in groups.values())
-        assert sorted(np.concatenate(list(groups.values())).tolist()) == list(range(len(questions)))
+def test_every_question_is_in_one_slice(questions):
+    for slices in slices_of(questions, {"": range(len(questions)), "a": range(len(questions))}).values():
+        members = [members for name, members in slices.items() if name != "all"] or [slices["all"]]
+        assert sorted(np.concatenate(members).tolist()) == list(range(len(questions))) and all(map(len, members))
+
+
+def scores(model: int, shift: float = 0.0) -> np.ndarray:
+    """F1 in percent of 400 questions, which differs between models on every fourth, by `shift` on average."""
+    common = np.random.default_rng(7).choice([0.0, 40.0, 100 / 3, 100.0], 400)
+    own = np.random.default_rng(model).choice([0.0, 50.0, 200 / 3, 100.0], 400) + shift
+    return np.where(np.arange(400) % 4, common, own)
+
+
+def test_interval_is_scipys():
+    stats = pytest.importorskip("scipy.stats")
+    difference = scores(1, shift=12.0) - scores(2)
+    scipys = stats.bootstrap((difference,), np.mean, method="percentile", n_resamples=RESAMPLES, batch=1000, rng=3)
+    close = pytest.approx(tuple(scipys.confidence_interval), abs=0.08 * scipys.standard_error)  # of the random numbers
+    assert interval(difference) == interval(difference) == close
+
+
+@pytest.mark.parametrize(
+    ("difference", "found"),
+    [
+        (scores(1) - scores(1), "no clear difference"),
+        (scores(1) - scores(2), "no clear difference"),
+        (scores(1, shift=40.0) - scores(2), "A is better"),
+        (scores(1) - scores(2, shift=40.0), "B is better"),
+    ],
+)
+def test_verdict(difference, found):
+    low, high = interval(difference)
+    assert verdict(low, high) == found
+    assert interval(-difference) == (-high, -low) and low <= high  # of swapped models
+
+
+@given(st.integers(0, 1200), st.integers(0, 1200))
+def test_mcnemars_test_is_the_binomial_test(first, second):
+    stats = pytest.importorskip("scipy.stats")
+    expected = stats.binomtest(first, first + second).pvalue if first + second else 1.0
+    assert mcnemar(first, second) == mcnemar(second, first) == pytest.approx(expected, rel=1e-9, abs=1e-250)

@@ -16,13 +16,13 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_bert.config import command_line
 from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.data import ANSWERING, TASKS
+from hvd_bert.config.data import TASKS
 from hvd_bert.config.parser import HELP, Limits, Parser, add_number
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import EXIT_OK, UserError
@@ -41,18 +41,19 @@ def main(world: World) -> None:
     running.run(own, configs, world)
 
 
-ACCEPTED = {name for name, flag in FLAGS.items() if flag.group in ("model", "data", "question-answering")}
-ACCEPTED -= {"model_name_or_path", "train_file", "max_train_samples"}
-ACCEPTED |= {"per_device_eval_batch_size", "bf16", "fp16", "tf32", "deterministic", "cpu_kernels"}
-ACCEPTED |= {"strategy", "num_threads", "output_dir"}
-OWN_TASKS = ("train_file",)  # a task of one's own may read its model's shape, or all its data, from it
+def _of_groups(*groups: str) -> set[str]:
+    return {name for name, flag in FLAGS.items() if flag.group in groups}
 
-# Settings that are taken from the model's training by default. Both models of a comparison have equal `SHARED` ones.
-COLUMNS = ("question_column", "context_column", "answer_column")
-DATA = ("dataset_name", "dataset_config_name", "validation_file", *COLUMNS, "bad_examples")
-RULES = ("task", "version_2_with_negative")
-SHARED = (*DATA, *RULES)
-MODEL = (*RULES, *ANSWERING, "padding", "pad_to_max_length", "per_device_eval_batch_size")
+
+# Settings that are taken from the model's training by default. Two compared models share their data and rules.
+TRAINED = _of_groups("data", "question-answering") - {"train_file", "max_train_samples", "max_eval_samples"}
+TRAINED |= {"per_device_eval_batch_size"}
+DATA = {"dataset_name", "dataset_config_name", "validation_file", "question_column", "context_column", "answer_column"}
+DATA |= {"bad_examples"}
+SHARED = DATA | {"task", "version_2_with_negative"}
+# Flags that the command takes, of other groups those of how and where it computes.
+ACCEPTED = TRAINED | _of_groups("model") - {"model_name_or_path"} | {"max_eval_samples", "output_dir"}
+ACCEPTED |= {"bf16", "fp16", "tf32", "deterministic", "cpu_kernels", "strategy", "num_threads"}
 
 
 def make_parser() -> Parser:
@@ -87,27 +88,26 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     if not argv or argv[0].startswith("-"):
         raise UserError(f"Name the model first: {parser.prog} MODEL [--validation_file FILE].")
     own, words = parser.parse_known_args(argv)
-    others = command_line.given_flags(words) - ACCEPTED
+    trained, given = trained_settings(own.model), command_line.given_flags(words)
     named = command_line.flag_names(words) & {"config", "dataset_name", "validation_file"}
-    trained = trained_settings(own.model)
-    shared: tuple[str, ...] = SHARED
-    names = MODEL if named else (*MODEL, *DATA)
-    configs = [_config(own.model, words, trained, names)]
-    if configs[0].data.task not in TASKS:
-        others, shared = others.difference(OWN_TASKS), (*SHARED, *OWN_TASKS)
-        configs = [_config(own.model, words, trained, (*names, *OWN_TASKS))]
+    defaults, shared, accepted = TRAINED - DATA if named else TRAINED, SHARED, ACCEPTED
+    config = _config(own.model, words, trained, defaults)
+    if config.data.task not in TASKS:  # it may read its model's shape, or all its data, from the training file
+        defaults, shared, accepted = (names | {"train_file"} for names in (defaults, shared, accepted))
+        config = _config(own.model, words, trained, defaults)
     elif trained.get("train_file") and not trained.get("validation_file") and not named:
         raise UserError(f"The training of {own.model} records no validation data. Give --validation_file FILE.")
-    if others:
-        raise UserError(f"--{min(others)} does not concern an evaluation of {own.model}. Remove the flag.")
-    if own.compare:
-        settings = configs[0].as_flat()
-        same = {name: settings[name] for name in shared if settings[name] is not None}
-        configs.append(_config(own.compare, words, trained_settings(own.compare) | same, (*MODEL, *same)))
-    return own, configs
+    for name in sorted(given - accepted):
+        raise UserError(f"--{name} does not concern an evaluation of {own.model}. Remove the flag.")
+    if not own.compare:
+        return own, [config]
+    settings = config.as_flat()
+    same = {name: settings[name] for name in shared if settings[name] is not None}
+    others = trained_settings(own.compare) | same
+    return own, [config, _config(own.compare, words, others, TRAINED - DATA | same.keys())]
 
 
-def _config(model: str, words: list[str], trained: Mapping[str, Any], names: tuple[str, ...]) -> Config:
+def _config(model: str, words: list[str], trained: Mapping[str, Any], names: Set[str]) -> Config:
     defaults = {name: trained[name] for name in names if name in trained}
     return command_line.parse([*words, f"--model_name_or_path={model}", "--no_do_train"], defaults)
 

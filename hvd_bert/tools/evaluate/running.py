@@ -19,9 +19,8 @@ from hvd_bert.storage.writing import check_output, write_named, writing_to
 from hvd_bert.strategies.base import strategy_class
 from hvd_bert.tasks.base import EvaluationResult, Task, load_task
 from hvd_bert.tasks.question_answering import QuestionAnswering
-from hvd_bert.tools.evaluate.page import make_page
-from hvd_bert.tools.evaluate.slices import Scored, mistakes, score_slices, scored
-from hvd_bert.tools.rendering.page import Page
+from hvd_bert.tools.evaluate.evaluation_page import make_page
+from hvd_bert.tools.evaluate.slices import mistakes, score_slices, scored
 from hvd_bert.training.start import set_up
 
 
@@ -40,42 +39,28 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
     for task, config in zip(tasks, configs, strict=True):
         world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | task.fingerprint())
 
-    found = [_evaluate(task, config, world) for task, config in zip(tasks, configs, strict=True)]
+    evaluations = []
+    for task in tasks:
+        place(task.model, world.device)
+        evaluations.append(task.evaluate(task.model))
+        task.model.to(device="cpu")  # frees the GPU's memory for the other model
     folder = output_dir.take_over(configs[0].as_flat(), None, world) if configs[0].train.output_dir else None
     with world.raise_on_all_ranks(EXIT_FAILURE):
         if world.rank == 0:
-            evaluations, scored_models = zip(*found, strict=True)
-            metrics = [evaluation.metrics for evaluation in evaluations]
-            models = [model for model in scored_models if model is not None]
-            results = _results(configs, metrics, models, flags.mistakes)
+            results = _results(configs, tasks, evaluations, flags.mistakes)
             results |= run_folder.environment_facts(configs[0], world)
             page = make_page(results)
             print(page.as_text(), flush=True)
             if folder:
-                _write_folder(folder, evaluations[0], results, page)
+                with writing_to("--output_dir", folder):
+                    files = evaluations[0].files | {"evaluation.json": results}
+                    run_folder.write_evaluation(folder, replace(evaluations[0], files=files))
+                    write_named(folder / "evaluation.html", page.as_html())
+                log.info("%s", run_folder.describe(folder))
             if flags.json:
                 with writing_to("--json", flags.json):
                     path = check_output(flags.json, flags.overwrite)
                     write_named(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-
-
-def _evaluate(task: Task, config: Config, world: World) -> tuple[EvaluationResult, Scored | None]:
-    """What the task returns and, on rank 0 and for question answering, each answer with its scores. A collective."""
-    place(task.model, world.device)
-    evaluation, found = task.evaluate(task.model), None
-    if isinstance(task, QuestionAnswering) and task.dev and world.rank == 0:
-        found = scored(task.dev.questions, evaluation.outputs, task.dev.sets, config.data)
-    task.model.to(device="cpu")  # frees the GPU's memory for the other model
-    return evaluation, found
-
-
-def _write_folder(folder: Path, evaluation: EvaluationResult, results: dict[str, Any], page: Page) -> None:
-    """Write all files to --output_dir. Raises UserError."""
-    with writing_to("--output_dir", folder):
-        files = evaluation.files | {"evaluation.json": results}
-        run_folder.write_evaluation(folder, replace(evaluation, files=files))
-        write_named(folder / "evaluation.html", page.as_html())
-    log.info("%s", run_folder.describe(folder))
 
 
 def _check_outputs(flags: argparse.Namespace, config: Config, world: World) -> None:
@@ -91,23 +76,25 @@ def _check_outputs(flags: argparse.Namespace, config: Config, world: World) -> N
 
 
 def _results(
-    configs: Sequence[Config], metrics: Sequence[dict[str, float]], models: Sequence[Scored], num_mistakes: int
+    configs: Sequence[Config], tasks: Sequence[Task], evaluations: Sequence[EvaluationResult], num_mistakes: int
 ) -> dict[str, Any]:
-    """All results: of the evaluated model, and of the one that it is compared with if there is one.
-
-    `models`: empty for another task than question answering.
-    """
-    data, compared = configs[0].data, len(configs) == 2
-    files = ", ".join(file.path for file in data.files("validation_file"))
-    return {
+    """The content of evaluation.json, of one model or two, without the environment."""
+    data, compared, task = configs[0].data, len(configs) == 2, tasks[0]
+    results: dict[str, Any] = {
         "generator": "hvd_bert.evaluate",
         "model": configs[0].model.model_name_or_path,
         "compared_with": configs[1].model.model_name_or_path if compared else None,
-        "data": files or data.dataset_name or data.task,
-        "metrics": metrics[0],
-        "compared_metrics": metrics[1] if compared else None,
-        "slices": score_slices(models) if models else {},
-        "mistakes": mistakes(models[0], num_mistakes) if models else [],
+        "data": ", ".join(file.path for file in data.files("validation_file")) or data.dataset_name or data.task,
+        "metrics": evaluations[0].metrics,
+        "compared_metrics": evaluations[1].metrics if compared else None,
+        "slices": {},
+        "mistakes": [],
         "settings": configs[0].as_flat(),
         "compared_settings": configs[1].as_flat() if compared else None,
     }
+    if isinstance(task, QuestionAnswering) and task.dev:
+        questions, answers = task.dev.questions, [evaluation.outputs for evaluation in evaluations]
+        models = [scored(questions, *of_model) for of_model in zip(answers, configs, strict=True)]
+        results["slices"] = score_slices(task.dev, models)
+        results["mistakes"] = mistakes(questions, answers[0], models[0], num_mistakes)
+    return results

@@ -3,83 +3,59 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_bert.config.data import DataArguments
+from hvd_bert.config.settings import Config
 from hvd_bert.data.sources.questions import Question
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample
 from hvd_bert.evaluation.squad_metric import question_scores
-from hvd_bert.tasks.question_answering import SCORES
+from hvd_bert.tasks.question_answering import SCORES, QuestionSet
 from hvd_bert.tools.evaluate.paired import interval, mcnemar, verdict
 
 Ids = NDArray[np.int64]
-# Name of the group -> numbers of its questions. No group is empty.
-Groups = dict[str, Ids]
-
+Scores = Mapping[str, NDArray[np.float64]]  # of each question in percent, by the names in SCORES
+ANSWERED = ("with an answer", "without an answer")
 QUESTION_WORDS = ("what", "who", "when", "where", "why", "which", "how many, how much", "how", "other")
 _QUESTION_WORD = re.compile(r"\b(what|who(?:m|se)?|when|where|why|which|how(?: +(?:many|much))?)\b", re.IGNORECASE)
 _ANSWER_LENGTHS = {"no answer": -1, "1": 1, "2": 2, "3": 3, "4-5": 5, "6-10": 10, "11 or more": np.inf}  # -> maximum
 
 
-@dataclass(frozen=True)
-class Scored:
-    """The questions and a model's answers. `scores`: of each question in percent, by the names in SCORES.
-    `sets`: of several files, the questions of each by its name."""
-
-    questions: Sequence[Question]
-    answers: Sequence[Answer]
-    scores: Mapping[str, NDArray[np.float64]]
-    sets: Mapping[str, range]
-
-
-def scored(
-    questions: Sequence[Question], answers: Sequence[Answer], sets: Mapping[str, range], data: DataArguments
-) -> Scored:
-    """The answers with their scores, whose means are the metrics of the evaluation."""
+def scored(questions: Sequence[Question], answers: Sequence[Answer], config: Config) -> Scores:
+    """The scores of each answer, whose means are the metrics of the evaluation."""
     found = []
     for question, answer in zip(questions, answers, strict=True):
-        if answer.null_odds is not None and answer.null_odds > data.null_score_diff_threshold:
+        if answer.null_odds is not None and answer.null_odds > config.data.null_score_diff_threshold:
             found.append((float(not question.answer_texts),) * 2)  # the official script does not look at the texts
         else:
-            found.append(question_scores(question, answer.text, data.version_2_with_negative))
-    return Scored(questions, answers, dict(zip(SCORES, 100 * np.array(found).T, strict=True)), sets)
+            found.append(question_scores(question, answer.text, config.data.version_2_with_negative))
+    return dict(zip(SCORES, 100 * np.array(found).T, strict=True))
 
 
-def score_slices(models: Sequence[Scored]) -> dict[str, list[dict[str, Any]]]:
-    """The scores of one model, or of two, of all questions and of groups of them."""
-    questions = models[0].questions
-    groups = {
-        "questions": by_answer(questions),
-        "file": {name: np.array(part) for name, part in models[0].sets.items() if name},
-        "question word": by_question_word(questions),
-        "answer length in words": by_answer_length(questions),
-        "context length in words": by_context_length(questions),
-    }
+def score_slices(dev: QuestionSet, models: Sequence[Scores]) -> dict[str, list[dict[str, Any]]]:
+    """Title -> a row per slice of the questions, with the scores of one model or of two."""
     return {
-        title: [{"slice": name} | _row(models, members) for name, members in parts.items()]
-        for title, parts in groups.items()
-        if parts
+        title: [{"slice": name} | _row(models, members) for name, members in slices.items()]
+        for title, slices in slices_of(dev.questions, dev.sets).items()
+        if slices
     }
 
 
-def _row(models: Sequence[Scored], members: Ids) -> dict[str, Any]:
-    first, *others = ({name: model.scores[name][members] for name in SCORES} for model in models)
+def _row(models: Sequence[Scores], members: Ids) -> dict[str, Any]:
+    """The scores of a slice and, of two models, whether they differ (docs/guides/evaluating.md)."""
+    first, *others = ({name: scores[name][members] for name in SCORES} for scores in models)
     row = {"questions": len(members)} | {name: float(values.mean()) for name, values in first.items()}
-    return row | (compare(first, others[0]) if others else {})
-
-
-def compare(first: Mapping[str, NDArray[np.float64]], second: Mapping[str, NDArray[np.float64]]) -> dict[str, Any]:
-    """A second model's scores of the same questions, and whether the two models differ (docs/guides/evaluating.md)."""
+    if not others:
+        return row
+    second = others[0]
     right, other_right = (scores["exact_match"] == 100 for scores in (first, second))
     only_right, only_other = int((right & ~other_right).sum()), int((other_right & ~right).sum())
     limits = {name: interval(values - second[name]) for name, values in first.items()}
-    return {
+    return row | {
         "compared": {name: float(values.mean()) for name, values in second.items()},
         "interval": limits,
         "verdict": {name: verdict(*low_high) for name, low_high in limits.items()},
@@ -89,16 +65,34 @@ def compare(first: Mapping[str, NDArray[np.float64]], second: Mapping[str, NDArr
     }
 
 
-def mistakes(model: Scored, count: int) -> list[dict[str, Any]]:
+def mistakes(
+    questions: Sequence[Question], answers: Sequence[Answer], scores: Scores, count: int
+) -> list[dict[str, Any]]:
     """The `count` worst wrong answers: the lowest F1 first, and of equal ones the highest probability."""
     found = [
-        sample(model.questions[i], model.answers[i]) | {name: float(model.scores[name][i]) for name in SCORES}
-        for i in np.flatnonzero(model.scores["exact_match"] < 100).tolist()
+        sample(questions[i], answers[i]) | {name: float(scores[name][i]) for name in SCORES}
+        for i in np.flatnonzero(scores["exact_match"] < 100).tolist()
     ]
     return sorted(found, key=lambda mistake: (mistake["f1"], -mistake["probability"]))[:count]
 
 
-def question_word(question: str) -> str:
+def slices_of(questions: Sequence[Question], sets: Mapping[str, range]) -> dict[str, dict[str, Ids]]:
+    """Title -> name of a slice -> numbers of its questions. No slice is empty. `sets`: the questions of each file."""
+    answered = _by_label([ANSWERED[not question.answer_texts] for question in questions], ANSWERED)
+    return {
+        "questions": {"all": np.arange(len(questions))} | (answered if len(answered) > 1 else {}),
+        "file": {name: np.array(part) for name, part in sets.items() if name},
+        "question word": _by_label([_question_word(question.question) for question in questions], QUESTION_WORDS),
+        "answer length in words": _by_label([_answer_length(question) for question in questions], _ANSWER_LENGTHS),
+        "context length in words": _by_quartile(np.array([len(question.context.split()) for question in questions])),
+    }
+
+
+def _by_label(labels: Sequence[str], order: Iterable[str]) -> dict[str, Ids]:
+    return {name: np.flatnonzero(np.array(labels) == name) for name in order if name in labels}
+
+
+def _question_word(question: str) -> str:
     """The first question word in an English question, as in `QUESTION_WORDS`."""
     found = _QUESTION_WORD.search(question)
     word = " ".join(found[0].lower().split()) if found else "other"
@@ -107,37 +101,17 @@ def question_word(question: str) -> str:
     return "how many, how much" if word.startswith("how ") else word
 
 
-def by_answer(questions: Sequence[Question]) -> Groups:
-    """All questions, and if there are both those with and without an answer."""
-    kinds = _groups([int(not question.answer_texts) for question in questions], ("with an answer", "without an answer"))
-    return {"all": np.arange(len(questions))} | (kinds if len(kinds) > 1 else {})
+def _answer_length(question: Question) -> str:
+    """The length of the first gold answer, as in `_ANSWER_LENGTHS`."""
+    length = len(question.answer_texts[0].split()) if question.answer_texts else -1
+    return next(name for name, maximum in _ANSWER_LENGTHS.items() if length <= maximum)
 
 
-def by_question_word(questions: Sequence[Question]) -> Groups:
-    """Groups by the first question word."""
-    return _groups([QUESTION_WORDS.index(question_word(question.question)) for question in questions], QUESTION_WORDS)
-
-
-def by_answer_length(questions: Sequence[Question]) -> Groups:
-    """Groups by the length of the first gold answer in words."""
-    lengths = [len(question.answer_texts[0].split()) if question.answer_texts else -1 for question in questions]
-    return _groups(np.searchsorted([*_ANSWER_LENGTHS.values()], lengths), [*_ANSWER_LENGTHS])
-
-
-def by_context_length(questions: Sequence[Question]) -> Groups:
-    """Up to four groups of about the same size, by the length of the context in words."""
-    lengths = np.array([len(question.context.split()) for question in questions])
-    quartiles = np.unique(np.quantile(lengths, (0.25, 0.5, 0.75), method="lower"))
-    parts = np.searchsorted(quartiles, lengths)
-    groups = {}
-    for part in np.unique(parts):
-        members = np.flatnonzero(parts == part)
-        shortest, longest = lengths[members].min(), lengths[members].max()
-        groups[f"{shortest}-{longest}" if shortest < longest else f"{shortest}"] = members
+def _by_quartile(lengths: Ids) -> dict[str, Ids]:
+    """Up to four groups of about the same size, from the lowest lengths to the highest."""
+    groups, previous = {}, -1
+    for longest in np.unique(np.quantile(lengths, (0.25, 0.5, 0.75, 1), method="lower")).tolist():
+        members = np.flatnonzero((previous < lengths) & (lengths <= longest))
+        shortest, previous = lengths[members].min(), longest
+        groups[f"{shortest}-{longest}" if shortest < longest else f"{longest}"] = members
     return groups
-
-
-def _groups(numbers: Sequence[int] | NDArray[np.int64], names: Sequence[str]) -> Groups:
-    """The elements by the number of their name, in the order of the names."""
-    members = {name: np.flatnonzero(np.array(numbers) == number) for number, name in enumerate(names)}
-    return {name: found for name, found in members.items() if len(found)}

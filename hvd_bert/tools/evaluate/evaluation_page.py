@@ -1,4 +1,4 @@
-"""The results of an evaluation as a page."""
+"""The results of an evaluation as a page: tables of scores, and the worst mistakes."""
 
 from __future__ import annotations
 
@@ -16,37 +16,34 @@ THRESHOLDS = (
     "The best scores that another --null_score_diff_threshold would give on these questions. Choose it on other"
     " questions than those whose scores you report."
 )
+BEST = {"exact_match": "best_exact", "f1": "best_f1"}  # metric -> its best value
 
 
 def make_page(results: dict[str, Any]) -> Page:
     """The page of evaluation.json's content."""
-    other = results["compared_with"]
+    other, slices = results["compared_with"], results["slices"]
     page = Page(f"Evaluation of {results['model']}" + (f" (A) and {other} (B)" if other else ""))
     models = [metrics for metrics in (results["metrics"], results["compared_metrics"]) if metrics]
     losses = " and ".join(f"{metrics['eval_loss']:.4f}" for metrics in models)
-    unit = " EM and F1 are in percent." if results["slices"] else ""
+    unit = " EM and F1 are in percent." if slices else ""
     page.add(Text(f"Data: {results['data']}. Validation loss: {losses}.{unit}"), Text("Scores", 2))
-    names = ("A", "B") if other else ("",)
-    if not results["slices"]:  # another task than question answering
+    if not slices:  # another task than question answering
         rows = [[name, *(f"{metrics[name]:.4f}" for metrics in models)] for name in models[0]]
-        page.add(Grid(["Metric", *(names if other else ("value",))], rows))
-    else:
-        overall, *slices = (_scores(title, rows) for title, rows in results["slices"].items())
-        differences = _differences(results["slices"]["questions"][0]) if other else ()
-        page.add(overall, *differences, Text("Scores by kind of question", 2), *slices)
+        page.add(Grid(["Metric", *("AB" if other else ["value"])], rows))
+        return page
+    first, *others = (_scores(title, rows) for title, rows in slices.items())
+    page.add(first)
+    if other:
+        row = slices["questions"][0]
+        em, f1 = (row["verdict"][name] for name in SHORT)
+        verdicts = [f"EM: {em} (McNemar's exact test: p = {row['mcnemar_p']:.2g}).", f"F1: {f1}."]
+        page.add(Listing(verdicts), Text(COMPARISON))
+    page.add(Text("Scores by kind of question", 2), *others)
     if "best_f1" in models[0]:
-        thresholds = [row for name, metrics in zip(names, models, strict=True) for row in _thresholds(name, metrics)]
-        head = [*(["Model"] if other else []), "Score", "now", "best", "threshold of the best"]
-        page.add(Text("Thresholds for no answer", 2), Text(THRESHOLDS), Grid(head, thresholds, words=len(head) - 3))
+        page.add(Text("Thresholds for no answer", 2), Text(THRESHOLDS), _thresholds(models))
     if results["mistakes"]:
         page.add(Text("Worst mistakes of A" if other else "Worst mistakes", 2), *_mistakes(results["mistakes"]))
     return page
-
-
-def _differences(row: dict[str, Any]) -> tuple[Listing, Text]:
-    """Whether the two models differ, from the row of all questions."""
-    em, f1 = (row["verdict"][name] for name in SHORT)
-    return Listing([f"EM: {em} (McNemar's exact test: p = {row['mcnemar_p']:.2g}).", f"F1: {f1}."]), Text(COMPARISON)
 
 
 def _scores(title: str, rows: Sequence[dict[str, Any]]) -> Grid:
@@ -55,37 +52,38 @@ def _scores(title: str, rows: Sequence[dict[str, Any]]) -> Grid:
     if "compared" not in rows[0]:
         cells = [[row["slice"], f"{row['questions']:,}", *(f"{row[name]:.2f}" for name in SHORT)] for row in rows]
         return Grid([first, "count", *SHORT.values()], cells)
-    both = title == "questions"
     cells = [
         [
-            *(row["slice"], *([short] if both else []), f"{row['questions']:,}"),
+            *(row["slice"], SHORT[name], f"{row['questions']:,}"),
             *(f"{row[name]:.2f}", f"{row['compared'][name]:.2f}", f"{row[name] - row['compared'][name]:+.2f}"),
             "{:+.2f} to {:+.2f}".format(*row["interval"][name]),
             *(f"{row['only_right']:,}", f"{row['only_compared_right']:,}"),
         ]
         for row in rows
-        for name, short in SHORT.items()
-        if both or name == "f1"
+        for name in (SHORT if title == "questions" else ["f1"])
     ]
-    head = ["score", "count", "A", "B"] if both else ["count", "F1 of A", "F1 of B"]
-    return Grid([first, *head, "A - B", "95 % interval", "only A", "only B"], cells, words=2 if both else 1)
+    return Grid([first, "score", "count", "A", "B", "A - B", "95 % interval", "only A", "only B"], cells, words=2)
 
 
-def _thresholds(name: str, metrics: dict[str, float]) -> Iterator[list[str]]:
+def _thresholds(models: Sequence[dict[str, float]]) -> Grid:
     """The best thresholds, with as many digits as it takes to reproduce the best scores."""
-    for best, now in (("best_exact", "exact_match"), ("best_f1", "f1")):
-        scores = [SHORT[now], f"{metrics[now]:.2f}", f"{metrics[best]:.2f}", repr(metrics[f"{best}_thresh"])]
-        yield [name, *scores] if name else scores
+    rows = [
+        [SHORT[name] + model, f"{metrics[name]:.2f}", f"{metrics[best]:.2f}", repr(metrics[f"{best}_thresh"])]
+        for model, metrics in zip((" of A", " of B") if len(models) > 1 else ("",), models, strict=True)
+        for name, best in BEST.items()
+    ]
+    return Grid(["Score", "now", "best", "threshold of the best"], rows)
 
 
 def _mistakes(mistakes: Sequence[dict[str, Any]]) -> Iterator[Text | Listing]:
     for number, mistake in enumerate(mistakes, start=1):
+        expected, predicted = " | ".join(mistake["answers"]), mistake["prediction"]
+        likely = f"probability {mistake['probability']:.2f}, F1 {mistake['f1']:.0f}"
         yield Text(f"{number}. {mistake['question']}")
         yield Listing(
             [
-                f"expected: {' | '.join(mistake['answers']) or '(no answer)'}",
-                f"predicted: {mistake['prediction'] or '(no answer)'} (probability {mistake['probability']:.2f},"
-                f" F1 {mistake['f1']:.0f})",
+                f"expected: {expected or '(no answer)'}",
+                f"predicted: {predicted or '(no answer)'} ({likely})",
                 f"context: {mistake['context']}",
             ]
         )
