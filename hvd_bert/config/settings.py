@@ -136,7 +136,7 @@ class ProfilingArguments:
     )
     timeline_steps: str = _profiling("11:30", "First and last step to record, both included.", metavar="FIRST:LAST")
     profile: bool = _profiling(
-        False, "Record --timeline_steps with torch's profiler: trace.json.gz of all ranks in --output_dir."
+        False, "Record --timeline_steps with torch's profiler: trace/rank-N.json.gz per rank in --output_dir."
     )
     peak_tflops: float | None = _profiling(
         None,

@@ -7,37 +7,21 @@ Horovod can start a timeline during training only if HOROVOD_TIMELINE=DYNAMIC wa
 from __future__ import annotations
 
 import errno
-import gzip
 import json
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain, pairwise
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import distributed
+from torch.profiler import ProfilerAction, profile, record_function
 
 from hvd_bert.config.settings import ProfilingArguments
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError, log
-from hvd_bert.storage.writing import check_folder, is_special, make_folder, replacing, writing_to
+from hvd_bert.storage.writing import check_folder, delete, is_special, make_folder, write_named, writing_to
 
-TRACE = "trace.json.gz"
-_PHASE_ROW = 0  # a row number that no thread has
-
-
-@dataclass
-class RankTrace:
-    """The recording of a rank. `laps`: the start, then the end of each phase, in ns since 1970. `packed`: torch's
-    trace, gzipped."""
-
-    rank: int
-    host: str
-    laps: Sequence[tuple[str, int]]
-    packed: bytes
+TRACE = "trace"  # the folder of the traces; Holistic Trace Analysis reads all files in it
 
 
 class Recording:
@@ -54,8 +38,7 @@ class Recording:
         self.steps = range(wanted.start, min(wanted.stop, total_steps + 1))
         self.file = Path(config.timeline) if config.timeline else None  # Horovod's timeline
         self.running = False
-        self.profiler: torch.profiler.profile | None = None
-        self.laps: list[tuple[str, int]] = []
+        self.profiler: profile | None = None
         with world.raise_on_all_ranks():
             if wanted and not self.steps:
                 flag = f"--timeline_steps {self.config.timeline_steps}"
@@ -69,26 +52,28 @@ class Recording:
 
     def before(self, step: int) -> None:
         """Call before step `step` (1, 2, ...). A collective before the first step to record."""
+        if self.running and self.profiler:
+            self.profiler.step()
         if self.running or step not in self.steps:
             return
         self.running, self.steps = True, range(step, self.steps[-1] + 1)
         if self.config.profile:
-            self.profiler = torch.profiler.profile()
+            self.profiler = profile(schedule=lambda _: ProfilerAction.RECORD)  # a schedule marks the steps
             self.profiler.start()
+            self.meter.annotate = record_function
+            if not distributed.is_initialized():  # else torch has added it
+                info = {"rank": self.world.rank, "world_size": self.world.size}
+                self.profiler.add_metadata_json("distributedInfo", json.dumps(info))
         if self.file and self.world.rank == 0:
             with suppress(OSError):  # then the file is missing later
                 make_folder(self.file.parent)
             self.world.start_timeline(self.file)
         self.world.allgather(None)  # no rank sends a gradient before rank 0 records it
         self.meter.lap("other")
-        if self.profiler:
-            started_ns = time.time_ns() - time.perf_counter_ns()  # the clock may be set back meanwhile
-            self.laps.append(("", started_ns + time.perf_counter_ns()))
-            self.meter.on_lap = lambda phase: self.laps.append((phase, started_ns + time.perf_counter_ns()))
 
     def _stop(self) -> None:
         self.running = False
-        self.meter.on_lap = None
+        self.meter.annotate = nullcontext
         if self.file and self.world.rank == 0:
             self.world.stop_timeline()
         if self.profiler:
@@ -106,30 +91,38 @@ class Recording:
         elif self.file:
             log.info("Horovod's timeline of %s: %s. To analyze it: hvd-bert timeline %s", steps, *[self.file] * 2)
         if self.profiler:
-            traces = [trace for trace in self.world.gather(self._my_trace()) if trace]
-            if self.world.rank == 0:
-                try:
-                    write_trace(path := folder / TRACE, traces)
-                except (OSError, ValueError) as error:
-                    log.warning("The trace of %s could not be written: %s. Training continues.", steps, error)
-                else:
-                    log.info("Trace of all ranks in %s: %s, for ui.perfetto.dev or chrome://tracing", steps, path)
+            self._write_traces(folder / TRACE, steps)
         self.profiler = None
 
-    def _my_trace(self) -> RankTrace | None:
-        """This rank's trace; None if it could not be written, as training continues without it."""
+    def _write_traces(self, folder: Path, steps: str) -> None:
+        """Write the trace of each rank on rank 0, which may be the only one that can. A collective."""
+        traces = self.world.gather(self._my_trace())
+        if self.world.rank == 0:
+            try:
+                delete(folder)  # an earlier start may have had more ranks
+                folder.mkdir()
+                for rank, trace in enumerate(traces):
+                    if trace:
+                        write_named(folder / f"rank-{rank}.json.gz", trace)
+            except (OSError, ValueError) as error:
+                log.warning("The traces of %s could not be written: %s. Training continues.", steps, error)
+            else:
+                log.info("Traces of %s, one per rank, for ui.perfetto.dev: %s", steps, folder)
+
+    def _my_trace(self) -> bytes:
+        """This rank's trace, gzipped; empty if it could not be written, as training continues without it."""
         assert self.profiler is not None
         try:
             with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "trace.json"
+                path = Path(folder) / "trace.json.gz"
                 self.profiler.export_chrome_trace(str(path))
-                return RankTrace(self.world.rank, self.world.host, self.laps, gzip.compress(path.read_bytes(), 1))
+                return path.read_bytes()
         except (OSError, RuntimeError) as error:
-            log.warning("The trace lacks this rank: %s", error)
-            return None
+            log.warning("The trace of this rank is missing: %s", error)
+            return b""
 
     def close(self) -> None:
-        """Close an unfinished recording when the training ends. Not a collective, so there is no trace of all ranks."""
+        """Close an unfinished recording when the training ends. Not a collective, so there are no traces."""
         if not self.running:
             return
         self._stop()
@@ -146,36 +139,3 @@ def _check_file(path: Path, replaces: bool) -> None:
             if not replaces:
                 raise FileExistsError(errno.EEXIST, "it exists: name another file, or add --overwrite_output_dir")
             path.open("ab").close()
-
-
-# The trace, for Perfetto and chrome://tracing: a process per rank, by its host's clock, with a row of the phases of its
-# steps and torch's rows of its threads and GPU streams. The format: Google, Trace Event Format, 2016.
-
-
-def write_trace(path: Path, ranks: Sequence[RankTrace]) -> None:
-    """Write the gzipped trace. Raises OSError."""
-    start_ns = min(trace.laps[0][1] for trace in ranks)
-    events = chain.from_iterable(_events(trace, start_ns) for trace in ranks)
-    with replacing(path) as partial, gzip.open(partial, "wt", compresslevel=6, encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n' + json.dumps(next(events)))
-        file.writelines(",\n" + json.dumps(event) for event in events)
-        file.write("\n]}\n")
-
-
-def _events(trace: RankTrace, start_ns: int) -> Iterator[dict[str, Any]]:
-    """All events of a rank, with `ts` in us since `start_ns`."""
-    own = {"pid": trace.rank + 1, "tid": _PHASE_ROW}  # Perfetto treats process 0 as the idle one
-    for kind, name in (("process", f"rank {trace.rank} on {trace.host}"), ("thread", "phases of the step")):
-        yield own | {"ph": "M", "name": f"{kind}_name", "args": {"name": name}}
-    for (_, since), (phase, now) in pairwise(trace.laps):
-        span = {"ph": "X", "name": phase, "cat": "phase", "ts": (since - start_ns) / 1000, "dur": (now - since) / 1000}
-        yield own | span
-    whole = json.loads(gzip.decompress(trace.packed))
-    shift_us = (whole.get("baseTimeNanoseconds", 0) - start_ns) / 1000
-    for event in whole["traceEvents"]:
-        kept = event["ph"] != "M" or event["name"] == "thread_name"
-        if not kept or not isinstance(event["pid"], int):  # the profiler's own marks have a name as pid
-            continue
-        if "id" in event:  # an arrow's id is unique only within a rank
-            event["id"] = f"{trace.rank}.{event['id']}"
-        yield event | {"pid": own["pid"], "ts": round(event["ts"] + shift_us, 3)}

@@ -36,7 +36,8 @@ RUN_FILES = (
     "metrics.jsonl",
     "events.jsonl",
     "gpu_usage.jsonl",
-    "trace.json.gz",
+    "trace",
+    "trace.json.gz",  # of earlier versions
     "tb",
     "wandb",
     "tracking.json",

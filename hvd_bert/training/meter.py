@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -119,7 +119,7 @@ class Meter:
         """`separates_comm`: whether "exposed_comm" can be told from "compute". If not, it counts as "compute"."""
         self.world = world
         self.phases = tuple(phase for phase in PHASES if separates_comm or phase != "exposed_comm")
-        self.on_lap: Callable[[str], None] | None = None  # set while steps are recorded
+        self.annotate: Callable[[str], AbstractContextManager[Any]] = nullcontext  # marks a phase for a profiler
         self.on_step: Callable[[float, float], None] | None = None
         self.on_applied: Callable[[], object] | None = None
         self.last_step = self.skipped_steps = self._skipped_before = 0
@@ -144,20 +144,24 @@ class Meter:
     def lap(self, phase: str) -> None:
         """End `phase`, one of PHASES: it has lasted since the previous lap."""
         self._stopwatch.lap(phase)
-        if self.on_lap:
-            self.on_lap(phase)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Around the code of phase `name`. Phases leave no gaps: each starts where the previous one ended."""
         outer, self._phase = self._phase, name
-        yield
+        with self.annotate(name):
+            yield
         self.lap(self._phase)
         self._phase = outer
 
     def timed(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
         """Yield the items. Waiting for each is `phase`."""
-        for item in items:
+        left = iter(items)
+        while True:
+            with self.annotate(phase):
+                item = next(left, None)
+            if item is None:
+                return
             self.lap(phase)
             yield item
 
