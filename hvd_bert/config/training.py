@@ -21,10 +21,10 @@ SCHEDULES = [
 ]
 
 REDUCE_OVERHEAD = "reduce-overhead"  # of torch.compile's modes
-# --report_to: the name of a package -> the class that writes for it.
+# --report_to: the name of a package -> the class that writes for it, and its files in the output folder.
 REPORTERS = {
-    "tensorboard": "hvd_bert.output.reporters.tensorboard:TensorBoard",
-    "wandb": "hvd_bert.output.reporters.wandb:Wandb",
+    "tensorboard": ("hvd_bert.output.reporters.tensorboard:TensorBoard", ["tb"]),
+    "wandb": ("hvd_bert.output.reporters.wandb:Wandb", ["wandb", "tracking.json"]),
 }
 
 _training = partial(flag, "training")

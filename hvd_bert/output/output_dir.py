@@ -23,7 +23,7 @@ from hvd_bert.config.settings import save
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError, log
 from hvd_bert.output import card
-from hvd_bert.output.run_folder import OF_EVALUATION, RUN_FILES
+from hvd_bert.output.run_folder import OF_EVALUATION, REPORTED, RUN_FILES
 from hvd_bert.storage import locks, writing
 from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import open_regular, parse_json
@@ -95,8 +95,7 @@ def _replaces(trains: bool, name: str) -> bool:
     """Whether the run may replace or remove a file of this name in its folder."""
     if trains:
         return name in RUN_FILES or files.is_checkpoint(name)
-    records = ("metrics.jsonl", "events.jsonl", "tb", "wandb", "tracking.json")
-    return name in (*fnmatch.filter(RUN_FILES, "eval*"), *records)
+    return name in (*fnmatch.filter(RUN_FILES, "eval*"), "metrics.jsonl", "events.jsonl", *REPORTED)
 
 
 def _entries(folder: Path) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from hvd_bert.config.settings import Config
+from hvd_bert.config.training import REPORTERS
 from hvd_bert.distributed.mpi import library_name
 from hvd_bert.distributed.world import World
 from hvd_bert.machine import PACKAGES, cpu_name, host_facts, package_version
@@ -23,6 +24,7 @@ from hvd_bert.storage.writing import delete, partial_path, write_json
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.version import __version__
 
+REPORTED = [file for _, files in REPORTERS.values() for file in files]
 # All files that a run may write (docs/reference/output-files.md). --overwrite_output_dir removes them.
 RUN_FILES = (
     "train_results.json",
@@ -38,9 +40,7 @@ RUN_FILES = (
     "gpu_usage.jsonl",
     "trace",
     "trace.json.gz",  # of earlier versions
-    "tb",
-    "wandb",
-    "tracking.json",
+    *REPORTED,
     "checkpoint-*",
     "latest",
     "train_config.yaml",

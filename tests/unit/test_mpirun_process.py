@@ -14,6 +14,8 @@ from pathlib import Path
 import processes
 import pytest
 
+from hvd_bert.errors import EXIT_STOPPED
+
 pytestmark = pytest.mark.slow
 pytest.importorskip("horovod.runner.mpirun_process", reason="env/build_horovod.sh has not built this Horovod")
 if shutil.which("mpirun") is None:
@@ -55,7 +57,7 @@ def parent(process_id: int) -> int:
 
 
 @contextmanager
-def started(signals: int, status: int = 75, **streams: int) -> Iterator[Started]:
+def started(signals: int, status: int = EXIT_STOPPED, **streams: int) -> Iterator[Started]:
     """A horovodrun whose only rank ends with `status` after a number of signals."""
     rank = [sys.executable, "-c", RANK, str(signals), str(status)]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -75,7 +77,7 @@ def test_ranks_get_a_signal_that_lets_them_save(number: signal.Signals) -> None:
     with started(1) as process:
         process.send_signal(number)
         assert process.lines() == ["SIGUSR1"]
-    assert process.returncode == (75 if number != signal.SIGHUP else -number)
+    assert process.returncode == (EXIT_STOPPED if number != signal.SIGHUP else -number)
 
 
 def test_signal_is_repeated_after_a_kill() -> None:
@@ -106,12 +108,12 @@ def test_signal_before_the_ranks_save_is_the_status(number: str, passed: str, st
     assert process.returncode == 128 + signal.Signals[number]
 
 
-@pytest.mark.parametrize("status", [75, 1])
+@pytest.mark.parametrize("status", [EXIT_STOPPED, 1])
 def test_what_mpirun_says_of_a_stop_is_shown_if_it_failed(status: int) -> None:
     with started(1, status, stderr=subprocess.PIPE) as process:
         process.send_signal(signal.SIGINT)
         assert process.lines() == ["SIGUSR2"]
-        assert process.stderr and ("exited with non-zero status" in process.stderr.read()) == (status != 75)
+        assert process.stderr and ("exited with non-zero status" in process.stderr.read()) == (status != EXIT_STOPPED)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGKILL])
@@ -119,4 +121,4 @@ def test_ranks_save_if_the_process_between_is_signalled(number: signal.Signals) 
     with started(1) as process:
         os.kill(process.between, number)
         assert process.lines() == ["SIGUSR1"]
-    assert process.returncode == (75 if number != signal.SIGKILL else 128 + number)
+    assert process.returncode == (EXIT_STOPPED if number != signal.SIGKILL else 128 + number)

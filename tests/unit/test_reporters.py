@@ -23,6 +23,7 @@ from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters import base as base_module
 from hvd_bert.output.reporters.tensorboard import TensorBoard
+from hvd_bert.output.run_folder import RUN_FILES
 
 NASTY = "<script>alert(1)</script> & *bold* _it_ `code` [x](javascript:y) | a\n\n# heading\n\n    code &lt;"
 
@@ -35,6 +36,8 @@ def train_and_resume(base: list[str], out: Path, name: str) -> None:  # noqa: F8
     (out / "train_results.json").unlink()
     shutil.rmtree(out / "checkpoint-3")
     train(base, *flags, "--per_device_eval_batch_size", "4")
+    written = {path.name for path in out.glob("[!.]*")}
+    assert {*base_module.REPORTERS[name][1]} <= written <= {*RUN_FILES, "checkpoint-2", "checkpoint-3"}
 
 
 def logged(out: Path) -> dict[tuple[int, str], float]:
@@ -113,7 +116,7 @@ def test_unknown_reporters_are_refused(value):
 
 @pytest.mark.parametrize("folder", [False, True], ids=["nothing", "a folder of that name"])
 def test_missing_package(base: list[str], tmp_path, monkeypatch, folder: bool):  # noqa: F811
-    monkeypatch.setitem(base_module.REPORTERS, "no_such_package", "none")
+    monkeypatch.setitem(base_module.REPORTERS, "no_such_package", ("none", []))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     if folder:

@@ -51,9 +51,9 @@ def check_reporters(names: Sequence[str]) -> None:
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # wandb's own output, a folder of its name, has no origin
             raise UserError(f"--report_to {name}: the package {name} is not installed. Run `pip install .[{name}]`.")
-        resolve_name(REPORTERS[name]).check()
+        resolve_name(REPORTERS[name][0]).check()
 
 
 def open_reporters(names: Sequence[str], folder: Path) -> list[Reporter]:
     """Start the reporters of a run. Raises OSError if a file cannot be written, and UserError if a library refuses."""
-    return [resolve_name(REPORTERS[name])(folder) for name in names]
+    return [resolve_name(REPORTERS[name][0])(folder) for name in names]

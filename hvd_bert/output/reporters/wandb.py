@@ -19,7 +19,6 @@ from hvd_bert.output.reporters.base import Reporter, Samples, Settings
 from hvd_bert.storage.reading import convert, read_json
 from hvd_bert.storage.writing import write_json
 
-FOLDER = "wandb"
 SERVICE = "wandb-core"
 STEP = "train/global_step"  # the name in transformers
 RUN_ID = "tracking.json"  # names the W&B run that a resumed training continues
