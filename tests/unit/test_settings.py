@@ -27,23 +27,6 @@ from hvd_bert.tools.report import __main__ as report
 from hvd_bert.tools.timeline import __main__ as timeline
 from hvd_bert.tools.tune import __main__ as tune
 
-# A resumed run must have the same values as its checkpoint.
-FIXED_ON_RESUME = """
-dropout attention_dropout version_2_with_negative max_seq_length padding pad_to_max_length doc_stride max_train_samples
-do_train learning_rate lr_base_batch_size weight_decay layerwise_lr_decay ema_decay lora_rank lora_alpha adam_beta1
-adam_beta2 adam_epsilon max_grad_norm num_train_epochs max_steps lr_scheduler_type warmup_ratio warmup_steps lr_scaling
-lr_scaling_limit seed bf16 fp16 deterministic question_column context_column answer_column bad_examples task optim
-torch_compile torch_compile_mode tf32 metric_for_best_model fp16_allreduce bf16_allreduce
-"""
-MAY_CHANGE_ON_RESUME = """
-model_name_or_path config_name tokenizer_name cache_dir model_revision dataset_name dataset_config_name train_file
-validation_file n_best_size max_answer_length null_score_diff_threshold max_eval_samples output_dir overwrite_output_dir
-do_eval per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch logging_steps
-report_to eval_strategy eval_steps gradient_checkpointing cpu_kernels save_steps save_total_limit save_only_model
-resume_from_checkpoint load_best_model_at_end early_stopping_patience requeue elastic strategy zero_stage num_groups
-num_threads timeline timeline_steps profile peak_tflops fast_dev_run
-"""
-
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_properties_of_a_flag(name):
@@ -53,13 +36,6 @@ def test_properties_of_a_flag(name):
     assert bool(flag.negated_help) == (flag.default is True)
     assert flag.owner in ("", *STRATEGIES)
     assert set(flag.replaces) <= FLAGS.keys() - {name}
-
-
-def test_flags_that_may_change_on_resume():
-    """A new flag must be in one of the lists: some sections' flags may change unless their line says no."""
-    fixed = set(FIXED_ON_RESUME.split())
-    assert FLAGS.keys() == fixed | set(MAY_CHANGE_ON_RESUME.split())
-    assert {name for name, flag in FLAGS.items() if not flag.may_change_on_resume} == fixed
 
 
 @pytest.mark.parametrize(
