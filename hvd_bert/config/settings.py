@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,108 @@ from hvd_bert.config.data import (
     ModelArguments,
 )
 from hvd_bert.config.flag import LARGEST_FACTOR, flag, flag_properties, require
-from hvd_bert.config.training import TrainArguments
+from hvd_bert.config.parser import AUTO
+from hvd_bert.config.training import REDUCE_OVERHEAD, TrainArguments
 from hvd_bert.machine import MAX_THREADS
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# --strategy -> its class, whose module is imported only if it is chosen. none: a single process.
+# The worlds that ranks join, by whose collectives connect them. ALONE: a single process.
+HOROVOD, TORCH, ALONE = "horovod", "torch.distributed", "none"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A flag that a strategy refuses, with the message, in which {} is the strategy.
+
+    `value`: the refused one; None: any other than the default.
+    """
+
+    flag: str
+    message: str
+    value: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyRow:
+    """Facts about a strategy.
+
+    Attributes:
+        path: Its class, whose module is imported only if the strategy is chosen.
+        world: HOROVOD, TORCH or ALONE.
+        refuses: Flags that do not work with it, except those of another strategy (`Flag.owner`).
+        shards: Whether each rank holds a part of the weights.
+        several_gpus: Whether its one process trains on all GPUs that are visible.
+        package: The package that it needs in addition to torch.
+        install: The command that installs the package.
+    """
+
+    path: str
+    world: str
+    refuses: tuple[Refusal, ...] = ()
+    shards: bool = False
+    several_gpus: bool = False
+    package: str = ""
+    install: str = ""
+
+    @property
+    def missing(self) -> str:
+        """The error if the package is missing; "" if it is installed or none is needed."""
+        absent = self.package and find_spec(self.package) is None
+        return f"{self.package} is not installed: run `{self.install}`" if absent else ""
+
+
+_TIMELINE = Refusal("timeline", "--timeline_file works only with --strategy horovod, not with {}. Use --profile.")
+_AVERAGE = Refusal("ema_decay", "--ema_decay needs whole weights: not with --strategy {}. Use ddp.")
+_GRAPHS = Refusal(
+    "torch_compile_mode",
+    f"--torch_compile_mode {REDUCE_OVERHEAD} does not work with --strategy {{}}, which moves the weights. Use ddp.",
+    REDUCE_OVERHEAD,
+)
+_COPIED = "is not supported with --strategy {}, which copies the layers. Use ddp."
+# --strategy -> all that other modules know about it.
 STRATEGIES = {
-    "horovod": "hvd_bert.strategies.horovod:HorovodStrategy",
-    "ddp": "hvd_bert.strategies.ddp:DDPStrategy",
-    "fsdp": "hvd_bert.strategies.fsdp:FSDPStrategy",
-    "deepspeed": "hvd_bert.strategies.deepspeed:DeepSpeedStrategy",
-    "dp": "hvd_bert.strategies.dp:DPStrategy",
-    "none": "hvd_bert.strategies.base:Strategy",
+    "horovod": StrategyRow(
+        path="hvd_bert.strategies.horovod:HorovodStrategy",
+        world=HOROVOD,
+        package="horovod",
+        install="bash env/setup.sh",
+    ),
+    "ddp": StrategyRow(path="hvd_bert.strategies.ddp:DDPStrategy", world=TORCH, refuses=(_TIMELINE,)),
+    "fsdp": StrategyRow(
+        path="hvd_bert.strategies.fsdp:FSDPStrategy",
+        world=TORCH,
+        refuses=(_TIMELINE, _AVERAGE, _GRAPHS),
+        shards=True,
+    ),
+    "deepspeed": StrategyRow(
+        path="hvd_bert.strategies.deepspeed:DeepSpeedStrategy",
+        world=TORCH,
+        refuses=(
+            _TIMELINE,
+            Refusal("fp16", "--fp16 is not supported with --strategy {}. Use --bf16."),
+            _AVERAGE,
+            _GRAPHS,
+        ),
+        shards=True,
+        package="deepspeed",
+        install="bash env/setup.sh --deepspeed",
+    ),
+    "dp": StrategyRow(
+        path="hvd_bert.strategies.dp:DPStrategy",
+        world=ALONE,
+        refuses=(
+            _TIMELINE,
+            Refusal("torch_compile", f"--torch_compile {_COPIED}"),
+            Refusal("gradient_checkpointing", f"--gradient_checkpointing {_COPIED}"),
+            Refusal(
+                "per_device_train_batch_size",
+                "--per_device_train_batch_size auto does not work with --strategy {}. Give a number.",
+                AUTO,
+            ),
+        ),
+        several_gpus=True,
+    ),
+    "none": StrategyRow(path="hvd_bert.strategies.base:Strategy", world=ALONE, refuses=(_TIMELINE,)),
 }
 
 _checkpoints = partial(flag, "checkpoints", may_change_on_resume=True)
@@ -172,23 +263,13 @@ class Config:
     profiling: ProfilingArguments
 
     def __post_init__(self) -> None:
-        without_horovod = self.profiling.timeline is not None and self.parallel.strategy != "horovod"
-        strategy = self.parallel.strategy
-        only_horovod = f"--timeline_file works only with --strategy horovod, not with {strategy}. Use --profile."
-        require(not without_horovod, only_horovod)
-        fp16_on_zero = self.parallel.strategy == "deepspeed" and self.train.fp16
-        require(not fp16_on_zero, "--fp16 is not supported with --strategy deepspeed. Use --bf16.")
-        parts_averaged = strategy in ("fsdp", "deepspeed") and self.train.ema_decay > 0
-        require(not parts_averaged, f"--ema_decay needs whole weights: not with --strategy {strategy}. Use ddp.")
-        for name in ("torch_compile", "gradient_checkpointing"):
-            given = strategy == "dp" and getattr(self.train, name)
-            require(not given, f"--{name} is not supported with --strategy dp, which copies the layers. Use ddp.")
-        if strategy == "dp":
-            self.train.refuse_auto("--strategy dp")
+        strategy, values = self.parallel.strategy, self.as_flat()
+        for refusal in STRATEGIES[strategy].refuses:
+            value, default = values[refusal.flag], FLAGS[refusal.flag].default
+            fits = value == default if refusal.value is None else value != refusal.value
+            require(fits, refusal.message.format(strategy))
         if self.train.captures_graphs:
-            mode = "--torch_compile_mode reduce-overhead"
-            fits = strategy in ("horovod", "ddp", "none")
-            require(fits, f"{mode} does not work with --strategy {strategy}, which moves the weights. Use ddp.")
+            mode = f"--torch_compile_mode {REDUCE_OVERHEAD}"
             saves = self.train.gradient_checkpointing
             require(not saves, f"{mode} keeps all activations: not with --gradient_checkpointing. Choose one.")
             self.train.refuse_auto(mode)

@@ -19,6 +19,7 @@ from typing import NoReturn
 import torch
 from torch import distributed
 
+from hvd_bert.config.settings import ALONE, HOROVOD, STRATEGIES
 from hvd_bert.distributed import events, logs, rendezvous
 from hvd_bert.distributed.horovod_world import QUEUED_TOO_LATE, HorovodWorld, disconnect, ready_for_timeline
 from hvd_bert.distributed.launch import (
@@ -186,7 +187,8 @@ def join(strategy: str = "horovod", process: ProcessState | None = None) -> Worl
     process = process or ProcessState()
     group = rendezvous.program_group()
     launcher = group or find_launcher(os.environ)
-    world = _alone(strategy, launcher) if strategy in ("none", "dp") else _together(strategy, process, launcher, group)
+    alone = STRATEGIES[strategy].world == ALONE
+    world = _alone(strategy, launcher) if alone else _together(strategy, process, launcher, group)
     world.launcher, world.process = launcher.name, process
     return world
 
@@ -195,7 +197,7 @@ def _together(strategy: str, process: ProcessState, launcher: Launcher, group: L
     if group is None:
         check_tasks(launcher, os.environ)
     world: World
-    if strategy == "horovod":
+    if STRATEGIES[strategy].world == HOROVOD:
         world = HorovodWorld.join(group, process)
     else:
         from hvd_bert.distributed.torch_world import DistributedWorld  # Horovod's runs do not need it
@@ -224,11 +226,11 @@ def _alone(strategy: str, launcher: Launcher) -> World:
         )
     world = World()
     world.elastic = is_elastic(os.environ)  # refused later: only Horovod is elastic
-    if strategy == "dp":
+    if STRATEGIES[strategy].several_gpus:
         world.devices = torch.cuda.device_count()
         if world.devices < 2:
             raise UserError(
-                f"--strategy dp needs at least 2 GPUs in one process, but {world.devices} are visible. Use"
+                f"--strategy {strategy} needs at least 2 GPUs in one process, but {world.devices} are visible. Use"
                 " --strategy none, or horovod with one rank per GPU."
             )
     return world

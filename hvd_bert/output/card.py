@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvd_bert.config.settings import HOROVOD, STRATEGIES
 from hvd_bert.errors import log
 from hvd_bert.output.public import Data, command, public_settings
 from hvd_bert.storage.reading import read_json
@@ -68,7 +69,7 @@ def text(folder: Path, settings: Record, results: Record, scores: Record) -> str
             base_model=hub.get("model_name_or_path"),
             datasets=hub.get("dataset_name"),
             pipeline_tag=HEADS.get(head),
-            tags=["hvd_bert", "horovod"] if results["strategy"] == "horovod" else ["hvd_bert"],
+            tags=["hvd_bert", HOROVOD] if STRATEGIES[results["strategy"]].world == HOROVOD else ["hvd_bert"],
             metrics=[result.metric_type for result in eval_results] or None,
             model_name=title,
             eval_results=eval_results or None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
@@ -236,11 +235,9 @@ def optimizer_slots(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor
 
 
 def strategy_class(strategy: str) -> type[Strategy]:
-    """The class of a strategy. Raises UserError, with the install command, if DeepSpeed is missing."""
-    if strategy == "deepspeed" and find_spec("deepspeed") is None:
-        raise UserError(
-            "--strategy deepspeed: DeepSpeed is not installed. Run `bash env/setup.sh --deepspeed`, or choose another"
-            " strategy."
-        )
-    found: type[Strategy] = resolve_name(STRATEGIES[strategy])
+    """The class of a strategy. Raises UserError, with the install command, if its package is missing."""
+    row = STRATEGIES[strategy]
+    if row.missing:
+        raise UserError(f"--strategy {strategy}: {row.missing}, or choose another strategy.")
+    found: type[Strategy] = resolve_name(row.path)
     return found

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hvd_bert.config.data import TASKS
 from hvd_bert.config.parser import AUTO
-from hvd_bert.config.settings import Config
+from hvd_bert.config.settings import STRATEGIES, Config
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths, Parts
 from hvd_bert.distributed.world import World
@@ -256,5 +256,5 @@ def weight_copies(trains: bool, strategy: str, world: World) -> int:
     """How many arrays of the weights' size a rank needs in this host's free memory, at least."""
     if world.process.generation > 0:
         return 0  # this process still has the memory of its previous world
-    whole = strategy not in ("fsdp", "deepspeed")  # FSDP and DeepSpeed shard the state
+    whole = not STRATEGIES[strategy].shards
     return 4 if whole and trains and world.device.type == "cpu" else 1  # weights, gradients and AdamW's two moments

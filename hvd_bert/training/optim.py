@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.optimization import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
+from hvd_bert.config.settings import STRATEGIES
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
@@ -61,7 +62,7 @@ def check_optimizer(optim: str, strategy: str) -> None:
     """Raise UserError if an optimizer is not installed, or if a strategy cannot apply it."""
     if optim == "adamw_torch_fused":
         return
-    if strategy in ("fsdp", "deepspeed"):
+    if STRATEGIES[strategy].shards:
         raise UserError(
             f"--optim {optim} needs the norms of whole weights; with --strategy {strategy} each rank holds parts."
             " Choose --strategy horovod or ddp, or leave --optim out."

@@ -14,7 +14,7 @@ from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.checkpoint.schedule import Best
 from hvd_bert.config.run_plan import RunPlan
-from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.config.settings import FLAGS, HOROVOD, STRATEGIES, Config
 from hvd_bert.data.batch_plan import HeaviestFirst
 from hvd_bert.data.collate import Prefetcher
 from hvd_bert.distributed import events
@@ -160,7 +160,7 @@ def check_task(config: Config, task: Task) -> None:
 def check_parts(config: Config, world: World) -> None:
     """Raise UserError if the strategy does not fit the launcher, or if it, the optimizer or a reporter is missing."""
     strategy = config.parallel.strategy
-    if world.elastic and strategy != "horovod":
+    if world.elastic and STRATEGIES[strategy].world != HOROVOD:
         raise UserError(f"--strategy {strategy} is not elastic. Use --strategy horovod.")
     if config.checkpoint.elastic and not world.elastic:
         raise UserError(

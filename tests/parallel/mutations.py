@@ -160,7 +160,7 @@ class MutantTask(QuestionAnswering):
 def main(world: World) -> None:
     folder, stride = Path(sys.argv[1]), int(sys.argv[2])
     sys.argv[1:] = FLAGS
-    STRATEGIES["horovod"] = "mutations:Mutant"
+    STRATEGIES["horovod"] = replace(STRATEGIES["horovod"], path="mutations:Mutant")
     TASKS["question-answering"] = "mutations:MutantTask"
     _, config = doctor.parse_proof(sys.argv[1:])
     loaded, found, right = load_task(config, world), {}, None

@@ -137,8 +137,6 @@ def test_steps_to_record():
     assert parse([*BASE, "--timeline_steps", "3:5"]).profiling.steps_to_record == range(0)
     assert list(parse([*BASE, "--timeline", "t", "--timeline_steps", "3:5"]).profiling.steps_to_record) == [3, 4, 5]
     assert parse([*BASE, "--profile"]).profiling.steps_to_record == range(11, 31)
-    with refused("--timeline_file", "--strategy horovod", "ddp"):
-        parse([*BASE, "--timeline", "t.json", "--strategy", "ddp"])
 
 
 def test_timeline_keeps_the_users_variables():

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,15 @@ from torch import distributed, nn
 from transformers import BertConfig, BertForMaskedLM, BertForQuestionAnswering, BertModel
 
 from hvd_bert.config.command_line import before_joining, parse
-from hvd_bert.config.settings import ParallelArguments, TrainArguments
+from hvd_bert.config.settings import (
+    ALONE,
+    FLAGS,
+    STRATEGIES,
+    ParallelArguments,
+    Refusal,
+    StrategyRow,
+    TrainArguments,
+)
 from hvd_bert.distributed import runner
 from hvd_bert.distributed.launch import LaunchError
 from hvd_bert.distributed.world import World
@@ -30,6 +39,7 @@ from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.strategies.dp import join_windows, split_windows
 from hvd_bert.strategies.horovod import backward_groups, check_bf16
 from hvd_bert.strategies.word_rows import WordRows, word_embedding
+from hvd_bert.tools.bench.points import SweepPlan, check_flags
 
 
 def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypatch):
@@ -58,13 +68,52 @@ def test_horovod_that_cannot_send_bf16_names_the_line_that_builds_one(monkeypatc
         (["--bf16_allreduce", "--fp16_allreduce"], ["--bf16_allreduce", "choose one"]),
         (["--strategy", "fsdp", "--zero_stage", "1"], ["--zero_stage", "--strategy deepspeed"]),
         (["--num_groups", "2", "--deterministic"], ["--deterministic", "--num_groups"]),
-        (["--strategy", "deepspeed", "--fp16"], ["--bf16"]),
-        (["--strategy", "dp", "--per_device_train_batch_size", "auto"], ["--per_device_train_batch_size", "dp"]),
     ],
 )
 def test_settings_that_do_not_go_together(flags, named):
     with refused(*named):
         parse(flags)
+
+
+# A flag that some strategies refuse -> those.
+REFUSED = {
+    "--timeline_file t.json": "ddp fsdp deepspeed dp none",
+    "--ema_decay 0.5": "fsdp deepspeed",
+    "--fp16": "deepspeed",
+    "--torch_compile_mode reduce-overhead": "fsdp deepspeed dp",
+    "--torch_compile": "dp",
+    "--gradient_checkpointing": "dp",
+    "--per_device_train_batch_size auto": "dp",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_flags_that_a_strategy_refuses(flags, strategy):
+    words = ["--strategy", strategy, *flags.split()]
+    if strategy in REFUSED[flags].split():
+        with refused(flags.split()[0].removesuffix("_mode"), f" {strategy}"):
+            parse(words)
+    else:
+        assert parse(words).parallel.strategy == strategy
+
+
+def test_a_strategy_is_a_row_of_the_table(monkeypatch):
+    refusal = Refusal("seed", "--seed does not work with --strategy {}.", 7)
+    needs = {"package": "no_such_package", "install": "bash install.sh"}
+    row = StrategyRow(path="mine:Mine", world=ALONE, refuses=(refusal,), several_gpus=True, **needs)
+    monkeypatch.setitem(STRATEGIES, "mine", row)
+    monkeypatch.setitem(FLAGS, "strategy", replace(FLAGS["strategy"], choices=tuple(STRATEGIES)))
+    assert parse(["--strategy=mine", "--seed=6"]).train.seed == 6
+    with refused("--seed", "--strategy mine"):
+        parse(["--strategy=mine", "--seed=7"])
+    with refused("no_such_package", "`bash install.sh`"):
+        strategy_class("mine")
+    with refused("--strategy mine", "2 GPUs"):
+        runner.join("mine")
+    plan = SweepPlan(("mine",), (1, 2), "strong", 1, 2, 4, None, ())
+    (point,) = plan.points(check_flags(plan)[0])
+    assert (point.name, point.processes) == ("mine-2-strong-1", 1)
 
 
 def test_strategy_is_known_before_the_world_is_joined(tmp_path):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 from made_runs import PretendedRuns, make_run
 from refusals import refused
 
+from hvd_bert.config import settings
 from hvd_bert.config.command_line import parse
+from hvd_bert.config.settings import STRATEGIES
 from hvd_bert.distributed import slurm
 from hvd_bert.storage import writing
 from hvd_bert.tools.bench import sweep
@@ -163,7 +166,7 @@ def test_invalid_launcher(installed: set[str]) -> None:
 
 
 def test_obstacles(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(settings, "find_spec", lambda name: object())
     installed.remove("horovodrun")
     job = Machine(8, 1, Allocation(2, 2, 1))
     for launch, where, words in (
@@ -290,7 +293,7 @@ def test_bad_input_of_the_baseline_ends_the_sweep(pretended, start, capsys) -> N
 
 
 def test_a_strategy_or_launcher_that_is_not_here_is_a_row(start, pretended, installed, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(launching.NEEDED, "deepspeed", ("no_such_package", "bash env/setup.sh --deepspeed"))
+    monkeypatch.setitem(STRATEGIES, "deepspeed", replace(STRATEGIES["deepspeed"], package="no_such_package"))
     assert start("--strategies", "none,deepspeed,dp") == 0
     assert pretended.started == ["none-1-strong-1", "none-1-strong-2"]
     skipped = {row["strategy"]: row["reason"] for row in rows(tmp_path).values() if row["state"] == "skipped"}

@@ -84,7 +84,7 @@ def test_the_mode_implies_the_flag() -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [["--strategy", "fsdp"], ["--gradient_checkpointing"], ["--per_device_train_batch_size", "auto"]],
+    [["--gradient_checkpointing"], ["--per_device_train_batch_size", "auto"]],
     ids=lambda flags: flags[0],
 )
 def test_what_graphs_cannot_do_is_refused(flags: list[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import Parser
-from hvd_bert.config.settings import FLAGS, STRATEGIES, Config
+from hvd_bert.config.settings import ALONE, FLAGS, STRATEGIES, Config
 from hvd_bert.errors import UserError
 from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.runs.launching import STRONG, WEAK, Point
@@ -76,12 +76,13 @@ class SweepPlan:
         ]
 
     def _sizes(self, strategy: str) -> Sequence[int]:
-        """The numbers of ranks for a strategy: 1 for none, at least 2 for dp."""
-        if strategy == "none":
-            return [1]
-        sizes = [ranks for ranks in self.ranks if ranks > 1 or strategy != "dp"]
+        """The numbers of ranks for a strategy: 1 for a single process, from 2 on if they are its GPUs."""
+        row = STRATEGIES[strategy]
+        if not row.several_gpus:
+            return [1] if row.world == ALONE else self.ranks
+        sizes = [ranks for ranks in self.ranks if ranks > 1]
         if not sizes:
-            raise UserError("--strategies dp needs several GPUs: add 2 or more to --ranks.")
+            raise UserError(f"--strategies {strategy} needs several GPUs: add 2 or more to --ranks.")
         return sizes
 
     def trainer_flags(self, point: Point, passes: int, folder: Path) -> list[str]:

@@ -142,7 +142,8 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     )
     args = replace(config.train, output_dir=None)  # a --config file may name a run, which stays as it is
     args.refuse_auto("hvd-bert doctor --prove")
-    if config.parallel.strategy == "dp" or args.fp16 or args.torch_compile or args.optim != "adamw_torch_fused":
+    several_gpus = settings.STRATEGIES[config.parallel.strategy].several_gpus
+    if several_gpus or args.fp16 or args.torch_compile or args.optim != "adamw_torch_fused":
         raise UserError("--prove cannot compare --strategy dp, --fp16, --torch_compile and --optim. Omit these flags.")
     return flags, replace(config, train=args)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 import re
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_bert.config.parser import MAX_SECONDS, Limits, Parser, add_number
+from hvd_bert.config.settings import ALONE, HOROVOD, STRATEGIES, StrategyRow
 from hvd_bert.distributed.horovodrun import host_slots, without_cache
 from hvd_bert.distributed.launch import number
 from hvd_bert.distributed.slurm import requested
@@ -25,12 +25,9 @@ from hvd_bert.tools.rendering import counted
 from hvd_bert.version import __version__
 
 STRONG, WEAK = "strong", "weak"  # scaling
-ONE_PROCESS = ("none", "dp")
 LAUNCHERS = ("auto", "horovodrun", "mpirun", "srun", "torchrun", "none")
 RANKS_PER_CORE = 16  # more would only wait, and fill the memory
 TRAIN = (sys.executable, "-m", "hvd_bert.train")
-# Strategy -> the package that it needs in addition to torch, and the command that installs it.
-NEEDED = {"horovod": ("horovod", "bash env/setup.sh"), "deepspeed": ("deepspeed", "bash env/setup.sh --deepspeed")}
 # Launchers that are separate programs -> what to do if one is missing.
 PROGRAMS = {
     "horovodrun": "run `bash env/setup.sh`",
@@ -41,7 +38,7 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class Point:
-    """One training. `ranks`: its processes or, under dp, the GPUs of its one process."""
+    """One training. `ranks`: its processes or, of a strategy with `several_gpus`, the GPUs of its one process."""
 
     strategy: str
     ranks: int
@@ -61,12 +58,17 @@ class Point:
         return self.strategy, self.ranks, self.scaling
 
     @property
+    def row(self) -> StrategyRow:
+        """The facts about its strategy."""
+        return STRATEGIES[self.strategy]
+
+    @property
     def processes(self) -> int:
         """Number of processes that train."""
-        return 1 if self.strategy in ONE_PROCESS else self.ranks
+        return 1 if self.row.world == ALONE else self.ranks
 
     def __str__(self) -> str:
-        unit = "GPU" if self.strategy == "dp" else "rank"
+        unit = "GPU" if self.row.several_gpus else "rank"
         repeat = f"{'seed' if self.by_seed else 'repeat'} {self.repeat}"
         return f"{self.strategy}, {counted(self.ranks, unit)}, {self.scaling}, {repeat}"
 
@@ -152,12 +154,12 @@ class Launching:
 
     def launcher(self, point: Point) -> str:
         """The launcher that starts a point."""
-        several = "horovodrun" if point.strategy == "horovod" else "torchrun"
+        several = "horovodrun" if point.row.world == HOROVOD else "torchrun"
         choice = self.choice
         if choice == "auto" and (self.hosts or self.machine.allocation):
             choice = several = "horovodrun" if self.hosts else "srun"
         elsewhere = self.hosts is not None or choice == "srun"  # a single process must run there, too
-        if point.strategy in ONE_PROCESS and not elsewhere:
+        if point.row.world == ALONE and not elsewhere:
             return "none"
         return several if choice == "auto" else choice
 
@@ -195,10 +197,10 @@ class Launching:
         return args + ([f"--cpus-per-task={allocation.cpus_per_task}"] if allocation.cpus_per_task else [])
 
     def environment(self, point: Point, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment for a point's training. Under dp it makes only the point's number of GPUs visible."""
+        """The environment for a point's training. Several GPUs in one process: only the point's number is visible."""
         threads = self.threads(environ)
         made = dict(environ) if threads is None else {**environ, "OMP_NUM_THREADS": str(threads)}
-        if point.strategy == "dp":
+        if point.row.several_gpus:
             visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.machine.gpus))))
             made["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: point.ranks])
         return made
@@ -213,16 +215,13 @@ class Launching:
 
     def obstacle(self, point: Point) -> str:
         """Why a point cannot run here and how to fix it; "" if there is no known obstacle."""
-        package, line = NEEDED.get(point.strategy, ("", ""))
-        if package and importlib.util.find_spec(package) is None:
-            return f"{package} is not installed: run `{line}`"
         launcher_name, gpus, allocation = self.launcher(point), self.machine.gpus, self.machine.allocation
-        missing = _missing(launcher_name)
+        missing = point.row.missing or _missing(launcher_name)
         if missing:
             return missing
-        if point.strategy == "dp":
-            few = gpus < point.ranks
-            return f"dp needs {point.ranks} GPUs in its one process, but {gpus} are visible" if few else ""
+        if point.row.several_gpus:
+            needs = f"{point.strategy} needs {point.ranks} GPUs in its one process, but {gpus} are visible"
+            return needs if gpus < point.ranks else ""
         if launcher_name == "none" and point.ranks > 1:
             return "--launcher none starts one process only: choose another launcher"
         if launcher_name == "srun" and allocation is not None:
