@@ -122,9 +122,14 @@ def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = No
     """Command line (default: this process's) -> Config.
 
     `defaults`: settings by flag that `--config` and flags override, such as those of a model's training.
-    Raises UserError for unknown flags or keys, values of the wrong type or out of range.
+    Raises UserError for unknown flags or keys, values of the wrong type or out of range, and flags that exclude each
+    other.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    return from_flags(read_values(sys.argv[1:] if argv is None else argv, defaults))
+
+
+def read_values(argv: Sequence[str], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The values of all flags; whether they fit together is not checked. See `parse`."""
     if HELP & set(argv):
         topic = next(after for word, after in zip(argv, [*argv[1:], ""], strict=True) if word in HELP)
         print(help_text("" if topic.startswith("-") else topic), end="")
@@ -142,7 +147,7 @@ def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = No
     if unknown:
         name = unknown[0].lstrip("-").split("=")[0]
         raise UserError(f"Unknown argument {shortened(unknown[0])}{hint(name)}")
-    return from_flags(vars(settings))
+    return vars(settings)
 
 
 def _not_replaced(settings: Mapping[str, Any], given: Set[str]) -> dict[str, Any]:

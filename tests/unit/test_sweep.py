@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from made_runs import PretendedRuns, make_run
@@ -18,9 +16,8 @@ from refusals import refused
 
 from hvd_bert.config import settings
 from hvd_bert.config.command_line import parse
-from hvd_bert.config.settings import STRATEGIES
+from hvd_bert.config.settings import Config
 from hvd_bert.distributed import slurm
-from hvd_bert.storage import writing
 from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.bench.points import Point, SweepPlan, check_flags
 from hvd_bert.tools.runs import launching, one_run
@@ -29,18 +26,20 @@ from hvd_bert.tools.runs.one_run import Stopped
 
 TWO_CORES = Machine(cores=2, gpus=0, allocation=None)
 FOUR_GPUS = Machine(cores=64, gpus=4, allocation=None)
-DEFAULT = parse([]).as_flat()
 
 
 def plan_of(
     *flags: str, strategies: str = "none,horovod,ddp", ranks: tuple[int, ...] = (1, 2, 4), **more: object
 ) -> SweepPlan:
-    settings = {"scaling": "strong", "repeats": 3, "steps": 10, "global_batch": 16, "threads": 1} | more
+    settings = {"scaling": "strong", "repeats": 1, "steps": 10, "global_batch": 16, "threads": 1} | more
     return SweepPlan(tuple(strategies.split(",")), ranks, flags=flags, **settings)  # type: ignore[arg-type]
 
 
-def points_of(plan: SweepPlan) -> list[Point]:
-    return plan.points(check_flags(plan)[0])
+def planned(plan: SweepPlan) -> dict[Point, Config]:
+    """The points of a plan in their order, with the settings of each training."""
+    config = check_flags(plan)[0]
+    passes = config.train.gradient_accumulation_steps
+    return {each: parse(plan.trainer_flags(each, passes, Path("out"))) for each in plan.points(config)}
 
 
 def by(choice: str, machine: Machine = TWO_CORES, hosts: str = "", *words: str) -> Launching:
@@ -53,43 +52,37 @@ def point(strategy: str, ranks: int) -> Point:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The installed launchers, regardless of this machine: all, unless a test removes one."""
-    there = {"horovodrun", "mpirun", "srun"}
+    """The installed launchers and packages, regardless of this machine: all, unless a test removes one."""
+    there = {"horovodrun", "mpirun", "srun", "horovod", "deepspeed"}
     monkeypatch.setattr(launching, "program_path", lambda name: f"/bin/{name}" if name in there else None)
+    monkeypatch.setattr(settings, "find_spec", lambda name: name if name in there else None)
     return there
 
 
-def test_strong_and_weak_batches() -> None:
-    flags = ("--per_device_train_batch_size=6", "--gradient_accumulation_steps=2")  # the last of two batches counts
-    plan = plan_of(*flags, strategies="ddp", ranks=(1, 4), scaling="both", repeats=1)
-    points = points_of(plan)
-    given = {each.name: parse(plan.trainer_flags(each, 2, Path("out"))).train for each in points}
-    batches = {each.name: (each.global_batch, given[each.name].per_device_train_batch_size) for each in points}
-    strong, weak = {"ddp-1-strong-1": (16, 8), "ddp-4-strong-1": (16, 2)}, {"ddp-1-weak-1": (12, 6)}
-    assert batches == strong | weak | {"ddp-4-weak-1": (48, 6)}
-    assert {train.lr_scaling for train in given.values()} == {"none"}  # one learning rate, comparable losses
+def test_points_of_a_strategy() -> None:
+    batch = ("--per_device_train_batch_size=6", "--gradient_accumulation_steps=2")
+    strong, weak = {"ddp-1-strong-1": (16, 8, 1), "ddp-4-strong-1": (16, 2, 4)}, {"ddp-1-weak-1": (12, 6, 1)}
+    for plan, expected in (  # windows per step, per GPU and micro-batch; processes
+        (plan_of(*batch, strategies="ddp", ranks=(1, 4), scaling="both"), strong | weak | {"ddp-4-weak-1": (48, 6, 4)}),
+        (plan_of(strategies="dp"), {"dp-2-strong-1": (16, 8, 1), "dp-4-strong-1": (16, 4, 1)}),
+        (plan_of(strategies="none"), {"none-1-strong-1": (16, 16, 1)}),
+    ):
+        given = {each: config.train for each, config in planned(plan).items()}
+        batches = [(each.global_batch, train.per_device_train_batch_size) for each, train in given.items()]
+        found = [(each.name, (*sizes, each.processes)) for each, sizes in zip(given, batches, strict=True)]
+        assert found == [*expected.items()]
+        assert {train.lr_scaling for train in given.values()} == {"none"}  # one learning rate, comparable losses
 
 
 def test_a_run_per_seed_of_so_many_epochs(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("max_steps: 7\nseed: 5\nglobal_batch: 24\n")  # the sweep's values replace the file's
-    plan = plan_of(f"--config={file}", strategies="horovod", ranks=(1, 2), epochs=2.5, seeds=(7, 3))
-    points = points_of(plan)
-    first = ["horovod-1-strong-7", "horovod-2-strong-7"]
-    assert [each.name for each in points] == [*first, *(name[:-1] + "3" for name in reversed(first))]
-    assert str(points[-1]) == "horovod, 1 rank, strong, seed 3"
-    train = parse(plan.trainer_flags(points[-1], 1, Path("out"))).train
+    (file := tmp_path / "mine.yaml").write_text("max_steps: 7\nseed: 5\nglobal_batch: 24\n")  # the sweep's count
+    points = planned(plan_of(f"--config={file}", strategies="horovod", ranks=(1, 2), epochs=2.5, seeds=(7, 3)))
+    order = [(1, 7), (2, 7), (2, 3), (1, 3)]
+    assert [each.name for each in points] == [f"horovod-{ranks}-strong-{seed}" for ranks, seed in order]
+    last, train = [*points][-1], [*points.values()][-1].train
+    assert str(last) == "horovod, 1 rank, strong, seed 3"
     assert (train.seed, train.num_train_epochs, train.max_steps) == (3, 2.5, -1)
-    assert train.windows_per_step(1) == points[-1].global_batch
-
-
-def test_dp_and_the_baseline_are_one_process() -> None:
-    points = points_of(plan_of(strategies="none,dp", repeats=1))
-    names = [("none-1-strong-1", 1), ("dp-2-strong-1", 1), ("dp-4-strong-1", 1)]
-    assert [(each.name, each.processes) for each in points] == names
-    assert "--per_device_train_batch_size=4" in plan_of().trainer_flags(points[-1], 1, Path("out"))  # per GPU
-    seen = by("auto", FOUR_GPUS).environment(points[1], {"CUDA_VISIBLE_DEVICES": "3,1,0,2"})
-    assert seen["CUDA_VISIBLE_DEVICES"] == "3,1"
+    assert train.windows_per_step(1) == last.global_batch
 
 
 @pytest.mark.parametrize(
@@ -102,27 +95,28 @@ def test_dp_and_the_baseline_are_one_process() -> None:
         (plan_of("--per_device_train_batch_size=4"), ["--per_device_train_batch_size"]),
         (plan_of("--train_file=nowhere.json"), ["--train_file nowhere.json"]),
         (plan_of("--max_step=3"), ["--max_step"]),
-        (plan_of("--num_groups=-1"), ["--num_groups -1"]),  # although strategy none ignores it
+        (plan_of("--num_groups=-1", strategies="none"), ["--num_groups -1"]),  # although none ignores it
+        (plan_of("--zero-stage=1", strategies="none,ddp"), ["--zero_stage", "Add deepspeed to --strategies"]),
+        (plan_of("--fp16_allreduce", "--bf16_allreduce"), ["--fp16_allreduce", "--bf16_allreduce"]),
     ],
 )
 def test_invalid_plan(plan: SweepPlan, named: list[str]) -> None:
     with refused(*named):
-        points_of(plan)
+        planned(plan)
 
 
 def test_a_flag_of_one_strategy_is_passed_to_that_strategy_only(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.yaml").write_text("zero_stage: 1\nfp16_allreduce: true\n")
+    for flags, fp16 in (
+        (("--zero-stage", "2", "--bf16", "--zero_stage", "1", "--fp16_allreduce"), True),
+        (("--config", str(file)), True),
+        (("--config", str(file), "--fp16_allreduce=false"), False),
+    ):
+        given = planned(plan_of(*flags, strategies="none,horovod,deepspeed", ranks=(1,))).values()
+        own = [(config.parallel.zero_stage, config.parallel.fp16_allreduce) for config in given]
+        assert own == [(2, False), (2, fp16), (1, False)]
     _, left_out = check_flags(plan_of("--fp16", strategies="none,deepspeed"))  # one refuses it, the others run
     assert left_out.keys() == {"deepspeed"} and "--fp16" in left_out["deepspeed"]
-    plan = plan_of("--zero-stage", "2", "--bf16", "--zero_stage", "1", "--fp16_allreduce")
-    assert plan.common_flags()[-1] == "--bf16"
-    assert plan.divided.owned == {"deepspeed": ["--zero_stage=1"], "horovod": ["--fp16_allreduce"]}
-    file = tmp_path / "mine.yaml"
-    file.write_text("zero_stage: 1\nnum_groups: 0\nfp16_allreduce: true\n")
-    plan = plan_of("--config", str(file), "--fp16_allreduce=false", strategies="none,deepspeed")
-    given = [parse(plan.trainer_flags(point(name, 1), 1, Path("out"))).parallel for name in plan.strategies]
-    assert [(one.zero_stage, one.fp16_allreduce) for one in given] == [(DEFAULT["zero_stage"], False), (1, False)]
-    with refused("--zero_stage", "deepspeed", "ddp"):
-        check_flags(plan_of("--config", str(file), strategies="ddp,horovod"))
 
 
 PYTHON = Path(sys.executable).name
@@ -152,6 +146,11 @@ def test_allocation_of_a_job() -> None:
     assert find_allocation({"SLURM_NNODES": "2"}) is None
 
 
+def test_one_process_sees_the_gpus_of_its_point() -> None:
+    seen = by("auto", FOUR_GPUS).environment(point("dp", 2), {"CUDA_VISIBLE_DEVICES": "3,1,0,2"})
+    assert seen["CUDA_VISIBLE_DEVICES"] == "3,1"
+
+
 def test_invalid_launcher(installed: set[str]) -> None:
     by("mpirun").check()
     installed.remove("mpirun")
@@ -165,8 +164,7 @@ def test_invalid_launcher(installed: set[str]) -> None:
             launch.check()
 
 
-def test_obstacles(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "find_spec", lambda name: object())
+def test_obstacles(installed: set[str]) -> None:
     installed.remove("horovodrun")
     job = Machine(8, 1, Allocation(2, 2, 1))
     for launch, where, words in (
@@ -193,151 +191,121 @@ def test_ranks_that_share_cores_are_warned_of(capsys: pytest.CaptureFixture[str]
     assert "warning: 2 ranks of 2 threads share 2 cores" in capsys.readouterr().err
 
 
-def made(folder: Path, given: dict[str, str], name: str) -> Path:
-    ranks = int(name.split("-")[1])
-    return make_run(folder, given["strategy"], ranks, batch=int(given["per_device_train_batch_size"]) * ranks)
+class Sweeps(PretendedRuns):
+    """Small sweeps into a folder. No rank is started."""
+
+    def __init__(self, out: Path) -> None:
+        super().__init__(lambda folder, command, environ: folder.name, self._made)
+        self.out = out
+
+    @staticmethod
+    def _made(folder: Path, given: dict[str, str], name: str) -> Path:
+        ranks = int(name.split("-")[1])
+        return make_run(folder, given["strategy"], ranks, batch=int(given["per_device_train_batch_size"]) * ranks)
+
+    def start(self, *flags: str) -> int:
+        """The exit status of a sweep. `started` begins empty."""
+        self.started = []
+        defaults = {"--strategies": "none,horovod", "--ranks": "1,2", "--repeats": "2", "--out": str(self.out)}
+        return sweep.main([*(f"{name}={value}" for name, value in defaults.items() if name not in flags), *flags])
+
+    @property
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """The points in its record."""
+        return {row["name"]: row for row in json.loads((self.out / "sweep.json").read_text())["points"]}
+
+    def names(self, state: str) -> list[str]:
+        """The points in a state."""
+        return [name for name, row in self.rows.items() if row["state"] == state]
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedRuns:
-    runs = PretendedRuns(lambda folder, command, environ: folder.name, made)
-    monkeypatch.setattr(one_run, "start_and_wait", runs)
+def sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
+    made = Sweeps(tmp_path / "out")
+    monkeypatch.setattr(one_run, "start_and_wait", made)
     monkeypatch.setattr(Machine, "here", lambda environ: TWO_CORES)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    return runs
-
-
-@pytest.fixture
-def start(tmp_path: Path, pretended: PretendedRuns) -> Callable[..., int]:
-    """start(*flags) -> the exit status of a small sweep in tmp_path/out. `started` begins empty."""
-
-    def begin(*flags: str) -> int:
-        pretended.started = []
-        defaults = {"--strategies": "none,horovod", "--ranks": "1,2", "--out": str(tmp_path / "out")}
-        defaults |= {} if "--seeds" in flags else {"--repeats": "2"}
-        words = [f"{name}={value}" for name, value in defaults.items() if name not in flags]
-        return sweep.main([*words, *flags])
-
-    return begin
-
-
-def rows(folder: Path) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in json.loads((folder / "out" / "sweep.json").read_text())["points"]}
-
-
-def states(folder: Path) -> list[str]:
-    return [row["state"] for row in rows(folder).values()]
+    return made
 
 
 ORDER = [f"{name}-1" for name in ("none-1-strong", "horovod-1-strong", "horovod-2-strong")]
 ORDER += [f"{name[:-2]}-2" for name in reversed(ORDER)]
 
 
-def test_all_points_are_run_and_recorded(pretended, start, tmp_path, capsys) -> None:
-    assert start() == 0
-    assert pretended.started == ORDER == list(rows(tmp_path)) and set(states(tmp_path)) == {"done"}
-    last = rows(tmp_path)["none-1-strong-2"]
+def test_all_points_are_run_and_recorded(sweeps: Sweeps, tmp_path, monkeypatch, capsys) -> None:
+    others: list[int] = []
+    sweeps.during = lambda folder, given: others.append(sweep.main(["--out", str(sweeps.out)]))  # at the same time
+    assert sweeps.start() == 0
+    assert sweeps.started == ORDER == [*sweeps.rows] == sweeps.names("done")
+    output, errors = capsys.readouterr()
+    assert set(others) == {2} and f"process {os.getpid()} on " in errors
+    last = sweeps.rows["none-1-strong-2"]
     assert last["windows_per_s"] == pytest.approx(10)
     assert last["command"][1:3] == ["-m", "hvd_bert.train"] and "--num_threads=1" in last["command"]
-    same = json.loads((tmp_path / "out" / "sweep.json").read_text())["same"]
-    assert same["versions"]["torch"] and same["--steps"] == 30
-    weights = {path.parent.name for path in (tmp_path / "out").glob("*/model.safetensors")}
+    weights = {path.parent.name for path in sweeps.out.glob("*/model.safetensors")}
     assert weights == {*ORDER[:3]}  # those of the first repeat are enough
-    output = capsys.readouterr().out
+    by_hand = f"hvd-bert report {sweeps.out}"
     assert "[6/6] none, 1 rank, strong, repeat 2: 10.0 windows/s" in output and "preset `sweep`" in output
-    assert f"hvd-bert report {tmp_path / 'out'}" in output
-
-
-def test_a_report_that_fails_after_all_points_is_a_failure(pretended, start, tmp_path, monkeypatch, capsys) -> None:
+    assert by_hand in output
     failed = subprocess.CompletedProcess([], 2)  # such as a full disk
     monkeypatch.setattr(sweep.subprocess, "run", lambda *args, **options: failed)
-    assert start("--report", str(tmp_path / "report")) == 1
-    assert set(states(tmp_path)) == {"done"} and f"hvd-bert report {tmp_path / 'out'}" in capsys.readouterr().out
+    assert sweeps.start("--report", str(tmp_path / "report")) == 1
+    assert sweeps.started == [] and by_hand in capsys.readouterr().out
 
 
-def test_a_requeue_needs_a_point_that_is_done(pretended, start, monkeypatch) -> None:
-    asked: list[tuple[str, str]] = []
-    requeue = lambda environ, mode, progress, announce: asked.append((mode, progress)) or ""  # noqa: E731
-    monkeypatch.setattr(slurm, "requeue", requeue)
-    pretended.ends = {"horovod-2-strong-1": Stopped("SIGUSR1")}
-    assert start() == start("--requeue", "no") == 75
-    pretended.ends = {"horovod-2-strong-1": Stopped("SIGINT")}
-    assert start() == 75
-    pretended.ends = {ORDER[2]: 1, ORDER[3]: Stopped("SIGUSR1")}
-    assert start() == 75
+def test_a_requeue_needs_a_point_that_is_done(sweeps: Sweeps, monkeypatch) -> None:
+    monkeypatch.setattr(slurm, "requeue", requeue := Mock(return_value=""))
+    for signal, *flags in (("SIGUSR1",), ("SIGUSR1", "--requeue", "no"), ("SIGINT",)):
+        sweeps.ends = {ORDER[2]: Stopped(signal)}
+        assert sweeps.start(*flags) == 75
+    sweeps.ends = {ORDER[2]: 1, ORDER[3]: Stopped("SIGUSR1")}
+    assert sweeps.start() == 75
+    asked = [call.args[1:3] for call in requeue.call_args_list]
     assert asked == [("auto", "2 of 6 points"), ("no", ""), ("auto", "")]
 
 
-def test_a_failing_point_is_a_row_and_the_sweep_continues(pretended, start, tmp_path, capsys) -> None:
-    pretended.ends = {"horovod-2": 1, "none-1-strong-2": None}
-    assert start("--repeats", "3") == 1
-    assert [name for name in pretended.started if name.startswith("horovod-2")] == ORDER[2:4]  # not a third repeat
-    record = rows(tmp_path)
-    failed = record["horovod-2-strong-1"]
+def test_a_failing_point_is_a_row_and_the_sweep_continues(sweeps: Sweeps, tmp_path, capsys) -> None:
+    sweeps.ends = {"horovod-2": 1, "none-1-strong-2": None}
+    assert sweeps.start("--repeats", "3") == 1
+    assert [name for name in sweeps.started if name.startswith("horovod-2")] == ORDER[2:4]  # not a third repeat
+    failed = sweeps.rows["horovod-2-strong-1"]
     assert failed["state"] == "failed" and failed["reason"].startswith("bad input (status 1; ")
-    assert (tmp_path / "out" / "horovod-2-strong-1" / "run.log").exists()
-    assert "--timeout 3600 s" in record["none-1-strong-2"]["reason"]
-    assert record["horovod-2-strong-3"]["reason"].startswith("not run")
+    assert (sweeps.out / "horovod-2-strong-1" / "run.log").exists()
+    assert "--timeout 3600 s" in sweeps.rows["none-1-strong-2"]["reason"]
+    assert sweeps.rows["horovod-2-strong-3"]["reason"].startswith("not run")
     assert "5 done, 0 skipped, 4 failed" in capsys.readouterr().out
-    pretended.ends = {}
-    assert start("--repeats", "3") == 0  # fixed points are run again
-    assert sorted(pretended.started) == ["horovod-2-strong-1", "horovod-2-strong-2", "horovod-2-strong-3", ORDER[-1]]
-    (tmp_path / "out" / ORDER[0] / "metrics.jsonl").write_text("{")  # its results cannot be read
-    assert start("--repeats", "3") == 0 and pretended.started == ORDER[:1]
+    sweeps.ends = {}
+    assert sweeps.start("--repeats", "3") == 0  # fixed points are run again
+    assert sorted(sweeps.started) == ["horovod-2-strong-1", "horovod-2-strong-2", "horovod-2-strong-3", ORDER[-1]]
+    (sweeps.out / ORDER[0] / "metrics.jsonl").write_text("{")  # its results cannot be read
+    assert sweeps.start("--repeats", "3") == 0 and sweeps.started == ORDER[:1]
+    sweeps.ends = {"": 2}  # all points share the baseline's wrong setting
+    assert sweeps.start("--out", str(tmp_path / "other")) == 2
+    assert sweeps.started == ORDER[:1] and capsys.readouterr().err == "hvd_bert: bad input\n"
 
 
-def test_bad_input_of_the_baseline_ends_the_sweep(pretended, start, capsys) -> None:
-    pretended.ends = {"": 2}
-    assert start() == 2
-    assert pretended.started == ORDER[:1] and capsys.readouterr().err == "hvd_bert: bad input\n"
-
-
-def test_a_strategy_or_launcher_that_is_not_here_is_a_row(start, pretended, installed, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(STRATEGIES, "deepspeed", replace(STRATEGIES["deepspeed"], package="no_such_package"))
-    assert start("--strategies", "none,deepspeed,dp") == 0
-    assert pretended.started == ["none-1-strong-1", "none-1-strong-2"]
-    skipped = {row["strategy"]: row["reason"] for row in rows(tmp_path).values() if row["state"] == "skipped"}
-    assert skipped["deepspeed"] == "no_such_package is not installed: run `bash env/setup.sh --deepspeed`"
+def test_points_that_cannot_run_here_are_rows(sweeps: Sweeps, installed: set[str], capsys) -> None:
+    installed.remove("deepspeed")
+    assert sweeps.start("--strategies", "none,deepspeed,dp") == 0
+    assert sweeps.started == ["none-1-strong-1", "none-1-strong-2"]
+    skipped = {row["strategy"]: row["reason"] for row in sweeps.rows.values() if row["state"] == "skipped"}
+    assert skipped["deepspeed"] == "deepspeed is not installed: run `bash env/setup.sh --deepspeed`"
     assert skipped["dp"] == "dp needs 2 GPUs in its one process, but 0 are visible"
     output = capsys.readouterr().out
-    assert output.count("no_such_package is not installed") == 1 and "deepspeed-1-strong-1 and 3 more" in output
+    assert output.count("deepspeed is not installed") == 1 and "deepspeed-1-strong-1 and 3 more" in output
 
 
-def test_folders_that_cannot_be_used(pretended, start, tmp_path, capsys, monkeypatch) -> None:
-    def full(partial: Path, path: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(writing.os, "replace", full)
-    (tmp_path / "file").write_text("")
-    for folder, reason in (("out", "No space left on device"), ("file", "not a folder")):
-        assert start("--out", str(tmp_path / folder)) == 2
-        message = capsys.readouterr().err
-        assert f"--out {tmp_path / folder} " in message and reason in message
-        assert pretended.started == []
-
-
-def test_a_sweep_can_grow_but_not_change(pretended, start, tmp_path, capsys) -> None:
-    assert start("--strategies", "none", "--repeats", "1") == 0
-    assert start("--scaling", "both") == 0
-    assert len(pretended.started) == 11  # the finished point is not run again
-    assert start("--strategies", "ddp", "--repeats", "1") == 0
-    assert states(tmp_path).count("done") == 14  # points that are not named now are kept
+def test_a_sweep_can_grow_but_not_change(sweeps: Sweeps, capsys) -> None:
+    assert sweeps.start("--strategies", "none", "--repeats", "1") == 0
+    assert sweeps.start("--scaling", "both") == 0
+    assert len(sweeps.started) == 11  # the finished point is not run again
+    assert sweeps.start("--strategies", "deepspeed", "--zero_stage", "1", "--repeats", "1") == 0
+    assert len(sweeps.names("done")) == 14  # points that are not named now stay
     for flags, words in (
         (["--epochs", "1"], "--steps was 30 and is not set; --epochs was not set and is 1.0"),
         (["--launcher", "mpirun"], "--launcher was auto, one host and is mpirun"),
+        (["--bf16"], "the trainer's flags was "),
+        (["--fp16_allreduce"], "the trainer's flags for horovod only was (none) and is --fp16_allreduce"),
     ):
-        assert start(*flags) == 2
+        assert sweeps.start(*flags) == 2
         assert words in capsys.readouterr().err
-
-
-def test_one_sweep_at_a_time(pretended, start, capsys, monkeypatch) -> None:
-    seen = []
-    pretended.ends = {"none-1-strong-1": Stopped("")}
-
-    def begin_another(*arguments: Any) -> int | None:
-        seen.append(start())
-        return pretended(*arguments)
-
-    monkeypatch.setattr(one_run, "start_and_wait", begin_another)
-    assert start() == 75 and seen == [2]
-    assert f"process {os.getpid()} on " in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hvd_bert.config import command_line
-from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import ALONE, FLAGS, STRATEGIES, Config
 from hvd_bert.errors import UserError
 from hvd_bert.tools.rendering import counted
@@ -105,58 +103,24 @@ class SweepPlan:
         return ["--max_steps=-1", f"--num_train_epochs={self.epochs}"]  # -1: also if the --config file limits the steps
 
     def strategy_flags(self, strategy: str) -> list[str]:
-        """The trainer's flags for all points of a strategy."""
-        divided = self.divided
-        others = [f"--{name}={default}" for name, default in divided.from_file.items() if OWNERS[name] != strategy]
-        return [*self.common_flags(), *others, *divided.owned.get(strategy, ())]
+        """The trainer's flags for all points of a strategy: those of other strategies get their defaults."""
+        others = [f"--{name}={FLAGS[name].default}" for name, owner in OWNERS.items() if owner != strategy]
+        return command_line.override_argv(with_defaults(self.flags, self.threads), others)
 
     def common_flags(self) -> list[str]:
-        """The trainer's flags for all points."""
-        return with_defaults(self.divided.common, self.threads)
+        """The trainer's flags for all points, without those of single strategies."""
+        return with_defaults(command_line.drop_flags(self.flags, OWNERS), self.threads)
+
+    def own_flags(self, strategy: str) -> list[str]:
+        """A strategy's own flags that the user, or the --config file, sets."""
+        own = {name: self.values[name] for name, owner in OWNERS.items() if owner == strategy}
+        changed = {name: value for name, value in own.items() if value != FLAGS[name].default}
+        return [f"--{name}" if value is True else f"--{name}={value}" for name, value in changed.items()]
 
     @cached_property
-    def divided(self) -> Divided:
-        """The user's flags, by the strategies that take them. The trainer's parser checks the values later.
-
-        Raises UserError if --config cannot be read.
-        """
-        chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        chooser.add_argument("--config", nargs="?")
-        file = chooser.parse_known_args(self.flags)[0].config
-        from_file = command_line.load_yaml(file) if file else {}
-        defaults = {name: FLAGS[name].default for name in OWNERS}
-        # A finished run's train_config.yaml names all flags. Only those that differ from the default count.
-        in_file = {name: from_file[name] for name in OWNERS if from_file.get(name, defaults[name]) != defaults[name]}
-        parser = Parser(add_help=False, allow_abbrev=False)
-        for name in OWNERS:
-            parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", default=argparse.SUPPRESS)
-        given, common = parser.parse_known_args(self.flags)
-        owned: dict[str, list[str]] = {}
-        for name, value in (in_file | vars(given)).items():
-            owned.setdefault(OWNERS[name], []).append(f"--{name}" if value is None else f"--{name}={value}")
-        return Divided(common, owned, {name: defaults[name] for name in in_file})
-
-
-@dataclass(frozen=True)
-class Divided:
-    """The user's flags: those of all strategies and, in `owned`, those of one. `from_file`: flags of `owned` that the
-    --config file sets, with the defaults that the other strategies need instead."""
-
-    common: list[str]
-    owned: dict[str, list[str]]
-    from_file: dict[str, Any]
-
-
-def _check_owned(plan: SweepPlan) -> None:
-    """Raise UserError if a strategy's own flag has a wrong value, or that strategy is not swept."""
-    for owner, flags in plan.divided.owned.items():
-        command_line.parse([*flags, f"--strategy={owner}"])
-        if owner in plan.strategies:
-            continue
-        try:
-            command_line.parse([*flags, f"--strategy={plan.strategies[0]}"])
-        except UserError as error:
-            raise UserError(f"{error} Add {owner} to --strategies, or remove the flag.") from None
+    def values(self) -> dict[str, Any]:
+        """The values of all flags of the trainer, as given by the user. Raises UserError."""
+        return command_line.read_values(self.flags)
 
 
 def check_flags(plan: SweepPlan) -> tuple[Config, dict[str, str]]:
@@ -173,9 +137,14 @@ def check_flags(plan: SweepPlan) -> tuple[Config, dict[str, str]]:
         )
     if plan.seeds and "seed" in command_line.flag_names(plan.flags):
         raise UserError("--seed: --seeds sets it for each run. Give one of the two flags.")
-    _check_owned(plan)
+    for name, owner in OWNERS.items():
+        if owner not in plan.strategies and plan.values[name] != FLAGS[name].default:
+            raise UserError(
+                f"--{name} works only with --strategy {owner}. Add {owner} to --strategies, or remove the flag."
+            )
     configs, refused = {}, {}
     for strategy in plan.strategies:
+        command_line.parse([*plan.own_flags(strategy), f"--strategy={strategy}"])  # they may exclude each other
         try:
             configs[strategy] = command_line.parse(
                 [*plan.strategy_flags(strategy), f"--strategy={strategy}", *plan.length_flags()]

@@ -34,12 +34,12 @@ class SweepRecord:
     same: dict[str, Any]
     now: dict[str, Any]
     results: dict[Point, Result] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)  # rows of points that this plan does not name
+    other_rows: dict[str, Any] = field(default_factory=dict)  # of points that this plan does not name
 
     def begin(self, points: Sequence[Point]) -> None:
         """Resume from the folder's file, or start a new one. Raises UserError if the file is of a different sweep.
 
-        Strategies, ranks, repeats and kinds of scaling may be added. Rows of points not in `points` are kept.
+        Strategies, ranks, repeats and kinds of scaling may be added. Rows of points not in `points` stay.
         """
         previous = read_previous(self.folder / SWEEP, self.same, "sweep")
         earlier = {row["name"]: row for row in previous.get("points", [])}
@@ -47,13 +47,13 @@ class SweepRecord:
         for point in points:
             row = earlier.pop(point.name, {})
             self.results[point] = Result(seconds=row.get("seconds"), command=row.get("command", ()))
-        self.kept = earlier
+        self.other_rows = earlier
 
     def write(self) -> None:
         """Write the file atomically. Raises UserError if it cannot be written."""
         names = ("name", "strategy", "ranks", "scaling", "repeat", "global_batch")
         rows = [{name: getattr(point, name) for name in names} | vars(result) for point, result in self.results.items()]
-        content = {"same": self.same, **self.now, "points": rows + list(self.kept.values())}
+        content = {"same": self.same, **self.now, "points": rows + list(self.other_rows.values())}
         replace(self.folder / SWEEP, content)
 
     def with_state(self, state: str) -> dict[Point, Result]:

@@ -30,17 +30,15 @@ from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import keep_running
-from hvd_bert.tools.bench import points as planning
-from hvd_bert.tools.bench.points import SweepPlan
+from hvd_bert.tools.bench.points import SCALINGS, SweepPlan, check_flags, check_strategies
 from hvd_bert.tools.bench.progress import DONE, FAILED, SKIPPED, STATES, WAITING, Result, SweepRecord
 from hvd_bert.tools.rendering import counted, files, seconds
-from hvd_bert.tools.runs import launching as launches
 from hvd_bert.tools.runs import reading
-from hvd_bert.tools.runs.launching import STRONG, Launching, Machine, Point
+from hvd_bert.tools.runs.launching import STRONG, Launching, Machine, Point, add_flags, choose
 from hvd_bert.tools.runs.one_run import LOG, MODEL, Stopped, Watch, exit_status, train
 from hvd_bert.tools.runs.out_folder import opened
 from hvd_bert.tools.runs.reading import SWEEP
-from hvd_bert.tools.runs.trainer_flags import PRESET, names_data
+from hvd_bert.tools.runs.trainer_flags import PRESET, names_data, with_defaults
 
 EXPORTED = ("OMP_NUM_THREADS", SETTING)  # to other hosts: threads, and each host's network interface
 FAILURES = 2  # in a row; then the setting's other repeats are not run
@@ -58,9 +56,9 @@ def _sweep(argv: Sequence[str], check: Watch) -> int:
         with writing_to("--report", flags.report):
             files.check(flags.report, flags.overwrite)
     keep_running()
-    launching = launches.choose(flags, Machine.here(os.environ))
+    launching = choose(flags, Machine.here(os.environ))
     plan = SweepPlan(
-        strategies=planning.check_strategies(flags.strategies),
+        strategies=check_strategies(flags.strategies),
         ranks=tuple(sorted(set(flags.ranks))),
         scaling=flags.scaling,
         repeats=flags.repeats,
@@ -107,13 +105,13 @@ def make_parser() -> Parser:
     add_number(length, "--epochs", None, epochs, Limits(above=0, maximum=1e9), metavar="X")
     parser.add_argument(
         "--scaling",
-        choices=sorted(planning.SCALINGS),
+        choices=sorted(SCALINGS),
         default="strong",
         help="strong: the same --global_batch on all ranks; weak: the same --per_device_train_batch_size per rank."
         " (default: %(default)s)",
     )
     add_number(parser, "--global_batch", 16, "Windows per step, for strong scaling.", Limits(minimum=1))
-    launches.add_flags(parser, "runs/sweep")
+    add_flags(parser, "runs/sweep")
     requeue = "After a stop by a signal, requeue the Slurm job, as in training. (default: %(default)s)"
     parser.add_argument("--requeue", choices=("auto", "no"), default="auto", help=requeue)
     report = "Also write the report to this folder. (default: none)"
@@ -137,7 +135,7 @@ class Sweep:
     ) -> None:
         """Check everything before the first run starts. Raises UserError."""
         self.plan, self.launching, self.flags, self.out, self.check = plan, launching, flags, flags.out, check
-        self.config, self.refused = planning.check_flags(plan)
+        self.config, self.refused = check_flags(plan)
         self.points = plan.points(self.config)
         now = {"command": ["hvd-bert", "bench", "sweep", *argv], **launching.machine.record()}
         self.record = SweepRecord(self.out, self._same(), now)
@@ -146,9 +144,7 @@ class Sweep:
 
     def _same(self) -> dict[str, object]:
         """The settings of all points that the figures depend on."""
-        plan, scalings = self.plan, planning.SCALINGS[self.plan.scaling]
-        owned = plan.divided.owned
-        owners = [strategy for strategy in plan.strategies if strategy in planning.OWNERS.values()]
+        plan, scalings = self.plan, SCALINGS[self.plan.scaling]
         return {
             "--steps": plan.steps if plan.epochs is None else None,
             "--epochs": plan.epochs,
@@ -156,7 +152,7 @@ class Sweep:
             **({"--global_batch": plan.global_batch} if STRONG in scalings else {}),
             "the trainer's flags": plan.common_flags(),
             # By strategy, so that a strategy with its own flags can be added later.
-            **{f"the trainer's flags for {strategy} only": owned.get(strategy, []) for strategy in owners},
+            **{f"the trainer's flags for {strategy} only": plan.own_flags(strategy) for strategy in plan.strategies},
             **self.launching.record(),
         }
 
@@ -221,10 +217,7 @@ class Sweep:
                 f"No --train_file, --dataset_name or --config given: training the preset `{PRESET}` (the"
                 " sample's text, a BERT of 6 layers with new weights)"
             )
-        print(f"Trainer flags: {shlex.join(plan.common_flags())}")
-        for strategy, flags in plan.divided.owned.items():
-            if strategy in plan.strategies:
-                print(f"  for {strategy} only: {shlex.join(flags)}")
+        print(f"Trainer flags: {shlex.join(with_defaults(plan.flags, plan.threads))}")
         self.launching.warn_of_shared_cores(list(waiting), self.config.parallel.num_threads or 1)
         self._print_reasons(SKIPPED)
 
