@@ -48,7 +48,7 @@ def test_interrupted_resumed_and_reported(tmp_path: Path) -> None:
     assert states(out) == {"horovod-2-strong-1": "waiting", "ddp-2-strong-1": "waiting"} | done
     first = (out / "none-1-strong-1" / "train_results.json").stat().st_mtime_ns
 
-    outcome = run([*words, "--report", "report"], tmp_path, env=env, timeout=3 * TIMEOUT_S).expect(0)
+    outcome = run([*words, "--report", "report"], tmp_path, env=env, timeout=3 * TIMEOUT_S).expect(1)
     assert states(out) == {"horovod-2-strong-1": "done", "ddp-2-strong-1": "done"} | done, outcome
     assert (out / "none-1-strong-1" / "train_results.json").stat().st_mtime_ns == first
     assert undocumented(json.loads((out / "sweep.json").read_text()), "sweep.json", without=("same",)) == []

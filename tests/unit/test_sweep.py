@@ -284,15 +284,17 @@ def test_a_failing_point_is_a_row_and_the_sweep_continues(sweeps: Sweeps, tmp_pa
     assert sweeps.started == ORDER[:1] and capsys.readouterr().err == "hvd_bert: bad input\n"
 
 
-def test_points_that_cannot_run_here_are_rows(sweeps: Sweeps, installed: set[str], capsys) -> None:
+def test_points_that_cannot_run_here_are_rows_and_a_failure(sweeps: Sweeps, installed: set[str], capsys) -> None:
     installed.remove("deepspeed")
-    assert sweeps.start("--strategies", "none,deepspeed,dp") == 0
+    assert sweeps.start("--strategies", "none,deepspeed,dp") == 1
     assert sweeps.started == ["none-1-strong-1", "none-1-strong-2"]
     skipped = {row["strategy"]: row["reason"] for row in sweeps.rows.values() if row["state"] == "skipped"}
     assert skipped["deepspeed"] == "deepspeed is not installed: run `bash env/setup.sh --deepspeed`"
     assert skipped["dp"] == "dp needs 2 GPUs in its one process, but 0 are visible"
     output = capsys.readouterr().out
     assert output.count("deepspeed is not installed") == 1 and "deepspeed-1-strong-1 and 3 more" in output
+    assert "Skipped 6 points" in output
+    assert sweeps.start("--strategies", "none") == 0  # whatever an earlier plan skipped
 
 
 def test_a_sweep_can_grow_but_not_change(sweeps: Sweeps, capsys) -> None:

@@ -7,7 +7,7 @@
 
 Each point is a run of `python -m hvd_bert.train` in its own folder under --out, with its output in run.log.
 `hvd-bert report OUT` makes tables and plots of them. Rerun the same command to resume.
-Exit status: 0 every point is done or cannot run here, 1 some failed, 2 bad input, 75 stopped by a signal.
+Exit status: 0 every point is done, 1 some failed or cannot run here, 2 bad input, 75 stopped by a signal.
 """
 
 from __future__ import annotations
@@ -171,7 +171,10 @@ class Sweep:
         counts = ", ".join(f"{len(self.record.with_state(state))} {state}" for state in (DONE, SKIPPED, FAILED))
         print(f"In {self.out}: {counts}.")
         self._print_reasons(FAILED)
-        status = EXIT_FAILURE if self.record.with_state(FAILED) else EXIT_OK
+        skipped = len(self.record.with_state(SKIPPED))
+        if skipped:
+            print(f"Skipped {counted(skipped, 'point')} for the reasons above: the report has no figures for them.")
+        status = EXIT_FAILURE if skipped or self.record.with_state(FAILED) else EXIT_OK
         if not self.record.with_state(DONE):
             return status
         by_hand = f"Tables and plots: hvd-bert report {self.out} --out {self.out / 'report'}"
