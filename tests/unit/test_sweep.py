@@ -98,6 +98,8 @@ def test_a_run_per_seed_of_so_many_epochs(tmp_path: Path) -> None:
         (plan_of("--num_groups=-1", strategies="none"), ["--num_groups -1"]),  # although none ignores it
         (plan_of("--zero-stage=1", strategies="none,ddp"), ["--zero_stage", "Add deepspeed to --strategies"]),
         (plan_of("--fp16_allreduce", "--bf16_allreduce"), ["--fp16_allreduce", "--bf16_allreduce"]),
+        (plan_of("--resume-from-checkpoint=latest"), ["--resume_from_checkpoint", "from scratch"]),
+        (plan_of("--timeline-file=t.json"), ["--timeline_file", "distort"]),
     ],
 )
 def test_invalid_plan(plan: SweepPlan, named: list[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvd_bert.config import command_line
-from hvd_bert.config.settings import Config
+from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import UserError
 
 PRESET = "sweep"
@@ -21,20 +21,20 @@ DEFAULTS = (
     "--logging_steps=5",
     "--lr_scaling=none",  # the same learning rate for any number of ranks, so that losses can be compared
 )
+FROM_START = "each run starts from scratch, in its own folder below --out"
 DISTORTS_TIMES = "recording would distort the measured times"
 # Flags that a sweep sets for each run -> what to do instead.
 SET_BY_SWEEP = {
+    **{name: FROM_START for name, flag in FLAGS.items() if flag.chooses_start},
+    # --peak_tflops is no recording, and the MFU needs it.
+    **{name: DISTORTS_TIMES for name, flag in FLAGS.items() if flag.group == "profiling" and name != "peak_tflops"},
     "output_dir": "name the folder of all runs with --out",
-    "overwrite_output_dir": "name another --out",
     "do_train": "a sweep always trains",
     "num_train_epochs": "give --steps or --epochs",
     "max_steps": "give --steps",
     "fast_dev_run": "whole runs are compared",
-    "resume_from_checkpoint": "an interrupted point is trained again from the start",
     "elastic": "the ranks of a point must not change",
     "strategy": "name them with --strategies",
-    "timeline": DISTORTS_TIMES,
-    "profile": DISTORTS_TIMES,
 }
 
 
