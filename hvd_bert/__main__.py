@@ -26,7 +26,7 @@ COMMANDS = {
     "report": "Show one run, or compare several: what differs, and the speed-up of those that did the same work.",
     "timeline": "Analyze a Horovod timeline: phases, messages, bandwidth, exposed communication, stragglers, advice.",
     "train": "Train a task on all ranks of the world; by default, fine-tune BERT on SQuAD.",
-    "tune": "Search for faster Horovod settings or a better learning rate, batch and length, by trainings.",
+    "tune": "Search for a better learning rate, batch, length or other flags, by trainings.",
 }
 HELP = ("-h", "--help")
 # Other words for what the project has.

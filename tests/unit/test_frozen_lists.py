@@ -41,7 +41,7 @@ OWN = {
     """,
     "hvd-bert report": "runs out overwrite baseline",
     "hvd-bert timeline": "file json html overwrite ranks",
-    "hvd-bert tune": "space range trials pruner ranks steps pairs minutes out launcher H launcher_flag timeout",
+    "hvd-bert tune": "range trials pruner ranks minutes out launcher H launcher_flag timeout",
 }
 # Modules by folder below hvd_bert.
 MODULES = {
@@ -71,7 +71,7 @@ MODULES = {
     "tools/report": "__main__ comparability comparison content parts plots run_page runs_page setup",
     "tools/runs": "failure launching one_run out_folder reading record trainer_flags",
     "tools/timeline": "__main__ analysis content events spans steps",
-    "tools/tune": "__main__ spaces study trials",
+    "tools/tune": "__main__ search",
     "training": """
         api batch_size breakdown disk_space elastic evaluations fast_dev_run health loop meter optim saving start
         state

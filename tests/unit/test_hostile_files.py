@@ -137,7 +137,7 @@ NUMBERS = [
     *(("sweep", "ranks", value) for value in (*NO_COUNT, "1,", "1,99999999999", "1;2")),
     *(("sweep", "epochs", value) for value in ("nan", "inf", "-1", "0", "")),
     ("sweep", "seeds", "1,-2"),
-    *(("tune", name, value) for name in ("ranks", "steps", "pairs", "trials") for value in NO_COUNT),
+    *(("tune", name, value) for name in ("ranks", "trials") for value in NO_COUNT),
     *(("tune", "minutes", value) for value in (*NO_TIME,)),
     *(("bench", name, value) for name in ("steps", "repeats") for value in NO_COUNT),
     *(("evaluate", "mistakes", value) for value in NO_COUNT if value != "0"),

@@ -1,1 +1,1 @@
-"""Search for faster Horovod settings, by short trainings under the user's launcher: `hvd-bert tune`."""
+"""Search for the flags of a training with the best score: `hvd-bert tune`."""

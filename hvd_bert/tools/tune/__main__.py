@@ -1,12 +1,11 @@
-"""Search for faster Horovod settings or a better learning rate, batch and length, by trainings on the ranks given.
+"""Search for a better learning rate, batch, length or other flags of a training: `hvd-bert tune`.
 
     hvd-bert tune --ranks 4 --bf16 --train_file train-v1.1.json --model_name_or_path bert-base-uncased
-    hvd-bert tune -H a100-01:2,a100-02:2 --launcher mpirun --minutes 60 --range cycle --range fusion --range fp16
-    hvd-bert tune --space training --range learning_rate=2e-5:2e-4:log --range global_batch=32,64 --trials 30 ...
+    hvd-bert tune -H a100-01:2,a100-02:2 --range learning_rate=2e-5:2e-4:log --range global_batch=32,64 --trials 30 ...
 
-optuna chooses the settings (docs/guides/tuning.md). Prints those to use, or "Keep the defaults", and writes a page.
-Rerun the same command to resume. Exit status: 0 answered, 1 a run with the defaults failed, 2 bad input, 75 stopped by
-a signal.
+optuna chooses the settings (docs/guides/tuning.md). Prints those to use, or "Keep your settings", and writes a page.
+Rerun the same command to resume. Exit status: 0 answered, 1 the run with the user's settings failed, 2 bad input, 75
+stopped by a signal.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 
     start_command()
 
-import argparse
 import importlib.util
 import os
 import sys
@@ -25,20 +23,30 @@ from functools import partial
 
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import MAX_RUNS, MAX_SECONDS, Limits, Parser, add_number
+from hvd_bert.config.settings import FLAGS
 from hvd_bert.distributed.horovodrun import host_slots
+from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost, keep_running
-from hvd_bert.tools.runs import launching as launches
-from hvd_bert.tools.runs.launching import WEAK, Launching, Machine, Point
+from hvd_bert.tools.rendering import counted
+from hvd_bert.tools.runs.launching import WEAK, Launching, Machine, Point, add_flags, choose
 from hvd_bert.tools.runs.one_run import Watch, exit_status
 from hvd_bert.tools.runs.out_folder import opened, read_previous, replace
-from hvd_bert.tools.runs.trainer_flags import PRESET, check_files, names_data
+from hvd_bert.tools.runs.trainer_flags import PRESET, SET_BY_SWEEP, check_files, check_own, names_data, with_defaults
 
 FILE = "tune.json"
-STEPS, PAIRS, MINUTES = 50, 6, 60
 NO_DATA = f"no data are named, so the preset `{PRESET}` is trained. Tune with your own model, data and batch."
-REFUSED = ("HOROVOD_AUTOTUNE=", "HOROVOD_TIMELINE=")
+RANGES = {
+    "learning_rate": "1e-5:1e-4:log",
+    "global_batch": "16,32,64",
+    "num_train_epochs": "2,3,4",
+    "warmup_ratio": "0:0.2",
+}
+# Flags that tuning sets for each run -> what to do instead: a sweep's and evaluation's, except the accepted ones.
+ACCEPTED = {"num_train_epochs", "max_steps", "strategy", "per_device_eval_batch_size"}
+EVALUATION = {name: "scores are compared" for name, flag in FLAGS.items() if flag.group == "evaluation"}
+SET_BY_TUNE = {name: instead for name, instead in (SET_BY_SWEEP | EVALUATION).items() if name not in ACCEPTED}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,22 +58,15 @@ def make_parser() -> Parser:
     """The parser of tuning's own flags."""
     parser = Parser(prog="hvd-bert tune", allow_abbrev=False)
     parser.description = (
-        "Search by trainings for faster settings of Horovod, or for those of the training with the best score. All"
-        " other flags go to python -m hvd_bert.train."
-    )
-    parser.add_argument(
-        "--space",
-        choices=("horovod", "training"),
-        default="horovod",
-        help="Settings to search: Horovod's or the training's. (default: %(default)s)",
+        "Search by trainings for the flags with the best score. All other flags go to python -m hvd_bert.train."
     )
     parser.add_argument(
         "--range",
         metavar="NAME[=VALUES]",
         action="append",
         default=[],
-        help="Setting to search in place of the space's, with LOW:HIGH, LOW:HIGH:log or A,B; may be repeated."
-        " (default: all of the space but fp16)",
+        help="Flag of the trainer to search, with LOW:HIGH, LOW:HIGH:log or A,B; may be repeated. (default:"
+        f" {', '.join(f'{name}={values}' for name, values in RANGES.items())})",
     )
     add_number(parser, "--trials", 20, "Settings to try.", Limits(minimum=1, maximum=MAX_RUNS))
     parser.add_argument(
@@ -76,74 +77,57 @@ def make_parser() -> Parser:
     )
     room = "the slots of -H, the Slurm job's tasks, this host's GPUs, or 2"
     add_number(parser, "--ranks", None, f"Number of ranks. (default: {room})", Limits(minimum=1))
-    steps = f"Optimizer steps per run; the first is warm-up. (default: {STEPS}; not for training)"
-    add_number(parser, "--steps", None, steps, Limits(minimum=2))
-    pairs = f"Pairs of runs in the final comparison. (default: {PAIRS}; not for training)"
-    add_number(parser, "--pairs", None, pairs, Limits(minimum=1, maximum=MAX_RUNS))
-    minutes = f"Time budget; settings not reached in it are skipped. (default: {MINUTES}; training: none)"
+    minutes = "Minutes after which no further trial starts. (default: none)"
     add_number(parser, "--minutes", None, minutes, Limits(minimum=0, maximum=MAX_SECONDS), metavar="M")
-    launches.add_flags(parser, "runs/tune")
+    add_flags(parser, "runs/tune")
     return parser
 
 
 def _tune(argv: Sequence[str], check: Watch) -> int:
     flags, rest = make_parser().parse_known_args(argv)
     keep_running()
-    _check_own_flags(flags)
-    from hvd_bert.tools.tune import spaces, study, trials  # they bring optuna and matplotlib
+    if importlib.util.find_spec("optuna") is None:
+        raise UserError("optuna is not installed. Run `pip install .[search]`.")
+    from hvd_bert.tools.tune import search  # it imports optuna and matplotlib
 
-    launching = launches.choose(flags, Machine.here(os.environ))
-    texts = flags.range or [name for name in spaces.RANGES[flags.space] if name != "fp16"]  # which rounds the gradients
-    forced = {"max_steps": str(flags.steps or STEPS)} if flags.space == spaces.HOROVOD else {}
-    common = spaces.trainer_flags(flags.space, texts, rest, forced, launching.threads(os.environ))
+    launching = choose(flags, Machine.here(os.environ))
+    ranges = [text if "=" in text else f"{text}={RANGES.get(text, '')}" for text in flags.range or RANGES]
+    check_own([*rest, *(f"--{text}" for text in ranges)], SET_BY_TUNE, "tuning")
+    common = with_defaults(rest, launching.threads(os.environ), ("--save_steps=0",))
+    common = command_line.override_argv(common, ["--eval_strategy=epoch"])
     config = command_line.parse(common)
     point = Point(config.parallel.strategy, flags.ranks or _ranks(launching), WEAK, 1, 0)
-    obstacle = launching.obstacle(point)
-    if obstacle or (flags.space == spaces.HOROVOD and point.ranks < 2):
-        raise UserError(f"{obstacle or '--ranks 1: a single rank sends nothing. Use 2 or more'}.")
+    if obstacle := launching.obstacle(point):
+        raise UserError(f"{obstacle}.")
     check_files(config)
-    wanted = [spaces.make_parameter(text, flags.space, common, config, os.environ, point.ranks) for text in texts]
-    environ = launching.environment(point, os.environ)
-    users = {name: value for name, value in sorted(environ.items()) if name.startswith("HOROVOD_")}
-    same = {"--space": flags.space, "--range": flags.range, "--ranks": point.ranks, "-H": flags.H}
-    same |= {"the trainer's flags": common, **launching.record(), "HOROVOD_... in the environment": users}
+    parameters = [search.Parameter.of(text, common, config, point.ranks) for text in ranges]
+    same = {"--range": flags.range, "--ranks": point.ranks, "-H": flags.H}
+    same |= {"the trainer's flags": common, **launching.record()}
     content = {"same": same, "command": ["hvd-bert", "tune", *argv], **launching.machine.record()}
 
     def begin() -> None:
         previous = read_previous(flags.out / FILE, same, "tuning")
-        study.check(flags.out, previous.get("result"))
         replace(flags.out / FILE, content | {"result": previous.get("result")})
 
+    environ = launching.environment(point, os.environ)
+
+    def command(words: Sequence[str]) -> list[str]:
+        words = command_line.override_argv(common, words)
+        return launching.command(point, words, [SETTING] if SETTING in environ else [])
+
     with opened(flags.out, FILE, begin), writing_to("--out", flags.out):
-        print(f"{point.ranks} ranks under {launching.launcher(point)}, runs in {flags.out}")
+        print(f"{counted(point.ranks, 'rank')} under {launching.launcher(point)}, runs in {flags.out}")
         if not names_data(rest):
             print(f"warning: {NO_DATA}", file=sys.stderr)
-        launching.warn_of_shared_cores([point], config.parallel.num_threads or 1)
-        print(f"Without tuning: {' '.join(each.word + spaces.as_text(each.now) for each in wanted)}", flush=True)
-        runs = trials.Runs(launching, point, common, environ, flags.out, flags.timeout, check)
-        budget = MINUTES if flags.space == spaces.HOROVOD else MAX_SECONDS
-        minutes = budget if flags.minutes is None else flags.minutes
+        print(f"Without tuning: {' '.join(each.flag(each.now) for each in parameters)}", flush=True)
         try:
-            speed = trials.Speed(runs, flags.pairs or PAIRS) if flags.space == spaces.HOROVOD else None
-            objective = speed or trials.Score(runs, config.train.num_train_epochs)
-            result = study.search(objective, wanted, flags.trials, minutes, flags.pruner, config.train.seed)
-        except trials.RunFailed as error:
-            print(f"hvd_bert: a run with the defaults failed: {error}. Rerun to try again.", file=sys.stderr)
+            trainings = search.Search(parameters, command, environ, flags.out, flags.timeout, check)
+        except search.TrialFailed as error:
+            print(f"hvd_bert: the run with your settings failed: {error}. Rerun to try again.", file=sys.stderr)
             return EXIT_FAILURE
+        result = trainings.run(flags.trials, flags.minutes, flags.pruner, config.train.seed)
         replace(flags.out / FILE, content | {"result": result})
     return EXIT_OK
-
-
-def _check_own_flags(flags: argparse.Namespace) -> None:
-    """Raise UserError for what the search cannot take, before the imports."""
-    for package in ("optuna", "scipy"):  # optuna's QMCSampler imports scipy
-        if importlib.util.find_spec(package) is None:
-            raise UserError(f"{package} is not installed. Run `pip install .[search]`.")
-    for word in REFUSED if flags.space == "horovod" else ():
-        if (value := os.environ.get(word.rstrip("="), "0")) != "0":
-            raise UserError(f"{word}{value} in the environment changes what is measured. Unset it.")
-    if flags.space == "training" and (flags.steps or flags.pairs):
-        raise UserError("--steps and --pairs are for --space horovod. Leave them out.")
 
 
 def _ranks(launching: Launching) -> int:

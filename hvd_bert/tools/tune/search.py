@@ -1,0 +1,326 @@
+"""optuna's study over trainings, kept in the folder of a tuning: the searched flags, the trials and the answer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from matplotlib import pyplot
+from optuna import Study, Trial, TrialPruned
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.visualization import matplotlib as draw
+
+from hvd_bert.config import command_line
+from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError, as_user_error
+from hvd_bert.storage.writing import delete, write_named
+from hvd_bert.tools.rendering import DASH
+from hvd_bert.tools.rendering.figures import saved
+from hvd_bert.tools.rendering.page import Code, Grid, Page, Picture, Text
+from hvd_bert.tools.runs import record
+from hvd_bert.tools.runs.one_run import LOG, MODEL, Watch, train
+from hvd_bert.tools.runs.out_folder import OTHER_OUT
+
+STUDY, PAGE, FIRST = "study.log", "tune.html", "baseline"
+PRUNERS = {"median": MedianPruner, "halving": SuccessiveHalvingPruner, "none": NopPruner}
+PLOTS = draw.plot_optimization_history, draw.plot_param_importances, draw.plot_slice, draw.plot_parallel_coordinate
+REASON = "reason"  # why a trial failed or ended early, recorded with it
+FORM = "Give NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B"
+# A searched flag -> the flag that overrides it.
+OVERRIDING = {
+    "num_train_epochs": "max_steps",
+    "warmup_ratio": "warmup_steps",
+    "per_device_train_batch_size": "global_batch",
+}
+Value = int | float | str
+
+
+class TrialFailed(Exception):
+    """A training failed, or has no score."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A flag of the trainer to search. `now`: the user's value, or the default."""
+
+    name: str
+    now: Value
+    distribution: Any
+
+    @classmethod
+    def of(cls, text: str, flags: Sequence[str], config: Config, ranks: int) -> Parameter:
+        """The parameter of --range `text`. `flags`: the trainer's, whose settings are `config`. Raises UserError."""
+        name, _, values = text.partition("=")
+        if name not in FLAGS or not values:
+            raise UserError(f"--range {text}: no values, or no flag of the trainer. {FORM}.")
+        settings, other = config.as_flat(), OVERRIDING.get(name, name)
+        if other != name and settings[other] != FLAGS[other].default:
+            remedy = f"Set --{other} {FLAGS[other].default}, or search others"
+            raise UserError(f"--{other} {settings[other]} overrides --{name}, which is searched. {remedy}.")
+        bounds = re.fullmatch(r"([^:,]+):([^:,]+?)(:log)?", values)
+        numbers = [number(value) for value in (bounds.group(1, 2) if bounds else values.split(","))]
+        for value in numbers:
+            tried = command_line.parse(command_line.override_argv(flags, [f"--{name}={as_text(value)}"]))
+            tried.train.refuse_auto("--range")
+        now = config.train.windows_per_step(ranks) if name == "global_batch" else settings[name]
+        kind = IntDistribution if all(isinstance(value, int) for value in numbers) else FloatDistribution
+        with as_user_error(lambda reason: f"--range {text}: {reason}. {FORM}."):
+            distribution = kind(*numbers, log=bool(bounds[3])) if bounds else CategoricalDistribution(numbers)
+        return cls(name, number(as_text(now)), distribution)
+
+    @property
+    def choices(self) -> tuple[Value, ...]:
+        """The values of a list; empty for a range."""
+        return getattr(self.distribution, "choices", ())
+
+    def suggest(self, trial: Trial) -> None:
+        """Make optuna choose the trial's value."""
+        if self.choices:
+            trial.suggest_categorical(self.name, self.choices)
+        else:
+            suggest = trial.suggest_int if isinstance(self.distribution, IntDistribution) else trial.suggest_float
+            suggest(self.name, self.distribution.low, self.distribution.high, log=self.distribution.log)
+
+    def flag(self, value: Value) -> str:
+        """The trainer's flag with a value."""
+        return f"--{self.name}={as_text(value)}"
+
+
+def as_text(value: Value | None) -> str:
+    """A value as on a command line."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def number(text: str) -> Value:
+    """A text as a number, if it is one."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+class Search:
+    """Trainings with different settings, compared by the metric of --metric_for_best_model."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        command: Callable[[Sequence[str]], list[str]],
+        environ: Mapping[str, str],
+        out: Path,
+        timeout: float,
+        check: Watch,
+    ) -> None:
+        """Train with the user's own settings, if no earlier start has. Raises UserError or TrialFailed.
+
+        `command`: the trainer's flags of a run -> its command. `timeout`: seconds per run.
+        """
+        self.parameters, self.command, self.environ = parameters, command, environ
+        self.out, self.timeout, self.check = out, timeout, check
+        folder = out / FIRST
+        if record.read(folder).state != "finished":
+            self._train((), folder, check)
+        delete(folder / MODEL)
+        first = record.read(folder)
+        self.metric = str(first.best.get("metric"))
+        self.direction = "minimize" if self.metric in first.facts.get("lower_is_better", ()) else "maximize"
+        value = first.score(self.metric) if first.best else None
+        if value is None:
+            raise UserError("The first run has no score to compare: give validation data, such as --validation_file.")
+        self.baseline = value
+
+    def run(self, count: int, minutes: float | None, pruner: str, seed: int) -> dict[str, Any]:
+        """Run the trials that are left of `count`, print the answer and write the page. Returns the answer's record.
+
+        Raises UserError if no other setting was tried.
+        """
+        warnings.simplefilter("ignore")  # optuna's, of scores that were reported and of plots of few trials
+        study = self._load(pruner)
+        count = self._enqueue(study, count)
+        print(f"{len(finished(study))} of {count} trials are done")
+        print(f"trial  {self.metric:>8}  setting", flush=True)
+        # Not the seed alone: a resumed search would draw the settings that it began with.
+        study.sampler = optuna.samplers.TPESampler(seed=(seed + len(study.trials)) % 2**32)
+        study.optimize(
+            self._score,
+            n_trials=count - len(finished(study)),
+            timeout=None if minutes is None else 60 * minutes,
+            catch=(TrialFailed,),
+            callbacks=[self._after_trial],
+        )
+        done = finished(study)
+        if len(done) < count:
+            print(f"{len(done)} of {count} trials fit into --minutes {minutes:g}.")
+        if not any(self._setting(trial) for trial in done):
+            flag = f"--minutes {minutes:g}" if len(done) < count else f"--trials {count}"
+            raise UserError(f"{flag}: no settings other than yours were tried. Raise it.")
+        result, answer = self._answer(study)
+        table = Grid(["trial", "setting", "outcome", self.metric], [self._row(trial) for trial in done], 3)
+        page = Page("Tuning", [Code(answer), Text("Trials", 2), table, Text("Plots", 2)])
+        page.add(*(_picture(study, self.metric, plot) for plot in PLOTS if len(complete(study)) > 1))
+        write_named(self.out / PAGE, page.as_html())
+        print(f"\n{answer}\nAll trials and optuna's plots: {self.out / PAGE}")
+        return result
+
+    def _load(self, pruner: str) -> Study:
+        """The study in the folder, which this process has locked, or a new one; a killed trial is enqueued again."""
+        optuna.logging.set_verbosity(optuna.logging.ERROR)  # failed trials are in the table
+        path = self.out / STUDY
+        with as_user_error(lambda reason: f"{path} cannot be read ({reason}): {OTHER_OUT}"):
+            # After a kill, optuna would wait for its lock, and append to a line that was cut.
+            (self.out / f"{STUDY}.lock").unlink(missing_ok=True)
+            if path.exists():
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+            study = optuna.create_study(
+                storage=JournalStorage(JournalFileBackend(str(path))),
+                study_name="tune",
+                direction=self.direction,
+                pruner=PRUNERS[pruner](),
+                load_if_exists=True,
+            )
+            for trial in study.get_trials(states=(TrialState.RUNNING,)):
+                study.enqueue_trial(trial.params)
+                study.tell(trial.number, state=TrialState.FAIL)
+        return study
+
+    def _enqueue(self, study: Study, count: int) -> int:
+        """Add the first run as a trial and, if `count` suffices, all combinations. Returns the number of trials."""
+        names = [each.name for each in self.parameters]
+        if not study.trials:
+            space = {each.name: each.distribution for each in self.parameters}
+            now, scores = {each.name: each.now for each in self.parameters}, self._by_epoch(self.out / FIRST)
+            with suppress(ValueError):  # the user's values are outside of the ranges
+                study.add_trial(
+                    create_trial(params=now, distributions=space, value=self.baseline, intermediate_values=scores)
+                )
+        if math.prod(len(each.choices) or math.inf for each in self.parameters) > count:
+            return count
+        for values in itertools.product(*(each.choices for each in self.parameters)):  # TPE would try some twice
+            study.enqueue_trial(dict(zip(names, values, strict=True)), skip_if_exists=True)
+        return min(count, len(finished(study)) + len(study.get_trials(states=(TrialState.WAITING,))))
+
+    def _score(self, trial: Trial) -> float:
+        """Train with a trial's setting, or return the setting's known score. Raises TrialFailed and TrialPruned."""
+        for each in self.parameters:
+            each.suggest(trial)
+        setting, folder = self._setting(trial), self._folder(trial)
+        known = {self._setting(each): float(each.value) for each in complete(trial.study)} | {(): self.baseline}
+        if setting in known:
+            return known[setting]
+
+        def watch() -> None:
+            self.check()
+            self._report(trial)
+            if trial.should_prune():
+                raise TrialPruned(f"ended early, after epoch {max(self._by_epoch(folder))}")
+
+        try:
+            self._train(setting, folder, watch)
+            self._report(trial)
+            value = record.read(folder).score(self.metric)
+            if value is None:
+                raise TrialFailed(f"it has no score ({folder / LOG})")
+            return value
+        except (TrialFailed, TrialPruned) as error:
+            trial.set_user_attr(REASON, str(error))
+            raise
+        except Exception:  # such as a signal: the next start begins with this trial
+            trial.study.enqueue_trial(trial.params)
+            raise
+
+    def _train(self, setting: Sequence[str], folder: Path, watch: Watch) -> None:
+        """Train with a setting. Raises TrialFailed and, for bad input among the user's own flags, UserError."""
+        command = self.command([*setting, f"--output_dir={folder}", "--overwrite_output_dir"])
+        try:
+            trained = train(command, self.environ, folder, self.timeout, watch)
+        finally:
+            for path in (*folder.glob("checkpoint-*"), folder / "latest"):  # of a run that was stopped
+                delete(path)
+        if trained.status == EXIT_BAD_INPUT and not setting:
+            raise UserError(trained.reason)
+        if trained.run is None:
+            reason = trained.reason if trained.status is not None else f"it took longer than {trained.seconds:.0f} s"
+            raise TrialFailed(f"{reason} ({folder / LOG})")
+
+    def _by_epoch(self, folder: Path) -> dict[int, float]:
+        """Epoch -> score of a run's evaluations, before its final one."""
+        run = record.read(folder)
+        epochs, scores = run.evaluations["epoch"], run.evaluations["eval_" + self.metric.removeprefix("eval_")]
+        last = run.settings.get("num_train_epochs", math.inf)
+        return {round(epoch): float(score) for epoch, score in zip(epochs, scores, strict=True) if epoch < last}
+
+    def _report(self, trial: Trial) -> None:
+        for epoch, score in self._by_epoch(self._folder(trial)).items():
+            trial.report(score, epoch)
+
+    def _after_trial(self, study: Study, trial: FrozenTrial) -> None:
+        """Print a trial, and delete all weights except the best trial's: they are large."""
+        number, setting, outcome, value = self._row(trial)
+        print(f"{number:>5}  {value:>{max(8, len(self.metric))}}  {setting}: {outcome}", flush=True)
+        best = self._folder(study.best_trial) if complete(study) else None
+        for folder in self.out.glob("trial-*"):
+            if folder != best:
+                delete(folder / MODEL)
+
+    def _answer(self, study: Study) -> tuple[dict[str, Any], str]:
+        """The record, and the text: the best setting, if it is better than the user's own."""
+        before, metric = f"{self.baseline:.4g}", self.metric
+        result: dict[str, Any] = {"set": [], "metric": metric, "without_tuning": self.baseline}
+        sign = -1 if self.direction == "minimize" else 1
+        if not complete(study) or sign * study.best_value <= sign * self.baseline:
+            return result, f"Keep your settings: no other has a better {metric} than {before}."
+        best, folder = study.best_trial, self._folder(study.best_trial)
+        first = {self._setting(each): each.number for each in reversed(complete(study)) if each.value == best.value}
+        tied, tie, setting = sorted({*first.values()} - {best.number}), "", self._setting(best)
+        if tied:
+            tie = f" (the same as {', '.join(f'trial {number}' for number in tied)})"
+        return result | {"set": setting, "value": best.value, "tied": tied}, (
+            f"Set this: {metric} is {best.value:.4g}{tie}, without tuning {before}."
+            " Compare the two with other seeds, too.\n\n"
+            f"    python -m hvd_bert.train ... {' '.join(setting)}\n\nThe model is in {folder}."
+        )
+
+    def _setting(self, trial: Trial | FrozenTrial) -> tuple[str, ...]:
+        """The flags that differ from the user's."""
+        values = trial.params
+        return tuple(each.flag(values[each.name]) for each in self.parameters if values[each.name] != each.now)
+
+    def _row(self, trial: FrozenTrial) -> list[str]:
+        value = DASH if trial.value is None else f"{trial.value:.4g}"
+        setting = " ".join(self._setting(trial)) or "without tuning"
+        return [str(trial.number), setting, trial.user_attrs.get(REASON, "done"), value]
+
+    def _folder(self, trial: Trial | FrozenTrial) -> Path:
+        return self.out / f"trial-{trial.number:03}"
+
+
+def complete(study: Study) -> list[FrozenTrial]:
+    """The trials with a final score."""
+    return [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
+
+
+def finished(study: Study) -> list[FrozenTrial]:
+    """The trials that need not run again."""
+    return [trial for trial in study.trials if trial.state == TrialState.COMPLETE or REASON in trial.user_attrs]
+
+
+def _picture(study: Study, name: str, plot: Callable[..., Any]) -> Picture:
+    with pyplot.rc_context({"savefig.bbox": "tight"}):
+        figure = np.ravel(plot(study, target_name=name))[0].figure
+        png = saved(figure)
+    pyplot.close(figure)
+    return Picture(f"{plot.__name__}.png", png, plot.__name__.removeprefix("plot_").replace("_", " "))
