@@ -176,13 +176,17 @@ def test_obstacles(installed: set[str]) -> None:
         (by("none"), point("ddp", 2), "--launcher none starts one process only"),
         (by("mpirun", TWO_CORES, "a:1,b"), point("horovod", 4), "4 ranks, but -H a:1,b has 2 slots"),
         (by("auto", job), point("ddp", 8), "the Slurm job has 4 tasks"),
-        (by("auto", job), point("ddp", 4), "2 ranks per node, but 1 GPUs"),
+        *((by(choice, job), point("ddp", 4), "2 ranks per node, but 1 GPUs") for choice in ("auto", "mpirun")),
+        (by("mpirun", Machine(8, 2, job.allocation)), point("ddp", 4), ""),
+        (by("mpirun", job, "a:1"), point("ddp", 2), "2 ranks, but -H a:1 has 1 slots"),  # whatever the job has
         # Only the points of a missing launcher cannot run.
         (by("auto"), point("horovod", 2), "horovodrun is not on PATH: run `bash env/setup.sh`"),
         (by("auto", TWO_CORES, "a:2"), point("none", 1), "horovodrun"),
     ):
         found = launch.obstacle(where)
         assert words in found and bool(words) == bool(found)
+    assert [by(choice, job).spans_job for choice in ("auto", "srun", "mpirun", "horovodrun")] == [True] * 3 + [False]
+    assert not by("auto").spans_job and not by("auto", job, "a:1").spans_job
 
 
 def test_ranks_that_share_cores_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:

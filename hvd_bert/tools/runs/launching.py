@@ -152,6 +152,12 @@ class Launching:
             "versions": versions | {package: package_version(package) for package in PACKAGES},
         }
 
+    @property
+    def spans_job(self) -> bool:
+        """Whether the ranks are started on all nodes of a Slurm job."""
+        inside = self.machine.allocation is not None and not self.hosts
+        return inside and self.choice in ("auto", "srun", "mpirun")
+
     def launcher(self, point: Point) -> str:
         """The launcher that starts a point."""
         several = "horovodrun" if point.row.world == HOROVOD else "torchrun"
@@ -224,7 +230,7 @@ class Launching:
             return needs if gpus < point.ranks else ""
         if launcher_name == "none" and point.ranks > 1:
             return "--launcher none starts one process only: choose another launcher"
-        if launcher_name == "srun" and allocation is not None:
+        if allocation is not None and self.spans_job:
             return self._obstacle_in_job(point.ranks, allocation)
         if self.hosts:
             slots = sum(host_slots(self.hosts).values())

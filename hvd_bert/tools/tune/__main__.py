@@ -135,7 +135,7 @@ def _ranks(launching: Launching) -> int:
     allocation = launching.machine.allocation
     if launching.hosts:
         return sum(host_slots(launching.hosts).values())
-    if allocation and launching.choice in ("auto", "srun", "mpirun"):
+    if allocation and launching.spans_job:
         return allocation.nodes * allocation.tasks_per_node
     return launching.machine.gpus or 2
 
