@@ -24,7 +24,7 @@ import psutil
 from shared import machine, markdown_table
 
 from hvd_bert.config import command_line
-from hvd_bert.distributed.horovodrun import without_cache
+from hvd_bert.distributed.launchers import without_cache
 from hvd_bert.output.callback import Callback
 from hvd_bert.startup import start_rank
 from hvd_bert.storage.writing import JsonLines

@@ -23,7 +23,6 @@ from hvd_bert.distributed.interfaces import (
     is_loopback,
 )
 from hvd_bert.distributed.launch import (
-    BY_TORCH,
     WITHOUT_HOROVOD,
     Launcher,
     checked_launcher,
@@ -75,7 +74,7 @@ class HorovodWorld(World):
         with _loading():
             import horovod.torch as hvd
             import horovod.torch.mpi_ops  # noqa: F401  # horovod.torch hides an error of its library
-        served = launcher.name in (rendezvous.IN_GROUP, "torchrun", BY_TORCH) and not launcher.is_alone
+        served = launcher.has_store and not launcher.row.by_mpi and not launcher.is_alone
         if served:
             rendezvous.serve_horovod(launcher)
         else:

@@ -1,8 +1,7 @@
-"""What horovodrun needs: hosts with their slots, and a flag that depends on the user."""
+"""Lists of hosts with their slots, as horovodrun and mpirun take them."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -36,9 +35,3 @@ def read_hostfile(path: Path) -> dict[str, int]:
     if not hosts:
         raise UserError(f"--hostfile {path} has no hosts. Write lines such as a100-01:2.")
     return host_slots(hosts, f"--hostfile {path}")
-
-
-def without_cache() -> list[str]:
-    """horovodrun's flag where it cannot write its cache of checked hosts, without which it would fail."""
-    folder = Path(os.path.expanduser("~/.horovod"))
-    return [] if os.access(folder if folder.exists() else folder.parent, os.W_OK) else ["--disable-cache"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from hvd_bert.distributed.launchers import BY_TORCH, LAUNCHERS, LauncherRow, launcher_row
 from hvd_bert.errors import UserError
 
 
@@ -32,55 +33,30 @@ class Launcher:
     store: Any = None
 
     @property
+    def row(self) -> LauncherRow:
+        """The facts about it."""
+        return launcher_row(self.name)
+
+    @property
+    def has_store(self) -> bool:
+        """Whether its ranks can meet in a key-value store: `rendezvous.launcher_store`."""
+        return self.store is not None or bool(self.row.store)
+
+    @property
     def is_alone(self) -> bool:
         """Whether this is the only process. Not where MPI is asked."""
         return self.name == "none" or self.size == 1
 
 
-@dataclass(frozen=True)
-class Variables:
-    """A launcher's variables of the world size and of the rank. `others` distinguish it where another has the same."""
-
-    launcher: str
-    size: str
-    rank: str
-    others: tuple[str, ...] = ()
-
-
-TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun sets it
-# torch's env:// rendezvous: Kubeflow's PyTorchJob, Volcano, Azure ML, Vertex AI, Run:ai, deepspeed, mp.spawn, by hand.
-BY_TORCH = "torch's variables"
-TORCHS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ASKS_MPI = "MPI"
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torch's variables
 _PER_NODE = "PET_NPROC_PER_NODE"  # torchrun's --nproc-per-node: Kubeflow's WORLD_SIZE counts these processes
-# Most specific first: mpirun inside srun inherits Slurm's variables, never the other way round. Except for torchrun,
-# horovodrun, srun and torch's variables, MPI's library connects the ranks.
-_LAUNCHERS = (
-    Variables("torchrun", "WORLD_SIZE", "RANK", (TORCHRUN,)),
-    Variables("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
-    Variables("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    Variables("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-    Variables("mpirun", "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_RANK"),
-    Variables("mpirun", "PMI_SIZE", "PMI_RANK"),
-    Variables("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
-    Variables("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
-    Variables("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    Variables(BY_TORCH, "WORLD_SIZE", "RANK"),
-)
-# Ranks of launchers that set no size (PRRTE, Hydra with -pmi-port, PALS, ALPS) or whose size is missing: MPI is asked.
-_MPI_RANKS = ["PMIX_RANK", "PMI_ID", "PALS_RANKID", "ALPS_APP_PE"]
-_MPI_RANKS += [row.rank for row in _LAUNCHERS if row.launcher in ("mpirun", "jsrun", "flux")]
+# Ranks of launchers that set no size: PRRTE, Hydra with -pmi-port, PALS, ALPS. MPI is asked.
+_MPI_RANKS = ("PMIX_RANK", "PMI_ID", "PALS_RANKID", "ALPS_APP_PE")
 # Numbers or lists of processes or hosts, without a rank of this process: torchrun's options, TensorFlow's, Vertex AI's,
 # SageMaker's, SkyPilot's, submitit's.
-_SIZES_ALONE = (
-    "PET_NNODES",
-    _PER_NODE,
-    "TF_CONFIG",
-    "CLUSTER_SPEC",
-    "SM_HOSTS",
-    "SKYPILOT_NUM_NODES",
-    "SUBMITIT_LOCAL_NTASKS",
-)
+_SIZES_ALONE = ["PET_NNODES", _PER_NODE, "TF_CONFIG", "CLUSTER_SPEC", "SM_HOSTS"]
+_SIZES_ALONE += ["SKYPILOT_NUM_NODES", "SUBMITIT_LOCAL_NTASKS"]
 # Which platform has set torch's variables.
 _PLATFORMS = {
     "PET_NNODES": "Kubeflow",
@@ -126,25 +102,30 @@ def host_name(name: str, source: str) -> str:
 
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
     """The launcher of this process, from its environment. Raises UserError if its variables are no ranks of a world."""
-    rows = [row for row in _LAUNCHERS if {row.size, row.rank, *row.others} <= environ.keys()]
-    if len(rows) > 1 and environ[rows[0].size] == "1" and rows[-1].launcher == BY_TORCH:
-        rows = rows[-1:]  # one process per node, with torch's variables for the world of all
-    if not rows:
+    found = [each for each in _variables() if environ.keys() >= {*each[1:]}]
+    if not found:
         ranks = mpi_ranks(environ)
         return Launcher(ASKS_MPI, None, number(environ, ranks[0])) if ranks else Launcher("none", None, None)
-    row = rows[0]
-    size, rank = number(environ, row.size, 1), number(environ, row.rank)
+    launcher, size_name, rank_name, *_ = found[0]
+    if environ[size_name] == "1" and found[-1][0] == BY_TORCH:  # one process per node, and the variables of all
+        launcher, size_name, rank_name = found[-1]
+    size, rank = number(environ, size_name, 1), number(environ, rank_name)
     if rank is not None and size is not None and rank >= size:
         raise UserError(
-            f"{row.rank}={rank} must be below {row.size}={size}: ranks count from 0. Fix the variables, or unset them"
+            f"{rank_name}={rank} must be below {size_name}={size}: ranks count from 0. Fix the variables, or unset them"
             " if they are left over from another job."
         )
-    return Launcher(row.launcher, size, rank)
+    return Launcher(launcher, size, rank)
+
+
+def _variables() -> list[tuple[str, ...]]:
+    """Each launcher's name and its variables: of the size, of the rank, and others. Most specific first."""
+    return [(name, *names) for name, row in LAUNCHERS.items() for names in row.variables]
 
 
 def ignored(launcher: Launcher, environ: Mapping[str, str]) -> list[str]:
     """The variables for several processes whose number is not the launcher's."""
-    names = dict.fromkeys([*(row.size for row in _LAUNCHERS), *_SIZES_ALONE])
+    names = dict.fromkeys([*(size for _, size, *_ in _variables()), *_SIZES_ALONE])
     return [name for name in names if _process_count(environ.get(name, "")) not in (1, launcher.size)]
 
 
@@ -200,29 +181,27 @@ def is_nested(
 
 
 def mpi_ranks(environ: Mapping[str, str]) -> list[str]:
-    return [name for name in _MPI_RANKS if name in environ]
+    """The variables of a rank of MPI that are set. Slurm's is none of them: a job script has it, too."""
+    own = [rank for name, _, rank, *_ in _variables() if LAUNCHERS[name].by_mpi and not LAUNCHERS[name].store]
+    return [name for name in (*_MPI_RANKS, *own) if name in environ]
 
 
 def checked_launcher(environ: Mapping[str, str]) -> Launcher:
     """The launcher of this process, for a world of all ranks. Raises UserError if it does not make one world."""
     launcher = find_launcher(environ)
-    _check_nesting(launcher, environ)
-    _check_variables(launcher, environ)
-    return launcher
-
-
-def _check_nesting(launcher: Launcher, environ: Mapping[str, str]) -> None:
     if is_nested(launcher, environ):
         tasks = environ["SLURM_STEP_NUM_TASKS"]
         raise LaunchError(
             f"Each of srun's {tasks} tasks has started {launcher.name} with {launcher.size} ranks. Use one launcher:"
             f" `srun --mpi=pmix python ...`, or {launcher.name} without srun."
         )
+    _check_variables(launcher, environ)
+    return launcher
 
 
 def _check_variables(launcher: Launcher, environ: Mapping[str, str]) -> None:
     """Refuse variables for several processes that cannot find each other: each would train alone."""
-    missing = [name for name in TORCHS if not environ.get(name)]
+    missing = [name for name in RENDEZVOUS if not environ.get(name)]
     if launcher.name == BY_TORCH and _process_count(environ.get(_PER_NODE, "")) > 1:
         raise UserError(
             f"{_PER_NODE}={environ[_PER_NODE]}: WORLD_SIZE={launcher.size} counts processes of torchrun. Start with"
@@ -241,14 +220,14 @@ def _check_variables(launcher: Launcher, environ: Mapping[str, str]) -> None:
     if not launcher.is_alone:
         return
     unused = [name for name in ignored(launcher, environ) if name != "WORLD_SIZE"]  # job scripts export it
-    others = any(environ.get(name) for name in TORCHS if name != "RANK")
+    others = any(environ.get(name) for name in RENDEZVOUS if name != "RANK")
     if launcher.name == "none" and environ.get("RANK") and (others or environ["RANK"] != "0"):
         unused.append("RANK")
     if unused:
         raise UserError(
             f"{unused[0]}={environ[unused[0]][:80]} is set for several processes, but this one lacks its rank or the"
             " address of the others: each would train alone. Start with torchrun, horovodrun, mpirun or srun, or set"
-            f" {', '.join(TORCHS)} in each (docs/guides/strategies.md). To train in one process: --strategy none."
+            f" {', '.join(RENDEZVOUS)} in each (docs/guides/strategies.md). To train in one process: --strategy none."
         )
 
 

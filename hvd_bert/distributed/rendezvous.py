@@ -30,7 +30,6 @@ from hvd_bert.distributed.interfaces import (
     own_address_at,
 )
 from hvd_bert.distributed.launch import (
-    BY_TORCH,
     Launcher,
     gloo_timeout_s,
     horovodrun_address,
@@ -38,6 +37,7 @@ from hvd_bert.distributed.launch import (
     is_elastic,
     number,
 )
+from hvd_bert.distributed.launchers import AGENT, FIRST_NODE
 from hvd_bert.distributed.logs import describe_ranks
 from hvd_bert.distributed.slurm import expand_hosts, step_nodes, step_port
 from hvd_bert.distributed.watchdog import answered
@@ -45,8 +45,6 @@ from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError, log
 
 START_S = 300  # for ranks that start late; later the group's own timeout applies
-IN_GROUP = "a process group"
-WITH_STORES = (IN_GROUP, "torchrun", "srun", BY_TORCH)  # the launchers of `launcher_store`
 MAX_PORT = 65535
 NOTICE_S = 10  # seconds until missing ranks are named
 SAME_ADDRESS = (
@@ -67,7 +65,7 @@ def program_group() -> Launcher | None:
     rank, store = distributed.get_rank(), distributed.distributed_c10d._get_default_store()
     # Counted in the store: the processes of a group need not have joined equally many worlds before.
     joins = store.add(f"hvd_bert.joins.{rank}", 1)
-    return Launcher(IN_GROUP, distributed.get_world_size(), rank, PrefixStore(f"hvd_bert/{joins}", store))
+    return Launcher("a process group", distributed.get_world_size(), rank, PrefixStore(f"hvd_bert/{joins}", store))
 
 
 def serve_store(address: str | None, port: int = 0) -> Any:
@@ -218,16 +216,16 @@ def _slurm_store(rank: int, nodes: str, port: int) -> Any:
 
 
 def launcher_store(launcher: Launcher) -> Any:
-    """A key-value store for the ranks of one of WITH_STORES. Raises UserError if it is not reached.
+    """A key-value store for the ranks of a launcher that has one. Raises UserError if it is not reached.
 
     Rank 0 serves it to the end of its process, except under torchrun and in a group: a slower rank may still use it.
     """
     rank = launcher.rank or 0
     if launcher.store:
         return launcher.store
-    if launcher.name == "torchrun":
+    if launcher.row.store == AGENT:
         store = _torchrun_store()
-    elif launcher.name == "srun":
+    elif launcher.row.store == FIRST_NODE:
         store = _slurm_store(rank, step_nodes(os.environ), step_port(os.environ))
     else:
         store = _master_store(rank, *_master())

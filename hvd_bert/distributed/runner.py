@@ -23,7 +23,6 @@ from hvd_bert.config.settings import ALONE, HOROVOD, STRATEGIES
 from hvd_bert.distributed import events, logs, rendezvous
 from hvd_bert.distributed.horovod_world import QUEUED_TOO_LATE, HorovodWorld, disconnect, ready_for_timeline
 from hvd_bert.distributed.launch import (
-    BY_TORCH,
     Launcher,
     LaunchError,
     find_launcher,
@@ -94,7 +93,7 @@ def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, 
     """Run `entry` to its end. Returns its world, which is still open."""
     keep_running()
     with suppress(UserError):  # reported when joining
-        watch_launcher(find_launcher(os.environ).name)
+        watch_launcher(find_launcher(os.environ))
     if records_timeline:
         ready_for_timeline(os.environ)
     process = ProcessState()
@@ -158,7 +157,7 @@ def _end(error: BaseException, world: World | None, raises: bool) -> None:
     if world:
         world.end(status)
     # Another rank's failure could make the launcher kill those that report it, before they have.
-    sys.exit(status if report or find_launcher(os.environ).name == BY_TORCH else EXIT_OK)
+    sys.exit(status if report or find_launcher(os.environ).row.each_status_counts else EXIT_OK)
 
 
 def _status_and_report(error: BaseException, world: World | None) -> tuple[int, str]:

@@ -1,8 +1,8 @@
 """Stop requests: signals set a flag, and all ranks vote on stopping in each step. Then `Checkpoints.save_and_stop`
 (training/saving.py) saves, and ends the run.
 
-Ranks of the launchers in _WATCHED watch the process that started them. Otherwise they would outlive a killed launcher,
-and keep their GPU and the lock of the output folder. Slurm ends its tasks itself.
+Ranks of launchers that are watched (launchers.py) watch the process that started them. Otherwise they would outlive a
+killed launcher, and keep their GPU and the lock of the output folder. Slurm ends its tasks itself.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from hvd_bert.distributed import logs
+from hvd_bert.distributed.launch import Launcher
 from hvd_bert.errors import log
 from hvd_bert.streams import in_main_thread
 
@@ -34,7 +35,6 @@ CTRL_C = "Ctrl-C"
 BY_HOROVODRUN = "OMPI_MCA_horovodrun_ctrl_c"  # has the signal that stands for Ctrl-C (env/mpirun_process.py)
 FOLDER = "a move or removal of --output_dir"
 CHECK_S = 1.0
-_WATCHED = ("torchrun", "horovodrun", "mpirun")  # others end their ranks, or their process is not known
 
 
 class StopRequests:
@@ -128,12 +128,12 @@ def _may_handle() -> bool:
 
 
 @cache  # a program may train several times
-def watch_launcher(launcher: str) -> None:
-    """From now on, send this process SIGUSR1 when its launcher, of that name, has ended. All ranks stop then.
+def watch_launcher(launcher: Launcher) -> None:
+    """From now on, send this process SIGUSR1 when its launcher has ended, if it is watched. All ranks stop then.
 
     Not SIGTERM, which the launcher may have passed on before: a second one ends a run that is still saving.
     """
-    if launcher in _WATCHED:
+    if launcher.row.is_watched:
         threading.Thread(target=_stop_when_cut, args=(os.getppid(),), name="launcher watch", daemon=True).start()
 
 

@@ -41,7 +41,7 @@ class DistributedWorld(World):
         launcher = group or checked_launcher(os.environ)
         rank, size, comm = launcher.rank or 0, launcher.size or 1, None
         interface = "GLOO_SOCKET_IFNAME"
-        if launcher.name in rendezvous.WITH_STORES and size > 1:
+        if launcher.has_store and size > 1:
             store = rendezvous.launcher_store(launcher)
             rendezvous.meet(store, launcher, interface)
         elif launcher.is_alone:

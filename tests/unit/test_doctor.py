@@ -19,13 +19,14 @@ from refusals import refused
 
 from hvd_bert import machine
 from hvd_bert.config.command_line import parse
+from hvd_bert.distributed import launchers
 from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command
-from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, launches, probes, prove
+from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, launch_line, probes, prove
 from hvd_bert.tools.doctor.__main__ import parse_proof
 from hvd_bert.tools.doctor.collective import Timing
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm
@@ -302,16 +303,16 @@ def test_a_horovod_that_cannot_be_imported_is_not_loaded(monkeypatch):
 )
 def test_commands_that_start_a_training(monkeypatch, gpus, mpirun, environ, commands):
     monkeypatch.setattr(os, "environ", environ)
-    monkeypatch.setattr(launches.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(launch_line.torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(64)})
-    monkeypatch.setattr(launches, "free_memory", lambda: 10 * checks.GIB)  # 3 GiB per rank
+    monkeypatch.setattr(launch_line, "free_memory", lambda: 10 * checks.GIB)  # 3 GiB per rank
     monkeypatch.setattr(probes, "horovod", lambda: BUILD)
     monkeypatch.setattr(probes, "slurm", lambda: Slurm("25.05", ("pmix_v4",)) if environ else None)
-    monkeypatch.setattr(launches.shutil, "which", lambda name: name if mpirun else None)
-    monkeypatch.setattr(launches, "cpu_limit", lambda: None)
-    monkeypatch.setattr(launches, "_program", str)
-    monkeypatch.setattr(launches, "without_cache", list)
-    assert [*launches.on_this_host().values()] == [command.format("-m hvd_bert.train") for command in commands]
+    monkeypatch.setattr(launch_line.shutil, "which", lambda name: name if mpirun else None)
+    monkeypatch.setattr(launch_line, "cpu_limit", lambda: None)
+    monkeypatch.setattr(launch_line, "_program", str)
+    monkeypatch.setattr(launchers, "without_cache", list)
+    assert [*launch_line.on_this_host().values()] == [command.format("-m hvd_bert.train") for command in commands]
 
 
 def test_refused_device(monkeypatch, capsys):

@@ -11,11 +11,11 @@ import pytest
 from documented import undocumented
 from refusals import refused
 
-from hvd_bert.distributed import horovodrun
+from hvd_bert.distributed import launchers
 from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.horovodrun import host_slots, read_hostfile
 from hvd_bert.tools.doctor import __main__ as command
-from hvd_bert.tools.doctor import hosts, launches
+from hvd_bert.tools.doctor import hosts, launch_line
 from hvd_bert.tools.doctor.ranks import Rank
 from hvd_bert.tools.doctor.report import FAILURE, CheckResult, HostReport, Report, failure, ok
 
@@ -51,9 +51,8 @@ def concluded(monkeypatch, capsys):
     """concluded(reports, *flags) -> the JSON report on hosts a, b, ... with two slots each."""
     monkeypatch.setattr(hosts, "own_address_at", lambda host: None)
     monkeypatch.setattr(hosts, "_address", lambda host, _: ADDRESSES[host])
-    monkeypatch.setattr(launches.shutil, "which", lambda name: str(Path(sys.executable).with_name(name)))
-    monkeypatch.setattr(launches, "without_cache", list)
-    monkeypatch.setattr(horovodrun.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(launch_line.shutil, "which", lambda name: str(Path(sys.executable).with_name(name)))
+    monkeypatch.setattr(launchers, "without_cache", list)
     monkeypatch.delenv("HVD_BERT_INTERFACE", raising=False)
 
     def conclude(reports: dict[str, HostReport], *flags: str):
@@ -122,7 +121,7 @@ def test_command_without_a_common_subnet(concluded, monkeypatch, address):
 
 
 def test_command_without_an_active_environment(concluded, monkeypatch):
-    monkeypatch.setattr(launches.shutil, "which", lambda name: None)
+    monkeypatch.setattr(launch_line.shutil, "which", lambda name: None)
     words = concluded({"a": host("a")})["command"].split()
     folder = Path(sys.executable).parent
     assert words[0] == str(folder / "horovodrun")

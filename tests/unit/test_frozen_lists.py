@@ -51,7 +51,7 @@ MODULES = {
     "data": "batch_plan cache collate window_cutting window_table",
     "data/sources": "entries files questions squad",
     "distributed": """
-        devices events horovod_world horovodrun interfaces launch logs mpi rendezvous runner signals slurm
+        devices events horovod_world horovodrun interfaces launch launchers logs mpi rendezvous runner signals slurm
         torch_world watchdog world
     """,
     "evaluation": "evaluator forward postprocess samples squad_metric",
@@ -65,7 +65,9 @@ MODULES = {
     "strategies": "base ddp deepspeed dp fsdp horovod word_rows",
     "tasks": "base dataset encoder question_answering rows tokenizer trained",
     "tools/bench": "__main__ host_time measure points progress speed sweep",
-    "tools/doctor": "__main__ checks collective cpu_kernels diagnosis hosts launches probes prove ranks remote report",
+    "tools/doctor": """
+        __main__ checks collective cpu_kernels diagnosis hosts launch_line probes prove ranks remote report
+    """,
     "tools/evaluate": "__main__ evaluation_page paired running slices",
     "tools/rendering": "charts figures files page",
     "tools/report": "__main__ comparability comparison content parts plots run_page runs_page setup",

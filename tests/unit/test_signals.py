@@ -104,10 +104,11 @@ def test_any_ranks_signal_counts_more_than_hosts():
 RANK = """
 import signal
 from hvd_bert.distributed import signals
+from hvd_bert.distributed.launch import Launcher
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 signals.CHECK_S = 0.05
-signals.watch_launcher("mpirun")
+signals.watch_launcher(Launcher("mpirun", 2, 0))
 print("watches", flush=True)
 signal.sigwait({signal.SIGUSR1})
 print("stopped", flush=True)

@@ -18,10 +18,11 @@ from hvd_bert.config import settings
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed import slurm
+from hvd_bert.distributed.launchers import Allocation
 from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.bench.points import Point, SweepPlan, check_flags
 from hvd_bert.tools.runs import launching, one_run
-from hvd_bert.tools.runs.launching import Allocation, Launching, Machine, find_allocation
+from hvd_bert.tools.runs.launching import Launching, Machine, find_allocation
 from hvd_bert.tools.runs.one_run import Stopped
 
 TWO_CORES = Machine(cores=2, gpus=0, allocation=None)
@@ -154,7 +155,8 @@ def test_one_process_sees_the_gpus_of_its_point() -> None:
 
 
 def test_invalid_launcher(installed: set[str]) -> None:
-    by("mpirun").check()
+    for launch in (by("mpirun"), *(by(choice, TWO_CORES, "a:2") for choice in ("auto", "horovodrun", "mpirun"))):
+        launch.check()
     installed.remove("mpirun")
     for launch, *named in (
         (by("torchrun", TWO_CORES, "a:2"), "-H", "--launcher torchrun"),

@@ -13,7 +13,7 @@ from hvd_bert.distributed.launch import Launcher, LaunchError
 from hvd_bert.distributed.slurm import check_tasks
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.tools.doctor import checks, collective, launches, probes
+from hvd_bert.tools.doctor import checks, collective, launch_line, probes
 from hvd_bert.tools.doctor.probes import ProbeError
 from hvd_bert.tools.doctor.ranks import rank_here, rank_lines, ranks_table
 from hvd_bert.tools.doctor.report import CheckResult, Report, failure, isolated, merged, ok, warning
@@ -74,7 +74,7 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
     try:
         if alone:
             report.add(*_task_lines(launcher))
-            report.starts = launches.on_this_host()
+            report.starts = launch_line.on_this_host()
         else:
             step_timeout.step("Hosts", "a host does not finish its checks", "Run `hvd-bert doctor` alone on each host.")
             _examine_hosts(flags, launcher, world, report)

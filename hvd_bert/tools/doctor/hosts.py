@@ -13,7 +13,7 @@ from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device
 from hvd_bert.distributed.interfaces import SETTING, address_towards, own_address_at
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import convert
-from hvd_bert.tools.doctor import launches
+from hvd_bert.tools.doctor import launch_line
 from hvd_bert.tools.doctor.ranks import Rank, described, fit_lines, ranks_table
 from hvd_bert.tools.doctor.report import OK, CheckResult, HostReport, Report, failure, merged, ok
 
@@ -100,4 +100,4 @@ def _command(slots: Mapping[str, int], ranks: Sequence[Rank], flags: argparse.Na
     if setting:  # with Gloo, horovodrun itself listens there
         here = next((rank for rank in ranks if own_address_at(rank.info.host)), ranks[0])
         options += ["--network-interfaces", here.interface]
-    return launches.horovodrun(slots, options, interface=setting)
+    return launch_line.horovodrun(slots, options, interface=setting)

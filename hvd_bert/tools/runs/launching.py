@@ -16,8 +16,9 @@ from pathlib import Path
 
 from hvd_bert.config.parser import MAX_SECONDS, Limits, Parser, add_number
 from hvd_bert.config.settings import ALONE, HOROVOD, STRATEGIES, StrategyRow
-from hvd_bert.distributed.horovodrun import host_slots, without_cache
+from hvd_bert.distributed.horovodrun import host_slots
 from hvd_bert.distributed.launch import number
+from hvd_bert.distributed.launchers import LAUNCHERS, Allocation, Start, launcher_row
 from hvd_bert.distributed.slurm import requested
 from hvd_bert.errors import UserError
 from hvd_bert.machine import PACKAGES, cpu_name, package_version
@@ -25,15 +26,10 @@ from hvd_bert.tools.rendering import counted
 from hvd_bert.version import __version__
 
 STRONG, WEAK = "strong", "weak"  # scaling
-LAUNCHERS = ("auto", "horovodrun", "mpirun", "srun", "torchrun", "none")
+CHOICES = ("auto", *sorted(name for name, row in LAUNCHERS.items() if row.command), "none")
+TAKE_HOSTS = [name for name, row in LAUNCHERS.items() if row.takes_hosts]
 RANKS_PER_CORE = 16  # more would only wait, and fill the memory
 TRAIN = (sys.executable, "-m", "hvd_bert.train")
-# Launchers that are separate programs -> what to do if one is missing.
-PROGRAMS = {
-    "horovodrun": "run `bash env/setup.sh`",
-    "mpirun": "run `module load openmpi` or `apt-get install openmpi-bin libopenmpi-dev`, then `bash env/setup.sh`",
-    "srun": "add the folder of Slurm's commands to PATH",
-}
 
 
 @dataclass(frozen=True)
@@ -71,15 +67,6 @@ class Point:
         unit = "GPU" if self.row.several_gpus else "rank"
         repeat = f"{'seed' if self.by_seed else 'repeat'} {self.repeat}"
         return f"{self.strategy}, {counted(self.ranks, unit)}, {self.scaling}, {repeat}"
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """A Slurm job's nodes, tasks per node and cores per task."""
-
-    nodes: int
-    tasks_per_node: int
-    cpus_per_task: int | None
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
@@ -130,16 +117,15 @@ class Launching:
         """Raise UserError if the selected launcher cannot be used here."""
         if self.hosts:
             host_slots(self.hosts)
-            if self.choice not in ("auto", "horovodrun", "mpirun"):
-                raise UserError(f"-H: --launcher {self.choice} takes no hosts. Use horovodrun or mpirun.")
+            if self.choice not in ("auto", *TAKE_HOSTS):
+                raise UserError(f"-H: --launcher {self.choice} takes no hosts. Use {' or '.join(TAKE_HOSTS)}.")
         if self.extra_args and self.choice in ("auto", "none"):
             raise UserError("--launcher_flag: select its launcher with --launcher.")
         if self.choice == "srun" and self.machine.allocation is None:
             raise UserError(
                 "--launcher srun: this is not a Slurm job. Use `sbatch scripts/scaling.slurm`, or `salloc` first."
             )
-        missing = _missing(self.choice)
-        if missing:
+        if missing := _missing(self.choice):
             raise UserError(f"--launcher {self.choice}: {missing}.")
 
     def record(self) -> dict[str, object]:
@@ -156,51 +142,25 @@ class Launching:
     def spans_job(self) -> bool:
         """Whether the ranks are started on all nodes of a Slurm job."""
         inside = self.machine.allocation is not None and not self.hosts
-        return inside and self.choice in ("auto", "srun", "mpirun")
+        return inside and (self.choice == "auto" or launcher_row(self.choice).spans_job)
 
     def launcher(self, point: Point) -> str:
         """The launcher that starts a point."""
-        several = "horovodrun" if point.row.world == HOROVOD else "torchrun"
         choice = self.choice
-        if choice == "auto" and (self.hosts or self.machine.allocation):
-            choice = several = "horovodrun" if self.hosts else "srun"
+        if choice == "auto":
+            here = "horovodrun" if point.row.world == HOROVOD else "torchrun"
+            choice = "horovodrun" if self.hosts else "srun" if self.machine.allocation else here
         elsewhere = self.hosts is not None or choice == "srun"  # a single process must run there, too
-        if point.row.world == ALONE and not elsewhere:
-            return "none"
-        return several if choice == "auto" else choice
+        return "none" if point.row.world == ALONE and not elsewhere else choice
 
     def command(self, point: Point, flags: Sequence[str], exported: Sequence[str] = ()) -> list[str]:
         """The command that trains a point. `exported`: variables to pass to ranks on other hosts."""
-        number, launcher_name = point.processes, self.launcher(point)
-        hosts = ["-H", self.hosts] if self.hosts else []
-        train = [*TRAIN, *flags]
-        if launcher_name == "none":
+        command, train = launcher_row(self.launcher(point)).command, [*TRAIN, *flags]
+        if command is None:
             return train
-        if launcher_name == "torchrun":
-            # standalone: a free port, or two sweeps on one host would collide. Without the address torchrun waits for
-            # itself forever on a host whose own name does not resolve.
-            own = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-            return [*own, f"--nproc-per-node={number}", *self.extra_args, *train[1:]]
-        program = program_path(launcher_name) or launcher_name
-        if launcher_name == "srun":
-            export = ["--export=ALL"] if exported else []  # even if sbatch was given another --export
-            return [program, *self._srun_args(number), *export, *self.extra_args, *train]
-        if launcher_name == "horovodrun":  # which exports all variables
-            return [program, "-np", str(number), *hosts, *without_cache(), *self.extra_args, *train]
-        # As many slots as ranks: Open MPI refuses more ranks than cores otherwise. Ranks are not bound to cores.
-        place = hosts or ([] if self.machine.allocation else ["-H", f"localhost:{number}"])
-        export = [word for name in exported for word in ("-x", name)]
-        return [program, "-np", str(number), *place, "--bind-to", "none", *export, *self.extra_args, *train]
-
-    def _srun_args(self, number: int) -> list[str]:
         allocation = self.machine.allocation
-        assert allocation is not None
-        per_node = min(number, allocation.tasks_per_node)
-        nodes = -(-number // per_node)
-        args = ["--mpi=pmix", "--kill-on-bad-exit=1", "--wait=60", f"--nodes={nodes}", f"--ntasks={number}"]
-        args.append(f"--ntasks-per-node={per_node}")
-        # Since Slurm 22.05 srun does not inherit the job's --cpus-per-task.
-        return args + ([f"--cpus-per-task={allocation.cpus_per_task}"] if allocation.cpus_per_task else [])
+        program, *words = command(Start(train, point.processes, self.hosts, allocation, self.extra_args, exported))
+        return [program_path(program) or program, *words]
 
     def environment(self, point: Point, environ: Mapping[str, str]) -> dict[str, str]:
         """The environment for a point's training. Several GPUs in one process: only the point's number is visible."""
@@ -222,8 +182,7 @@ class Launching:
     def obstacle(self, point: Point) -> str:
         """Why a point cannot run here and how to fix it; "" if there is no known obstacle."""
         launcher_name, gpus, allocation = self.launcher(point), self.machine.gpus, self.machine.allocation
-        missing = point.row.missing or _missing(launcher_name)
-        if missing:
+        if missing := point.row.missing or _missing(launcher_name):
             return missing
         if point.row.several_gpus:
             needs = f"{point.strategy} needs {point.ranks} GPUs in its one process, but {gpus} are visible"
@@ -264,42 +223,36 @@ def add_flags(parser: Parser, out: str) -> None:
     """Add the flags for the folder of all runs, the launcher, and the time per run."""
     folder = "Folder for all runs; the same folder resumes. (default: %(default)s)"
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path(out), help=folder)
-    parser.add_argument(
-        "--launcher",
-        choices=LAUNCHERS,
-        default="auto",
-        help="Program that starts the ranks; auto: horovodrun with -H, srun in a Slurm job, else horovodrun for horovod"
-        " and torchrun for other strategies. (default: %(default)s)",
+    launcher = (
+        "Program that starts the ranks; auto: horovodrun with -H, srun in a Slurm job, else horovodrun for horovod and"
+        " torchrun for other strategies. (default: %(default)s)"
     )
-    parser.add_argument(
-        "-H", metavar="HOST:SLOTS,...", help="Hosts for horovodrun or mpirun. (default: this host, or the Slurm job's)"
+    parser.add_argument("--launcher", choices=CHOICES, default="auto", help=launcher)
+    hosts = "Hosts for horovodrun or mpirun. (default: this host, or the Slurm job's)"
+    parser.add_argument("-H", metavar="HOST:SLOTS,...", help=hosts)
+    word = (
+        "Additional argument for the launcher; may be repeated: --launcher_flag=--network-interfaces"
+        " --launcher_flag=ib0. (default: none)"
     )
-    parser.add_argument(
-        "--launcher_flag",
-        metavar="WORD",
-        action="append",
-        default=[],
-        help="Additional argument for the launcher; may be repeated: --launcher_flag=--network-interfaces"
-        " --launcher_flag=ib0. (default: none)",
-    )
+    parser.add_argument("--launcher_flag", metavar="WORD", action="append", default=[], help=word)
     limit = "Maximum seconds per run; a longer run is terminated. (default: %(default)g)"
     add_number(parser, "--timeout", 3600.0, limit, Limits(minimum=1, maximum=MAX_SECONDS), metavar="S")
 
 
 def choose(flags: argparse.Namespace, machine: Machine) -> Launching:
     """The launcher settings that those flags select. Raises UserError."""
-    launching = Launching(flags.launcher, tuple(flags.launcher_flag), flags.H, machine)
-    launching.check()
-    return launching
+    chosen = Launching(flags.launcher, tuple(flags.launcher_flag), flags.H, machine)
+    chosen.check()
+    return chosen
 
 
 def _missing(launcher: str) -> str:
     """The error if a launcher's program is missing; "" if it is installed or none is needed."""
-    absent = launcher in PROGRAMS and program_path(launcher) is None
-    return f"{launcher} is not on PATH: {PROGRAMS[launcher]}" if absent else ""
+    remedy = launcher_row(launcher).remedy
+    return f"{launcher} is not on PATH: {remedy}" if remedy and program_path(launcher) is None else ""
 
 
 def program_path(name: str) -> str | None:
     """A launcher's path: this environment's, else the one on PATH."""
-    own = Path(sys.executable).with_name(name)
+    own = Path(sys.executable).parent / name
     return str(own) if own.is_file() else shutil.which(name)

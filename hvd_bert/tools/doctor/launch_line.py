@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hvd_bert.config.settings import PACKAGE
-from hvd_bert.distributed.horovodrun import without_cache
+from hvd_bert.distributed import launchers
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.distributed.slurm import find_job, requested_tasks
 from hvd_bert.machine import cpu_limit, free_memory
@@ -51,10 +51,10 @@ def horovodrun(
     slots: Mapping[str, int], options: Sequence[str] = (), flags: Sequence[str] = (), interface: str = ""
 ) -> str:
     """The horovodrun line for a rank per slot. `flags`: the training's. `interface`: HVD_BERT_INTERFACE."""
-    words = [_program("horovodrun"), "-np", str(sum(slots.values()))]
-    words += ["-H", ",".join(f"{host}:{number}" for host, number in slots.items()), *options, *without_cache()]
-    words += [_program("python"), "-m", "hvd_bert.train", *flags]
-    return (f"{SETTING}={shlex.quote(interface)} " if interface else "") + shlex.join(words)
+    hosts = ",".join(f"{host}:{number}" for host, number in slots.items())
+    train = [_program("python"), "-m", "hvd_bert.train", *flags]
+    program, *words = launchers.horovodrun(launchers.Start(train, sum(slots.values()), hosts, extra=options))
+    return (f"{SETTING}={shlex.quote(interface)} " if interface else "") + shlex.join([_program(program), *words])
 
 
 def _program(name: str) -> str:
