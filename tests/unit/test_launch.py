@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 
 import pytest
 from refusals import refused
 
-from hvd_bert.distributed import events, slurm
-from hvd_bert.distributed.devices import (
-    RankInfo,
-    check_devices,
-    choose_device,
-    choose_threads,
-    physical_id,
-    share_cores,
-)
+from hvd_bert.distributed import devices, events, launch, mpi, signals, slurm
 from hvd_bert.distributed.horovodrun import host_slots
-from hvd_bert.distributed.launch import (
-    Launcher,
-    LaunchError,
-    checked_launcher,
-    extend_gloo_timeout,
-    find_launcher,
-    horovodrun_address,
-    ignored,
-    is_nested,
-    note_on_one_process,
-    platform_name,
-    speaks_first,
-)
-from hvd_bert.distributed.mpi import check_mpi, check_pmi, check_size
-from hvd_bert.distributed.slurm import check_tasks, requested_tasks
+from hvd_bert.distributed.launch import Launcher, LaunchError, find_launcher
+from hvd_bert.distributed.launchers import BY_TORCH, LAUNCHERS, Allocation, LauncherRow
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import UserError
+from hvd_bert.tools.runs.launching import Launching, Machine, Point
 from hvd_bert.training import start
 
 # Variables that the launchers set for rank 3 of 4.
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_CONTROLLER": "gloo"}
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-MVAPICH = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4"}
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
-MVAPICH_4 = {"MVP_COMM_WORLD_RANK": "3", "MVP_COMM_WORLD_SIZE": "4"}
-JSRUN = {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4"}
 FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4"}
 PALS = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}
 TORCHS = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a100-01", "MASTER_PORT": "29500"}
@@ -51,214 +30,178 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
 # A job script, and mpirun inside it, see variables of the batch step: one task of a job of many.
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "17"}
-GLOO_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}
+NESTED = HOROVODRUN | SRUN | {"HOROVOD_RANK": "0", "SLURM_PROCID": "0"}
+MANY = HOROVODRUN | TORCHS | {"WORLD_SIZE": "8"}
+TWO_BY_TWO = {"SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "2"}
+THREADS = ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK")
+OPEN_MPI_RANK = "OMPI_COMM_WORLD_RANK"
+GLOO, GLOO_PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+NO_HOSTS = ("a..b", "a" * 64)
+
+
+def found(environ):
+    launcher = find_launcher({"PATH": "/bin", **environ})
+    return launcher.name, launcher.size, launcher.rank
+
+
+def checked(environ):
+    return launch.checked_launcher(environ).name
+
+
+def told(function, *more):
+    """The function that also gets the process's launcher."""
+    return lambda environ: function(find_launcher(environ), environ, *more)
+
+
+def nested_below(*programs):
+    return told(launch.is_nested, lambda: programs)
+
+
+def sees(size):
+    return lambda environ: mpi.check_size(find_launcher(environ), size, environ)
+
+
+def loads(library):
+    return lambda environ: mpi.check_pmi(find_launcher(environ), environ, library) or mpi.check_mpi(environ, library)
+
+
+def threads(environ):
+    return devices.choose_threads(environ, share=8)
 
 
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    ("decide", "environ", "expected"),
     [
-        (HOROVODRUN | SRUN, ("horovodrun", 4, 3)),
-        (TORCHRUN | SRUN, ("torchrun", 4, 3)),
-        (TORCHS | SRUN, ("srun", 4, 3)),  # a job script exports them for its ranks
-        (TORCHS | INSIDE_SRUN, ("torch's variables", 4, 3)),  # one step per node
-        (SRUN | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, ("mpirun", 1, 0)),  # mpirun's daemons
-        (MPIRUN | BATCH_STEP, ("mpirun", 4, 3)),
-        (MPIRUN | {"PMI_RANK": "0", "PMI_SIZE": "1"}, ("mpirun", 4, 3)),  # in a step of srun --mpi=pmi2
-        (MVAPICH, ("mpirun", 4, 3)),
-        (MVAPICH_4, ("mpirun", 4, 3)),
-        (HYDRA, ("mpirun", 4, 3)),
-        (JSRUN, ("jsrun", 4, 3)),
-        (FLUX | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, ("flux", 4, 3)),  # brokers by srun
-        (PALS, ("MPI", None, 3)),  # it tells no size
-        *(({rank: "3"}, ("MPI", None, 3)) for rank in ("PMI_ID", "ALPS_APP_PE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")),
-        (BATCH_STEP, ("none", None, None)),
-        ({"HOROVOD_SIZE": "4", "HOROVOD_LOG_LEVEL": "info"}, ("none", None, None)),
+        (found, HOROVODRUN | SRUN, ("horovodrun", 4, 3)),
+        (found, TORCHRUN | SRUN, ("torchrun", 4, 3)),
+        (found, TORCHS | SRUN, ("srun", 4, 3)),  # a job script exports them for its ranks
+        (found, TORCHS | INSIDE_SRUN, (BY_TORCH, 4, 3)),  # one step per node
+        # In a step of mpirun's daemons; in a batch job; in a step of srun --mpi=pmi2
+        (found, SRUN | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, ("mpirun", 1, 0)),
+        (found, MPIRUN | BATCH_STEP, ("mpirun", 4, 3)),
+        (found, MPIRUN | {"PMI_RANK": "0", "PMI_SIZE": "1"}, ("mpirun", 4, 3)),
+        (found, {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4"}, ("mpirun", 4, 3)),  # MVAPICH's
+        (found, {"MVP_COMM_WORLD_RANK": "3", "MVP_COMM_WORLD_SIZE": "4"}, ("mpirun", 4, 3)),  # MVAPICH 4's
+        (found, HYDRA, ("mpirun", 4, 3)),
+        (found, {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4"}, ("jsrun", 4, 3)),
+        (found, FLUX | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, ("flux", 4, 3)),  # brokers by srun
+        (found, PALS, ("MPI", None, 3)),  # it tells no size
+        *((found, {name: "3"}, ("MPI", None, 3)) for name in ("PMI_ID", "ALPS_APP_PE", "PMIX_RANK", OPEN_MPI_RANK)),
+        (found, BATCH_STEP, ("none", None, None)),
+        (found, {"HOROVOD_SIZE": "4", "HOROVOD_LOG_LEVEL": "info"}, ("none", None, None)),
+        # Variables that tell of several processes, but not how they find each other
+        (checked, {"RANK": "0", "MASTER_ADDR": "a100-01"}, {"RANK=0", "WORLD_SIZE"}),
+        (checked, {"RANK": "1"}, {"RANK=1", "WORLD_SIZE"}),
+        (checked, TORCHS | {"MASTER_ADDR": ""}, {"RANK=3", "MASTER_ADDR"}),
+        (checked, TORCHS | {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK=2", "WORLD_SIZE=2"}),
+        (checked, TORCHS | {"PET_NPROC_PER_NODE": "2"}, {"PET_NPROC_PER_NODE=2", "torchrun"}),  # of each pod
+        (checked, {"PET_NNODES": "1:2", "PET_NPROC_PER_NODE": "auto"}, {"PET_NNODES=1:2", "torchrun"}),
+        (checked, {"TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}}'}, {"TF_CONFIG="}),
+        (checked, {"SM_HOSTS": '["algo-1", "algo-2"]'}, {"SM_HOSTS="}),
+        (checked, {"SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_GLOBALID": "0"}, {"SUBMITIT_LOCAL_NTASKS=2"}),
+        (checked, {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a"], "workerpool1": ["b"]}}'}, {"CLUSTER_SPEC="}),
+        (checked, {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"}, {"SKYPILOT_NUM_NODES=2"}),
+        (checked, TORCHS | SRUN | {"WORLD_SIZE": "8"}, {"WORLD_SIZE=8", "4 tasks"}),  # in each task of srun
+        (checked, {"OMPI_COMM_WORLD_SIZE": "4"}, {"OMPI_COMM_WORLD_SIZE=4"}),
+        (checked, TORCHS | SRUN, "srun"),  # torch's variables are of the same ranks
+        # One process
+        (checked, {"WORLD_SIZE": "4"}, "none"),  # job scripts export it: a line says that it is ignored
+        (checked, {"RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, BY_TORCH),
+        (checked, {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}', "SM_HOSTS": '["algo-1"]'}, "none"),
+        (checked, {"TF_CONFIG": "[" * 100_000, "RANK": ""}, "none"),
+        (checked, {"TF_CONFIG": '"chief"', "SM_HOSTS": "7 hosts", "CLUSTER_SPEC": '{"cluster": 3}'}, "none"),
+        (told(launch.ignored), MANY | {"OMPI_COMM_WORLD_SIZE": "1", "SM_HOSTS": "[1]"}, ["WORLD_SIZE"]),
+        (told(launch.platform_name), TORCHS | {"PET_NNODES": "4"}, "Kubeflow (torch's variables)"),
+        (told(launch.platform_name), HOROVODRUN | TORCHS | {"PET_NNODES": "4"}, "horovodrun"),
+        # Launchers in each task of srun, which report it once
+        (nested_below("slurmstepd"), SRUN, False),
+        (nested_below("sshd"), HOROVODRUN | SRUN, True),  # horovodrun exports its environment to all ranks
+        (nested_below("horovodrun"), HOROVODRUN | INSIDE_SRUN, False),
+        (nested_below("mpirun", "slurmstepd"), MPIRUN | SRUN, True),
+        (nested_below("mpirun", "bash"), MPIRUN | SRUN | {"SLURM_PTY_PORT": "40001"}, False),  # srun --pty bash
+        (nested_below("orted", "slurmstepd"), MPIRUN | SRUN, False),  # Slurm's variables are those of mpirun's daemon
+        (launch.speaks_first, NESTED, True),
+        (launch.speaks_first, NESTED | {"SLURM_PROCID": "1"}, False),
+        (launch.speaks_first, NESTED | {"HOROVOD_RANK": "1"}, False),
+        (launch.speaks_first, MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "1"}, True),  # not nested
+        (launch.speaks_first, HOROVODRUN | {"HOROVOD_RANK": "0", "SLURM_STEP_NUM_TASKS": "abc"}, True),
+        (sees(1), PALS, {"PALS_RANKID", "--strategy none"}),
+        # Names that no host can have
+        *((host_slots, name, {"-H", name}) for name in NO_HOSTS),
+        *((slurm.expand_hosts, name, {"SLURM_STEP_NODELIST", name}) for name in NO_HOSTS),
+        *((launch.horovodrun_address, {GLOO: name, GLOO_PORT: "1"}, {GLOO, name}) for name in NO_HOSTS),
+        # Tasks that the job requested
+        (slurm.requested_tasks, {}, 1),
+        (slurm.requested_tasks, BATCH_STEP, 8),
+        (slurm.requested_tasks, INSIDE_SRUN | {"SLURM_NTASKS": "2"} | TWO_BY_TWO, 4),  # `srun -n 2` inside
+        (slurm.requested_tasks, {"SLURM_NTASKS": "1"} | TWO_BY_TWO, 4),  # the step of mpirun's daemons
+        (slurm.requested_tasks, {"SLURM_NNODES": "2"}, 2),  # sbatch --nodes=2 alone
+        (slurm.requested_tasks, BATCH_STEP | {slurm.IN_SWEEP: "1"}, 1),
+        (threads, {"OMP_NUM_THREADS": "3,1"}, 3),
+        *((threads, dict.fromkeys(THREADS, odd), 8) for odd in ("many", "0", "-1", "²", "1000000")),
+        (threads, {"SLURM_CPUS_PER_TASK": "4"}, 4),
+        (threads, {"SLURM_CPUS_PER_TASK": "32"}, 8),
+        (threads, {"OMP_NUM_THREADS": "16", "SLURM_CPUS_PER_TASK": "4"}, 16),
     ],
 )
-def test_find_launcher(environ, expected):
-    assert find_launcher({"PATH": "/bin", **environ}) == Launcher(*expected)
+def test_decision(decide, environ, expected):
+    """Expects a value or, as a set, what a refusal names."""
+    with refused(*expected) if isinstance(expected, set) else nullcontext():
+        assert decide(environ) == expected
 
 
-# Variables that tell of several processes, but not how they find each other -> what the refusal names.
-LOST = {
-    "RANK MASTER_ADDR": ({"RANK": "0", "MASTER_ADDR": "a100-01"}, ["RANK=0", "WORLD_SIZE"]),
-    "RANK above 0": ({"RANK": "1"}, ["RANK=1", "WORLD_SIZE"]),
-    "an empty MASTER_ADDR": (TORCHS | {"MASTER_ADDR": ""}, ["RANK=3", "MASTER_ADDR"]),
-    "rank 2 of 2": (TORCHS | {"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
-    "processes per pod": (TORCHS | {"PET_NPROC_PER_NODE": "2"}, ["PET_NPROC_PER_NODE=2", "torchrun"]),
-    "torchrun's options": ({"PET_NNODES": "1:2", "PET_NPROC_PER_NODE": "auto"}, ["PET_NNODES=1:2", "torchrun"]),
-    "TensorFlow's": ({"TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}}'}, ["TF_CONFIG="]),
-    "SageMaker's": ({"SM_HOSTS": '["algo-1", "algo-2"]'}, ["SM_HOSTS="]),
-    "submitit's": ({"SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_GLOBALID": "0"}, ["SUBMITIT_LOCAL_NTASKS=2"]),
-    "Vertex AI's": ({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a"], "workerpool1": ["b"]}}'}, ["CLUSTER_SPEC="]),
-    "SkyPilot's": ({"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"}, ["SKYPILOT_NUM_NODES=2"]),
-    "torch's in each task of srun": (TORCHS | SRUN | {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "4 tasks"]),
-    "a size alone": ({"OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE=4"]),
-}
+def test_a_launcher_is_its_row(monkeypatch):
+    """What its row says decides how its ranks are found, watched and connected, and how the tools start them."""
 
+    def command(start):
+        return ["prterun", "-n", str(start.ranks), *start.extra, *start.train]
 
-@pytest.mark.parametrize("case", LOST)
-def test_processes_that_would_each_train_alone_are_refused(case):
-    environ, named = LOST[case]
-    with refused(*named):
-        checked_launcher(environ)
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"WORLD_SIZE": "4"},  # job scripts export it: a line says that it is ignored
-        {"RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
-        {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}', "SM_HOSTS": '["algo-1"]'},
-        {"TF_CONFIG": "[" * 100_000},
-        {"TF_CONFIG": '"chief"', "SM_HOSTS": "7 hosts", "CLUSTER_SPEC": '{"cluster": 3}', "RANK": ""},
-    ],
-)
-def test_one_process_is_not_refused(environ):
-    assert checked_launcher(environ).size in (None, 1)
-
-
-def test_what_is_ignored_and_which_platform_started_the_ranks():
-    environ = HOROVODRUN | TORCHS | {"WORLD_SIZE": "8", "OMPI_COMM_WORLD_SIZE": "1", "SM_HOSTS": '["algo-1"]'}
-    assert ignored(find_launcher(environ), environ) == ["WORLD_SIZE"]
-    assert checked_launcher(TORCHS | SRUN).name == "srun", "torch's variables are of the same ranks"
-    kubeflow = TORCHS | {"PET_NNODES": "4"}
-    assert platform_name(find_launcher(kubeflow), kubeflow) == "Kubeflow (torch's variables)"
-    assert platform_name(find_launcher(HOROVODRUN | kubeflow), HOROVODRUN | kubeflow) == "horovodrun"
-
-
-@pytest.mark.parametrize(("name", "hint"), [("srun", "srun --mpi=pmix"), ("horovodrun", "env/setup.sh")])
-def test_horovods_size_is_the_launchers(name, hint):
-    check_size(Launcher(name, 4, 0), 4, {})
-    with refused(f"{name} started 4", "world of 1", hint):
-        check_size(Launcher(name, 4, 0), 1, {})
-
-
-@pytest.mark.parametrize("name", ["a..b", "a" * 64])
-@pytest.mark.parametrize(
-    ("source", "read"),
-    [
-        ("-H", host_slots),
-        ("SLURM_STEP_NODELIST", slurm.expand_hosts),
-        (GLOO_ADDRESS, lambda name: horovodrun_address({GLOO_ADDRESS: name, "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"})),
-    ],
-)
-def test_name_that_no_host_can_have(source, read, name):
-    with refused(source, name):
-        read(name)
-
-
-def test_launcher_of_mpi_without_its_size():
-    check_size(Launcher("MPI", None, 3), 4, PALS)
-    with refused("PALS_RANKID", "--strategy none"):
-        check_size(Launcher("MPI", None, 0), 1, PALS)
-
-
-def test_srun_without_pmi_where_it_is_needed():
-    check_pmi(Launcher("srun", 4, 0), {"PMI2_RANK": "1"}, "Open MPI v4.1.4")
-    check_pmi(Launcher("srun", 1, 0), SRUN, "Open MPI v4.1.4")
-    check_pmi(Launcher("srun", 4, 0), SRUN, "MPICH Version: 4.1")
-    with refused("`srun --mpi=pmix`"):
-        check_pmi(Launcher("srun", 4, 0), SRUN, "Open MPI v4.1.4, package: Debian OpenMPI")
-
-
-# By `accelerate launch`
-ONE_OF_ONE = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}  # --cpu
-ONE_OF_TWO = ONE_OF_ONE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # --cpu --num_processes 2
-
-
-@pytest.mark.parametrize(
-    ("environ", "named"), [(ONE_OF_TWO, ["--multi_gpu", "torchrun"]), ({"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "RANK"])]
-)
-def test_note_on_a_process_that_is_alone_by_mistake(environ, named):
-    note = note_on_one_process(find_launcher(environ), environ)
-    assert note is not None and all(name in note for name in named)
-    for other in (ONE_OF_ONE, TORCHRUN, {"WORLD_SIZE": "1"}):
-        assert note_on_one_process(find_launcher(other), other) is None
+    row = LauncherRow((("PRTE_SIZE", "PRTE_RANK"),), by_mpi=True, is_watched=True, spans_job=True, command=command)
+    monkeypatch.setitem(LAUNCHERS, "prterun", row)
+    launcher = find_launcher({"PRTE_SIZE": "4", "PRTE_RANK": "3"})
+    assert launcher == Launcher("prterun", 4, 3)
+    assert launch.mpi_ranks({"PRTE_RANK": "3"}) == ["PRTE_RANK"] and not launcher.has_store
+    watched = Queue()
+    monkeypatch.setattr(signals, "_stop_when_cut", watched.put)
+    for other in (find_launcher(SRUN), launcher):
+        signals.watch_launcher(other)
+    assert watched.get(timeout=10) == os.getppid() and watched.empty()
+    started, point = Launching("prterun", ("-v",), None, Machine(8, 1, Allocation(2, 2, 1))), Point("ddp", 4, "", 1, 8)
+    assert started.command(point, ["--bf16"])[:4] == ["prterun", "-n", "4", "-v"]
+    assert started.obstacle(point).startswith("2 ranks per node, but 1 GPUs")
 
 
 # The first lines of what the libraries print
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 20:45:26 UTC 2026\n"
 INTEL = "Intel(R) MPI Library 2021.14 for Linux* OS\n"
-SLURM_PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}  # srun --mpi=pmi2, which any MPI may support
 
 
 @pytest.mark.parametrize(
-    ("environ", "mpi", "named"),
+    ("check", "environ", "named"),
     [
-        (MPIRUN, MPICH, ("mpirun of Open MPI", "MPICH Version: 5.0.2")),
-        (MPIRUN, INTEL, ("mpirun of Open MPI", "Intel(R) MPI Library 2021.14")),
-        (HYDRA, OPEN_MPI, ("mpirun of MPICH", "Open MPI v5.0.11")),
+        (launch.checked_launcher, NESTED, ["srun", "horovodrun", "4 ranks"]),
+        (told(slurm.check_tasks), BATCH_STEP, ["8 tasks", "srun", "--strategy none"]),
+        (sees(4), SRUN, []),
+        (sees(1), SRUN, ["srun started 4", "world of 1", "srun --mpi=pmix"]),
+        (sees(1), HOROVODRUN, ["horovodrun started 4", "world of 1", "env/setup.sh"]),
+        (sees(4), PALS, []),
+        (loads(OPEN_MPI), MPIRUN, []),
+        (loads(INTEL), HYDRA, []),
+        (loads(MPICH), SRUN, []),
+        (loads(OPEN_MPI), INSIDE_SRUN, []),
+        (loads(OPEN_MPI), SRUN | {"PMI2_RANK": "1"}, []),
+        (loads(OPEN_MPI), SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, []),  # --mpi=pmi2, which any MPI may support
+        (loads(OPEN_MPI), SRUN, ["`srun --mpi=pmix`"]),
+        (loads(MPICH), MPIRUN, ["mpirun of Open MPI", "MPICH Version: 5.0.2", "env/setup.sh"]),
+        (loads(INTEL), MPIRUN, ["mpirun of Open MPI", "Intel(R) MPI Library 2021.14", "env/setup.sh"]),
+        (loads(OPEN_MPI), HYDRA, ["mpirun of MPICH", "Open MPI v5.0.11", "env/setup.sh"]),
     ],
 )
-def test_mpirun_of_another_mpi(environ, mpi, named):
-    for fitting in ((MPIRUN, OPEN_MPI), (HYDRA, INTEL), (SLURM_PMI | SRUN, OPEN_MPI)):
-        check_mpi(*fitting)
-    with refused(*named, "env/setup.sh", error=LaunchError):
-        check_mpi(environ, mpi)
-
-
-def test_choose_device():
-    assert choose_device(0, 2, 4) == "cpu"
-    assert choose_device(1, 2, 4) == "cuda:0"  # each its own; check_devices refuses a shared one
-    assert choose_device(2, 1, 4) == "cuda:1"
-    with refused("4 ranks", "2 GPUs"):
-        choose_device(2, 2, 4)
-
-
-def rank_infos(*devices: tuple[str, str | None]) -> list[RankInfo]:
-    cores = frozenset({0})
-    return [RankInfo(rank, host, 0, "device", gpu, cores) for rank, (host, gpu) in enumerate(devices)]
-
-
-def test_ranks_may_share_cpus_but_no_gpu():
-    check_devices(rank_infos(("a", None), ("a", None)))
-    check_devices(rank_infos(("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")))
-    with refused("3 ranks on b", "GPU-2"):
-        check_devices(rank_infos(("a", "GPU-2"), ("b", "GPU-2"), ("b", "GPU-1"), ("b", "GPU-2"), ("b", "GPU-2")))
-
-
-def test_mig_instances_of_one_gpu_are_refused():
-    name = "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
-    first, second, other = (
-        physical_id(SimpleNamespace(name=name, uuid=uuid, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0))
-        for uuid, bus in (("MIG-1", 7), ("MIG-2", 7), ("MIG-3", 0xAF))
-    )
-    check_devices(rank_infos(("a", first), ("a", other), ("b", second)))
-    with refused("2 ranks on a", "0000:07:00", "MIG"):
-        check_devices(rank_infos(("a", first), ("a", second)))
-    whole = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", uuid="GPU-1", pci_bus_id=7)
-    assert physical_id(whole) == "GPU-1"
-
-
-@pytest.mark.parametrize(
-    ("allocated", "limit", "threads"),
-    [
-        ([range(2)] * 4, None, [1] * 4),  # never 0
-        ([range(0, 4), range(0, 4), range(4, 10)], None, [2, 2, 6]),  # bound by the launcher
-        ([range(64)] * 2, 100.0, [32, 32]),
-        ([range(64)] * 2, 9.0, [4, 4]),  # of a container
-    ],
-)
-def test_share_cores(allocated, limit, threads):
-    sets = [frozenset(cores) for cores in allocated]
-    assert [share_cores(mine, sets, limit) for mine in sets] == threads
-
-
-@pytest.mark.parametrize(
-    ("environ", "threads"),
-    [
-        ({"OMP_NUM_THREADS": "3,1"}, 3),
-        *(({"OMP_NUM_THREADS": odd, "SLURM_CPUS_PER_TASK": odd}, 8) for odd in ("many", "0", "-1", "²", "1000000")),
-        ({"SLURM_CPUS_PER_TASK": "4"}, 4),
-        ({"SLURM_CPUS_PER_TASK": "32"}, 8),
-        ({"OMP_NUM_THREADS": "16", "SLURM_CPUS_PER_TASK": "4"}, 16),
-    ],
-)
-def test_threads_of_a_rank(environ, threads):
-    assert choose_threads(environ, share=8) == threads
+def test_mistake_that_all_processes_find(check, environ, named):
+    with refused(*named, error=LaunchError) if named else nullcontext():
+        check(environ)
 
 
 OF_SLURM = ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"]
@@ -272,68 +215,77 @@ OF_SLURM = ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASK
 def test_variable_that_is_no_number(environ, name, value):
     with refused(name, value[:40]):
         find_launcher(environ | {name: value})
-        requested_tasks(environ | {name: value})
+        slurm.requested_tasks(environ | {name: value})
+
+
+# By `accelerate launch`
+ONE_OF_ONE = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}  # --cpu
+ONE_OF_TWO = ONE_OF_ONE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # --cpu --num_processes 2
 
 
 @pytest.mark.parametrize(
-    ("environ", "programs", "nested"),
-    [
-        (SRUN, ["slurmstepd"], False),
-        (HOROVODRUN | SRUN, ["sshd"], True),  # horovodrun exports its environment to all ranks
-        (HOROVODRUN | INSIDE_SRUN, ["horovodrun"], False),
-        (MPIRUN | SRUN, ["mpirun", "slurmstepd"], True),
-        (MPIRUN | SRUN | {"SLURM_PTY_PORT": "40001"}, ["mpirun", "bash", "slurmstepd"], False),  # srun --pty bash
-        (MPIRUN | SRUN, ["orted", "slurmstepd"], False),  # Slurm's variables are those of mpirun's daemon
-    ],
+    ("environ", "named"), [(ONE_OF_TWO, ["--multi_gpu", "torchrun"]), ({"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "RANK"])]
 )
-def test_launcher_in_each_task_of_srun(environ, programs, nested):
-    assert is_nested(find_launcher(environ), environ, lambda: programs) is nested
+def test_note_on_a_process_that_is_alone_by_mistake(environ, named):
+    note = launch.note_on_one_process(find_launcher(environ), environ)
+    assert note is not None and all(name in note for name in named)
+    for other in (ONE_OF_ONE, TORCHRUN, {"WORLD_SIZE": "1"}):
+        assert launch.note_on_one_process(find_launcher(other), other) is None
 
 
-def test_launchers_in_tasks_of_srun_report_it_once():
-    first = HOROVODRUN | SRUN | {"HOROVOD_RANK": "0", "SLURM_PROCID": "0"}
-    with refused("srun", "horovodrun", "4 ranks", error=LaunchError):
-        checked_launcher(first)
-    assert speaks_first(first)
-    assert not speaks_first(first | {"SLURM_PROCID": "1"})
-    assert not speaks_first(first | {"HOROVOD_RANK": "1"})
-    assert speaks_first(MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "1"}), "not nested"
-    assert speaks_first(HOROVODRUN | {"HOROVOD_RANK": "0", "SLURM_STEP_NUM_TASKS": "abc"}), "reported when joining"
+def test_choose_device():
+    assert devices.choose_device(0, 2, 4) == "cpu"
+    assert devices.choose_device(1, 2, 4) == "cuda:0"  # each its own; check_devices refuses a shared one
+    assert devices.choose_device(2, 1, 4) == "cuda:1"
+    with refused("4 ranks", "2 GPUs"):
+        devices.choose_device(2, 2, 4)
+
+
+def rank_infos(*found: tuple[str, str | None]) -> list[devices.RankInfo]:
+    cores = frozenset({0})
+    return [devices.RankInfo(rank, host, 0, "device", gpu, cores) for rank, (host, gpu) in enumerate(found)]
+
+
+def test_ranks_may_share_cpus_but_no_gpu():
+    devices.check_devices(rank_infos(("a", None), ("a", None)))
+    devices.check_devices(rank_infos(("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")))
+    with refused("3 ranks on b", "GPU-2"):
+        devices.check_devices(rank_infos(("a", "GPU-2"), *[("b", "GPU-2")] * 3, ("b", "GPU-1")))
+
+
+def test_mig_instances_of_one_gpu_are_refused():
+    name = "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
+    first, second, other = (
+        devices.physical_id(SimpleNamespace(name=name, uuid=uuid, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0))
+        for uuid, bus in (("MIG-1", 7), ("MIG-2", 7), ("MIG-3", 0xAF))
+    )
+    devices.check_devices(rank_infos(("a", first), ("a", other), ("b", second)))
+    with refused("2 ranks on a", "0000:07:00", "MIG"):
+        devices.check_devices(rank_infos(("a", first), ("a", second)))
+    whole = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", uuid="GPU-1", pci_bus_id=7)
+    assert devices.physical_id(whole) == "GPU-1"
 
 
 @pytest.mark.parametrize(
-    ("environ", "requested"),
+    ("allocated", "limit", "threads"),
     [
-        ({}, 1),
-        (BATCH_STEP, 8),
-        # `srun -n 2` in a job of 2 nodes with --ntasks-per-node=2
-        (INSIDE_SRUN | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "2"}, 4),
-        # a rank of mpirun on another node: the step of mpirun's daemons
-        ({"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NUM_NODES": "2"}, 2),
-        ({"SLURM_NNODES": "2"}, 2),  # sbatch --nodes=2 alone
-        (BATCH_STEP | {"HVD_BERT_IN_SWEEP": "1"}, 1),
+        ([range(2)] * 4, None, [1] * 4),  # never 0
+        ([range(0, 4), range(0, 4), range(4, 10)], None, [2, 2, 6]),  # bound by the launcher
+        ([range(64)] * 2, 100.0, [32, 32]),
+        ([range(64)] * 2, 9.0, [4, 4]),  # of a container
     ],
 )
-def test_tasks_that_the_job_requested(environ, requested):
-    assert requested_tasks(environ) == requested
-
-
-def test_process_without_launcher_in_a_job_of_several_tasks():
-    with refused("8 tasks", "srun", "--strategy none", error=LaunchError):
-        check_tasks(find_launcher(BATCH_STEP), BATCH_STEP)
+def test_share_cores(allocated, limit, threads):
+    sets = [frozenset(cores) for cores in allocated]
+    assert [devices.share_cores(mine, sets, limit) for mine in sets] == threads
 
 
 @pytest.mark.parametrize(
     ("size", "environ", "seconds"),
-    [
-        (7, {}, None),  # Horovod's own
-        (32, {}, "128"),
-        (64, {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}, "20"),
-        (64, {"HOROVOD_ELASTIC": "1"}, None),
-    ],
+    [(7, {}, None), (32, {}, "128"), (64, {launch.GLOO_TIMEOUT: "20"}, "20"), (64, {"HOROVOD_ELASTIC": "1"}, None)],
 )
 def test_large_worlds_have_longer_to_start_over_gloo(size, environ, seconds):
-    extend_gloo_timeout(Launcher("horovodrun", size, 0), environ)
+    launch.extend_gloo_timeout(Launcher("horovodrun", size, 0), environ)
     assert environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") == seconds
 
 
@@ -353,32 +305,6 @@ def test_a_job_is_recorded_with_what_it_requested():
     assert slurm.find_job(JOB | asked) == {"id": "12", "name": "mine"} | requests
 
 
-def test_job_of_an_array_is_requeued(monkeypatch):
-    calls: list[tuple[str, ...]] = []
-    monkeypatch.setattr(slurm, "_scontrol", lambda *words: calls.append(words) or SHOWN)
-    assert slurm.requeue(ARRAY, "auto", "step 8", lambda text: calls.append((text,))) is None
-    announced = "Slurm job 10_3 has a time limit: requeueing it after step 8."
-    assert calls == [("show", "job", "10_3"), (announced,), ("requeue", "10_3")]
-
-
-@pytest.mark.parametrize(
-    ("environ", "mode", "progress", "shown", "reason"),
-    [
-        (JOB, "auto", "step 8", ("BatchFlag=1", "BatchFlag=0"), "it is interactive"),
-        (JOB, "auto", "step 8", ("RUNNING", "CANCELLED"), "Slurm is ending it (CANCELLED)"),
-        (JOB, "auto", "step 8", ("Requeue=1", "Requeue=0"), "it does not allow it (sbatch --requeue does)"),
-        (JOB, "auto", "step 8", ("1-00:00:00", "UNLIMITED"), "it has no time limit"),
-        (JOB, "no", "step 8", ("", ""), "--requeue no"),
-        (JOB, "auto", "", ("", ""), "this attempt made no progress, so request more time"),
-        (JOB | {slurm.IN_SWEEP: "1"}, "auto", "step 8", ("", ""), None),  # the sweep requeues
-    ],
-)
-def test_job_is_not_requeued(monkeypatch, environ, mode, progress, shown, reason):
-    monkeypatch.setattr(slurm, "_scontrol", lambda *words: {"show": SHOWN.replace(*shown)}[words[0]])
-    why = f"Slurm job 12 is not requeued: {reason}." if reason else ""
-    assert slurm.requeue(environ, mode, progress, print) == why
-
-
 @pytest.fixture
 def scontrol(monkeypatch, tmp_path):
     """scontrol(script) -> the only program on PATH, as a shell script."""
@@ -391,44 +317,57 @@ def scontrol(monkeypatch, tmp_path):
     return write
 
 
+def shows(*change: str) -> str:
+    return f"echo '{SHOWN.replace(*change)}'"
+
+
 @pytest.mark.parametrize(
-    ("script", "reason"),
+    ("script", "given", "reason"),
     [
-        (
-            "echo 'requeue is disabled\nfor job 12, café' >&2; exit 1",
-            "requeue is disabled for job 12, caf\ufffd",
-        ),
-        ("while :; do :; done", "did not answer in 0.5 s"),
-        ("", "did not print its state"),
-        ("kill -9 $$", "did not print its state"),
+        (shows("BatchFlag=1", "BatchFlag=0"), {}, "it is interactive"),
+        (shows("RUNNING", "CANCELLED"), {}, "Slurm is ending it (CANCELLED)"),
+        (shows("Requeue=1", "Requeue=0"), {}, "it does not allow it (sbatch --requeue does)"),
+        (shows("1-00:00:00", "UNLIMITED"), {}, "it has no time limit"),
+        (shows("", ""), {"mode": "no"}, "--requeue no"),
+        (shows("", ""), {"progress": ""}, "this attempt made no progress, so request more time"),
+        (shows("", ""), {"environ": JOB | {slurm.IN_SWEEP: "1"}}, ""),  # the sweep requeues
+        ("echo 'requeue is disabled\nfor job 12, café' >&2; exit 1", {}, "requeue is disabled for job 12, caf\ufffd"),
+        ("while :; do :; done", {}, "did not answer in 2.0 s"),
+        ("", {}, "did not print its state"),
+        ("kill -9 $$", {}, "did not print its state"),
     ],
 )
-def test_scontrol_fails(monkeypatch, scontrol, script, reason):
-    monkeypatch.setattr(slurm, "_COMMAND_S", 0.5)
-    with pytest.raises(UserError, match=r"`scontrol requeue` failed: .*No such file"):
-        slurm._scontrol("requeue", "12")
+def test_job_is_not_requeued(monkeypatch, scontrol, script, given, reason):
+    monkeypatch.setattr(slurm, "_COMMAND_S", 2.0)
     scontrol(script)
-    why_not = slurm.requeue(JOB, "auto", "step 8", print)
-    assert why_not.startswith("Slurm job 12 is not requeued: `scontrol show") and why_not.endswith(f"{reason}.")
-    with refused("gpu[1-2]", "scontrol show"):
-        slurm.expand_hosts("gpu[1-2]")
+    why = slurm.requeue(**{"environ": JOB, "mode": "auto", "progress": "step 8", "announce": print} | given)
+    assert why == "" if not reason else why.startswith("Slurm job 12 is not requeued: ") and why.endswith(f"{reason}.")
 
 
 def test_hosts_by_scontrol(scontrol):
+    with refused("gpu[1-2]", "scontrol show", "No such file"):
+        slurm.expand_hosts("gpu[1-2]")
+    for script, *named in (("echo café", "SLURM_STEP_NODELIST", "caf"), ("kill -9 $$", "gpu[1-2]", "printed nothing")):
+        scontrol(script)
+        with refused(*named):
+            slurm.expand_hosts("gpu[1-2]")
     scontrol("echo gpu1; echo gpu2")
     assert slurm.expand_hosts("gpu[1-2]") == ["gpu1", "gpu2"]
-    scontrol("echo café")
-    with refused("SLURM_STEP_NODELIST", "caf"):
-        slurm.expand_hosts("gpu[1-2]")
 
 
 @pytest.mark.parametrize("field", ["JobName=", "Comment="])
-@pytest.mark.parametrize("text", ["café", "x JobState=CANCELLED Requeue=0"])
-def test_texts_of_a_job_do_not_keep_it_from_its_requeue(scontrol, tmp_path, field, text):
-    shown = SHOWN.replace(field, f"{field}{text} ")
-    scontrol(f'[ "$1 $2" = "show job" ] && echo "{shown}" || echo "$*" >>{tmp_path}/called')
-    assert slurm.requeue(JOB, "auto", "step 8", print) is None
-    assert (tmp_path / "called").read_text() == "requeue 12\n"
+@pytest.mark.parametrize("text", ["café", "x JobState=CANCELLED Requeue=0"])  # do not keep it from that
+@pytest.mark.parametrize(("environ", "name"), [(JOB, "12"), (ARRAY, "10_3")])
+def test_job_is_requeued(scontrol, tmp_path, environ, name, field, text):
+    shown, log = SHOWN.replace(field, f"{field}{text} "), tmp_path / "log"
+    scontrol(f'echo "$*" >>{log}; if [ "$1" = show ]; then echo "{shown}"; fi')
+
+    def announce(line):
+        log.write_text(f"{log.read_text()}{line}\n")
+
+    assert slurm.requeue(environ, "auto", "step 8", announce) is None
+    announced = f"Slurm job {name} has a time limit: requeueing it after step 8."
+    assert log.read_text().splitlines() == [f"show job {name}", announced, f"requeue {name}"]
 
 
 def test_runs_of_a_requeued_program_are_found_in_their_order(tmp_path, monkeypatch):
