@@ -21,7 +21,8 @@ import yaml
 from hvd_bert.config.flag import GROUPS
 from hvd_bert.config.other_names import hint
 from hvd_bert.config.parser import HELP, HelpFormatter, Parser, number_or_auto, path_problem, shortened, switch
-from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config, from_flags
+from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, Config, from_flags
+from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.errors import EXIT_OK, UserError, find_user_error
 from hvd_bert.storage.reading import MAX_YAML_BYTES, read_text
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,109 +19,11 @@ from hvd_bert.config.data import (
     ModelArguments,
 )
 from hvd_bert.config.flag import LARGEST_FACTOR, flag, flag_properties, require
-from hvd_bert.config.parser import AUTO
+from hvd_bert.config.strategies import HOROVOD, STRATEGIES
 from hvd_bert.config.training import REDUCE_OVERHEAD, TrainArguments
 from hvd_bert.machine import MAX_THREADS
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# The worlds that ranks join, by whose collectives connect them. ALONE: a single process.
-HOROVOD, TORCH, ALONE = "horovod", "torch.distributed", "none"
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A flag that a strategy refuses, with the message, in which {} is the strategy.
-
-    `value`: the refused one; None: any other than the default.
-    """
-
-    flag: str
-    message: str
-    value: Any = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyRow:
-    """Facts about a strategy.
-
-    Attributes:
-        path: Its class, whose module is imported only if the strategy is chosen.
-        world: HOROVOD, TORCH or ALONE.
-        refuses: Flags that do not work with it, except those of another strategy (`Flag.owner`).
-        shards: Whether each rank holds a part of the weights.
-        several_gpus: Whether its one process trains on all GPUs that are visible.
-        package: The package that it needs in addition to torch.
-        install: The command that installs the package.
-    """
-
-    path: str
-    world: str
-    refuses: tuple[Refusal, ...] = ()
-    shards: bool = False
-    several_gpus: bool = False
-    package: str = ""
-    install: str = ""
-
-    @property
-    def missing(self) -> str:
-        """The error if the package is missing; "" if it is installed or none is needed."""
-        absent = self.package and find_spec(self.package) is None
-        return f"{self.package} is not installed: run `{self.install}`" if absent else ""
-
-
-_TIMELINE = Refusal("timeline", "--timeline_file works only with --strategy horovod, not with {}. Use --profile.")
-_AVERAGE = Refusal("ema_decay", "--ema_decay needs whole weights: not with --strategy {}. Use ddp.")
-_GRAPHS = Refusal(
-    "torch_compile_mode",
-    f"--torch_compile_mode {REDUCE_OVERHEAD} does not work with --strategy {{}}, which moves the weights. Use ddp.",
-    REDUCE_OVERHEAD,
-)
-_COPIED = "is not supported with --strategy {}, which copies the layers. Use ddp."
-# --strategy -> all that other modules know about it.
-STRATEGIES = {
-    "horovod": StrategyRow(
-        path="hvd_bert.strategies.horovod:HorovodStrategy",
-        world=HOROVOD,
-        package="horovod",
-        install="bash env/setup.sh",
-    ),
-    "ddp": StrategyRow(path="hvd_bert.strategies.ddp:DDPStrategy", world=TORCH, refuses=(_TIMELINE,)),
-    "fsdp": StrategyRow(
-        path="hvd_bert.strategies.fsdp:FSDPStrategy",
-        world=TORCH,
-        refuses=(_TIMELINE, _AVERAGE, _GRAPHS),
-        shards=True,
-    ),
-    "deepspeed": StrategyRow(
-        path="hvd_bert.strategies.deepspeed:DeepSpeedStrategy",
-        world=TORCH,
-        refuses=(
-            _TIMELINE,
-            Refusal("fp16", "--fp16 is not supported with --strategy {}. Use --bf16."),
-            _AVERAGE,
-            _GRAPHS,
-        ),
-        shards=True,
-        package="deepspeed",
-        install="bash env/setup.sh --deepspeed",
-    ),
-    "dp": StrategyRow(
-        path="hvd_bert.strategies.dp:DPStrategy",
-        world=ALONE,
-        refuses=(
-            _TIMELINE,
-            Refusal("torch_compile", f"--torch_compile {_COPIED}"),
-            Refusal("gradient_checkpointing", f"--gradient_checkpointing {_COPIED}"),
-            Refusal(
-                "per_device_train_batch_size",
-                "--per_device_train_batch_size auto does not work with --strategy {}. Give a number.",
-                AUTO,
-            ),
-        ),
-        several_gpus=True,
-    ),
-    "none": StrategyRow(path="hvd_bert.strategies.base:Strategy", world=ALONE, refuses=(_TIMELINE,)),
-}
 
 _checkpoints = partial(flag, "checkpoints", may_change_on_resume=True)
 _distributed = partial(flag, "distributed", may_change_on_resume=True)
@@ -264,10 +165,15 @@ class Config:
 
     def __post_init__(self) -> None:
         strategy, values = self.parallel.strategy, self.as_flat()
-        for refusal in STRATEGIES[strategy].refuses:
-            value, default = values[refusal.flag], FLAGS[refusal.flag].default
-            fits = value == default if refusal.value is None else value != refusal.value
-            require(fits, refusal.message.format(strategy))
+        row = STRATEGIES[strategy]
+        for text, reason in row.refuses.items():
+            flag, _, refused = text.partition("=")
+            fits = values[flag] != refused if refused else values[flag] == FLAGS[flag].default
+            require(fits, f"--{text.replace('=', ' ')} does not work with --strategy {strategy}: {reason}")
+        if row.several_gpus:
+            self.train.refuse_auto(f"--strategy {strategy}")
+        only_horovod = f"--timeline_file works only with --strategy horovod, not with {strategy}. Use --profile."
+        require(self.profiling.timeline is None or row.world == HOROVOD, only_horovod)
         if self.train.captures_graphs:
             mode = f"--torch_compile_mode {REDUCE_OVERHEAD}"
             saves = self.train.gradient_checkpointing

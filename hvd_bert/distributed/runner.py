@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 from torch import distributed
 
-from hvd_bert.config.settings import ALONE, HOROVOD, STRATEGIES
+from hvd_bert.config.strategies import ALONE, HOROVOD, STRATEGIES
 from hvd_bert.distributed import events, logs, rendezvous
 from hvd_bert.distributed.horovod_world import QUEUED_TOO_LATE, HorovodWorld, disconnect, ready_for_timeline
 from hvd_bert.distributed.launch import (
@@ -182,7 +182,7 @@ def _failure(error: BaseException) -> str:
 
 
 def join(strategy: str = "horovod", process: ProcessState | None = None) -> World:
-    """Join the launcher's world, for a strategy of `settings.STRATEGIES`. Raises UserError if it cannot."""
+    """Join the launcher's world, for a strategy of `strategies.STRATEGIES`. Raises UserError if it cannot."""
     process = process or ProcessState()
     group = rendezvous.program_group()
     launcher = group or find_launcher(os.environ)

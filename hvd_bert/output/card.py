@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.config.settings import HOROVOD, STRATEGIES
+from hvd_bert.config.strategies import HOROVOD, STRATEGIES
 from hvd_bert.errors import log
 from hvd_bert.output.public import Data, command, public_settings
 from hvd_bert.storage.reading import read_json

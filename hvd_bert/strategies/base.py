@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_bert.config.settings import STRATEGIES, ParallelArguments
+from hvd_bert.config.settings import ParallelArguments
+from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError

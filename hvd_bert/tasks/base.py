@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from hvd_bert.config.data import TASKS
 from hvd_bert.config.parser import AUTO
-from hvd_bert.config.settings import STRATEGIES, Config
+from hvd_bert.config.settings import Config
+from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths, Parts
 from hvd_bert.distributed.world import World

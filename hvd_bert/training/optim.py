@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.optimization import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from hvd_bert.config.settings import STRATEGIES
+from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World

@@ -14,7 +14,8 @@ from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.checkpoint.schedule import Best
 from hvd_bert.config.run_plan import RunPlan
-from hvd_bert.config.settings import FLAGS, HOROVOD, STRATEGIES, Config
+from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.config.strategies import HOROVOD, STRATEGIES
 from hvd_bert.data.batch_plan import HeaviestFirst
 from hvd_bert.data.collate import Prefetcher
 from hvd_bert.distributed import events

@@ -16,7 +16,7 @@ from training_checks import GLOBAL_BATCH, same, sample
 
 from hvd_bert.checkpoint import files
 from hvd_bert.config.command_line import parse
-from hvd_bert.config.settings import STRATEGIES
+from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.errors import UserError
 from hvd_bert.strategies.base import Strategy, strategy_class
 from hvd_bert.training import saving

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hvd_bert.config.data import TASKS
-from hvd_bert.config.settings import STRATEGIES
+from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.data.batch_plan import BatchPlan, Ids
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.distributed.world import World

@@ -17,7 +17,7 @@ from training_checks import Gradients, Training, assert_close, same
 from transformers import AutoModelForQuestionAnswering
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hvd_bert.config.settings import STRATEGIES
+from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.forward import window_losses
 from hvd_bert.model.families import FAMILIES

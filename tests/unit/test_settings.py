@@ -14,7 +14,8 @@ from hvd_bert.config.command_line import PRESETS as PRESET_FOLDER
 from hvd_bert.config.command_line import USED_FIRST, drop_flags, override_argv, parse
 from hvd_bert.config.flag import GROUPS
 from hvd_bert.config.other_names import ELSEWHERE
-from hvd_bert.config.settings import FLAGS, PACKAGE, STRATEGIES, save
+from hvd_bert.config.settings import FLAGS, PACKAGE, save
+from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.predict import __main__ as predict

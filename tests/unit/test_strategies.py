@@ -21,15 +21,8 @@ from torch import distributed, nn
 from transformers import BertConfig, BertForMaskedLM, BertForQuestionAnswering, BertModel
 
 from hvd_bert.config.command_line import before_joining, parse
-from hvd_bert.config.settings import (
-    ALONE,
-    FLAGS,
-    STRATEGIES,
-    ParallelArguments,
-    Refusal,
-    StrategyRow,
-    TrainArguments,
-)
+from hvd_bert.config.settings import FLAGS, ParallelArguments, TrainArguments
+from hvd_bert.config.strategies import ALONE, STRATEGIES, StrategyRow
 from hvd_bert.distributed import runner
 from hvd_bert.distributed.launch import LaunchError
 from hvd_bert.distributed.world import World
@@ -99,14 +92,13 @@ def test_flags_that_a_strategy_refuses(flags, strategy):
 
 
 def test_a_strategy_is_a_row_of_the_table(monkeypatch):
-    refusal = Refusal("seed", "--seed does not work with --strategy {}.", 7)
     needs = {"package": "no_such_package", "install": "bash install.sh"}
-    row = StrategyRow(path="mine:Mine", world=ALONE, refuses=(refusal,), several_gpus=True, **needs)
+    row = StrategyRow(path="mine:Mine", world=ALONE, refuses={"weight_decay": "give none."}, several_gpus=True, **needs)
     monkeypatch.setitem(STRATEGIES, "mine", row)
     monkeypatch.setitem(FLAGS, "strategy", replace(FLAGS["strategy"], choices=tuple(STRATEGIES)))
-    assert parse(["--strategy=mine", "--seed=6"]).train.seed == 6
-    with refused("--seed", "--strategy mine"):
-        parse(["--strategy=mine", "--seed=7"])
+    assert parse(["--strategy=mine", "--seed=7"]).train.seed == 7
+    with refused("--weight_decay", "--strategy mine"):
+        parse(["--strategy=mine", "--weight_decay=0.5"])
     with refused("no_such_package", "`bash install.sh`"):
         strategy_class("mine")
     with refused("--strategy mine", "2 GPUs"):

@@ -14,7 +14,7 @@ import pytest
 from made_runs import PretendedRuns, make_run
 from refusals import refused
 
-from hvd_bert.config import settings
+from hvd_bert.config import strategies as known
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed import slurm
@@ -56,7 +56,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The installed launchers and packages, regardless of this machine: all, unless a test removes one."""
     there = {"horovodrun", "mpirun", "srun", "horovod", "deepspeed"}
     monkeypatch.setattr(launching, "program_path", lambda name: f"/bin/{name}" if name in there else None)
-    monkeypatch.setattr(settings, "find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr(known, "find_spec", lambda name: name if name in there else None)
     return there
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_bert.config import command_line
-from hvd_bert.config.settings import ALONE, FLAGS, STRATEGIES, Config
+from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.config.strategies import ALONE, STRATEGIES
 from hvd_bert.errors import UserError
 from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.runs.launching import STRONG, WEAK, Point

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser, path
+from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.distributed.horovodrun import host_slots, read_hostfile
 from hvd_bert.distributed.launch import find_launcher, ignored, platform_name, speaks_first
 from hvd_bert.errors import EXIT_OK, UserError, find_user_error, visible
@@ -142,7 +143,7 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     )
     args = replace(config.train, output_dir=None)  # a --config file may name a run, which stays as it is
     args.refuse_auto("hvd-bert doctor --prove")
-    several_gpus = settings.STRATEGIES[config.parallel.strategy].several_gpus
+    several_gpus = STRATEGIES[config.parallel.strategy].several_gpus
     if several_gpus or args.fp16 or args.torch_compile or args.optim != "adamw_torch_fused":
         raise UserError("--prove cannot compare --strategy dp, --fp16, --torch_compile and --optim. Omit these flags.")
     return flags, replace(config, train=args)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_bert.config.parser import shortened
-from hvd_bert.config.settings import STRATEGIES
+from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.errors import UserError
 from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.report.comparability import Group, differences, losses_differ

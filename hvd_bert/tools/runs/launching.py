@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_bert.config.parser import MAX_SECONDS, Limits, Parser, add_number
-from hvd_bert.config.settings import ALONE, HOROVOD, STRATEGIES, StrategyRow
+from hvd_bert.config.strategies import ALONE, HOROVOD, STRATEGIES, StrategyRow
 from hvd_bert.distributed.horovodrun import host_slots
 from hvd_bert.distributed.launch import number
 from hvd_bert.distributed.launchers import LAUNCHERS, Allocation, Start, launcher_row

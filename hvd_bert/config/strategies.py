@@ -1,0 +1,74 @@
+"""The values of --strategy, and all that other modules know about each.
+
+To add a strategy, write its class in strategies/ and add its row here and in tests/parallel/test_worlds.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+# The worlds that ranks join, by whose collectives connect them. ALONE: a single process.
+HOROVOD, TORCH, ALONE = "horovod", "torch.distributed", "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyRow:
+    """Facts about a strategy.
+
+    Attributes:
+        path: Its class, whose module is imported only if the strategy is chosen.
+        world: HOROVOD, TORCH or ALONE.
+        refuses: A flag that does not work with it, or FLAG=VALUE if only this value does not -> why, and what to do.
+        shards: Whether each rank holds a part of the weights.
+        several_gpus: Whether its one process trains on all GPUs that are visible.
+        package: The package that it needs in addition to torch.
+        install: The command that installs the package.
+    """
+
+    path: str
+    world: str
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    shards: bool = False
+    several_gpus: bool = False
+    package: str = ""
+    install: str = ""
+
+    @property
+    def missing(self) -> str:
+        """The error if the package is missing; "" if it is installed or none is needed."""
+        absent = self.package and find_spec(self.package) is None
+        return f"{self.package} is not installed: run `{self.install}`" if absent else ""
+
+
+_SHARDED = {
+    "ema_decay": "it needs whole weights. Use ddp.",
+    "torch_compile_mode=reduce-overhead": "the weights move. Use ddp.",
+}
+_COPIED = "the layers are copied. Use ddp."
+STRATEGIES = {
+    "horovod": StrategyRow(
+        path="hvd_bert.strategies.horovod:HorovodStrategy",
+        world=HOROVOD,
+        package="horovod",
+        install="bash env/setup.sh",
+    ),
+    "ddp": StrategyRow(path="hvd_bert.strategies.ddp:DDPStrategy", world=TORCH),
+    "fsdp": StrategyRow(path="hvd_bert.strategies.fsdp:FSDPStrategy", world=TORCH, refuses=_SHARDED, shards=True),
+    "deepspeed": StrategyRow(
+        path="hvd_bert.strategies.deepspeed:DeepSpeedStrategy",
+        world=TORCH,
+        refuses={**_SHARDED, "fp16": "use --bf16."},
+        shards=True,
+        package="deepspeed",
+        install="bash env/setup.sh --deepspeed",
+    ),
+    "dp": StrategyRow(
+        path="hvd_bert.strategies.dp:DPStrategy",
+        world=ALONE,
+        refuses={"torch_compile": _COPIED, "gradient_checkpointing": _COPIED},
+        several_gpus=True,
+    ),
+    "none": StrategyRow(path="hvd_bert.strategies.base:Strategy", world=ALONE),
+}
