@@ -89,9 +89,9 @@ def described(machine, records):
     config = machine.sized(BertConfig(), BertConfig.from_json_file(SMALL))
     flops, record = forward_flops(BertForQuestionAnswering(config)).training([384]), records[0]
     padded = [1e9 * rate / flops for rate in medians(records, "useful_gflops")]
-    share = "mfu" if "mfu" in record["figures"] else "matmul_utilization"
-    parts = [f"{spread(medians(records))} windows/s", f"{spread(medians(records, share), 3)} {share}"]
-    parts += [f"{record[name]:,.1f} {name}" for name in (*FIGURES, "memory_over_needed") if record[name]]
+    done, digits = ("mfu", 3) if "mfu" in record["figures"] else ("useful_gflops", 1)
+    parts = [f"{spread(medians(records))} windows/s", f"{spread(medians(records, done), digits)} {done}"]
+    parts += [f"{record[name]:,.1f} {name}" for name in FIGURES if record[name]]
     memory = {"used": record["memory_bytes"], "reserved": record["memory_reserved_bytes"]}
     parts += [f"{max(values) / 2**30:.2f} GiB {name}" for name, values in memory.items() if values]
     parts += [row["name"][:40] for row in record["kernels"] or []][:3]

@@ -24,14 +24,19 @@ LINE_EVERY_S = 10.0
 class MetricsLogger:
     """Records metrics and shows progress. On ranks other than 0 (`enabled` false) it only calls the callbacks."""
 
-    callbacks: Sequence[Callback] = ()
-
-    def __init__(self, folder: Path, enabled: bool, reporters: Sequence[Reporter] = (), unit: str = "windows") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        enabled: bool,
+        reporters: Sequence[Reporter] = (),
+        unit: str = "windows",
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
         """`reporters`: get the same values; closed by `close`. `unit`: what a step takes, for messages.
 
         Raises OSError if a file cannot be written.
         """
-        self.enabled, self.reporters, self.unit = enabled, [*reporters], unit
+        self.enabled, self.reporters, self.unit, self.callbacks = enabled, [*reporters], unit, callbacks
         self.step = self.first_step = self.total_steps = 0
         self.steps_per_epoch = 1
         self.finished = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
@@ -11,7 +12,7 @@ from hvd_bert.checkpoint import resume
 from hvd_bert.checkpoint.files import Contents, checkpoint_name
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.checkpoint.schedule import is_due
-from hvd_bert.config.settings import Config
+from hvd_bert.config.settings import Config, from_values
 from hvd_bert.distributed import events
 from hvd_bert.distributed.signals import StopRequests
 from hvd_bert.distributed.world import HostsChanged, World
@@ -81,14 +82,25 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
     return result
 
 
+def train_only(config: Config, world: World, callbacks: Sequence[Callback], own: type[Task] | None = None) -> Task:
+    """Train to measure it: without progress, handled signals, evaluations and a model on disk. Called by all ranks.
+
+    Returns the task with the trained model. `callbacks` get batches, steps and log lines only. `own`: as for `run`.
+    """
+    with tempfile.TemporaryDirectory() as folder:  # GPU usage is recorded in rank 0's
+        changed = {"output_dir": world.broadcast(folder), "resume_from_checkpoint": None}
+        start = load(from_values(config.as_flat() | changed), world, own)
+        metrics_logger = MetricsLogger(start.folder, enabled=False, callbacks=callbacks)
+        Training(start, prepare(start, world), None, metrics_logger, world).run()
+    return start.task
+
+
 def _open_logs(start: Start, facts: dict[str, Any], callbacks: Sequence[Callback], world: World) -> MetricsLogger:
     """Open events.jsonl, metrics.jsonl and the reporters. A collective."""
     with world.writing("--output_dir", start.folder, EXIT_BAD_INPUT) as writes:
         events.begin(start.folder, writes, {"launcher": world.launcher, "decided": start.plan.decided} | facts)
         started = open_reporters(start.config.train.reporters, start.folder) if writes else []
-        metrics_logger = MetricsLogger(start.folder, writes, started, start.task.unit)
-    metrics_logger.callbacks = callbacks
-    return metrics_logger
+        return MetricsLogger(start.folder, writes, started, start.task.unit, callbacks)
 
 
 def _write_output(start: Start, evaluation: EvaluationResult | None, results: dict[str, Any], world: World) -> None:

@@ -34,13 +34,14 @@ from hvd_bert.model.attention import by_efficient, by_flash, by_jagged, by_windo
 from hvd_bert.model.bert import new_model
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import AUTOCAST, autocast
+from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.strategies.base import Strategy, StrategyOptions
 from hvd_bert.strategies.dp import DPStrategy
 from hvd_bert.tasks.base import MicroBatch
 from hvd_bert.tasks.dataset import to_device
 from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.measure import Recorder
-from hvd_bert.tools.bench.speed import random_task
+from hvd_bert.tools.bench.speed import RandomWindows
 from hvd_bert.training.breakdown import Breakdown
 from hvd_bert.training.loop import Training
 from hvd_bert.training.meter import DeferredScalars, Meter, Stopwatch, seconds_between
@@ -250,16 +251,17 @@ def no_logged_step_waits_for_the_gpu() -> None:
         patches.enter_context(patch.object(Meter, "read", read_values))
         patches.enter_context(patch.object(Breakdown, "results", lambda _: {}))  # would read fake values
         (folder / "config.json").write_text(json.dumps({"model_type": "bert"} | SIZES), encoding="utf-8")
-        world, config = World(), parse(["--steps", "4", "--repeats", "2", "--strategy", "none"])[1]
+        world, config = World(), parse(["--steps=4", "--repeats=2", "--strategy=none", f"--model={folder}"])[1]
         world.device = GPU
         with unset_fake_temporarily():
-            task: Any = random_task(str(folder), 120, config, world)
+            task: Any = RandomWindows(config, world)
         task.model = small_bert()
         start = Start(config, task).in_folder(folder)
         prepared = prepare(start, world)
         prepared.batches.close()  # its thread would make real tensors
         alone: Any = SimpleNamespace(micro_batches=batches, close=lambda: None)
-        training = Training(start, replace(prepared, batches=alone), None, recorder.logger(), world)
+        metrics_logger = MetricsLogger(folder, enabled=False, callbacks=[recorder])
+        training = Training(start, replace(prepared, batches=alone), None, metrics_logger, world)
         with Waits() as waits:
             training.run()
     assert not waits.found

@@ -79,7 +79,7 @@ def test_skipped_steps_are_not_compared_and_all_others_must_agree(losses, skips,
 def test_measurements_fail_below_their_goals_and_pass_at_them(tmp_path, monkeypatch, speed, right):
     """The figures of the commands are made here: those of 2 H100, with the speed of `speed` times the goals."""
     made = {"useful_gflops": speed * 650 * 200, "mfu": 0.5, "tokens_per_s": 1300 * speed, "windows_per_s": 900}
-    record = {"device_name": "NVIDIA H100 80GB HBM3", "memory_bytes": [1], "memory_over_needed": 1.0, "kernels": []}
+    record = {"device_name": "NVIDIA H100 80GB HBM3", "memory_bytes": [1], "kernels": []}
     record |= dict.fromkeys(gpu_speed.FIGURES, 1) | {"memory_reserved_bytes": [1]}
     record |= {"evaluation_windows_per_s": 1350 * speed, "host_waits": [] if right else ["loop.py:1"]}
     record |= {"figures": {name: {"median": value} for name, value in made.items()}}

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hvd_bert.monitoring import PHASES
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.tools.bench.__main__ import parse
-from hvd_bert.tools.bench.speed import random_task
+from hvd_bert.tools.bench.speed import RandomWindows
 from hvd_bert.training import meter as module
 from hvd_bert.training.loop import Training
 from hvd_bert.training.meter import Meter
@@ -199,9 +199,10 @@ class Asked(TorchDispatchMode):
 def test_no_value_is_read_between_two_lines(tmp_path):
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 1100, **shape}))
-    _, config = parse(["--steps", "4", "--repeats", "2", "--gradient_accumulation_steps", "2", "--strategy", "none"])
+    words = ["--steps=4", "--repeats=2", "--gradient_accumulation_steps=2", "--strategy=none", f"--model={tmp_path}"]
+    _, config = parse(words)
     world = make_world()
-    start = Start(config, random_task(str(tmp_path), 64, config, world))
+    start = Start(config, RandomWindows(config, world))
     logger = MetricsLogger(tmp_path, enabled=False)
     training = Training(start.in_folder(tmp_path), prepare(start, world), None, logger, world)
     with Asked(training) as asked:

@@ -52,8 +52,7 @@ CASES = [*((what, ["--overwrite"]) for what in PLACES), *((what, []) for what in
 
 @pytest.mark.parametrize(("what", "flags"), CASES, ids=str)
 def test_outputs_are_refused_before_the_work(tmp_path, monkeypatch, capsys, what, flags):
-    for module in (speed, evaluation):
-        monkeypatch.setattr(module, "set_up", lambda config, world: None)
+    monkeypatch.setattr(evaluation, "set_up", lambda config, world: None)
     path = tmp_path / ("sub/out.json" if what in ("below a file", "in no folder") else "out.json")
     (PLACES | EXISTING)[what](path)
     before = state(path)
@@ -70,8 +69,7 @@ def test_outputs_are_refused_before_the_work(tmp_path, monkeypatch, capsys, what
 
 
 def test_inputs_are_no_outputs(tmp_path, monkeypatch, capsys):
-    for module in (speed, evaluation):
-        monkeypatch.setattr(module, "set_up", lambda config, world: None)
+    monkeypatch.setattr(evaluation, "set_up", lambda config, world: None)
     file, run = tmp_path / "in.jsonl", tmp_path / "run"
     file.write_text("mine")
     for path, replaced in ((file, file), (run / "eval_results.json", f"a file of {run}")):

@@ -17,9 +17,9 @@ from hvd_bert.data.collate import BUCKET, Collator
 from hvd_bert.evaluation.forward import window_losses
 from hvd_bert.model.layers import place
 from hvd_bert.model.precision import evaluating
-from hvd_bert.tools.bench import measure
+from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.tools.bench.__main__ import parse as parse_bench
-from hvd_bert.tools.bench.speed import random_task
+from hvd_bert.tools.bench.speed import RandomWindows
 from hvd_bert.training.loop import Training
 from hvd_bert.training.start import Start, prepare
 
@@ -37,11 +37,12 @@ def training(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
     BertConfig(vocab_size=1100, **sizes).save_pretrained(tmp_path)
     flags = ["--strategy=none", f"--steps={STEPS}", "--repeats=1", "--dropout=0", *MODE, *request.param]
-    config, world = parse_bench(flags)[1], make_world()
-    task = random_task(str(tmp_path), config.train.rank_batch * STEPS, config, world)
+    config, world = parse_bench([*flags, f"--model={tmp_path}"])[1], make_world()
+    task = RandomWindows(config, world)
     place(task.model, world.device, compiled=True)
     start = Start(config, task)
-    return Training(start.in_folder(tmp_path), prepare(start, world), None, measure.Recorder().logger(), world)
+    logger = MetricsLogger(tmp_path, enabled=False)
+    return Training(start.in_folder(tmp_path), prepare(start, world), None, logger, world)
 
 
 @pytest.mark.slow

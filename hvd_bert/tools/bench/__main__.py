@@ -82,9 +82,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     if "no_do_train" in given or "do_train" in given:
         raise UserError("--do_train: the benchmark always trains and does nothing else. Remove the flag.")
     ours = ["--no_do_eval", "--eval_strategy=no", "--save_steps=0", f"--max_steps={total}", "--fast_dev_run=False"]
-    ours += [f"--logging_steps={flags.steps}"]
+    ours += [f"--logging_steps={flags.steps}", "--report_to=none"]
     flags.replaced = sorted(command_line.given_flags(rest) & command_line.given_flags(ours))
-    config = command_line.parse(command_line.override_argv(rest, ours))
+    shape = [f"--config_name={flags.model}"] if flags.model else []
+    config = command_line.parse([*command_line.override_argv(rest, ours), *shape])
     config.train.refuse_auto("hvd-bert bench")
     return flags, config
 

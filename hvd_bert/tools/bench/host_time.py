@@ -48,18 +48,16 @@ def kernels(events: Iterable[Any]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["seconds"])
 
 
-def launches(events: Iterable[Any]) -> int:
-    """The host's calls in a profile that give the GPU work. `events`: its key_averages()."""
-    calls = (event for event in events if event.device_type.name == "CPU" and event.key.startswith(LAUNCHES))
-    return sum(event.count for event in calls)
+def figures(host_s: Sequence[float], events: Sequence[Any]) -> dict[str, Any]:
+    """FIGURES, each None if it could not be measured, and the longest `kernels`.
 
-
-def figures(host_s: Sequence[float], events: Sequence[Any]) -> dict[str, float | None]:
-    """`host_s`: the host's seconds of each measured step. `events`: key_averages() of a step's profile; empty, or
-    without kernels, if that could not be measured."""
-    busy_s = sum(row["seconds"] for row in kernels(events))
-    found = (1000 * median(host_s) if host_s else None, 1000 * busy_s or None, launches(events) or None)
-    return dict(zip(FIGURES, found, strict=True))
+    `host_s`: the host's seconds of each measured step. `events`: as for `kernels`.
+    """
+    rows = kernels(events)
+    launches = [e.count for e in events if e.device_type.name == "CPU" and e.key.startswith(LAUNCHES)]
+    busy_s = sum(row["seconds"] for row in rows)
+    found = (1000 * median(host_s) if host_s else None, 1000 * busy_s or None, sum(launches) or None)
+    return {**dict(zip(FIGURES, found, strict=True)), "kernels": rows[:KERNEL_ROWS]}
 
 
 def advice(found: Mapping[str, float | None], captures_graphs: bool) -> str | None:
@@ -127,6 +125,4 @@ class HostTimer(Callback):
 
     def figures(self) -> dict[str, Any]:
         """After the last step, with the longest kernels and the waits."""
-        events = self._profile.key_averages()
-        more = {"kernels": kernels(events)[:KERNEL_ROWS], "host_waits": self._waits}
-        return figures(self._host_s, events) | more
+        return {**figures(self._host_s, self._profile.key_averages()), "host_waits": self._waits}

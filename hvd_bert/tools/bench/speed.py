@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,7 +21,6 @@ from numpy.typing import NDArray
 from transformers import BertConfig
 
 from hvd_bert import hub
-from hvd_bert.config.data import ModelArguments
 from hvd_bert.config.run_plan import RunPlan
 from hvd_bert.config.settings import Config
 from hvd_bert.config.training import REDUCE_OVERHEAD
@@ -33,19 +30,18 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE, UserError, log
 from hvd_bert.model.bert import new_model
 from hvd_bert.model.families import check_precision, choose_padding, max_tokens
-from hvd_bert.model.layers import place
 from hvd_bert.model.loading import load_config
 from hvd_bert.monitoring import PHASES
 from hvd_bert.monitoring.usage import memory_now, memory_peak
 from hvd_bert.output import output_dir, run_folder
 from hvd_bert.storage.reading import GIB
 from hvd_bert.storage.writing import check_output, write_named, writing_to
-from hvd_bert.tasks.base import Task, load_task, weight_copies
+from hvd_bert.tasks.base import weight_copies
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.bench import host_time, measure
+from hvd_bert.tools.bench.host_time import HostTimer
 from hvd_bert.tools.rendering.page import Grid
-from hvd_bert.training.loop import Training
-from hvd_bert.training.start import Start, prepare, set_up
+from hvd_bert.training.loop import train_only
 
 # name -> label and format
 FIGURES = {
@@ -53,7 +49,6 @@ FIGURES = {
     "tokens_per_s": ("tokens/s", "{:,.0f}"),
     "step_s": ("seconds per step", "{:.4f}"),
     "useful_gflops": ("useful GFLOP/s, all ranks", "{:.1f}"),
-    "matmul_utilization": ("share of the measured matmul peak", "{:.3f}"),
     "mfu": ("MFU, share of the vendor's peak", "{:.3f}"),
     **{
         f"{phase}_share": (f"share of the step: {name}", "{:.4f}")
@@ -65,40 +60,18 @@ FIGURES = {
 
 def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     """Measure, and print on rank 0. Called by all ranks."""
-    set_up(config, world)
-    log.info("%s", "\n".join(world.describe()))
     if flags.replaced:
         log.warning(
             "--%s: not used. The benchmark only trains, for --steps and --repeats.", ", --".join(flags.replaced)
         )
-    before = memory_now(world.device)
     with world.raise_on_all_ranks():
         if flags.json and world.rank == 0:
             output_dir.check_apart("--json", flags.json, config.as_flat())
             with writing_to("--json", flags.json):
                 check_output(flags.json, flags.overwrite)
-        task: Task
-        if flags.random:
-            count = config.train.windows_per_step(world.size * world.devices) * config.train.max_steps
-            task = random_task(flags.model, count, config, world)
-        else:
-            task = load_task(config, world)
-    assert task.plan is not None
-    config = RunPlan(padding=task.padding).applied_to(config)
-    inputs = {"the model": str(getattr(task.model, "config", task.model)), "tokens": int(task.plan.lengths.sum())}
-    world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | inputs)
-    place(task.model, world.device, config.train.torch_compile)
-    figures = _measure(task, flags, config, world, before)
+    record = {"generator": "hvd_bert.bench", "command": sys.argv[1:], **_measure(flags, config, world)}
     with world.raise_on_all_ranks(EXIT_FAILURE):
         if world.rank == 0:
-            record = {
-                "generator": "hvd_bert.bench",
-                "command": sys.argv[1:],
-                "settings": config.as_flat(),
-                "unit": task.unit,
-                **figures,
-                **run_folder.environment_facts(config, world),
-            }
             _print_table(record)
             if flags.json:
                 with writing_to("--json", flags.json):
@@ -106,58 +79,46 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
                     write_named(path, json.dumps(record, indent=1) + "\n")
 
 
-def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World, before: int) -> dict[str, Any]:
-    """Measure all figures. A collective. `before`: bytes in use before the model was created."""
-    assert task.plan is not None
-    plan, args, device, recorder = task.plan, config.train, world.device, measure.Recorder()
-    flops = partial(task.flops, passes=plan.total_passes)
-    tokens = int(plan.rank_tokens(0)[world.rank] / plan.accumulation)
-    world.allgather(None)  # all ranks measure at the same time, as they train
-    peak = _matmul_peak(task, tokens, device, args.precision)
+def _measure(flags: argparse.Namespace, config: Config, world: World) -> dict[str, Any]:
+    """Train, and return all figures and the settings. A collective."""
+    args, device, recorder = config.train, world.device, measure.Recorder()
     last = args.max_steps + 1  # a step for the profiler, after those that count
-    timers = [host_time.HostTimer(flags.steps, last)] if host_time.measurable(config, world) else []
-    start = Start(replace(config, train=replace(args, max_steps=last)) if timers else config, task)
-    with tempfile.TemporaryDirectory() as folder:  # GPU usage is recorded there
-        Training(start.in_folder(Path(folder)), prepare(start, world), None, recorder.logger(*timers), world).run()
+    timer = HostTimer(flags.steps, last) if host_time.measurable(config, world) else None
+    trained = replace(config, train=replace(args, max_steps=last)) if timer else config
+    before = memory_now(device)
+    callbacks = [recorder, timer] if timer else [recorder]
+    task = train_only(trained, world, callbacks, RandomWindows if flags.random else None)
     used = memory_peak(device) - before
     reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
-    timed = range(flags.steps, args.max_steps)
-    needed = measure.memory_needed(task, world, timed, args.precision)
+    plan, timed = task.plan, range(flags.steps, args.max_steps)
+    assert plan is not None
     evaluation = None
     if world.size * world.devices == 1 and not args.torch_compile:  # it would compile again
         evaluation = measure.evaluation_rate(task, timed[-flags.steps :], device, args.precision)
-    world.allgather(None)
-    peak = max(peak, _matmul_peak(task, tokens, device, args.precision))
-    ranks = world.allgather({"peak": peak, "memory": used, "reserved": reserved, "needed": needed})
+    ranks = world.allgather({"memory": used, "reserved": reserved})
     rows = [row for row in recorder.rows if flags.steps < row["step"] <= args.max_steps]
-    whole_peak = sum(rank["peak"] for rank in ranks)
     sections = []
     for row in rows:
         steps = range(int(row["step"]) - flags.steps, int(row["step"]))
-        lengths = (plan.lengths[plan.step_windows(step)] for step in steps)
-        sections.append(measure.section_figures(row, lengths, flops, whole_peak))
+        flop = [task.flops(plan.lengths[plan.step_windows(step)], plan.total_passes) for step in steps]
+        sections.append(measure.section_figures(row, flop))
+    config = RunPlan(padding=task.padding).applied_to(config)
     return {
+        "settings": config.as_flat(),
+        "unit": task.unit,
         "figures": measure.spread(sections),
         "sections": sections,
         "evaluation_windows_per_s": evaluation,
         "loss": rows[-1]["loss"],
-        "matmul_peak_gflops": whole_peak / 1e9,
         "padding_share": measure.padding_share(rows),
         "imbalance": fmean(plan.imbalance(step) for step in timed),
         "memory_bytes": [rank["memory"] for rank in ranks],
         "memory_reserved_bytes": [rank["reserved"] for rank in ranks] if reserved else None,
-        "memory_over_needed": max(rank["memory"] / rank["needed"] for rank in ranks),
-        **(timers[0].figures() if timers else dict.fromkeys([*host_time.FIGURES, "kernels", "host_waits"])),
+        **(timer.figures() if timer else dict.fromkeys([*host_time.FIGURES, "kernels", "host_waits"])),
         "windows": plan.num_windows,
         "global_batch": plan.global_batch,
+        **run_folder.environment_facts(config, world),
     }
-
-
-def _matmul_peak(task: Task, tokens: int, device: torch.device, precision: str) -> float:
-    """0 if the task's useful FLOP are unknown, so that no share of the peak can be given."""
-    if task.flops(np.array([tokens], np.int32), 1) is None:
-        return 0.0
-    return measure.matmul_peak(task.model, tokens, device, precision)
 
 
 def _print_table(record: dict[str, Any]) -> None:
@@ -172,12 +133,10 @@ def _print_table(record: dict[str, Any]) -> None:
             rows.append([label.replace("windows", record["unit"]), *values])
     reserved, waits = record["memory_reserved_bytes"] or [0], record["host_waits"] or []
     whole = [
-        ("matmul peak, GFLOP/s, all ranks", f"{record['matmul_peak_gflops']:.1f}", record["matmul_peak_gflops"]),
         ("padding, share of positions", f"{record['padding_share']:.4f}", has_tokens),
         ("tokens per rank, maximum over mean", f"{record['imbalance']:.4f}", has_tokens),
         ("memory per rank (maximum), GiB", f"{max(record['memory_bytes']) / GIB:.2f}", True),
         ("memory with torch's reserve, GiB", f"{max(reserved) / GIB:.2f}", any(reserved)),
-        ("measured over computed memory", f"{record['memory_over_needed']:.2f}", True),
         ("waits of the host for the GPU, in half a section", str(len(waits)), waits),
     ]
     for name, (label, form) in host_time.FIGURES.items():
@@ -217,32 +176,32 @@ def random_windows(lengths: NDArray[np.int32], vocabulary: int, seed: int) -> Wi
     )
 
 
-def random_task(model: str | None, num_windows: int, config: Config, world: World) -> QuestionAnswering:
-    """Question answering on random windows with new weights. Raises UserError.
+class RandomWindows(QuestionAnswering):
+    """Windows of random tokens, as long as SQuAD's, for a model with new weights: --config_name's or BERT-base."""
 
-    `model`: an encoder's folder or configuration file; None: BERT-base.
-    """
-    args, data = config.train, config.data
-    copies = weight_copies(args.do_train, config.parallel.strategy, world)
-    if model is not None and not Path(model).exists():
-        raise UserError(f"--model {model}: no such folder or file. Name an encoder's folder or its config.json.")
-    shape = load_config(model, ModelArguments(model_name_or_path=model), copies) if model else BertConfig()
-    check_precision(shape, args.precision)
-    data = replace(data, padding=choose_padding(shape, data.padding))
-    config = replace(config, data=data)
-    lengths = lengths_like_squad(num_windows, min(data.max_seq_length, max_tokens(shape)), args.seed)
-    table = random_windows(lengths, shape.vocab_size, args.seed)
-    source = squad.from_questions("random windows", [])
-    with hub.reported(model or "BERT-base"):
-        padded, flags = data.pad_to is not None, config.model
-        network = new_model(shape, flags.dropout, args.seed, padded, attention_dropout=flags.attention_dropout)
+    def load(self, config: Config) -> None:
+        args, data, model = config.train, config.data, config.model
+        if model.config_name and not Path(model.config_name).exists():
+            raise UserError(
+                f"--model {model.config_name}: no such folder or file. Name an encoder's folder or its config.json."
+            )
+        copies = weight_copies(args.do_train, config.parallel.strategy, self.world)
+        shape = load_config(model.config_name, model, copies) if model.config_name else BertConfig()
+        check_precision(shape, args.precision)
+        self.padding = choose_padding(shape, data.padding)
+        data = replace(data, padding=self.padding)
+        self.config = replace(config, data=data)
+        with hub.reported(model.config_name or "BERT-base"):
+            padded, dropouts = data.pad_to is not None, (model.dropout, model.attention_dropout)
+            self.use_model(new_model(shape, dropouts[0], args.seed, padded, attention_dropout=dropouts[1]))
+        count = args.windows_per_step(self.world.size * self.world.devices) * args.max_steps
+        lengths = lengths_like_squad(count, min(data.max_seq_length, max_tokens(shape)), args.seed)
+        windows = random_windows(lengths, shape.vocab_size, args.seed)
+        self.train = self.question_set(squad.from_questions("random windows", []), windows)
 
-    class RandomWindows(QuestionAnswering):
-        def load(self, config: Config) -> None:
-            self.use_model(network)
-            self.train = self.question_set(source, table)
+    def fingerprint(self) -> dict[str, object]:
+        assert self.train is not None
+        return {"the model": str(self.model.config), "tokens": int(self.train.lengths.sum())}
 
-    task = RandomWindows(config, world)
-    task.padding = data.padding
-    task.add_adapters(config)
-    return task
+    def identity(self) -> dict[str, object]:
+        return {}
