@@ -21,7 +21,6 @@ def test_alone(tmp_path: Path) -> None:
     outcome = run([*DOCTOR, "--verbose"], tmp_path).expect(0)
     names = set(re.findall(r"^  (?:ok|warning) +(\S+) ", outcome.output, re.MULTILINE))
     assert {"Python", "torch", "Packages", "Horovod", "MPI", "Slurm", "Windows", "Memory", "Output", "World"} <= names
-    assert {"Linear", "Attention", "bf16"} <= names, "on a CPU"
     assert "failure" not in outcome.output, outcome
     assert "Ready: a training would start here" in outcome.output, outcome
     assert list(tmp_path.iterdir()) == []

@@ -16,8 +16,8 @@ from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.horovodrun import host_slots, read_hostfile
 from hvd_bert.tools.doctor import __main__ as command
 from hvd_bert.tools.doctor import hosts, launch_line
+from hvd_bert.tools.doctor.lines import FAILURE, CheckResult, HostReport, Report, failure, ok
 from hvd_bert.tools.doctor.ranks import Rank
-from hvd_bert.tools.doctor.report import FAILURE, CheckResult, HostReport, Report, failure, ok
 
 ADDRESSES = {"a": "10.1.0.5", "b": "10.1.0.6", "c": "10.1.0.7"}
 RANK = Rank(RankInfo(0, "its-name", 0, "cpu", None, frozenset(range(8))), {"torch": "2.13"}, 8)

@@ -65,9 +65,7 @@ MODULES = {
     "strategies": "base ddp deepspeed dp fsdp horovod word_rows",
     "tasks": "base dataset encoder question_answering rows tokenizer trained",
     "tools/bench": "__main__ host_time measure points progress speed sweep",
-    "tools/doctor": """
-        __main__ checks collective cpu_kernels diagnosis hosts launch_line probes prove ranks remote report
-    """,
+    "tools/doctor": "__main__ checks collective diagnosis hosts launch_line lines probes prove ranks remote",
     "tools/evaluate": "__main__ evaluation_page paired running slices",
     "tools/rendering": "charts figures files page",
     "tools/report": "__main__ comparability comparison content parts plots run_page runs_page setup",

@@ -28,15 +28,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser, path
+from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser, add_number, path
 from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.distributed.horovodrun import host_slots, read_hostfile
 from hvd_bert.distributed.launch import find_launcher, ignored, platform_name, speaks_first
 from hvd_bert.errors import EXIT_OK, UserError, find_user_error, visible
 from hvd_bert.startup import collector_paused, print_on_one_rank, run_command, start_rank, take_local_rank
 from hvd_bert.streams import end_when_lost, keep_running
+from hvd_bert.tools.doctor.lines import Report, failure
 from hvd_bert.tools.doctor.remote import check_hosts
-from hvd_bert.tools.doctor.report import Report, failure
 from hvd_bert.tools.runs.failure import first_failure, read_lines
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from hvd_bert.distributed.world import World
 
 BERT_BASE_MB, PROOF_STEPS = 435.6, 5
-NOT_PROVED = ("do_train", "max_steps", "num_train_epochs", "elastic", "requeue")  # and the flags of these groups:
-GROUPS = ("evaluation", "checkpoints", "profiling", "output")
+NOT_PROVED = ("evaluation", "checkpoints", "profiling", "output")  # groups of flags, besides those that it sets itself
 
 
 def make_parser() -> Parser:
@@ -55,33 +54,14 @@ def make_parser() -> Parser:
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of text. (default: False)")
     verbose = "Print all checks, not only a summary. (default: False)"
     parser.add_argument("--verbose", action="store_true", help=verbose)
-    parser.add_argument(
-        "--size",
-        type=float,
-        default=BERT_BASE_MB,
-        metavar="MB",
-        limits=Limits(above=0, maximum=100_000),
-        help="Megabytes of the measured allreduce. (default: BERT-base's gradients in fp32, %(default)s)",
-    )
+    size = "Megabytes of the measured allreduce. (default: BERT-base's gradients in fp32, %(default)s)"
+    add_number(parser, "--size", BERT_BASE_MB, size, Limits(above=0, maximum=100_000), "MB")
     output = "Folder that a run would write to. (default: %(default)s)"
     parser.add_argument("--output_dir", metavar="FOLDER", type=Path, default=Path("runs"), help=output)
     _add_hosts(parser)
-    parser.add_argument(
-        "--slots",
-        metavar="N",
-        type=int,
-        default=1,
-        limits=Limits(minimum=1),
-        help="Ranks on this host, for the check of its memory. (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=180.0,
-        metavar="S",
-        limits=Limits(above=0, maximum=MAX_SECONDS),
-        help="Maximum seconds per step of the check. (default: %(default)g)",
-    )
+    add_number(parser, "--slots", 1, "Ranks on this host, for the check of its memory.", Limits(minimum=1))
+    timeout = "Maximum seconds per step of the check. (default: %(default)g)"
+    add_number(parser, "--timeout", 180.0, timeout, Limits(above=0, maximum=MAX_SECONDS), "S")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument(
         "--prove",
@@ -122,25 +102,23 @@ def slots_by(flags: argparse.Namespace) -> dict[str, int]:
 def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """The flags of --prove and the trainer's. Raises UserError."""
     from hvd_bert.config import command_line, settings  # yaml, which the check may find missing
+    from hvd_bert.tools.runs.trainer_flags import names_data
 
     parser = make_parser()
     flags, rest = parser.parse_known_args(argv)
     if flags.hosts or flags.hostfile:
         raise UserError("--prove trains on the ranks of a launcher: start it with horovodrun in place of --hosts.")
+    fixed = [f"--max_steps={PROOF_STEPS}", "--num_train_epochs=1", "--do_train", "--no_do_eval", "--eval_strategy=no"]
+    fixed += ["--save_steps=0", "--report_to=none", "--logging_steps=1", "--elastic=False", "--requeue=no"]
+    refused = command_line.given_flags(fixed) | {n for n, flag in settings.FLAGS.items() if flag.group in NOT_PROVED}
+    given = {word for word in command_line.flag_names(rest) if refused & command_line.given_flags([f"--{word}"])}
     own = vars(flags).keys() - {"prove", "json", "verbose"}
-    given = {name for name in own if getattr(flags, name) != parser.get_default(name)}
-    for word in rest:
-        if any(name in NOT_PROVED or settings.FLAGS[name].group in GROUPS for name in command_line.given_flags([word])):
-            given |= command_line.flag_names([word])
+    given |= {name for name in own if getattr(flags, name) != parser.get_default(name)}
     if given:
         names = ", ".join(f"--{name}" for name in sorted(given))
         raise UserError(f"--prove trains {PROOF_STEPS} steps, checks no host and keeps no output: omit {names}.")
-    named = command_line.flag_names(rest) & {"config", "train_file", "dataset_name", "task"}
-    words = rest if named else ["--config=sample", "--dropout=0.1", *rest]
-    fixed = ["--do_train", "--no_do_eval", "--eval_strategy=no", "--save_steps=0", "--report_to=none"]
-    config = command_line.parse(
-        command_line.override_argv(words, [*fixed, f"--max_steps={PROOF_STEPS}", "--logging_steps=1"])
-    )
+    words = rest if names_data(rest) else ["--config=sample", "--dropout=0.1", *rest]
+    config = command_line.parse(command_line.override_argv(words, fixed))
     args = replace(config.train, output_dir=None)  # a --config file may name a run, which stays as it is
     args.refuse_auto("hvd-bert doctor --prove")
     several_gpus = STRATEGIES[config.parallel.strategy].several_gpus

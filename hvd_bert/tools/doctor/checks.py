@@ -18,9 +18,9 @@ from hvd_bert.distributed.launch import WITHOUT_HOROVOD
 from hvd_bert.machine import free_memory, package_version
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.doctor import cpu_kernels, probes
+from hvd_bert.tools.doctor import probes
+from hvd_bert.tools.doctor.lines import CheckResult, failure, isolated, ok, warning
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, NoCluster, ProbeError, Slurm, mpi_version
-from hvd_bert.tools.doctor.report import CheckResult, failure, isolated, ok, warning
 
 REQUIREMENTS = PACKAGE.parent / "requirements.txt"
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)
@@ -43,7 +43,6 @@ def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[
         "MPI": lambda: [mpi_line(probes.horovod(), probes.mpi4py(), probes.mpirun(), launcher == "srun")],
         "Slurm": lambda: slurm_lines(probes.slurm()),
         "Windows": lambda: [folder_line("Windows", default_cache_dir(), "Set HVD_BERT_CACHE to another folder.")],
-        "Kernels": lambda: [] if torch.cuda.device_count() else cpu_kernels.lines(),
         "Memory": lambda: [memory_line(free_memory(), ranks_here)],
     }
     if output_dir is not None:

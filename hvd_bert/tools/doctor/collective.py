@@ -13,7 +13,6 @@ import torch
 
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.tools.doctor.probes import mpi_version
 from hvd_bert.tools.rendering import seconds
 from hvd_bert.tools.rendering.page import Grid
 
@@ -42,17 +41,6 @@ class Timing:
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
         return {**asdict(self), "median_s": self.median_s, "gb_per_s": self.gb_per_s}
-
-
-def mpi_library(world: World) -> str:
-    """Name and version of the MPI that connects the ranks; "" if they do not use MPI."""
-    if world.controller != "mpi":
-        return ""
-    from mpi4py import MPI
-
-    text = " ".join(MPI.Get_library_version().split("\x00")[0].split())
-    known = mpi_version(text)
-    return " ".join(known) if known else text
 
 
 def measure(world: World, num_bytes: int) -> list[Timing]:

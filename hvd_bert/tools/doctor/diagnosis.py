@@ -14,9 +14,9 @@ from hvd_bert.distributed.slurm import check_tasks
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.tools.doctor import checks, collective, launch_line, probes
+from hvd_bert.tools.doctor.lines import CheckResult, Report, failure, isolated, merged, ok, warning
 from hvd_bert.tools.doctor.probes import ProbeError
 from hvd_bert.tools.doctor.ranks import rank_here, rank_lines, ranks_table
-from hvd_bert.tools.doctor.report import CheckResult, Report, failure, isolated, merged, ok, warning
 from hvd_bert.tools.rendering import seconds
 
 # Rank 0 times out first and reports: after another rank's exit, the launcher would kill it.

@@ -14,8 +14,8 @@ from hvd_bert.distributed.interfaces import SETTING, address_towards, own_addres
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import convert
 from hvd_bert.tools.doctor import launch_line
+from hvd_bert.tools.doctor.lines import OK, CheckResult, HostReport, Report, failure, merged, ok
 from hvd_bert.tools.doctor.ranks import Rank, described, fit_lines, ranks_table
-from hvd_bert.tools.doctor.report import OK, CheckResult, HostReport, Report, failure, merged, ok
 
 
 def conclude(

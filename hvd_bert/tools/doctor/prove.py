@@ -32,7 +32,7 @@ from hvd_bert.output.callback import Callback
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.strategies.base import Strategy, optimizer_slots
 from hvd_bert.tasks.base import MicroBatch, Task
-from hvd_bert.tools.doctor.report import CheckResult, Report, failure, ok
+from hvd_bert.tools.doctor.lines import CheckResult, Report, failure, ok
 from hvd_bert.training.loop import Training
 from hvd_bert.training.optim import make_optimizer, make_schedule
 from hvd_bert.training.start import Start, load, prepare
@@ -242,8 +242,7 @@ def prove(start: Start, world: World) -> Proof:
     prepared.batches.close()
     proof = Proof(prepared.state.strategy, one, config, world)
     batches = Prefetcher(prepared.state.plan, partial(proof.make_batch, task), world.rank, 0)
-    metrics_logger = MetricsLogger(Path(), enabled=False)
-    metrics_logger.callbacks = [proof]
+    metrics_logger = MetricsLogger(Path(), enabled=False, callbacks=[proof])
     with tempfile.TemporaryDirectory() as folder:
         start = start.in_folder(Path(folder))
         training = Training(start, replace(prepared, batches=batches), None, metrics_logger, world)

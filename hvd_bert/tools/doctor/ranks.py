@@ -15,10 +15,11 @@ import torch
 from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.interfaces import host_addresses, interface_named
 from hvd_bert.distributed.logs import describe_ranks, ranges
+from hvd_bert.distributed.mpi import library_name
 from hvd_bert.distributed.world import World
 from hvd_bert.machine import PACKAGES, package_version
-from hvd_bert.tools.doctor import collective, probes
-from hvd_bert.tools.doctor.report import WIDTH, CheckResult, failure, ok, warning
+from hvd_bert.tools.doctor import probes
+from hvd_bert.tools.doctor.lines import WIDTH, CheckResult, failure, ok, warning
 from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.version import __version__
 
@@ -60,7 +61,7 @@ def rank_here(world: World) -> Rank:
     found = probes.gpus()
     return Rank(
         world.rank_infos[world.rank],
-        versions(collective.mpi_library(world)),
+        versions(library_name() if world.controller == "mpi" else ""),
         os.cpu_count() or 1,
         tuple(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())),
         found.driver if isinstance(found, probes.Gpus) else "",

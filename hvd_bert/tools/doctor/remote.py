@@ -15,7 +15,7 @@ from hvd_bert.config.settings import PACKAGE
 from hvd_bert.distributed.interfaces import SETTING, own_address_at
 from hvd_bert.startup import collector_paused
 from hvd_bert.storage.reading import convert, parse_json
-from hvd_bert.tools.doctor.report import HostReport, Report, failure
+from hvd_bert.tools.doctor.lines import HostReport, Report, failure
 
 CLONE = PACKAGE.parent
 # horovodrun passes all variables on; the checks depend on these.
