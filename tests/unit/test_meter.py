@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from test_bench import small_training
 from test_metrics_log import Clock
-from test_world import make_world
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_bert.monitoring import PHASES
-from hvd_bert.output.metrics_log import MetricsLogger
-from hvd_bert.tools.bench.__main__ import parse
-from hvd_bert.tools.bench.speed import RandomWindows
 from hvd_bert.training import meter as module
 from hvd_bert.training.loop import Training
 from hvd_bert.training.meter import Meter
-from hvd_bert.training.start import Start, prepare
 
 FINITE = torch.tensor(1.0)  # the norm of a gradient
 
@@ -197,14 +192,7 @@ class Asked(TorchDispatchMode):
 
 
 def test_no_value_is_read_between_two_lines(tmp_path):
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 1100, **shape}))
-    words = ["--steps=4", "--repeats=2", "--gradient_accumulation_steps=2", "--strategy=none", f"--model={tmp_path}"]
-    _, config = parse(words)
-    world = make_world()
-    start = Start(config, RandomWindows(config, world))
-    logger = MetricsLogger(tmp_path, enabled=False)
-    training = Training(start.in_folder(tmp_path), prepare(start, world), None, logger, world)
+    training = small_training(tmp_path, "--steps=4", "--repeats=2", "--gradient_accumulation_steps=2")
     with Asked(training) as asked:
         training.run()
     assert training.state.step == 12

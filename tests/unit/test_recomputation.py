@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,39 +11,28 @@ from typing import Any
 import pytest
 import torch
 from refusals import refused
+from test_bench import small_training
 from test_world import make_world
 from torch import Tensor, nn
 
 from hvd_bert import machine
 from hvd_bert.config.command_line import parse
 from hvd_bert.model.precision import recompute_layers
-from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.tasks.base import load_task, task_name
 from hvd_bert.tasks.dataset import DatasetTask, Examples
-from hvd_bert.tools.bench import measure
-from hvd_bert.tools.bench.__main__ import parse as parse_bench
-from hvd_bert.tools.bench.speed import RandomWindows
+from hvd_bert.tools.bench.measure import Recorder
 from hvd_bert.training import batch_size
-from hvd_bert.training.loop import Training
-from hvd_bert.training.start import Start, prepare
 
-TINY = {"model_type": "bert", "vocab_size": 1100, "hidden_size": 32, "num_hidden_layers": 3}
-TINY |= {"num_attention_heads": 2, "intermediate_size": 64}
 pytestmark = pytest.mark.slow
 
 
 def trained(tmp_path, *flags):
     """The losses, weights and AdamW's state of a short training, and the bytes that a pass saves."""
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    batch = ["--per_device_train_batch_size", "3", "--gradient_accumulation_steps", "2"]
-    words = [*batch, f"--model={tmp_path}", "--steps", "2", "--repeats", "1", "--strategy", "none", *flags]
-    config = parse_bench(words)[1]
-    world, recorder = make_world(), measure.Recorder()
-    start = Start(config, task := RandomWindows(config, world)).in_folder(tmp_path)
-    metrics_logger = MetricsLogger(tmp_path, enabled=False, callbacks=[recorder])
-    training = Training(start, prepare(start, world), None, metrics_logger, world)
+    words = ["--per_device_train_batch_size=3", "--gradient_accumulation_steps=2", "--steps=2", "--repeats=1", *flags]
+    training = small_training(tmp_path, *words, callbacks=[recorder := Recorder()])
     training.run()
     weights, moments, _ = training.state.strategy.state()
+    task = training.task
     batch = task.batch(training.plan.rank_windows(0, 0)[0])
     saved = saved_bytes(task.model, lambda: task.losses(task.model, batch))
     return [row["loss"] for row in recorder.rows], weights | moments, saved

@@ -8,20 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from refusals import refused
-from test_world import make_world
+from test_bench import small_training
 from torch import nn
-from transformers import BertConfig
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.collate import BUCKET, Collator
 from hvd_bert.evaluation.forward import window_losses
-from hvd_bert.model.layers import place
 from hvd_bert.model.precision import evaluating
-from hvd_bert.output.metrics_log import MetricsLogger
-from hvd_bert.tools.bench.__main__ import parse as parse_bench
-from hvd_bert.tools.bench.speed import RandomWindows
 from hvd_bert.training.loop import Training
-from hvd_bert.training.start import Start, prepare
 
 MODE = ["--torch_compile_mode", "reduce-overhead"]
 STEPS = 50
@@ -34,15 +28,7 @@ def training(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    BertConfig(vocab_size=1100, **sizes).save_pretrained(tmp_path)
-    flags = ["--strategy=none", f"--steps={STEPS}", "--repeats=1", "--dropout=0", *MODE, *request.param]
-    config, world = parse_bench([*flags, f"--model={tmp_path}"])[1], make_world()
-    task = RandomWindows(config, world)
-    place(task.model, world.device, compiled=True)
-    start = Start(config, task)
-    logger = MetricsLogger(tmp_path, enabled=False)
-    return Training(start.in_folder(tmp_path), prepare(start, world), None, logger, world)
+    return small_training(tmp_path, f"--steps={STEPS}", "--repeats=1", "--dropout=0", *MODE, *request.param)
 
 
 @pytest.mark.slow
