@@ -40,8 +40,7 @@ from hvd_bert.strategies.dp import DPStrategy
 from hvd_bert.tasks.base import MicroBatch
 from hvd_bert.tasks.dataset import to_device
 from hvd_bert.tools.bench.__main__ import parse
-from hvd_bert.tools.bench.measure import Recorder
-from hvd_bert.tools.bench.speed import RandomWindows
+from hvd_bert.tools.bench.speed import RandomWindows, Recorder
 from hvd_bert.training.breakdown import Breakdown
 from hvd_bert.training.loop import Training
 from hvd_bert.training.meter import DeferredScalars, Meter, Stopwatch, seconds_between

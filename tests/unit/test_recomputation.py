@@ -20,7 +20,7 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.model.precision import recompute_layers
 from hvd_bert.tasks.base import load_task, task_name
 from hvd_bert.tasks.dataset import DatasetTask, Examples
-from hvd_bert.tools.bench.measure import Recorder
+from hvd_bert.tools.bench.speed import Recorder
 from hvd_bert.training import batch_size
 
 pytestmark = pytest.mark.slow

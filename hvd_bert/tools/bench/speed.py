@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,16 @@ from hvd_bert.errors import EXIT_FAILURE, UserError, log
 from hvd_bert.model.bert import new_model
 from hvd_bert.model.families import check_precision, choose_padding, max_tokens
 from hvd_bert.model.loading import load_config
+from hvd_bert.model.precision import autocast, evaluating
 from hvd_bert.monitoring import PHASES
 from hvd_bert.monitoring.usage import memory_now, memory_peak
 from hvd_bert.output import output_dir, run_folder
+from hvd_bert.output.callback import Callback
 from hvd_bert.storage.reading import GIB
 from hvd_bert.storage.writing import check_output, write_named, writing_to
-from hvd_bert.tasks.base import weight_copies
+from hvd_bert.tasks.base import Task, weight_copies
 from hvd_bert.tasks.question_answering import QuestionAnswering
-from hvd_bert.tools.bench import host_time, measure
+from hvd_bert.tools.bench import host_time
 from hvd_bert.tools.bench.host_time import HostTimer
 from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.training.loop import train_only
@@ -50,12 +53,18 @@ FIGURES = {
     "step_s": ("seconds per step", "{:.4f}"),
     "useful_gflops": ("useful GFLOP/s, all ranks", "{:.1f}"),
     "mfu": ("MFU, share of the vendor's peak", "{:.3f}"),
-    **{
-        f"{phase}_share": (f"share of the step: {name}", "{:.4f}")
-        for phase, name in PHASES.items()
-        if phase != "checkpoint"
-    },
 }
+SHARES = {f"{phase}_share": (f"share of the step: {name}", "{:.4f}") for phase, name in PHASES.items()}
+
+
+class Recorder(Callback):
+    """Keeps a training's metrics in memory: the rows of metrics.jsonl."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_log(self, step: int, metrics: dict[str, float]) -> None:
+        self.rows.append({"step": step, **metrics})
 
 
 def run(flags: argparse.Namespace, config: Config, world: World) -> None:
@@ -81,7 +90,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
 
 def _measure(flags: argparse.Namespace, config: Config, world: World) -> dict[str, Any]:
     """Train, and return all figures and the settings. A collective."""
-    args, device, recorder = config.train, world.device, measure.Recorder()
+    args, device, recorder = config.train, world.device, Recorder()
     last = args.max_steps + 1  # a step for the profiler, after those that count
     timer = HostTimer(flags.steps, last) if host_time.measurable(config, world) else None
     trained = replace(config, train=replace(args, max_steps=last)) if timer else config
@@ -90,35 +99,69 @@ def _measure(flags: argparse.Namespace, config: Config, world: World) -> dict[st
     task = train_only(trained, world, callbacks, RandomWindows if flags.random else None)
     used = memory_peak(device) - before
     reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
-    plan, timed = task.plan, range(flags.steps, args.max_steps)
-    assert plan is not None
     evaluation = None
     if world.size * world.devices == 1 and not args.torch_compile:  # it would compile again
-        evaluation = measure.evaluation_rate(task, timed[-flags.steps :], device, args.precision)
+        steps = range(args.max_steps - flags.steps, args.max_steps)
+        evaluation = evaluation_rate(task, steps, device, args.precision)
     ranks = world.allgather({"memory": used, "reserved": reserved})
     rows = [row for row in recorder.rows if flags.steps < row["step"] <= args.max_steps]
-    sections = []
-    for row in rows:
-        steps = range(int(row["step"]) - flags.steps, int(row["step"]))
-        flop = [task.flops(plan.lengths[plan.step_windows(step)], plan.total_passes) for step in steps]
-        sections.append(measure.section_figures(row, flop))
+    sections = [section_figures(row) for row in rows]
+    assert task.plan is not None
     config = RunPlan(padding=task.padding).applied_to(config)
     return {
         "settings": config.as_flat(),
         "unit": task.unit,
-        "figures": measure.spread(sections),
+        "figures": spread(sections),
         "sections": sections,
         "evaluation_windows_per_s": evaluation,
         "loss": rows[-1]["loss"],
-        "padding_share": measure.padding_share(rows),
-        "imbalance": fmean(plan.imbalance(step) for step in timed),
+        "padding_share": padding_share(rows),
+        "imbalance": fmean(row["imbalance"] for row in rows),
         "memory_bytes": [rank["memory"] for rank in ranks],
         "memory_reserved_bytes": [rank["reserved"] for rank in ranks] if reserved else None,
         **(timer.figures() if timer else dict.fromkeys([*host_time.FIGURES, "kernels", "host_waits"])),
-        "windows": plan.num_windows,
-        "global_batch": plan.global_batch,
+        "windows": task.plan.num_windows,
+        "global_batch": task.plan.global_batch,
         **run_folder.environment_facts(config, world),
     }
+
+
+def section_figures(row: dict[str, float]) -> dict[str, float]:
+    """The figures of one section. `row`: as logged at its end."""
+    useful = {"useful_gflops": 1000 * row["tflops_per_s"]} if "tflops_per_s" in row else {}
+    return useful | {name: row[name] for name in FIGURES | SHARES if name in row}
+
+
+def spread(sections: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Median, minimum and maximum over the sections, per figure."""
+    columns = {name: [section[name] for section in sections] for name in sections[0]}
+    return {name: {"median": median(c), "least": min(c), "most": max(c)} for name, c in columns.items()}
+
+
+def padding_share(rows: list[dict[str, float]]) -> float:
+    """Share of padding in the computed positions, over all ranks and sections. `rows`: as logged at their ends."""
+    tokens = [row["tokens_per_s"] * row["step_s"] for row in rows]
+    positions = [count / (1 - row["padding_share"]) for count, row in zip(tokens, rows, strict=True)]
+    return 1 - sum(tokens) / sum(positions)
+
+
+def evaluation_rate(task: Task, steps: range, device: torch.device, precision: str) -> float:
+    """Windows/s of these steps' batches in passes without gradients, in a world of 1."""
+    assert task.plan is not None
+    batches = [task.batch(ids) for step in steps for ids in task.plan.rank_windows(step, 0)]
+    with evaluating(task.model), autocast(device, precision):
+        for timed in (batches[:1], batches):  # the first one warms up
+            _wait(device)
+            start = time.perf_counter()
+            for batch in timed:
+                task.losses(task.model, batch)
+            _wait(device)
+    return sum(batch.num_windows for batch in batches) / (time.perf_counter() - start)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _print_table(record: dict[str, Any]) -> None:
@@ -126,9 +169,9 @@ def _print_table(record: dict[str, Any]) -> None:
     spreads = record["figures"]
     has_tokens = spreads.get("tokens_per_s") != spreads.get("windows_per_s")  # otherwise an example counts as 1
     rows = []
-    for name, (label, form) in FIGURES.items():
-        # Left out: the MFU without a known peak, communication that a strategy does not separate, tokens of images.
-        if name in spreads and (name != "tokens_per_s" or has_tokens):
+    hidden = {"checkpoint_share"} if has_tokens else {"checkpoint_share", "tokens_per_s"}
+    for name, (label, form) in (FIGURES | SHARES).items():
+        if name in spreads and name not in hidden:  # unknown: the MFU, or communication that is not separate
             values = [form.format(spreads[name][kind]) for kind in ("median", "least", "most")]
             rows.append([label.replace("windows", record["unit"]), *values])
     reserved, waits = record["memory_reserved_bytes"] or [0], record["host_waits"] or []
