@@ -63,12 +63,9 @@ def make_parser() -> Parser:
     timeout = "Maximum seconds per step of the check. (default: %(default)g)"
     add_number(parser, "--timeout", 180.0, timeout, Limits(above=0, maximum=MAX_SECONDS), "S")
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument(
-        "--prove",
-        action="store_true",
-        help="In place of the checks, train a few steps and compare each with the same step in one process. Takes the"
-        " training's flags, except for the length, outputs, and what cannot be compared. (default: False)",
-    )
+    prove = "In place of the checks, train a few steps and compare each with the same step in one process. Takes the"
+    prove += " training's flags, except for the length, outputs, and what cannot be compared. (default: False)"
+    modes.add_argument("--prove", action="store_true", help=prove)
     log = "In place of the checks, print the first failure in the log of a run, with its rank and host. (default: none)"
     modes.add_argument("--log", metavar="FILE", type=path, help=log)
     return parser
@@ -77,13 +74,9 @@ def make_parser() -> Parser:
 def _add_hosts(parser: Parser) -> None:
     """Add the flags that name hosts and how ssh reaches them."""
     hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument(
-        "-H",
-        "--hosts",
-        metavar="HOST:SLOTS,...",
-        help="Check these hosts over ssh, and print the horovodrun line that starts a training; with --log, the run's"
-        " hosts. (default: this host)",
-    )
+    named = "Check these hosts over ssh, and print the horovodrun line that starts a training; with --log, the run's"
+    named += " hosts. (default: this host)"
+    hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help=named)
     hostfile = "The same from a file with lines of `a100-01:2` or `a100-01 slots=2`. (default: none)"
     hosts.add_argument("--hostfile", metavar="FILE", type=path, help=hostfile)
     port, limits = "Port of ssh on the hosts. (default: ssh's)", Limits(minimum=1, maximum=65535)

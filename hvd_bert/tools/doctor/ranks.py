@@ -61,7 +61,7 @@ def rank_here(world: World) -> Rank:
     found = probes.gpus()
     return Rank(
         world.rank_infos[world.rank],
-        versions(library_name() if world.controller == "mpi" else ""),
+        versions(world),
         os.cpu_count() or 1,
         tuple(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())),
         found.driver if isinstance(found, probes.Gpus) else "",
@@ -70,16 +70,16 @@ def rank_here(world: World) -> Rank:
     )
 
 
-def versions(mpi_library: str) -> dict[str, str]:
-    """The versions of this process's packages. `mpi_library`: version of the MPI in use, if any."""
+def versions(world: World) -> dict[str, str]:
+    """The versions of this process's packages and, if it connects the ranks, of MPI."""
     found = {"hvd_bert": __version__, "python": platform.python_version()}
     found |= {package: number for package in PACKAGES if (number := package_version(package))}
     found["torch"] = torch.__version__  # with the CUDA that it was built for
     if torch.version.cuda:
         found["CUDA of torch"] = torch.version.cuda
         found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
-    if mpi_library:
-        found["MPI"] = mpi_library
+    if world.controller == "mpi":
+        found["MPI"] = library_name()
     return found
 
 
