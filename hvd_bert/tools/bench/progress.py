@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvd_bert.tools.runs.finding import SWEEP
 from hvd_bert.tools.runs.launching import Point
 from hvd_bert.tools.runs.out_folder import read_previous, replace
-from hvd_bert.tools.runs.reading import SWEEP
 
 WAITING, DONE, FAILED, SKIPPED = "waiting", "done", "failed", "skipped"
 STATES = (DONE, SKIPPED, FAILED, WAITING)

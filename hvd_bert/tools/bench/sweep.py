@@ -32,12 +32,12 @@ from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import keep_running
 from hvd_bert.tools.bench.points import SCALINGS, SweepPlan, check_flags, check_strategies
 from hvd_bert.tools.bench.progress import DONE, FAILED, SKIPPED, STATES, WAITING, Result, SweepRecord
-from hvd_bert.tools.rendering import counted, files, seconds
-from hvd_bert.tools.runs import reading
+from hvd_bert.tools.rendering import counted, report_files, seconds
+from hvd_bert.tools.runs import record
+from hvd_bert.tools.runs.finding import SWEEP
 from hvd_bert.tools.runs.launching import STRONG, Launching, Machine, Point, add_flags, choose
 from hvd_bert.tools.runs.one_run import LOG, MODEL, Stopped, Watch, exit_status, train
 from hvd_bert.tools.runs.out_folder import opened
-from hvd_bert.tools.runs.reading import SWEEP
 from hvd_bert.tools.runs.trainer_flags import PRESET, names_data, with_defaults
 
 EXPORTED = ("OMP_NUM_THREADS", SETTING)  # to other hosts: threads, and each host's network interface
@@ -54,7 +54,7 @@ def _sweep(argv: Sequence[str], check: Watch) -> int:
     flags.overwrite = flags.overwrite or (flags.out / SWEEP).exists()  # a sweep that resumes replaces its own report
     if flags.report:
         with writing_to("--report", flags.report):
-            files.check(flags.report, flags.overwrite)
+            report_files.check(flags.report, flags.overwrite)
     keep_running()
     launching = choose(flags, Machine.here(os.environ))
     plan = SweepPlan(
@@ -203,10 +203,10 @@ class Sweep:
     def _mark_done_and_skipped(self) -> None:
         """Find the points that are done, and those that cannot run here."""
         for point, result in self.record.results.items():
-            try:
-                result.windows_per_s = reading.read(self.out / point.name).windows_per_s
-                result.state = DONE
-            except reading.Unusable:
+            run = record.read(self.out / point.name)
+            if not run.comparable():
+                result.state, result.windows_per_s = DONE, run.windows_per_s
+            else:
                 result.reason = self.refused.get(point.strategy) or self.launching.obstacle(point)
                 result.state = SKIPPED if result.reason else WAITING
 

@@ -1,9 +1,8 @@
-"""A report as blocks of text, tables and charts, rendered as Markdown, as one HTML page or for a terminal."""
+"""A report as blocks of text, tables and charts, rendered as one HTML page or for a terminal."""
 
 from __future__ import annotations
 
 import base64
-import html
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,10 +151,6 @@ class Page:
         """All pictures of the page."""
         return [block for block in self.blocks if isinstance(block, Picture)]
 
-    def as_markdown(self) -> str:
-        """The page as Markdown; its pictures are files next to it."""
-        return "\n\n".join([f"# {_escaped(self.title)}", *map(_markdown, self.blocks)]) + "\n"
-
     def as_text(self) -> str:
         """The texts, lists and tables of the page for a terminal."""
         shown = [_plain(block) for block in self.blocks if isinstance(block, Text | Listing | Grid)]
@@ -192,28 +187,6 @@ def _plain(block: Text | Listing | Grid) -> str:
     return f"{block.text}\n{'-' * len(block.text)}" if block.level else textwrap.fill(block.text, WIDTH)
 
 
-def _markdown(block: Block) -> str:
-    if isinstance(block, Text):
-        return ("#" * block.level + " " if block.level else "") + _escaped(block.text)
-    if isinstance(block, Status):
-        return f"**{_escaped(block.label)}** {_escaped(block.text)}"
-    if isinstance(block, Figures):
-        return _table(["figure", "value"], block.items, 2)
-    if isinstance(block, Quote):
-        return f"> {_escaped(block.text)}"
-    if isinstance(block, Code):
-        return "\n".join(f"    {line}" for line in visible(block.text).splitlines())
-    if isinstance(block, Details):
-        return "\n\n".join([f"**{_escaped(block.summary)}**", *map(_markdown, block.blocks)])
-    if isinstance(block, Listing):
-        return "\n".join(f"- {_escaped(item)}" for item in block.items)
-    if isinstance(block, Picture):
-        return f"![{_escaped(block.alt)}]({block.name})"
-    if isinstance(block, Chart):
-        return f"{_escaped(block.title)}:\n\n{_table(block.head, block.rows, 1)}"
-    return _table(block.head, block.rows, block.words)
-
-
 # Special characters of LaTeX.
 _WORDS = {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
 _LATEX = str.maketrans({mark: f"\\{mark}" for mark in "&%$#_{}"} | {mark: f"${mark}$" for mark in "<>|"} | _WORDS)
@@ -222,17 +195,3 @@ _LATEX = str.maketrans({mark: f"\\{mark}" for mark in "&%$#_{}"} | {mark: f"${ma
 def latex(text: str) -> str:
     """The text for LaTeX, with its special characters escaped."""
     return " ".join(visible(text).split()).translate(_LATEX)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
-    rule = ["---" if column < words else "---:" for column in range(len(head))]
-    lines = [map(_escaped, head), rule, *(map(_escaped, row) for row in rows)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def _escaped(text: str) -> str:
-    """Escape Markdown's and HTML's special characters, for example in names of files and devices."""
-    escaped = html.escape(" ".join(visible(text).split()), quote=False)
-    for mark in "\\`*_|[]":
-        escaped = escaped.replace(mark, "\\" + mark)
-    return escaped

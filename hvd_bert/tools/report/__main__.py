@@ -27,14 +27,14 @@ from hvd_bert.errors import UserError, visible
 from hvd_bert.startup import run_command
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost
-from hvd_bert.tools.rendering import counted, files
-from hvd_bert.tools.rendering.files import CSV_FILES, LATEX, MARKDOWN, PAGE
+from hvd_bert.tools.rendering import counted, report_files
 from hvd_bert.tools.rendering.page import Listing, Page, Text
-from hvd_bert.tools.report import comparison, content, run_page, runs_page, setup
+from hvd_bert.tools.rendering.report_files import CSV_FILES, LATEX, PAGE
+from hvd_bert.tools.report import comparison, run_page, runs_page, setup, tables
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
-from hvd_bert.tools.runs import reading
-from hvd_bert.tools.runs.reading import Excluded
+from hvd_bert.tools.runs import finding, record
+from hvd_bert.tools.runs.finding import Excluded
 from hvd_bert.tools.runs.record import Record
 
 
@@ -65,16 +65,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 def write(flags: argparse.Namespace) -> None:
     """Read the runs, and write and print the report. Raises UserError."""
+    folders = finding.find(flags.runs)
     if flags.out is None:
-        folder, *others = reading.find(flags.runs)
-        flags.out = Path("report") if others else folder / "report"
-        flags.overwrite |= not others  # the page in a run's own folder may always be replaced
+        flags.out = Path("report") if len(folders) > 1 else folders[0] / "report"
+        flags.overwrite |= len(folders) == 1  # the page in a run's own folder may always be replaced
     with writing_to("--out", flags.out):
-        files.check(flags.out, flags.overwrite)
+        report_files.check(flags.out, flags.overwrite)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
-    records = [reading.read(folder, strict=False) for folder in reading.find(flags.runs)]
+    records = [record.read(folder) for folder in folders]
     if len(records) == 1 and not baseline:
-        _write_files(flags, run_page.make_page(records[0]), dict.fromkeys(CSV_FILES, ()))
+        _write_files(flags, run_page.make_page(records[0]), {})
         print(visible("\n".join([*run_page.summary(records[0]), f"The page: {flags.out / PAGE}"])))
     else:
         _write_comparison(records, baseline, flags)
@@ -82,55 +82,49 @@ def write(flags: argparse.Namespace) -> None:
 
 def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | None, flags: argparse.Namespace) -> None:
     """Compare runs."""
-    runs, excluded = reading.comparable(records, reading.excluded_by_sweeps(flags.runs))
-    kept, other_hardware = comparison.same_hardware(runs) if runs else ([], [])
-    excluded += other_hardware
-    groups = comparison.grouped(kept)
-    tables = comparison.tables(groups, baseline)
-    excluded += _without_table(groups, tables, flags.baseline)
-    compared = [line for table in tables for line in table.lines if line.speedup and line.group is not table.baseline]
-    reasons = content.reasons(tables, excluded)
+    runs, excluded = comparison.comparable(records, finding.excluded_by_sweeps(flags.runs))
+    groups = comparison.grouped(runs)
+    scaling = comparison.tables(groups, baseline)
+    excluded += _without_table(groups, scaling, flags.baseline)
+    compared = [line for table in scaling for line in table.lines if line.speedup and line.group is not table.baseline]
+    reasons = tables.reasons(scaling, excluded)
     if baseline and not compared:
         no_result = "No two of these runs can be compared, so there is no speed-up to report:"
         raise UserError("\n  ".join([no_result, *reasons]))
-    shown = [table for table in tables if any(line in compared for line in table.lines)]
-    by_name = {record.name: record for record in records}
-    used = [by_name[run.name] for group in groups for run in group.runs] or records
-    set_up = setup.blocks(used, reading.sweep_commands(flags.runs))
+    shown = [table for table in scaling if any(line in compared for line in table.lines)]
+    used = [run for group in groups for run in group.runs] or records
+    set_up = setup.blocks(used, finding.sweep_commands(flags.runs))
     page = runs_page.make_page(records, groups, shown, reasons, set_up)
     if compared:
-        page.add(Text("Definitions", 2), Listing(content.definitions()))
-    rows = (content.table_rows(tables), content.run_rows(kept, excluded))
-    latex = content.as_latex(shown, setup.paragraph(used))
-    written = _write_files(flags, page, dict(zip(CSV_FILES, rows, strict=True)), latex)
+        page.add(Text("Definitions", 2), Listing(tables.definitions()))
+    rows = (tables.table_rows(scaling), tables.run_rows(runs, excluded))
+    texts = {name: _csv(found) for name, found in zip(CSV_FILES, rows, strict=True) if found}
+    latex = tables.as_latex(shown, setup.paragraph(used))
+    texts |= {LATEX: latex} if latex else {}
+    _write_files(flags, page, texts)
     if not compared:
         print(visible(runs_page.overview(records).for_terminal() + "\n"))
     _print_summary(shown, reasons)
-    print(visible(f"In {flags.out}: {', '.join(written)}."))
+    plots = [f"{counted(len(page.pictures), 'plot')} as PNG, SVG and PDF"] if page.pictures else []
+    print(visible(f"In {flags.out}: {', '.join([PAGE, *texts, *plots])}."))
 
 
-def _without_table(groups: Sequence[Group], tables: Sequence[ScalingTable], baseline: str | None) -> list[Excluded]:
-    shown = {id(line.group) for table in tables for line in table.lines}
+def _without_table(groups: Sequence[Group], scaling: Sequence[ScalingTable], baseline: str | None) -> list[Excluded]:
+    shown = {id(line.group) for table in scaling for line in table.lines}
     reason = "no other run has the same global batch, or the same batch per device on other devices"
     if baseline:
         reason += f", with a baseline of {baseline}"
     return [Excluded(run.name, reason) for group in groups if id(group) not in shown for run in group.runs]
 
 
-def _write_files(
-    flags: argparse.Namespace, page: Page, csv_files: Mapping[str, Sequence[dict[str, Any]]], latex: str = ""
-) -> list[str]:
-    """Write the page, its pictures and the tables that have rows. Returns what was written. Raises UserError."""
-    contents = {picture.name: picture.png for picture in page.pictures}
-    contents |= {name: data for picture in page.pictures for name, data in picture.others.items()}
-    contents |= {LATEX: latex.encode(errors="backslashreplace")} if latex else {}
-    contents |= {MARKDOWN: page.as_markdown().encode(), PAGE: page.as_html().encode()}
-    contents |= {name: _csv(rows).encode(errors="backslashreplace") for name, rows in csv_files.items() if rows}
+def _write_files(flags: argparse.Namespace, page: Page, texts: Mapping[str, str]) -> None:
+    """Write the page, its pictures and other files. Raises UserError."""
+    contents = {PAGE: page.as_html().encode()}
+    contents |= {name: text.encode(errors="backslashreplace") for name, text in texts.items()}
+    for picture in page.pictures:
+        contents |= {picture.name: picture.png, **picture.others}
     with writing_to("--out", flags.out):
-        files.write(flags.out, contents, flags.overwrite)
-    tables = [name for name in (*CSV_FILES, LATEX) if name in contents]
-    plots = [f"{counted(len(page.pictures), 'plot')} as PNG, SVG and PDF"] if page.pictures else []
-    return [PAGE, MARKDOWN, *tables, *plots]
+        report_files.write(flags.out, contents, flags.overwrite)
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
@@ -141,10 +135,10 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def _print_summary(tables: Sequence[ScalingTable], reasons: Sequence[str]) -> None:
+def _print_summary(shown: Sequence[ScalingTable], reasons: Sequence[str]) -> None:
     """Print the tables, and what is left out."""
-    for table in tables:
-        rows = content.speedups(table, brief=True).for_terminal()
+    for table in shown:
+        rows = tables.speedups(table, brief=True).for_terminal()
         print(visible(f"{table.title} (baseline: {table.baseline.name})\n{rows}\n"))
     if reasons:
         print(visible("Without a speed-up:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n"))

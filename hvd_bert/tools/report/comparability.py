@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.runs.launching import STRONG
 
 if TYPE_CHECKING:  # numpy
-    from hvd_bert.tools.runs.reading import Run
+    from hvd_bert.tools.runs.record import Record, TrainResults
 
 EARLY_STEPS = 20
 # Maximum difference of losses, relative to the reference: in the first steps, and in the last quarter.
@@ -26,20 +26,25 @@ NATS = 0.01
 class Group:
     """Repeats: runs of one strategy at one size that did the same work. Figures are medians over the repeats."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[Record, ...]
     label: str
 
     @property
-    def one(self) -> Run:
+    def one(self) -> Record:
         """One of the runs, for properties that all share."""
         return self.runs[0]
+
+    @property
+    def results(self) -> TrainResults:
+        """The results of one of the runs."""
+        return self.one.results
 
     @property
     def name(self) -> str:
         """Label, ranks and nodes, for a sentence."""
         run = self.one
         on = f" on {run.nodes} nodes" if run.nodes > 1 else ""
-        return f"{self.label}, {counted(run.ranks, 'rank')}{on}"
+        return f"{self.label}, {counted(run.results.world_size, 'rank')}{on}"
 
     @cached_property
     def windows_per_s(self) -> float:
@@ -57,35 +62,40 @@ class Group:
         minimum, maximum = self.spread()
         return (maximum - minimum) / self.windows_per_s
 
-    def median(self, figure: Callable[[Run], float | None]) -> float | None:
-        """Median of a figure over the runs; None if a run lacks it."""
-        values = [figure(run) for run in self.runs]
-        known = [value for value in values if value is not None]
-        return statistics.median(known) if len(known) == len(values) else None
+    def figure(self, value: Callable[[Record], Any]) -> Any:
+        """A figure of the runs: the one that they share, else the median; None if a run lacks it."""
+        values = [value(run) for run in self.runs]
+        if None in values or len(set(values)) == 1:
+            return None if None in values else values[0]
+        return statistics.median(values)
 
 
 def differences(base: Group, other: Group, kind: str) -> list[str]:
     """The differences in work or devices between two groups; empty if they are comparable."""
-    one, two = base.one, other.one
+    theirs, ours = base.one.work, other.one.work
     found = [
-        f"{name} is {two.work.get(name, 'unknown')}, the baseline's {one.work.get(name, 'unknown')}"
-        for name in dict.fromkeys((*one.work, *two.work))
-        if one.work.get(name) != two.work.get(name)
+        f"{name} is {ours.get(name, 'unknown')}, the baseline's {theirs.get(name, 'unknown')}"
+        for name in dict.fromkeys((*theirs, *ours))
+        if theirs.get(name) != ours.get(name)
     ]
+    one, two = base.results, other.results
     if kind == STRONG:
         counts: list[tuple[str, float, float]] = [
-            ("steps", two.steps, one.steps),
-            ("windows trained on", two.windows, one.windows),
+            ("steps", two.train_steps, one.train_steps),
+            ("windows trained on", two.train_samples, one.train_samples),
             ("learning rate", two.learning_rate, one.learning_rate),
         ]
-        found += [f"{name}: {ours:g}, the baseline's {theirs:g}" for name, ours, theirs in counts if ours != theirs]
-    elif one.steps != two.steps and abs(one.windows - two.windows) > max(one.global_batch, two.global_batch):
+        found += [f"{name}: {new:g}, the baseline's {old:g}" for name, new, old in counts if new != old]
+    elif one.train_steps != two.train_steps and (
+        abs(one.train_samples - two.train_samples) > max(one.global_batch, two.global_batch)
+    ):
         found.append(
-            f"neither the same steps ({two.steps}, the baseline's {one.steps}) nor the same windows ({two.windows}, the"
-            f" baseline's {one.windows})"
+            f"neither the same steps ({two.train_steps}, the baseline's {one.train_steps}) nor the same windows"
+            f" ({two.train_samples}, the baseline's {one.train_samples})"
         )
-    if one.on_cpu and two.on_cpu and one.threads != two.threads:
-        found.append(f"{two.threads} thread(s) per rank, the baseline's {one.threads}: use the same --num_threads")
+    threads = two.threads_per_rank, one.threads_per_rank
+    if base.one.on_cpu and other.one.on_cpu and threads[0] != threads[1]:
+        found.append(f"{threads[0]} thread(s) per rank, the baseline's {threads[1]}: use the same --num_threads")
     return found
 
 
@@ -95,11 +105,10 @@ def losses_differ(reference: Group, group: Group) -> str:
     Compares the means of the last quarter; without dropout and with the same seed also the losses of the first steps.
     """
     for run in group.runs:
-        others = [other for other in reference.runs if other is not run]
-        twins = [other for other in others if other.seed == run.seed and run.without_dropout and other.without_dropout]
-        for twin in twins:
-            difference = _first_losses_differ(twin, run)
-            if difference:
+        for other in reference.runs:
+            twins = other is not run and other.results.seed == run.results.seed
+            exact = twins and run.without_dropout and other.without_dropout
+            if exact and (difference := _first_losses_differ(other, run)):
                 return difference
         usual = statistics.median(other.last_loss for other in reference.runs)
         if not abs(run.last_loss - usual) <= max(LAST_TOLERANCE * usual, NATS):
@@ -110,10 +119,10 @@ def losses_differ(reference: Group, group: Group) -> str:
     return ""
 
 
-def _first_losses_differ(one: Run, two: Run) -> str:
+def _first_losses_differ(one: Record, two: Record) -> str:
     """Compare losses up to EARLY_STEPS: means between the steps that both runs logged."""
     sums: list[dict[int, float]] = []
-    for lines in (one.lines, two.lines):
+    for lines in (one.steps, two.steps):
         steps, losses = lines["step"].astype(int).tolist(), lines["loss"].tolist()
         spans = itertools.pairwise([0, *steps])
         parts = (loss * (step - before) for (before, step), loss in zip(spans, losses, strict=True))

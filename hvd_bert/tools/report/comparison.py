@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,9 @@ from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.errors import UserError
 from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.report.comparability import Group, differences, losses_differ
+from hvd_bert.tools.runs.finding import Excluded
 from hvd_bert.tools.runs.launching import STRONG, WEAK
-from hvd_bert.tools.runs.reading import Excluded, Run
+from hvd_bert.tools.runs.record import Record
 
 RESAMPLES = 10_000
 RANGE = 0.95
@@ -79,48 +81,59 @@ def parse_baseline(text: str) -> Baseline:
     return strategy, int(ranks)
 
 
-def same_hardware(runs: Sequence[Run]) -> tuple[list[Run], list[Excluded]]:
-    """The runs on the most common hardware, and the others."""
-    most = statistics.mode(run.device_name for run in runs)
-    others = [
-        Excluded(run.name, f"ran on {run.device_name}, most runs on {most}: report it separately")
-        for run in runs
-        if run.device_name != most
+def comparable(records: Sequence[Record], by_sweeps: Mapping[Path, Excluded]) -> tuple[list[Record], list[Excluded]]:
+    """The runs on the most common hardware that can be compared, and the others.
+
+    `by_sweeps`: those of `excluded_by_sweeps`.
+    """
+    excluded = list(dict.fromkeys(by_sweeps.values()))
+    reasons = {record: record.comparable() for record in records if Path(record.name) not in by_sweeps}
+    excluded += [Excluded(record.name, reason) for record, reason in reasons.items() if reason]
+    devices = {record: record.results.device_name for record, reason in reasons.items() if not reason}
+    most = statistics.mode(devices.values()) if devices else ""
+    excluded += [
+        Excluded(run.name, f"ran on {device}, most runs on {most}: report it separately")
+        for run, device in devices.items()
+        if device != most
     ]
-    return [run for run in runs if run.device_name == most], others
+    return [run for run, device in devices.items() if device == most], excluded
 
 
-def grouped(runs: Sequence[Run]) -> list[Group]:
+def grouped(runs: Sequence[Record]) -> list[Group]:
     """Group the repeats, in the order of the tables."""
-    members: dict[object, list[Run]] = {}
+    members: dict[object, list[Record]] = {}
     for run in runs:
-        size = (run.nodes, run.ranks, run.devices, run.threads, run.global_batch)
-        length = (run.steps, run.windows, run.learning_rate)
-        work = (run.strategy, frozenset(run.work.items()), frozenset(run.variant.items()))
+        results = run.results
+        size = (run.nodes, results.world_size, run.devices, results.threads_per_rank, results.global_batch)
+        length = (results.train_steps, results.train_samples, results.learning_rate)
+        work = (results.strategy, frozenset(run.work.items()), frozenset(run.variant.items()))
         members.setdefault((size, length, work), []).append(run)
     groups = [Group(tuple(repeats), _label(repeats[0], runs)) for repeats in members.values()]
     return sorted(groups, key=_order)
 
 
 def _order(group: Group) -> tuple[object, ...]:
-    run = group.one
-    place = ["none", *STRATEGIES].index(run.strategy) if run.strategy in STRATEGIES else len(STRATEGIES) + 1
-    return run.devices, place, run.strategy, run.nodes, group.label, run.name
+    run, strategy = group.one, group.results.strategy
+    place = ["none", *STRATEGIES].index(strategy) if strategy in STRATEGIES else len(STRATEGIES) + 1
+    return run.devices, place, strategy, run.nodes, group.label, run.name
 
 
-def _label(run: Run, runs: Sequence[Run]) -> str:
+def _label(run: Record, runs: Sequence[Record]) -> str:
     """The strategy, with the settings that set the run apart from others of the same strategy."""
-    peers = [peer for peer in runs if peer.strategy == run.strategy and peer.ranks > 1] if run.ranks > 1 else []
+    strategy = run.results.strategy
+    peers = [peer for peer in runs if peer.results.strategy == strategy and peer.results.world_size > 1]
+    if run.results.world_size == 1:
+        return strategy
     differing = [name for name in run.variant if len({peer.variant.get(name) for peer in peers}) > 1]
     settings = [f"{name.removeprefix('--')} {run.variant[name]}" for name in differing]
-    return f"{run.strategy} ({', '.join(settings)})" if settings else run.strategy
+    return f"{strategy} ({', '.join(settings)})" if settings else strategy
 
 
 def tables(groups: Sequence[Group], baseline: Baseline | None) -> list[ScalingTable]:
     """All tables of the groups: strong scaling, then weak scaling. Other groups are compared side by side."""
     made = []
     for kind in (STRONG, WEAK):
-        sizes = [group.one.global_batch / (1 if kind == STRONG else group.one.devices) for group in groups]
+        sizes = [group.results.global_batch / (1 if kind == STRONG else group.one.devices) for group in groups]
         for size in sorted(set(sizes)):
             members = [group for group, own in zip(groups, sizes, strict=True) if own == size]
             made += _split_by_work(kind, size, members, baseline)
@@ -161,9 +174,10 @@ def find_baseline(groups: Sequence[Group], chosen: Baseline | None) -> Group | N
     `groups` are in the order of `grouped`.
     """
     if chosen:
-        return next((group for group in groups if (group.one.strategy, group.one.ranks) == chosen), None)
+        sizes = [(group.results.strategy, group.results.world_size) for group in groups]
+        return groups[sizes.index(chosen)] if chosen in sizes else None
     for strategy in ("none", "horovod"):
-        found = [group for group in groups if group.one.strategy == strategy]
+        found = [group for group in groups if group.results.strategy == strategy]
         if found:
             return found[0]
     return groups[0] if groups else None
@@ -184,12 +198,15 @@ def _line(base: Group, group: Group, table: Sequence[Group], kind: str) -> Compa
     speedup = group.windows_per_s / base.windows_per_s
     size = group.one.devices / base.one.devices
     minimum, maximum = speedup_range(base, group)
-    ours, theirs = (
-        side.median(lambda run: run.windows / run.runtime_s if run.runtime_s > 0 else None) for side in (group, base)
-    )
+    ours, theirs = group.figure(_overall_speed), base.figure(_overall_speed)
     total = ours / theirs if ours and theirs else None
     serial = serial_fraction(speedup, size) if kind == STRONG and size > 1 and speedup > 1 else None
     return Compared(group, checked, "", speedup, minimum, maximum, speedup / size, total, serial)
+
+
+def _overall_speed(run: Record) -> float | None:
+    """Windows per second of the whole training."""
+    return run.results.train_samples / run.results.train_runtime if run.results.train_runtime > 0 else None
 
 
 def serial_fraction(speedup: float, size: float) -> float:
@@ -203,7 +220,7 @@ def speedup_range(base: Group, group: Group) -> tuple[float, float] | tuple[None
         return None, None
     random = np.random.default_rng(0)  # the same runs give the same report
 
-    def medians(runs: Sequence[Run]) -> NDArray[np.float64]:
+    def medians(runs: Sequence[Record]) -> NDArray[np.float64]:
         speeds = [run.windows_per_s for run in runs]
         found: NDArray[np.float64] = np.median(random.choice(speeds, (RESAMPLES, len(speeds))), axis=1)
         return found
@@ -216,7 +233,7 @@ def speedup_range(base: Group, group: Group) -> tuple[float, float] | tuple[None
 def _reference(base: Group, group: Group, table: Sequence[Group], kind: str) -> tuple[Group, str]:
     """The group whose losses `group` must match, and its name: the baseline or, if the batch grows, one with as many
     devices. If there is none, the repeats of `group` are compared with each other."""
-    peers = [peer for peer in table if peer.one.global_batch == group.one.global_batch]
+    peers = [peer for peer in table if peer.results.global_batch == group.results.global_batch]
     peers = [peer for peer in peers if not differences(base, peer, kind)]
     reference = base if base in peers else find_baseline(peers, None) or group
     if reference is not group:

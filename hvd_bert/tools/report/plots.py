@@ -108,7 +108,9 @@ def _is_linear(table: ScalingTable) -> bool:
 def _axes(axes: Axes, table: ScalingTable) -> None:
     """A tick per number of devices, and few on the vertical axis."""
     counts = table.device_counts
-    axes.set_xlabel("ranks" if all(line.group.one.devices == line.group.one.ranks for line in table.lines) else "GPUs")
+    axes.set_xlabel(
+        "ranks" if all(line.group.one.devices == line.group.results.world_size for line in table.lines) else "GPUs"
+    )
     margin = 0.06 * (counts[-1] - counts[0])
     if not _is_linear(table):
         axes.set_xscale("log", base=2)

@@ -16,8 +16,9 @@ from hvd_bert.monitoring import PHASES
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering import DASH, counted, digits, duration, number, percent, seconds, shown
 from hvd_bert.tools.rendering.page import Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
-from hvd_bert.tools.report import parts, setup
-from hvd_bert.tools.runs.record import Record, finite_number, kept, objects
+from hvd_bert.tools.report import curves, setup
+from hvd_bert.tools.runs.record import Record
+from hvd_bert.tools.runs.tolerant import converted, finite_number, objects
 
 NO_REASON = (
     "No reason is recorded: the job may have been killed. Its log has more. To resume, rerun the same command with the"
@@ -30,10 +31,10 @@ def make_page(record: Record) -> Page:
     """The page of a run."""
     page = Page(f"Run {record.name}", [*_about(record), status(record), Figures(figures(record))])
     sections: list[tuple[str, Sequence[Block]]] = [
-        ("Training", parts.run_charts(record)),
+        ("Training", curves.run_charts(record)),
         ("Skipped steps", _skipped_steps(record)),
         ("Step time", _step_time(record)),
-        ("GPU usage", parts.gpu_usage(record)),
+        ("GPU usage", curves.gpu_usage(record)),
         ("Sample answers", list(_samples(record))),
         ("Hosts and ranks", _ranks(record)),
         ("Checkpoints", _checkpoints(record)),
@@ -80,7 +81,7 @@ def _result(record: Record) -> str:
     """What came of a finished training, in a sentence."""
     names = record.score_names  # without those of each file
     names = [name for name in names if not any(name.endswith(f"_{other}") for other in names)]
-    scores = [f"{parts.score_name(name)} {_figure(record.score(name))}" for name in names]
+    scores = [f"{curves.score_name(name)} {_figure(record.score(name))}" for name in names]
     work = [f"{record.step:,} steps"] if record.step else []
     seconds, size = record.number("train_runtime"), record.number("world_size")
     work += [f"in {duration(seconds)}"] if seconds is not None else []
@@ -93,7 +94,7 @@ def _result(record: Record) -> str:
 
 def figures(record: Record) -> list[tuple[str, str]]:
     """The run's main figures, one row of them."""
-    found = [(parts.score_name(name), _figure(record.score(name))) for name in record.score_names]
+    found = [(curves.score_name(name), _figure(record.score(name))) for name in record.score_names]
     losses, speeds = record.steps["loss"], record.steps["windows_per_s"][1:]
     if "eval_loss" in record.scores:
         found.append(("validation loss", _figure(record.scores["eval_loss"])))
@@ -130,7 +131,7 @@ def _skipped_steps(record: Record) -> list[Block]:
 
 def _row(event: Mapping[str, Any]) -> list[str]:
     first: Mapping[str, Any] = next(iter(objects(event.get("batch"))), {})
-    windows = [str(name) for name in kept(first.get("windows"), list[Any], [])]
+    windows = [str(name) for name in converted(first.get("windows"), list[Any], [])]
     more = f" and {len(windows) - MAX_NAMES} more" if len(windows) > MAX_NAMES else ""
     return [str(event.get("step", DASH)), str(first.get("rank", DASH)), ", ".join(windows[:MAX_NAMES]) + more or DASH]
 
@@ -151,7 +152,7 @@ def _step_time(record: Record) -> list[Block]:
         share = percent(_mean(times, weights) / whole) if whole > 0 else DASH
         rows.append([PHASES.get(phase, phase), *cells, share])
     head = ["phase", *["per step", "minimum over ranks", "maximum over ranks"][: len(suffixes)], "share"]
-    chart = parts.step_time(record)
+    chart = curves.step_time(record)
     note = "Means over the logged steps after the first log line, which is warm-up."
     return [Grid(head, rows), Text(note), *([chart] if chart else [])]
 
@@ -170,7 +171,7 @@ def _samples(record: Record) -> Iterator[Block]:
 
 
 def _sample(sample: Mapping[str, Any]) -> Details:
-    golds = [str(answer) for answer in kept(sample.get("answers"), list[Any], [])]
+    golds = [str(answer) for answer in converted(sample.get("answers"), list[Any], [])]
     prediction = str(sample.get("prediction", ""))
     rows = [
         ["predicted", prediction or "no answer"],
@@ -179,7 +180,7 @@ def _sample(sample: Mapping[str, Any]) -> Details:
         ["F1", _figure(sample.get("f1"))],
         ["id", str(sample.get("id"))],
     ]
-    place = max(0, kept(sample.get("answer_start"), int, 0))  # older runs lack it
+    place = max(0, converted(sample.get("answer_start"), int, 0))  # older runs lack it
     quote = Quote(str(sample.get("context", "")), golds[0] if golds else "", place)
     return Details(
         f"{sample.get('question')} - {prediction or 'no answer'}", [quote, Grid(["field", "value"], rows, 2)]
@@ -229,7 +230,7 @@ def _checkpoints(record: Record) -> list[Block]:
 def _warnings(record: Record) -> list[Block]:
     counts: Counter[str] = Counter()
     for event in record.warnings:
-        ranks = kept(event.get("ranks"), list[int], [])
+        ranks = converted(event.get("ranks"), list[int], [])
         by = f"{describe_ranks(ranks)}: " if ranks not in ([], [0]) else ""
         counts[f"{by}{event.get('message')}"] += 1
     items = [text + (f" ({count} times)" if count > 1 else "") for text, count in counts.items()]
@@ -239,7 +240,7 @@ def _warnings(record: Record) -> list[Block]:
 def _settings(record: Record) -> list[Block]:
     if not record.settings:
         return []
-    changed, rest = parts.changed(record.settings), parts.unchanged(record.settings)
+    changed, rest = setup.changed(record.settings), setup.unchanged(record.settings)
     return [changed, Details(f"{len(rest.rows)} settings at their defaults", [rest])]
 
 
@@ -248,7 +249,7 @@ def _versions(record: Record) -> list[Block]:
     keys = ("device_name", "threads_per_rank", "precision", "controller", "devices_per_rank")
     rows = [[key.replace("_", " "), shown(facts[key])] for key in keys if key in facts]
     for kind in ("job", "versions"):
-        values = kept(facts.get(kind), dict[str, Any], {})
+        values = converted(facts.get(kind), dict[str, Any], {})
         prefix = "job " if kind == "job" else ""
         rows += [[prefix + name, shown(value)] for name, value in values.items()]
     return [Grid(["name", "value"], rows, words=2)] if rows else []

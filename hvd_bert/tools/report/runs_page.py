@@ -7,12 +7,13 @@ import statistics
 from collections.abc import Sequence
 
 from hvd_bert.tools.rendering import DASH, SHORT, duration, number, shown
-from hvd_bert.tools.rendering.files import FORMATS, PANEL
 from hvd_bert.tools.rendering.page import Block, Details, Grid, Listing, Page, Picture, Text
-from hvd_bert.tools.report import content, parts, plots
+from hvd_bert.tools.rendering.report_files import FORMATS, PANEL
+from hvd_bert.tools.report import curves, plots, setup, tables
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
-from hvd_bert.tools.runs.record import Record, finite_number
+from hvd_bert.tools.runs.record import Record
+from hvd_bert.tools.runs.tolerant import finite_number
 
 LONG = 20  # rows of a table
 
@@ -20,32 +21,32 @@ LONG = 20  # rows of a table
 def make_page(
     records: Sequence[Record],
     groups: Sequence[Group],
-    tables: Sequence[ScalingTable],
+    compared: Sequence[ScalingTable],
     reasons: Sequence[str],
     set_up: Sequence[Block],
 ) -> Page:
     """The page.
 
-    `groups`: runs whose speeds can be compared. `tables`: those with a speed-up.
+    `groups`: runs whose speeds can be compared. `compared`: tables with a speed-up.
     """
     page = Page(f"Report on {len(records)} runs")
-    for place, table in enumerate(tables, start=1):
-        page.add(Text(table.title, 2), content.headline(table), *_panels(table, place, "speedup", "efficiency"))
-        page.add(content.speedups(table))
-    if not tables:
+    for place, table in enumerate(compared, start=1):
+        page.add(Text(table.title, 2), tables.headline(table), *_panels(table, place, "speedup", "efficiency"))
+        page.add(tables.speedups(table))
+    if not compared:
         page.add(Text("No two of these runs can be compared for speed, so there are no measured speed-ups."))
-    caveats = content.caveats(tables)
+    caveats = tables.caveats(compared)
     if caveats:
         page.add(Text("Caveats", 2), Listing(caveats))
-    differing = parts.differences(records)
+    differing = setup.differences(records)
     same = "All recorded settings, inputs and versions are the same."
     page.add(Text("What differs", 2), differing if len(differing.head) > 1 else Text(same))
     if set_up:
         page.add(Text("Set-up", 2), *set_up)
     page.add(Text("Runs", 2), _folded(overview(records)))
-    for place, table in enumerate(tables, start=1):
+    for place, table in enumerate(compared, start=1):
         page.add(*([Text("Time, memory and loss", 2)] if place == 1 else []))
-        page.add(*([Text(table.title, 3)] if len(tables) > 1 else []), content.costs(table))
+        page.add(*([Text(table.title, 3)] if len(compared) > 1 else []), tables.costs(table))
         page.add(*_panels(table, place, "throughput", "memory"))
     repeated = repeats(groups)
     if repeated:
@@ -53,7 +54,7 @@ def make_page(
         page.add(
             Text("The 95 % interval of the mean is by the t-distribution: it assumes normally distributed values.")
         )
-    page.add(Text("Curves", 2), *parts.of_runs(records, groups))
+    page.add(Text("Curves", 2), *curves.of_runs(records, groups))
     if reasons:
         page.add(Text("Without a speed-up", 2), Listing(reasons))
     return page
@@ -111,15 +112,17 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def repeats(groups: Sequence[Group]) -> Grid | None:
     """Scores, loss and throughput of all groups with several seeds; None if there is none."""
-    named = zip(parts.group_names(groups), groups, strict=True)
-    rows = [row for name, group in named if len({run.seed for run in group.runs}) > 1 for row in _rows(name, group)]
+    named = zip(curves.group_names(groups), groups, strict=True)
+    rows = [
+        row for name, group in named if len({run.results.seed for run in group.runs}) > 1 for row in _rows(name, group)
+    ]
     head = ["runs", "figure", "n", "mean", "standard deviation", "95 % interval of the mean", "lowest", "highest"]
     return Grid(head, rows, words=2) if rows else None
 
 
 def _rows(row: str, group: Group) -> list[list[str]]:
     figures: dict[str, list[float | None]] = {
-        name: [run.scores.get(name) for run in group.runs] for name in group.one.scores
+        name: [run.final_scores.get(name) for run in group.runs] for name in group.one.final_scores
     }
     figures["last loss"] = [run.last_loss for run in group.runs]
     figures[f"{group.one.unit}/s"] = [run.windows_per_s for run in group.runs]
@@ -130,7 +133,7 @@ def _rows(row: str, group: Group) -> list[list[str]]:
             low, high = interval(known)
             cells = [number(statistics.fmean(known)), number(statistics.stdev(known)), f"{low:.4g} to {high:.4g}"]
             cells += [number(min(known)), number(max(known))]
-            rows.append([row, parts.score_name(name), str(len(known)), *cells])
+            rows.append([row, curves.score_name(name), str(len(known)), *cells])
         elif known:
-            rows.append([row, parts.score_name(name), "1", number(known[0]), *[DASH] * 4])
+            rows.append([row, curves.score_name(name), "1", number(known[0]), *[DASH] * 4])
     return rows

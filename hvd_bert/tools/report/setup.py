@@ -1,4 +1,4 @@
-"""The paragraph "Set-up" of a report, from what the runs recorded. What no run recorded is left out."""
+"""The settings of runs, how they differ, and the paragraph "Set-up" from what the runs recorded."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvd_bert.config.settings import FLAGS, STRATEGIES
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.rendering import shown
-from hvd_bert.tools.rendering.page import Block, Code, Text
-from hvd_bert.tools.runs.record import Record, finite_number, kept
+from hvd_bert.tools.rendering import DASH, shown
+from hvd_bert.tools.rendering.page import Block, Code, Grid, Text
+from hvd_bert.tools.runs.record import Record
+from hvd_bert.tools.runs.tolerant import converted, finite_number
 
 # A line per sentence: keys of train_results.json (after a dot, of an object in it) or flags, and their words.
 SENTENCES = """
@@ -30,7 +32,9 @@ Slurm: job.partition=partition {}; job.nodes=nodes {}; job.tasks_per_node={} tas
  job.cpus_per_task={} CPUs per task; job.gpus_per_node={} GPUs per node; job.memory_per_node={} MiB per node;\
  job.id=job {}
 """
-OF_A_STRATEGY = ("versions.horovod", "versions.deepspeed")  # used by this strategy alone
+OUTPUT = ("output_dir", "overwrite_output_dir")  # differ between any two runs
+# Of train_results.json: the world and the machine.
+FACTS = ("world_size", "global_batch", "learning_rate", "train_steps", "hosts", "device_name", "threads_per_rank")
 OF_GPUS = ("versions.nccl", "versions.cuda")
 
 
@@ -63,7 +67,7 @@ def _fact(records: Sequence[Record], key: str, form: str) -> str:
 
 def _value(record: Record, key: str) -> Any:
     group, _, name = key.rpartition(".")
-    if key in OF_A_STRATEGY and record.facts.get("strategy") != name:
+    if group == "versions" and name in STRATEGIES and record.facts.get("strategy") != name:
         return None
     if key in OF_GPUS and not _value(record, "machine.gpus"):
         return None
@@ -71,7 +75,7 @@ def _value(record: Record, key: str) -> Any:
         return record.settings.get(key[2:])
     if key == "controller" and record.facts.get(key) == "none":  # of a single rank
         return None
-    of: Mapping[str, Any] = kept(record.facts.get(group), dict[str, Any], {}) if group else record.facts
+    of: Mapping[str, Any] = converted(record.facts.get(group), dict[str, Any], {}) if group else record.facts
     return of.get(name)
 
 
@@ -85,3 +89,52 @@ def _text(key: str, value: Any) -> str:
     if type(value) is int:
         return f"{value:,}"
     return Path(value).name if str(value).startswith("/") else shown(value)
+
+
+def changed(settings: Mapping[str, Any]) -> Grid:
+    """The settings that differ from their defaults."""
+    rows = []
+    for name, value in settings.items():
+        if _is_changed(name, value):
+            flag = FLAGS.get(name)
+            default = (flag.default_text if flag.default is None else shown(flag.default)) if flag else "unknown flag"
+            rows.append([f"--{name}", shown(value), default or DASH])
+    return Grid(["setting", "value", "default"], rows, words=3)
+
+
+def unchanged(settings: Mapping[str, Any]) -> Grid:
+    """The settings that have their defaults."""
+    rows = [[f"--{name}", shown(value)] for name, value in settings.items() if not _is_changed(name, value)]
+    return Grid(["setting", "value"], rows, words=2)
+
+
+def _is_changed(name: str, value: Any) -> bool:
+    return name not in FLAGS or value != FLAGS[name].default
+
+
+def differences(records: Sequence[Record]) -> Grid:
+    """What is not the same in all runs: a row or, if fewer, a column per run, which repeats share."""
+    values = [_compared(record) for record in records]
+    names = dict.fromkeys(name for compared in values for name in compared)
+    differing = [name for name in names if len({compared.get(name, DASH) for compared in values}) > 1]
+    for chosen in ([name for name in differing if name != "--seed"], differing):
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for record, compared in zip(records, values, strict=True):
+            alike.setdefault(tuple(compared.get(name, DASH) for name in chosen), []).append(record.name)
+        if 1 < len(alike) < len(records):  # repeats share a row
+            break
+    runs = [run + (f" and {len(others)} more" if others else "") for run, *others in alike.values()]
+    if len(chosen) > len(runs):
+        rows = [[name, *cells] for name, cells in zip(chosen, zip(*alike, strict=True), strict=True)]
+        return Grid(["what", *runs], rows, words=len(runs) + 1)
+    rows = [[run, *cells] for run, cells in zip(runs, alike, strict=True)]
+    return Grid(["run", *chosen], rows, words=len(chosen) + 1)
+
+
+def _compared(record: Record) -> dict[str, str]:
+    compared = {f"--{name}": shown(value) for name, value in record.settings.items() if name not in OUTPUT}
+    compared |= {name.replace("_", " "): shown(record.facts[name]) for name in FACTS if name in record.facts}
+    for key in ("versions", "work"):
+        kind = converted(record.facts.get(key), dict[str, Any], {})
+        compared |= {name: shown(value) for name, value in kind.items() if name not in compared}
+    return compared

@@ -23,11 +23,10 @@ from hvd_bert.distributed.slurm import IN_SWEEP
 from hvd_bert.errors import EXIT_OK, EXIT_STOPPED, visible
 from hvd_bert.startup import run_command
 from hvd_bert.storage.writing import delete, make_folder, writing_to
-from hvd_bert.tools.runs import reading
+from hvd_bert.tools.runs import record
 from hvd_bert.tools.runs.failure import first_failure, read_lines, split_mark
 from hvd_bert.tools.runs.out_folder import locked
-from hvd_bert.tools.runs.reading import Run
-from hvd_bert.tools.runs.record import EVENTS, METRICS, RESULTS
+from hvd_bert.tools.runs.record import EVENTS, METRICS, RESULTS, Record
 
 # A closed terminal ends this process, and the guard its run.
 HANDLED = tuple(number for number in SIGNALS if number != signal.SIGHUP)
@@ -101,17 +100,17 @@ def exit_status(command: Callable[[Watch], int]) -> int:
 
 
 @dataclass(frozen=True)
-class Trained:
+class Outcome:
     """The result of a training. `run`: None if it failed, for `reason`. `status`: the launcher's, None after a timeout.
     `seconds`: wall time."""
 
-    run: Run | None
+    run: Record | None
     reason: str
     status: int | None
     seconds: float
 
 
-def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, timeout: float, watch: Watch) -> Trained:
+def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, timeout: float, watch: Watch) -> Outcome:
     """Run a training with `folder` as its --output_dir, which it overwrites; all output goes to its log.
 
     `watch`: see `start_and_wait`.
@@ -134,13 +133,13 @@ def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, time
         raise Stopped(f"a signal to {folder}")
     reason = "" if status == EXIT_OK else failure_in(folder / LOG)
     if not reason:
-        try:
-            return Trained(reading.read(folder), "", status, seconds)
-        except reading.Unusable as error:
-            reason = str(error)
+        run = record.read(folder)
+        reason = run.comparable()
+        if not reason:
+            return Outcome(run, "", status, seconds)
     with writing_to("--out", folder):
         delete(folder / RESULTS)  # else the point would count as done
-    return Trained(None, reason, status, seconds)
+    return Outcome(None, reason, status, seconds)
 
 
 def start_and_wait(

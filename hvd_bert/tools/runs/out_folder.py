@@ -14,7 +14,7 @@ from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import Kind, convert, read_json
 from hvd_bert.storage.writing import is_special, make_folder, write_json, writing_to
-from hvd_bert.tools.runs.reading import SweepFile
+from hvd_bert.tools.runs.finding import SweepFile
 
 OTHER_OUT = "choose another --out."
 

@@ -1,62 +1,85 @@
 """Everything that a run's folder says about it, also of a run that is still going, has failed or was only evaluated.
 
-What is missing or damaged is listed in `Record.problems`, and the rest is shown.
+What is missing or damaged is listed in `Record.problems`, and the rest is shown. The figures of `Record` that a
+comparison needs are there if `Record.comparable` has no reason against it.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import yaml
-from numpy.typing import NDArray
+from msgspec import Meta, Struct
 
+from hvd_bert.config.settings import FLAGS, STRATEGIES, in_this_version
+from hvd_bert.errors import visible
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
-from hvd_bert.storage.reading import MAX_YAML_BYTES, Kind, convert, parse_json, read_json, read_text
+from hvd_bert.storage.reading import MAX_YAML_BYTES, Count, Positive, convert, read_text
+from hvd_bert.tools.rendering import SHORT
+from hvd_bert.tools.runs.tolerant import (
+    LARGEST,
+    LineArrays,
+    columns,
+    converted,
+    finite_number,
+    load,
+    load_object,
+    objects,
+    read_lines,
+    read_metrics,
+)
 
 RESULTS, METRICS, SETTINGS = "train_results.json", "metrics.jsonl", "train_config.yaml"
 EVALUATED_ONLY, EVALUATION = "eval_config.yaml", "eval_results.json"
 EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
 WORLD = ("strategy", "world_size", "device_name")
-MAX_METRICS = 2**32  # bytes: millions of lines
-DEFAULT_SCORES = ("exact_match", "f1")  # of runs that record no names
+DEFAULT_SCORES = tuple(SHORT)  # of runs that record no names
 RECENT = 20  # lines from which the speed of a run that is still going is computed
-MAX_STEP = 2**53  # floats hold all whole numbers up to it
 SILENT_S = 300.0  # where a lock cannot be seen: a run that has written nothing for longer is not running any more
-LARGEST = 1e300  # of a number, so that products and sums are finite
 State = Literal["finished", "running", "ended"]
+Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+PROCESS_TIMES = ("real_s", "user_s", "system_s")
+OWNED = {f"--{name}": flag for name, flag in FLAGS.items() if flag.owner in STRATEGIES}  # how gradients are sent
+# Keys of the record `work` that differ between repeats, or that the number of steps covers.
+NOT_COMPARED = ("--seed", "--num_train_epochs", "--max_steps")
 
 
-@dataclass(frozen=True)
-class LineArrays:
-    """Lines of a JSON Lines file as one array per key, NaN where a line lacks the key."""
+class TrainResults(Struct, kw_only=True):
+    """What a comparison needs of train_results.json, under its keys. Older runs lack what has a default."""
 
-    columns: Mapping[str, NDArray[np.float64]]
+    work: dict[str, Any]
+    world_size: Positive
+    global_batch: Positive
+    train_steps: Positive
+    train_samples: Positive
+    train_runtime: Number
+    learning_rate: Number
+    seed: Count
+    threads_per_rank: Positive
+    devices_per_rank: Positive = 1
+    strategy: str = "horovod"
+    controller: str | None = None
+    device_name: str = "unknown"
+    unit: str = "windows"
+    machine: dict[str, Any] = {}
+    hosts: list[str] = []
+    ranks: list[dict[str, Any]] = []
+    scores: tuple[str, ...] = DEFAULT_SCORES
+    versions: dict[str, Any] = {}
+    processes: list[dict[str, Number | None]] = []
 
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values()), ()))
 
-    def __contains__(self, key: str) -> bool:
-        return key in self.columns and bool(np.isfinite(self.columns[key]).any())
-
-    def __getitem__(self, key: str) -> NDArray[np.float64]:
-        return self.columns.get(key, np.full(len(self), math.nan))
-
-    def where(self, key: str, value: float) -> LineArrays:
-        """The lines in which `key` has this value."""
-        kept = self[key] == value
-        return LineArrays({name: column[kept] for name, column in self.columns.items()})
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Record:
     """A run.
 
@@ -113,7 +136,7 @@ class Record:
     @property
     def score_names(self) -> list[str]:
         """The names of the task's scores, as in eval_results.json."""
-        names = kept(self.facts.get("scores"), list[str], [*DEFAULT_SCORES])
+        names = converted(self.facts.get("scores"), list[str], [*DEFAULT_SCORES])
         return [name for name in names if name in self.scores or f"eval_{name}" in self.evaluations]
 
     def score(self, name: str) -> float | None:
@@ -133,41 +156,144 @@ class Record:
             return None
         return finite_number(max(0.0, total - self.step) * float(statistics.median(recent)))
 
+    def comparable(self) -> str:
+        """The reason why the speed of the run cannot be compared; "" if it can."""
+        damaged = [problem for problem in self.problems if problem.startswith((RESULTS, METRICS))]
+        if damaged:
+            return damaged[0]
+        if self.state != "finished" or not self.trained:
+            return f"not finished: it has no {RESULTS}" if self.trained else "evaluated only, not trained"
+        if len(self.worlds) > 1:
+            return f"strategy, ranks or device changed on a resume: {', then '.join(self.worlds)}"
+        if not self.facts.get("work"):
+            return f"its {RESULTS} has no `work`: it was written by an older version"
+        try:
+            convert(self.facts, TrainResults)
+        except ValueError as error:
+            return f"{RESULTS} is damaged: {error}"
+        lines = self.steps
+        if not (np.isfinite(lines["loss"]) & (lines["windows_per_s"] > 0) & (lines["step_s"] > 0)).all():
+            return f"{METRICS} has a line without its loss, windows_per_s or step_s"
+        if len(lines) < 2:
+            return f"{METRICS} has {len(lines)} line(s) of steps, but the first is warm-up: lower --logging_steps"
+        return ""
 
-def kept(value: Any, kind: type[Kind], default: Kind) -> Kind:
-    """A value of this type; the default for another one, as in a damaged file."""
-    try:
-        return convert(value, kind)
-    except ValueError:
-        return default
+    @cached_property
+    def results(self) -> TrainResults:
+        """train_results.json with checked types."""
+        results = convert(self.facts, TrainResults)
+        results.strategy, results.device_name = visible(results.strategy), visible(results.device_name)
+        return results
 
+    @cached_property
+    def _identity(self) -> dict[str, str]:
+        identity = in_this_version(self.results.work)
+        return {visible(name): visible(str(value)) for name, value in identity.items()}
 
-def objects(value: Any) -> list[dict[str, Any]]:
-    """The objects in a list; empty for anything else."""
-    return [entry for entry in kept(value, list[Any], []) if isinstance(entry, dict)]
+    @property
+    def work(self) -> Mapping[str, str]:
+        """Settings, model and data; equal if two runs did the same work."""
+        return {name: value for name, value in self._identity.items() if name not in (*NOT_COMPARED, *OWNED)}
 
+    @property
+    def variant(self) -> Mapping[str, str]:
+        """Settings of the strategy, which only change how the same gradients are sent."""
+        found = {name: self._identity[name] for name in OWNED if name in self._identity}
+        for name, flag in OWNED.items():
+            if name not in found and flag.owner == self.results.strategy:
+                value = self.settings.get(name[2:])
+                found[name] = str(flag.default if value is None else value)  # older runs lack it
+        return found | {"controller": visible(str(self.results.controller))}
 
-def finite_number(value: Any) -> float | None:
-    """A finite number of moderate size; None for anything else."""
-    finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
-    return float(value) if finite else None
+    @property
+    def without_dropout(self) -> bool:
+        """Whether the losses do not depend on random numbers."""
+        hidden, attention = (self._identity.get(f"--{name}") for name in ("dropout", "attention_dropout"))
+        return hidden in ("0", "0.0") and attention in ("0", "0.0", "None")
+
+    @property
+    def nodes(self) -> int:
+        """Number of hosts."""
+        return max(1, len(self.results.hosts))
+
+    @property
+    def devices(self) -> int:
+        """Number of GPUs, or of ranks on CPUs."""
+        return self.results.world_size * self.results.devices_per_rank
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is known that the ranks are on CPUs."""
+        return bool(self.results.ranks) and self.results.ranks[0].get("device") == "cpu"
+
+    @property
+    def needed_cores(self) -> int:
+        """Cores of a host that the ranks on it can use at once, on the host with the most ranks."""
+        by_host = Counter(str(rank.get("host")) for rank in self.results.ranks)
+        return max(by_host.values(), default=1) * self.results.threads_per_rank
+
+    def process_s(self, kind: str) -> float | None:
+        """One of PROCESS_TIMES of a rank's whole process: the median over the ranks."""
+        known = self._of_processes(kind)
+        return statistics.median(known) if known else None
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """The maximum over the ranks."""
+        return max(self._of_processes("memory_peak_bytes"), default=None)
+
+    def _of_processes(self, key: str) -> list[float]:
+        return [value for process in self.results.processes if (value := process.get(key)) is not None]
+
+    @property
+    def windows_per_s(self) -> float:
+        """Windows per second in the steady state: every line after the first."""
+        seconds = self.steps["step_s"][1:] * np.diff(self.steps["step"])
+        return float(np.average(self.steps["windows_per_s"][1:], weights=seconds))
+
+    def mean(self, key: str) -> float | None:
+        """Mean over the steps of the steady state; None if any line lacks it."""
+        values = self.steps[key][1:]
+        return float(np.average(values, weights=np.diff(self.steps["step"]))) if np.isfinite(values).all() else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds per step in the steady state."""
+        return self.mean("step_s")
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Share of exposed communication in the step time."""
+        exposed, whole = self.mean("exposed_comm_s"), self.step_s
+        return None if exposed is None or whole is None else exposed / whole
+
+    @property
+    def last_loss(self) -> float:
+        """Mean loss over the last quarter of the lines."""
+        losses = self.steps["loss"]
+        return float(losses[-max(1, len(losses) // 4) :].mean())
+
+    @property
+    def final_scores(self) -> Mapping[str, float | None]:
+        """All scores of the task, of the last evaluation."""
+        return {name: finite_number(self.scores.get(name)) for name in self.results.scores}
 
 
 def read(folder: Path) -> Record:
     """Read the run in a folder. It may be written at the same time."""
     problems: list[str] = []
-    events = objects(list(_lines(folder / EVENTS, problems)))
+    events = objects(list(read_lines(folder / EVENTS, problems)))
     starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
     # A later evaluation in the folder of a training is not how the run was started.
     begins = [events[number] for number in starts if "train_steps" in events[number]]
     since = events[starts[-1] :] if starts else []
     ends = [str(event.get("message")).removeprefix("hvd_bert: ") for event in since if event.get("event") == "end"]
-    results = _object(folder / RESULTS, problems)
-    rows, evaluations = _metrics(folder / METRICS, problems)
+    results = load_object(folder / RESULTS, problems)
+    rows, evaluations = read_metrics(folder / METRICS, problems)
     trained = (folder / SETTINGS).exists() or len(rows) > 0
     finished = bool(results) if trained else (folder / EVALUATION).exists()
     checkpoints = _checkpoints(folder)
-    state = _object(folder / [*checkpoints][-1] / "state.json", problems) if checkpoints else {}
+    state = load_object(folder / [*checkpoints][-1] / "state.json", problems) if checkpoints else {}
     facts = ([*since[:1], *begins] or [{}])[-1] | results
     if isinstance(facts.get("ranks"), list):
         facts.setdefault("world_size", len(facts["ranks"]))
@@ -177,13 +303,13 @@ def read(folder: Path) -> Record:
         state="finished" if finished else "ended" if ends or not _is_running(folder) else "running",
         steps=rows,
         evaluations=evaluations,
-        gpus=_columns(objects(list(_lines(folder / GPUS, problems)))),
+        gpus=columns(objects(list(read_lines(folder / GPUS, problems)))),
         facts=facts,
         settings=read_settings(folder / (SETTINGS if (folder / SETTINGS).exists() else EVALUATED_ONLY)),
-        scores=_object(folder / EVALUATION, problems),
-        samples=objects(_load(folder / SAMPLES, problems)),
+        scores=load_object(folder / EVALUATION, problems),
+        samples=objects(load(folder / SAMPLES, problems)),
         checkpoints=checkpoints,
-        best=kept(facts.get("best") or state.get("best"), dict[str, Any], {}),
+        best=converted(facts.get("best") or state.get("best"), dict[str, Any], {}),
         ended="" if finished else "\n".join(dict.fromkeys(ends)),
         warnings=[event for event in events if event.get("event") == "warning"],
         skipped_steps=[event for event in events if event.get("event") == "skipped_step"],
@@ -213,65 +339,6 @@ def _is_running(folder: Path) -> bool:
         pass
     written = [folder / METRICS, folder / EVENTS, *folder.glob("checkpoint-*")]
     return any(path.exists() and time.time() - path.stat().st_mtime < SILENT_S for path in written)
-
-
-def _load(path: Path, problems: list[str]) -> Any:
-    """A JSON file's content; an empty object if it is missing or damaged."""
-    try:
-        return read_json(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
-        return {}
-
-
-def _object(path: Path, problems: list[str]) -> dict[str, Any]:
-    return kept(_load(path, problems), dict[str, Any], {})
-
-
-def _lines(path: Path, problems: list[str]) -> Iterator[Any]:
-    """The values of a JSON Lines file. A last line without its end is being written."""
-    try:
-        lines = read_text(path, MAX_METRICS, "replace").split("\n")
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
-        return
-    damaged = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield parse_json(line)
-        except ValueError:
-            if number < len(lines):
-                damaged.append(number)
-    if damaged:
-        problems.append(f"{path.name}: {len(damaged):,} damaged line(s), the first is line {damaged[0]}")
-
-
-def _metrics(path: Path, problems: list[str]) -> tuple[LineArrays, LineArrays]:
-    """The lines of the steps, in increasing order, and those of the evaluations."""
-    steps: list[Mapping[str, Any]] = []
-    evaluations: list[Mapping[str, Any]] = []
-    left_out = 0
-    for line in _lines(path, problems):
-        if not isinstance(line, dict) or type(line.get("step")) is not int:
-            continue
-        evaluated = any(key.startswith("eval_") for key in line)
-        first = steps[-1]["step"] + 1 if steps and not evaluated else 0
-        if first <= line["step"] < MAX_STEP:
-            (evaluations if evaluated else steps).append(line)
-        else:
-            left_out += 1
-    if left_out:
-        problems.append(f"{path.name}: lines without a step that increases are left out ({left_out})")
-    return _columns(steps), _columns(evaluations)
-
-
-def _columns(lines: Sequence[Mapping[str, Any]]) -> LineArrays:
-    keys = dict.fromkeys(key for line in lines for key in line)
-    return LineArrays({key: np.array([finite_number(line.get(key)) for line in lines], np.float64) for key in keys})
 
 
 def _checkpoints(folder: Path) -> dict[str, int]:

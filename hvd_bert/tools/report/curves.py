@@ -1,21 +1,18 @@
-"""What the pages of one run and of several share: curves over the steps, and settings."""
+"""Curves over the steps, of one run and of several."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from hvd_bert.config.settings import FLAGS
 from hvd_bert.monitoring import PHASES
-from hvd_bert.tools.rendering import DASH, SHORT, shown, time_unit
+from hvd_bert.tools.rendering import SHORT, time_unit
 from hvd_bert.tools.rendering.charts import Chart, Series, finite
 from hvd_bert.tools.rendering.figures import COLOURS
-from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.tools.report.comparability import Group
-from hvd_bert.tools.runs.record import Record, kept
+from hvd_bert.tools.runs.record import Record
 
 Sets = Mapping[str, tuple[int, Sequence[Record]]]  # a curve's name -> its place in the palette, and its runs
 
@@ -69,7 +66,7 @@ def score_name(name: str) -> str:
 def group_names(groups: Sequence[Group]) -> list[str]:
     """The names of the groups, with the global batch where two would have the same."""
     names = [group.name for group in groups]
-    batches = [f"{name}, batch {group.one.global_batch}" for name, group in zip(names, groups, strict=True)]
+    batches = [f"{name}, batch {group.results.global_batch}" for name, group in zip(names, groups, strict=True)]
     return [name if names.count(name) == 1 else batch for name, batch in zip(names, batches, strict=True)]
 
 
@@ -80,7 +77,6 @@ def _named(records: Sequence[Record], groups: Sequence[Group]) -> Sets:
     """
     labels = list(dict.fromkeys(group.label for group in groups))
     counts = sorted({group.one.devices for group in groups})
-    by_name = {record.name: record for record in records}
     sets: dict[str, tuple[int, Sequence[Record]]] = {}
     names = group_names(groups)
     for name, group in zip(names, groups, strict=True):
@@ -88,12 +84,13 @@ def _named(records: Sequence[Record], groups: Sequence[Group]) -> Sets:
             colour = labels.index(group.label) % len(COLOURS) + len(COLOURS) * counts.index(group.one.devices)
             while any(colour == other for other, _ in sets.values()):  # of another batch
                 colour += len(COLOURS)
-            sets[name] = colour, [by_name.pop(run.name) for run in group.runs]
-    paths = {name: os.path.abspath(name) for name in by_name}
-    above = os.path.commonpath([os.path.dirname(path) for path in paths.values()]) if paths else ""
+            sets[name] = colour, group.runs
+    named = {run for _, runs in sets.values() for run in runs}
+    others = {os.path.abspath(record.name): record for record in records if record not in named}
+    above = os.path.commonpath(map(os.path.dirname, others)) if others else ""
     return sets | {
-        os.path.relpath(path, above): (len(sets) + place, [by_name[name]])
-        for place, (name, path) in enumerate(paths.items())
+        os.path.relpath(path, above): (len(sets) + place, [record])
+        for place, (path, record) in enumerate(others.items())
     }
 
 
@@ -151,57 +148,3 @@ def gpu_usage(record: Record) -> list[Chart]:
         ]
         charts.append(Chart(title, "step", unit, series, noisy=True))
     return [chart for chart in charts if chart.series]
-
-
-OUTPUT = ("output_dir", "overwrite_output_dir")  # differ between any two runs
-# Of train_results.json: the world and the machine.
-FACTS = ("world_size", "global_batch", "learning_rate", "train_steps", "hosts", "device_name", "threads_per_rank")
-
-
-def changed(settings: Mapping[str, Any]) -> Grid:
-    """The settings that differ from their defaults."""
-    rows = []
-    for name, value in settings.items():
-        if _is_changed(name, value):
-            flag = FLAGS.get(name)
-            default = (flag.default_text if flag.default is None else shown(flag.default)) if flag else "unknown flag"
-            rows.append([f"--{name}", shown(value), default or DASH])
-    return Grid(["setting", "value", "default"], rows, words=3)
-
-
-def unchanged(settings: Mapping[str, Any]) -> Grid:
-    """The settings that have their defaults."""
-    rows = [[f"--{name}", shown(value)] for name, value in settings.items() if not _is_changed(name, value)]
-    return Grid(["setting", "value"], rows, words=2)
-
-
-def _is_changed(name: str, value: Any) -> bool:
-    return name not in FLAGS or value != FLAGS[name].default
-
-
-def differences(records: Sequence[Record]) -> Grid:
-    """What is not the same in all runs: a row or, if fewer, a column per run, which repeats share."""
-    values = [_compared(record) for record in records]
-    names = dict.fromkeys(name for compared in values for name in compared)
-    differing = [name for name in names if len({compared.get(name, DASH) for compared in values}) > 1]
-    for chosen in ([name for name in differing if name != "--seed"], differing):
-        alike: dict[tuple[str, ...], list[str]] = {}
-        for record, compared in zip(records, values, strict=True):
-            alike.setdefault(tuple(compared.get(name, DASH) for name in chosen), []).append(record.name)
-        if 1 < len(alike) < len(records):  # repeats share a row
-            break
-    runs = [run + (f" and {len(others)} more" if others else "") for run, *others in alike.values()]
-    if len(chosen) > len(runs):
-        rows = [[name, *cells] for name, cells in zip(chosen, zip(*alike, strict=True), strict=True)]
-        return Grid(["what", *runs], rows, words=len(runs) + 1)
-    rows = [[run, *cells] for run, cells in zip(runs, alike, strict=True)]
-    return Grid(["run", *chosen], rows, words=len(chosen) + 1)
-
-
-def _compared(record: Record) -> dict[str, str]:
-    compared = {f"--{name}": shown(value) for name, value in record.settings.items() if name not in OUTPUT}
-    compared |= {name.replace("_", " "): shown(record.facts[name]) for name in FACTS if name in record.facts}
-    for key in ("versions", "work"):
-        kind = kept(record.facts.get(key), dict[str, Any], {})
-        compared |= {name: shown(value) for name, value in kind.items() if name not in compared}
-    return compared

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from hvd_bert.storage.writing import check_folder, make_folder, replacing, write_named
 
-PAGE, MARKDOWN = "report.html", "report.md"
+PAGE = "report.html"
 CSV_FILES = ("report.csv", "runs.csv")
 LATEX = "report.tex"
 PANEL = "scaling_{}_{}.{}"  # number of the table, panel and format
 PANELS = ("speedup", "efficiency", "throughput", "memory")  # of plots.py, which would bring matplotlib
 FORMATS = ("png", "svg", "pdf")
 _PANELS = (PANEL.format(*parts) for parts in itertools.product(range(1, 100), PANELS, FORMATS))
-NAMES = {PAGE, MARKDOWN, LATEX, *CSV_FILES, *_PANELS}
+NAMES = {PAGE, LATEX, *CSV_FILES, *_PANELS, "report.md"}  # the last by earlier versions
 
 
 def check(folder: Path, overwrite: bool) -> None:

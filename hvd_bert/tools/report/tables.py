@@ -1,0 +1,306 @@
+"""The tables of a comparison, as grids and as CSV rows, and the text around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hvd_bert.storage.reading import GIB
+from hvd_bert.tools.rendering import DASH, SHORT, counted, number, shown
+from hvd_bert.tools.rendering.page import Grid, Status, latex
+from hvd_bert.tools.report.comparability import EARLY_STEPS, EARLY_TOLERANCE, LAST_TOLERANCE, NATS
+from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, Compared, ScalingTable
+from hvd_bert.tools.runs.finding import Excluded
+from hvd_bert.tools.runs.record import Record
+from hvd_bert.tools.runs.tolerant import converted
+
+SPREAD = 0.1  # of the repeats, over their median; a larger spread is a caveat
+SHORT_S = 10.0  # a shorter training is a caveat
+LEFT_OUT = ", left out"  # after the name of a row without a speed-up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A figure of the runs, and its name in each table that has it.
+
+    Attributes:
+        of_run: The figure of a run. A row of several runs has `Group.figure` of it.
+        of_row: The figure of a row that is not one of its runs.
+        runs, report: In runs.csv and report.csv.
+        speed, cost: In the page's two tables, of which the first is also printed and in report.tex.
+        text: Formats the figure for these two.
+        needed: They have the column if one of the runs needs it.
+        wide: The terminal does not have it.
+    """
+
+    of_run: Callable[[Record], Any] = lambda run: None
+    of_row: Callable[[Compared], Any] | None = None
+    runs: str = ""
+    report: str = ""
+    speed: str = ""
+    cost: str = ""
+    text: Callable[[Any], str] = shown
+    needed: Callable[[Record], bool] = lambda run: True
+    wide: bool = False
+
+    def value(self, line: Compared) -> Any:
+        """The figure of a row."""
+        return self.of_row(line) if self.of_row else line.group.figure(self.of_run)
+
+
+def _digits(form: str, scale: float = 1) -> Callable[[float | None], str]:
+    return lambda value: number(value and value / scale, form)
+
+
+def _range(ends: tuple[float | None, float | None]) -> str:
+    low, high = ends
+    return DASH if low is None or high is None else f"{low:.2f} to {high:.2f}"
+
+
+def _seconds(value: float | None) -> str:
+    return number(value, ".1f" if value is not None and value < 1000 else ",.0f")
+
+
+def _score(value: float | None) -> str:
+    """Percent with two digits, fractions with four."""
+    return number(value, ".4f" if value is not None and abs(value) <= 1 else ".2f")
+
+
+def _on_several_nodes(run: Record) -> bool:
+    return run.nodes > 1
+
+
+def _has_several_devices(run: Record) -> bool:
+    return run.devices != run.results.world_size
+
+
+def _hours(value: float) -> str:
+    return format(value, "#.3g" if value < 100 else ",.0f")
+
+
+def _device_hours(line: Compared) -> float:
+    """GPU-hours of the training, or core-hours on CPUs."""
+    run, seconds = line.group.one, line.group.figure(lambda run: run.results.train_runtime)
+    return float(run.devices * (run.results.threads_per_rank if run.on_cpu else 1) * seconds / 3600)
+
+
+# In the order of all tables: a figure that has another place in one of them has two rows.
+COLUMNS = (
+    Column(of_run=lambda run: run.results.strategy, runs="strategy"),
+    Column(of_row=lambda line: line.group.label, report="strategy", cost="strategy"),
+    Column(of_row=lambda line: line.group.label + (LEFT_OUT if line.reason else ""), speed="strategy"),
+    Column(of_run=lambda run: run.nodes, runs="nodes", report="nodes", speed="nodes", needed=_on_several_nodes),
+    Column(of_run=lambda run: run.results.world_size, runs="ranks", report="ranks", speed="ranks", cost="ranks"),
+    Column(of_run=lambda run: run.devices, runs="devices", report="devices", speed="GPUs", needed=_has_several_devices),
+    Column(of_run=lambda run: run.results.global_batch, runs="global_batch", report="global_batch"),
+    Column(of_run=lambda run: run.results.train_steps, runs="steps", report="steps"),
+    Column(of_run=lambda run: run.results.train_samples, runs="windows"),
+    Column(of_run=lambda run: run.results.seed, runs="seed"),
+    Column(of_run=lambda run: run.results.device_name, runs="device_name"),
+    Column(of_row=lambda line: len(line.group.runs), report="runs"),
+    Column(
+        of_run=lambda run: run.results.train_runtime,
+        runs="train_runtime_s",
+        report="train_runtime_s",
+        speed="time, min",
+        text=_digits(".2f", 60),
+    ),
+    Column(of_run=lambda run: run.windows_per_s, runs="windows_per_s", report="windows_per_s"),
+    Column(of_row=lambda line: line.group.spread()[0], report="windows_per_s_least"),
+    Column(of_row=lambda line: line.group.spread()[1], report="windows_per_s_most"),
+    Column(of_row=lambda line: line.group.spread(), cost="{unit}/s, min to max", text=_range),
+    Column(of_row=lambda line: line.speedup, report="speedup", speed="speed-up", text=_digits(".2f")),
+    Column(of_row=lambda line: line.speedup_min, report="speedup_least"),
+    Column(of_row=lambda line: line.speedup_max, report="speedup_most"),
+    Column(of_row=lambda line: (line.speedup_min, line.speedup_max), speed=f"{RANGE:.0%} range", text=_range),
+    Column(of_row=lambda line: line.total_speedup, report="total_speedup"),
+    Column(of_row=lambda line: line.efficiency, report="efficiency", speed="efficiency", text=_digits(".2f")),
+    Column(of_row=lambda line: line.total_speedup, speed="total speed-up", text=_digits(".2f"), wide=True),
+    Column(
+        of_row=lambda line: line.serial,
+        report="serial_fraction",
+        speed="serial fraction",
+        text=_digits(".3f"),
+        wide=True,
+    ),
+    Column(of_run=lambda run: run.windows_per_s, speed="{unit}/s", text=_digits(".2f")),
+    Column(of_row=_device_hours, report="device_hours", speed="{hours}", text=_hours),
+    Column(of_row=lambda line: len(line.group.runs), speed="runs"),
+    Column(of_run=lambda run: run.step_s, runs="step_s"),
+    Column(of_run=lambda run: run.exposed_share, runs="exposed_share"),
+    Column(of_run=lambda run: run.process_s("real_s"), runs="real_s", cost="real, s", text=_seconds),
+    Column(of_run=lambda run: run.process_s("user_s"), runs="user_s", cost="user, s", text=_seconds),
+    Column(of_run=lambda run: run.process_s("system_s"), runs="system_s", cost="system, s", text=_seconds),
+    Column(of_run=lambda run: run.memory_bytes, runs="memory_bytes", cost="memory, GiB", text=_digits(".2f", GIB)),
+    Column(of_run=lambda run: run.exposed_share, cost="exposed comm.", text=_digits(".1%")),
+    Column(of_run=lambda run: run.last_loss, runs="last_loss", cost="last loss", text=_digits(".4f")),
+    Column(of_row=lambda line: line.checked or DASH, cost="compared with"),
+    Column(of_row=lambda line: line.reason, report="reason"),
+)
+
+
+def speedups(table: ScalingTable, brief: bool = False) -> Grid:
+    """The table of times, speed-ups and efficiencies. `brief`: fits a terminal's width."""
+    return _grid(table, [each for each in _titled(table, "speed") if not (brief and each[1].wide)])
+
+
+def costs(table: ScalingTable) -> Grid:
+    """The table of process times, memory, losses and scores."""
+    names = dict.fromkeys(name for line in table.lines for name in line.group.one.final_scores)
+    scores = [(SHORT.get(name, name), Column(of_run=partial(_final_score, name), text=_score)) for name in names]
+    return _grid(table, [*_titled(table, "cost"), *scores])
+
+
+def _final_score(name: str, run: Record) -> float | None:
+    return run.final_scores.get(name)
+
+
+def _titled(table: ScalingTable, where: str) -> list[tuple[str, Column]]:
+    """The columns that have a title at `where`, with the title."""
+    base, runs = table.baseline.one, [line.group.one for line in table.lines]
+    words = {"unit": base.unit, "hours": "core-hours" if base.on_cpu else "GPU-hours"}
+    columns = [(getattr(column, where), column) for column in COLUMNS if any(map(column.needed, runs))]
+    return [(title.format(**words), column) for title, column in columns if title]
+
+
+def _grid(table: ScalingTable, columns: Sequence[tuple[str, Column]]) -> Grid:
+    rows = [[column.text(column.value(line)) for _, column in columns] for line in table.lines]
+    return Grid([title for title, _ in columns], rows).without_empty()
+
+
+def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:
+    """Rows of report.csv, one per table and group."""
+    return [
+        {
+            "scaling": table.kind if table.scales else "side by side",
+            "size": f"{table.size:g}",
+            "baseline": table.baseline.name,
+            **{column.report: column.value(line) for column in COLUMNS if column.report},
+        }
+        for table in tables
+        for line in table.lines
+    ]
+
+
+def run_rows(runs: Iterable[Record], excluded: Iterable[Excluded]) -> list[dict[str, Any]]:
+    """Rows of runs.csv, one per run. The scores are last, since tasks have different ones."""
+    used = [
+        {"run": run.name}
+        | {column.runs: column.of_run(run) for column in COLUMNS if column.runs}
+        | {"left_out": "", **run.final_scores}
+        for run in runs
+    ]
+    return used + [{"run": left.name, "left_out": left.reason} for left in excluded]
+
+
+def headline(table: ScalingTable) -> Status:
+    """The speed-up of the fastest strategy on the largest number of devices, and those of the others there."""
+    rows = [line for line in table.lines if line.speedup is not None and line.group is not table.baseline]
+    rows.sort(key=lambda line: (-line.group.one.devices, -(line.speedup or 0)))
+    best, *others = (line for line in rows if line.group.one.devices == rows[0].group.one.devices)
+    run = best.group.one
+    devices = counted(run.devices, "rank" if run.devices == run.results.world_size else "GPU")
+    text = f"with {best.group.label} compared with {table.baseline.name} (efficiency {best.efficiency:.0%}"
+    text += f", {RANGE:.0%} range {_range((best.speedup_min, best.speedup_max))})." if best.speedup_min else ")."
+    rest = ", ".join(f"{line.group.label} {line.speedup:.2f} ({line.efficiency:.0%})" for line in others)
+    text += f" Others: {rest}." if rest else ""
+    faster = (best.speedup_min or best.speedup or 0) > 1
+    return Status(f"{best.speedup:.2f} times as fast on {devices}", text, "good" if faster else "busy")
+
+
+def reasons(tables: Iterable[ScalingTable], excluded: Sequence[Excluded]) -> list[str]:
+    """A line per run or row without a speed-up, with the reason."""
+    where: dict[tuple[str, str, str], list[str]] = {}
+    for table in tables:
+        for line in table.lines:
+            if line.reason:
+                names = [run.name for run in line.group.runs]
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                where.setdefault((line.group.name, ", ".join(names[:3]) + more, line.reason), []).append(lower(table))
+    rows = [f"{name} ({'; '.join(places)}; {names}): {reason}." for (name, names, reason), places in where.items()]
+    return rows + [f"{left.name}: {left.reason}." for left in excluded]
+
+
+def lower(table: ScalingTable) -> str:
+    """The title of a table within a sentence."""
+    return table.title[0].lower() + table.title[1:]
+
+
+def caveats(tables: Sequence[ScalingTable]) -> list[str]:
+    """What makes the figures less reliable, a sentence each."""
+    found = []
+    for table in tables:
+        place = f" ({lower(table)})" if len(tables) > 1 else ""
+        lines = [line for line in table.lines if line.speedup is not None]
+        for line in lines:
+            if (line.efficiency or 0) > 1.05:
+                found.append(
+                    f"{line.group.name}{place} has an efficiency of {line.efficiency:.2f}, above the ideal of 1. Check"
+                    " whether other programs used the baseline's device."
+                )
+        for line in lines:
+            run, cores = line.group.one, converted(line.group.results.machine.get("cores"), int, 0)
+            base = max(1.0, table.baseline.one.needed_cores / cores) if cores else 1.0
+            if run.on_cpu and 0 < base * cores < run.needed_cores:
+                found.append(
+                    f"{line.group.name}{place} had {counted(cores, 'core')} per host for {run.needed_cores} threads, so"
+                    f" its efficiency cannot exceed {base * cores / run.needed_cores:.2f}."
+                )
+        unchecked = [line.group.name for line in lines if line.checked == UNCHECKED]
+        if unchecked:
+            found.append(f"The losses of {_joined(unchecked)}{place} were compared with no other strategy's.")
+        apart = [line.group.name for line in lines if line.group.variation > SPREAD]
+        if apart:
+            found.append(
+                f"The repeats of {_joined(apart)}{place} are more than {SPREAD:.0%} apart, so smaller differences are"
+                " noise. Check what else ran on the machine."
+            )
+        shortest = min(run.results.train_runtime for line in lines for run in line.group.runs)
+        if shortest < SHORT_S:
+            found.append(f"Trainings{place} took only {shortest:.1f} s. Too short to compare: give each a minute.")
+        few = min(len(line.group.runs) for line in lines)
+        if few < 3:
+            found.append(f"Some rows{place} have only {counted(few, 'run')}, too few to judge the spread.")
+    return found
+
+
+def _joined(names: Sequence[str]) -> str:
+    return "; ".join(names) if len(names) < 5 else f"{len(names)} rows"
+
+
+def definitions() -> list[str]:
+    """Definitions of the figures."""
+    return [
+        "A row contains the runs of one strategy on one number of nodes, ranks and devices that did the same work."
+        " Figures are medians over its runs.",
+        "Speed-up: windows/s of all ranks after the first logged line, over the median of the table's baseline."
+        " Efficiency: speed-up over (devices over the baseline's devices).",
+        f"{RANGE:.0%} range: of the speed-up, with the variance of both sides, by a bootstrap. The repeats of the row"
+        f" and those of the baseline are drawn again, with replacement, {RESAMPLES:,} times. The baseline's own row"
+        " shows how far two sets of its repeats may be apart. A dash: a side has only one run.",
+        "time: the whole training with warm-up and checkpoints, without start-up and evaluation. Total speed-up: of"
+        " windows over this time. Core- or GPU-hours: this time, of all devices (on CPUs, of all threads).",
+        "Serial fraction (Karp and Flatt): (1/S - 1/N) / (1 - 1/N) of the speed-up S on N times the baseline's devices;"
+        " of strong scaling, where S is above 1. If it grows with N, communication is the limit; if it stays, serial"
+        " work is.",
+        "real, user, system: the whole process of a rank with start-up, median over ranks. memory: the maximum over"
+        " ranks.",
+        "Strong scaling: the same global batch, steps and windows on more devices. Weak scaling: the same batch per"
+        " device, so the global batch grows; the same number of steps or of windows.",
+        "Losses must agree. Without dropout and with the same seed, the logged losses of the first"
+        f" {EARLY_STEPS} steps must agree to {EARLY_TOLERANCE:g} (relative). In any case, the means of the last quarter"
+        f" of the logged losses must agree to {LAST_TOLERANCE:.0%} or {NATS} nats. On weak scaling the batch grows, so"
+        " losses are compared with another strategy on as many devices. A dash: there is no such strategy.",
+    ]
+
+
+def as_latex(tables: Iterable[ScalingTable], set_up: str) -> str:
+    """The tables of speed-ups and the paragraph on the set-up for a paper; "" without a table."""
+    parts = [
+        f"\\begin{{table*}}\n\\centering\n\\caption{{{latex(table.title)}. Baseline: {latex(table.baseline.name)}.}}\n"
+        f"{speedups(table).for_latex()}\n\\end{{table*}}\n"
+        for table in tables
+    ]
+    return "\n".join([r"% Needs \usepackage{booktabs}.", *parts, latex(set_up) + "\n"]) if parts else ""

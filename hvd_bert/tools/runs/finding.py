@@ -1,0 +1,106 @@
+"""Find the folders of runs, and what sweeps say about those that failed or were skipped."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from hvd_bert.errors import UserError
+from hvd_bert.storage.reading import convert, read_json
+from hvd_bert.tools.runs.record import EVALUATED_ONLY, METRICS, RESULTS, SETTINGS, Number
+from hvd_bert.tools.runs.tolerant import unreadable
+
+RUN_FILES = {RESULTS, SETTINGS, METRICS, EVALUATED_ONLY}
+SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its runs
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A run, or a row of a table, without a speed-up, and the reason."""
+
+    name: str
+    reason: str
+
+
+class SweepRow(Struct):
+    """A point of sweep.json, as far as it is read again."""
+
+    name: str
+    strategy: str = ""
+    state: str = ""
+    reason: str = ""
+    seconds: Number | None = None
+    command: list[str] = []
+
+
+class SweepFile(Struct):
+    """sweep.json."""
+
+    same: dict[str, Any]
+    command: list[str] = []
+    points: list[SweepRow] = []
+
+
+def find(paths: Sequence[Path]) -> list[Path]:
+    """The run folders among `paths` and below them, without duplicates. Raises UserError if there are none."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise UserError(f"{path} is not a folder. Name output folders of `python -m hvd_bert.train`.")
+        below = sorted(folder for folder, files in _walk(path) if RUN_FILES & files)
+        if not below:
+            raise UserError(
+                f"{path} contains no run: there is no {RESULTS} or {SETTINGS} in it or in a folder below it."
+                " Name output folders of `python -m hvd_bert.train`."
+            )
+        for folder in below:
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
+
+
+def _walk(path: Path) -> Iterable[tuple[Path, set[str]]]:
+    """The folders below, with the names of their files."""
+    for folder, subfolders, files in os.walk(path):
+        if RUN_FILES & set(files):
+            subfolders.clear()  # checkpoints and other subfolders belong to the run
+        yield Path(folder), set(files)
+
+
+def excluded_by_sweeps(paths: Sequence[Path]) -> dict[Path, Excluded]:
+    """Runs that a sweep in or below `paths` skipped or that failed: folder (it may not exist) -> run and reason."""
+    found: dict[Path, Excluded] = {}
+    for folder in _sweeps(paths):
+        try:
+            points = convert(read_json(folder / SWEEP), SweepFile).points
+        except (OSError, ValueError) as error:
+            found[folder / SWEEP] = Excluded(str(folder), unreadable(folder / SWEEP, error))
+            continue
+        together: dict[tuple[str, str], list[str]] = {}
+        for point in points:
+            if point.state in ("skipped", "failed"):
+                why = f"{point.state}: {(point.reason or 'no reason is recorded').rstrip('.')}"
+                together.setdefault((point.strategy, why), []).append(point.name)
+        for (strategy, why), names in together.items():
+            excluded = Excluded(f"{strategy} ({', '.join(names)} of {folder})", why)
+            found |= {folder / name: excluded for name in names}
+    return found
+
+
+def _sweeps(paths: Sequence[Path]) -> Iterable[Path]:
+    return (folder for path in paths for folder, files in _walk(path) if SWEEP in files)
+
+
+def sweep_commands(paths: Sequence[Path]) -> list[str]:
+    """The last command of each sweep in or below `paths`."""
+    found = []
+    for folder in _sweeps(paths):
+        with suppress(OSError, ValueError):  # `excluded_by_sweeps` has the reason
+            found.append(shlex.join(convert(read_json(folder / SWEEP), SweepFile).command))
+    return list(filter(None, found))

@@ -1,0 +1,124 @@
+"""Read values and files that may be missing, damaged, or written at the same time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_bert.storage.reading import Kind, convert, parse_json, read_json, read_text
+
+MAX_BYTES = 2**32  # of a JSON Lines file: millions of lines
+MAX_STEP = 2**53  # floats hold all whole numbers up to it
+LARGEST = 1e300  # of a number, so that products and sums are finite
+
+
+@dataclass(frozen=True)
+class LineArrays:
+    """Lines of a JSON Lines file as one array per key, NaN where a line lacks the key."""
+
+    columns: Mapping[str, NDArray[np.float64]]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.columns and bool(np.isfinite(self.columns[key]).any())
+
+    def __getitem__(self, key: str) -> NDArray[np.float64]:
+        return self.columns.get(key, np.full(len(self), math.nan))
+
+    def where(self, key: str, value: float) -> LineArrays:
+        """The lines in which `key` has this value."""
+        chosen = self[key] == value
+        return LineArrays({name: column[chosen] for name, column in self.columns.items()})
+
+
+def columns(lines: Sequence[Mapping[str, Any]]) -> LineArrays:
+    """The numbers of the lines by key."""
+    keys = dict.fromkeys(key for line in lines for key in line)
+    return LineArrays({key: np.array([finite_number(line.get(key)) for line in lines], np.float64) for key in keys})
+
+
+def converted(value: Any, kind: type[Kind], default: Kind) -> Kind:
+    """A value of this type; the default for another one, as in a damaged file."""
+    try:
+        return convert(value, kind)
+    except ValueError:
+        return default
+
+
+def objects(value: Any) -> list[dict[str, Any]]:
+    """The objects in a list; empty for anything else."""
+    return [entry for entry in converted(value, list[Any], []) if isinstance(entry, dict)]
+
+
+def finite_number(value: Any) -> float | None:
+    """A finite number of moderate size; None for anything else."""
+    finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+    return float(value) if finite else None
+
+
+def unreadable(path: Path, error: Exception) -> str:
+    """What is wrong with a file."""
+    return f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}"
+
+
+def load(path: Path, problems: list[str]) -> Any:
+    """A JSON file's content; an empty object if it is missing or damaged."""
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        problems.append(unreadable(path, error))
+        return {}
+
+
+def load_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """An object of a JSON file; empty if the file is missing, damaged or holds anything else."""
+    return converted(load(path, problems), dict[str, Any], {})
+
+
+def read_lines(path: Path, problems: list[str]) -> Iterator[Any]:
+    """The values of a JSON Lines file. A last line without its end is being written."""
+    try:
+        lines = read_text(path, MAX_BYTES, "replace").split("\n")
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        problems.append(unreadable(path, error))
+        return
+    damaged = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield parse_json(line)
+        except ValueError:
+            if number < len(lines):
+                damaged.append(number)
+    if damaged:
+        problems.append(f"{path.name}: {len(damaged):,} damaged line(s), the first is line {damaged[0]}")
+
+
+def read_metrics(path: Path, problems: list[str]) -> tuple[LineArrays, LineArrays]:
+    """The lines of the steps, in increasing order, and those of the evaluations."""
+    steps: list[Mapping[str, Any]] = []
+    evaluations: list[Mapping[str, Any]] = []
+    left_out = 0
+    for line in read_lines(path, problems):
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            continue
+        evaluated = any(key.startswith("eval_") for key in line)
+        first = steps[-1]["step"] + 1 if steps and not evaluated else 0
+        if first <= line["step"] < MAX_STEP:
+            (evaluations if evaluated else steps).append(line)
+        else:
+            left_out += 1
+    if left_out:
+        problems.append(f"{path.name}: lines without a step that increases are left out ({left_out})")
+    return columns(steps), columns(evaluations)
