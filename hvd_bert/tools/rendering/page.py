@@ -146,6 +146,10 @@ class Page:
         """Add blocks at the end."""
         self.blocks += blocks
 
+    def add_section(self, title: str, *blocks: Block) -> None:
+        """Add a heading of the navigation with blocks below it; nothing without blocks."""
+        self.blocks += [Text(title, 2), *blocks] if blocks else []
+
     @property
     def pictures(self) -> list[Picture]:
         """All pictures of the page."""

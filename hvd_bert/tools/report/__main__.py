@@ -28,7 +28,7 @@ from hvd_bert.startup import run_command
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost
 from hvd_bert.tools.rendering import counted, report_files
-from hvd_bert.tools.rendering.page import Listing, Page, Text
+from hvd_bert.tools.rendering.page import Listing, Page
 from hvd_bert.tools.rendering.report_files import CSV_FILES, LATEX, PAGE
 from hvd_bert.tools.report import comparison, run_page, runs_page, setup, tables
 from hvd_bert.tools.report.comparability import Group
@@ -82,7 +82,8 @@ def write(flags: argparse.Namespace) -> None:
 
 def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | None, flags: argparse.Namespace) -> None:
     """Compare runs."""
-    runs, excluded = comparison.comparable(records, finding.excluded_by_sweeps(flags.runs))
+    commands, by_sweeps = finding.sweeps(flags.runs)
+    runs, excluded = comparison.comparable(records, by_sweeps)
     groups = comparison.grouped(runs)
     scaling = comparison.tables(groups, baseline)
     excluded += _without_table(groups, scaling, flags.baseline)
@@ -93,10 +94,9 @@ def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | Non
         raise UserError("\n  ".join([no_result, *reasons]))
     shown = [table for table in scaling if any(line in compared for line in table.lines)]
     used = [run for group in groups for run in group.runs] or records
-    set_up = setup.blocks(used, finding.sweep_commands(flags.runs))
-    page = runs_page.make_page(records, groups, shown, reasons, set_up)
+    page = runs_page.make_page(records, groups, shown, reasons, setup.blocks(used, commands))
     if compared:
-        page.add(Text("Definitions", 2), Listing(tables.definitions()))
+        page.add_section("Definitions", Listing(tables.definitions()))
     rows = (tables.table_rows(scaling), tables.run_rows(runs, excluded))
     texts = {name: _csv(found) for name, found in zip(CSV_FILES, rows, strict=True) if found}
     latex = tables.as_latex(shown, setup.paragraph(used))

@@ -84,7 +84,7 @@ def parse_baseline(text: str) -> Baseline:
 def comparable(records: Sequence[Record], by_sweeps: Mapping[Path, Excluded]) -> tuple[list[Record], list[Excluded]]:
     """The runs on the most common hardware that can be compared, and the others.
 
-    `by_sweeps`: those of `excluded_by_sweeps`.
+    `by_sweeps`: those of `finding.sweeps`.
     """
     excluded = list(dict.fromkeys(by_sweeps.values()))
     reasons = {record: record.comparable() for record in records if Path(record.name) not in by_sweeps}

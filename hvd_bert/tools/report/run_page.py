@@ -30,23 +30,18 @@ MAX_ROWS, MAX_NAMES = 50, 8  # of skipped steps, and of their windows
 def make_page(record: Record) -> Page:
     """The page of a run."""
     page = Page(f"Run {record.name}", [*_about(record), status(record), Figures(figures(record))])
-    sections: list[tuple[str, Sequence[Block]]] = [
-        ("Training", curves.run_charts(record)),
-        ("Skipped steps", _skipped_steps(record)),
-        ("Step time", _step_time(record)),
-        ("GPU usage", curves.gpu_usage(record)),
-        ("Sample answers", list(_samples(record))),
-        ("Hosts and ranks", _ranks(record)),
-        ("Checkpoints", _checkpoints(record)),
-        ("Warnings", _warnings(record)),
-        ("Set-up", [Text(words)] if (words := setup.paragraph([record])) else []),
-        ("Settings", _settings(record)),
-        ("Versions and hardware", _versions(record)),
-        ("Reproduce", _reproduce(record)),
-    ]
-    for title, blocks in sections:
-        if blocks:
-            page.add(Text(title, 2), *blocks)
+    page.add_section("Training", *curves.run_charts(record))
+    page.add_section("Skipped steps", *_skipped_steps(record))
+    page.add_section("Step time", *_step_time(record))
+    page.add_section("GPU usage", *curves.gpu_usage(record))
+    page.add_section("Sample answers", *_samples(record))
+    page.add_section("Hosts and ranks", *_ranks(record))
+    page.add_section("Checkpoints", *_checkpoints(record))
+    page.add_section("Warnings", *_warnings(record))
+    page.add_section("Set-up", *([Text(words)] if (words := setup.paragraph([record])) else []))
+    page.add_section("Settings", *setup.settings(record))
+    page.add_section("Versions and hardware", *_versions(record))
+    page.add_section("Reproduce", *_reproduce(record))
     return page
 
 
@@ -192,13 +187,11 @@ def _ranks(record: Record) -> list[Block]:
     ranks = record.entries("ranks")
     if not ranks:
         return []
-    by_host: dict[str, list[Mapping[str, Any]]] = {}
+    by_host: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for rank in ranks:
-        by_host.setdefault(str(rank.get("host", DASH)), []).append(rank)
-    hosts = [
-        [host, _joined(rank.get("rank") for rank in on_host), _joined(rank.get("device") for rank in on_host)]
-        for host, on_host in by_host.items()
-    ]
+        numbers, devices = by_host.setdefault(str(rank.get("host", DASH)), ({}, {}))
+        numbers[shown(rank.get("rank"))] = devices[shown(rank.get("device"))] = None
+    hosts = [[host, ", ".join(numbers), ", ".join(devices)] for host, (numbers, devices) in by_host.items()]
     processes = {str(process.get("rank")): process for process in record.entries("processes")}
     rows = []
     for rank in ranks:
@@ -212,10 +205,6 @@ def _ranks(record: Record) -> list[Block]:
         Grid(["host", "ranks", "devices"], hosts, words=3),
         Details("Time and memory of each rank", [Grid(head, rows, words=4)]),
     ]
-
-
-def _joined(values: Any) -> str:
-    return ", ".join(dict.fromkeys(map(shown, values)))
 
 
 def _checkpoints(record: Record) -> list[Block]:
@@ -235,13 +224,6 @@ def _warnings(record: Record) -> list[Block]:
         counts[f"{by}{event.get('message')}"] += 1
     items = [text + (f" ({count} times)" if count > 1 else "") for text, count in counts.items()]
     return [Listing([*items, *record.problems])] if items or record.problems else []
-
-
-def _settings(record: Record) -> list[Block]:
-    if not record.settings:
-        return []
-    changed, rest = setup.changed(record.settings), setup.unchanged(record.settings)
-    return [changed, Details(f"{len(rest.rows)} settings at their defaults", [rest])]
 
 
 def _versions(record: Record) -> list[Block]:

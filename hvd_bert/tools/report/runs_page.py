@@ -30,34 +30,31 @@ def make_page(
     `groups`: runs whose speeds can be compared. `compared`: tables with a speed-up.
     """
     page = Page(f"Report on {len(records)} runs")
+    costs: list[Block] = []
     for place, table in enumerate(compared, start=1):
-        page.add(Text(table.title, 2), tables.headline(table), *_panels(table, place, "speedup", "efficiency"))
-        page.add(tables.speedups(table))
+        speeds = _panels(table, place, "speedup", "efficiency")
+        page.add_section(table.title, tables.headline(table), *speeds, tables.speedups(table))
+        costs += [Text(table.title, 3)] if len(compared) > 1 else []
+        costs += [tables.costs(table), *_panels(table, place, "throughput", "memory")]
     if not compared:
         page.add(Text("No two of these runs can be compared for speed, so there are no measured speed-ups."))
-    caveats = tables.caveats(compared)
-    if caveats:
-        page.add(Text("Caveats", 2), Listing(caveats))
+    page.add_section("Caveats", *_listed(tables.caveats(compared)))
     differing = setup.differences(records)
-    same = "All recorded settings, inputs and versions are the same."
-    page.add(Text("What differs", 2), differing if len(differing.head) > 1 else Text(same))
-    if set_up:
-        page.add(Text("Set-up", 2), *set_up)
-    page.add(Text("Runs", 2), _folded(overview(records)))
-    for place, table in enumerate(compared, start=1):
-        page.add(*([Text("Time, memory and loss", 2)] if place == 1 else []))
-        page.add(*([Text(table.title, 3)] if len(compared) > 1 else []), tables.costs(table))
-        page.add(*_panels(table, place, "throughput", "memory"))
-    repeated = repeats(groups)
-    if repeated:
-        page.add(Text("Repeats over seeds", 2), _folded(repeated))
-        page.add(
-            Text("The 95 % interval of the mean is by the t-distribution: it assumes normally distributed values.")
-        )
+    same = Text("All recorded settings, inputs and versions are the same.")
+    page.add_section("What differs", differing if len(differing.head) > 1 else same)
+    page.add_section("Set-up", *set_up)
+    page.add_section("Runs", _folded(overview(records)))
+    page.add_section("Time, memory and loss", *costs)
+    if repeated := repeats(groups):
+        how = "The 95 % interval of the mean is by the t-distribution: it assumes normally distributed values."
+        page.add_section("Repeats over seeds", _folded(repeated), Text(how))
     page.add(Text("Curves", 2), *curves.of_runs(records, groups))
-    if reasons:
-        page.add(Text("Without a speed-up", 2), Listing(reasons))
+    page.add_section("Without a speed-up", *_listed(reasons))
     return page
+
+
+def _listed(items: Sequence[str]) -> list[Block]:
+    return [Listing(items)] if items else []
 
 
 def _folded(grid: Grid) -> Block:

@@ -10,7 +10,7 @@ from typing import Any
 from hvd_bert.config.settings import FLAGS, STRATEGIES
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering import DASH, shown
-from hvd_bert.tools.rendering.page import Block, Code, Grid, Text
+from hvd_bert.tools.rendering.page import Block, Code, Details, Grid, Text
 from hvd_bert.tools.runs.record import Record
 from hvd_bert.tools.runs.tolerant import converted, finite_number
 
@@ -91,25 +91,18 @@ def _text(key: str, value: Any) -> str:
     return Path(value).name if str(value).startswith("/") else shown(value)
 
 
-def changed(settings: Mapping[str, Any]) -> Grid:
-    """The settings that differ from their defaults."""
-    rows = []
-    for name, value in settings.items():
-        if _is_changed(name, value):
-            flag = FLAGS.get(name)
+def settings(record: Record) -> list[Block]:
+    """The settings that differ from their defaults, and the others."""
+    changed, others = [], []
+    for name, value in record.settings.items():
+        flag = FLAGS.get(name)
+        if flag and value == flag.default:
+            others.append([f"--{name}", shown(value)])
+        else:
             default = (flag.default_text if flag.default is None else shown(flag.default)) if flag else "unknown flag"
-            rows.append([f"--{name}", shown(value), default or DASH])
-    return Grid(["setting", "value", "default"], rows, words=3)
-
-
-def unchanged(settings: Mapping[str, Any]) -> Grid:
-    """The settings that have their defaults."""
-    rows = [[f"--{name}", shown(value)] for name, value in settings.items() if not _is_changed(name, value)]
-    return Grid(["setting", "value"], rows, words=2)
-
-
-def _is_changed(name: str, value: Any) -> bool:
-    return name not in FLAGS or value != FLAGS[name].default
+            changed.append([f"--{name}", shown(value), default or DASH])
+    rest = Details(f"{len(others)} settings at their defaults", [Grid(["setting", "value"], others, words=2)])
+    return [Grid(["setting", "value", "default"], changed, words=3), rest] if record.settings else []
 
 
 def differences(records: Sequence[Record]) -> Grid:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from hvd_bert.storage.reading import GIB
@@ -31,8 +30,6 @@ class Column:
         runs, report: In runs.csv and report.csv.
         speed, cost: In the page's two tables, of which the first is also printed and in report.tex.
         text: Formats the figure for these two.
-        needed: They have the column if one of the runs needs it.
-        wide: The terminal does not have it.
     """
 
     of_run: Callable[[Record], Any] = lambda run: None
@@ -42,8 +39,6 @@ class Column:
     speed: str = ""
     cost: str = ""
     text: Callable[[Any], str] = shown
-    needed: Callable[[Record], bool] = lambda run: True
-    wide: bool = False
 
     def value(self, line: Compared) -> Any:
         """The figure of a row."""
@@ -68,14 +63,6 @@ def _score(value: float | None) -> str:
     return number(value, ".4f" if value is not None and abs(value) <= 1 else ".2f")
 
 
-def _on_several_nodes(run: Record) -> bool:
-    return run.nodes > 1
-
-
-def _has_several_devices(run: Record) -> bool:
-    return run.devices != run.results.world_size
-
-
 def _hours(value: float) -> str:
     return format(value, "#.3g" if value < 100 else ",.0f")
 
@@ -91,9 +78,9 @@ COLUMNS = (
     Column(of_run=lambda run: run.results.strategy, runs="strategy"),
     Column(of_row=lambda line: line.group.label, report="strategy", cost="strategy"),
     Column(of_row=lambda line: line.group.label + (LEFT_OUT if line.reason else ""), speed="strategy"),
-    Column(of_run=lambda run: run.nodes, runs="nodes", report="nodes", speed="nodes", needed=_on_several_nodes),
+    Column(of_run=lambda run: run.nodes, runs="nodes", report="nodes", speed="nodes"),
     Column(of_run=lambda run: run.results.world_size, runs="ranks", report="ranks", speed="ranks", cost="ranks"),
-    Column(of_run=lambda run: run.devices, runs="devices", report="devices", speed="GPUs", needed=_has_several_devices),
+    Column(of_run=lambda run: run.devices, runs="devices", report="devices", speed="GPUs"),
     Column(of_run=lambda run: run.results.global_batch, runs="global_batch", report="global_batch"),
     Column(of_run=lambda run: run.results.train_steps, runs="steps", report="steps"),
     Column(of_run=lambda run: run.results.train_samples, runs="windows"),
@@ -110,23 +97,17 @@ COLUMNS = (
     Column(of_run=lambda run: run.windows_per_s, runs="windows_per_s", report="windows_per_s"),
     Column(of_row=lambda line: line.group.spread()[0], report="windows_per_s_least"),
     Column(of_row=lambda line: line.group.spread()[1], report="windows_per_s_most"),
-    Column(of_row=lambda line: line.group.spread(), cost="{unit}/s, min to max", text=_range),
+    Column(of_row=lambda line: line.group.spread(), cost="UNIT/s, min to max", text=_range),
     Column(of_row=lambda line: line.speedup, report="speedup", speed="speed-up", text=_digits(".2f")),
     Column(of_row=lambda line: line.speedup_min, report="speedup_least"),
     Column(of_row=lambda line: line.speedup_max, report="speedup_most"),
     Column(of_row=lambda line: (line.speedup_min, line.speedup_max), speed=f"{RANGE:.0%} range", text=_range),
     Column(of_row=lambda line: line.total_speedup, report="total_speedup"),
     Column(of_row=lambda line: line.efficiency, report="efficiency", speed="efficiency", text=_digits(".2f")),
-    Column(of_row=lambda line: line.total_speedup, speed="total speed-up", text=_digits(".2f"), wide=True),
-    Column(
-        of_row=lambda line: line.serial,
-        report="serial_fraction",
-        speed="serial fraction",
-        text=_digits(".3f"),
-        wide=True,
-    ),
-    Column(of_run=lambda run: run.windows_per_s, speed="{unit}/s", text=_digits(".2f")),
-    Column(of_row=_device_hours, report="device_hours", speed="{hours}", text=_hours),
+    Column(of_row=lambda line: line.total_speedup, speed="total speed-up", text=_digits(".2f")),
+    Column(of_row=lambda line: line.serial, report="serial_fraction", speed="serial fraction", text=_digits(".3f")),
+    Column(of_run=lambda run: run.windows_per_s, speed="UNIT/s", text=_digits(".2f")),
+    Column(of_row=_device_hours, report="device_hours", speed="HOURS", text=_hours),
     Column(of_row=lambda line: len(line.group.runs), speed="runs"),
     Column(of_run=lambda run: run.step_s, runs="step_s"),
     Column(of_run=lambda run: run.exposed_share, runs="exposed_share"),
@@ -143,31 +124,31 @@ COLUMNS = (
 
 def speedups(table: ScalingTable, brief: bool = False) -> Grid:
     """The table of times, speed-ups and efficiencies. `brief`: fits a terminal's width."""
-    return _grid(table, [each for each in _titled(table, "speed") if not (brief and each[1].wide)])
+    runs = [line.group.one for line in table.lines]
+    hidden = {"total speed-up", "serial fraction"} if brief else set()
+    hidden |= {"nodes"} if all(run.nodes == 1 for run in runs) else set()
+    hidden |= {"GPUs"} if all(run.devices == run.results.world_size for run in runs) else set()
+    columns = [(column.speed, column) for column in COLUMNS if column.speed and column.speed not in hidden]
+    return _grid(table, columns)
 
 
 def costs(table: ScalingTable) -> Grid:
     """The table of process times, memory, losses and scores."""
-    names = dict.fromkeys(name for line in table.lines for name in line.group.one.final_scores)
-    scores = [(SHORT.get(name, name), Column(of_run=partial(_final_score, name), text=_score)) for name in names]
-    return _grid(table, [*_titled(table, "cost"), *scores])
+    columns = [(column.cost, column) for column in COLUMNS if column.cost]
+    scores = dict.fromkeys(name for line in table.lines for name in line.group.one.final_scores)
+    return _grid(table, [*columns, *((SHORT.get(name, name), _score_column(name)) for name in scores)])
 
 
-def _final_score(name: str, run: Record) -> float | None:
-    return run.final_scores.get(name)
-
-
-def _titled(table: ScalingTable, where: str) -> list[tuple[str, Column]]:
-    """The columns that have a title at `where`, with the title."""
-    base, runs = table.baseline.one, [line.group.one for line in table.lines]
-    words = {"unit": base.unit, "hours": "core-hours" if base.on_cpu else "GPU-hours"}
-    columns = [(getattr(column, where), column) for column in COLUMNS if any(map(column.needed, runs))]
-    return [(title.format(**words), column) for title, column in columns if title]
+def _score_column(name: str) -> Column:
+    return Column(of_run=lambda run: run.final_scores.get(name), text=_score)
 
 
 def _grid(table: ScalingTable, columns: Sequence[tuple[str, Column]]) -> Grid:
+    base = table.baseline.one
+    hours = "core-hours" if base.on_cpu else "GPU-hours"
+    head = [title.replace("UNIT", base.unit).replace("HOURS", hours) for title, _ in columns]
     rows = [[column.text(column.value(line)) for _, column in columns] for line in table.lines]
-    return Grid([title for title, _ in columns], rows).without_empty()
+    return Grid(head, rows).without_empty()
 
 
 def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,34 +72,25 @@ def _walk(path: Path) -> Iterable[tuple[Path, set[str]]]:
         yield Path(folder), set(files)
 
 
-def excluded_by_sweeps(paths: Sequence[Path]) -> dict[Path, Excluded]:
-    """Runs that a sweep in or below `paths` skipped or that failed: folder (it may not exist) -> run and reason."""
-    found: dict[Path, Excluded] = {}
-    for folder in _sweeps(paths):
+def sweeps(paths: Sequence[Path]) -> tuple[list[str], dict[Path, Excluded]]:
+    """The last command of each sweep in or below `paths`, and the runs that it skipped or that failed.
+
+    The second is by the run's folder, which may not exist.
+    """
+    commands, excluded = [], {}
+    for folder in (folder for path in paths for folder, files in _walk(path) if SWEEP in files):
         try:
-            points = convert(read_json(folder / SWEEP), SweepFile).points
+            sweep = convert(read_json(folder / SWEEP), SweepFile)
         except (OSError, ValueError) as error:
-            found[folder / SWEEP] = Excluded(str(folder), unreadable(folder / SWEEP, error))
+            excluded[folder / SWEEP] = Excluded(str(folder), unreadable(folder / SWEEP, error))
             continue
+        commands += [shlex.join(sweep.command)] if sweep.command else []
         together: dict[tuple[str, str], list[str]] = {}
-        for point in points:
+        for point in sweep.points:
             if point.state in ("skipped", "failed"):
                 why = f"{point.state}: {(point.reason or 'no reason is recorded').rstrip('.')}"
                 together.setdefault((point.strategy, why), []).append(point.name)
         for (strategy, why), names in together.items():
-            excluded = Excluded(f"{strategy} ({', '.join(names)} of {folder})", why)
-            found |= {folder / name: excluded for name in names}
-    return found
-
-
-def _sweeps(paths: Sequence[Path]) -> Iterable[Path]:
-    return (folder for path in paths for folder, files in _walk(path) if SWEEP in files)
-
-
-def sweep_commands(paths: Sequence[Path]) -> list[str]:
-    """The last command of each sweep in or below `paths`."""
-    found = []
-    for folder in _sweeps(paths):
-        with suppress(OSError, ValueError):  # `excluded_by_sweeps` has the reason
-            found.append(shlex.join(convert(read_json(folder / SWEEP), SweepFile).command))
-    return list(filter(None, found))
+            one = Excluded(f"{strategy} ({', '.join(names)} of {folder})", why)
+            excluded |= {folder / name: one for name in names}
+    return commands, excluded
