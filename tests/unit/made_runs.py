@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,12 @@ def make_run(
         last = scores if named is scores else dict(zip(("exact_match", "f1"), scores, strict=True))
         (folder / "eval_results.json").write_text(json.dumps(last))
     return folder
+
+
+def text_of(page: Path) -> str:
+    """The text of an HTML page, with bars between the cells of a table."""
+    body = re.sub(r"<(script|style)\b.*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return html.unescape(re.sub(r"<[^>]*>", "", re.sub(r"</t[hd]><t[hd][^>]*>", " | ", body)))
 
 
 def make_samples(folder: Path, question: str = "Which box?") -> None:

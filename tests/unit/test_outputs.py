@@ -32,7 +32,7 @@ from hvd_bert.tools.doctor.__main__ import main as doctor
 from hvd_bert.tools.evaluate import __main__ as evaluation_flags
 from hvd_bert.tools.evaluate import running as evaluation
 from hvd_bert.tools.report.__main__ import main as report
-from hvd_bert.tools.runs import reading
+from hvd_bert.tools.runs import record
 from hvd_bert.tools.runs.out_folder import opened
 from hvd_bert.tools.timeline import __main__ as timeline_module
 from hvd_bert.tools.timeline.__main__ import main as timeline
@@ -89,19 +89,19 @@ def test_inputs_are_no_outputs(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("command", ["timeline", "report"])
 def test_outputs_that_appear_meanwhile_stay(tmp_path, monkeypatch, capsys, command):
-    source, out = test_timeline.training(4).write(tmp_path / "t.json"), tmp_path / "out" / "report.md"
+    source, out = test_timeline.training(4).write(tmp_path / "t.json"), tmp_path / "out" / "report.html"
     out.parent.mkdir()
-    run, read = make_run(tmp_path / "run"), {"timeline": timeline_module.read, "report": reading.read}[command]
+    run, read = make_run(tmp_path / "run"), {"timeline": timeline_module.read, "report": record.read}[command]
 
     def meanwhile(*given: object, **more: object) -> object:
         out.write_text("another's")
         return read(*given, **more)
 
-    monkeypatch.setattr(timeline_module if command == "timeline" else reading, "read", meanwhile)
+    monkeypatch.setattr(timeline_module if command == "timeline" else record, "read", meanwhile)
     words = [str(source), "--html", str(out)] if command == "timeline" else [str(run), "--out", str(out.parent)]
     assert {"timeline": timeline, "report": report}[command](words) == EXIT_BAD_INPUT
     assert "add --overwrite" in capsys.readouterr().err
-    assert out.read_text() == "another's" and os.listdir(out.parent) == ["report.md"]
+    assert out.read_text() == "another's" and os.listdir(out.parent) == ["report.html"]
 
 
 def state(path: Path) -> object:
@@ -129,10 +129,10 @@ def test_a_report_replaces_an_earlier_one_with_overwrite(tmp_path, capsys):
     for again in (lambda: report(command), lambda: sweep.main(["--report", str(out), "--out", "new"])):
         assert again() == 2
         check_refusal(capsys.readouterr().err.rstrip(), f" {out} ", "report.md, runs.csv", "--overwrite")
-        assert (out / "report.md").read_text() == "earlier"
+        assert (out / "runs.csv").read_text() == "earlier"
     assert report([*command, "--overwrite"]) == 0
-    assert sorted(os.listdir(out)) == ["notes.txt", "report.html", "report.md", "scaling_gpu.png"]
-    assert (out / "report.md").read_text() != "earlier" and {(out / name).read_text() for name in others} == {"earlier"}
+    assert sorted(os.listdir(out)) == ["notes.txt", "report.html", "scaling_gpu.png"]
+    assert {(out / name).read_text() for name in others} == {"earlier"}
 
 
 @pytest.mark.parametrize("what", ["file", "fifo", "link"])

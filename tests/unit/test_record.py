@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_runs import make_run, make_samples
+from made_runs import make_run, make_samples, text_of
 
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import take
 from hvd_bert.tools.rendering.figures import COLOURS
-from hvd_bert.tools.report import parts, run_page
+from hvd_bert.tools.report import comparison, curves, run_page, setup
 from hvd_bert.tools.report.__main__ import main
-from hvd_bert.tools.report.comparison import grouped
-from hvd_bert.tools.runs import reading, record
+from hvd_bert.tools.runs import finding, record
 
 
 def unfinished(folder: Path, *events: dict[str, Any]) -> Path:
@@ -32,19 +31,18 @@ def unfinished(folder: Path, *events: dict[str, Any]) -> Path:
 
 
 def page(folder: Path) -> str:
-    """The page as Markdown, by the command."""
+    """The text of the page that the command writes."""
     assert main([str(folder), "--out", str(folder.parent / "page"), "--overwrite"]) == 0
-    return (folder.parent / "page" / "report.md").read_text()
+    return text_of(folder.parent / "page" / "report.html")
 
 
 def test_a_run_that_is_still_going(tmp_path, capsys):
     folder = unfinished(tmp_path / "run")
     with take(folder / ".lock", wait=False):
-        assert record.read(folder).state == "running"
+        found = record.read(folder)
         text = page(folder)
-    assert "**Still running.**" in text and "step 20 of 40 (50%)" in text
-    assert "about 32 s left" in text  # 20 steps of 1.6 s
-    assert "| a | 0 | - |" in text and "Loss:" in text and "damaged" not in text
+    assert (found.state, found.step, found.remaining_s) == ("running", 20, pytest.approx(20 * 1.6))
+    assert "step 20 of 40 (50%), about 32 s left" in text and "a | 0 | -" in text and found.problems == []
     assert "Still running. At" in capsys.readouterr().out
     assert record.read(folder).state == "ended"
 
@@ -67,13 +65,12 @@ def test_a_run_whose_lock_is_not_visible_here(tmp_path, monkeypatch, other_host)
 def test_a_failed_run_has_its_reason(tmp_path):
     end = {"event": "end", "message": "hvd_bert: The loss is nan at step 20."}
     folder = unfinished(tmp_path / "run", {"event": "warning", "ranks": [1, 2], "message": "odd"}, end, end)
-    text = page(folder)
-    assert "**Not finished, last logged step 20 of 40 (50%).** The loss is nan at step 20.\n" in text
-    assert "- ranks 1, 2: odd\n" in text
+    found, text = record.read(folder), page(folder)
+    assert (found.state, found.ended) == ("ended", "The loss is nan at step 20.")
+    assert found.ended in text and "last logged step 20 of 40 (50%)" in text and "ranks 1, 2: odd\n" in text
     with (folder / "events.jsonl").open("a") as file:  # it was resumed, and killed
         file.write(json.dumps({"event": "start", "train_steps": 40}) + "\n")
-    text = page(folder)
-    assert "No reason is recorded" in text and "nan" not in text and "odd" in text
+    assert record.read(folder).ended == "" and "nan" not in page(folder)
 
 
 def test_a_finished_run(tmp_path):
@@ -90,17 +87,27 @@ def test_a_finished_run(tmp_path):
         checkpoint.mkdir()
         (checkpoint / "state.json").write_text(json.dumps({"best": {"metric": "f1", "value": best, "step": step}}))
     text = page(folder)
-    shown = (folder.parent / "page" / "report.html").read_text()
-    assert "Not the red box of the shed: in the hall is <mark>the red box</mark>." in shown
-    assert "**Finished:** EM 60 and F1 70 after 40 steps in 1 min 10 s on 2 ranks with horovod" in text
-    assert "| forward and backward | 1.44 s | 90.0 % |" in text and "| step | 1.6 s | 100.0 % |" in text
-    assert "## GPU usage" in text and "| rank 1 | 2 | 1 | 2 | 91 | 91 | 91 | 91 |" in text
-    assert "### Right (1)" in text and "### Wrong (1)" in text and "| gold | the red box |" in text
-    assert "| a100-00 | 0 | cuda:0 |" in text and "| 1 | a100-01 | 0 | cuda:0 | 101 | 90 | 5 | 2.00 |" in text
-    assert "| checkpoint-40 | 40 |" in text and "Best f1: 2, at step 40." in text
-    assert "| --learning\\_rate | 0.001 | 5e-05 |" in text and "| --bf16 | yes | no |" in text
-    assert "| --old\\_flag | 3 | unknown flag |" in text and "| --seed | 42 |" in text
-    assert f"python -m hvd_bert.train --config {folder}/train_config.yaml --output_dir NEW_FOLDER" in text
+    assert "<mark>the red box</mark>" in (folder.parent / "page" / "report.html").read_text()
+    for part in (
+        "Not the red box of the shed: in the hall is the red box.",
+        "EM 60 and F1 70 after 40 steps in 1 min 10 s on 2 ranks with horovod",
+        "forward and backward | 1.44 s | 90.0 %\n",
+        "step | 1.6 s | 100.0 %\n",
+        "rank 1 | 2 | 1 | 2 | 91 | 91 | 91 | 91\n",
+        "Right (1)",
+        "Wrong (1)",
+        "gold | the red box\n",
+        "a100-00 | 0 | cuda:0\n",
+        "1 | a100-01 | 0 | cuda:0 | 101 | 90 | 5 | 2.00\n",
+        "checkpoint-40 | 40\n",
+        "Best f1: 2, at step 40.",
+        "--learning_rate | 0.001 | 5e-05\n",
+        "--bf16 | yes | no\n",
+        "--old_flag | 3 | unknown flag\n",
+        "--seed | 42\n",
+        f"python -m hvd_bert.train --config {folder}/train_config.yaml --output_dir NEW_FOLDER",
+    ):
+        assert part in text
 
 
 def test_a_run_that_only_evaluated(tmp_path):
@@ -110,8 +117,9 @@ def test_a_run_that_only_evaluated(tmp_path):
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "eval_accuracy": 0.5}) + "\n")
     (folder / "eval_config.yaml").write_text("do_train: false\n")
     (folder / "events.jsonl").write_text(json.dumps({"event": "start", "scores": ["accuracy"]}) + "\n")
-    text = page(folder)
-    assert "**Finished.** Evaluated only." in text and "| accuracy | 0.5 |" in text and "eval_config.yaml" in text
+    found, text = record.read(folder), page(folder)
+    assert (found.state, found.trained, found.score("accuracy")) == ("finished", False, 0.5)
+    assert "Evaluated only." in text and "accuracy0.5" in text and "eval_config.yaml" in text
 
 
 def test_lines_of_steps_in_disorder_are_left_out(tmp_path):
@@ -119,10 +127,11 @@ def test_lines_of_steps_in_disorder_are_left_out(tmp_path):
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     lines = [line | {"step": step} for step in (1, 2, 2, 1, 3, 10**400)] + [line | {"step": 4, "loss": None}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    read = record.read(folder)
-    assert read.steps["step"].tolist() == [1, 2, 3, 4]
+    found = record.read(folder)
+    assert found.steps["step"].tolist() == [1, 2, 3, 4]
+    (problem,) = found.problems
     text = page(folder)
-    assert "lines without a step that increases are left out (3)" in text and "nan" not in text
+    assert "(3)" in problem and problem in text and "nan" not in text
 
 
 def test_an_evaluation_in_the_folder_of_a_training(tmp_path):
@@ -132,7 +141,7 @@ def test_an_evaluation_in_the_folder_of_a_training(tmp_path):
     lines = (training | ranks, {"event": "start", "command": "python -m hvd_bert.train --no_do_train"})
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = page(folder)
-    assert "python train.py" in text and "do_train" not in text and "| ranks | 2 |" in text
+    assert "python train.py" in text and "do_train" not in text and "ranks2" in text
     assert "Each of the 2 ranks was started as:" in text
 
 
@@ -163,7 +172,7 @@ def test_any_content_gives_a_page(tmp_path, data, value):
     row[data.draw(st.sampled_from(sorted(row)))] = value
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = run_page.make_page(record.read(folder))
-    assert made.as_markdown() and run_page.summary(record.read(folder))
+    assert made.as_html() and run_page.summary(record.read(folder))
 
 
 def test_skipped_steps_are_shown_with_their_windows(tmp_path):
@@ -173,8 +182,8 @@ def test_skipped_steps_are_shown_with_their_windows(tmp_path):
     skipped = {"event": "skipped_step", "step": 70, "grad_norm": "nan", "batch": batch}
     damaged = {"event": "skipped_step", "step": None, "batch": [3, {"windows": 5}]}
     text = page(unfinished(tmp_path / "run", *events, skipped, damaged))
-    assert f"| 70 | 3 | {', '.join(names[:8])} and 2 more |" in text and "| None | - | - |" in text
-    assert "10 earlier events are not shown" in text and "| 10 | -" in text and "| 9 | -" not in text
+    assert f"70 | 3 | {', '.join(names[:8])} and 2 more\n" in text and "None | - | -\n" in text
+    assert "10 earlier events are not shown" in text and "\n10 | -" in text and "\n9 | -" not in text
 
 
 def made(folder: Path, text: str, **results: object) -> record.Record:
@@ -183,17 +192,24 @@ def made(folder: Path, text: str, **results: object) -> record.Record:
     return record.read(folder)
 
 
-def test_few_differences_are_a_row_per_run(tmp_path):
+def test_few_differences_are_a_row_per_run_that_repeats_share(tmp_path):
     records = [made(tmp_path / str(seed), f"seed: {seed}\noutput_dir: {seed}\n", seed=seed) for seed in range(3)]
-    grid = parts.differences(records)
+    grid = setup.differences(records)
     assert [grid.head, grid.rows[2]] == [["run", "--seed"], [str(tmp_path / "2"), "2"]]
-
-
-def test_repeats_share_a_row_of_differences(tmp_path):
     texts = {f"{bf16}-{seed}": f"seed: {seed}\nbf16: {bf16}\n" for bf16 in ("true", "false") for seed in (1, 2)}
-    grid = parts.differences([made(tmp_path / name, text) for name, text in texts.items()])
+    grid = setup.differences([made(tmp_path / name, text) for name, text in texts.items()])
     assert grid.head == ["run", "--bf16"]
     assert grid.rows == [[f"{tmp_path}/true-1 and 1 more", "yes"], [f"{tmp_path}/false-1 and 1 more", "no"]]
+
+
+def test_many_differences_are_a_column_per_run(tmp_path):
+    first = made(tmp_path / "a", "seed: 1\nbf16: true\n")
+    second = made(tmp_path / "b", "seed: 2\n", versions={"torch": "2.6.0"}, work={"the model": "other"})
+    grid = setup.differences([first, second])
+    assert grid.head == ["what", str(tmp_path / "a"), str(tmp_path / "b")]
+    rows = {row[0]: row[1:] for row in grid.rows}
+    assert rows["--seed"] == ["1", "2"] and rows["--bf16"] == ["yes", "-"]
+    assert rows["torch"] == ["2.13.0", "2.6.0"] and "the model" in rows and "the training data" not in rows
 
 
 def test_repeats_are_a_curve_with_a_band(tmp_path):
@@ -201,9 +217,9 @@ def test_repeats_are_a_curve_with_a_band(tmp_path):
         make_run(tmp_path / f"hvd-{seed}", "horovod", 2, seed=seed, loss=loss, every=10 if seed else 1)
     make_run(tmp_path / "none")
     (make_run(tmp_path / "ended", "horovod", 2) / "train_results.json").unlink()
-    records = [record.read(folder) for folder in reading.find([tmp_path])]
-    runs, _ = reading.comparable(records, {})
-    charts = {chart.title: chart.series for chart in parts.of_runs(records, grouped(runs))}
+    records = [record.read(folder) for folder in finding.find([tmp_path])]
+    runs, _ = comparison.comparable(records, {})
+    charts = {chart.title: chart.series for chart in curves.of_runs(records, comparison.grouped(runs))}
     none, horovod, ended = charts["Training loss"]
     assert [series.name for series in (none, horovod, ended)] == ["none, 1 rank", "horovod, 2 ranks", "ended"]
     assert list(horovod.x) == [1, 10, 20, 30, 40], "steps that all runs logged"
@@ -211,20 +227,10 @@ def test_repeats_are_a_curve_with_a_band(tmp_path):
     assert none.colour == 0 and horovod.colour == 1 + len(COLOURS), "as in the plots, and dashed"
 
 
-def test_many_differences_are_a_column_per_run(tmp_path):
-    first = made(tmp_path / "a", "seed: 1\nbf16: true\n")
-    second = made(tmp_path / "b", "seed: 2\n", versions={"torch": "2.6.0"}, work={"the model": "other"})
-    grid = parts.differences([first, second])
-    assert grid.head == ["what", str(tmp_path / "a"), str(tmp_path / "b")]
-    rows = {row[0]: row[1:] for row in grid.rows}
-    assert rows["--seed"] == ["1", "2"] and rows["--bf16"] == ["yes", "-"]
-    assert rows["torch"] == ["2.13.0", "2.6.0"] and "the model" in rows and "the training data" not in rows
-
-
 def test_charts_of_two_tasks_have_their_units(tmp_path):
     for unit, score in (("windows", "exact_match"), ("images", "accuracy")):
         with (make_run(tmp_path / unit, unit=unit, scores={score: 0.5}) / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 41, f"eval_{score}": 0.5}) + "\n")
-    charts = parts.of_runs([record.read(tmp_path / unit) for unit in ("windows", "images")], [])
+    charts = curves.of_runs([record.read(tmp_path / unit) for unit in ("windows", "images")], [])
     units = {chart.title: chart.y_title for chart in charts}
     assert (units["EM"], units["accuracy"], units["Throughput"]) == ("percent", "score", "windows/s or images/s")

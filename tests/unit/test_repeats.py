@@ -10,7 +10,7 @@ from hvd_bert.tools.report import comparison
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import grouped
 from hvd_bert.tools.report.runs_page import interval, repeats
-from hvd_bert.tools.runs import reading
+from hvd_bert.tools.runs import finding, record
 
 
 @pytest.mark.parametrize("count", [2, 11, 31])
@@ -25,7 +25,7 @@ def test_repeats_of_runs(tmp_path):
     for seed, f1 in enumerate((70.0, 71.0, 72.0)):
         make_run(tmp_path / f"{seed}", seed=seed, scores=(60.0, f1))
     make_run(tmp_path / "one", "horovod", 2, scores=(1.0, 2.0))
-    runs = [reading.read(folder) for folder in reading.find([tmp_path])]
+    runs = [record.read(folder) for folder in finding.find([tmp_path])]
     grid = repeats(grouped(runs))
     assert grid is not None
     assert [row[:2] for row in grid.rows] == [["none, 1 rank", name] for name in ("EM", "F1", "last loss", "windows/s")]
@@ -36,7 +36,7 @@ def test_range_of_a_speedup_is_within_the_extremes_of_both_sides(tmp_path):
     groups = {}
     for name, slowest in (("base", 8), ("faster", 18)):
         runs = [make_run(tmp_path / f"{name}-{more}", windows_per_s=slowest + more) for more in range(5)]
-        groups[name] = Group(tuple(map(reading.read, runs)), name)
+        groups[name] = Group(tuple(map(record.read, runs)), name)
     minimum, maximum = comparison.speedup_range(groups["base"], groups["faster"])
     # All extremes at once are less likely than 2.5 %: 0.058 squared.
     assert 18 / 12 < minimum < 1.7 and 2.3 < maximum < 22 / 8
