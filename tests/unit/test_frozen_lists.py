@@ -67,9 +67,9 @@ MODULES = {
     "tools/bench": "__main__ host_time points progress speed sweep",
     "tools/doctor": "__main__ checks collective diagnosis hosts launch_line lines probes prove ranks remote",
     "tools/evaluate": "__main__ evaluation_page paired running slices",
-    "tools/rendering": "charts figures files page",
-    "tools/report": "__main__ comparability comparison content parts plots run_page runs_page setup",
-    "tools/runs": "failure launching one_run out_folder reading record trainer_flags",
+    "tools/rendering": "charts figures page report_files",
+    "tools/report": "__main__ comparability comparison curves plots run_page runs_page setup tables",
+    "tools/runs": "failure finding launching one_run out_folder record tolerant trainer_flags",
     "tools/timeline": "__main__ analysis content events spans steps",
     "tools/tune": "__main__ search",
     "training": """
