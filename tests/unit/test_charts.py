@@ -17,10 +17,10 @@ Values = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=300)
 @given(Values, st.integers(6, 100))
 def test_downsampling_keeps_ends_and_extremes(values, limit):
     y = np.array(values)
-    x, kept = downsample(np.arange(len(y), dtype=float), y, limit)
-    assert len(kept) <= max(limit, 1)
-    assert (kept == y[x.astype(int)]).all() and (np.diff(x) > 0).all()
-    assert (kept[0], kept[-1], kept.min(), kept.max()) == (y[0], y[-1], y.min(), y.max())
+    x, chosen = downsample(np.arange(len(y), dtype=float), y, limit)
+    assert len(chosen) <= max(limit, 1)
+    assert (chosen == y[x.astype(int)]).all() and (np.diff(x) > 0).all()
+    assert (chosen[0], chosen[-1], chosen.min(), chosen.max()) == (y[0], y[-1], y.min(), y.max())
 
 
 def test_a_spike_of_one_step_is_kept():

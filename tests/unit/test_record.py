@@ -89,22 +89,16 @@ def test_a_finished_run(tmp_path):
     text = page(folder)
     assert "<mark>the red box</mark>" in (folder.parent / "page" / "report.html").read_text()
     for part in (
-        "Not the red box of the shed: in the hall is the red box.",
+        "Not the red box of the shed: in the hall is the red box.\n",
         "EM 60 and F1 70 after 40 steps in 1 min 10 s on 2 ranks with horovod",
         "forward and backward | 1.44 s | 90.0 %\n",
-        "step | 1.6 s | 100.0 %\n",
         "rank 1 | 2 | 1 | 2 | 91 | 91 | 91 | 91\n",
-        "Right (1)",
-        "Wrong (1)",
-        "gold | the red box\n",
         "a100-00 | 0 | cuda:0\n",
         "1 | a100-01 | 0 | cuda:0 | 101 | 90 | 5 | 2.00\n",
         "checkpoint-40 | 40\n",
         "Best f1: 2, at step 40.",
         "--learning_rate | 0.001 | 5e-05\n",
-        "--bf16 | yes | no\n",
         "--old_flag | 3 | unknown flag\n",
-        "--seed | 42\n",
         f"python -m hvd_bert.train --config {folder}/train_config.yaml --output_dir NEW_FOLDER",
     ):
         assert part in text

@@ -80,8 +80,8 @@ class Chart:
 def finite(series: Series) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The points of a curve that have values."""
     x, y = np.asarray(series.x, dtype=np.float64), np.asarray(series.y, dtype=np.float64)
-    kept = np.isfinite(x) & np.isfinite(y)
-    return x[kept], y[kept]
+    known = np.isfinite(x) & np.isfinite(y)
+    return x[known], y[known]
 
 
 def _curve(series: Series, limit: int) -> dict[str, Any]:
@@ -112,8 +112,8 @@ def downsample(
     edges = np.linspace(0, len(y), (limit - 2) // 2 + 1).astype(int)
     parts = [(start, y[start:end]) for start, end in itertools.pairwise(edges)]
     extremes = [start + part.argmin() for start, part in parts] + [start + part.argmax() for start, part in parts]
-    kept = np.unique([0, *extremes, len(y) - 1])
-    return x[kept], y[kept]
+    chosen = np.unique([0, *extremes, len(y) - 1])
+    return x[chosen], y[chosen]
 
 
 def scripts() -> list[Markup]:

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
@@ -26,18 +26,8 @@ from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import MAX_YAML_BYTES, Count, Positive, convert, read_text
 from hvd_bert.tools.rendering import SHORT
-from hvd_bert.tools.runs.tolerant import (
-    LARGEST,
-    LineArrays,
-    columns,
-    converted,
-    finite_number,
-    load,
-    load_object,
-    objects,
-    read_lines,
-    read_metrics,
-)
+from hvd_bert.tools.runs import tolerant
+from hvd_bert.tools.runs.tolerant import LARGEST, LineArrays, converted, finite_number, load_object, objects
 
 RESULTS, METRICS, SETTINGS = "train_results.json", "metrics.jsonl", "train_config.yaml"
 EVALUATED_ONLY, EVALUATION = "eval_config.yaml", "eval_results.json"
@@ -108,11 +98,11 @@ class Record:
     samples: Sequence[Mapping[str, Any]]
     checkpoints: Mapping[str, int]
     best: Mapping[str, Any]
-    ended: str = ""
-    warnings: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    skipped_steps: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    worlds: Sequence[str] = ()
-    problems: list[str] = field(default_factory=list)
+    ended: str
+    warnings: Sequence[Mapping[str, Any]]
+    skipped_steps: Sequence[Mapping[str, Any]]
+    worlds: Sequence[str]
+    problems: Sequence[str]
 
     @property
     def step(self) -> int:
@@ -282,14 +272,14 @@ class Record:
 def read(folder: Path) -> Record:
     """Read the run in a folder. It may be written at the same time."""
     problems: list[str] = []
-    events = objects(list(read_lines(folder / EVENTS, problems)))
+    events = objects(list(tolerant.read_lines(folder / EVENTS, problems)))
     starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
     # A later evaluation in the folder of a training is not how the run was started.
     begins = [events[number] for number in starts if "train_steps" in events[number]]
     since = events[starts[-1] :] if starts else []
     ends = [str(event.get("message")).removeprefix("hvd_bert: ") for event in since if event.get("event") == "end"]
     results = load_object(folder / RESULTS, problems)
-    rows, evaluations = read_metrics(folder / METRICS, problems)
+    rows, evaluations = tolerant.read_metrics(folder / METRICS, problems)
     trained = (folder / SETTINGS).exists() or len(rows) > 0
     finished = bool(results) if trained else (folder / EVALUATION).exists()
     checkpoints = _checkpoints(folder)
@@ -303,11 +293,11 @@ def read(folder: Path) -> Record:
         state="finished" if finished else "ended" if ends or not _is_running(folder) else "running",
         steps=rows,
         evaluations=evaluations,
-        gpus=columns(objects(list(read_lines(folder / GPUS, problems)))),
+        gpus=tolerant.columns(objects(list(tolerant.read_lines(folder / GPUS, problems)))),
         facts=facts,
         settings=read_settings(folder / (SETTINGS if (folder / SETTINGS).exists() else EVALUATED_ONLY)),
         scores=load_object(folder / EVALUATION, problems),
-        samples=objects(load(folder / SAMPLES, problems)),
+        samples=objects(tolerant.load(folder / SAMPLES, problems)),
         checkpoints=checkpoints,
         best=converted(facts.get("best") or state.get("best"), dict[str, Any], {}),
         ended="" if finished else "\n".join(dict.fromkeys(ends)),
