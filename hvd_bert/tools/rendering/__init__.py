@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 DASH = "-"  # an unknown figure
-SHORT = {"exact_match": "EM", "f1": "F1"}  # names of scores in tables
+SHORT = {"exact_match": "EM", "f1": "F1"}  # the scores of question answering, and their names in tables
 
 
 def number(value: float | None, form: str = ".4g") -> str:
