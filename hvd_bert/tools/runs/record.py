@@ -38,8 +38,8 @@ RECENT = 20  # lines from which the speed of a run that is still going is comput
 SILENT_S = 300.0  # where a lock cannot be seen: a run that has written nothing for longer is not running any more
 State = Literal["finished", "running", "ended"]
 Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
-PROCESS_TIMES = ("real_s", "user_s", "system_s")
-OWNED = {f"--{name}": flag for name, flag in FLAGS.items() if flag.owner in STRATEGIES}  # how gradients are sent
+# Flags of a single strategy, which change how gradients are sent.
+OWNED = {f"--{name}": flag for name, flag in FLAGS.items() if flag.owner in STRATEGIES}
 # Keys of the record `work` that differ between repeats, or that the number of steps covers.
 NOT_COMPARED = ("--seed", "--num_train_epochs", "--max_steps")
 
@@ -223,7 +223,7 @@ class Record:
         return max(by_host.values(), default=1) * self.results.threads_per_rank
 
     def process_s(self, kind: str) -> float | None:
-        """One of PROCESS_TIMES of a rank's whole process: the median over the ranks."""
+        """`real_s`, `user_s` or `system_s` of a rank's whole process: the median over the ranks."""
         known = self._of_processes(kind)
         return statistics.median(known) if known else None
 
@@ -295,7 +295,7 @@ def read(folder: Path) -> Record:
         evaluations=evaluations,
         gpus=tolerant.columns(objects(list(tolerant.read_lines(folder / GPUS, problems)))),
         facts=facts,
-        settings=read_settings(folder / (SETTINGS if (folder / SETTINGS).exists() else EVALUATED_ONLY)),
+        settings=_read_settings(folder / (SETTINGS if (folder / SETTINGS).exists() else EVALUATED_ONLY)),
         scores=load_object(folder / EVALUATION, problems),
         samples=objects(tolerant.load(folder / SAMPLES, problems)),
         checkpoints=checkpoints,
@@ -308,7 +308,7 @@ def read(folder: Path) -> Record:
     )
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def _read_settings(path: Path) -> dict[str, Any]:
     """A run's flags; empty if their file is missing or damaged, since no comparison depends on them."""
     try:
         settings = yaml.safe_load(read_text(path, MAX_YAML_BYTES))
