@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.config.settings import FLAGS, STRATEGIES
+from hvd_bert.config.settings import FLAGS
+from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering import DASH, shown
 from hvd_bert.tools.rendering.page import Block, Code, Details, Grid, Text

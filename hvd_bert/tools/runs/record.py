@@ -20,7 +20,8 @@ import numpy as np
 import yaml
 from msgspec import Meta, Struct
 
-from hvd_bert.config.settings import FLAGS, STRATEGIES, in_this_version
+from hvd_bert.config.settings import FLAGS, in_this_version
+from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.errors import visible
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
