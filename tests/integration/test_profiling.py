@@ -15,7 +15,7 @@ import stopping_at
 from commands import TINY, read_lines, said, small_run
 from launch import TRAIN, launcher, run
 
-from hvd_bert.tools.timeline.__main__ import read
+from hvd_bert.tools.timeline.findings import read
 
 pytestmark = pytest.mark.integration
 

@@ -70,7 +70,7 @@ MODULES = {
     "tools/rendering": "charts figures page report_files",
     "tools/report": "__main__ comparability comparison curves plots run_page runs_page setup tables",
     "tools/runs": "failure finding launching one_run out_folder record tolerant trainer_flags",
-    "tools/timeline": "__main__ analysis content events spans steps",
+    "tools/timeline": "__main__ events findings operations summary",
     "tools/tune": "__main__ search",
     "training": """
         api batch_size breakdown disk_space elastic evaluations fast_dev_run health loop meter optim saving start

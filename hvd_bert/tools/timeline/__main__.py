@@ -18,12 +18,12 @@ import sys
 from pathlib import Path
 
 from hvd_bert.config.parser import Limits, Parser
-from hvd_bert.errors import EXIT_OK, UserError, visible
+from hvd_bert.errors import EXIT_OK, visible
 from hvd_bert.startup import run_command
 from hvd_bert.storage.writing import check_output, write_named, writing_to
 from hvd_bert.streams import end_when_lost
-from hvd_bert.tools.timeline import analysis, content
-from hvd_bert.tools.timeline.analysis import Findings
+from hvd_bert.tools.timeline import summary
+from hvd_bert.tools.timeline.findings import read
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,11 +38,11 @@ def _analyze(flags: argparse.Namespace) -> int:
     findings = read(flags.file, flags.ranks)
     if flags.html:
         with writing_to("--html", flags.html):
-            write_named(check_output(flags.html, flags.overwrite), content.page(findings, definitions=True).as_html())
+            write_named(check_output(flags.html, flags.overwrite), summary.page(findings, definitions=True).as_html())
     if flags.json:
-        print(content.as_json(findings))
+        print(summary.as_json(findings))
     else:
-        print(content.page(findings).as_text())
+        print(summary.page(findings).as_text())
         if flags.html:
             print(visible(f"\nHTML page: {flags.html}"))
     return EXIT_OK
@@ -65,15 +65,6 @@ def make_parser() -> argparse.ArgumentParser:
     ranks = "Number of ranks, if the file does not name them. (default: from FILE)"
     parser.add_argument("--ranks", type=int, metavar="N", limits=Limits(minimum=1), help=ranks)
     return parser
-
-
-def read(path: Path, ranks: int | None = None) -> Findings:
-    """Analyze a file. Raises UserError."""
-    if path.is_dir():
-        raise UserError(f"{path} is a folder. Name the timeline's file.")
-    findings = analysis.analyse(path, ranks)
-    findings.advice = content.advise(findings)
-    return findings
 
 
 if __name__ == "__main__":

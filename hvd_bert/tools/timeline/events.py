@@ -1,4 +1,4 @@
-"""Read a timeline of Horovod 0.28 into arrays of events.
+"""Read a timeline of Horovod 0.28, event by event.
 
 The format, from horovod/common/timeline.cc: a JSON array, which rank 0 writes for all ranks. A tensor is a "process":
 two lines of metadata name its `pid`. Other events follow without line breaks, so most of a file is one line:
@@ -15,149 +15,77 @@ from __future__ import annotations
 import codecs
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from hvd_bert.errors import UserError
-from hvd_bert.storage.reading import open_regular
+from hvd_bert.storage.reading import MIB, open_regular
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-Array = NDArray[Any]
+Event = tuple[str, str, int, int, int]  # phase, name of a BEGIN or rank of a TICK, microseconds, tensor, its bytes
 NONE = -1  # none, or unknown
-BEGIN, END, TICK = ord("B"), ord("E"), ord("X")
-BLOCK = 2 << 20  # bytes that are parsed at a time, since Python's objects take much more memory than the arrays
-LONGEST_EVENT = 1 << 20  # bytes; nothing longer is an event
+BEGIN, END, TICK = "B", "E", "X"
+BLOCK = 2 * MIB  # that are parsed at a time
+LONGEST_EVENT = MIB  # nothing longer is an event
 LARGEST = 2**50  # bytes of a tensor
-CYCLE = "CYCLE_START"
 _START = b'{"ph": "'
 _EVENT = re.compile(
-    rb'"ph": "(?:E|([BXi])", "name": "([^"]{0,200}))", "ts": (\d{1,15})(?=[,}])'
-    rb'(?:, "pid": (\d{1,7})(?:\}|,(?: "args": \{"dtype": "(\w+)", "shape": "\[([\d, ]*)\]")?))?'
+    r'"ph": "(?:E|([BXi])", "name": "([^"]{0,200}))", "ts": (\d{1,15})(?=[,}])'
+    r'(?:, "pid": (\d{1,7})(?:\}|,(?: "args": \{"dtype": "(\w+)", "shape": "\[([\d, ]{0,200})\]")?))?',
+    re.ASCII,
 )
 ITEM_BYTES = dict.fromkeys(("uint8", "int8", "bool"), 1) | dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2)
 ITEM_BYTES |= dict.fromkeys(("int32", "float32", "uint32"), 4) | dict.fromkeys(("int64", "uint64", "float64"), 8)
 
 
 @dataclass
-class Table:
-    """Columns of the same length: each field is an array."""
+class Timeline:
+    """A file. The other attributes are complete once all events are read.
 
-    def __len__(self) -> int:
-        return len(next(iter(vars(self).values())))
-
-    def only(self, rows: Array) -> Self:
-        """Some of the rows, in the given order."""
-        return type(self)(*(column[rows] for column in vars(self).values()))
-
-    @classmethod
-    def joined(cls, tables: Sequence[Self]) -> Self:
-        """The rows of all tables."""
-        columns = zip(*(vars(table).values() for table in tables), strict=True)
-        return cls(*map(np.concatenate, columns))
-
-
-class Groups:
-    """The rows of a table by a key of at least 0: a figure of each group, in the order of the keys."""
-
-    def __init__(self, key: Array) -> None:
-        order = np.argsort(key, kind="stable")
-        self._order, self._begin = order, np.flatnonzero(np.diff(key[order], prepend=NONE) != 0)
-        self.size = np.diff(self._begin, append=len(order))
-        self.first_row, self.last_row = order[self._begin], order[self._begin + self.size - 1]
-
-    def min(self, column: Array) -> Array:
-        """The minimum of each group."""
-        return np.minimum.reduceat(column[self._order], self._begin)
-
-    def max(self, column: Array) -> Array:
-        """The maximum of each group."""
-        return np.maximum.reduceat(column[self._order], self._begin)
-
-    def sum(self, column: Array) -> Array:
-        """The sum of each group."""
-        return np.add.reduceat(column[self._order], self._begin)
-
-    def of_rows(self, figures: Array) -> Array:
-        """The figure of its group for each row."""
-        found = np.empty(len(self._order), figures.dtype)
-        found[self._order] = np.repeat(figures, self.size)
-        return found
-
-
-@dataclass
-class Events(Table):
-    """A row per event, in the file's order.
-
-    `phase`: BEGIN, END or TICK. `code`: the number in `Recording.names` of a BEGIN, the rank of a TICK.
-    `ts`: microseconds. `pid`: the tensor. `size`: the tensor's bytes at the END of an operation, else NONE.
+    `names`: of spans. `ranks`: those that ticks name. `count`: number of events of tensors. `first_us`, `last_us`:
+    times of the first and the last event. `cut_short`: the last event is not followed by "]".
     """
 
-    phase: Array
-    code: Array
-    ts: Array
-    pid: Array
-    size: Array
-
-
-@dataclass
-class Recording:
-    """The content of a file. `names`: of spans, by code. `ranks`: those that ticks name. `covered_us`: from the first
-    event to the last. `cut_short`: the file has no "]" at its end."""
-
-    names: list[str] = field(default_factory=list)
+    path: Path
+    names: dict[str, None] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
-    covered_us: int = 0
+    count: int = 0
+    first_us: int = 10**15
+    last_us: int = 0
     cut_short: bool = False
-    _kinds: dict[tuple[bytes, bytes], int] = field(default_factory=lambda: {(b"", b""): END})
 
-    def events(self, path: Path) -> Events:
-        """The file's events, with a progress bar on a terminal. An incomplete event is left out. Raises UserError."""
-        _check_start(path)
-        blocks, rest = [], b""
-        bar: dict[str, Any] = {"disable": None, "leave": False, "desc": path.name}
-        with open_regular(path) as opened, tqdm.wrapattr(opened, "read", path.stat().st_size, **bar) as file:
+    def events(self) -> Iterator[Event]:
+        """The events of tensors in the file's order. An incomplete one is left out. Raises UserError."""
+        _check_start(self.path)
+        for phase, name, time, pid, dtype, shape in self._matches():
+            ts = int(time)
+            self.first_us, self.last_us = min(self.first_us, ts), max(self.last_us, ts)
+            if phase == BEGIN:
+                self.names[name] = None
+            elif phase == TICK and name.isdecimal() and len(name) < 6:
+                self.ranks.add(int(name))
+            elif phase:  # the start of a cycle
+                continue
+            if pid:
+                self.count += 1
+                yield phase or END, name, ts, int(pid), _tensor_bytes(dtype, shape) if dtype else NONE
+
+    def _matches(self) -> Iterator[tuple[str, ...]]:
+        """The groups of _EVENT for each event, with a progress bar on a terminal."""
+        size, rest = self.path.stat().st_size, b""
+        bar: dict[str, Any] = {"disable": None, "leave": False, "desc": self.path.name}
+        with open_regular(self.path) as opened, tqdm.wrapattr(opened, "read", size, **bar) as file:
             while chunk := file.read(BLOCK):
                 data = rest + chunk
                 end = max(data.rfind(_START), 0)
-                blocks.append(self._parsed(data[:end]))
+                yield from _EVENT.findall(data[:end].decode("utf-8", "replace"))
                 rest = data[end:][-LONGEST_EVENT:]
+        yield from _EVENT.findall(rest.decode("utf-8", "replace"))
         self.cut_short = not rest.rstrip(b"\n\r \0").endswith(b"}]")
-        events = Events.joined([*blocks, self._parsed(rest)])
-        self.covered_us = int(events.ts.max() - events.ts.min()) if len(events) else 0
-        return events.only(np.flatnonzero((events.phase != 0) & (events.pid != NONE)))
-
-    def _parsed(self, data: bytes) -> Events:
-        """The events of a block; those that the analysis does not use have phase 0."""
-        found = _EVENT.findall(data)
-        phases, names, times, pids, types, shapes = zip(*found, strict=True) if found else ([],) * 6
-        kinds = [self._kinds.get(key) or self._kind(*key) for key in zip(phases, names, strict=True)]
-        code, phase = np.divmod(np.array(kinds, np.int32), 256)
-        ts = np.array(list(map(int, times)), np.int64)
-        pid = np.array([int(text) if text else NONE for text in pids], np.int32)
-        sizes = [_tensor_bytes(dtype, shape) if dtype else NONE for dtype, shape in zip(types, shapes, strict=True)]
-        return Events(phase.astype(np.uint8), code, ts, pid, np.array(sizes, np.int64))
-
-    def _kind(self, phase: bytes, text: bytes) -> int:
-        """256 times the code plus the phase of the events of a name; 0 for events that are in no row."""
-        name, kind = text.decode("utf-8", "replace"), 0
-        if phase != b"X":
-            if name not in self.names:
-                self.names.append(name)
-            kind = 256 * self.names.index(name) + BEGIN if phase == b"B" else 0
-        elif re.fullmatch("[0-9]{1,5}", name):
-            self.ranks.add(int(name))
-            kind = 256 * int(name) + TICK
-        self._kinds[phase, text] = kind
-        return kind
 
 
 def _check_start(path: Path) -> None:
@@ -178,11 +106,9 @@ def _check_start(path: Path) -> None:
 
 
 @lru_cache(4096)
-def _tensor_bytes(dtype: bytes, shape: bytes) -> int:
+def _tensor_bytes(dtype: str, shape: str) -> int:
     """Bytes of a tensor; NONE if unknown."""
-    item = ITEM_BYTES.get(dtype.decode())
-    parts = [part.strip() for part in shape.split(b",") if part.strip()]
-    if item is None or not all(part.isdigit() and len(part) < 16 for part in parts):
+    if dtype not in ITEM_BYTES:
         return NONE
-    size = item * math.prod(map(int, parts))
+    size = ITEM_BYTES[dtype] * math.prod(map(int, re.findall("[0-9]+", shape)))
     return size if size < LARGEST else NONE

@@ -1,24 +1,15 @@
-"""Findings as advice, text, tables and JSON, for a terminal and for the page."""
+"""Findings as text, tables and JSON, for a terminal and for the page."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 
 from hvd_bert.tools.rendering import DASH, byte_size, counted, percent, seconds
 from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
-from hvd_bert.tools.timeline.analysis import BIG, Findings, StepFigures
+from hvd_bert.tools.timeline.findings import BIG, KINDS, NO_CACHE, Findings, exposed
 
 TITLE = "Horovod timeline"
-KINDS = {
-    "negotiation": "negotiation: until all ranks are ready",
-    "wait": "waiting for the device's data",
-    "queue": "queue: NCCL is busy with another message",
-    "copy": "copies",
-    "collective": "on the wire",
-    "set-up": "set-up",
-}
 
 
 def speed(bytes_per_s: float) -> str:
@@ -32,13 +23,9 @@ def speed(bytes_per_s: float) -> str:
 
 def facts(findings: Findings) -> list[str]:
     """Facts about the file, and what it does not contain."""
-    ranks = "an unknown number of ranks (set it with --ranks N)"
-    if findings.ranks:
-        ranks = counted(findings.ranks, "rank")
-    lines = [
-        f"{findings.path}: {findings.events:,} events of {ranks} in {seconds(findings.covered_s)}, "
-        f"{byte_size(findings.size)}."
-    ]
+    ranks = counted(findings.ranks, "rank") if findings.ranks else "an unknown number of ranks (set it with --ranks N)"
+    events = f"{findings.events:,} events of {ranks} in {seconds(findings.covered_s)}"
+    lines = [f"{findings.path}: {events}, {byte_size(findings.size)}."]
     if findings.cut_short:
         lines.append("The file is incomplete: the run was killed or is still running. Its complete events are counted.")
     if findings.unfinished:
@@ -115,9 +102,9 @@ def ranks(findings: Findings) -> Grid:
     """The table of ranks, with how often each is last."""
     rows = []
     for row in findings.rank_rows:
-        cells = [f"rank {row.rank}", f"{row.last:,}", percent(row.share), seconds(row.median_s), seconds(row.p99_s)]
-        cells += [f"{row.steps} of {row.of_steps}", seconds(row.step_median_s), seconds(row.waited_s or math.nan)]
-        rows.append(cells)
+        tensors = [f"{row.last:,}", percent(row.share), seconds(row.median_s), seconds(row.p99_s)]
+        steps = [f"{row.steps} of {row.of_steps}", seconds(row.step_median_s), seconds(row.waited_s or math.nan)]
+        rows.append([f"rank {row.rank}", *tensors, *steps])
     head = ["rank", "last for tensors", "share", "by (median)", "p99", "last in steps", "by (median)", "total wait"]
     return Grid(head, rows)
 
@@ -163,95 +150,4 @@ DEFINITIONS = (
 
 def as_json(findings: Findings) -> str:
     """One JSON object; unknown values are null."""
-    return json.dumps(json.loads(json.dumps(asdict(findings)), parse_constant=lambda nan: None))
-
-
-WAIT_SHARE = 0.05  # of the step, spent waiting for the last rank
-SAME_RANK = 0.6  # of the steps, with the same rank last
-ENOUGH_STEPS = 10  # that name ranks; with fewer no straggler is named
-EXPOSED_SHARE = 0.10  # of the step
-SMALL_MESSAGE = 1 << 20  # bytes: below that, latency matters more than bandwidth
-MANY_MESSAGES = 8  # per step
-NO_CACHE = "HOROVOD_CACHE_CAPACITY=0"
-
-
-def advise(findings: Findings) -> list[str]:
-    """Up to two lines of advice, each on a figure above its threshold (listed in docs/guides/profiling.md).
-
-    The most expensive problem comes first. If there is none, a line says so.
-    """
-    step = findings.step
-    if step is None:
-        return ["No training steps found in this file (no tensor was allreduced in 3 steps). Record more steps."]
-    if findings.ranks == 1:
-        return ["One rank sends nothing. Record a run of several ranks for advice on communication."]
-    found = [advice for advice in (_waiting(findings, step), _exposed(step)) if advice]
-    if found:
-        return [line for _, line in sorted(found, reverse=True)]
-    return [
-        f"Communication does not slow this run down: {percent(step.exposed_most_share)} of a step is exposed, "
-        f"{percent(step.wait_share)} is waiting for the last rank. To go faster, speed up the computation."
-    ]
-
-
-def _waiting(findings: Findings, step: StepFigures) -> tuple[float, str] | None:
-    """The share of the step that is lost, and the advice."""
-    rows, named = findings.rank_rows, findings.rank_rows[0].of_steps if findings.rank_rows else 0
-    known = 2 * named >= step.steps
-    if known and named >= ENOUGH_STEPS:
-        worst = max(rows, key=lambda row: row.waited_s)
-        cost = worst.step_median_s * worst.steps / named / step.step_s if worst.steps else 0.0
-        if worst.steps >= SAME_RANK * named and cost >= WAIT_SHARE:
-            return cost, (
-                f"Rank {worst.rank} is a straggler: it is the last in {worst.steps} of {named} steps, by "
-                f"{seconds(worst.step_median_s)} (median), {percent(cost)} of a step. Check its device, its data "
-                "and what else runs on its host (hvd-bert doctor under the same launcher)."
-            )
-        hint = (
-            f"That is not always the same one (rank {worst.rank} in {worst.steps} of {named} steps). Uneven work and "
-            "shared hosts cause this."
-        )
-    elif known:
-        hint = f"{step.steps} steps are too few to find a straggler: record {ENOUGH_STEPS + 1} or more."
-    else:
-        hint = (
-            f"This file names ranks in only {named} of {step.steps} steps: to find the straggler, record with "
-            f"{NO_CACHE} (for profiling only)."
-        )
-    if step.wait_share < WAIT_SHARE:
-        return None
-    waits = f"The first rank waits {seconds(step.wait_s)} per step ({percent(step.wait_share)}) for the last."
-    return step.wait_share, f"{waits} {hint}"
-
-
-def _exposed(step: StepFigures) -> tuple[float, str] | None:
-    if step.exposed_most_share < EXPOSED_SHARE:
-        return None
-    per_message = step.size / max(step.messages, 1)
-    sent = f"{byte_size(step.size)} per step in {step.messages:.0f} messages"
-    if per_message >= SMALL_MESSAGE:
-        hint = (
-            f"{sent}: bandwidth. --fp16_allreduce or --bf16_allreduce halves the bytes,"
-            " --gradient_accumulation_steps sends them less often. Check that the fastest network is used."
-        )
-    elif step.messages > MANY_MESSAGES:
-        hint = (
-            f"{step.messages:.0f} messages of {byte_size(per_message)} each: latency. Fuse more with "
-            "HOROVOD_CYCLE_TIME=5, and do not set HOROVOD_FUSION_THRESHOLD below its default of 128 MiB."
-        )
-    else:
-        hint = (
-            f"{sent}: latency or ranks without a free core, not bandwidth. Use fewer, larger steps (a larger batch, "
-            "--gradient_accumulation_steps) or one core more per rank."
-        )
-    return step.exposed_most_share, f"Exposed communication takes {exposed(step)} per step. {hint}"
-
-
-def exposed(step: StepFigures) -> str:
-    """The time and share of exposed communication, or their range."""
-    low, high = step.exposed_least_s, step.exposed_most_s
-    if high - low < 0.05 * high:
-        return f"{seconds(high)} ({percent(step.exposed_most_share)})"
-    return (
-        f"{seconds(low)} to {seconds(high)} ({percent(step.exposed_least_share)} to {percent(step.exposed_most_share)})"
-    )
+    return json.dumps(json.loads(json.dumps(findings, default=vars), parse_constant=lambda nan: None))

@@ -1,0 +1,255 @@
+"""Turn events into operations, operations into messages, and messages into training steps.
+
+A tensor goes through NEGOTIATE_ALLREDUCE (from the first rank that is ready to the last, with a tick per rank), then
+ALLREDUCE, which contains activities: MEMCPY_IN_FUSION_BUFFER, MPI_ALLREDUCE, ... (common.h). Tensors that share a
+buffer begin the collective's activity together: all B, then all E. Negotiations by the response cache have no ticks.
+
+A step begins with the first tensor that was already allreduced in the step before. Communication after the step's last
+tensor was ready on all ranks is *exposed*: the backward pass is over, and the step waits for it. Earlier communication
+is hidden behind the backward pass. Over MPI, Gloo and oneCCL one thread both negotiates and sends. It notices late that
+a tensor became ready while it was sending, so exposed communication is only known between two bounds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain, pairwise
+
+from hvd_bert.tools.timeline.events import BEGIN, NONE, TICK, Event
+
+REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
+OPERATIONS = (*REDUCTIONS, "ALLGATHER", "BROADCAST", "ALLTOALL")
+COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BCAST", "ALLTOALL", "REDUCESCATTER", "REDUCE")
+NEGOTIATION, OPERATION, COLLECTIVE, OTHER = "negotiation", "operation", "collective", "other"
+ASYNCHRONOUS = "NCCL_"  # collectives that another thread waits for
+AT_ONCE_US = 5000  # a negotiation this soon after a message may have waited for the thread that sent it
+SMALL = 0.01  # of a step's bytes: a smaller message after the gradients is a loss or a metric
+
+
+@cache
+def span_kind(name: str) -> str:
+    """The kind of a span by its name; OTHER if it is not Horovod's."""
+    if name.startswith("NEGOTIATE_"):
+        return NEGOTIATION
+    if name in OPERATIONS:
+        return OPERATION
+    if "_" in name and name.endswith(COLLECTIVES):
+        return COLLECTIVE
+    if not (name.isupper() and name.replace("_", "").isalnum()):
+        return OTHER
+    kinds = {"QUEUE": "queue", "WAIT": "wait", "MEMCPY": "copy", "COPY": "copy"}
+    return next((kind for start, kind in kinds.items() if name.startswith(start)), "set-up")
+
+
+@dataclass(slots=True)
+class Span:
+    """A tensor's negotiation, operation or activity. Times in us; `end` is NONE if it has none."""
+
+    name: str
+    start: int
+    end: int = NONE
+
+
+@dataclass(slots=True)
+class Negotiation(Span):
+    """`ticks`: number of ranks that it names. `lag`: from the first to the last of them. `last_rank`: the last one."""
+
+    ticks: int = 0
+    first_tick: int = 0
+    lag: int = 0
+    last_rank: int = NONE
+
+    def tick(self, ts: int, rank: int) -> None:
+        """Count a rank that has become ready."""
+        self.first_tick = self.first_tick if self.ticks else ts
+        self.ticks, self.lag, self.last_rank = self.ticks + 1, ts - self.first_tick, rank
+
+
+@dataclass(slots=True)
+class Operation(Span):
+    """`negotiation`: the one before it. `message`: its tensors share this number. `size`: bytes, NONE if unknown.
+    `collective`: the name of the first one inside."""
+
+    pid: int = NONE
+    negotiation: Negotiation | None = None
+    message: int = NONE
+    size: int = NONE
+    collective: str = ""
+    activities: list[Span] = field(default_factory=list)
+
+
+def find_operations(events: Iterable[Event]) -> tuple[list[Negotiation], list[Operation]]:
+    """All negotiations and operations, in the order in which they began.
+
+    Tensors of a message begin its collective together, so the first B after an E begins a message:
+
+        tensor    a b a b c c
+        event     B B E E B E
+        message   0 0     2
+    """
+    negotiations: list[Negotiation] = []
+    operations: list[Operation] = []
+    opened: defaultdict[int, list[Span]] = defaultdict(list)  # by tensor
+    negotiated: dict[int, Negotiation] = {}  # by tensor, until its operation begins
+    sending: dict[str, int] = {}  # collective -> message, until a tensor ends it
+    for phase, name, ts, pid, size in events:
+        stack = opened[pid]
+        top = stack[-1] if stack else None  # None: it began before the recording
+        if phase == BEGIN:
+            kind = span_kind(name)
+            if kind in (NEGOTIATION, OPERATION):
+                stack.clear()  # of spans whose end is lost
+            if kind == NEGOTIATION:
+                negotiations.append(Negotiation(name, ts))
+                stack.append(negotiations[-1])
+            elif kind == OPERATION:
+                before = negotiated.pop(pid, None)
+                operations.append(Operation(name, ts, pid=pid, negotiation=before, message=len(operations)))
+                stack.append(operations[-1])
+            else:
+                stack.append(Span(name, ts))
+                if kind == COLLECTIVE and isinstance(top, Operation) and not top.collective:
+                    top.collective, top.message = name, sending.setdefault(name, top.message)
+        elif phase == TICK:
+            if isinstance(top, Negotiation):
+                top.tick(ts, int(name))
+        elif top is not None:
+            stack.pop()
+            top.end = ts
+            if isinstance(top, Negotiation):
+                negotiated[pid] = top
+            elif isinstance(top, Operation):
+                top.size = size
+            elif stack and isinstance(stack[-1], Operation) and span_kind(top.name) != OTHER:
+                stack[-1].activities.append(top)
+                sending.pop(top.name, None)
+    return negotiations, operations
+
+
+class Message:
+    """Tensors that were sent together. Times in us.
+
+    `seen`: when the last tensor was ready on the first rank; `ready`: on all ranks. `start` and `end`: of the operation
+    with its copies; `sent` and `received`: of the collective only. `size`: bytes, NONE if unknown. `activities`: start
+    and end by name. `named`: number of tensors that name ranks. `latest`: their negotiation with the largest lag.
+    """
+
+    def __init__(self, operations: list[Operation]) -> None:
+        self.name, self.collective = operations[0].name, operations[0].collective
+        self.pids = {operation.pid for operation in operations}
+        self.tensors = len(operations)
+        sizes = [operation.size for operation in operations]
+        self.size = NONE if NONE in sizes else sum(sizes)
+        self.seen = max((operation.negotiation or operation).start for operation in operations)
+        self.ready = max(row.negotiation.end if row.negotiation else row.start for row in operations)
+        self.start = min(operation.start for operation in operations)
+        self.end = max(operation.end for operation in operations)
+        self.activities: dict[str, tuple[int, int]] = {}
+        for span in chain.from_iterable(operation.activities for operation in operations):
+            # Writing 200 events takes time. The activity itself is between the last B and the first E.
+            start, end = self.activities.get(span.name, (span.start, span.end))
+            self.activities[span.name] = max(start, span.start), min(end, span.end)
+        sent = [times for name, times in self.activities.items() if span_kind(name) == COLLECTIVE]
+        self.sent = min([self.end, *(start for start, _ in sent)])
+        self.received = max([self.start, *(max(times) for times in sent)])
+        named = [row.negotiation for row in operations if row.negotiation and row.negotiation.ticks > 1]
+        self.named, self.latest = len(named), _latest(named)
+
+
+def _latest(negotiations: list[Negotiation]) -> Negotiation | None:
+    """The one with the largest lag, of several the last."""
+    return max(reversed(negotiations), key=lambda negotiation: negotiation.lag, default=None)
+
+
+def find_messages(operations: list[Operation]) -> list[Message]:
+    """All messages of the operations that have an end, in the order in which they began."""
+    together = defaultdict(list)
+    for operation in operations:
+        if operation.end != NONE:
+            together[operation.message].append(operation)
+    return [Message(tensors) for tensors in together.values()]
+
+
+class Step:
+    """Messages of reductions. Times in us. `number`: 0, 1, ... in the file. `start`: when its first tensors were ready.
+
+    `busy`: time with a message in flight. `exposed_min` and `exposed_max`: bounds of the exposed time. `wait`: of the
+    first rank for the last, at the end. `latest`: the negotiation with the largest time between a tensor's first and
+    last rank, None unless half of the tensors name ranks.
+    """
+
+    def __init__(self, number: int, messages: list[Message], free: int) -> None:
+        """`free`: when all earlier messages had ended."""
+        self.number = number
+        self.start = min(message.seen for message in messages)
+        self.messages, self.tensors = len(messages), sum(message.tensors for message in messages)
+        self.size = sum(max(message.size, 0) for message in messages)
+        ready = max(message.ready for message in messages)
+        seen = min(max(message.seen for message in messages), ready)
+        earliest = min(_earliest_ready(messages, seen), ready)
+        self.wait = ready - seen
+        self.busy = self.exposed_min = self.exposed_max = 0
+        for message in messages:
+            start, end = max(message.start, free), message.end  # overlapping messages count once
+            self.busy += max(0, end - start)
+            self.exposed_min += max(0, end - max(start, ready))
+            self.exposed_max += max(0, end - max(start, earliest))
+            free = max(free, end)
+        enough = 2 * sum(message.named for message in messages) >= self.tensors
+        self.latest = _latest([message.latest for message in messages if message.latest and enough])
+
+
+def find_steps(messages: list[Message]) -> list[Step]:
+    """All steps."""
+    steps: list[list[Message]] = []
+    reduced: set[int] = set()
+    for message in messages:
+        if message.name in REDUCTIONS:
+            if not steps or reduced & message.pids:
+                steps.append([])
+                reduced = set()
+            steps[-1].append(message)
+            reduced |= message.pids
+    for _ in range(3):
+        _drop_trailing(steps)
+    found, free = [], 0
+    for number, step in enumerate(steps):
+        found.append(Step(number, step, free))
+        free = max(free, *(message.end for message in step))
+    return found
+
+
+def _drop_trailing(steps: list[list[Message]]) -> None:
+    """Remove a step's last message if it is small and became ready only after all others were received."""
+    received = 0
+    for step in steps:
+        last = step[-1]
+        received = max([received, *(message.end for message in step[:-1])])
+        small = 0 <= last.size < SMALL * sum(message.size for message in step)
+        if len(step) > 1 and small and last.seen >= received:
+            step.pop()
+        received = max(received, last.end)
+
+
+def _earliest_ready(messages: list[Message], seen: int) -> int:
+    """When the last tensor of a step can have been ready on its first rank, at the earliest. `seen`: when Horovod
+    noticed it.
+
+    The thread that sends notices nothing meanwhile. It sends the messages of one negotiation, a list, one by one:
+
+        list       |   1   |    2    |
+        message    |-a-|-b-||-c-|-d-|      c's and d's tensors can have been ready since a was sent
+    """
+    lists = [messages[:1]]
+    for before, message in pairwise(messages):
+        if message.ready > before.start:
+            lists.append([])
+        lists[-1].append(message)
+    if len(lists) == 1:
+        return seen
+    first, last = lists[-2][0], lists[-2][-1]
+    synchronous = last.collective and not last.collective.startswith(ASYNCHRONOUS)
+    return first.start if synchronous and seen - last.end <= AT_ONCE_US else seen
