@@ -71,6 +71,17 @@ def test_files_cut_anywhere(tmp_path):
         assert [row[:4] for row in rows] == [row[:4] for row in expected[: len(rows)]] and cut_short
 
 
+def test_a_large_file_is_read_in_part(tmp_path, monkeypatch, capsys):
+    path = training(steps=40).write(tmp_path / "t.json")
+    for module in (reader, command.summary):
+        monkeypatch.setattr(module, "MAX_BYTES", path.stat().st_size // 2)
+    monkeypatch.setattr(reader, "BLOCK", 1000)
+    seen = command.read(path)
+    assert seen.step is not None and 18 <= seen.step.steps <= 20 and seen.step.step_s == pytest.approx(0.1)
+    assert command.main([str(path)]) == EXIT_OK
+    assert "--timeline_steps" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -17,19 +17,21 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from hvd_bert.errors import UserError
-from hvd_bert.storage.reading import MIB, open_regular
+from hvd_bert.storage.reading import GIB, MIB, open_regular
 
 Event = tuple[str, str, int, int, int]  # phase, name of a BEGIN or rank of a TICK, microseconds, tensor, its bytes
 NONE = -1  # none, or unknown
 BEGIN, END, TICK = "B", "E", "X"
 BLOCK = 2 * MIB  # that are parsed at a time
+MAX_BYTES = GIB  # that are read of a file: the analysis needs up to three times as much memory
 LONGEST_EVENT = MIB  # nothing longer is an event
 LARGEST = 2**50  # bytes of a tensor
 _START = b'{"ph": "'
@@ -47,7 +49,7 @@ class Timeline:
     """A file. The other attributes are complete once all events are read.
 
     `names`: of spans. `ranks`: those that ticks name. `count`: number of events of tensors. `first_us`, `last_us`:
-    times of the first and the last event. `cut_short`: the last event is not followed by "]".
+    times of the first and the last event. `cut_short`: the last event that was read is not followed by "]".
     """
 
     path: Path
@@ -75,11 +77,11 @@ class Timeline:
                 yield phase or END, name, ts, int(pid), _tensor_bytes(dtype, shape) if dtype else NONE
 
     def _matches(self) -> Iterator[tuple[str, ...]]:
-        """The groups of _EVENT for each event, with a progress bar on a terminal."""
-        size, rest = self.path.stat().st_size, b""
+        """The groups of _EVENT for each event in the first MAX_BYTES, with a progress bar on a terminal."""
+        size, rest = min(self.path.stat().st_size, MAX_BYTES), b""
         bar: dict[str, Any] = {"disable": None, "leave": False, "desc": self.path.name}
         with open_regular(self.path) as opened, tqdm.wrapattr(opened, "read", size, **bar) as file:
-            while chunk := file.read(BLOCK):
+            for chunk in islice(iter(partial(file.read, BLOCK), b""), MAX_BYTES // BLOCK):
                 data = rest + chunk
                 end = max(data.rfind(_START), 0)
                 yield from _EVENT.findall(data[:end].decode("utf-8", "replace"))

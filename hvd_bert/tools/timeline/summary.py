@@ -7,6 +7,7 @@ import math
 
 from hvd_bert.tools.rendering import DASH, byte_size, counted, percent, seconds
 from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
+from hvd_bert.tools.timeline.events import MAX_BYTES
 from hvd_bert.tools.timeline.findings import BIG, KINDS, NO_CACHE, Findings, exposed
 
 TITLE = "Horovod timeline"
@@ -26,7 +27,9 @@ def facts(findings: Findings) -> list[str]:
     ranks = counted(findings.ranks, "rank") if findings.ranks else "an unknown number of ranks (set it with --ranks N)"
     events = f"{findings.events:,} events of {ranks} in {seconds(findings.covered_s)}"
     lines = [f"{findings.path}: {events}, {byte_size(findings.size)}."]
-    if findings.cut_short:
+    if findings.size > MAX_BYTES:
+        lines.append(f"Only its first {byte_size(MAX_BYTES)} are analyzed; --timeline_steps records fewer steps.")
+    elif findings.cut_short:
         lines.append("The file is incomplete: the run was killed or is still running. Its complete events are counted.")
     if findings.unfinished:
         lines.append(f"Spans without an end, left out: {findings.unfinished}.")
