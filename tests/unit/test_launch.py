@@ -167,8 +167,8 @@ def test_a_launcher_is_its_row(monkeypatch):
     for other in (find_launcher(SRUN), launcher):
         signals.watch_launcher(other)
     assert watched.get(timeout=10) == os.getppid() and watched.empty()
-    started, point = Launching("prterun", ("-v",), None, Machine(8, 1, Allocation(2, 2, 1))), Point("ddp", 4, "", 1, 8)
-    assert started.command(point, ["--bf16"])[:4] == ["prterun", "-n", "4", "-v"]
+    started, point = Launching("prterun", ("-v",), None, Machine(8, 1, Allocation(2, 2, 1))), Point("ddp", 4)
+    assert started.command(point, ["--bf16"], {})[:4] == ["prterun", "-n", "4", "-v"]
     assert started.obstacle(point).startswith("2 ranks per node, but 1 GPUs")
 
 

@@ -218,6 +218,6 @@ def test_tools_do_not_write_through_links(make: Callable[[Path], None], tmp_path
     (tmp_path / "sweep.json").write_text("{}")
     (tmp_path / "mine").write_text("mine")
     make(tmp_path / "study.log")
-    with refused(tmp_path, "study.log"), opened(tmp_path, "sweep.json", lambda: pytest.fail("begun")):
-        pass
+    with refused(tmp_path, "study.log"), opened(tmp_path / "sweep.json", {}, "sweep"):
+        pytest.fail("begun")
     assert (tmp_path / "mine").read_text() == "mine"

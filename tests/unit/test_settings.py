@@ -209,7 +209,7 @@ FLAGS_WITH_VALUES = [
     (parser, action.option_strings)
     for parser in (command_line.make_parser(), *(tool.make_parser() for tool in TOOLS))
     for action in parser._actions
-    if action.option_strings and action.nargs != 0 and action.dest != "strategies"  # see check_strategies
+    if action.option_strings and action.nargs != 0
 ]
 
 

@@ -32,6 +32,7 @@ from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.strategies.dp import join_windows, split_windows
 from hvd_bert.strategies.horovod import backward_groups, check_bf16
 from hvd_bert.strategies.word_rows import WordRows, word_embedding
+from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.bench.points import SweepPlan, check_flags
 
 
@@ -103,7 +104,8 @@ def test_a_strategy_is_a_row_of_the_table(monkeypatch):
         strategy_class("mine")
     with refused("--strategy mine", "2 GPUs"):
         runner.join("mine")
-    plan = SweepPlan(("mine",), (1, 2), "strong", 1, 2, 4, None, ())
+    plan = SweepPlan(threads=None)
+    _, plan.flags = sweep.make_parser().parse_known_args(["--strategies=mine", "--repeats=1"], plan)
     (point,) = plan.points(check_flags(plan)[0])
     assert (point.name, point.processes) == ("mine-2-strong-1", 1)
 

@@ -105,7 +105,7 @@ def test_settings_that_are_no_better_are_not_recommended(pretended, start, tmp_p
     output = capsys.readouterr().out
     assert "Keep your settings" in output and record(tmp_path)["result"]["set"] == []
     reasons = sorted(trial.user_attrs["reason"] for trial in trials(tmp_path) if trial.state.name == "FAIL")
-    assert reasons[0].startswith("bad input (") and reasons[1].startswith("it took longer than")
+    assert "status 1" in reasons[0] and "--timeout" in reasons[1]
     assert all(reason in (tmp_path / "out" / "tune.html").read_text() for reason in reasons)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS, Config
@@ -21,31 +22,59 @@ from hvd_bert.tools.runs.trainer_flags import SET_BY_SWEEP, check_files, check_o
 OWNERS = {name: flag.owner for name, flag in FLAGS.items() if flag.owner}
 SCALINGS = {STRONG: (STRONG,), WEAK: (WEAK,), "both": (STRONG, WEAK)}
 
+PointState = Literal["done", "skipped", "failed", "waiting"]
 
-@dataclass(frozen=True)
-class SweepPlan:
-    """What a sweep varies, and what it keeps fixed. `flags`: the trainer's, as given by the user.
+
+@dataclass(eq=False)
+class SweepPoint(Point):
+    """A training of a sweep, and its result: the fields of its row in sweep.json.
+
+    `reason`: of a failure or a skip. `seconds`: wall time.
+    """
+
+    scaling: str
+    repeat: int  # or the seed
+    global_batch: int
+    state: PointState = "waiting"
+    reason: str = ""
+    seconds: float | None = None
+    windows_per_s: float | None = None
+    command: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return f"{self.strategy}-{self.ranks}-{self.scaling}-{self.repeat}"
+
+    @property
+    def setting(self) -> tuple[str, int, str]:
+        """Strategy, ranks and scaling, which its repeats share."""
+        return self.strategy, self.ranks, self.scaling
+
+
+class SweepPlan(argparse.Namespace):
+    """A sweep's own flags, with the trainer's `flags` as given by the user, and `threads` per rank.
 
     `epochs` replaces `steps`, and `seeds` replaces `repeats`: one run per seed.
     """
 
-    strategies: tuple[str, ...]
-    ranks: tuple[int, ...]
+    strategies: list[str]
+    ranks: list[int]
     scaling: str
     repeats: int
+    seeds: list[int]
     steps: int
+    epochs: float | None
     global_batch: int
+    flags: Sequence[str]
     threads: int | None
-    flags: tuple[str, ...]
-    epochs: float | None = None
-    seeds: tuple[int, ...] = ()
 
     @property
     def length(self) -> str:
         """The length of a run in words."""
         return f"{self.steps} steps" if self.epochs is None else counted(self.epochs, "epoch")
 
-    def points(self, config: Config) -> list[Point]:
+    def points(self, config: Config) -> list[SweepPoint]:
         """All points in the order in which they run. `config`: the parsed flags.
 
         Each repeat runs all settings, every second repeat in reverse order, so that a drift of the machine's speed
@@ -69,7 +98,7 @@ class SweepPlan:
                 f" ranks{each}: use a multiple of {fits}, or other --ranks."
             )
         return [
-            Point(strategy, ranks, scaling, repeat, global_batch, by_seed=bool(self.seeds))
+            SweepPoint(strategy, ranks, scaling, repeat, global_batch)
             for number, repeat in enumerate(self.seeds or range(1, self.repeats + 1))
             for strategy, ranks, scaling, global_batch in (reversed(settings) if number % 2 else settings)
         ]
@@ -84,12 +113,12 @@ class SweepPlan:
             raise UserError(f"--strategies {strategy} needs several GPUs: add 2 or more to --ranks.")
         return sizes
 
-    def trainer_flags(self, point: Point, passes: int, folder: Path) -> list[str]:
+    def trainer_flags(self, point: SweepPoint, passes: int, folder: Path) -> list[str]:
         """The arguments of `python -m hvd_bert.train` for a point. `passes`: micro-batches per step."""
         own = [
             f"--strategy={point.strategy}",
             *self.length_flags(),
-            *([f"--seed={point.repeat}"] if point.by_seed else []),
+            *([f"--seed={point.repeat}"] if self.seeds else []),
             f"--per_device_train_batch_size={point.global_batch // (point.ranks * passes)}",
             "--global_batch=-1",  # also if the --config file fixes it
             f"--output_dir={folder}",
@@ -130,14 +159,12 @@ def check_flags(plan: SweepPlan) -> tuple[Config, dict[str, str]]:
     Raises UserError if no strategy accepts them: for unknown flags, missing files, and flags of strategies that are not
     swept.
     """
-    check_own(plan.flags, SET_BY_SWEEP, "a sweep")
-    if "per_device_train_batch_size" in command_line.flag_names(plan.flags) and plan.scaling == STRONG:
-        raise UserError(
-            "--per_device_train_batch_size: with --scaling strong the per-rank batch is --global_batch over the"
-            " number of ranks. Use --global_batch, or --scaling weak."
-        )
-    if plan.seeds and "seed" in command_line.flag_names(plan.flags):
-        raise UserError("--seed: --seeds sets it for each run. Give one of the two flags.")
+    own = dict(SET_BY_SWEEP)
+    if plan.scaling == STRONG:
+        own["per_device_train_batch_size"] = "give --global_batch, for all ranks together, or --scaling weak"
+    if plan.seeds:
+        own["seed"] = "give either --seeds or --seed"
+    check_own(plan.flags, own, "a sweep")
     for name, owner in OWNERS.items():
         if owner not in plan.strategies and plan.values[name] != FLAGS[name].default:
             raise UserError(
@@ -157,11 +184,3 @@ def check_flags(plan: SweepPlan) -> tuple[Config, dict[str, str]]:
     config = next(iter(configs.values()))
     check_files(config)
     return config, refused
-
-
-def check_strategies(names: Sequence[str]) -> tuple[str, ...]:
-    """The strategies, each once. Raises UserError for an unknown name."""
-    for name in names:
-        if name not in STRATEGIES:
-            raise UserError(f"--strategies {name}: unknown strategy. Choose from: {', '.join(STRATEGIES)}.")
-    return tuple(dict.fromkeys(names))

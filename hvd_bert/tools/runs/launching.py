@@ -17,6 +17,7 @@ from pathlib import Path
 from hvd_bert.config.parser import MAX_SECONDS, Limits, Parser, add_number
 from hvd_bert.config.strategies import ALONE, HOROVOD, STRATEGIES, StrategyRow
 from hvd_bert.distributed.horovodrun import host_slots
+from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.distributed.launch import number
 from hvd_bert.distributed.launchers import LAUNCHERS, Allocation, Start, launcher_row
 from hvd_bert.distributed.slurm import requested
@@ -30,28 +31,15 @@ CHOICES = ("auto", *sorted(name for name, row in LAUNCHERS.items() if row.comman
 TAKE_HOSTS = [name for name, row in LAUNCHERS.items() if row.takes_hosts]
 RANKS_PER_CORE = 16  # more would only wait, and fill the memory
 TRAIN = (sys.executable, "-m", "hvd_bert.train")
+EXPORTED = ("OMP_NUM_THREADS", SETTING)  # to ranks on other hosts: threads, and each host's network interface
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Point:
     """One training. `ranks`: its processes or, of a strategy with `several_gpus`, the GPUs of its one process."""
 
     strategy: str
     ranks: int
-    scaling: str
-    repeat: int
-    global_batch: int
-    by_seed: bool = False  # whether `repeat` is the seed of the run
-
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return f"{self.strategy}-{self.ranks}-{self.scaling}-{self.repeat}"
-
-    @property
-    def setting(self) -> tuple[str, int, str]:
-        """Strategy, ranks and scaling, which its repeats share."""
-        return self.strategy, self.ranks, self.scaling
 
     @property
     def row(self) -> StrategyRow:
@@ -64,9 +52,7 @@ class Point:
         return 1 if self.row.world == ALONE else self.ranks
 
     def __str__(self) -> str:
-        unit = "GPU" if self.row.several_gpus else "rank"
-        repeat = f"{'seed' if self.by_seed else 'repeat'} {self.repeat}"
-        return f"{self.strategy}, {counted(self.ranks, unit)}, {self.scaling}, {repeat}"
+        return f"{self.strategy}, {counted(self.ranks, 'GPU' if self.row.several_gpus else 'rank')}"
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
@@ -139,6 +125,16 @@ class Launching:
         }
 
     @property
+    def slots(self) -> int:
+        """As many ranks as there is room for; 2 on a host without GPUs."""
+        allocation = self.machine.allocation
+        if self.hosts:
+            return sum(host_slots(self.hosts).values())
+        if allocation and self.spans_job:
+            return allocation.nodes * allocation.tasks_per_node
+        return self.machine.gpus or 2
+
+    @property
     def spans_job(self) -> bool:
         """Whether the ranks are started on all nodes of a Slurm job."""
         inside = self.machine.allocation is not None and not self.hosts
@@ -153,12 +149,12 @@ class Launching:
         elsewhere = self.hosts is not None or choice == "srun"  # a single process must run there, too
         return "none" if point.row.world == ALONE and not elsewhere else choice
 
-    def command(self, point: Point, flags: Sequence[str], exported: Sequence[str] = ()) -> list[str]:
-        """The command that trains a point. `exported`: variables to pass to ranks on other hosts."""
+    def command(self, point: Point, flags: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+        """The command that trains a point. `flags`: the trainer's. `environ`: see `environment`."""
         command, train = launcher_row(self.launcher(point)).command, [*TRAIN, *flags]
         if command is None:
             return train
-        allocation = self.machine.allocation
+        allocation, exported = self.machine.allocation, [name for name in EXPORTED if name in environ]
         program, *words = command(Start(train, point.processes, self.hosts, allocation, self.extra_args, exported))
         return [program_path(program) or program, *words]
 
@@ -192,8 +188,8 @@ class Launching:
         if allocation is not None and self.spans_job:
             return self._obstacle_in_job(point.ranks, allocation)
         if self.hosts:
-            slots = sum(host_slots(self.hosts).values())
-            return f"{point.ranks} ranks, but -H {self.hosts} has {slots} slots" if slots < point.ranks else ""
+            too_many = f"{point.ranks} ranks, but -H {self.hosts} has {self.slots} slots"
+            return too_many if point.ranks > self.slots else ""
         if gpus and point.ranks > gpus:
             return f"{point.ranks} ranks, but {counted(gpus, 'GPU')}: each rank needs its own"
         if point.ranks > RANKS_PER_CORE * self.machine.cores:
@@ -201,9 +197,9 @@ class Launching:
         return ""
 
     def _obstacle_in_job(self, ranks: int, allocation: Allocation) -> str:
-        tasks = allocation.nodes * allocation.tasks_per_node
-        if ranks > tasks:
-            return f"{ranks} ranks, but the Slurm job has {tasks} tasks: raise --nodes or --ntasks-per-node of sbatch"
+        if ranks > self.slots:
+            too_many = f"{ranks} ranks, but the Slurm job has {self.slots} tasks"
+            return f"{too_many}: raise --nodes or --ntasks-per-node of sbatch"
         per_node, gpus = min(ranks, allocation.tasks_per_node), self.machine.gpus
         if gpus and per_node > gpus:
             return f"{per_node} ranks per node, but {gpus} GPUs: raise --gres or lower --ntasks-per-node of sbatch"
@@ -239,9 +235,9 @@ def add_flags(parser: Parser, out: str) -> None:
     add_number(parser, "--timeout", 3600.0, limit, Limits(minimum=1, maximum=MAX_SECONDS), metavar="S")
 
 
-def choose(flags: argparse.Namespace, machine: Machine) -> Launching:
-    """The launcher settings that those flags select. Raises UserError."""
-    chosen = Launching(flags.launcher, tuple(flags.launcher_flag), flags.H, machine)
+def choose(flags: argparse.Namespace) -> Launching:
+    """The launcher that those flags select on this host. Raises UserError."""
+    chosen = Launching(flags.launcher, tuple(flags.launcher_flag), flags.H, Machine.here(os.environ))
     chosen.check()
     return chosen
 

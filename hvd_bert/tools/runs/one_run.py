@@ -20,7 +20,7 @@ import psutil
 
 from hvd_bert.distributed.signals import SIGNALS
 from hvd_bert.distributed.slurm import IN_SWEEP
-from hvd_bert.errors import EXIT_OK, EXIT_STOPPED, visible
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_STOPPED, UserError, visible
 from hvd_bert.startup import run_command
 from hvd_bert.storage.writing import delete, make_folder, writing_to
 from hvd_bert.tools.runs import record
@@ -101,19 +101,24 @@ def exit_status(command: Callable[[Watch], int]) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a training. `run`: None if it failed, for `reason`. `status`: the launcher's, None after a timeout.
-    `seconds`: wall time."""
+    """The result of a training. `run`: None if it failed, for `reason`. `seconds`: wall time."""
 
     run: Record | None
     reason: str
-    status: int | None
     seconds: float
 
 
-def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, timeout: float, watch: Watch) -> Outcome:
+def train(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    folder: Path,
+    timeout: float,
+    watch: Watch,
+    refuse: bool = False,
+) -> Outcome:
     """Run a training with `folder` as its --output_dir, which it overwrites; all output goes to its log.
 
-    `watch`: see `start_and_wait`.
+    `watch`: see `start_and_wait`. `refuse`: raise UserError for bad input, which later runs share.
 
     A failed training leaves no results there. Raises Stopped, and UserError if the folder cannot be written.
     """
@@ -136,10 +141,13 @@ def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, time
         run = record.read(folder)
         reason = run.comparable()
         if not reason:
-            return Outcome(run, "", status, seconds)
+            return Outcome(run, "", seconds)
     with writing_to("--out", folder):
         delete(folder / RESULTS)  # else the point would count as done
-    return Outcome(None, reason, status, seconds)
+    if refuse and status == EXIT_BAD_INPUT:
+        raise UserError(reason)
+    how = f"took longer than --timeout {timeout:g} s" if status is None else f"status {status}"
+    return Outcome(None, f"{reason} ({how}; {folder / LOG})", seconds)
 
 
 def start_and_wait(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,7 @@ from hvd_bert.tools.runs.finding import SweepFile
 OTHER_OUT = "choose another --out."
 
 
-def read_previous(path: Path, same: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The content of the record of an earlier start of `what`, a sweep or a tuning; {} if there was none.
-
-    `same`: name -> value, each of which must equal the file's under "same". Raises UserError if one differs.
-    """
+def _previous(path: Path, same: Mapping[str, Any], what: str) -> dict[str, Any]:
     if not path.exists():
         return {}
     previous = read_record(path, dict[str, Any])
@@ -52,25 +48,26 @@ def read_record(path: Path, kind: type[Kind]) -> Kind:
 
 
 @contextmanager
-def opened(folder: Path, file: str, begin: Callable[[], None]) -> Iterator[None]:
-    """Create and lock the folder of a sweep or a tuning, whose record is `file`, and `begin` it.
+def opened(record: Path, same: Mapping[str, Any], what: str) -> Iterator[dict[str, Any]]:
+    """Create and lock the folder of `what`, a sweep or a tuning. Yields the content of its record; {} at first.
 
-    Raises UserError, before anything is created if the folder holds something else.
+    `same`: name -> value, each of which must equal the record's under "same". Raises UserError if one differs and,
+    before anything is created, if the folder holds something else.
     """
+    folder = record.parent
     with ExitStack() as stack:
         with writing_to("--out", folder):
             paths = list(folder.iterdir()) if folder.is_dir() else []
-            if not (folder / file).exists() and {path.name for path in paths} - {LOCK}:
-                raise UserError(f"--out {folder} is not empty and has no {file}: choose another folder.")
-            # A killed optuna's lock is a link, to which nothing is written.
-            if links := [
-                path.name for path in paths if is_special(path) and not path.is_dir() and path.suffix != ".lock"
-            ]:
-                raise UserError(f"--out {folder}: {links[0]} is a link or a pipe. Remove it, or choose another folder.")
+            if not record.exists() and {path.name for path in paths} - {LOCK}:
+                raise UserError(f"--out {folder} is not empty and has no {record.name}: choose another folder.")
+            for path in paths:  # a killed optuna's lock is a link, to which nothing is written
+                if is_special(path) and not path.is_dir() and path.suffix != ".lock":
+                    raise UserError(
+                        f"--out {folder}: {path.name} is a link or a pipe. Remove it, or choose another folder."
+                    )
             make_folder(folder)
             stack.enter_context(locked(folder, wait=False))
-            begin()
-        yield
+        yield _previous(record, same, what)
 
 
 def replace(path: Path, content: Any) -> None:

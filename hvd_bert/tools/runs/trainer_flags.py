@@ -29,7 +29,7 @@ SET_BY_SWEEP = {
     # --peak_tflops is no recording, and the MFU needs it.
     **{name: DISTORTS_TIMES for name, flag in FLAGS.items() if flag.group == "profiling" and name != "peak_tflops"},
     "output_dir": "name the folder of all runs with --out",
-    "do_train": "a sweep always trains",
+    "do_train": "each run trains",
     "num_train_epochs": "give --steps or --epochs",
     "max_steps": "give --steps",
     "fast_dev_run": "whole runs are compared",

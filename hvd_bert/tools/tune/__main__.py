@@ -20,19 +20,18 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import MAX_RUNS, MAX_SECONDS, Limits, Parser, add_number
 from hvd_bert.config.settings import FLAGS
-from hvd_bert.distributed.horovodrun import host_slots
-from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.rendering import counted
-from hvd_bert.tools.runs.launching import WEAK, Launching, Machine, Point, add_flags, choose
-from hvd_bert.tools.runs.one_run import Watch, exit_status
-from hvd_bert.tools.runs.out_folder import opened, read_previous, replace
+from hvd_bert.tools.runs.launching import Point, add_flags, choose
+from hvd_bert.tools.runs.one_run import Outcome, Watch, exit_status, train
+from hvd_bert.tools.runs.out_folder import opened, replace
 from hvd_bert.tools.runs.trainer_flags import PRESET, SET_BY_SWEEP, check_files, check_own, names_data, with_defaults
 
 FILE = "tune.json"
@@ -90,13 +89,13 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
         raise UserError("optuna is not installed. Run `pip install .[search]`.")
     from hvd_bert.tools.tune import search  # it imports optuna and matplotlib
 
-    launching = choose(flags, Machine.here(os.environ))
+    launching = choose(flags)
     ranges = [text if "=" in text else f"{text}={RANGES.get(text, '')}" for text in flags.range or RANGES]
     check_own([*rest, *(f"--{text}" for text in ranges)], SET_BY_TUNE, "tuning")
     common = with_defaults(rest, launching.threads(os.environ), ("--save_steps=0",))
     common = command_line.override_argv(common, ["--eval_strategy=epoch"])
     config = command_line.parse(common)
-    point = Point(config.parallel.strategy, flags.ranks or _ranks(launching), WEAK, 1, 0)
+    point = Point(config.parallel.strategy, flags.ranks or launching.slots)
     if obstacle := launching.obstacle(point):
         raise UserError(f"{obstacle}.")
     check_files(config)
@@ -105,39 +104,25 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
     same |= {"the trainer's flags": common, **launching.record()}
     content = {"same": same, "command": ["hvd-bert", "tune", *argv], **launching.machine.record()}
 
-    def begin() -> None:
-        previous = read_previous(flags.out / FILE, same, "tuning")
+    def start(setting: Sequence[str], folder: Path, watch: Watch) -> Outcome:
+        environ, own = launching.environment(point, os.environ), [f"--output_dir={folder}", "--overwrite_output_dir"]
+        command = launching.command(point, command_line.override_argv(common, [*setting, *own]), environ)
+        return train(command, environ, folder, flags.timeout, watch, refuse=not setting)
+
+    with opened(flags.out / FILE, same, "tuning") as previous, writing_to("--out", flags.out):
         replace(flags.out / FILE, content | {"result": previous.get("result")})
-
-    environ = launching.environment(point, os.environ)
-
-    def command(words: Sequence[str]) -> list[str]:
-        words = command_line.override_argv(common, words)
-        return launching.command(point, words, [SETTING] if SETTING in environ else [])
-
-    with opened(flags.out, FILE, begin), writing_to("--out", flags.out):
         print(f"{counted(point.ranks, 'rank')} under {launching.launcher(point)}, runs in {flags.out}")
         if not names_data(rest):
             print(f"warning: {NO_DATA}", file=sys.stderr)
         print(f"Without tuning: {' '.join(each.flag(each.now) for each in parameters)}", flush=True)
         try:
-            trainings = search.Search(parameters, command, environ, flags.out, flags.timeout, check)
+            trainings = search.Search(parameters, start, flags.out, check)
         except search.TrialFailed as error:
             print(f"hvd_bert: the run with your settings failed: {error}. Rerun to try again.", file=sys.stderr)
             return EXIT_FAILURE
         result = trainings.run(flags.trials, flags.minutes, flags.pruner, config.train.seed)
         replace(flags.out / FILE, content | {"result": result})
     return EXIT_OK
-
-
-def _ranks(launching: Launching) -> int:
-    """As many ranks as there is room for; 2 on a host without GPUs."""
-    allocation = launching.machine.allocation
-    if launching.hosts:
-        return sum(host_slots(launching.hosts).values())
-    if allocation and launching.spans_job:
-        return allocation.nodes * allocation.tasks_per_node
-    return launching.machine.gpus or 2
 
 
 if __name__ == "__main__":

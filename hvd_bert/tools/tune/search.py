@@ -6,8 +6,9 @@ import itertools
 import math
 import os
 import re
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +27,13 @@ from optuna.visualization import matplotlib as draw
 
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS, Config
-from hvd_bert.errors import EXIT_BAD_INPUT, UserError, as_user_error
+from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.storage.writing import delete, write_named
 from hvd_bert.tools.rendering import DASH
 from hvd_bert.tools.rendering.figures import saved
 from hvd_bert.tools.rendering.page import Code, Grid, Page, Picture, Text
 from hvd_bert.tools.runs import record
-from hvd_bert.tools.runs.one_run import LOG, MODEL, Watch, train
+from hvd_bert.tools.runs.one_run import LOG, MODEL, Outcome, Watch
 from hvd_bert.tools.runs.out_folder import OTHER_OUT
 
 STUDY, PAGE, FIRST = "study.log", "tune.html", "baseline"
@@ -47,6 +48,7 @@ OVERRIDING = {
     "per_device_train_batch_size": "global_batch",
 }
 Value = int | float | str
+Start = Callable[[Sequence[str], Path, Watch], Outcome]  # trains with the flags of a setting, in a folder
 
 
 class TrialFailed(Exception):
@@ -87,14 +89,6 @@ class Parameter:
         """The values of a list; empty for a range."""
         return getattr(self.distribution, "choices", ())
 
-    def suggest(self, trial: Trial) -> None:
-        """Make optuna choose the trial's value."""
-        if self.choices:
-            trial.suggest_categorical(self.name, self.choices)
-        else:
-            suggest = trial.suggest_int if isinstance(self.distribution, IntDistribution) else trial.suggest_float
-            suggest(self.name, self.distribution.low, self.distribution.high, log=self.distribution.log)
-
     def flag(self, value: Value) -> str:
         """The trainer's flag with a value."""
         return f"--{self.name}={as_text(value)}"
@@ -116,21 +110,10 @@ def number(text: str) -> Value:
 class Search:
     """Trainings with different settings, compared by the metric of --metric_for_best_model."""
 
-    def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        command: Callable[[Sequence[str]], list[str]],
-        environ: Mapping[str, str],
-        out: Path,
-        timeout: float,
-        check: Watch,
-    ) -> None:
-        """Train with the user's own settings, if no earlier start has. Raises UserError or TrialFailed.
-
-        `command`: the trainer's flags of a run -> its command. `timeout`: seconds per run.
-        """
-        self.parameters, self.command, self.environ = parameters, command, environ
-        self.out, self.timeout, self.check = out, timeout, check
+    def __init__(self, parameters: Sequence[Parameter], start: Start, out: Path, check: Watch) -> None:
+        """Train with the user's own settings, if no earlier start has. Raises UserError or TrialFailed."""
+        self.parameters, self.start, self.out, self.check = parameters, start, out, check
+        self.distributions = {each.name: each.distribution for each in parameters}
         folder = out / FIRST
         if record.read(folder).state != "finished":
             self._train((), folder, check)
@@ -155,14 +138,9 @@ class Search:
         print(f"trial  {self.metric:>8}  setting", flush=True)
         # Not the seed alone: a resumed search would draw the settings that it began with.
         study.sampler = optuna.samplers.TPESampler(seed=(seed + len(study.trials)) % 2**32)
-        study.optimize(
-            self._score,
-            n_trials=count - len(finished(study)),
-            timeout=None if minutes is None else 60 * minutes,
-            catch=(TrialFailed,),
-            callbacks=[self._after_trial],
-        )
-        done = finished(study)
+        end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        while len(done := finished(study)) < count and time.monotonic() < end:
+            self._try_next(study)
         if len(done) < count:
             print(f"{len(done)} of {count} trials fit into --minutes {minutes:g}.")
         if not any(self._setting(trial) for trial in done):
@@ -199,24 +177,40 @@ class Search:
 
     def _enqueue(self, study: Study, count: int) -> int:
         """Add the first run as a trial and, if `count` suffices, all combinations. Returns the number of trials."""
-        names = [each.name for each in self.parameters]
         if not study.trials:
-            space = {each.name: each.distribution for each in self.parameters}
             now, scores = {each.name: each.now for each in self.parameters}, self._by_epoch(self.out / FIRST)
             with suppress(ValueError):  # the user's values are outside of the ranges
-                study.add_trial(
-                    create_trial(params=now, distributions=space, value=self.baseline, intermediate_values=scores)
+                first = create_trial(
+                    params=now, distributions=self.distributions, value=self.baseline, intermediate_values=scores
                 )
+                study.add_trial(first)
         if math.prod(len(each.choices) or math.inf for each in self.parameters) > count:
             return count
         for values in itertools.product(*(each.choices for each in self.parameters)):  # TPE would try some twice
-            study.enqueue_trial(dict(zip(names, values, strict=True)), skip_if_exists=True)
+            study.enqueue_trial(dict(zip(self.distributions, values, strict=True)), skip_if_exists=True)
         return min(count, len(finished(study)) + len(study.get_trials(states=(TrialState.WAITING,))))
+
+    def _try_next(self, study: Study) -> None:
+        """Score a setting and print it; delete all weights except the best trial's: they are large.
+
+        A trial that a signal stops remains a running one, which `_load` enqueues again.
+        """
+        trial = study.ask(self.distributions)
+        try:
+            ended = study.tell(trial, self._score(trial))
+        except (TrialFailed, TrialPruned) as error:
+            trial.set_user_attr(REASON, str(error))
+            state = TrialState.PRUNED if isinstance(error, TrialPruned) else TrialState.FAIL
+            ended = study.tell(trial, state=state)
+        number, setting, outcome, value = self._row(ended)
+        print(f"{number:>5}  {value:>{max(8, len(self.metric))}}  {setting}: {outcome}", flush=True)
+        best = self._folder(study.best_trial) if complete(study) else None
+        for folder in self.out.glob("trial-*"):
+            if folder != best:
+                delete(folder / MODEL)
 
     def _score(self, trial: Trial) -> float:
         """Train with a trial's setting, or return the setting's known score. Raises TrialFailed and TrialPruned."""
-        for each in self.parameters:
-            each.suggest(trial)
         setting, folder = self._setting(trial), self._folder(trial)
         known = {self._setting(each): float(each.value) for each in complete(trial.study)} | {(): self.baseline}
         if setting in known:
@@ -228,33 +222,22 @@ class Search:
             if trial.should_prune():
                 raise TrialPruned(f"ended early, after epoch {max(self._by_epoch(folder))}")
 
-        try:
-            self._train(setting, folder, watch)
-            self._report(trial)
-            value = record.read(folder).score(self.metric)
-            if value is None:
-                raise TrialFailed(f"it has no score ({folder / LOG})")
-            return value
-        except (TrialFailed, TrialPruned) as error:
-            trial.set_user_attr(REASON, str(error))
-            raise
-        except Exception:  # such as a signal: the next start begins with this trial
-            trial.study.enqueue_trial(trial.params)
-            raise
+        self._train(setting, folder, watch)
+        self._report(trial)
+        value = record.read(folder).score(self.metric)
+        if value is None:
+            raise TrialFailed(f"it has no score ({folder / LOG})")
+        return value
 
     def _train(self, setting: Sequence[str], folder: Path, watch: Watch) -> None:
         """Train with a setting. Raises TrialFailed and, for bad input among the user's own flags, UserError."""
-        command = self.command([*setting, f"--output_dir={folder}", "--overwrite_output_dir"])
         try:
-            trained = train(command, self.environ, folder, self.timeout, watch)
+            trained = self.start(setting, folder, watch)
         finally:
             for path in (*folder.glob("checkpoint-*"), folder / "latest"):  # of a run that was stopped
                 delete(path)
-        if trained.status == EXIT_BAD_INPUT and not setting:
-            raise UserError(trained.reason)
         if trained.run is None:
-            reason = trained.reason if trained.status is not None else f"it took longer than {trained.seconds:.0f} s"
-            raise TrialFailed(f"{reason} ({folder / LOG})")
+            raise TrialFailed(trained.reason)
 
     def _by_epoch(self, folder: Path) -> dict[int, float]:
         """Epoch -> score of a run's evaluations, before its final one."""
@@ -266,15 +249,6 @@ class Search:
     def _report(self, trial: Trial) -> None:
         for epoch, score in self._by_epoch(self._folder(trial)).items():
             trial.report(score, epoch)
-
-    def _after_trial(self, study: Study, trial: FrozenTrial) -> None:
-        """Print a trial, and delete all weights except the best trial's: they are large."""
-        number, setting, outcome, value = self._row(trial)
-        print(f"{number:>5}  {value:>{max(8, len(self.metric))}}  {setting}: {outcome}", flush=True)
-        best = self._folder(study.best_trial) if complete(study) else None
-        for folder in self.out.glob("trial-*"):
-            if folder != best:
-                delete(folder / MODEL)
 
     def _answer(self, study: Study) -> tuple[dict[str, Any], str]:
         """The record, and the text: the best setting, if it is better than the user's own."""
