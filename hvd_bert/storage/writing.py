@@ -172,6 +172,12 @@ def check_output(path: Path, overwrite: bool, inputs: Iterable[str | Path] = ())
     return target
 
 
+def write_output(flag: str, path: Path, content: str, overwrite: bool) -> None:
+    """Write the file that a flag names. Raises UserError."""
+    with writing_to(flag, path):
+        write_named(check_output(path, overwrite), content)
+
+
 def is_special(path: Path) -> bool:
     """Whether it is a symbolic link, a pipe or a device: no run makes any."""
     return os.path.lexists(path) and (path.is_symlink() or not (path.is_file() or path.is_dir()))

@@ -1,12 +1,7 @@
 """Measure the trainer's throughput, or run a sweep over strategies and numbers of ranks.
 
-    hvd-bert bench                                                      BERT-base, windows as long as SQuAD's
-    horovodrun -np 4 -H a100-01:2,a100-02:2 hvd-bert bench --bf16
-    srun --mpi=pmix hvd-bert bench --model FOLDER --json bench.json
-    hvd-bert bench sweep --strategies none,horovod,ddp --ranks 1,2,4    a training per strategy and world size
-
-Without a second word it trains on the ranks that the launcher starts (speed.py). `sweep` (sweep.py) starts the ranks
-itself.
+horovodrun -np 4 hvd-bert bench                                     speed.py, on the ranks of the launcher
+hvd-bert bench sweep --strategies none,horovod,ddp --ranks 1,2,4    sweep.py, which starts the ranks itself
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
@@ -34,35 +34,27 @@ def measurable(config: Config, world: World) -> bool:
     return world.device.type == "cuda" and alone and not config.profiling.steps_to_record
 
 
-def kernels(events: Iterable[Any]) -> list[dict[str, Any]]:
-    """Name, calls and seconds of each kernel and kind of copy in a profile, the longest first.
+def figures(host_s: Sequence[float], events: Sequence[Any]) -> dict[str, Any]:
+    """FIGURES, each None if it could not be measured, and the longest `kernels` and kinds of copies.
 
-    `events`: the profile's key_averages().
+    `host_s`: the host's seconds of each measured step. `events`: a profile's key_averages().
     """
-    rows = []
+    rows, launches = [], 0
     for event in events:
         seconds = event.self_device_time_total / 1e6
+        if event.device_type.name == "CPU":
+            launches += event.count if event.key.startswith(LAUNCHES) else 0
         # Annotations, such as "Optimizer.step", span kernels that have rows of their own.
-        if seconds and event.device_type.name != "CPU" and not getattr(event, "is_user_annotation", False):
+        elif seconds and not getattr(event, "is_user_annotation", False):
             rows.append({"name": event.key, "calls": event.count, "seconds": seconds})
-    return sorted(rows, key=lambda row: -row["seconds"])
-
-
-def figures(host_s: Sequence[float], events: Sequence[Any]) -> dict[str, Any]:
-    """FIGURES, each None if it could not be measured, and the longest `kernels`.
-
-    `host_s`: the host's seconds of each measured step. `events`: as for `kernels`.
-    """
-    rows = kernels(events)
-    launches = [e.count for e in events if e.device_type.name == "CPU" and e.key.startswith(LAUNCHES)]
+    rows.sort(key=lambda row: -row["seconds"])
     busy_s = sum(row["seconds"] for row in rows)
-    found = (1000 * median(host_s) if host_s else None, 1000 * busy_s or None, sum(launches) or None)
+    found = (1000 * median(host_s) if host_s else None, 1000 * busy_s or None, launches or None)
     return {**dict(zip(FIGURES, found, strict=True)), "kernels": rows[:KERNEL_ROWS]}
 
 
 def advice(found: Mapping[str, float | None], captures_graphs: bool) -> str | None:
-    """A line if the GPU waits for its host; None if not, or if unknown. `found`: see `figures`. `captures_graphs`:
-    whether --torch_compile_mode says so."""
+    """A line if the GPU is known to wait for its host. `captures_graphs`: whether --torch_compile_mode says so."""
     host_ms, busy_ms, count = (found[name] for name in FIGURES)
     if host_ms is None or busy_ms is None or host_ms <= busy_ms:
         return None

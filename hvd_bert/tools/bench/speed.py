@@ -1,7 +1,6 @@
 """Measure the trainer's own loop on the ranks that the launcher starts: `hvd-bert bench`.
 
-Takes all of the trainer's flags; with --train_file or --dataset_name it uses that data and the trainer's weights. It
-trains one warm-up section, then --repeats sections of --steps steps each and, on a GPU, a step under the profiler.
+It trains one warm-up section, then --repeats sections of --steps steps each and, on a GPU, a step under the profiler.
 Exit status: 0 measured, 1 failure, 2 bad input; a signal kills it.
 """
 
@@ -38,7 +37,7 @@ from hvd_bert.monitoring.usage import memory_now, memory_peak
 from hvd_bert.output import output_dir, run_folder
 from hvd_bert.output.callback import Callback
 from hvd_bert.storage.reading import GIB
-from hvd_bert.storage.writing import check_output, write_named, writing_to
+from hvd_bert.storage.writing import check_output, write_output, writing_to
 from hvd_bert.tasks.base import Task, weight_copies
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.bench import host_time
@@ -83,9 +82,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
         if world.rank == 0:
             _print_table(record)
             if flags.json:
-                with writing_to("--json", flags.json):
-                    path = check_output(flags.json, flags.overwrite)
-                    write_named(path, json.dumps(record, indent=1) + "\n")
+                write_output("--json", flags.json, json.dumps(record, indent=1) + "\n", flags.overwrite)
 
 
 def _measure(flags: argparse.Namespace, config: Config, world: World) -> dict[str, Any]:

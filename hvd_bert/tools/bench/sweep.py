@@ -68,26 +68,13 @@ def make_parser() -> Parser:
         " --train_file, --dataset_name or --config it trains the preset `sweep`: the sample's text and a BERT of 6"
         " layers with new weights."
     )
-    parser.add_argument(
-        "--strategies",
-        metavar="NAME,...",
-        type=_strategies,
-        default=["none", "horovod"],
-        help="Strategies to compare. (default: none,horovod)",
-    )
-    ranks = "Numbers of ranks. (default: 1,2)"
-    parser.add_argument(
-        "--ranks", metavar="N,...", type=lambda text: sorted(_numbers(text)), default=[1, 2], help=ranks
-    )
+    strategies, ranks = "Strategies to compare. (default: none,horovod)", "Numbers of ranks. (default: 1,2)"
+    parser.add_argument("--strategies", metavar="NAME,...", type=_strategies, default="none,horovod", help=strategies)
+    parser.add_argument("--ranks", metavar="N,...", type=_numbers, default=[1, 2], help=ranks)
     number = parser.add_mutually_exclusive_group()
     add_number(number, "--repeats", 3, "Runs per point.", Limits(minimum=1, maximum=MAX_RUNS))
-    number.add_argument(
-        "--seeds",
-        metavar="N,...",
-        type=lambda text: _numbers(text, 0, "seeds"),
-        default=[],
-        help="In place of --repeats: one run per point and seed. (default: none)",
-    )
+    seeds = "In place of --repeats: one run per point and seed. (default: none)"
+    number.add_argument("--seeds", metavar="N,...", type=_seeds, default=[], help=seeds)
     length = parser.add_mutually_exclusive_group()
     add_number(length, "--steps", 30, "Optimizer steps per run; the first is warm-up.", Limits(minimum=2))
     epochs = "In place of --steps: passes over the training windows per run. (default: none)"
@@ -117,11 +104,15 @@ def _strategies(text: str) -> list[str]:
     return names
 
 
-def _numbers(text: str, minimum: int = 1, name: str = "numbers of ranks") -> list[int]:
+def _numbers(text: str) -> list[int]:
+    return sorted(_seeds(text, 1, "numbers of ranks"))
+
+
+def _seeds(text: str, minimum: int = 0, name: str = "seeds") -> list[int]:
     parts = text.split(",")
     if not all(part.isdecimal() and len(part) < 11 and minimum <= int(part) <= LARGEST for part in parts):
         raise argparse.ArgumentTypeError(f"'{shortened(text)}' is not a list of {name} such as 1,2,4")
-    return list(dict.fromkeys(int(part) for part in parts))
+    return list(dict.fromkeys(map(int, parts)))
 
 
 class Sweep:

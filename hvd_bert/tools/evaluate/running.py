@@ -15,7 +15,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE, UserError, log
 from hvd_bert.model.layers import place
 from hvd_bert.output import output_dir, run_folder
-from hvd_bert.storage.writing import check_output, write_named, writing_to
+from hvd_bert.storage.writing import check_output, write_named, write_output, writing_to
 from hvd_bert.strategies.base import strategy_class
 from hvd_bert.tasks.base import EvaluationResult, Task, load_task
 from hvd_bert.tasks.question_answering import QuestionAnswering
@@ -58,9 +58,8 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
                     write_named(folder / "evaluation.html", page.as_html())
                 log.info("%s", run_folder.describe(folder))
             if flags.json:
-                with writing_to("--json", flags.json):
-                    path = check_output(flags.json, flags.overwrite)
-                    write_named(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+                text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
+                write_output("--json", flags.json, text, flags.overwrite)
 
 
 def _check_outputs(flags: argparse.Namespace, config: Config, world: World) -> None:

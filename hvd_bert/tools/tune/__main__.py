@@ -1,7 +1,6 @@
 """Search for a better learning rate, batch, length or other flags of a training: `hvd-bert tune`.
 
-    hvd-bert tune --ranks 4 --bf16 --train_file train-v1.1.json --model_name_or_path bert-base-uncased
-    hvd-bert tune -H a100-01:2,a100-02:2 --range learning_rate=2e-5:2e-4:log --range global_batch=32,64 --trials 30 ...
+    hvd-bert tune --ranks 4 --range learning_rate=2e-5:2e-4:log --range global_batch=32,64 --train_file train-v1.1.json
 
 optuna chooses the settings (docs/guides/tuning.md). Prints those to use, or "Keep your settings", and writes a page.
 Rerun the same command to resume. Exit status: 0 answered, 1 the run with the user's settings failed, 2 bad input, 75
@@ -35,7 +34,6 @@ from hvd_bert.tools.runs.out_folder import opened, replace
 from hvd_bert.tools.runs.trainer_flags import PRESET, SET_BY_SWEEP, check_files, check_own, names_data, with_defaults
 
 FILE = "tune.json"
-NO_DATA = f"no data are named, so the preset `{PRESET}` is trained. Tune with your own model, data and batch."
 RANGES = {
     "learning_rate": "1e-5:1e-4:log",
     "global_batch": "16,32,64",
@@ -113,7 +111,8 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
         replace(flags.out / FILE, content | {"result": previous.get("result")})
         print(f"{counted(point.ranks, 'rank')} under {launching.launcher(point)}, runs in {flags.out}")
         if not names_data(rest):
-            print(f"warning: {NO_DATA}", file=sys.stderr)
+            own = "Tune with your own model, data and batch."
+            print(f"warning: no data are named, so the preset `{PRESET}` is trained. {own}", file=sys.stderr)
         print(f"Without tuning: {' '.join(each.flag(each.now) for each in parameters)}", flush=True)
         try:
             trainings = search.Search(parameters, start, flags.out, check)
