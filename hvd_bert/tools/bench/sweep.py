@@ -27,7 +27,7 @@ from hvd_bert.config.parser import LARGEST, MAX_RUNS, Limits, Parser, add_number
 from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.distributed import slurm
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK
-from hvd_bert.storage.writing import writing_to
+from hvd_bert.storage.writing import delete, write_json, writing_to
 from hvd_bert.streams import keep_running
 from hvd_bert.tools.bench.points import SCALINGS, PointState, SweepPlan, SweepPoint, check_flags
 from hvd_bert.tools.rendering import counted, report_files, seconds
@@ -35,7 +35,7 @@ from hvd_bert.tools.runs import record
 from hvd_bert.tools.runs.finding import SWEEP
 from hvd_bert.tools.runs.launching import STRONG, Launching, add_flags, choose
 from hvd_bert.tools.runs.one_run import MODEL, Stopped, Watch, exit_status, train
-from hvd_bert.tools.runs.out_folder import opened, replace
+from hvd_bert.tools.runs.out_folder import opened
 from hvd_bert.tools.runs.trainer_flags import PRESET, names_data, with_defaults
 
 FAILURES = 2  # in a row; then the setting's other repeats are not run
@@ -206,9 +206,9 @@ class Sweep:
         self.other_rows = list(rows.values())
 
     def _write(self) -> None:
-        """Write sweep.json. Raises UserError."""
+        """Write sweep.json."""
         rows = [{"name": point.name, **vars(point)} for point in self.points]
-        replace(self.out / SWEEP, {"same": self.same, **self.now, "points": rows + self.other_rows})
+        write_json(self.out / SWEEP, {"same": self.same, **self.now, "points": rows + self.other_rows})
 
     def _in_state(self, state: PointState) -> list[SweepPoint]:
         return [point for point in self.points if point.state == state]
@@ -257,18 +257,17 @@ class Sweep:
         flags = self.plan.trainer_flags(point, self.config.train.gradient_accumulation_steps, folder)
         point.command = self.launching.command(point, flags, environ)
         first = point.strategy == "none" and not self._in_state("done")  # all points share its wrong setting
-        trained = train(point.command, environ, folder, self.plan.timeout, self.check, refuse=first)
-        point.seconds = trained.seconds
-        if trained.run is None:
-            point.state, point.reason = "failed", trained.reason
+        timeout = self.plan.timeout
+        point.reason, point.seconds = train(point.command, environ, folder, timeout, self.check, refuse=first)
+        if point.reason:
+            point.state = "failed"
             self.failures[point.setting] += 1
             return
-        point.state, point.windows_per_s = "done", trained.run.windows_per_s
-        self.unit = trained.run.unit
+        run = record.read(folder)
+        point.state, point.windows_per_s, self.unit = "done", run.windows_per_s, run.unit
         self.failures[point.setting] = 0
         if point.repeat != self.points[0].repeat:  # one saved model per point is enough; weights are large
-            with writing_to("--out", self.out):
-                (folder / MODEL).unlink(missing_ok=True)
+            delete(folder / MODEL)
 
     def _print_reasons(self, state: PointState) -> None:
         """Print each reason once, with its points."""

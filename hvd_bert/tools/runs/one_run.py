@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -26,7 +25,7 @@ from hvd_bert.storage.writing import delete, make_folder, writing_to
 from hvd_bert.tools.runs import record
 from hvd_bert.tools.runs.failure import first_failure, read_lines, split_mark
 from hvd_bert.tools.runs.out_folder import locked
-from hvd_bert.tools.runs.record import EVENTS, METRICS, RESULTS, Record
+from hvd_bert.tools.runs.record import EVENTS, METRICS, RESULTS
 
 # A closed terminal ends this process, and the guard its run.
 HANDLED = tuple(number for number in SIGNALS if number != signal.SIGHUP)
@@ -99,15 +98,6 @@ def exit_status(command: Callable[[Watch], int]) -> int:
         return EXIT_STOPPED
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a training. `run`: None if it failed, for `reason`. `seconds`: wall time."""
-
-    run: Record | None
-    reason: str
-    seconds: float
-
-
 def train(
     command: Sequence[str],
     environ: Mapping[str, str],
@@ -115,12 +105,13 @@ def train(
     timeout: float,
     watch: Watch,
     refuse: bool = False,
-) -> Outcome:
+) -> tuple[str, float]:
     """Run a training with `folder` as its --output_dir, which it overwrites; all output goes to its log.
 
     `watch`: see `start_and_wait`. `refuse`: raise UserError for bad input, which later runs share.
 
-    A failed training leaves no results there. Raises Stopped, and UserError if the folder cannot be written.
+    Returns why it failed, "" if it did not, and its seconds. A failed training leaves no results there. Raises Stopped,
+    and UserError if the folder cannot be written.
     """
     with ExitStack() as stack:
         with writing_to("--out", folder):
@@ -136,18 +127,15 @@ def train(
     seconds = round(time.monotonic() - start, 1)
     if status == EXIT_STOPPED:
         raise Stopped(f"a signal to {folder}")
-    reason = "" if status == EXIT_OK else failure_in(folder / LOG)
+    reason = record.read(folder).comparable() if status == EXIT_OK else failure_in(folder / LOG)
     if not reason:
-        run = record.read(folder)
-        reason = run.comparable()
-        if not reason:
-            return Outcome(run, "", seconds)
+        return "", seconds
     with writing_to("--out", folder):
         delete(folder / RESULTS)  # else the point would count as done
     if refuse and status == EXIT_BAD_INPUT:
         raise UserError(reason)
     how = f"took longer than --timeout {timeout:g} s" if status is None else f"status {status}"
-    return Outcome(None, f"{reason} ({how}; {folder / LOG})", seconds)
+    return f"{reason} ({how}; {folder / LOG})", seconds
 
 
 def start_and_wait(

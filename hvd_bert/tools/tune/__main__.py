@@ -25,12 +25,12 @@ from hvd_bert.config import command_line
 from hvd_bert.config.parser import MAX_RUNS, MAX_SECONDS, Limits, Parser, add_number
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
-from hvd_bert.storage.writing import writing_to
+from hvd_bert.storage.writing import write_json
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.runs.launching import Point, add_flags, choose
-from hvd_bert.tools.runs.one_run import Outcome, Watch, exit_status, train
-from hvd_bert.tools.runs.out_folder import opened, replace
+from hvd_bert.tools.runs.one_run import Watch, exit_status, train
+from hvd_bert.tools.runs.out_folder import opened
 from hvd_bert.tools.runs.trainer_flags import PRESET, SET_BY_SWEEP, check_files, check_own, names_data, with_defaults
 
 FILE = "tune.json"
@@ -102,13 +102,13 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
     same |= {"the trainer's flags": common, **launching.record()}
     content = {"same": same, "command": ["hvd-bert", "tune", *argv], **launching.machine.record()}
 
-    def start(setting: Sequence[str], folder: Path, watch: Watch) -> Outcome:
+    def start(setting: Sequence[str], folder: Path, watch: Watch) -> str:
         environ, own = launching.environment(point, os.environ), [f"--output_dir={folder}", "--overwrite_output_dir"]
         command = launching.command(point, command_line.override_argv(common, [*setting, *own]), environ)
-        return train(command, environ, folder, flags.timeout, watch, refuse=not setting)
+        return train(command, environ, folder, flags.timeout, watch, refuse=not setting)[0]
 
-    with opened(flags.out / FILE, same, "tuning") as previous, writing_to("--out", flags.out):
-        replace(flags.out / FILE, content | {"result": previous.get("result")})
+    with opened(flags.out / FILE, same, "tuning") as previous:
+        write_json(flags.out / FILE, content | {"result": previous.get("result")})
         print(f"{counted(point.ranks, 'rank')} under {launching.launcher(point)}, runs in {flags.out}")
         if not names_data(rest):
             own = "Tune with your own model, data and batch."
@@ -120,7 +120,7 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
             print(f"hvd_bert: the run with your settings failed: {error}. Rerun to try again.", file=sys.stderr)
             return EXIT_FAILURE
         result = trainings.run(flags.trials, flags.minutes, flags.pruner, config.train.seed)
-        replace(flags.out / FILE, content | {"result": result})
+        write_json(flags.out / FILE, content | {"result": result})
     return EXIT_OK
 
 

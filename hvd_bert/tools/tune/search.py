@@ -33,7 +33,7 @@ from hvd_bert.tools.rendering import DASH
 from hvd_bert.tools.rendering.figures import saved
 from hvd_bert.tools.rendering.page import Code, Grid, Page, Picture, Text
 from hvd_bert.tools.runs import record
-from hvd_bert.tools.runs.one_run import LOG, MODEL, Outcome, Watch
+from hvd_bert.tools.runs.one_run import LOG, MODEL, Watch
 from hvd_bert.tools.runs.out_folder import OTHER_OUT
 
 STUDY, PAGE, FIRST = "study.log", "tune.html", "baseline"
@@ -48,7 +48,7 @@ OVERRIDING = {
     "per_device_train_batch_size": "global_batch",
 }
 Value = int | float | str
-Start = Callable[[Sequence[str], Path, Watch], Outcome]  # trains with the flags of a setting, in a folder
+Start = Callable[[Sequence[str], Path, Watch], str]  # trains with a setting in a folder; returns why it failed, or ""
 
 
 class TrialFailed(Exception):
@@ -232,12 +232,12 @@ class Search:
     def _train(self, setting: Sequence[str], folder: Path, watch: Watch) -> None:
         """Train with a setting. Raises TrialFailed and, for bad input among the user's own flags, UserError."""
         try:
-            trained = self.start(setting, folder, watch)
+            failure = self.start(setting, folder, watch)
         finally:
             for path in (*folder.glob("checkpoint-*"), folder / "latest"):  # of a run that was stopped
                 delete(path)
-        if trained.run is None:
-            raise TrialFailed(trained.reason)
+        if failure:
+            raise TrialFailed(failure)
 
     def _by_epoch(self, folder: Path) -> dict[int, float]:
         """Epoch -> score of a run's evaluations, before its final one."""
