@@ -30,8 +30,8 @@ def test_a_search_is_killed_and_resumed(tmp_path: Path) -> None:
             assert process.poll() is None
         process.kill()
     outcome = run(words, tmp_path, timeout=2 * TIMEOUT_S).expect(0)
-    assert "2 of 4 trials are done" in outcome.output and "ended early" in outcome.output, outcome
     out = tmp_path / "runs" / "tune"
+    assert "ended early" in (out / "tune.html").read_text(), outcome
     result = json.loads((out / "tune.json").read_text())["result"]
     assert ("Keep your settings" in outcome.output) == (result["set"] == []), outcome
-    assert len([*out.rglob("model.safetensors")]) == 1 and (out / "tune.html").exists(), outcome
+    assert len([*out.rglob("model.safetensors")]) == 1 and len([*out.glob("trial-*")]) == 4, outcome

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import hostile
 import pytest
@@ -33,9 +35,11 @@ from hvd_bert.tools.evaluate import __main__ as evaluation_flags
 from hvd_bert.tools.evaluate import running as evaluation
 from hvd_bert.tools.report.__main__ import main as report
 from hvd_bert.tools.runs import record
+from hvd_bert.tools.runs.launching import Machine
 from hvd_bert.tools.runs.out_folder import opened
 from hvd_bert.tools.timeline import __main__ as timeline_module
 from hvd_bert.tools.timeline.__main__ import main as timeline
+from hvd_bert.tools.tune.__main__ import main as tune
 
 PLACES = {
     "folder": lambda path: path.mkdir(),
@@ -221,3 +225,15 @@ def test_tools_do_not_write_through_links(make: Callable[[Path], None], tmp_path
     with refused(tmp_path, "study.log"), opened(tmp_path / "sweep.json", {}, "sweep"):
         pytest.fail("begun")
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", [sweep.main, tune], ids=["sweep", "tune"])
+def test_out_folder_that_cannot_be_written(command, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("optuna")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(Machine, "here", lambda environ: Machine(cores=2, gpus=0, allocation=None))
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    for out, reason in (("new", "No space left"), ("file", "not a folder")):
+        assert command(["--launcher=none", "--ranks=1", f"--out={tmp_path / out}"]) == EXIT_BAD_INPUT
+        message = capsys.readouterr().err.splitlines()[-1]
+        check_refusal(message, f"--out {tmp_path / out} cannot be written", reason)
