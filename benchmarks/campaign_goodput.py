@@ -24,7 +24,8 @@ import psutil
 from shared import machine, markdown_table
 
 from hvd_bert.config import command_line
-from hvd_bert.distributed.launchers import without_cache
+from hvd_bert.distributed import launchers
+from hvd_bert.distributed.launchers import Start
 from hvd_bert.output.callback import Callback
 from hvd_bert.startup import start_rank
 from hvd_bert.storage.writing import JsonLines
@@ -187,20 +188,20 @@ def kill_times(every: float, duration: float) -> list[tuple[float, float]]:
     return [kill for kill in kills if kill[0] < duration]
 
 
-def launch(name: str, folder: Path, ranks: int) -> list[str]:
-    """The launcher's part of the command that trains by a strategy."""
+def launch(name: str, folder: Path, ranks: int, train: Sequence[str]) -> list[str]:
+    """The command that trains by a strategy. `train`: the command of each rank."""
     if name in ("ddp", "fsdp"):
-        own = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-        return [*own, f"--nproc-per-node={ranks}", f"--max-restarts={STEPS}"]
-    words = [program_path("horovodrun") or "horovodrun", "-np", str(ranks), *without_cache()]
+        return launchers.torchrun(Start(train, ranks, extra=[f"--max-restarts={STEPS}"]))
+    extra = []
     if name == "elastic":
         script = folder / "hosts.sh"
         slots = zip(HOSTS, (math.ceil(ranks / 2), ranks // 2), strict=True)
         script.write_text("#!/bin/sh\n" + "".join(f"echo {host}:{number}\n" for host, number in slots))
         script.chmod(0o755)
-        words += ["--min-np", "1", "--max-np", str(ranks), "--network-interfaces", "lo"]
-        words += ["--blacklist-cooldown-range", "1", "1", "--host-discovery-script", str(script)]
-    return [*words, sys.executable]
+        extra = ["--min-np", "1", "--max-np", str(ranks), "--network-interfaces", "lo"]
+        extra += ["--blacklist-cooldown-range", "1", "1", "--host-discovery-script", str(script)]
+    program, *words = launchers.horovodrun(Start(train, ranks, extra=extra))
+    return [program_path(program) or program, *words]
 
 
 def measured(name: str, folder: Path, flags: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
@@ -212,7 +213,8 @@ def measured(name: str, folder: Path, flags: argparse.Namespace, rest: Sequence[
         own = [f"--strategy={STRATEGIES[name]}", f"--elastic={name == 'elastic'}", f"--max_steps={STEPS}"]
         own += [f"--per_device_train_batch_size={flags.global_batch // flags.ranks}", f"--output_dir={out}"]
         words = command_line.override_argv(with_defaults(["--save_steps=50", *rest], threads=1), own)
-        Training([*launch(name, folder, flags.ranks), RANK, str(notes), *words], log, notes, times, duration).run()
+        command = launch(name, folder, flags.ranks, [sys.executable, RANK, str(notes), *words])
+        Training(command, log, notes, times, duration).run()
         accounts.append(account(read(notes), flags.global_batch, duration))
     (whole,), killed = accounts
     rate, without_kills = sum(row["windows"] for row in killed) / flags.duration, whole["windows"] / whole[USEFUL]

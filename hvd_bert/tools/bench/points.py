@@ -14,7 +14,6 @@ from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.config.strategies import ALONE, STRATEGIES
 from hvd_bert.errors import UserError
-from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.runs.launching import STRONG, WEAK, Point
 from hvd_bert.tools.runs.trainer_flags import SET_BY_SWEEP, check_files, check_own, with_defaults
 
@@ -69,26 +68,21 @@ class SweepPlan(argparse.Namespace):
     flags: Sequence[str]
     threads: int | None
 
-    @property
-    def length(self) -> str:
-        """The length of a run in words."""
-        return f"{self.steps} steps" if self.epochs is None else counted(self.epochs, "epoch")
-
     def points(self, config: Config) -> list[SweepPoint]:
-        """All points in the order in which they run. `config`: the parsed flags.
+        """All points in the order in which they run. `config`: the settings that they share.
 
         Each repeat runs all settings, every second repeat in reverse order, so that a drift of the machine's speed
         affects all settings alike. Raises UserError if a batch does not divide evenly.
         """
-        passes, rank_batch = config.train.gradient_accumulation_steps, config.train.per_device_train_batch_size
-        settings = []
-        for scaling in SCALINGS[self.scaling]:
-            for strategy in self.strategies:
-                for ranks in self._sizes(strategy):
-                    weak = scaling == WEAK
-                    global_batch = rank_batch * passes * ranks if weak else self.global_batch
-                    settings.append((strategy, ranks, scaling, global_batch))
-        numbers = sorted({ranks for _, ranks, scaling, _ in settings if scaling == STRONG})
+        passes = config.train.gradient_accumulation_steps
+        weak = config.train.per_device_train_batch_size * passes  # windows per step and rank of weak scaling
+        settings = [
+            (strategy, ranks, scaling)
+            for scaling in SCALINGS[self.scaling]
+            for strategy in self.strategies
+            for ranks in self._sizes(strategy)
+        ]
+        numbers = sorted({ranks for _, ranks, scaling in settings if scaling == STRONG})
         wrong = [number for number in numbers if self.global_batch % (number * passes)]
         if wrong:
             each = f" with {passes} passes per step" if passes > 1 else ""
@@ -98,9 +92,9 @@ class SweepPlan(argparse.Namespace):
                 f" ranks{each}: use a multiple of {fits}, or other --ranks."
             )
         return [
-            SweepPoint(strategy, ranks, scaling, repeat, global_batch)
+            SweepPoint(strategy, ranks, scaling, repeat, weak * ranks if scaling == WEAK else self.global_batch)
             for number, repeat in enumerate(self.seeds or range(1, self.repeats + 1))
-            for strategy, ranks, scaling, global_batch in (reversed(settings) if number % 2 else settings)
+            for strategy, ranks, scaling in (reversed(settings) if number % 2 else settings)
         ]
 
     def _sizes(self, strategy: str) -> Sequence[int]:

@@ -216,7 +216,8 @@ class Sweep:
     def _announce(self) -> None:
         plan, count = self.plan, Counter(point.state for point in self.points)
         counts = ", ".join(f"{count[state]} {state}" for state in ("done", "skipped", "waiting") if count[state])
-        print(f"{counted(len(self.points), 'run')} of {plan.length} in {self.out}: {counts}")
+        length = f"{plan.steps} steps" if plan.epochs is None else counted(plan.epochs, "epoch")
+        print(f"{counted(len(self.points), 'run')} of {length} in {self.out}: {counts}")
         if not names_data(plan.flags):
             print(
                 f"No --train_file, --dataset_name or --config given: training the preset `{PRESET}` (the"

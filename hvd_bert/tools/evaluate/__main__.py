@@ -1,9 +1,5 @@
 """Evaluate a trained model: scores, where it fails, and whether it is better than another model.
 
-    hvd-bert evaluate MODEL --validation_file dev-v1.1.json                          one process
-    horovodrun -np 4 -H localhost:4 hvd-bert evaluate MODEL --output_dir runs/scores    four ranks
-    hvd-bert evaluate MODEL --compare OTHER                                          two models
-
 Exit status: 0 evaluated, 1 failure, 2 bad input. `running.py` has the rest, so that --help does not wait for imports.
 """
 
@@ -41,19 +37,17 @@ def main(world: World) -> None:
     running.run(own, configs, world)
 
 
-def _of_groups(*groups: str) -> set[str]:
-    return {name for name, flag in FLAGS.items() if flag.group in groups}
-
-
 # Settings that are taken from the model's training by default. Two compared models share their data and rules.
-TRAINED = _of_groups("data", "question-answering") - {"train_file", "max_train_samples", "max_eval_samples"}
+TRAINED = {name for name, flag in FLAGS.items() if flag.group in ("data", "question-answering")}
+TRAINED -= {"train_file", "max_train_samples", "max_eval_samples"}
 TRAINED |= {"per_device_eval_batch_size"}
 DATA = {"dataset_name", "dataset_config_name", "validation_file", "question_column", "context_column", "answer_column"}
 DATA |= {"bad_examples"}
 SHARED = DATA | {"task", "version_2_with_negative"}
 # Flags that the command takes, of other groups those of how and where it computes.
-ACCEPTED = TRAINED | _of_groups("model") - {"model_name_or_path"} | {"max_eval_samples", "output_dir"}
-ACCEPTED |= {"bf16", "fp16", "tf32", "deterministic", "cpu_kernels", "strategy", "num_threads"}
+ACCEPTED = TRAINED | {name for name, flag in FLAGS.items() if flag.group == "model"} - {"model_name_or_path"}
+ACCEPTED |= {"max_eval_samples", "output_dir", "bf16", "fp16", "tf32", "deterministic", "cpu_kernels", "strategy"}
+ACCEPTED |= {"num_threads"}
 
 
 def make_parser() -> Parser:

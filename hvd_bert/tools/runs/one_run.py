@@ -99,17 +99,11 @@ def exit_status(command: Callable[[Watch], int]) -> int:
 
 
 def train(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    folder: Path,
-    timeout: float,
-    watch: Watch,
-    refuse: bool = False,
+    command: Sequence[str], environ: Mapping[str, str], folder: Path, timeout: float, watch: Watch, refuse: bool = False
 ) -> tuple[str, float]:
     """Run a training with `folder` as its --output_dir, which it overwrites; all output goes to its log.
 
     `watch`: see `start_and_wait`. `refuse`: raise UserError for bad input, which later runs share.
-
     Returns why it failed, "" if it did not, and its seconds. A failed training leaves no results there. Raises Stopped,
     and UserError if the folder cannot be written.
     """
@@ -145,7 +139,6 @@ def start_and_wait(
 
     Also terminates what outlives it: the ranks of a launcher that was killed would slow down the next run.
     `watch`: called every second. What it raises terminates the command, too.
-
     Returns None after a timeout, and EXIT_NOT_STARTED if it cannot be started, with the reason in the log.
     """
     with _guard() as guard_fd, _adopting() as adopted:
