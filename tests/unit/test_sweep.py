@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from made_runs import PretendedRuns, make_run
-from refusals import refused
+from refusals import check_refusal, refused
 
 from hvd_bert.config import strategies as known
 from hvd_bert.config.command_line import parse
@@ -248,14 +248,11 @@ def test_all_points_are_run_and_recorded(sweeps: Sweeps, tmp_path, monkeypatch, 
     assert sweeps.started == ORDER == [*sweeps.rows] == sweeps.names("done")
     output, errors = capsys.readouterr()
     assert set(others) == {2} and f"process {os.getpid()} on " in errors
-    last = sweeps.rows["none-1-strong-2"]
-    assert last["windows_per_s"] == pytest.approx(10)
-    assert last["command"][1:3] == ["-m", "hvd_bert.train"] and "--num_threads=1" in last["command"]
+    last, by_hand = sweeps.rows["none-1-strong-2"], f"hvd-bert report {sweeps.out}"
+    assert last["windows_per_s"] == pytest.approx(10) and "--num_threads=1" in last["command"]
     weights = {path.parent.name for path in sweeps.out.glob("*/model.safetensors")}
     assert weights == {*ORDER[:3]}  # those of the first repeat are enough
-    by_hand = f"hvd-bert report {sweeps.out}"
-    assert "[6/6] none, 1 rank, strong, repeat 2: 10.0 windows/s" in output and "preset `sweep`" in output
-    assert by_hand in output
+    assert "[6/6] none, 1 rank, strong, repeat 2: 10.0 windows/s" in output and by_hand in output
     failed = subprocess.CompletedProcess([], 2)  # such as a full disk
     monkeypatch.setattr(sweep.subprocess, "run", lambda *args, **options: failed)
     assert sweeps.start("--report", str(tmp_path / "report")) == 1
@@ -282,7 +279,6 @@ def test_a_failing_point_is_a_row_and_the_sweep_continues(sweeps: Sweeps, tmp_pa
     assert (sweeps.out / "horovod-2-strong-1" / "run.log").exists()
     assert "--timeout 3600 s" in sweeps.rows["none-1-strong-2"]["reason"]
     assert sweeps.rows["horovod-2-strong-3"]["reason"].startswith("not run")
-    assert "5 done, 0 skipped, 4 failed" in capsys.readouterr().out
     sweeps.ends = {}
     assert sweeps.start("--repeats", "3") == 0  # fixed points are run again
     assert sorted(sweeps.started) == ["horovod-2-strong-1", "horovod-2-strong-2", "horovod-2-strong-3", ORDER[-1]]
@@ -301,7 +297,6 @@ def test_points_that_cannot_run_here_are_rows_and_a_failure(sweeps: Sweeps, inst
     assert skipped.keys() == {"deepspeed", "dp"} and "2 GPUs" in skipped["dp"]
     output = capsys.readouterr().out
     assert output.count("deepspeed is not installed") == 1 and "deepspeed-1-strong-1 and 3 more" in output
-    assert "Skipped 6 points" in output
     assert sweeps.start("--strategies", "none") == 0  # whatever an earlier plan skipped
 
 
@@ -311,11 +306,11 @@ def test_a_sweep_can_grow_but_not_change(sweeps: Sweeps, capsys) -> None:
     assert len(sweeps.started) == 11  # the finished point is not run again
     assert sweeps.start("--strategies", "deepspeed", "--zero_stage", "1", "--repeats", "1") == 0
     assert len(sweeps.names("done")) == 14  # points that are not named now stay
-    for flags, words in (
-        (["--epochs", "1"], "--steps was 30 and is not set; --epochs was not set and is 1.0"),
-        (["--launcher", "mpirun"], "--launcher was auto, one host and is mpirun"),
-        (["--bf16"], "the trainer's flags was "),
-        (["--fp16_allreduce"], "the trainer's flags for horovod only was (none) and is --fp16_allreduce"),
+    for flags, named in (
+        (["--epochs", "1"], ["--steps was 30", "--epochs was not set and is 1.0"]),
+        (["--launcher", "mpirun"], ["auto, one host", "mpirun"]),
+        (["--bf16"], ["--bf16"]),
+        (["--fp16_allreduce"], ["horovod", "(none)", "--fp16_allreduce"]),
     ):
         assert sweeps.start(*flags) == 2
-        assert words in capsys.readouterr().err
+        check_refusal(capsys.readouterr().err.rstrip(), *named)

@@ -131,7 +131,7 @@ def test_an_interrupted_tuning_resumes(pretended, start, tmp_path, capsys) -> No
 @pytest.mark.parametrize(
     ("flags", "ends", "status", "named"),
     [
-        ((), {"": 1}, 1, "the run with your settings failed: bad input ("),
+        ((), {"": 1}, 1, "bad input (status 1; "),
         ((), {"": 2}, 2, "hvd_bert: bad input\n"),
         (("--minutes", "0"), {}, 2, "--minutes 0: "),
         (("--trials", "1"), {}, 2, "--trials 1: "),

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_bert.config import command_line
-from hvd_bert.config.parser import HELP, MAX_RUNS, Limits, Parser, add_number
+from hvd_bert.config.parser import MAX_RUNS, Limits, Parser, add_number
 from hvd_bert.config.settings import Config
-from hvd_bert.errors import EXIT_OK, UserError
+from hvd_bert.errors import UserError
 from hvd_bert.startup import collector_paused, start_rank
 from hvd_bert.streams import end_when_lost
 from hvd_bert.tools.runs.trainer_flags import names_data
@@ -60,11 +60,7 @@ def make_parser() -> Parser:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """Return the benchmark's flags and the trainer's. Raises UserError."""
-    parser = make_parser()
-    if HELP & set(argv):
-        parser.print_help()
-        sys.exit(EXIT_OK)
-    flags, rest = parser.parse_known_args(argv)
+    flags, rest = make_parser().parse_known_args(argv)
     given = command_line.flag_names(rest)
     flags.random = not names_data(rest)
     if not flags.random and flags.model:

@@ -21,7 +21,7 @@ from hvd_bert.config.command_line import trained_settings
 from hvd_bert.config.data import TASKS
 from hvd_bert.config.parser import HELP, Limits, Parser, add_number
 from hvd_bert.config.settings import FLAGS, Config
-from hvd_bert.errors import EXIT_OK, UserError
+from hvd_bert.errors import UserError
 from hvd_bert.startup import collector_paused, start_rank
 
 if TYPE_CHECKING:
@@ -76,10 +76,7 @@ def make_parser() -> Parser:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     """The command's own flags, and the settings to evaluate each model with. Raises UserError."""
     parser = make_parser()
-    if HELP & set(argv):
-        parser.print_help()
-        sys.exit(EXIT_OK)
-    if not argv or argv[0].startswith("-"):
+    if not HELP & set(argv) and (not argv or argv[0].startswith("-")):
         raise UserError(f"Name the model first: {parser.prog} MODEL [--validation_file FILE].")
     own, words = parser.parse_known_args(argv)
     trained, given = trained_settings(own.model), command_line.given_flags(words)
