@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 
+from hvd_bert.version import __version__
+
 MAX_THREADS = 1024  # per process: starting more takes seconds, and a million end it with a segmentation fault
 CPUINFO = Path("/proc/cpuinfo")
 # Packages that affect a run's speed or its results.
@@ -46,6 +48,12 @@ def package_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of this package, Python and PACKAGES; None for what is not installed."""
+    found = {"hvd_bert": __version__, "python": platform.python_version()}
+    return found | {package: package_version(package) for package in PACKAGES}
 
 
 def free_memory() -> int:

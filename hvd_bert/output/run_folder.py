@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import platform
 import shlex
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from hvd_bert.config.settings import Config
 from hvd_bert.config.training import REPORTERS
 from hvd_bert.distributed.mpi import library_name
 from hvd_bert.distributed.world import World
-from hvd_bert.machine import PACKAGES, cpu_name, host_facts, package_version
+from hvd_bert.machine import cpu_name, host_facts, versions
 from hvd_bert.model.cpu import kernels
 from hvd_bert.output import card
 from hvd_bert.output.public import from_hub
 from hvd_bert.storage.writing import delete, partial_path, write_json
 from hvd_bert.tasks.base import EvaluationResult, Task
-from hvd_bert.version import __version__
 
 REPORTED = [file for _, files in REPORTERS.values() for file in files]
 # All files that a run may write (docs/reference/output-files.md). --overwrite_output_dir removes them.
@@ -118,8 +116,7 @@ def environment_facts(config: Config, world: World) -> dict[str, Any]:
         "precision": precision,
         "seed": config.train.seed,
         "from_hub": from_hub(config.as_flat()),
-        "versions": {"python": platform.python_version(), "hvd_bert": __version__}
-        | {package: package_version(package) for package in PACKAGES}
+        "versions": versions()
         | {"cuda": torch.version.cuda}
         | {"nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None},
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import re
 import shutil
 import socket
@@ -22,9 +21,8 @@ from hvd_bert.distributed.launch import number
 from hvd_bert.distributed.launchers import LAUNCHERS, Allocation, Start, launcher_row
 from hvd_bert.distributed.slurm import requested
 from hvd_bert.errors import UserError
-from hvd_bert.machine import PACKAGES, cpu_name, package_version
+from hvd_bert.machine import cpu_name, versions
 from hvd_bert.tools.rendering import counted
-from hvd_bert.version import __version__
 
 STRONG, WEAK = "strong", "weak"  # scaling
 CHOICES = ("auto", *sorted(name for name, row in LAUNCHERS.items() if row.command), "none")
@@ -117,11 +115,10 @@ class Launching:
     def record(self) -> dict[str, object]:
         """Launcher and versions, which must be the same in all runs that are compared."""
         where = "a Slurm job" if self.machine.allocation else "hosts" if self.hosts else "one host"
-        versions = {"python": platform.python_version(), "hvd_bert": __version__}
         return {
             "--launcher": f"auto, {where}" if self.choice == "auto" else self.choice,
             "--launcher_flag": list(self.extra_args),
-            "versions": versions | {package: package_version(package) for package in PACKAGES},
+            "versions": versions(),
         }
 
     @property
