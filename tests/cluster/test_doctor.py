@@ -17,14 +17,9 @@ def test_under_srun(cluster: Cluster, tmp_path: Path) -> None:
     cells = [line.split() for line in outcome.output.splitlines()]
     table = [tuple(row[:4]) for row in cells if len(row) > 4 and row[3] == "cpu"]
     assert table == [(host, str(rank), str(local), device) for rank, host, local, device in RANK_INFOS], outcome
-    for words, times in (
-        ("4 rank(s) on 2 host(s), on CPUs, connected through MPI", 1),
-        ("start with `srun --mpi=pmix", 1),
-        ("the same on all ranks", 1),
-        ("Horovod, MPI", 2),  # for the gradients' size and for 4 bytes
-        ("Ready: a training would start here", 1),
-    ):
-        assert outcome.output.count(words) == times, (words, outcome)
+    assert outcome.output.count("4 rank(s) on 2 host(s), on CPUs, connected through MPI") == 1, outcome
+    assert outcome.output.count("start with `srun --mpi=pmix") == 1, outcome
+    assert outcome.output.count("Ready: a training would start here") == 1, outcome
 
 
 def test_proof_under_srun(cluster: Cluster, tmp_path: Path) -> None:

@@ -20,10 +20,8 @@ DOCTOR = [sys.executable, "-m", "hvd_bert.tools.doctor"]
 def test_alone(tmp_path: Path) -> None:
     outcome = run([*DOCTOR, "--verbose"], tmp_path).expect(0)
     names = set(re.findall(r"^  (?:ok|warning) +(\S+) ", outcome.output, re.MULTILINE))
-    assert {"Python", "torch", "Packages", "Horovod", "MPI", "Slurm", "Windows", "Memory", "Output", "World"} <= names
-    assert "failure" not in outcome.output, outcome
-    assert "Ready: a training would start here" in outcome.output, outcome
-    assert list(tmp_path.iterdir()) == []
+    assert names >= {"Python", "torch", "Packages", "Horovod", "MPI", "Slurm", "Windows", "Memory", "Output", "World"}
+    assert "failure" not in outcome.output and list(tmp_path.iterdir()) == []
 
 
 def test_a_line_of_the_summary_starts_a_training(tmp_path: Path) -> None:
@@ -36,12 +34,9 @@ def test_a_line_of_the_summary_starts_a_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("flags", "times"), [([], 0), (["--verbose"], 2)])
 def test_two_ranks_in_a_text(flags: list[str], times: int, tmp_path: Path) -> None:
-    outcome = run([*launcher(2, "mpi"), *DOCTOR, "--size", "1", *flags], tmp_path).expect(0)
-    text = said(outcome)
-    assert text.count("Ready: a training would start here") == 1, outcome
-    assert text.count("connected through MPI") == 1, outcome
-    assert text.count("correct sums; 1.0 MB in") == 1, outcome
-    assert text.count("Horovod, MPI") == times, outcome
+    text = said(run([*launcher(2, "mpi"), *DOCTOR, "--size", "1", *flags], tmp_path).expect(0))
+    once = ("Ready: a training would start here", "connected through MPI", "correct sums; 1.0 MB in")
+    assert [text.count(words) for words in (*once, "Horovod, MPI")] == [1, 1, 1, times], text
 
 
 def test_two_ranks_as_json(tmp_path: Path) -> None:
@@ -50,14 +45,11 @@ def test_two_ranks_as_json(tmp_path: Path) -> None:
     assert report["ready"], outcome
     assert undocumented(report, "Preflight check JSON", without=("versions", "addresses")) == []
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
-    assert report["ranks"][0]["versions"] == report["ranks"][1]["versions"]
     assert {check["name"]: check["status"] for check in report["checks"]}["Versions"] == "ok"
-    timed = [(timing["method"], timing["num_bytes"]) for timing in report["allreduce"]]
-    assert timed == [("Horovod, Gloo", 1_000_000), ("Horovod, Gloo", 4)]
+    timed = [(timing["method"], timing["num_bytes"], len(timing["seconds"])) for timing in report["allreduce"]]
+    assert timed == [("Horovod, Gloo", 1_000_000, 5), ("Horovod, Gloo", 4, 5)]
     for timing in report["allreduce"]:
-        assert len(timing["seconds"]) == 5
-        assert min(timing["seconds"]) <= timing["median_s"] <= max(timing["seconds"])
-        assert timing["gb_per_s"] > 0
+        assert timing["median_s"] == sorted(timing["seconds"])[2] and timing["gb_per_s"] > 0
 
 
 def test_proof(tmp_path: Path) -> None:
@@ -73,8 +65,6 @@ def test_proof(tmp_path: Path) -> None:
 def test_worlds_of_size_1_are_refused(tmp_path: Path) -> None:
     """Two processes started by a launcher of another MPI do not find each other."""
     env = {"PMI_SIZE": "2", "PMI_RANK": "0"}
-    outcome = run([*DOCTOR, "--json"], tmp_path, env=env).expect(2)
-    report = read_report(outcome)
-    (world,) = [check for check in report["checks"] if check["name"] == "World"]
-    assert "mpirun started 2 processes, but Horovod sees a world of 1" in world["found"]
-    assert [check["name"] for check in report["checks"] if check["status"] == "failure"] == ["World"]
+    report = read_report(run([*DOCTOR, "--json"], tmp_path, env=env).expect(2))
+    failed = {check["name"]: check["found"] for check in report["checks"] if check["status"] == "failure"}
+    assert list(failed) == ["World"] and "started 2 processes, but Horovod sees a world of 1" in failed["World"]

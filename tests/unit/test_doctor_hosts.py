@@ -1,10 +1,11 @@
-"""What the doctor concludes from the reports of several hosts, and the horovodrun line that it prints."""
+"""What the doctor concludes from the reports of several hosts, and the lines that it prints to start a training."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,36 +13,29 @@ from documented import undocumented
 from refusals import refused
 
 from hvd_bert.distributed import launchers
-from hvd_bert.distributed.devices import RankInfo
-from hvd_bert.distributed.horovodrun import host_slots, read_hostfile
+from hvd_bert.distributed.horovodrun import read_hostfile
+from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.doctor import __main__ as command
-from hvd_bert.tools.doctor import hosts, launch_line
-from hvd_bert.tools.doctor.lines import FAILURE, CheckResult, HostReport, Report, failure, ok
+from hvd_bert.tools.doctor import hosts, launch_line, probes
+from hvd_bert.tools.doctor.hosts import HostReport
+from hvd_bert.tools.doctor.lines import FAILURE, CheckResult, Report, failure, ok
+from hvd_bert.tools.doctor.probes import HorovodBuild, Slurm
 from hvd_bert.tools.doctor.ranks import Rank
 
 ADDRESSES = {"a": "10.1.0.5", "b": "10.1.0.6", "c": "10.1.0.7"}
-RANK = Rank(RankInfo(0, "its-name", 0, "cpu", None, frozenset(range(8))), {"torch": "2.13"}, 8)
+RANK = Rank(0, "its-name", 0, "cpu", None, frozenset({0, 1}), {"torch": "2.13"}, 2)
 START, TRAIN = "horovodrun -np 4 -H a:2,b:2", "python -m hvd_bert.train"
 SSH = "--ssh-port 22 --ssh-identity-file"
 
 
-def test_slots():
-    assert host_slots("a,b.c:3,a:2") == {"a": 3, "b.c": 3}
-    for text in ("a:two", "a:0", "a:2,", "-oProxyCommand=x:2", "a b:2"):
-        with refused("-H: ", "must be HOST:SLOTS"):
-            host_slots(text)
-
-
 def test_hostfile(tmp_path):
     file = tmp_path / "hosts"
-    file.write_text("# two nodes\na100-01 slots=2\n\na100-02:2  # the other\n")
-    assert read_hostfile(file) == {"a100-01": 2, "a100-02": 2}
-    file.write_text("a100-01 2")
-    with refused("hosts: 'a100-01 2' must be"):
-        read_hostfile(file)
-    file.write_text("# none\n\n")
-    with refused("--hostfile", file, "no hosts"):
-        read_hostfile(file)
+    file.write_text("# two nodes\na100-01 slots=2\n\na100-02:2  # the other\na100-02")
+    assert read_hostfile(file) == {"a100-01": 2, "a100-02": 3}
+    for text in ("# none\n\n", "a100-01 2", "a:two", "a:0", "a:2,", "-oProxyCommand=x:2", "a b:2"):
+        file.write_text(text)
+        with refused(file, "no hosts" if "#" in text else "must be HOST:SLOTS"):
+            read_hostfile(file)
     with refused("cannot be read"):
         read_hostfile(tmp_path / "none")
 
@@ -57,7 +51,8 @@ def concluded(monkeypatch, capsys):
 
     def conclude(reports: dict[str, HostReport], *flags: str):
         parsed, report = command.make_parser().parse_args([*flags]), Report(as_json=True, shown=True)
-        status = hosts.conclude(reports, dict.fromkeys(reports, 2), parsed, report)
+        monkeypatch.setattr(hosts, "_examine", lambda host, *_: reports[host])
+        status = hosts.check_hosts(dict.fromkeys(reports, 2), parsed, report)
         found = json.loads(capsys.readouterr().out)
         assert found["ready"] == (status == 0) == bool(found["command"])
         return found
@@ -66,13 +61,13 @@ def concluded(monkeypatch, capsys):
 
 
 def host(name: str, *lines: CheckResult, interface: str = "ib0", **different: object) -> HostReport:
-    rank = replace(RANK, addresses={"lo": ["127.0.0.1"], interface: [ADDRESSES[name]]}, **different)
+    rank = asdict(replace(RANK, addresses={"lo": ["127.0.0.1"], interface: [ADDRESSES[name]]}, **different))
     own = [ok("Python", "3.11"), ok("Output", "runs"), ok("World", "1 rank(s)")]
-    return HostReport((*own, *lines), (rank.as_dict(),))
+    return HostReport((*own, *lines), (rank | {"cores": [0, 1]},))
 
 
 def with_gpus(name: str, *models: str) -> HostReport:
-    return host(name, info=replace(RANK.info, device="cuda:0", device_id=f"GPU-{name}"), gpus=models, driver="570.86")
+    return host(name, device="cuda:0", device_id=f"GPU-{name}", gpus=models, driver="570.86")
 
 
 def test_ranks_of_all_hosts(concluded):
@@ -88,22 +83,18 @@ def test_ranks_of_all_hosts(concluded):
 
 
 @pytest.mark.parametrize(
-    ("second", "words"),
+    ("first", "second", "words"),
     [
-        (host("b", failure("Output", "on another host than rank 0's"), failure("Disk", "full")), "full"),
-        (with_gpus("b", "A100", "A100"), "those on a have none"),
-        (HostReport((ok("Python", "3.11"),)), "b reports no ranks"),  # a clone of another version
-        (host("b", versions={"torch": "2.12"}), "torch is 2.13 on ranks 0, 1 and 2.12 on ranks 2, 3"),
+        (host("a"), host("b", failure("Output", "on another host than rank 0's"), failure("Disk", "full")), "full"),
+        (host("a"), with_gpus("b", "A100", "A100"), "those on a have none"),
+        (with_gpus("a", "A100", "A100"), with_gpus("b", "A100"), "2 ranks on b would share one GPU (GPU-b)"),
+        (host("a"), HostReport((ok("Python", "3.11"),)), "b reports no ranks"),  # a clone of another version
+        (host("a"), host("b", versions={"torch": "2.12"}), "torch is 2.13 on ranks 0, 1 and 2.12 on ranks 2, 3"),
     ],
 )
-def test_hosts_that_do_not_fit(concluded, second, words):
-    found = concluded({"a": host("a"), "b": second})
+def test_hosts_that_do_not_fit(concluded, first, second, words):
+    found = concluded({"a": first, "b": second})
     assert [words in check["found"] for check in found["checks"] if check["status"] == FAILURE] == [True]
-
-
-def test_too_few_gpus(concluded):
-    found = concluded({"a": with_gpus("a", "A100", "A100"), "b": with_gpus("b", "A100")})
-    assert not found["ready"] and "2 ranks on b would share one GPU (GPU-b)" in str(found["checks"])
 
 
 def test_command(concluded):
@@ -126,3 +117,26 @@ def test_command_without_an_active_environment(concluded, monkeypatch):
     folder = Path(sys.executable).parent
     assert words[0] == str(folder / "horovodrun")
     assert words[-3:] == [str(folder / "python"), "-m", "hvd_bert.train"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mpirun", "environ", "commands"),
+    [
+        (0, True, {}, ["python {} --config sample", "horovodrun -np 3 -H localhost:3 python {} --config sample"]),
+        (4, False, {}, ["python {}", "horovodrun -np 4 -H localhost:4 --gloo python {}"]),
+        (1, True, {}, ["python {}"]),
+        (1, True, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2"}, ["srun --mpi=pmix_v4 python {}"]),
+    ],
+)
+def test_commands_that_start_a_training(monkeypatch, gpus, mpirun, environ, commands):
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(launch_line.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(64)})
+    monkeypatch.setattr(launch_line, "free_memory", lambda: 10 * GIB)  # 3 GiB per rank
+    monkeypatch.setattr(probes, "horovod", lambda: HorovodBuild("0.28.1", mpi=True, gloo=True))
+    monkeypatch.setattr(probes, "slurm", lambda: Slurm("25.05", ("pmix_v4",) if environ else ()))
+    monkeypatch.setattr(launch_line.shutil, "which", lambda name: name if mpirun else None)
+    monkeypatch.setattr(launch_line, "cpu_limit", lambda: None)
+    monkeypatch.setattr(launch_line, "_program", str)
+    monkeypatch.setattr(launchers, "without_cache", list)
+    assert [*launch_line.on_this_host().values()] == [command.format("-m hvd_bert.train") for command in commands]

@@ -65,7 +65,7 @@ MODULES = {
     "strategies": "base ddp deepspeed dp fsdp horovod word_rows",
     "tasks": "base dataset encoder question_answering rows tokenizer trained",
     "tools/bench": "__main__ host_time points speed sweep",
-    "tools/doctor": "__main__ checks collective diagnosis hosts launch_line lines probes prove ranks remote",
+    "tools/doctor": "__main__ checks collective diagnosis hosts launch_line lines probes prove ranks",
     "tools/evaluate": "__main__ evaluation_page paired running slices",
     "tools/rendering": "charts figures page report_files",
     "tools/report": "__main__ comparability comparison curves plots run_page runs_page setup tables",

@@ -69,6 +69,8 @@ def test_a_command_runs_as_by_its_module() -> None:
     done = run(HVD_BERT, "doctor", "--sise", "3")
     expected = run(sys.executable, "-m", "hvd_bert.tools.doctor", "--sise", "3")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected.stderr)
+    done = run(HVD_BERT, "doctor", "--sise", "3", rank="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")  # rank 0 reports it
     assert run(HVD_BERT, "--version").stdout == f"hvd-bert {hvd_bert.__version__}\n"
 
 

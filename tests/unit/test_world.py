@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_bert import machine
 from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.tasks.dataset import Examples
@@ -67,3 +69,18 @@ def test_training_files_that_differ_between_hosts(path, digest, message):
     world.rank_infos = on_hosts("a", "b")
     with pytest.raises(CollectiveError, match=message):
         world.check_same(values("/a/train.json", "1" * 12))
+
+
+def test_limits_of_the_cgroup_and_its_parents(tmp_path, monkeypatch):
+    task = tmp_path / "pod" / "task"
+    task.mkdir(parents=True)
+    (task.parent / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    monkeypatch.setattr(machine, "_cgroup", lambda: task)
+    assert machine.cpu_limit() == 0.5
+    assert 0 < machine.free_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for folder, maximum, used, cached in ((task, "max", 10, 0), (tmp_path, 1000, 400, 100)):
+        (folder / "memory.max").write_text(f"{maximum}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 9\nactive_file {cached}\ninactive_file {cached}\n")
+    assert machine._cgroup_free(task) == [800]  # the kernel drops cached files if memory is short

@@ -1,7 +1,7 @@
 """Preflight check: find problems of hosts, ranks and network before a training starts.
 
     hvd-bert doctor                                                this host
-    hvd-bert doctor --hosts a100-01:2,a100-02:2                    hosts without Slurm, over ssh (remote.py, hosts.py)
+    hvd-bert doctor --hosts a100-01:2,a100-02:2                    hosts without Slurm, over ssh (hosts.py)
     horovodrun -np 4 -H a100-01:2,a100-02:2 hvd-bert doctor        a run's hosts, ranks and network
     srun --mpi=pmix hvd-bert doctor                                the same in a Slurm job
     horovodrun -np 4 hvd-bert doctor --prove                       whether 4 ranks do the work of one process (prove.py)
@@ -36,7 +36,6 @@ from hvd_bert.errors import EXIT_OK, UserError, find_user_error, visible
 from hvd_bert.startup import collector_paused, print_on_one_rank, run_command, start_rank, take_local_rank
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.doctor.lines import Report, failure
-from hvd_bert.tools.doctor.remote import check_hosts
 from hvd_bert.tools.runs.failure import first_failure, read_lines
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="hvd-bert doctor")
     parser.description = "Check hosts, ranks and network before a training, and print how to fix each problem."
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of text. (default: False)")
-    verbose = "Print all checks, not only a summary. (default: False)"
-    parser.add_argument("--verbose", action="store_true", help=verbose)
+    parser.add_argument("--verbose", action="store_true", help="Print all checks, not only a summary. (default: False)")
     size = "Megabytes of the measured allreduce. (default: BERT-base's gradients in fp32, %(default)s)"
     add_number(parser, "--size", BERT_BASE_MB, size, Limits(above=0, maximum=100_000), "MB")
     output = "Folder that a run would write to. (default: %(default)s)"
@@ -161,21 +159,18 @@ def _check(argv: list[str] | None) -> int:
         raise UserError(f"--hosts: start the check once, not in each process of {launcher.name}.")
     keep_running()  # the exit status counts, too
     report = Report(flags.json, first, flags.verbose)
-    started_by = platform_name(launcher, os.environ)
     unused = [f"{name}={os.environ[name][:40]}" for name in ignored(launcher, os.environ)]
     report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size, "ignored": unused}
-    started = f"1 of {launcher.size} ranks by {started_by}" if launcher.size else started_by
-    shown = f"{started}; ignored: {', '.join(unused)}" if unused else started
-    report.print_details(f"hvd_bert doctor on {platform.node()} ({shown})\n")
+    started = f"1 of {launcher.size} ranks by " if launcher.size else ""
+    started += platform_name(launcher, os.environ) + (f"; ignored: {', '.join(unused)}" if unused else "")
+    report.print_details(f"hvd_bert doctor on {platform.node()} ({started})\n")
     try:
-        if slots:
-            return check_hosts(slots, flags, report)
         with collector_paused():
-            from hvd_bert.tools.doctor.diagnosis import diagnose
+            from hvd_bert.tools.doctor import diagnosis, hosts
     except ImportError as error:
         report.add(failure("Packages", str(find_user_error(error) or error)))
         return report.close()
-    return diagnose(flags, launcher, report)
+    return hosts.check_hosts(slots, flags, report) if slots else diagnosis.diagnose(flags, launcher, report)
 
 
 if __name__ == "__main__":

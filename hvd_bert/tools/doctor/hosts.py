@@ -1,40 +1,60 @@
-"""Combine the reports of several hosts' doctors, and print the horovodrun line that starts a training on them."""
+"""Check the hosts of --hosts or --hostfile, over ssh except this one, and print the horovodrun line for them."""
 
 from __future__ import annotations
 
 import argparse
 import ipaddress
 import os
+import shlex
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
 
-from hvd_bert.distributed.devices import RankInfo, check_devices, choose_device
+from hvd_bert.config.settings import PACKAGE
+from hvd_bert.distributed.devices import check_devices, choose_device
 from hvd_bert.distributed.interfaces import SETTING, address_towards, own_address_at
 from hvd_bert.errors import UserError
-from hvd_bert.storage.reading import convert
+from hvd_bert.storage.reading import convert, parse_json
 from hvd_bert.tools.doctor import launch_line
-from hvd_bert.tools.doctor.lines import OK, CheckResult, HostReport, Report, failure, merged, ok
-from hvd_bert.tools.doctor.ranks import Rank, described, fit_lines, ranks_table
+from hvd_bert.tools.doctor.lines import OK, CheckResult, Report, failure, merged
+from hvd_bert.tools.doctor.ranks import Rank, add_ranks, described
+
+CLONE = PACKAGE.parent
+# horovodrun passes all variables on; the checks depend on these.
+VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HVD_BERT_CACHE", SETTING)
+# A host whose key has changed is refused. horovodrun itself connects with StrictHostKeyChecking=no.
+OPTIONS = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new", "-o", "ConnectTimeout=5")
+AT_ONCE = 64
 
 
-def conclude(
-    found: Mapping[str, HostReport], slots: Mapping[str, int], flags: argparse.Namespace, report: Report
-) -> int:
-    """Make one report of the hosts' reports. Returns the exit status."""
-    report.add(*merged([(host, _results(each, host == next(iter(found)))) for host, each in found.items()]))
+@dataclass(frozen=True)
+class HostReport:
+    """What the doctor of a host prints with --json. Without `ranks` it found no world."""
+
+    checks: tuple[CheckResult, ...]
+    ranks: tuple[dict[str, Any], ...] = ()
+
+
+def check_hosts(slots: Mapping[str, int], flags: argparse.Namespace, report: Report) -> int:
+    """Check hosts for as many ranks as they have slots, and make one report. Returns the exit status."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        examined = pool.map(lambda host: _examine(host, slots[host], flags), slots)
+        found = dict(zip(slots, examined, strict=True))
+    report.add(*merged([(host, _results(each, host == next(iter(slots)))) for host, each in found.items()]))
     ranks: list[Rank] = []
     if report.ready or all(each.ranks for each in found.values()):
         try:
             ranks = _planned(found, slots)
         except ValueError as error:  # a UserError, or a host has another version
             report.add(failure("Ranks", str(error)))
-    if ranks:
-        report.data["ranks"] = [rank.as_dict() for rank in ranks]
-        report.print_details(f"\n{ranks_table(ranks)}\n")
-        report.add(ok("Ranks", described(ranks)), *fit_lines(ranks))
-    report.data["command"] = _command(slots, ranks, flags) if report.ready else ""
-    report.starts = {described(ranks): report.data["command"]} if report.ready else {}
+        else:
+            add_ranks(ranks, report)
+    report.starts = {described(ranks): _start_line(slots, ranks, flags)} if report.ready else {}
+    report.data["command"] = next(iter(report.starts.values()), "")
     return report.close("Ready: a training would start on these hosts")
 
 
@@ -44,13 +64,66 @@ def _results(found: HostReport, first: bool) -> list[CheckResult]:
     return lines if first else [line for line in lines if line.name != "Output"]
 
 
+def _ssh(flags: argparse.Namespace) -> list[str]:
+    """The words that start ssh with the flags' port and key."""
+    port = ["-p", str(flags.ssh_port)] if flags.ssh_port else []
+    return ["ssh", *port, *(["-i", str(flags.ssh_identity_file.absolute())] if flags.ssh_identity_file else [])]
+
+
+def _examine(host: str, slots: int, flags: argparse.Namespace) -> HostReport:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        hint = f"Check its spelling, DNS and /etc/hosts with `getent hosts {host}`."
+        return HostReport((failure("Name", f"does not resolve: {error.strerror}", hint),))
+    try:
+        words, limit = _command(host, slots, flags), flags.timeout
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", cwd=CLONE, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        hint = f"Run `hvd-bert doctor` on {host}, or use a longer --timeout."
+        return HostReport((failure("Doctor", f"not finished after {flags.timeout:.0f} s", hint),))
+    except OSError as error:
+        return HostReport((failure("ssh", f"cannot be started: {error}", "Install OpenSSH's client."),))
+    try:
+        return convert(parse_json(done.stdout.strip().rpartition("\n")[2]), HostReport)
+    except ValueError:
+        return _refused(host, done, flags)
+
+
+def _command(host: str, slots: int, flags: argparse.Namespace) -> list[str]:
+    """The doctor on that host: over ssh, unless it is this one."""
+    doctor = [sys.executable, "-m", "hvd_bert", "doctor", "--json", "--slots", str(slots)]
+    doctor += ["--timeout", str(flags.timeout), "--output_dir", str(flags.output_dir.absolute())]
+    if own_address_at(host) is not None:
+        return doctor
+    environ = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    there = [shlex.join(["cd", str(CLONE)]), shlex.join(["exec", "env", *environ, *doctor])]
+    return [*_ssh(flags), *OPTIONS, host, " && ".join(there)]
+
+
+def _refused(host: str, done: subprocess.CompletedProcess[str], flags: argparse.Namespace) -> HostReport:
+    """Why a host printed no report."""
+    last = (done.stderr.strip() or "it printed nothing").splitlines()[-1].strip()
+    if done.returncode != 255:  # that of ssh itself
+        hint = f"{CLONE} and its environment must be the same on all hosts: share them, or set them up on each."
+        return HostReport((failure("Clone", f"the doctor does not start: {last}", hint),))
+    if "key verification failed" in last:
+        hint = f"Its key is not the one in known_hosts. If {host} was set up again: `ssh-keygen -R {host}`."
+    else:
+        test = shlex.join([*_ssh(flags), host, "true"])
+        hint = f"`{test}` must work without a password. `ssh-copy-id {host}` installs your key there."
+    return HostReport((failure("ssh", last, hint),))
+
+
 def _planned(found: Mapping[str, HostReport], slots: Mapping[str, int]) -> list[Rank]:
     """The ranks as horovodrun would start them. Raises UserError if a host has too few GPUs, or reports no ranks."""
     ranks: list[Rank] = []
     for host, each in found.items():
         if not each.ranks:
             raise UserError(f"{host} reports no ranks. Use the same clone on all hosts.")
-        own = convert({**each.ranks[0], "info": each.ranks[0]}, Rank)
+        own = convert(each.ranks[0], Rank)
         address = _address(host, [*found])
         used = next((name for name, addresses in own.addresses.items() if address in addresses), "unknown")
         for local_rank in range(slots[host]):
@@ -58,10 +131,10 @@ def _planned(found: Mapping[str, HostReport], slots: Mapping[str, int]) -> list[
                 device = choose_device(len(own.gpus), local_rank, slots[host])
             except UserError as error:
                 raise UserError(f"{host}: {error}") from None
-            device_id = own.info.device_id if device == own.info.device else None  # that of the first GPU is known
-            info = RankInfo(len(ranks), host, local_rank, device, device_id, own.info.cores)
-            ranks.append(replace(own, info=info, interface=own.interface or used))
-    check_devices([rank.info for rank in ranks])
+            device_id = own.device_id if device == own.device else None  # that of the first GPU is known
+            rank = replace(own, rank=len(ranks), host=host, local_rank=local_rank, interface=own.interface or used)
+            ranks.append(replace(rank, device=device, device_id=device_id))
+    check_devices(ranks)
     return ranks
 
 
@@ -78,7 +151,7 @@ def _address(host: str, hosts: Sequence[str]) -> str:
 
 def _setting(ranks: Sequence[Rank]) -> str:
     """HVD_BERT_INTERFACE for the ranks: as it is set, or a subnet if their interfaces have different names; else ""."""
-    interface_of = {rank.info.host: rank.interface for rank in ranks}
+    interface_of = {rank.host: rank.interface for rank in ranks}
     names = set(interface_of.values())
     if os.environ.get(SETTING) or len(names) == 1 or "unknown" in names:
         return os.environ.get(SETTING, "")
@@ -92,12 +165,13 @@ def _setting(ranks: Sequence[Rank]) -> str:
     return str(subnet) if subnet.prefixlen else ""  # IPv4 and IPv6 have none in common
 
 
-def _command(slots: Mapping[str, int], ranks: Sequence[Rank], flags: argparse.Namespace) -> str:
-    """The line to type."""
+def _start_line(slots: Mapping[str, int], ranks: Sequence[Rank], flags: argparse.Namespace) -> str:
+    """The horovodrun line that starts a training."""
     setting = _setting(ranks)
     options = ["--ssh-port", str(flags.ssh_port)] if flags.ssh_port else []
     options += ["--ssh-identity-file", str(flags.ssh_identity_file)] if flags.ssh_identity_file else []
     if setting:  # with Gloo, horovodrun itself listens there
-        here = next((rank for rank in ranks if own_address_at(rank.info.host)), ranks[0])
+        here = next((rank for rank in ranks if own_address_at(rank.host)), ranks[0])
         options += ["--network-interfaces", here.interface]
-    return launch_line.horovodrun(slots, options, interface=setting)
+    line = launch_line.horovodrun(slots, options)
+    return f"{SETTING}={shlex.quote(setting)} {line}" if setting else line

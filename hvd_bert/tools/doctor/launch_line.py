@@ -13,14 +13,10 @@ import torch
 
 from hvd_bert.config.settings import PACKAGE
 from hvd_bert.distributed import launchers
-from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.distributed.slurm import find_job, requested_tasks
 from hvd_bert.machine import cpu_limit, free_memory
 from hvd_bert.tools.doctor import probes
 from hvd_bert.tools.doctor.checks import MEMORY_PER_RANK
-from hvd_bert.tools.doctor.probes import HorovodBuild, Slurm
-
-JOB_SCRIPT = "scripts/hvd.slurm"
 
 
 def on_this_host() -> dict[str, str]:
@@ -31,30 +27,27 @@ def on_this_host() -> dict[str, str]:
     found = {f"1 process{of}": train} if requested_tasks(os.environ) == 1 else {}
     cores = min(len(os.sched_getaffinity(0)), int(cpu_limit() or sys.maxsize))
     ranks = gpus or min(cores, free_memory() // MEMORY_PER_RANK)
-    if not isinstance(build, HorovodBuild):
-        return found
     by_mpi = build.mpi and shutil.which("mpirun") is not None
     if ranks > 1 and (by_mpi or build.gloo):
         gloo = ["--gloo"] if build.mpi and not by_mpi else []
         one_per = "GPU" if gpus else "core"
         found[f"{ranks} ranks, one per {one_per}{of}"] = horovodrun({"localhost": ranks}, gloo, flags)
-    if isinstance(slurm, Slurm) and slurm.pmix and build.mpi:
+    script = "scripts/hvd.slurm"
+    if slurm.pmix and build.mpi:
         if find_job(os.environ):
             found["The tasks of this Slurm job"] = f"srun --mpi={slurm.pmix} {train}"
-        elif (PACKAGE.parent / JOB_SCRIPT).exists():
+        elif (PACKAGE.parent / script).exists():
             clone = shlex.quote(str(PACKAGE.parent))  # the script looks for its environment there
-            found["A Slurm job, once the script's first lines fit the site"] = f"cd {clone} && sbatch {JOB_SCRIPT}"
+            found["A Slurm job, once the script's first lines fit the site"] = f"cd {clone} && sbatch {script}"
     return found
 
 
-def horovodrun(
-    slots: Mapping[str, int], options: Sequence[str] = (), flags: Sequence[str] = (), interface: str = ""
-) -> str:
-    """The horovodrun line for a rank per slot. `flags`: the training's. `interface`: HVD_BERT_INTERFACE."""
+def horovodrun(slots: Mapping[str, int], options: Sequence[str] = (), flags: Sequence[str] = ()) -> str:
+    """The horovodrun line for a rank per slot. `flags`: the training's."""
     hosts = ",".join(f"{host}:{number}" for host, number in slots.items())
     train = [_program("python"), "-m", "hvd_bert.train", *flags]
     program, *words = launchers.horovodrun(launchers.Start(train, sum(slots.values()), hosts, extra=options))
-    return (f"{SETTING}={shlex.quote(interface)} " if interface else "") + shlex.join([_program(program), *words])
+    return shlex.join([_program(program), *words])
 
 
 def _program(name: str) -> str:

@@ -6,7 +6,8 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError, visible
@@ -19,13 +20,10 @@ HEADLINES = ("World", "Allreduce")  # that a summary has also if they pass
 
 @dataclass(frozen=True)
 class CheckResult:
-    """`status`: "ok", "warning" or "failure" (a training would not start). `hint`: how to fix it.
+    """`hint`: how to fix it. `hosts`: where it was found, if not on all hosts."""
 
-    `hosts`: where it was found, if not on all hosts.
-    """
-
-    name: str
     status: str
+    name: str
     found: str
     hint: str = ""
     hosts: tuple[str, ...] = ()
@@ -38,19 +36,8 @@ class CheckResult:
         return f"{text}\n{_filled(indent, indent, '-> ' + self.hint)}" if self.hint else text
 
 
-def ok(name: str, found: str, hint: str = "") -> CheckResult:
-    """A check that passed."""
-    return CheckResult(name, OK, found, hint)
-
-
-def warning(name: str, found: str, hint: str = "") -> CheckResult:
-    """A check that found something with which a training would start, but which may need attention."""
-    return CheckResult(name, WARNING, found, hint)
-
-
-def failure(name: str, found: str, hint: str = "") -> CheckResult:
-    """A check that found something with which no training would start."""
-    return CheckResult(name, FAILURE, found, hint)
+# A check that passed, one that may need attention, and one with which no training would start.
+ok, warning, failure = (partial(CheckResult, status) for status in (OK, WARNING, FAILURE))
 
 
 def _filled(start: str, indent: str, text: str) -> str:
@@ -63,10 +50,9 @@ def isolated(name: str, check: Callable[[], Iterable[CheckResult]]) -> list[Chec
     """The results of a check. An error in it becomes a failure, so that the next check still runs."""
     try:
         return list(check())
-    except UserError as error:
-        return [failure(name, str(error))]
     except Exception as error:
-        return [failure(name, f"the check itself failed: {type(error).__name__}: {error}")]
+        reason = error if isinstance(error, UserError) else f"the check itself failed: {type(error).__name__}: {error}"
+        return [failure(name, str(reason))]
 
 
 def merged(by_host: Sequence[tuple[str, Sequence[CheckResult]]]) -> list[CheckResult]:
@@ -75,34 +61,26 @@ def merged(by_host: Sequence[tuple[str, Sequence[CheckResult]]]) -> list[CheckRe
     for host, results in by_host:
         for result in results:
             hosts_by_result.setdefault(result, []).append(host)
-    names = list(dict.fromkeys(result.name for result in hosts_by_result))
+    names = [result.name for result in hosts_by_result]
     return [
-        result if len(hosts) == len(by_host) else replace(result, hosts=tuple(hosts))
+        replace(result, hosts=() if len(hosts) == len(by_host) else tuple(hosts))
         for result, hosts in sorted(hosts_by_result.items(), key=lambda item: names.index(item[0].name))
     ]
 
 
-@dataclass(frozen=True)
-class HostReport:
-    """What the doctor of a host prints with --json. Without `ranks` it found no world."""
-
-    checks: tuple[CheckResult, ...]
-    ranks: tuple[dict[str, Any], ...] = ()
-
-
+@dataclass
 class Report:
     """Prints a summary at the end, or one object with `as_json`; with `verbose` also each result as it is added.
 
     Only rank 0's is `shown`. `starts`: commands that start a training, by what they start.
     """
 
-    def __init__(self, as_json: bool, shown: bool, verbose: bool = True) -> None:
-        self.as_json = as_json
-        self.shown = shown
-        self.verbose = verbose
-        self.results: list[CheckResult] = []
-        self.starts: dict[str, str] = {}
-        self.data: dict[str, Any] = {}
+    as_json: bool
+    shown: bool
+    verbose: bool = True
+    results: list[CheckResult] = field(default_factory=list)
+    starts: dict[str, str] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
 
     def add(self, *results: CheckResult) -> None:
         """Add results to the report."""

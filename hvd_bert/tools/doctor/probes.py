@@ -14,7 +14,7 @@ from pathlib import Path
 from hvd_bert.distributed.slurm import find_job
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.usage import NvmlError, nvml
-from hvd_bert.storage.reading import Kind, convert, parse_json
+from hvd_bert.storage.reading import convert, parse_json
 
 COMMAND_TIMEOUT_S = 20.0
 IMPORT_TIMEOUT_S = 90.0  # for torch and Horovod on a cold network file system
@@ -26,102 +26,45 @@ print(json.dumps({"version": horovod.__version__, **built}))
 """
 # Without initialization: MPI refuses to start on the login nodes of some clusters.
 _MPI4PY = """
-import json, mpi4py
+import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-print(json.dumps(" ".join(MPI.Get_library_version().split("\\0")[0].split())))
+print(" ".join(MPI.Get_library_version().split("\\0")[0].split()))
 """
-
-
-class ProbeError(UserError):
-    """A fact is not available; the message has the reason."""
-
-
-class NoCluster(ProbeError):
-    """Slurm's programs are installed, but not configured: this host is in no cluster."""
 
 
 @dataclass(frozen=True)
 class HorovodBuild:
-    """Version and features of Horovod."""
+    """Version and features of Horovod, or the `error` of its import."""
 
-    version: str
-    mpi: bool
-    gloo: bool
-    nccl: bool
+    version: str = ""
+    mpi: bool = False
+    gloo: bool = False
+    nccl: bool = False
+    error: str = ""
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """The driver's version, the newest CUDA that it supports, and the names of the GPUs."""
+    """The driver's version, the newest CUDA that it supports, and the names of the GPUs, or the `error` of NVML."""
 
-    driver: str
-    cuda: str
-    names: tuple[str, ...]
-
-
-def run_command(command: list[str], timeout: float = COMMAND_TIMEOUT_S) -> str:
-    """The output of a command. Raises ProbeError if it is missing, fails or takes longer than `timeout` seconds."""
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout
-        )
-    except subprocess.TimeoutExpired:
-        raise ProbeError(f"`{_short(command)}` did not finish within {timeout:.0f} s") from None
-    except OSError as error:
-        raise ProbeError(f"`{_short(command)}` cannot be started: {error.strerror or error}") from None
-    text = done.stdout.decode("utf-8", errors="replace")
-    if done.returncode != 0:
-        lines = text.strip().splitlines()
-        end = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"exited with {done.returncode}"
-        raise ProbeError(f"`{_short(command)}` {end}" + (f": {lines[-1]}" if lines else ""))
-    return text
-
-
-def _short(command: list[str]) -> str:
-    return " ".join("..." if "\n" in word else Path(word).name if word == command[0] else word for word in command)
-
-
-def _imported(program: str, kind: type[Kind]) -> Kind | ProbeError:
-    """What a program prints in its last line. Libraries may print lines before it."""
-    try:
-        lines = run_command([sys.executable, "-c", program], IMPORT_TIMEOUT_S).strip().splitlines()
-        return convert(parse_json(lines[-1]), kind)
-    except ProbeError as error:
-        return error
-
-
-@cache
-def horovod() -> HorovodBuild | ProbeError:
-    """Horovod's build. Cached, because several checks use it."""
-    return _imported(_HOROVOD, HorovodBuild)
-
-
-@cache
-def mpi4py() -> str | ProbeError:
-    """The version text of mpi4py's MPI."""
-    return _imported(_MPI4PY, str)
-
-
-@cache
-def gpus() -> Gpus | NvmlError:
-    """Driver and GPUs according to NVML, or why NVML cannot be used."""
-    try:
-        with nvml() as module:
-            handles = [module.nvmlDeviceGetHandleByIndex(i) for i in range(module.nvmlDeviceGetCount())]
-            cuda = module.nvmlSystemGetCudaDriverVersion_v2()
-            names = tuple(str(module.nvmlDeviceGetName(handle)) for handle in handles)
-            return Gpus(str(module.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}", names)
-    except NvmlError as error:
-        return error
+    driver: str = ""
+    cuda: str = ""
+    names: tuple[str, ...] = ()
+    error: str = ""
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """Version of Slurm, and the kinds of MPI that `srun --mpi=` supports."""
+    """Version of Slurm, and the kinds of MPI that `srun --mpi=` supports, or the `error` of a command.
 
-    version: str
-    mpi_kinds: tuple[str, ...]
+    `absent`: why this host is in no cluster.
+    """
+
+    version: str = ""
+    mpi_kinds: tuple[str, ...] = ()
+    error: str = ""
+    absent: str = ""
 
     @property
     def pmix(self) -> str:
@@ -129,18 +72,69 @@ class Slurm:
         return next((kind for kind in self.mpi_kinds if kind.startswith("pmix")), "")
 
 
+def run_command(command: list[str], timeout: float = COMMAND_TIMEOUT_S) -> str:
+    """The output of a command. Raises UserError if it is missing, fails or takes longer than `timeout` seconds."""
+    shown = " ".join([Path(command[0]).name, *("..." if "\n" in word else word for word in command[1:])])
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"`{shown}` did not finish within {timeout:.0f} s") from None
+    except OSError as error:
+        raise UserError(f"`{shown}` cannot be started: {error.strerror or error}") from None
+    text = done.stdout.decode("utf-8", errors="replace")
+    if done.returncode != 0:
+        lines = text.strip().splitlines()
+        end = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"exited with {done.returncode}"
+        raise UserError(f"`{shown}` {end}" + (f": {lines[-1]}" if lines else ""))
+    return text
+
+
+def _last_line(program: str) -> str:
+    """The last line that a Python program prints. Libraries may print lines before it. Raises UserError."""
+    return run_command([sys.executable, "-c", program], IMPORT_TIMEOUT_S).strip().splitlines()[-1]
+
+
 @cache
-def slurm() -> Slurm | ProbeError | None:
-    """Slurm's version and kinds of MPI; None if there is no srun."""
+def horovod() -> HorovodBuild:
+    """Horovod's build."""
+    try:
+        return convert(parse_json(_last_line(_HOROVOD)), HorovodBuild)
+    except UserError as error:
+        return HorovodBuild(error=str(error))
+
+
+def mpi4py() -> str:
+    """The version text of mpi4py's MPI. Raises UserError."""
+    return _last_line(_MPI4PY)
+
+
+@cache
+def gpus() -> Gpus:
+    """Driver and GPUs according to NVML."""
+    try:
+        with nvml() as module:
+            handles = [module.nvmlDeviceGetHandleByIndex(i) for i in range(module.nvmlDeviceGetCount())]
+            cuda = module.nvmlSystemGetCudaDriverVersion_v2()
+            names = tuple(str(module.nvmlDeviceGetName(handle)) for handle in handles)
+            return Gpus(str(module.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}", names)
+    except NvmlError as error:
+        return Gpus(error=str(error))
+
+
+@cache
+def slurm() -> Slurm:
+    """Slurm's version and kinds of MPI."""
     if shutil.which("srun") is None:
-        return None
+        return Slurm(absent="not found (no srun on PATH)")
     try:
         if find_job(os.environ) is None and shutil.which("sinfo"):
             run_command(["sinfo", "--noheader"])
         return Slurm(run_command(["srun", "--version"]).strip(), mpi_kinds(run_command(["srun", "--mpi=list"])))
-    except ProbeError as error:
+    except UserError as error:
         configured = "configuration" not in str(error) or find_job(os.environ)
-        return error if configured else NoCluster(str(error))
+        return Slurm(error=str(error)) if configured else Slurm(absent=f"installed, but not configured ({error})")
 
 
 def mpi_kinds(listed: str) -> tuple[str, ...]:
@@ -150,7 +144,7 @@ def mpi_kinds(listed: str) -> tuple[str, ...]:
 
 
 def mpirun() -> tuple[str, str] | None:
-    """Path and version text of mpirun; None if there is none. Raises ProbeError."""
+    """Path and version text of mpirun; None if there is none. Raises UserError."""
     path = shutil.which("mpirun")
     return (path, run_command([path, "--version"])) if path else None
 
@@ -163,13 +157,5 @@ def mpi_version(text: str) -> tuple[str, str] | None:
         "MVAPICH": r"MVAPICH\d?.*?Version\s*:\s*(\d[\w.]*)",
         "MPICH": r"(?:MPICH|HYDRA).*?Version\s*:\s*(\d[\w.]*)",
     }
-    for family, pattern in patterns.items():
-        found = re.search(pattern, text, re.DOTALL)
-        if found:
-            return family, found[1]
-    return None
-
-
-def cuda_hidden() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides all GPUs."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    found = ((family, re.search(pattern, text, re.DOTALL)) for family, pattern in patterns.items())
+    return next(((family, match[1]) for family, match in found if match), None)

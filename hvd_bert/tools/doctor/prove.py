@@ -116,12 +116,6 @@ class OneProcess:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or float("inf"))
         return rows, {"learning_rate": self.schedule.get_last_lr()[0], "loss": loss, "grad_norm": float(norm)}
 
-    def update(self) -> None:
-        """Update the weights with their gradients."""
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
-
     def state(self) -> Tensors:
         """Copies of the weights and the optimizer's tensors, as "parameter" and "parameter/slot"."""
         slots = {f"{name}/{slot}": t for name, p in self.trained.items() for slot, t in self.optimizer.state[p].items()}
@@ -198,7 +192,9 @@ class Proof(Callback):
             bound = self._bound * (gradient.norm() + FLOOR * whole) + ROUNDING * past.norm() / self._share
             self._bounded("Gradients", name, (found - gradient).norm(), bound)
             one.trained[name].grad = found.to(one.device)
-        one.update()
+        one.optimizer.step()
+        one.schedule.step()
+        one.optimizer.zero_grad()
         for name, value in one.state().items():
             past, now = (state.get(name, torch.zeros_like(value)) for state in (before, ranks))
             bound = BOUNDS["update"] * (value - past).norm() + ROUNDING * value.norm()
@@ -215,18 +211,14 @@ class Proof(Callback):
             self.failures.setdefault(check, f"step {len(self.steps)}: {found}")
 
     def results(self) -> Iterator[CheckResult]:
-        """A result per check."""
+        """A result per check, on rank 0."""
         for check, text in CHECKS.items():
-            if self.one and check not in self.compared:
+            if check not in self.compared:
                 self.failures[check] = "nothing was compared"
             errors = [(e, name) for step in self.steps for name, e in step["errors"].get(check, {}).items()]
-            if check in self.failures:
-                yield failure(check, self.failures[check])
-            elif errors:
-                largest, name = max(errors)
-                yield ok(check, f"{text} (error / bound at most {largest:.2g}, of {name})")
-            else:
-                yield ok(check, text)
+            if errors:
+                text += " (error / bound at most {:.2g}, of {})".format(*max(errors))
+            yield failure(check, self.failures[check]) if check in self.failures else ok(check, text)
 
 
 def prove(start: Start, world: World) -> Proof:

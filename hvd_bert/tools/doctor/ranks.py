@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import platform
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 
@@ -17,26 +15,21 @@ from hvd_bert.distributed.interfaces import host_addresses, interface_named
 from hvd_bert.distributed.logs import describe_ranks, ranges
 from hvd_bert.distributed.mpi import library_name
 from hvd_bert.distributed.world import World
-from hvd_bert.machine import PACKAGES, package_version
+from hvd_bert.machine import versions
 from hvd_bert.tools.doctor import probes
-from hvd_bert.tools.doctor.lines import WIDTH, CheckResult, failure, ok, warning
+from hvd_bert.tools.doctor.checks import torch_nccl
+from hvd_bert.tools.doctor.lines import WIDTH, CheckResult, Report, failure, ok, warning
 from hvd_bert.tools.rendering.page import Grid
-from hvd_bert.version import __version__
+
+LIBRARIES = {"mpi": "MPI", "gloo": "Gloo"}  # by Horovod's names of its controllers
 
 
 @dataclass(frozen=True)
-class Rank:
-    """A rank's host and device, the versions of its packages, and facts of its host.
-
-    Attributes:
-        host_cores: Number of cores of the host.
-        gpus: The models of the GPUs that the rank sees.
-        driver: Version of their driver; "" without one.
-        interface: Network interface that is named for the ranks; "": all.
-        addresses: Those of each network interface.
+class Rank(RankInfo):
+    """A rank with the versions of its packages and facts of its host: cores, models and driver of the GPUs that the
+    rank sees, addresses by network interface, and the `interface` that is named for the ranks ("": all).
     """
 
-    info: RankInfo
     versions: dict[str, str] = field(default_factory=dict)
     host_cores: int = 1
     gpus: tuple[str, ...] = ()
@@ -47,40 +40,42 @@ class Rank:
     @property
     def gpu(self) -> str:
         """The model of its GPU; "" on a CPU."""
-        return self.gpus[int(self.info.device.removeprefix("cuda:"))] if self.gpus else ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For --json."""
-        found = asdict(self) | asdict(self.info) | {"cores": sorted(self.info.cores)}
-        del found["info"]
-        return found
+        return self.gpus[int(self.device.removeprefix("cuda:"))] if self.gpus else ""
 
 
 def rank_here(world: World) -> Rank:
     """This process's rank, once its device is set up."""
-    found = probes.gpus()
     return Rank(
-        world.rank_infos[world.rank],
-        versions(world),
-        os.cpu_count() or 1,
-        tuple(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())),
-        found.driver if isinstance(found, probes.Gpus) else "",
-        interface_named(os.environ, world.controller),
-        host_addresses(),
+        **vars(world.rank_infos[world.rank]),
+        versions=own_versions(world),
+        host_cores=os.cpu_count() or 1,
+        gpus=tuple(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())),
+        driver=probes.gpus().driver,
+        interface=interface_named(os.environ, world.controller),
+        addresses=host_addresses(),
     )
 
 
-def versions(world: World) -> dict[str, str]:
+def own_versions(world: World) -> dict[str, str]:
     """The versions of this process's packages and, if it connects the ranks, of MPI."""
-    found = {"hvd_bert": __version__, "python": platform.python_version()}
-    found |= {package: number for package in PACKAGES if (number := package_version(package))}
+    found = {name: version for name, version in versions().items() if version}
     found["torch"] = torch.__version__  # with the CUDA that it was built for
     if torch.version.cuda:
-        found["CUDA of torch"] = torch.version.cuda
-        found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found |= {"CUDA of torch": torch.version.cuda, "NCCL of torch": torch_nccl()}
     if world.controller == "mpi":
         found["MPI"] = library_name()
     return found
+
+
+def add_ranks(ranks: Sequence[Rank], report: Report, controller: str = "") -> None:
+    """Add to the report a table of the ranks, and whether they fit. `controller`: Horovod's, if they have joined it."""
+    report.data["ranks"] = [asdict(rank) | {"cores": sorted(rank.cores)} for rank in ranks]
+    if controller != "none":
+        report.print_details(f"\n{ranks_table(ranks)}\n")
+    joined = f", connected through {LIBRARIES.get(controller, 'nothing (one rank)')}"
+    world = ok("World", described(ranks) + joined) if controller else ok("Ranks", described(ranks))
+    fits = [_versions_line(ranks)] if len(ranks) > 1 else []
+    report.add(world, *fits, *_gpus_lines(ranks), *_cores_lines(ranks))
 
 
 def ranks_table(ranks: Sequence[Rank]) -> str:
@@ -89,31 +84,20 @@ def ranks_table(ranks: Sequence[Rank]) -> str:
     rows = []
     for rank in ranks:
         own = ", ".join(f"{name} {value}" for name, value in rank.versions.items() if (name, value) not in common)
-        info, device = rank.info, f"{rank.info.device} {rank.gpu}".strip()
-        place = [info.host, str(info.rank), str(info.local_rank), device, rank.interface or "all"]
-        rows.append([*place, ranges(sorted(info.cores)), own or "as all"])
+        device = f"{rank.device} {rank.gpu}".strip()
+        place = [rank.host, str(rank.rank), str(rank.local_rank), device, rank.interface or "all"]
+        rows.append([*place, ranges(sorted(rank.cores)), own or "as all"])
     grid = Grid(["host", "rank", "local rank", "device", "interface", "cores", "versions"], rows, words=7)
     same = ", ".join(f"{name} {value}" for name, value in ranks[0].versions.items() if (name, value) in common)
     shared = textwrap.fill(f"all ranks: {same}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     return f"{grid.for_terminal()}\n{shared}"
 
 
-def rank_lines(ranks: Sequence[Rank], controller: str) -> list[CheckResult]:
-    """The world of ranks that have joined, and whether they fit together."""
-    connection = {"mpi": "MPI", "gloo": "Gloo"}.get(controller, "nothing (one rank)")
-    return [ok("World", f"{described(ranks)}, connected through {connection}"), *fit_lines(ranks)]
-
-
 def described(ranks: Sequence[Rank]) -> str:
     """The numbers of ranks and hosts, and the kind of device."""
-    hosts = {rank.info.host for rank in ranks}
-    device = "on CPUs" if ranks[0].info.device == "cpu" else "each with a GPU"  # World has checked that all agree
+    hosts = {rank.host for rank in ranks}
+    device = "on CPUs" if ranks[0].device == "cpu" else "each with a GPU"  # World has checked that all agree
     return f"{len(ranks)} rank(s) on {len(hosts)} host(s), {device}"
-
-
-def fit_lines(ranks: Sequence[Rank]) -> list[CheckResult]:
-    """Whether the ranks fit together."""
-    return [*([_versions_line(ranks)] if len(ranks) > 1 else []), *_gpus_lines(ranks), *_cores_lines(ranks)]
 
 
 def _versions_line(ranks: Sequence[Rank]) -> CheckResult:
@@ -121,12 +105,8 @@ def _versions_line(ranks: Sequence[Rank]) -> CheckResult:
     found = _differences(ranks, {name: [rank.versions.get(name, "missing") for rank in ranks] for name in names})
     if not found:
         return ok("Versions", "the same on all ranks")
-    return failure(
-        "Versions",
-        found,
-        "Use one environment on all hosts: on a shared file system, or set up by the same env/setup.sh command on each."
-        " Load the same modules on each.",
-    )
+    hint = "Use one environment on all hosts: on a shared file system, or set up by the same env/setup.sh command on"
+    return failure("Versions", found, f"{hint} each. Load the same modules on each.")
 
 
 def _gpus_lines(ranks: Sequence[Rank]) -> list[CheckResult]:
@@ -143,27 +123,22 @@ def _differences(ranks: Sequence[Rank], values: Mapping[str, Sequence[str]]) -> 
     for name, each in values.items():
         ranks_of: dict[str, list[int]] = {}
         for rank, value in zip(ranks, each, strict=True):
-            ranks_of.setdefault(value, []).append(rank.info.rank)
-        if len(ranks_of) > 1:
-            parts = (f"{value} on {describe_ranks(which)}" for value, which in ranks_of.items())
-            differing.append(f"{name} is {' and '.join(parts)}")
+            ranks_of.setdefault(value, []).append(rank.rank)
+        parts = [f"{value} on {describe_ranks(which)}" for value, which in ranks_of.items()]
+        differing += [f"{name} is {' and '.join(parts)}"] if len(parts) > 1 else []
     return "; ".join(differing)
 
 
 def _cores_lines(ranks: Sequence[Rank]) -> list[CheckResult]:
     """A warning if there are more ranks than cores, or if ranks leave most of a host unused."""
-    on_host = Counter(rank.info.host for rank in ranks)
-    bound = [rank for rank in ranks if len(rank.info.cores) == 1 and rank.host_cores >= 2 * on_host[rank.info.host]]
+    on_host = Counter(rank.host for rank in ranks)
+    bound = [rank for rank in ranks if len(rank.cores) == 1 and rank.host_cores >= 2 * on_host[rank.host]]
     if bound:
-        return [
-            warning(
-                "Cores",
-                f"{describe_ranks([rank.info.rank for rank in bound])} may use only one of"
-                f" {bound[0].host_cores} cores on {bound[0].info.host}; Horovod's own thread needs a second",
-                "mpirun binds up to 2 ranks to a core each: add `--bind-to none`. Slurm: --cpus-per-task=N.",
-            )
-        ]
-    sharers = Counter((rank.info.host, rank.info.cores) for rank in ranks)
+        found = f"{describe_ranks([rank.rank for rank in bound])} may use only one of {bound[0].host_cores} cores on"
+        found += f" {bound[0].host}; Horovod's own thread needs a second"
+        hint = "mpirun binds up to 2 ranks to a core each: add `--bind-to none`. Slurm: --cpus-per-task=N."
+        return [warning("Cores", found, hint)]
+    sharers = Counter((rank.host, rank.cores) for rank in ranks)
     crowded = [
         f"{n} ranks share {len(cores)} core(s) on {host}" for (host, cores), n in sharers.items() if n > len(cores)
     ]
