@@ -54,9 +54,9 @@ def duration(value: float) -> str:
     return f"{whole // size:,} {large}" + (f" {rest} {small}" if rest else "")
 
 
-def percent(share: float, sign: str = "") -> str:
-    """A share as 12.3 %. `sign`: "+" for a difference."""
-    return f"{100 * share:{sign}.1f} %"
+def percent(share: float) -> str:
+    """A share as 12.3 %."""
+    return f"{100 * share:.1f} %"
 
 
 def byte_size(size: float) -> str:

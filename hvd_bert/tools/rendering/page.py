@@ -45,18 +45,11 @@ class Figures:
 
 @dataclass(frozen=True)
 class Quote:
-    """A quotation, in which `marked` at offset `start`, or the first after it, stands out."""
+    """A quotation, a part of which stands out."""
 
-    text: str
-    marked: str = ""
-    start: int = 0
-
-    @property
-    def parts(self) -> tuple[str, str, str]:
-        """The text before the mark, the marked text and the text after it."""
-        start = self.text.find(self.marked, self.start) if self.marked else -1
-        end = start + len(self.marked)
-        return (self.text, "", "") if start < 0 else (self.text[:start], self.marked, self.text[end:])
+    before: str
+    marked: str
+    after: str
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from hvd_bert.startup import run_command
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost
 from hvd_bert.tools.rendering import counted, report_files
-from hvd_bert.tools.rendering.page import Listing, Page
+from hvd_bert.tools.rendering.page import Page
 from hvd_bert.tools.rendering.report_files import CSV_FILES, LATEX, PAGE
 from hvd_bert.tools.report import comparison, run_page, runs_page, setup, tables
 from hvd_bert.tools.report.comparability import Group
@@ -87,22 +87,19 @@ def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | Non
     groups = comparison.grouped(runs)
     scaling = comparison.tables(groups, baseline)
     excluded += _without_table(groups, scaling, flags.baseline)
-    compared = [line for table in scaling for line in table.lines if line.speedup and line.group is not table.baseline]
     reasons = tables.reasons(scaling, excluded)
-    if baseline and not compared:
+    shown = [table for table in scaling if table.found]
+    if baseline and not shown:
         no_result = "No two of these runs can be compared, so there is no speed-up to report:"
         raise UserError("\n  ".join([no_result, *reasons]))
-    shown = [table for table in scaling if any(line in compared for line in table.lines)]
     used = [run for group in groups for run in group.runs] or records
     page = runs_page.make_page(records, groups, shown, reasons, setup.blocks(used, commands))
-    if compared:
-        page.add_section("Definitions", Listing(tables.definitions()))
     rows = (tables.table_rows(scaling), tables.run_rows(runs, excluded))
     texts = {name: _csv(found) for name, found in zip(CSV_FILES, rows, strict=True) if found}
-    latex = tables.as_latex(shown, setup.paragraph(used))
-    texts |= {LATEX: latex} if latex else {}
+    if shown:
+        texts[LATEX] = tables.as_latex(shown, setup.paragraph(used))
     _write_files(flags, page, texts)
-    if not compared:
+    if not shown:
         print(visible(runs_page.overview(records).for_terminal() + "\n"))
     _print_summary(shown, reasons)
     plots = [f"{counted(len(page.pictures), 'plot')} as PNG, SVG and PDF"] if page.pictures else []
@@ -110,11 +107,11 @@ def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | Non
 
 
 def _without_table(groups: Sequence[Group], scaling: Sequence[ScalingTable], baseline: str | None) -> list[Excluded]:
-    shown = {id(line.group) for table in scaling for line in table.lines}
+    shown = {line.group for table in scaling for line in table.lines}
     reason = "no other run has the same global batch, or the same batch per device on other devices"
     if baseline:
         reason += f", with a baseline of {baseline}"
-    return [Excluded(run.name, reason) for group in groups if id(group) not in shown for run in group.runs]
+    return [Excluded(run.name, reason) for group in groups if group not in shown for run in group.runs]
 
 
 def _write_files(flags: argparse.Namespace, page: Page, texts: Mapping[str, str]) -> None:

@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.runs.launching import STRONG
-
-if TYPE_CHECKING:  # numpy
-    from hvd_bert.tools.runs.record import Record, TrainResults
+from hvd_bert.tools.runs.record import Record, TrainResults
 
 EARLY_STEPS = 20
 # Maximum difference of losses, relative to the reference: in the first steps, and in the last quarter.
@@ -47,20 +47,24 @@ class Group:
         return f"{self.label}, {counted(run.results.world_size, 'rank')}{on}"
 
     @cached_property
-    def windows_per_s(self) -> float:
-        """Median throughput in the steady state."""
-        return statistics.median(run.windows_per_s for run in self.runs)
+    def speeds(self) -> list[float]:
+        """Throughput of each repeat in the steady state."""
+        return [run.windows_per_s for run in self.runs]
 
+    @property
+    def windows_per_s(self) -> float:
+        """Median throughput."""
+        return statistics.median(self.speeds)
+
+    @property
     def spread(self) -> tuple[float, float]:
-        """Minimum and maximum windows/s of the repeats."""
-        speeds = [run.windows_per_s for run in self.runs]
-        return min(speeds), max(speeds)
+        """Minimum and maximum throughput."""
+        return min(self.speeds), max(self.speeds)
 
     @property
     def variation(self) -> float:
-        """The range of the repeats over their median."""
-        minimum, maximum = self.spread()
-        return (maximum - minimum) / self.windows_per_s
+        """The range of the throughput over its median."""
+        return (max(self.speeds) - min(self.speeds)) / self.windows_per_s
 
     def figure(self, value: Callable[[Record], Any]) -> Any:
         """A figure of the runs: the one that they share, else the median; None if a run lacks it."""
@@ -121,12 +125,10 @@ def losses_differ(reference: Group, group: Group) -> str:
 
 def _first_losses_differ(one: Record, two: Record) -> str:
     """Compare losses up to EARLY_STEPS: means between the steps that both runs logged."""
-    sums: list[dict[int, float]] = []
+    sums: list[dict[int, float]] = []  # step -> sum of the losses up to it
     for lines in (one.steps, two.steps):
-        steps, losses = lines["step"].astype(int).tolist(), lines["loss"].tolist()
-        spans = itertools.pairwise([0, *steps])
-        parts = (loss * (step - before) for (before, step), loss in zip(spans, losses, strict=True))
-        sums.append({0: 0.0} | dict(zip(steps, itertools.accumulate(parts), strict=True)))
+        totals = np.cumsum(lines["loss"] * np.diff(lines["step"], prepend=0))
+        sums.append({0: 0.0} | dict(zip(lines["step"].astype(int).tolist(), totals.tolist(), strict=True)))
     common = sorted(step for step in sums[0].keys() & sums[1].keys() if step <= EARLY_STEPS)
     for before, step in itertools.pairwise(common):
         expected, found = ((total[step] - total[before]) / (step - before) for total in sums)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvd_bert.config.parser import shortened
 from hvd_bert.config.strategies import STRATEGIES
@@ -50,6 +49,16 @@ class ScalingTable:
     size: float
     baseline: Group
     lines: tuple[Compared, ...]
+
+    @property
+    def measured(self) -> list[Compared]:
+        """The rows with a speed-up."""
+        return [line for line in self.lines if line.speedup is not None]
+
+    @property
+    def found(self) -> list[Compared]:
+        """The rows with a speed-up, other than the baseline."""
+        return [line for line in self.measured if line.group is not self.baseline]
 
     @property
     def scales(self) -> bool:
@@ -133,66 +142,55 @@ def tables(groups: Sequence[Group], baseline: Baseline | None) -> list[ScalingTa
     """All tables of the groups: strong scaling, then weak scaling. Other groups are compared side by side."""
     made = []
     for kind in (STRONG, WEAK):
-        sizes = [group.results.global_batch / (1 if kind == STRONG else group.one.devices) for group in groups]
-        for size in sorted(set(sizes)):
-            members = [group for group, own in zip(groups, sizes, strict=True) if own == size]
-            made += _split_by_work(kind, size, members, baseline)
-    shown = {id(line.group) for table in made for line in table.lines if table.scales}
+        by_size: dict[float, list[Group]] = {}
+        for group in groups:
+            size = group.results.global_batch / (1 if kind == STRONG else group.one.devices)
+            by_size.setdefault(size, []).append(group)
+        for size in sorted(by_size):
+            made += _split_by_work(kind, size, by_size[size], baseline)
+    scaling = {line.group for table in made for line in table.lines if table.scales}
     return [
         table
         for table in made
-        if table.scales or (table.kind == STRONG and any(id(line.group) not in shown for line in table.lines))
+        if table.scales or (table.kind == STRONG and any(line.group not in scaling for line in table.lines))
     ]
 
 
-def _split_by_work(kind: str, size: float, members: list[Group], chosen: Baseline | None) -> list[ScalingTable]:
-    """One table per work that several of `members` did. The others join the first table, without a speed-up.
+def _split_by_work(kind: str, size: float, groups: Sequence[Group], chosen: Baseline | None) -> list[ScalingTable]:
+    """One table per work that several groups did. The others join the first table, without a speed-up.
 
     If no two did the same work, there is one table of all.
     """
-    comparable: list[list[Group]] = []
-    for group in members:
-        home = next((groups for groups in comparable if not differences(groups[0], group, kind)), None)
-        if home is None:
-            comparable.append([group])
+    by_work: list[list[Group]] = []
+    for group in groups:
+        for same in by_work:
+            if not differences(same[0], group, kind):
+                same.append(group)
+                break
         else:
-            home.append(group)
-    several = [groups for groups in comparable if len(groups) > 1]
-    alone = [groups[0] for groups in comparable if len(groups) == 1]
+            by_work.append([group])
+    alone = [same[0] for same in by_work if len(same) == 1]
     found = []
-    for number, same in enumerate(several or [alone]):
-        rows = sorted([*same, *alone], key=_order) if several and number == 0 else same
-        base = find_baseline(same, chosen) or find_baseline(rows, chosen)
+    for number, same in enumerate([same for same in by_work if len(same) > 1] or [alone]):
+        rows = [group for group in groups if group in same or (number == 0 and group in alone)]
+        base = _chosen(same, chosen) or _chosen(rows, chosen) if chosen else default_baseline(same)
         if base is not None and len(rows) > 1:
             found.append(ScalingTable(kind, size, base, tuple(_line(base, group, rows, kind) for group in rows)))
     return found
 
 
-def find_baseline(groups: Sequence[Group], chosen: Baseline | None) -> Group | None:
-    """The chosen group (None if missing); by default strategy none, else Horovod's smallest world, else the smallest.
-
-    `groups` are in the order of `grouped`.
-    """
-    if chosen:
-        sizes = [(group.results.strategy, group.results.world_size) for group in groups]
-        return groups[sizes.index(chosen)] if chosen in sizes else None
-    for strategy in ("none", "horovod"):
-        found = [group for group in groups if group.results.strategy == strategy]
-        if found:
-            return found[0]
-    return groups[0] if groups else None
+def _chosen(groups: Sequence[Group], chosen: Baseline) -> Group | None:
+    sizes = [(group.results.strategy, group.results.world_size) for group in groups]
+    return groups[sizes.index(chosen)] if chosen in sizes else None
 
 
-def _line(base: Group, group: Group, table: Sequence[Group], kind: str) -> Compared:
-    apart = differences(base, group, kind)
-    checked = reason = ""
-    if apart:
-        reason = "the work differs: " + "; ".join(apart)
-    elif group is not base and losses_differ(base, base):
-        reason = "the baseline's own repeats do not agree"
-    else:
-        reference, checked = _reference(base, group, table, kind)
-        reason = losses_differ(reference, group)
+def default_baseline(groups: Sequence[Group]) -> Group:
+    """Strategy none, else Horovod's smallest world, else the smallest. `groups` are in the order of `grouped`."""
+    return min(groups, key=lambda group: {"none": 0, "horovod": 1}.get(group.results.strategy, 2))
+
+
+def _line(base: Group, group: Group, rows: Sequence[Group], kind: str) -> Compared:
+    checked, reason = _check(base, group, rows, kind)
     if reason:
         return Compared(group, checked, reason)
     speedup = group.windows_per_s / base.windows_per_s
@@ -202,6 +200,25 @@ def _line(base: Group, group: Group, table: Sequence[Group], kind: str) -> Compa
     total = ours / theirs if ours and theirs else None
     serial = serial_fraction(speedup, size) if kind == STRONG and size > 1 and speedup > 1 else None
     return Compared(group, checked, "", speedup, minimum, maximum, speedup / size, total, serial)
+
+
+def _check(base: Group, group: Group, rows: Sequence[Group], kind: str) -> tuple[str, str]:
+    """The name of the group whose losses `group` must match, and the reason why it has no speed-up.
+
+    The reference is the baseline or, if the batch grows, a group with as many devices. If there is none, the repeats of
+    `group` are compared with each other.
+    """
+    if apart := differences(base, group, kind):
+        return "", "the work differs: " + "; ".join(apart)
+    if group is not base and losses_differ(base, base):
+        return "", "the baseline's own repeats do not agree"
+    peers = [row for row in rows if row.results.global_batch == group.results.global_batch]
+    peers = [peer for peer in peers if not differences(base, peer, kind)]
+    reference = base if base in peers else default_baseline(peers)
+    name = reference.name
+    if reference is group:
+        name = "baseline" if group is base else "reference" if len(peers) > 1 else UNCHECKED
+    return name, losses_differ(reference, group)
 
 
 def _overall_speed(run: Record) -> float | None:
@@ -220,22 +237,8 @@ def speedup_range(base: Group, group: Group) -> tuple[float, float] | tuple[None
         return None, None
     random = np.random.default_rng(0)  # the same runs give the same report
 
-    def medians(runs: Sequence[Record]) -> NDArray[np.float64]:
-        speeds = [run.windows_per_s for run in runs]
-        found: NDArray[np.float64] = np.median(random.choice(speeds, (RESAMPLES, len(speeds))), axis=1)
-        return found
-
-    ratios = medians(group.runs) / medians(base.runs)
-    minimum, maximum = np.quantile(ratios, (0.5 - RANGE / 2, 0.5 + RANGE / 2), method="inverted_cdf").tolist()
+    ours, theirs = (
+        np.median(random.choice(speeds, (RESAMPLES, len(speeds))), axis=1) for speeds in (group.speeds, base.speeds)
+    )
+    minimum, maximum = np.quantile(ours / theirs, (0.5 - RANGE / 2, 0.5 + RANGE / 2), method="inverted_cdf").tolist()
     return minimum, maximum
-
-
-def _reference(base: Group, group: Group, table: Sequence[Group], kind: str) -> tuple[Group, str]:
-    """The group whose losses `group` must match, and its name: the baseline or, if the batch grows, one with as many
-    devices. If there is none, the repeats of `group` are compared with each other."""
-    peers = [peer for peer in table if peer.results.global_batch == group.results.global_batch]
-    peers = [peer for peer in peers if not differences(base, peer, kind)]
-    reference = base if base in peers else find_baseline(peers, None) or group
-    if reference is not group:
-        return reference, reference.name
-    return group, "baseline" if group is base else "reference" if len(peers) > 1 else UNCHECKED

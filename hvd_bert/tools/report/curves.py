@@ -117,7 +117,7 @@ def _series(record: Record, key: str, name: str, colour: int) -> Series | None:
     return Series(name, lines["step"], lines[key], colour, points=lines is record.evaluations)
 
 
-def step_time(record: Record) -> Chart | None:
+def step_time(record: Record) -> list[Chart]:
     """The parts of a step over the steps, without the first line, which is warm-up."""
     steps = record.steps
     unit, scale = time_unit(float(np.nanmax([0, *steps["step_s"][1:]])))
@@ -126,7 +126,7 @@ def step_time(record: Record) -> Chart | None:
         for number, (phase, name) in enumerate(PHASES.items())
         if f"{phase}_s" in steps
     ]
-    return Chart("Where the step time went", "step", f"{unit} per step", series, stacked=True) if series else None
+    return [Chart("Where the step time went", "step", f"{unit} per step", series, stacked=True)] if series else []
 
 
 def gpu_usage(record: Record) -> list[Chart]:

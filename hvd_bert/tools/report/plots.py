@@ -39,7 +39,7 @@ def _efficiency(line: Compared) -> Values | None:
 
 
 def _throughput(line: Compared) -> Values | None:
-    return None if line.reason else (line.group.windows_per_s, *line.group.spread())
+    return None if line.reason else (line.group.windows_per_s, *line.group.spread)
 
 
 def _memory(line: Compared) -> Values | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -132,29 +133,21 @@ def _row(event: Mapping[str, Any]) -> list[str]:
 
 
 def _step_time(record: Record) -> list[Block]:
-    """Time per phase, over all lines but the first, which is warm-up."""
+    """Mean time per phase, and a chart of it."""
     steps = record.steps
     if len(steps) < 2 or "step_s" not in steps:
         return []
-    weights = np.diff(steps["step"])
-    suffixes = ("", "_min", "_max") if "compute_min_s" in steps else ("",)  # of several ranks
-    rows, whole = [], _mean(steps["step_s"][1:], weights)
+    kinds = {"": "per step"}
+    if "compute_min_s" in steps:  # of several ranks
+        kinds |= {"_min": "minimum over ranks", "_max": "maximum over ranks"}
+    rows, whole = [], steps.mean("step_s")
     for phase in (*PHASES, "step"):
-        times = steps[f"{phase}_s"][1:]
-        if not np.isfinite(times).any():
-            continue
-        cells = [seconds(_mean(steps[f"{phase}{suffix}_s"][1:], weights)) for suffix in suffixes]
-        share = percent(_mean(times, weights) / whole) if whole > 0 else DASH
-        rows.append([PHASES.get(phase, phase), *cells, share])
-    head = ["phase", *["per step", "minimum over ranks", "maximum over ranks"][: len(suffixes)], "share"]
-    chart = curves.step_time(record)
+        means = [steps.mean(f"{phase}{kind}_s") for kind in kinds]
+        if not math.isnan(means[0]):
+            share = percent(means[0] / whole) if whole > 0 else DASH
+            rows.append([PHASES.get(phase, phase), *map(seconds, means), share])
     note = "Means over the logged steps after the first log line, which is warm-up."
-    return [Grid(head, rows), Text(note), *([chart] if chart else [])]
-
-
-def _mean(values: Any, weights: Any) -> float:
-    known = np.isfinite(values)
-    return float(np.average(values[known], weights=weights[known])) if known.any() else float("nan")
+    return [Grid(["phase", *kinds.values(), "share"], rows), Text(note), *curves.step_time(record)]
 
 
 def _samples(record: Record) -> Iterator[Block]:
@@ -166,20 +159,21 @@ def _samples(record: Record) -> Iterator[Block]:
 
 
 def _sample(sample: Mapping[str, Any]) -> Details:
+    """The context with the gold answer marked, and what the model predicted."""
     golds = [str(answer) for answer in converted(sample.get("answers"), list[Any], [])]
-    prediction = str(sample.get("prediction", ""))
+    predicted = str(sample.get("prediction", "")) or "no answer"
     rows = [
-        ["predicted", prediction or "no answer"],
+        ["predicted", predicted],
         ["gold", "; ".join(golds) or "no answer"],
         ["probability", _figure(sample.get("probability"))],
         ["F1", _figure(sample.get("f1"))],
         ["id", str(sample.get("id"))],
     ]
-    place = max(0, converted(sample.get("answer_start"), int, 0))  # older runs lack it
-    quote = Quote(str(sample.get("context", "")), golds[0] if golds else "", place)
-    return Details(
-        f"{sample.get('question')} - {prediction or 'no answer'}", [quote, Grid(["field", "value"], rows, 2)]
-    )
+    context, start = str(sample.get("context", "")), max(0, converted(sample.get("answer_start"), int, 0))
+    gold = golds[0] if golds else ""
+    before, marked, after = context[start:].partition(gold) if gold else (context[start:], "", "")
+    quote = Quote(context[:start] + before, marked, after)
+    return Details(f"{sample.get('question')} - {predicted}", [quote, Grid(["field", "value"], rows, words=2)])
 
 
 def _ranks(record: Record) -> list[Block]:
@@ -187,11 +181,13 @@ def _ranks(record: Record) -> list[Block]:
     ranks = record.entries("ranks")
     if not ranks:
         return []
-    by_host: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    by_host: dict[str, list[Mapping[str, Any]]] = {}
     for rank in ranks:
-        numbers, devices = by_host.setdefault(str(rank.get("host", DASH)), ({}, {}))
-        numbers[shown(rank.get("rank"))] = devices[shown(rank.get("device"))] = None
-    hosts = [[host, ", ".join(numbers), ", ".join(devices)] for host, (numbers, devices) in by_host.items()]
+        by_host.setdefault(str(rank.get("host", DASH)), []).append(rank)
+    hosts = [
+        [host, *(", ".join(dict.fromkeys(shown(rank.get(key)) for rank in its)) for key in ("rank", "device"))]
+        for host, its in by_host.items()
+    ]
     processes = {str(process.get("rank")): process for process in record.entries("processes")}
     rows = []
     for rank in ranks:
@@ -208,7 +204,7 @@ def _ranks(record: Record) -> list[Block]:
 
 
 def _checkpoints(record: Record) -> list[Block]:
-    rows = [[name, str(step)] for name, step in record.checkpoints.items()]
+    rows = [[f"checkpoint-{step}", str(step)] for step in record.checkpoints]
     blocks: list[Block] = [Grid(["checkpoint", "step"], rows)] if rows else []
     best = finite_number(record.best.get("value"))
     if best is not None:
@@ -230,10 +226,8 @@ def _versions(record: Record) -> list[Block]:
     facts = record.facts
     keys = ("device_name", "threads_per_rank", "precision", "controller", "devices_per_rank")
     rows = [[key.replace("_", " "), shown(facts[key])] for key in keys if key in facts]
-    for kind in ("job", "versions"):
-        values = converted(facts.get(kind), dict[str, Any], {})
-        prefix = "job " if kind == "job" else ""
-        rows += [[prefix + name, shown(value)] for name, value in values.items()]
+    rows += [[f"job {name}", shown(value)] for name, value in record.object("job").items()]
+    rows += [[name, shown(value)] for name, value in record.object("versions").items()]
     return [Grid(["name", "value"], rows, words=2)] if rows else []
 
 

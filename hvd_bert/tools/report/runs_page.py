@@ -50,6 +50,7 @@ def make_page(
         page.add_section("Repeats over seeds", _folded(repeated), Text(how))
     page.add(Text("Curves", 2), *curves.of_runs(records, groups))
     page.add_section("Without a speed-up", *_listed(reasons))
+    page.add_section("Definitions", *_listed(tables.DEFINITIONS if compared else []))
     return page
 
 

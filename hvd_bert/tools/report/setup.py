@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering import DASH, shown
 from hvd_bert.tools.rendering.page import Block, Code, Details, Grid, Text
 from hvd_bert.tools.runs.record import Record
-from hvd_bert.tools.runs.tolerant import converted, finite_number
+from hvd_bert.tools.runs.tolerant import finite_number
 
 # A line per sentence: keys of train_results.json (after a dot, of an object in it) or flags, and their words.
 SENTENCES = """
@@ -76,8 +76,7 @@ def _value(record: Record, key: str) -> Any:
         return record.settings.get(key[2:])
     if key == "controller" and record.facts.get(key) == "none":  # of a single rank
         return None
-    of: Mapping[str, Any] = converted(record.facts.get(group), dict[str, Any], {}) if group else record.facts
-    return of.get(name)
+    return (record.object(group) if group else record.facts).get(name)
 
 
 def _text(key: str, value: Any) -> str:
@@ -129,6 +128,5 @@ def _compared(record: Record) -> dict[str, str]:
     compared = {f"--{name}": shown(value) for name, value in record.settings.items() if name not in OUTPUT}
     compared |= {name.replace("_", " "): shown(record.facts[name]) for name in FACTS if name in record.facts}
     for key in ("versions", "work"):
-        kind = converted(record.facts.get(key), dict[str, Any], {})
-        compared |= {name: shown(value) for name, value in kind.items() if name not in compared}
+        compared |= {name: shown(value) for name, value in record.object(key).items() if name not in compared}
     return compared

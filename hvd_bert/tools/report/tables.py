@@ -95,9 +95,9 @@ COLUMNS = (
         text=_digits(".2f", 60),
     ),
     Column(of_run=lambda run: run.windows_per_s, runs="windows_per_s", report="windows_per_s"),
-    Column(of_row=lambda line: line.group.spread()[0], report="windows_per_s_least"),
-    Column(of_row=lambda line: line.group.spread()[1], report="windows_per_s_most"),
-    Column(of_row=lambda line: line.group.spread(), cost="UNIT/s, min to max", text=_range),
+    Column(of_row=lambda line: line.group.spread[0], report="windows_per_s_least"),
+    Column(of_row=lambda line: line.group.spread[1], report="windows_per_s_most"),
+    Column(of_row=lambda line: line.group.spread, cost="UNIT/s, min to max", text=_range),
     Column(of_row=lambda line: line.speedup, report="speedup", speed="speed-up", text=_digits(".2f")),
     Column(of_row=lambda line: line.speedup_min, report="speedup_least"),
     Column(of_row=lambda line: line.speedup_max, report="speedup_most"),
@@ -111,9 +111,9 @@ COLUMNS = (
     Column(of_row=lambda line: len(line.group.runs), speed="runs"),
     Column(of_run=lambda run: run.step_s, runs="step_s"),
     Column(of_run=lambda run: run.exposed_share, runs="exposed_share"),
-    Column(of_run=lambda run: run.process_s("real_s"), runs="real_s", cost="real, s", text=_seconds),
-    Column(of_run=lambda run: run.process_s("user_s"), runs="user_s", cost="user, s", text=_seconds),
-    Column(of_run=lambda run: run.process_s("system_s"), runs="system_s", cost="system, s", text=_seconds),
+    Column(of_run=lambda run: run.of_processes("real_s"), runs="real_s", cost="real, s", text=_seconds),
+    Column(of_run=lambda run: run.of_processes("user_s"), runs="user_s", cost="user, s", text=_seconds),
+    Column(of_run=lambda run: run.of_processes("system_s"), runs="system_s", cost="system, s", text=_seconds),
     Column(of_run=lambda run: run.memory_bytes, runs="memory_bytes", cost="memory, GiB", text=_digits(".2f", GIB)),
     Column(of_run=lambda run: run.exposed_share, cost="exposed comm.", text=_digits(".1%")),
     Column(of_run=lambda run: run.last_loss, runs="last_loss", cost="last loss", text=_digits(".4f")),
@@ -178,8 +178,7 @@ def run_rows(runs: Iterable[Record], excluded: Iterable[Excluded]) -> list[dict[
 
 def headline(table: ScalingTable) -> Status:
     """The speed-up of the fastest strategy on the largest number of devices, and those of the others there."""
-    rows = [line for line in table.lines if line.speedup is not None and line.group is not table.baseline]
-    rows.sort(key=lambda line: (-line.group.one.devices, -(line.speedup or 0)))
+    rows = sorted(table.found, key=lambda line: (-line.group.one.devices, -(line.speedup or 0)))
     best, *others = (line for line in rows if line.group.one.devices == rows[0].group.one.devices)
     run = best.group.one
     devices = counted(run.devices, "rank" if run.devices == run.results.world_size else "GPU")
@@ -214,7 +213,7 @@ def caveats(tables: Sequence[ScalingTable]) -> list[str]:
     found = []
     for table in tables:
         place = f" ({lower(table)})" if len(tables) > 1 else ""
-        lines = [line for line in table.lines if line.speedup is not None]
+        lines = table.measured
         for line in lines:
             if (line.efficiency or 0) > 1.05:
                 found.append(
@@ -251,37 +250,34 @@ def _joined(names: Sequence[str]) -> str:
     return "; ".join(names) if len(names) < 5 else f"{len(names)} rows"
 
 
-def definitions() -> list[str]:
-    """Definitions of the figures."""
-    return [
-        "A row contains the runs of one strategy on one number of nodes, ranks and devices that did the same work."
-        " Figures are medians over its runs.",
-        "Speed-up: windows/s of all ranks after the first logged line, over the median of the table's baseline."
-        " Efficiency: speed-up over (devices over the baseline's devices).",
-        f"{RANGE:.0%} range: of the speed-up, with the variance of both sides, by a bootstrap. The repeats of the row"
-        f" and those of the baseline are drawn again, with replacement, {RESAMPLES:,} times. The baseline's own row"
-        " shows how far two sets of its repeats may be apart. A dash: a side has only one run.",
-        "time: the whole training with warm-up and checkpoints, without start-up and evaluation. Total speed-up: of"
-        " windows over this time. Core- or GPU-hours: this time, of all devices (on CPUs, of all threads).",
-        "Serial fraction (Karp and Flatt): (1/S - 1/N) / (1 - 1/N) of the speed-up S on N times the baseline's devices;"
-        " of strong scaling, where S is above 1. If it grows with N, communication is the limit; if it stays, serial"
-        " work is.",
-        "real, user, system: the whole process of a rank with start-up, median over ranks. memory: the maximum over"
-        " ranks.",
-        "Strong scaling: the same global batch, steps and windows on more devices. Weak scaling: the same batch per"
-        " device, so the global batch grows; the same number of steps or of windows.",
-        "Losses must agree. Without dropout and with the same seed, the logged losses of the first"
-        f" {EARLY_STEPS} steps must agree to {EARLY_TOLERANCE:g} (relative). In any case, the means of the last quarter"
-        f" of the logged losses must agree to {LAST_TOLERANCE:.0%} or {NATS} nats. On weak scaling the batch grows, so"
-        " losses are compared with another strategy on as many devices. A dash: there is no such strategy.",
-    ]
+DEFINITIONS = (
+    "A row contains the runs of one strategy on one number of nodes, ranks and devices that did the same work."
+    " Figures are medians over its runs.",
+    "Speed-up: windows/s of all ranks after the first logged line, over the median of the table's baseline."
+    " Efficiency: speed-up over (devices over the baseline's devices).",
+    f"{RANGE:.0%} range: of the speed-up, with the variance of both sides, by a bootstrap. The repeats of the row"
+    f" and those of the baseline are drawn again, with replacement, {RESAMPLES:,} times. The baseline's own row"
+    " shows how far two sets of its repeats may be apart. A dash: a side has only one run.",
+    "time: the whole training with warm-up and checkpoints, without start-up and evaluation. Total speed-up: of"
+    " windows over this time. Core- or GPU-hours: this time, of all devices (on CPUs, of all threads).",
+    "Serial fraction (Karp and Flatt): (1/S - 1/N) / (1 - 1/N) of the speed-up S on N times the baseline's devices;"
+    " of strong scaling, where S is above 1. If it grows with N, communication is the limit; if it stays, serial"
+    " work is.",
+    "real, user, system: the whole process of a rank with start-up, median over ranks. memory: the maximum over ranks.",
+    "Strong scaling: the same global batch, steps and windows on more devices. Weak scaling: the same batch per"
+    " device, so the global batch grows; the same number of steps or of windows.",
+    "Losses must agree. Without dropout and with the same seed, the logged losses of the first"
+    f" {EARLY_STEPS} steps must agree to {EARLY_TOLERANCE:g} (relative). In any case, the means of the last quarter"
+    f" of the logged losses must agree to {LAST_TOLERANCE:.0%} or {NATS} nats. On weak scaling the batch grows, so"
+    " losses are compared with another strategy on as many devices. A dash: there is no such strategy.",
+)
 
 
 def as_latex(tables: Iterable[ScalingTable], set_up: str) -> str:
-    """The tables of speed-ups and the paragraph on the set-up for a paper; "" without a table."""
+    """The tables of speed-ups and the paragraph on the set-up for a paper."""
     parts = [
         f"\\begin{{table*}}\n\\centering\n\\caption{{{latex(table.title)}. Baseline: {latex(table.baseline.name)}.}}\n"
         f"{speedups(table).for_latex()}\n\\end{{table*}}\n"
         for table in tables
     ]
-    return "\n".join([r"% Needs \usepackage{booktabs}.", *parts, latex(set_up) + "\n"]) if parts else ""
+    return "\n".join([r"% Needs \usepackage{booktabs}.", *parts, latex(set_up) + "\n"])

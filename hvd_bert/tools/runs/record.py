@@ -6,13 +6,13 @@ comparison needs are there if `Record.comparable` has no reason against it.
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -82,7 +82,7 @@ class Record:
         warnings: With the ranks that gave them.
         skipped_steps: Events, with the windows.
         worlds: Strategy, number of ranks and device of its starts: several if they changed on a resume.
-        checkpoints: Names of their folders -> steps, in increasing order.
+        checkpoints: Their steps, in increasing order.
         best: The best evaluation: `metric`, `value`, `step`. Of an unfinished run, by the newest checkpoint.
         problems: Files, or lines of files, that could not be read.
     """
@@ -97,7 +97,7 @@ class Record:
     settings: Mapping[str, Any]
     scores: Mapping[str, Any]
     samples: Sequence[Mapping[str, Any]]
-    checkpoints: Mapping[str, int]
+    checkpoints: Sequence[int]
     best: Mapping[str, Any]
     ended: str
     warnings: Sequence[Mapping[str, Any]]
@@ -114,6 +114,10 @@ class Record:
     def number(self, key: str) -> float | None:
         """A number of `facts`."""
         return finite_number(self.facts.get(key))
+
+    def object(self, key: str) -> Mapping[str, Any]:
+        """An object of `facts`; empty if it is missing."""
+        return converted(self.facts.get(key), dict[str, Any], {})
 
     def entries(self, key: str) -> Sequence[Mapping[str, Any]]:
         """A list of objects of `facts`; empty if it is missing."""
@@ -223,18 +227,15 @@ class Record:
         by_host = Counter(str(rank.get("host")) for rank in self.results.ranks)
         return max(by_host.values(), default=1) * self.results.threads_per_rank
 
-    def process_s(self, kind: str) -> float | None:
-        """`real_s`, `user_s` or `system_s` of a rank's whole process: the median over the ranks."""
-        known = self._of_processes(kind)
-        return statistics.median(known) if known else None
+    def of_processes(self, key: str, over: Callable[[list[float]], float] = statistics.median) -> float | None:
+        """A figure of the ranks' whole processes, such as `user_s`; None if no rank has it."""
+        known = [value for process in self.results.processes if (value := process.get(key)) is not None]
+        return over(known) if known else None
 
     @property
     def memory_bytes(self) -> float | None:
         """The maximum over the ranks."""
-        return max(self._of_processes("memory_peak_bytes"), default=None)
-
-    def _of_processes(self, key: str) -> list[float]:
-        return [value for process in self.results.processes if (value := process.get(key)) is not None]
+        return self.of_processes("memory_peak_bytes", max)
 
     @property
     def windows_per_s(self) -> float:
@@ -242,21 +243,16 @@ class Record:
         seconds = self.steps["step_s"][1:] * np.diff(self.steps["step"])
         return float(np.average(self.steps["windows_per_s"][1:], weights=seconds))
 
-    def mean(self, key: str) -> float | None:
-        """Mean over the steps of the steady state; None if any line lacks it."""
-        values = self.steps[key][1:]
-        return float(np.average(values, weights=np.diff(self.steps["step"]))) if np.isfinite(values).all() else None
-
     @property
-    def step_s(self) -> float | None:
+    def step_s(self) -> float:
         """Seconds per step in the steady state."""
-        return self.mean("step_s")
+        return self.steps.mean("step_s")
 
     @property
     def exposed_share(self) -> float | None:
-        """Share of exposed communication in the step time."""
-        exposed, whole = self.mean("exposed_comm_s"), self.step_s
-        return None if exposed is None or whole is None else exposed / whole
+        """Share of exposed communication in the step time; None if any line lacks it."""
+        known = np.isfinite(self.steps["exposed_comm_s"][1:]).all()
+        return self.steps.mean("exposed_comm_s") / self.step_s if known else None
 
     @property
     def last_loss(self) -> float:
@@ -284,7 +280,7 @@ def read(folder: Path) -> Record:
     trained = (folder / SETTINGS).exists() or len(rows) > 0
     finished = bool(results) if trained else (folder / EVALUATION).exists()
     checkpoints = _checkpoints(folder)
-    state = load_object(folder / [*checkpoints][-1] / "state.json", problems) if checkpoints else {}
+    state = load_object(folder / f"checkpoint-{checkpoints[-1]}" / "state.json", problems) if checkpoints else {}
     facts = ([*since[:1], *begins] or [{}])[-1] | results
     if isinstance(facts.get("ranks"), list):
         facts.setdefault("world_size", len(facts["ranks"]))
@@ -332,9 +328,7 @@ def _is_running(folder: Path) -> bool:
     return any(path.exists() and time.time() - path.stat().st_mtime < SILENT_S for path in written)
 
 
-def _checkpoints(folder: Path) -> dict[str, int]:
-    """The checkpoints by step; without those that were set aside."""
-    steps = ((path.name, path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*"))
-    return dict(
-        sorted(((name, int(step)) for name, step in steps if step.isascii() and step.isdecimal()), key=itemgetter(1))
-    )
+def _checkpoints(folder: Path) -> list[int]:
+    """The steps of the checkpoints; without those that were set aside."""
+    names = (re.fullmatch("checkpoint-(0|[1-9][0-9]*)", path.name) for path in folder.glob("checkpoint-*"))
+    return sorted(int(name[1]) for name in names if name)

@@ -33,6 +33,12 @@ class LineArrays:
     def __getitem__(self, key: str) -> NDArray[np.float64]:
         return self.columns.get(key, np.full(len(self), math.nan))
 
+    def mean(self, key: str) -> float:
+        """Mean over the steps after the first line, which is warm-up, as far as known; NaN if unknown."""
+        values, weights = self[key][1:], np.diff(self["step"])
+        known = np.isfinite(values)
+        return float(np.average(values[known], weights=weights[known])) if known.any() else math.nan
+
     def where(self, key: str, value: float) -> LineArrays:
         """The lines in which `key` has this value."""
         chosen = self[key] == value
