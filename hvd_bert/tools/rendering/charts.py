@@ -18,7 +18,6 @@ from hvd_bert.errors import visible
 MAX_POINTS = 1000  # of a curve
 MAX_POINTS_OF_ALL = 20_000  # of a chart, so that a page of 50 runs opens quickly
 MIN_POINTS = 100
-MANY = 8  # curves, as in charts.js
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,19 +54,8 @@ class Chart:
         return Markup(json.dumps(content, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026"))
 
     @property
-    def wide(self) -> bool:
-        """Whether it takes the page's whole width: where there is more to see than a few lines."""
-        return self.stacked or len(self.series) > MANY
-
-    @property
-    def head(self) -> list[str]:
-        """The header of `rows`."""
-        x = self.x_title
-        return ["curve", "points", f"first {x}", f"last {x}", "first", "lowest", "highest", "last"]
-
-    @property
     def rows(self) -> list[list[str]]:
-        """A summary of each curve, for readers without the picture."""
+        """A summary of each curve, for readers without the picture; its header is in page.html."""
         rows = []
         for series in self.series:
             x, y = finite(series)
@@ -118,6 +106,6 @@ def downsample(
 
 def scripts() -> list[Markup]:
     """The JavaScript of a page with charts: plotly.js, and what draws the charts."""
-    plotly = resources.files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
-    own = resources.files("hvd_bert.tools.rendering").joinpath("charts.js").read_text(encoding="utf-8")
-    return [Markup(text) for text in (plotly, own)]
+    plotly = resources.files("plotly").joinpath("package_data/plotly.min.js")
+    own = resources.files("hvd_bert.tools.rendering").joinpath("charts.js")
+    return [Markup(file.read_text(encoding="utf-8")) for file in (plotly, own)]

@@ -140,8 +140,9 @@ class Page:
         self.blocks += blocks
 
     def add_section(self, title: str, *blocks: Block) -> None:
-        """Add a heading of the navigation with blocks below it; nothing without blocks."""
-        self.blocks += [Text(title, 2), *blocks] if blocks else []
+        """Add a heading of the navigation with the blocks that are not empty; nothing without any."""
+        shown = [block for block in blocks if not _is_empty(block)]
+        self.blocks += [Text(title, 2), *shown] if shown else []
 
     @property
     def pictures(self) -> list[Picture]:
@@ -160,7 +161,6 @@ class Page:
         headings = [block for block in self.blocks if isinstance(block, Text) and block.level == 2]
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_finalize)
         environment.filters["kind"] = lambda block: type(block).__name__
-        environment.filters["anchor"] = lambda heading: f"section-{headings.index(heading) + 1}"
         return environment.from_string(template).render(
             title=self.title,
             blocks=self.blocks,
@@ -168,6 +168,14 @@ class Page:
             style=Markup(style),
             scripts=scripts() if any(isinstance(block, Chart) for block in self.blocks) else [],
         )
+
+
+def _is_empty(block: Block) -> bool:
+    """Whether a text, list or chart has no content."""
+    match block:
+        case Text(text="") | Code(text="") | Listing(items=[]) | Chart(series=[]):
+            return True
+    return False
 
 
 def _finalize(value: Any) -> Any:

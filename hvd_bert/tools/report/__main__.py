@@ -101,7 +101,11 @@ def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | Non
     _write_files(flags, page, texts)
     if not shown:
         print(visible(runs_page.overview(records).for_terminal() + "\n"))
-    _print_summary(shown, reasons)
+    for table in shown:
+        speedups = tables.speedups(table, brief=True).for_terminal()
+        print(visible(f"{table.title} (baseline: {table.baseline.name})\n{speedups}\n"))
+    if reasons:
+        print(visible("\n  ".join(["Without a speed-up:", *reasons]) + "\n"))
     plots = [f"{counted(len(page.pictures), 'plot')} as PNG, SVG and PDF"] if page.pictures else []
     print(visible(f"In {flags.out}: {', '.join([PAGE, *texts, *plots])}."))
 
@@ -111,7 +115,7 @@ def _without_table(groups: Sequence[Group], scaling: Sequence[ScalingTable], bas
     reason = "no other run has the same global batch, or the same batch per device on other devices"
     if baseline:
         reason += f", with a baseline of {baseline}"
-    return [Excluded(run.name, reason) for group in groups if group not in shown for run in group.runs]
+    return [(run.name, reason) for group in groups if group not in shown for run in group.runs]
 
 
 def _write_files(flags: argparse.Namespace, page: Page, texts: Mapping[str, str]) -> None:
@@ -130,15 +134,6 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _print_summary(shown: Sequence[ScalingTable], reasons: Sequence[str]) -> None:
-    """Print the tables, and what is left out."""
-    for table in shown:
-        rows = tables.speedups(table, brief=True).for_terminal()
-        print(visible(f"{table.title} (baseline: {table.baseline.name})\n{rows}\n"))
-    if reasons:
-        print(visible("Without a speed-up:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n"))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 
 from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.runs.launching import STRONG
-from hvd_bert.tools.runs.record import Record, TrainResults
+from hvd_bert.tools.runs.record import Record
 
 EARLY_STEPS = 20
 # Maximum difference of losses, relative to the reference: in the first steps, and in the last quarter.
@@ -33,11 +33,6 @@ class Group:
     def one(self) -> Record:
         """One of the runs, for properties that all share."""
         return self.runs[0]
-
-    @property
-    def results(self) -> TrainResults:
-        """The results of one of the runs."""
-        return self.one.results
 
     @property
     def name(self) -> str:
@@ -82,7 +77,7 @@ def differences(base: Group, other: Group, kind: str) -> list[str]:
         for name in dict.fromkeys((*theirs, *ours))
         if theirs.get(name) != ours.get(name)
     ]
-    one, two = base.results, other.results
+    one, two = base.one.results, other.one.results
     if kind == STRONG:
         counts: list[tuple[str, float, float]] = [
             ("steps", two.train_steps, one.train_steps),

@@ -91,17 +91,14 @@ def parse_baseline(text: str) -> Baseline:
 
 
 def comparable(records: Sequence[Record], by_sweeps: Mapping[Path, Excluded]) -> tuple[list[Record], list[Excluded]]:
-    """The runs on the most common hardware that can be compared, and the others.
-
-    `by_sweeps`: those of `finding.sweeps`.
-    """
+    """The runs on the most common hardware that can be compared, and the others. `by_sweeps`: of `finding.sweeps`."""
     excluded = list(dict.fromkeys(by_sweeps.values()))
     reasons = {record: record.comparable() for record in records if Path(record.name) not in by_sweeps}
-    excluded += [Excluded(record.name, reason) for record, reason in reasons.items() if reason]
+    excluded += [(record.name, reason) for record, reason in reasons.items() if reason]
     devices = {record: record.results.device_name for record, reason in reasons.items() if not reason}
     most = statistics.mode(devices.values()) if devices else ""
     excluded += [
-        Excluded(run.name, f"ran on {device}, most runs on {most}: report it separately")
+        (run.name, f"ran on {device}, most runs on {most}: report it separately")
         for run, device in devices.items()
         if device != most
     ]
@@ -122,7 +119,7 @@ def grouped(runs: Sequence[Record]) -> list[Group]:
 
 
 def _order(group: Group) -> tuple[object, ...]:
-    run, strategy = group.one, group.results.strategy
+    run, strategy = group.one, group.one.results.strategy
     place = ["none", *STRATEGIES].index(strategy) if strategy in STRATEGIES else len(STRATEGIES) + 1
     return run.devices, place, strategy, run.nodes, group.label, run.name
 
@@ -144,7 +141,7 @@ def tables(groups: Sequence[Group], baseline: Baseline | None) -> list[ScalingTa
     for kind in (STRONG, WEAK):
         by_size: dict[float, list[Group]] = {}
         for group in groups:
-            size = group.results.global_batch / (1 if kind == STRONG else group.one.devices)
+            size = group.one.results.global_batch / (1 if kind == STRONG else group.one.devices)
             by_size.setdefault(size, []).append(group)
         for size in sorted(by_size):
             made += _split_by_work(kind, size, by_size[size], baseline)
@@ -180,13 +177,13 @@ def _split_by_work(kind: str, size: float, groups: Sequence[Group], chosen: Base
 
 
 def _chosen(groups: Sequence[Group], chosen: Baseline) -> Group | None:
-    sizes = [(group.results.strategy, group.results.world_size) for group in groups]
+    sizes = [(group.one.results.strategy, group.one.results.world_size) for group in groups]
     return groups[sizes.index(chosen)] if chosen in sizes else None
 
 
 def default_baseline(groups: Sequence[Group]) -> Group:
     """Strategy none, else Horovod's smallest world, else the smallest. `groups` are in the order of `grouped`."""
-    return min(groups, key=lambda group: {"none": 0, "horovod": 1}.get(group.results.strategy, 2))
+    return min(groups, key=lambda group: {"none": 0, "horovod": 1}.get(group.one.results.strategy, 2))
 
 
 def _line(base: Group, group: Group, rows: Sequence[Group], kind: str) -> Compared:
@@ -212,7 +209,7 @@ def _check(base: Group, group: Group, rows: Sequence[Group], kind: str) -> tuple
         return "", "the work differs: " + "; ".join(apart)
     if group is not base and losses_differ(base, base):
         return "", "the baseline's own repeats do not agree"
-    peers = [row for row in rows if row.results.global_batch == group.results.global_batch]
+    peers = [row for row in rows if row.one.results.global_batch == group.one.results.global_batch]
     peers = [peer for peer in peers if not differences(base, peer, kind)]
     reference = base if base in peers else default_baseline(peers)
     name = reference.name
@@ -236,7 +233,6 @@ def speedup_range(base: Group, group: Group) -> tuple[float, float] | tuple[None
     if len(base.runs) < 2 or len(group.runs) < 2:
         return None, None
     random = np.random.default_rng(0)  # the same runs give the same report
-
     ours, theirs = (
         np.median(random.choice(speeds, (RESAMPLES, len(speeds))), axis=1) for speeds in (group.speeds, base.speeds)
     )

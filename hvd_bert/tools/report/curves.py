@@ -14,6 +14,11 @@ from hvd_bert.tools.rendering.figures import COLOURS
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.runs.record import Record
 
+GPU_FIGURES = (
+    ("gpu_util_percent", "GPU utilization", "%"),
+    ("gpu_memory_gib", "GPU memory in use", "GiB"),
+    ("gpu_power_w", "GPU power", "W"),
+)
 Sets = Mapping[str, tuple[int, Sequence[Record]]]  # a curve's name -> its place in the palette, and its runs
 
 
@@ -24,7 +29,7 @@ def run_charts(record: Record) -> list[Chart]:
     charts = [_chart("Loss", "loss", losses)]
     if len(record.evaluations) > 1:  # one evaluation is no curve
         charts.append(_chart("Scores", _score_unit([record]), scores))
-    return [chart for chart in [*charts, *_training_charts({record.name: (0, [record])})] if chart.series]
+    return [*charts, *_training_charts({record.name: (0, [record])})]
 
 
 def of_runs(records: Sequence[Record], groups: Sequence[Group]) -> list[Chart]:
@@ -37,7 +42,7 @@ def of_runs(records: Sequence[Record], groups: Sequence[Group]) -> list[Chart]:
         for name in names:
             scored = [record for record in records if name in record.score_names]
             charts.append(_chart(score_name(name), _score_unit(scored), _curves(sets, f"eval_{name}")))
-    return [chart for chart in [*charts, *_training_charts(sets)] if chart.series]
+    return [*charts, *_training_charts(sets)]
 
 
 def _training_charts(sets: Sets) -> list[Chart]:
@@ -66,7 +71,7 @@ def score_name(name: str) -> str:
 def group_names(groups: Sequence[Group]) -> list[str]:
     """The names of the groups, with the global batch where two would have the same."""
     names = [group.name for group in groups]
-    batches = [f"{name}, batch {group.results.global_batch}" for name, group in zip(names, groups, strict=True)]
+    batches = [f"{name}, batch {group.one.results.global_batch}" for name, group in zip(names, groups, strict=True)]
     return [name if names.count(name) == 1 else batch for name, batch in zip(names, batches, strict=True)]
 
 
@@ -117,7 +122,7 @@ def _series(record: Record, key: str, name: str, colour: int) -> Series | None:
     return Series(name, lines["step"], lines[key], colour, points=lines is record.evaluations)
 
 
-def step_time(record: Record) -> list[Chart]:
+def step_time(record: Record) -> Chart:
     """The parts of a step over the steps, without the first line, which is warm-up."""
     steps = record.steps
     unit, scale = time_unit(float(np.nanmax([0, *steps["step_s"][1:]])))
@@ -126,25 +131,20 @@ def step_time(record: Record) -> list[Chart]:
         for number, (phase, name) in enumerate(PHASES.items())
         if f"{phase}_s" in steps
     ]
-    return [Chart("Where the step time went", "step", f"{unit} per step", series, stacked=True)] if series else []
+    return Chart("Where the step time went", "step", f"{unit} per step", series, stacked=True)
 
 
 def gpu_usage(record: Record) -> list[Chart]:
     """Utilization, memory and power of the GPU of each rank, over the steps."""
-    keys = {
-        "gpu_util_percent": ("GPU utilization", "%"),
-        "gpu_memory_gib": ("GPU memory in use", "GiB"),
-        "gpu_power_w": ("GPU power", "W"),
-    }
     by_rank = {int(rank): record.gpus.where("rank", rank) for rank in np.unique(record.gpus["rank"]) if rank >= 0}
     if not by_rank:  # only rank 0's, in metrics.jsonl
         by_rank = {0: record.steps}
     charts = []
-    for key, (title, unit) in keys.items():
+    for key, title, unit in GPU_FIGURES:
         series = [
             Series(f"rank {rank}", lines["step"], lines[key], number)
             for number, (rank, lines) in enumerate(by_rank.items())
             if key in lines
         ]
         charts.append(Chart(title, "step", unit, series, noisy=True))
-    return [chart for chart in charts if chart.series]
+    return charts

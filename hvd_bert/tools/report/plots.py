@@ -27,33 +27,25 @@ Values = tuple[float, float, float]  # a figure with the ends of its bar
 Measure = Callable[[Compared], Values | None]
 
 
-def _speedup(line: Compared, scale: float = 1.0) -> Values | None:
+def _speedup(line: Compared, scale: float = 1.0) -> Values:
     """The speed-up with its range, times `scale`; without a range the point alone."""
-    if line.speedup is None:
-        return None
-    return line.speedup * scale, (line.speedup_min or line.speedup) * scale, (line.speedup_max or line.speedup) * scale
-
-
-def _efficiency(line: Compared) -> Values | None:
-    return None if not line.speedup or line.efficiency is None else _speedup(line, line.efficiency / line.speedup)
-
-
-def _throughput(line: Compared) -> Values | None:
-    return None if line.reason else (line.group.windows_per_s, *line.group.spread)
+    speedup = line.speedup or 0.0
+    return speedup * scale, (line.speedup_min or speedup) * scale, (line.speedup_max or speedup) * scale
 
 
 def _memory(line: Compared) -> Values | None:
-    if line.reason:
-        return None
     values = [run.memory_bytes / GIB for run in line.group.runs if run.memory_bytes is not None]
     return (statistics.median(values), min(values), max(values)) if values else None
 
 
-# Panel -> its figures, and its title, into which the baseline and the unit are put.
+# Panel -> the figures of a row with a speed-up, and the title, into which the baseline and the unit are put.
 MEASURES: dict[str, tuple[Measure, str]] = {
     "speedup": (_speedup, "Speed-up over {base}"),
-    "efficiency": (_efficiency, "Efficiency relative to {base}"),
-    "throughput": (_throughput, "Throughput, {unit}/s"),
+    "efficiency": (
+        lambda line: _speedup(line, (line.efficiency or 0) / (line.speedup or 1)),
+        "Efficiency relative to {base}",
+    ),
+    "throughput": (lambda line: (line.group.windows_per_s, *line.group.spread), "Throughput, {unit}/s"),
     "memory": (_memory, "Memory per rank, GiB"),
 }
 
@@ -88,7 +80,7 @@ def _lines(axes: Axes, table: ScalingTable, measure: Measure) -> list[End]:
     counts, linear, ends = table.device_counts, _is_linear(table), []
     for number, label in enumerate(labels):
         shift = (number - (len(labels) - 1) / 2) * (0.008 * (counts[-1] - counts[0]) if linear else 0.03)
-        lines = [line for line in table.lines if line.group.label == label]
+        lines = [line for line in table.measured if line.group.label == label]
         found = [(line.group.one.devices, *figures) for line in lines if (figures := measure(line))]
         if not found:
             continue
@@ -109,7 +101,7 @@ def _axes(axes: Axes, table: ScalingTable) -> None:
     """A tick per number of devices, and few on the vertical axis."""
     counts = table.device_counts
     axes.set_xlabel(
-        "ranks" if all(line.group.one.devices == line.group.results.world_size for line in table.lines) else "GPUs"
+        "ranks" if all(line.group.one.devices == line.group.one.results.world_size for line in table.lines) else "GPUs"
     )
     margin = 0.06 * (counts[-1] - counts[0])
     if not _is_linear(table):

@@ -38,8 +38,8 @@ def make_page(record: Record) -> Page:
     page.add_section("Sample answers", *_samples(record))
     page.add_section("Hosts and ranks", *_ranks(record))
     page.add_section("Checkpoints", *_checkpoints(record))
-    page.add_section("Warnings", *_warnings(record))
-    page.add_section("Set-up", *([Text(words)] if (words := setup.paragraph([record])) else []))
+    page.add_section("Warnings", Listing([*_warnings(record), *record.problems]))
+    page.add_section("Set-up", Text(setup.paragraph([record])))
     page.add_section("Settings", *setup.settings(record))
     page.add_section("Versions and hardware", *_versions(record))
     page.add_section("Reproduce", *_reproduce(record))
@@ -115,7 +115,13 @@ def _figure(value: Any) -> str:
 
 def _skipped_steps(record: Record) -> list[Block]:
     """A table of the last events; empty without any."""
-    rows = [_row(event) for event in record.skipped_steps[-MAX_ROWS:]]
+    rows = []
+    for event in record.skipped_steps[-MAX_ROWS:]:
+        first, *_ = [*objects(event.get("batch")), {}]
+        windows = [str(name) for name in converted(first.get("windows"), list[Any], [])]
+        text = ", ".join(windows[:MAX_NAMES]) or DASH
+        text += f" and {len(windows) - MAX_NAMES} more" if len(windows) > MAX_NAMES else ""
+        rows.append([str(event.get("step", DASH)), str(first.get("rank", DASH)), text])
     if not rows:
         return []
     left_out = len(record.skipped_steps) - len(rows)
@@ -123,13 +129,6 @@ def _skipped_steps(record: Record) -> list[Block]:
     if left_out:
         note += f" {left_out} earlier events are not shown."
     return [Grid(["step", "rank", "windows of that rank"], rows, words=3), Text(note)]
-
-
-def _row(event: Mapping[str, Any]) -> list[str]:
-    first: Mapping[str, Any] = next(iter(objects(event.get("batch"))), {})
-    windows = [str(name) for name in converted(first.get("windows"), list[Any], [])]
-    more = f" and {len(windows) - MAX_NAMES} more" if len(windows) > MAX_NAMES else ""
-    return [str(event.get("step", DASH)), str(first.get("rank", DASH)), ", ".join(windows[:MAX_NAMES]) + more or DASH]
 
 
 def _step_time(record: Record) -> list[Block]:
@@ -147,7 +146,7 @@ def _step_time(record: Record) -> list[Block]:
             share = percent(means[0] / whole) if whole > 0 else DASH
             rows.append([PHASES.get(phase, phase), *map(seconds, means), share])
     note = "Means over the logged steps after the first log line, which is warm-up."
-    return [Grid(["phase", *kinds.values(), "share"], rows), Text(note), *curves.step_time(record)]
+    return [Grid(["phase", *kinds.values(), "share"], rows), Text(note), curves.step_time(record)]
 
 
 def _samples(record: Record) -> Iterator[Block]:
@@ -205,21 +204,18 @@ def _ranks(record: Record) -> list[Block]:
 
 def _checkpoints(record: Record) -> list[Block]:
     rows = [[f"checkpoint-{step}", str(step)] for step in record.checkpoints]
-    blocks: list[Block] = [Grid(["checkpoint", "step"], rows)] if rows else []
-    best = finite_number(record.best.get("value"))
-    if best is not None:
-        blocks.append(Text(f"Best {record.best.get('metric')}: {best:.4g}, at step {record.best.get('step')}."))
-    return blocks
+    best, value = record.best, finite_number(record.best.get("value"))
+    text = "" if value is None else f"Best {best.get('metric')}: {value:.4g}, at step {best.get('step')}."
+    return [*([Grid(["checkpoint", "step"], rows)] if rows else []), Text(text)]
 
 
-def _warnings(record: Record) -> list[Block]:
+def _warnings(record: Record) -> list[str]:
     counts: Counter[str] = Counter()
     for event in record.warnings:
         ranks = converted(event.get("ranks"), list[int], [])
         by = f"{describe_ranks(ranks)}: " if ranks not in ([], [0]) else ""
         counts[f"{by}{event.get('message')}"] += 1
-    items = [text + (f" ({count} times)" if count > 1 else "") for text, count in counts.items()]
-    return [Listing([*items, *record.problems])] if items or record.problems else []
+    return [text + (f" ({count} times)" if count > 1 else "") for text, count in counts.items()]
 
 
 def _versions(record: Record) -> list[Block]:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from hvd_bert.tools.rendering import DASH, SHORT, duration, number, shown
 from hvd_bert.tools.rendering.page import Block, Details, Grid, Listing, Page, Picture, Text
 from hvd_bert.tools.rendering.report_files import FORMATS, PANEL
-from hvd_bert.tools.report import curves, plots, setup, tables
+from hvd_bert.tools.report import comparability, comparison, curves, plots, setup, tables
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
+from hvd_bert.tools.report.setup import TEXTS
 from hvd_bert.tools.runs.record import Record
 from hvd_bert.tools.runs.tolerant import finite_number
 
@@ -25,10 +26,7 @@ def make_page(
     reasons: Sequence[str],
     set_up: Sequence[Block],
 ) -> Page:
-    """The page.
-
-    `groups`: runs whose speeds can be compared. `compared`: tables with a speed-up.
-    """
+    """The page. `groups`: runs whose speeds can be compared. `compared`: tables with a speed-up."""
     page = Page(f"Report on {len(records)} runs")
     costs: list[Block] = []
     for place, table in enumerate(compared, start=1):
@@ -38,7 +36,7 @@ def make_page(
         costs += [tables.costs(table), *_panels(table, place, "throughput", "memory")]
     if not compared:
         page.add(Text("No two of these runs can be compared for speed, so there are no measured speed-ups."))
-    page.add_section("Caveats", *_listed(tables.caveats(compared)))
+    page.add_section("Caveats", Listing(tables.caveats(compared)))
     differing = setup.differences(records)
     same = Text("All recorded settings, inputs and versions are the same.")
     page.add_section("What differs", differing if len(differing.head) > 1 else same)
@@ -48,14 +46,12 @@ def make_page(
     if repeated := repeats(groups):
         how = "The 95 % interval of the mean is by the t-distribution: it assumes normally distributed values."
         page.add_section("Repeats over seeds", _folded(repeated), Text(how))
-    page.add(Text("Curves", 2), *curves.of_runs(records, groups))
-    page.add_section("Without a speed-up", *_listed(reasons))
-    page.add_section("Definitions", *_listed(tables.DEFINITIONS if compared else []))
+    page.add_section("Curves", *curves.of_runs(records, groups))
+    page.add_section("Without a speed-up", Listing(reasons))
+    if compared:
+        definitions = [text.format(comparability=comparability, comparison=comparison) for text in TEXTS["definitions"]]
+        page.add_section("Definitions", Listing(definitions))
     return page
-
-
-def _listed(items: Sequence[str]) -> list[Block]:
-    return [Listing(items)] if items else []
 
 
 def _folded(grid: Grid) -> Block:
@@ -66,7 +62,7 @@ def _folded(grid: Grid) -> Block:
 def _panels(table: ScalingTable, place: int, *names: str) -> list[Picture]:
     """Panels of a table, each in all formats; none with one number of devices or no figures."""
     pictures = []
-    known = [name for name in names if any(map(plots.MEASURES[name][0], table.lines))]
+    known = [name for name in names if any(map(plots.MEASURES[name][0], table.measured))]
     for name in known if table.scales else ():
         files = {PANEL.format(place, name, form): data for form, data in plots.panel(table, name, FORMATS).items()}
         (png, data), *others = files.items()
@@ -99,10 +95,7 @@ T_QUANTILES = [float(quantile) for quantile in _QUANTILES.split()]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean of at least two values, by the t-distribution.
-
-    Beyond the table it is up to 4 % too wide.
-    """
+    """The 95 % confidence interval of the mean of at least two values; beyond the table up to 4 % too wide."""
     quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
     mean, half = statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half
@@ -127,11 +120,11 @@ def _rows(row: str, group: Group) -> list[list[str]]:
     rows = []
     for name, values in figures.items():
         known = [value for value in values if value is not None]
+        spread = [DASH] * 4
         if len(known) > 1:
             low, high = interval(known)
-            cells = [number(statistics.fmean(known)), number(statistics.stdev(known)), f"{low:.4g} to {high:.4g}"]
-            cells += [number(min(known)), number(max(known))]
-            rows.append([row, curves.score_name(name), str(len(known)), *cells])
-        elif known:
-            rows.append([row, curves.score_name(name), "1", number(known[0]), *[DASH] * 4])
+            ends = [number(min(known)), number(max(known))]
+            spread = [number(statistics.stdev(known)), f"{low:.4g} to {high:.4g}", *ends]
+        if known:
+            rows.append([row, curves.score_name(name), str(len(known)), number(statistics.fmean(known)), *spread])
     return rows

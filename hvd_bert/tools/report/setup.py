@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.config.strategies import STRATEGIES
@@ -15,24 +18,7 @@ from hvd_bert.tools.rendering.page import Block, Code, Details, Grid, Text
 from hvd_bert.tools.runs.record import Record
 from hvd_bert.tools.runs.tolerant import finite_number
 
-# A line per sentence: keys of train_results.json (after a dot, of an object in it) or flags, and their words.
-SENTENCES = """
-Hardware: hosts={count} hosts ({}); machine.gpus={} GPUs per host; device_name={}; machine.gpu_memory_bytes={} per GPU;\
- machine.processor={}; machine.cores={} cores per host; machine.memory_bytes={} of memory per host;\
- threads_per_rank={} threads per rank
-Software: versions.python=Python {}; versions.torch=PyTorch {}; versions.horovod=Horovod {};\
- versions.deepspeed=DeepSpeed {}; mpi={}; versions.nccl=NCCL {}; versions.cuda=CUDA {};\
- versions.transformers=transformers {}; versions.hvd_bert=hvd_bert {}
-Model: --model_name_or_path={}; --config_name={} with new weights; work.the model={}
-Data: --dataset_name={}; --train_file={}; train_windows={} training windows;\
- --max_seq_length=sequences of up to {} tokens; --doc_stride=stride {}
-Training: strategy=strategy {}; world_size=world size {}; controller=ranks connected by {};\
- global_batch=global batch {}; per_device_train_batch_size=batch {} per device; train_steps={} steps; --optim={};\
- learning_rate=learning rate {}; --dropout=dropout {}; precision={}; seed=seed {}
-Slurm: job.partition=partition {}; job.nodes=nodes {}; job.tasks_per_node={} tasks per node;\
- job.cpus_per_task={} CPUs per task; job.gpus_per_node={} GPUs per node; job.memory_per_node={} MiB per node;\
- job.id=job {}
-"""
+TEXTS = yaml.safe_load(resources.files("hvd_bert.tools.report").joinpath("texts.yaml").read_text(encoding="utf-8"))
 OUTPUT = ("output_dir", "overwrite_output_dir")  # differ between any two runs
 # Of train_results.json: the world and the machine.
 FACTS = ("world_size", "global_batch", "learning_rate", "train_steps", "hosts", "device_name", "threads_per_rank")
@@ -41,19 +27,17 @@ OF_GPUS = ("versions.nccl", "versions.cuda")
 
 def blocks(records: Sequence[Record], sweeps: Sequence[str]) -> list[Block]:
     """The paragraph and the commands: those of sweeps, else those of each rank."""
-    commands = [*sweeps] or [str(record.facts["command"]) for record in records if "command" in record.facts]
-    words = paragraph(records)
-    code = [Code("\n".join(dict.fromkeys(commands)))] if commands else []
-    return [*([Text(words)] if words else []), *code]
+    commands = sweeps or [str(record.facts["command"]) for record in records if "command" in record.facts]
+    return [Text(paragraph(records)), Code("\n".join(dict.fromkeys(commands)))]
 
 
 def paragraph(records: Sequence[Record]) -> str:
     """Hardware, software, model, data, training and Slurm job of the runs, in sentences to copy into a report."""
     sentences = []
-    for line in SENTENCES.strip().splitlines():
-        title, _, words = line.partition(": ")
-        facts = dict.fromkeys(_fact(records, *part.split("=")) for part in words.split("; "))  # a CPU is named once
-        sentences += [f"{title}: {', '.join(filter(None, facts))}."] if any(facts) else []
+    for title, forms in TEXTS["set_up"].items():
+        facts = [_fact(records, key, form) for key, form in forms.items()]
+        known = dict.fromkeys(filter(None, facts))  # a CPU is named once
+        sentences += [f"{title}: {', '.join(known)}."] if known else []
     return " ".join(sentences)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering import DASH, SHORT, counted, number, shown
 from hvd_bert.tools.rendering.page import Grid, Status, latex
-from hvd_bert.tools.report.comparability import EARLY_STEPS, EARLY_TOLERANCE, LAST_TOLERANCE, NATS
-from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, Compared, ScalingTable
+from hvd_bert.tools.report.comparison import RANGE, UNCHECKED, Compared, ScalingTable
 from hvd_bert.tools.runs.finding import Excluded
 from hvd_bert.tools.runs.record import Record
 from hvd_bert.tools.runs.tolerant import converted
@@ -109,7 +108,7 @@ COLUMNS = (
     Column(of_run=lambda run: run.windows_per_s, speed="UNIT/s", text=_digits(".2f")),
     Column(of_row=_device_hours, report="device_hours", speed="HOURS", text=_hours),
     Column(of_row=lambda line: len(line.group.runs), speed="runs"),
-    Column(of_run=lambda run: run.step_s, runs="step_s"),
+    Column(of_run=lambda run: run.steps.mean("step_s"), runs="step_s"),
     Column(of_run=lambda run: run.exposed_share, runs="exposed_share"),
     Column(of_run=lambda run: run.of_processes("real_s"), runs="real_s", cost="real, s", text=_seconds),
     Column(of_run=lambda run: run.of_processes("user_s"), runs="user_s", cost="user, s", text=_seconds),
@@ -173,7 +172,7 @@ def run_rows(runs: Iterable[Record], excluded: Iterable[Excluded]) -> list[dict[
         | {"left_out": "", **run.final_scores}
         for run in runs
     ]
-    return used + [{"run": left.name, "left_out": left.reason} for left in excluded]
+    return used + [{"run": name, "left_out": reason} for name, reason in excluded]
 
 
 def headline(table: ScalingTable) -> Status:
@@ -200,7 +199,7 @@ def reasons(tables: Iterable[ScalingTable], excluded: Sequence[Excluded]) -> lis
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 where.setdefault((line.group.name, ", ".join(names[:3]) + more, line.reason), []).append(lower(table))
     rows = [f"{name} ({'; '.join(places)}; {names}): {reason}." for (name, names, reason), places in where.items()]
-    return rows + [f"{left.name}: {left.reason}." for left in excluded]
+    return rows + [f"{name}: {reason}." for name, reason in excluded]
 
 
 def lower(table: ScalingTable) -> str:
@@ -221,7 +220,7 @@ def caveats(tables: Sequence[ScalingTable]) -> list[str]:
                     " whether other programs used the baseline's device."
                 )
         for line in lines:
-            run, cores = line.group.one, converted(line.group.results.machine.get("cores"), int, 0)
+            run, cores = line.group.one, converted(line.group.one.results.machine.get("cores"), int, 0)
             base = max(1.0, table.baseline.one.needed_cores / cores) if cores else 1.0
             if run.on_cpu and 0 < base * cores < run.needed_cores:
                 found.append(
@@ -248,29 +247,6 @@ def caveats(tables: Sequence[ScalingTable]) -> list[str]:
 
 def _joined(names: Sequence[str]) -> str:
     return "; ".join(names) if len(names) < 5 else f"{len(names)} rows"
-
-
-DEFINITIONS = (
-    "A row contains the runs of one strategy on one number of nodes, ranks and devices that did the same work."
-    " Figures are medians over its runs.",
-    "Speed-up: windows/s of all ranks after the first logged line, over the median of the table's baseline."
-    " Efficiency: speed-up over (devices over the baseline's devices).",
-    f"{RANGE:.0%} range: of the speed-up, with the variance of both sides, by a bootstrap. The repeats of the row"
-    f" and those of the baseline are drawn again, with replacement, {RESAMPLES:,} times. The baseline's own row"
-    " shows how far two sets of its repeats may be apart. A dash: a side has only one run.",
-    "time: the whole training with warm-up and checkpoints, without start-up and evaluation. Total speed-up: of"
-    " windows over this time. Core- or GPU-hours: this time, of all devices (on CPUs, of all threads).",
-    "Serial fraction (Karp and Flatt): (1/S - 1/N) / (1 - 1/N) of the speed-up S on N times the baseline's devices;"
-    " of strong scaling, where S is above 1. If it grows with N, communication is the limit; if it stays, serial"
-    " work is.",
-    "real, user, system: the whole process of a rank with start-up, median over ranks. memory: the maximum over ranks.",
-    "Strong scaling: the same global batch, steps and windows on more devices. Weak scaling: the same batch per"
-    " device, so the global batch grows; the same number of steps or of windows.",
-    "Losses must agree. Without dropout and with the same seed, the logged losses of the first"
-    f" {EARLY_STEPS} steps must agree to {EARLY_TOLERANCE:g} (relative). In any case, the means of the last quarter"
-    f" of the logged losses must agree to {LAST_TOLERANCE:.0%} or {NATS} nats. On weak scaling the batch grows, so"
-    " losses are compared with another strategy on as many devices. A dash: there is no such strategy.",
-)
 
 
 def as_latex(tables: Iterable[ScalingTable], set_up: str) -> str:

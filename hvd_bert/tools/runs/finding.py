@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,7 @@ from hvd_bert.tools.runs.tolerant import unreadable
 
 RUN_FILES = {RESULTS, SETTINGS, METRICS, EVALUATED_ONLY}
 SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its runs
-
-
-@dataclass(frozen=True)
-class Excluded:
-    """A run, or a row of a table, without a speed-up, and the reason."""
-
-    name: str
-    reason: str
+Excluded = tuple[str, str]  # a run, or several, without a speed-up, and the reason
 
 
 class SweepRow(Struct):
@@ -73,16 +65,13 @@ def _walk(path: Path) -> Iterable[tuple[Path, set[str]]]:
 
 
 def sweeps(paths: Sequence[Path]) -> tuple[list[str], dict[Path, Excluded]]:
-    """The last command of each sweep in or below `paths`, and the runs that it skipped or that failed.
-
-    The second is by the run's folder, which may not exist.
-    """
+    """The last command of each sweep in or below `paths`, and its failed and skipped runs by their folder."""
     commands, excluded = [], {}
     for folder in (folder for path in paths for folder, files in _walk(path) if SWEEP in files):
         try:
             sweep = convert(read_json(folder / SWEEP), SweepFile)
         except (OSError, ValueError) as error:
-            excluded[folder / SWEEP] = Excluded(str(folder), unreadable(folder / SWEEP, error))
+            excluded[folder / SWEEP] = str(folder), unreadable(folder / SWEEP, error)
             continue
         commands += [shlex.join(sweep.command)] if sweep.command else []
         together: dict[tuple[str, str], list[str]] = {}
@@ -91,6 +80,6 @@ def sweeps(paths: Sequence[Path]) -> tuple[list[str], dict[Path, Excluded]]:
                 why = f"{point.state}: {(point.reason or 'no reason is recorded').rstrip('.')}"
                 together.setdefault((point.strategy, why), []).append(point.name)
         for (strategy, why), names in together.items():
-            one = Excluded(f"{strategy} ({', '.join(names)} of {folder})", why)
+            one = (f"{strategy} ({', '.join(names)} of {folder})", why)
             excluded |= {folder / name: one for name in names}
     return commands, excluded

@@ -244,15 +244,10 @@ class Record:
         return float(np.average(self.steps["windows_per_s"][1:], weights=seconds))
 
     @property
-    def step_s(self) -> float:
-        """Seconds per step in the steady state."""
-        return self.steps.mean("step_s")
-
-    @property
     def exposed_share(self) -> float | None:
         """Share of exposed communication in the step time; None if any line lacks it."""
         known = np.isfinite(self.steps["exposed_comm_s"][1:]).all()
-        return self.steps.mean("exposed_comm_s") / self.step_s if known else None
+        return self.steps.mean("exposed_comm_s") / self.steps.mean("step_s") if known else None
 
     @property
     def last_loss(self) -> float:
