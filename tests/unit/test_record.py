@@ -41,7 +41,7 @@ def test_a_run_that_is_still_going(tmp_path, capsys):
     with take(folder / ".lock", wait=False):
         found = record.read(folder)
         text = page(folder)
-    assert (found.state, found.step, found.remaining_s) == ("running", 20, pytest.approx(20 * 1.6))
+    assert (found.state, found.step) == ("running", 20)
     assert "step 20 of 40 (50%), about 32 s left" in text and "a | 0 | -" in text and found.problems == []
     assert "Still running. At" in capsys.readouterr().out
     assert record.read(folder).state == "ended"
@@ -139,32 +139,59 @@ def test_an_evaluation_in_the_folder_of_a_training(tmp_path):
     assert "Each of the 2 ranks was started as:" in text
 
 
+def test_the_first_line_is_warm_up_and_others_are_weighted_by_their_time(tmp_path):
+    folder = make_run(tmp_path / "run", steps=3)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows[1] |= {"windows_per_s": 4.0, "step_s": 4.0}
+    rows[2] |= {"windows_per_s": 16.0, "step_s": 1.0, "exposed_comm_s": 0.5}
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = record.read(folder)
+    assert (run.windows_per_s, run.steps.mean("step_s"), run.exposed_share) == pytest.approx((32 / 5, 2.5, 0.25 / 2.5))
+
+
+START = '{"event": "start", "train_steps": 40, "strategy": "%s", "world_size": %d}\n'
+DAMAGE = (
+    ("train_results.json", None, "not finished: it has no train_results.json"),
+    ("train_results.json", '{"strategy": "ddp", "wor', "train_results.json cannot be read: "),
+    ("train_results.json", '{"strategy": "ddp"}', "it was written by an older version"),
+    ("train_results.json", '{"work": {"a": 1}, "world_size": 0}', "train_results.json is damaged: "),
+    ("metrics.jsonl", '{"step": 1, "lo\n', "metrics.jsonl: 1 damaged line(s), the first is line 1"),
+    ("metrics.jsonl", '{"step": 1, "loss": null, "windows_per_s": 1, "step_s": 1}', "has a line without its loss"),
+    ("metrics.jsonl", '{"step": 1, "loss": 5.0, "windows_per_s": 1, "step_s": 1}', "has 1 line(s) of steps"),
+    ("events.jsonl", START % ("ddp", 2) * 2 + START % ("ddp", 4), "changed on a resume: ddp 2 None, then ddp 4 None"),
+)
+
+
+@pytest.mark.parametrize(("file", "text", "reason"), DAMAGE)
+def test_damaged_and_unfinished_runs_are_not_compared(tmp_path, file, text, reason):
+    run = make_run(tmp_path / "run", "ddp", 2)
+    (run / file).write_text(text) if text else (run / file).unlink()
+    assert reason in record.read(run).comparable()
+
+
 Values = st.sampled_from([None, "text", -1, 0, 1e308, 10**400, True, [], [None], [{}], {}, {"a": 1}])
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(st.data(), Values)
 def test_any_content_gives_a_page(tmp_path, data, value):
-    folder = tmp_path / "run"
-    if not folder.exists():
-        make_run(folder, scores=(1.0, 2.0))
-        make_samples(folder)
-        (tmp_path / "whole.json").write_text((folder / "train_results.json").read_text())
-        (tmp_path / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text())
-        (folder / "checkpoint-20").mkdir()
-    content = json.loads((tmp_path / "whole.json").read_text())
-    content[data.draw(st.sampled_from(sorted(content)))] = value
-    (folder / "train_results.json").write_text(json.dumps(content))
+    def damaged(text: str) -> str:
+        content = json.loads(text)
+        return json.dumps(content | {data.draw(st.sampled_from(sorted(content))): value})
+
+    folder = make_run(tmp_path / "run", scores=(1.0, 2.0))
+    make_samples(folder)
+    results, metrics = folder / "train_results.json", folder / "metrics.jsonl"
+    results.write_text(damaged(results.read_text()))
     file = data.draw(st.sampled_from(["eval_results.json", "eval_samples.json", "events.jsonl", "gpu_usage.jsonl"]))
     contents = [value, {"eval_loss": value, "f1": value}, [{"probability": value, "f1": value, "answers": value}]]
     (folder / file).write_text(json.dumps(data.draw(st.sampled_from(contents))))
-    best = {"metric": "f1", "value": 1.0, "step": 20}
-    best[data.draw(st.sampled_from(sorted(best)))] = value
-    (folder / "checkpoint-20" / "state.json").write_text(json.dumps({"best": best}))
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    row = data.draw(st.sampled_from([rows[0], rows[20], rows[-1]]))
-    row[data.draw(st.sampled_from(sorted(row)))] = value
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "checkpoint-20").mkdir(exist_ok=True)
+    best = damaged('{"metric": "f1", "value": 1.0, "step": 20}')
+    (folder / "checkpoint-20" / "state.json").write_text(f'{{"best": {best}}}')
+    rows, at = metrics.read_text().splitlines(), data.draw(st.sampled_from([0, 20, -1]))
+    rows[at] = damaged(rows[at])
+    metrics.write_text("\n".join(rows) + "\n")
     made = run_page.make_page(record.read(folder))
     assert made.as_html() and run_page.summary(record.read(folder))
 

@@ -25,6 +25,7 @@ NO_REASON = (
     "No reason is recorded: the job may have been killed. Its log has more. To resume, rerun the same command with the"
     " same --output_dir."
 )
+RECENT = 20  # lines from which the speed of a run that is still going is computed
 MAX_ROWS, MAX_NAMES = 50, 8  # of skipped steps, and of their windows
 
 
@@ -62,8 +63,9 @@ def status(record: Record) -> Status:
     total = record.number("train_steps")
     reached = f"step {record.step:,}" + (f" of {total:,.0f} ({record.step / total:.0%})" if total else "")
     if record.state == "running":
-        eta = record.remaining_s
-        left = f", about {duration(eta)} left without evaluations" if eta is not None else ""
+        recent = record.steps["step_s"][1:][-RECENT:]
+        remaining = finite_number(max(0, total - record.step) * np.median(recent)) if total and len(recent) else None
+        left = f", about {duration(remaining)} left without evaluations" if remaining is not None else ""
         now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
         return Status("Still running.", f"At {now}: {reached}{left}. All figures are those so far.", "busy")
     if record.state == "ended":

@@ -35,7 +35,6 @@ EVALUATED_ONLY, EVALUATION = "eval_config.yaml", "eval_results.json"
 EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
 WORLD = ("strategy", "world_size", "device_name")
 DEFAULT_SCORES = tuple(SHORT)  # of runs that record no names
-RECENT = 20  # lines from which the speed of a run that is still going is computed
 SILENT_S = 300.0  # where a lock cannot be seen: a run that has written nothing for longer is not running any more
 State = Literal["finished", "running", "ended"]
 Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
@@ -83,7 +82,7 @@ class Record:
         skipped_steps: Events, with the windows.
         worlds: Strategy, number of ranks and device of its starts: several if they changed on a resume.
         checkpoints: Their steps, in increasing order.
-        best: The best evaluation: `metric`, `value`, `step`. Of an unfinished run, by the newest checkpoint.
+        best: `metric`, `value` and `step` of the best evaluation. Of an unfinished run, by the newest checkpoint.
         problems: Files, or lines of files, that could not be read.
     """
 
@@ -143,14 +142,6 @@ class Record:
         found = found[np.isfinite(found)]
         return float(found[-1]) if len(found) else None
 
-    @property
-    def remaining_s(self) -> float | None:
-        """Seconds that the remaining steps take at the recent speed, without evaluations; None: unknown."""
-        total, recent = self.number("train_steps"), self.steps["step_s"][1:][-RECENT:]
-        if total is None or not len(recent):
-            return None
-        return finite_number(max(0.0, total - self.step) * float(statistics.median(recent)))
-
     def comparable(self) -> str:
         """The reason why the speed of the run cannot be compared; "" if it can."""
         damaged = [problem for problem in self.problems if problem.startswith((RESULTS, METRICS))]
@@ -203,8 +194,8 @@ class Record:
     @property
     def without_dropout(self) -> bool:
         """Whether the losses do not depend on random numbers."""
-        hidden, attention = (self._identity.get(f"--{name}") for name in ("dropout", "attention_dropout"))
-        return hidden in ("0", "0.0") and attention in ("0", "0.0", "None")
+        work = self._identity
+        return work.get("--dropout") in ("0", "0.0") and work.get("--attention_dropout") in ("0", "0.0", "None")
 
     @property
     def nodes(self) -> int:
