@@ -233,6 +233,31 @@ def test_many_differences_are_a_column_per_run(tmp_path):
     assert rows["torch"] == ["2.13.0", "2.6.0"] and "the model" in rows and "the training data" not in rows
 
 
+MACHINE = {"processor": "AMD EPYC 7742", "cores": 64, "memory_bytes": 256 * 2**30, "gpus": 2}
+SET_UP = (
+    "Hardware: 2 hosts (a100-01 and a100-02), 2 GPUs per host, NVIDIA A100, 40 GiB per GPU, AMD EPYC 7742, 64 cores per"
+    " host, 256 GiB of memory per host, 1 thread per rank. Software: PyTorch 2.8.0, Horovod 0.28.1, Open MPI v4.1.4,"
+    " NCCL 2.27.3. Model: bert-base-uncased, 1,000,000 parameters. Data: train.json, 88,524 training windows, sequences"
+    " of up to 384 tokens. Training: strategy none and horovod, world size 1 and 4, ranks connected by mpi, global"
+    " batch 16, 40 steps, learning rate 5e-05, seed 42. Slurm: partition gpu, 2 tasks per node."
+)
+
+
+def test_the_set_up_is_what_the_runs_recorded(tmp_path):
+    versions = {"torch": "2.8.0+cu128", "horovod": "0.28.1", "deepspeed": "0.19.8", "cuda": None, "nccl": "2.27.3"}
+    facts = {"machine": MACHINE | {"gpu_memory_bytes": 40 * 2**30}, "device_name": "NVIDIA A100", "versions": versions}
+    facts |= {"train_windows": 88_524, "job": {"partition": "gpu", "tasks_per_node": "2"}}
+    settings = "model_name_or_path: bert-base-uncased\ntrain_file: [/data/train.json]\nmax_seq_length: 384\n"
+    for name, ranks, mpi in (("none", 1, None), ("horovod", 4, "Open MPI v4.1.4")):
+        folder = make_run(tmp_path / f"runs/{name}", name, ranks, nodes=ranks // 2 or 1, mpi=mpi, **facts)
+        (folder / "train_config.yaml").write_text(settings)
+    (tmp_path / "runs/sweep.json").write_text(json.dumps({"same": {}, "command": ["hvd-bert", "bench", "a b"]}))
+    assert f"Set-up\n{SET_UP}\nhvd-bert bench 'a b'\n" in page(tmp_path / "runs")
+    older = record.read(make_run(tmp_path / "older", "ddp", 2))
+    start = "Hardware: 1 host (a100-01), AMD EPYC, 1 thread per rank. Software: PyTorch 2.13.0. Model: 1,000,000 param"
+    assert setup.paragraph([older]).startswith(start)
+
+
 def test_repeats_are_a_curve_with_a_band(tmp_path):
     for seed, loss in enumerate((5.0, 6.0, 8.0)):
         make_run(tmp_path / f"hvd-{seed}", "horovod", 2, seed=seed, loss=loss, every=10 if seed else 1)

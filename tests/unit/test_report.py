@@ -17,7 +17,7 @@ from PIL import Image
 
 from hvd_bert.tools.rendering.page import latex
 from hvd_bert.tools.rendering.report_files import FORMATS
-from hvd_bert.tools.report import comparison, plots, setup, tables
+from hvd_bert.tools.report import comparison, plots, tables
 from hvd_bert.tools.report.__main__ import main
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.runs_page import interval, repeats
@@ -96,9 +96,8 @@ def test_strong_and_weak_scaling_are_separated(tmp_path):
     rows = report(tmp_path)
     sizes = {(r["scaling"], r["size"], r["global_batch"]) for r in rows}
     assert sizes == {("strong", "16", "16"), ("weak", "8", "8"), ("weak", "8", "16"), ("weak", "8", "32")}
-    assert float(row(rows, "strong", "horovod", 4)["speedup"]) == pytest.approx(3.0)
-    assert float(row(rows, "weak", "horovod", 4)["speedup"]) == pytest.approx(3.0)
-    assert float(row(rows, "weak", "horovod", 2)["speedup"]) == pytest.approx(2.0)
+    for scaling, ranks, speedup in (("strong", 4, 3.0), ("weak", 4, 3.0), ("weak", 2, 2.0)):
+        assert float(row(rows, scaling, "horovod", ranks)["speedup"]) == pytest.approx(speedup)
     assert float(row(rows, "weak", "ddp", 2)["efficiency"]) == pytest.approx(1.0)
     text = page(tmp_path)
     assert "Strong scaling: global batch 16" in text and "Weak scaling: 8 images per device and step" in text
@@ -107,7 +106,7 @@ def test_strong_and_weak_scaling_are_separated(tmp_path):
 def test_processes_memory_and_scores(tmp_path):
     make_run(tmp_path / "runs/none", scores=(60.0, 70.0))
     make_run(tmp_path / "runs/hvd", "horovod", 3, windows_per_s=24, scores=(61.0, 71.5), exposed_comm_s=0.06)
-    make_run(tmp_path / "runs/fsdp", "fsdp", 3, windows_per_s=24, exposed_comm_s=None)
+    make_run(tmp_path / "runs/fsdp", "fsdp", 3, windows_per_s=24, scores={"accuracy": 0.75}, exposed_comm_s=None)
     make_run(tmp_path / "runs/dp", "dp", 1, windows_per_s=16, devices_per_rank=4)
     rows = report(tmp_path)
     assert float(row(rows, "strong", "dp", 1)["efficiency"]) == pytest.approx(0.4)  # of four GPUs
@@ -115,13 +114,15 @@ def test_processes_memory_and_scores(tmp_path):
     cells = {row[0]: row for row in (line.split(" | ") for line in costs.splitlines()[:6])}
     # Over three ranks, the median of 101 s and the maximum memory of 3 GiB; 0.06 s of a step of 16/24 s are 9 %.
     assert cells["horovod"][1:8] == ["3", "24.00 to 24.00", "101.0", "90.0", "5.0", "3.00", "9.0%"]
-    assert cells["horovod"][-2:] == ["61.00", "71.50"]
-    assert cells["fsdp"][7] == "-" and cells["fsdp"][-2:] == ["-", "-"]
+    assert cells["horovod"][-3:] == ["61.00", "71.50", "-"]
+    assert cells["fsdp"][7] == "-" and cells["fsdp"][-3:] == ["-", "-", "0.7500"]
+    scores = {run["strategy"]: (run["f1"], run["accuracy"]) for run in read_csv(tmp_path / "out/runs.csv")}
+    assert scores == {"none": ("70.0", ""), "horovod": ("71.5", ""), "fsdp": ("", "0.75"), "dp": ("", "")}
 
 
 def test_runs_of_which_no_two_can_be_compared(tmp_path, capsys):
-    for number, loss in enumerate((4.0, 5.0)):  # the baseline's own repeats do not agree
-        make_run(tmp_path / f"runs/none-{number}", loss=loss)
+    for loss in (4.0, 5.0):  # the baseline's own repeats do not agree
+        make_run(tmp_path / f"runs/none-{loss}", loss=loss)
     make_run(tmp_path / "runs/ddp", "ddp", 2, windows_per_s=51.2)
     make_run(tmp_path / "runs/other", "ddp", 2, learning_rate=1e-4)
     assert [row["speedup"] for row in report(tmp_path)] == ["", "", ""]
@@ -213,9 +214,8 @@ def test_caveats(tmp_path):
     report(tmp_path)
     text = page(tmp_path)
     assert "horovod, 2 ranks are more than 10% apart" in text and "efficiency of 1.25" in text and "only 1 run" in text
-    machine = {"cores": 2}
-    make_run(tmp_path / "shared/runs/none", machine=machine)
-    make_run(tmp_path / "shared/runs/hvd", "horovod", 4, windows_per_s=18, machine=machine, train_runtime=2.0)
+    for name, ranks in (("none", 1), ("horovod", 4)):
+        make_repeats(tmp_path / "shared", name, ranks, 18.0, machine={"cores": 2}, train_runtime=2.0)
     report(tmp_path / "shared")
     text = page(tmp_path / "shared")
     assert "2 cores per host for 4 threads, so its efficiency cannot exceed 0.50." in text and "only 2.0 s" in text
@@ -252,43 +252,6 @@ def test_names_of_lines_keep_their_distance():
     assert plots.spread([0.5, 0.5, 0.52, 0.9], 0.1) == pytest.approx([0.4067, 0.5067, 0.6067, 0.9], abs=1e-4)
 
 
-MACHINE = {"processor": "AMD EPYC 7742", "cores": 64, "memory_bytes": 256 * 2**30, "gpus": 2}
-SET_UP = (
-    "Hardware: 2 hosts (a100-01 and a100-02), 2 GPUs per host, NVIDIA A100, 40 GiB per GPU, AMD EPYC 7742, 64 cores per"
-    " host, 256 GiB of memory per host, 1 thread per rank. Software: PyTorch 2.8.0, Horovod 0.28.1, Open MPI v4.1.4,"
-    " NCCL 2.27.3. Model: bert-base-uncased, 1,000,000 parameters. Data: train.json, 88,524 training windows, sequences"
-    " of up to 384 tokens. Training: strategy none and horovod, world size 1 and 4, ranks connected by mpi, global"
-    " batch 16, 40 steps, learning rate 5e-05, seed 42. Slurm: partition gpu, 2 tasks per node."
-)
-
-
-def test_the_set_up_is_what_the_runs_recorded(tmp_path):
-    versions = {"torch": "2.8.0+cu128", "horovod": "0.28.1", "deepspeed": "0.19.8", "cuda": None, "nccl": "2.27.3"}
-    facts = {"machine": MACHINE | {"gpu_memory_bytes": 40 * 2**30}, "device_name": "NVIDIA A100", "versions": versions}
-    facts |= {"train_windows": 88_524, "job": {"partition": "gpu", "tasks_per_node": "2"}}
-    settings = "model_name_or_path: bert-base-uncased\ntrain_file: [/data/train.json]\nmax_seq_length: 384\n"
-    for name, ranks, mpi in (("none", 1, None), ("horovod", 4, "Open MPI v4.1.4")):
-        folder = make_run(tmp_path / f"runs/{name}", name, ranks, nodes=ranks // 2 or 1, mpi=mpi, **facts)
-        (folder / "train_config.yaml").write_text(settings)
-    (tmp_path / "runs/sweep.json").write_text(json.dumps({"same": {}, "command": ["hvd-bert", "bench", "a b"]}))
-    report(tmp_path)
-    assert f"Set-up\n{SET_UP}\nhvd-bert bench 'a b'\n" in page(tmp_path)
-    older = record.read(make_run(tmp_path / "older", "ddp", 2))
-    start = "Hardware: 1 host (a100-01), AMD EPYC, 1 thread per rank. Software: PyTorch 2.13.0. Model: 1,000,000 param"
-    assert setup.paragraph([older]).startswith(start)
-
-
-def test_runs_of_tasks_with_different_scores(tmp_path):
-    scores = {"answers": {"exact_match": 50.0, "f1": 60.0}, "classes": {"accuracy": 0.75, "f1": 0.5}, "own": {}}
-    for place, (name, values) in enumerate(scores.items()):
-        make_run(tmp_path / f"runs/{name}", "ddp", 2**place, scores=values)
-    report(tmp_path)
-    rows = {Path(row["run"]).name: row for row in read_csv(tmp_path / "out/runs.csv")}
-    for name, values in scores.items():
-        shown = {key: rows[name][key] for key in ("exact_match", "accuracy", "f1")}
-        assert shown == dict.fromkeys(shown, "") | {key: str(value) for key, value in values.items()}
-
-
 @pytest.mark.parametrize(
     ("folder", "flags", "named"),
     [
@@ -312,20 +275,20 @@ def test_refusals(tmp_path, capsys, folder, flags, named):
 
 
 def test_points_that_a_sweep_skipped_are_listed_with_the_reason(tmp_path, capsys):
-    runs = tmp_path / "runs"
-    make_run(runs / "none-1-strong-1")
-    make_run(runs / "ddp-2-strong-1", "ddp", 2, windows_per_s=18)
-    (make_run(runs / "fsdp-2-strong-1", "fsdp", 2) / "train_results.json").unlink()
-    unrun = (("fsdp-2", "failed", "rank 1: out of memory."), *((f"dp-{n}", "skipped", "needs GPUs") for n in (2, 4)))
+    make_run(tmp_path / "runs/none-1")
+    make_run(tmp_path / "runs/ddp-2", "ddp", 2)
+    (make_run(tmp_path / "runs/fsdp-2", "fsdp", 2) / "train_results.json").unlink()
+    states = {"none-1": ("done", ""), "fsdp-2": ("failed", "rank 1: out of memory.")}
+    states |= dict.fromkeys(("dp-2", "dp-4"), ("skipped", "needs GPUs"))
     points = [
-        {"name": f"{name}-strong-1", "strategy": name[:-2], "state": state, "reason": reason}
-        for name, state, reason in (("none-1", "done", ""), *unrun)
+        {"name": name, "strategy": name[:-2], "state": state, "reason": reason}
+        for name, (state, reason) in states.items()
     ]
-    (runs / "sweep.json").write_text(json.dumps({"same": {}, "points": points}))
+    (tmp_path / "runs/sweep.json").write_text(json.dumps({"same": {}, "points": points}))
     report(tmp_path)
     message = capsys.readouterr().out
-    assert f"dp (dp-2-strong-1, dp-4-strong-1 of {runs}): skipped: needs GPUs." in message
-    assert f"fsdp (fsdp-2-strong-1 of {runs}): failed: rank 1: out of memory." in message
+    assert f"dp (dp-2, dp-4 of {tmp_path}/runs): skipped: needs GPUs." in message
+    assert f"fsdp (fsdp-2 of {tmp_path}/runs): failed: rank 1: out of memory." in message
     assert "not finished" not in message
 
 
