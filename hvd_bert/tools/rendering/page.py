@@ -119,11 +119,6 @@ class Picture:
     half: bool = False
     others: Mapping[str, bytes] = field(default_factory=dict)
 
-    @property
-    def data_uri(self) -> str:
-        """The picture as a data URI, so that the page needs no other file."""
-        return "data:image/png;base64," + base64.b64encode(self.png).decode("ascii")
-
 
 Block = Text | Status | Figures | Quote | Code | Details | Listing | Grid | Picture | Chart
 
@@ -161,6 +156,7 @@ class Page:
         headings = [block for block in self.blocks if isinstance(block, Text) and block.level == 2]
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_finalize)
         environment.filters["kind"] = lambda block: type(block).__name__
+        environment.filters["base64"] = lambda content: base64.b64encode(content).decode("ascii")
         return environment.from_string(template).render(
             title=self.title,
             blocks=self.blocks,

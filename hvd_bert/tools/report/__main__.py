@@ -65,14 +65,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def write(flags: argparse.Namespace) -> None:
     """Read the runs, and write and print the report. Raises UserError."""
+    folders = finding.find(flags.runs)
     if flags.out is None:
-        folder, *others = finding.find(flags.runs)
-        flags.out = Path("report") if others else folder / "report"
-        flags.overwrite |= not others  # the page in a run's own folder may always be replaced
+        flags.out = Path("report") if len(folders) > 1 else folders[0] / "report"
+        flags.overwrite |= len(folders) == 1  # the page in a run's own folder may always be replaced
     with writing_to("--out", flags.out):
         report_files.check(flags.out, flags.overwrite)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
-    records = [record.read(folder) for folder in finding.find(flags.runs)]
+    records = [record.read(folder) for folder in folders]
     if len(records) == 1 and not baseline:
         _write_files(flags, run_page.make_page(records[0]), {})
         print(visible("\n".join([*run_page.summary(records[0]), f"The page: {flags.out / PAGE}"])))

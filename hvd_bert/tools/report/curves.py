@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -48,14 +49,15 @@ def of_runs(records: Sequence[Record], groups: Sequence[Group]) -> list[Chart]:
 def _training_charts(sets: Sets) -> list[Chart]:
     units = dict.fromkeys(f"{record.unit}/s" for _, records in sets.values() for record in records if len(record.steps))
     return [
-        _chart("Learning rate", "learning rate", _curves(sets, "learning_rate")),
+        _chart("Learning rate", "learning rate", _curves(sets, "learning_rate"), noisy=False),
         _chart("Gradient norm before clipping", "norm", _curves(sets, "grad_norm")),
         _chart("Throughput", " or ".join(units), _curves(sets, "windows_per_s")),
     ]
 
 
-def _chart(title: str, unit: str, series: Iterable[Series | None]) -> Chart:
-    return Chart(title, "step", unit, [found for found in series if found], noisy=title != "Learning rate")
+def _chart(title: str, unit: str, series: Iterable[Series], noisy: bool = True, stacked: bool = False) -> Chart:
+    """A chart over the steps, without curves that have no values."""
+    return Chart(title, "step", unit, [curve for curve in series if len(finite(curve)[0])], stacked, noisy)
 
 
 def _score_unit(records: Sequence[Record]) -> str:
@@ -99,26 +101,24 @@ def _named(records: Sequence[Record], groups: Sequence[Group]) -> Sets:
     }
 
 
-def _curves(sets: Sets, key: str) -> list[Series | None]:
-    return [_band(records, key, name, colour) for name, (colour, records) in sets.items()]
+def _curves(sets: Sets, key: str) -> list[Series]:
+    return [_median([_series(record, key, name, colour) for record in runs]) for name, (colour, runs) in sets.items()]
 
 
-def _band(records: Sequence[Record], key: str, name: str, colour: int) -> Series | None:
+def _median(repeats: Sequence[Series]) -> Series:
     """The median of the repeats at the steps that all have, with their range."""
-    found = [series for record in records if (series := _series(record, key, name, colour))]
-    if len(found) < 2:
-        return found[0] if found else None
-    points = [dict(zip(*(part.tolist() for part in finite(series)), strict=True)) for series in found]
+    known = [series for series in repeats if len(finite(series)[0])]
+    if len(known) < 2:
+        return [*known, *repeats][0]
+    points = [dict(zip(*(part.tolist() for part in finite(series)), strict=True)) for series in known]
     steps = sorted(set.intersection(*map(set, points)))
     values = np.array([[own[step] for step in steps] for own in points])
     low, middle, high = values.min(axis=0), np.median(values, axis=0), values.max(axis=0)
-    return Series(name, steps, middle, colour, found[0].points, (low, high)) if steps else None
+    return replace(known[0], x=steps, y=middle, band=(low, high))
 
 
-def _series(record: Record, key: str, name: str, colour: int) -> Series | None:
+def _series(record: Record, key: str, name: str, colour: int) -> Series:
     lines = record.evaluations if key.startswith("eval_") else record.steps
-    if key not in lines:
-        return None
     return Series(name, lines["step"], lines[key], colour, points=lines is record.evaluations)
 
 
@@ -129,9 +129,8 @@ def step_time(record: Record) -> Chart:
     series = [
         Series(name, steps["step"][1:], scale * steps[f"{phase}_s"][1:], number)
         for number, (phase, name) in enumerate(PHASES.items())
-        if f"{phase}_s" in steps
     ]
-    return Chart("Where the step time went", "step", f"{unit} per step", series, stacked=True)
+    return _chart("Where the step time went", f"{unit} per step", series, noisy=False, stacked=True)
 
 
 def gpu_usage(record: Record) -> list[Chart]:
@@ -141,10 +140,7 @@ def gpu_usage(record: Record) -> list[Chart]:
         by_rank = {0: record.steps}
     charts = []
     for key, title, unit in GPU_FIGURES:
-        series = [
-            Series(f"rank {rank}", lines["step"], lines[key], number)
-            for number, (rank, lines) in enumerate(by_rank.items())
-            if key in lines
-        ]
-        charts.append(Chart(title, "step", unit, series, noisy=True))
+        lines = enumerate(by_rank.items())
+        series = [Series(f"rank {rank}", rows["step"], rows[key], number) for number, (rank, rows) in lines]
+        charts.append(_chart(title, unit, series))
     return charts

@@ -22,7 +22,6 @@ TEXTS = yaml.safe_load(resources.files("hvd_bert.tools.report").joinpath("texts.
 OUTPUT = ("output_dir", "overwrite_output_dir")  # differ between any two runs
 # Of train_results.json: the world and the machine.
 FACTS = ("world_size", "global_batch", "learning_rate", "train_steps", "hosts", "device_name", "threads_per_rank")
-OF_GPUS = ("versions.nccl", "versions.cuda")
 
 
 def blocks(records: Sequence[Record], sweeps: Sequence[str]) -> list[Block]:
@@ -33,34 +32,32 @@ def blocks(records: Sequence[Record], sweeps: Sequence[str]) -> list[Block]:
 
 def paragraph(records: Sequence[Record]) -> str:
     """Hardware, software, model, data, training and Slurm job of the runs, in sentences to copy into a report."""
+    known = [_used(record) for record in records]
     sentences = []
     for title, forms in TEXTS["set_up"].items():
-        facts = [_fact(records, key, form) for key, form in forms.items()]
-        known = dict.fromkeys(filter(None, facts))  # a CPU is named once
-        sentences += [f"{title}: {', '.join(known)}."] if known else []
+        facts = [_fact([facts.get(key) for facts in known], key, form) for key, form in forms.items()]
+        words = dict.fromkeys(filter(None, facts))  # a CPU is named once
+        sentences += [f"{title}: {', '.join(words)}."] if words else []
     return " ".join(sentences)
 
 
-def _fact(records: Sequence[Record], key: str, form: str) -> str:
+def _used(record: Record) -> dict[str, Any]:
+    """The run's facts and flags under the keys of the set-up, without what it did not use."""
+    facts = dict(record.facts) | {f"--{name}": value for name, value in record.settings.items()}
+    for group in ("machine", "versions", "work", "job"):
+        facts |= {f"{group}.{name}": value for name, value in record.object(group).items()}
+    unused = [f"versions.{name}" for name in STRATEGIES if name != facts.get("strategy")]
+    unused += [] if facts.get("machine.gpus") else ["versions.nccl", "versions.cuda"]
+    unused += ["controller"] if facts.get("controller") == "none" else []  # of a single rank
+    return {key: value for key, value in facts.items() if key not in unused}
+
+
+def _fact(found: Sequence[Any], key: str, form: str) -> str:
     """A fact in its words, with "and" between different values; "" if no run recorded it."""
-    found = [_value(record, key) for record in records]
     parts = (part for value in found for part in (value if isinstance(value, list) else [value]))
     values = list(dict.fromkeys(_text(key, part) for part in parts if part not in (None, "")))
     text = form.format(" and ".join(filter(None, [", ".join(values[:-1]), *values[-1:]])), count=len(values))
     return re.sub(r"^1 (\w+)s\b", r"1 \1", text) if values else ""
-
-
-def _value(record: Record, key: str) -> Any:
-    group, _, name = key.rpartition(".")
-    if group == "versions" and name in STRATEGIES and record.facts.get("strategy") != name:
-        return None
-    if key in OF_GPUS and not _value(record, "machine.gpus"):
-        return None
-    if key.startswith("--"):
-        return record.settings.get(key[2:])
-    if key == "controller" and record.facts.get(key) == "none":  # of a single rank
-        return None
-    return (record.object(group) if group else record.facts).get(name)
 
 
 def _text(key: str, value: Any) -> str:
