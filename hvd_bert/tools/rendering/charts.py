@@ -22,28 +22,26 @@ MIN_POINTS = 100
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """A curve. NaN: no value. `colour`: its place in the palette, so that a run has one colour in all charts. `band`:
-    the lower and the upper edge of an area around it."""
+    """A curve."""
 
     name: str
     x: ArrayLike
-    y: ArrayLike
-    colour: int = 0
+    y: ArrayLike  # NaN: no value
+    colour: int = 0  # its place in the palette: a run has one colour in all charts
     points: bool = False  # marks each point, for few
-    band: Sequence[NDArray[np.float64]] = ()
+    band: Sequence[NDArray[np.float64]] = ()  # the lower and the upper edge of an area around it
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over `x_title`. `stacked`: areas on top of each other, which add up to a whole. `noisy`: measured, so that
-    the page draws a smoothed curve over each."""
+    """Curves over `x_title`."""
 
     title: str
     x_title: str
     y_title: str
     series: Sequence[Series]
-    stacked: bool = False
-    noisy: bool = False
+    stacked: bool = False  # areas on top of each other, which add up to a whole
+    noisy: bool = False  # measured: the page draws a smoothed curve over each
 
     def data(self) -> Markup:
         """JSON for charts.js, which can stand inside a script element."""

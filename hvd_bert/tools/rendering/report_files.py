@@ -19,10 +19,10 @@ _PANELS = (PANEL.format(*parts) for parts in itertools.product(range(1, 100), PA
 NAMES = {PAGE, LATEX, *CSV_FILES, *_PANELS, "report.md"}  # the last by earlier versions
 
 
-def check(folder: Path, overwrite: bool) -> None:
-    """Raise OSError if a report cannot be written to the folder, or may not replace an earlier one. Changes nothing."""
+def check(folder: Path, overwrite: bool) -> list[Path]:
+    """The files of an earlier report in the folder. Raises OSError if a new one cannot be written or replace it."""
     check_folder(folder)
-    earlier = _earlier(folder)
+    earlier = sorted(path for path in folder.iterdir() if path.name in NAMES) if folder.exists() else []
     for path in earlier:
         if path.is_symlink() or not path.is_file():
             raise OSError(errno.EINVAL, f"its {path.name} is not a regular file: move it away")
@@ -31,20 +31,17 @@ def check(folder: Path, overwrite: bool) -> None:
         raise FileExistsError(
             errno.EEXIST, f"it has {names}: add --overwrite to replace an earlier report, or name another folder"
         )
+    return earlier
 
 
 def write(folder: Path, contents: Mapping[str, bytes], overwrite: bool) -> None:
     """Write a report, and remove files of an earlier one that would contradict it. Raises OSError."""
     make_folder(folder)
     with replacing(folder / PAGE) as page:  # which another report into this folder cannot write meanwhile
-        check(folder, overwrite)
+        earlier = check(folder, overwrite)
         for name in contents.keys() - {PAGE}:
             write_named(folder / name, contents[name])
-        for path in _earlier(folder):
+        for path in earlier:
             if path.name not in contents:
                 path.unlink()
         page.write_bytes(contents[PAGE])
-
-
-def _earlier(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.name in NAMES) if folder.exists() else []

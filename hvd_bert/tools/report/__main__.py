@@ -88,7 +88,7 @@ def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | Non
     scaling = comparison.tables(groups, baseline)
     excluded += _without_table(groups, scaling, flags.baseline)
     reasons = tables.reasons(scaling, excluded)
-    shown = [table for table in scaling if table.found]
+    shown = [table for table in scaling if len(table.measured) > 1]
     if baseline and not shown:
         no_result = "No two of these runs can be compared, so there is no speed-up to report:"
         raise UserError("\n  ".join([no_result, *reasons]))

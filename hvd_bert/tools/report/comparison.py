@@ -26,19 +26,16 @@ UNCHECKED = ""  # `Compared.checked` if no other row has the same batch
 
 @dataclass(frozen=True)
 class Compared:
-    """A row of a table. `reason`: why it has no speed-up. `checked`: the group that its losses were compared with.
-    `speedup_min`, `speedup_max`: None if a side has only one run, which says nothing about its variance.
-    `total_speedup`: of the whole training. `serial`: the serial fraction by Karp and Flatt, of strong scaling."""
+    """A row of a table."""
 
     group: Group
-    checked: str
-    reason: str = ""
+    checked: str  # the group that its losses were compared with
+    reason: str = ""  # why it has no speed-up
     speedup: float | None = None
-    speedup_min: float | None = None
-    speedup_max: float | None = None
+    range: tuple[float, float] | None = None  # None if a side has only one run, which says nothing about its variance
     efficiency: float | None = None
-    total_speedup: float | None = None
-    serial: float | None = None
+    total_speedup: float | None = None  # of the whole training
+    serial: float | None = None  # the serial fraction by Karp and Flatt, of strong scaling
 
 
 @dataclass(frozen=True)
@@ -52,13 +49,8 @@ class ScalingTable:
 
     @property
     def measured(self) -> list[Compared]:
-        """The rows with a speed-up."""
+        """The rows with a speed-up. If any row has one, so does the baseline."""
         return [line for line in self.lines if line.speedup is not None]
-
-    @property
-    def found(self) -> list[Compared]:
-        """The rows with a speed-up, other than the baseline."""
-        return [line for line in self.measured if line.group is not self.baseline]
 
     @property
     def scales(self) -> bool:
@@ -192,11 +184,10 @@ def _line(base: Group, group: Group, rows: Sequence[Group], kind: str) -> Compar
         return Compared(group, checked, reason)
     speedup = group.windows_per_s / base.windows_per_s
     size = group.one.devices / base.one.devices
-    minimum, maximum = speedup_range(base, group)
     ours, theirs = group.figure(_overall_speed), base.figure(_overall_speed)
     total = ours / theirs if ours and theirs else None
     serial = serial_fraction(speedup, size) if kind == STRONG and size > 1 and speedup > 1 else None
-    return Compared(group, checked, "", speedup, minimum, maximum, speedup / size, total, serial)
+    return Compared(group, checked, "", speedup, speedup_range(base, group), speedup / size, total, serial)
 
 
 def _check(base: Group, group: Group, rows: Sequence[Group], kind: str) -> tuple[str, str]:
@@ -228,10 +219,10 @@ def serial_fraction(speedup: float, size: float) -> float:
     return (1 / speedup - 1 / size) / (1 - 1 / size)
 
 
-def speedup_range(base: Group, group: Group) -> tuple[float, float] | tuple[None, None]:
+def speedup_range(base: Group, group: Group) -> tuple[float, float] | None:
     """The range of the speed-up by a bootstrap of the repeats of both sides."""
     if len(base.runs) < 2 or len(group.runs) < 2:
-        return None, None
+        return None
     random = np.random.default_rng(0)  # the same runs give the same report
     ours, theirs = (
         np.median(random.choice(speeds, (RESAMPLES, len(speeds))), axis=1) for speeds in (group.speeds, base.speeds)

@@ -30,7 +30,8 @@ Measure = Callable[[Compared], Values | None]
 def _speedup(line: Compared, scale: float = 1.0) -> Values:
     """The speed-up with its range, times `scale`; without a range the point alone."""
     speedup = line.speedup or 0.0
-    return speedup * scale, (line.speedup_min or speedup) * scale, (line.speedup_max or speedup) * scale
+    low, high = line.range or (speedup, speedup)
+    return speedup * scale, low * scale, high * scale
 
 
 def _memory(line: Compared) -> Values | None:

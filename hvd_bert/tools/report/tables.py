@@ -21,23 +21,15 @@ LEFT_OUT = ", left out"  # after the name of a row without a speed-up
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A figure of the runs, and its name in each table that has it.
+    """A figure of the runs, and its name in each table that has it."""
 
-    Attributes:
-        of_run: The figure of a run. A row of several runs has `Group.figure` of it.
-        of_row: The figure of a row that is not one of its runs.
-        runs, report: In runs.csv and report.csv.
-        speed, cost: In the page's two tables, of which the first is also printed and in report.tex.
-        text: Formats the figure for these two.
-    """
-
-    of_run: Callable[[Record], Any] = lambda run: None
-    of_row: Callable[[Compared], Any] | None = None
-    runs: str = ""
-    report: str = ""
-    speed: str = ""
-    cost: str = ""
-    text: Callable[[Any], str] = shown
+    of_run: Callable[[Record], Any] = lambda run: None  # a row of several runs has `Group.figure` of it
+    of_row: Callable[[Compared], Any] | None = None  # of a row, if it is not one of its runs
+    runs: str = ""  # in runs.csv
+    report: str = ""  # in report.csv
+    speed: str = ""  # in the page's first table, which is also printed and in report.tex
+    cost: str = ""  # in the page's second table
+    text: Callable[[Any], str] = shown  # formats the figure for these two
 
     def value(self, line: Compared) -> Any:
         """The figure of a row."""
@@ -48,9 +40,8 @@ def _digits(form: str, scale: float = 1) -> Callable[[float | None], str]:
     return lambda value: number(value and value / scale, form)
 
 
-def _range(ends: tuple[float | None, float | None]) -> str:
-    low, high = ends
-    return DASH if low is None or high is None else f"{low:.2f} to {high:.2f}"
+def _range(ends: tuple[float, float] | None) -> str:
+    return f"{ends[0]:.2f} to {ends[1]:.2f}" if ends else DASH
 
 
 def _seconds(value: float | None) -> str:
@@ -98,9 +89,9 @@ COLUMNS = (
     Column(of_row=lambda line: line.group.spread[1], report="windows_per_s_most"),
     Column(of_row=lambda line: line.group.spread, cost="UNIT/s, min to max", text=_range),
     Column(of_row=lambda line: line.speedup, report="speedup", speed="speed-up", text=_digits(".2f")),
-    Column(of_row=lambda line: line.speedup_min, report="speedup_least"),
-    Column(of_row=lambda line: line.speedup_max, report="speedup_most"),
-    Column(of_row=lambda line: (line.speedup_min, line.speedup_max), speed=f"{RANGE:.0%} range", text=_range),
+    Column(of_row=lambda line: line.range and line.range[0], report="speedup_least"),
+    Column(of_row=lambda line: line.range and line.range[1], report="speedup_most"),
+    Column(of_row=lambda line: line.range, speed=f"{RANGE:.0%} range", text=_range),
     Column(of_row=lambda line: line.total_speedup, report="total_speedup"),
     Column(of_row=lambda line: line.efficiency, report="efficiency", speed="efficiency", text=_digits(".2f")),
     Column(of_row=lambda line: line.total_speedup, speed="total speed-up", text=_digits(".2f")),
@@ -153,12 +144,9 @@ def _grid(table: ScalingTable, columns: Sequence[tuple[str, Column]]) -> Grid:
 def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:
     """Rows of report.csv, one per table and group."""
     return [
-        {
-            "scaling": table.kind if table.scales else "side by side",
-            "size": f"{table.size:g}",
-            "baseline": table.baseline.name,
-            **{column.report: column.value(line) for column in COLUMNS if column.report},
-        }
+        {"scaling": table.kind if table.scales else "side by side", "size": f"{table.size:g}"}
+        | {"baseline": table.baseline.name}
+        | {column.report: column.value(line) for column in COLUMNS if column.report}
         for table in tables
         for line in table.lines
     ]
@@ -177,15 +165,16 @@ def run_rows(runs: Iterable[Record], excluded: Iterable[Excluded]) -> list[dict[
 
 def headline(table: ScalingTable) -> Status:
     """The speed-up of the fastest strategy on the largest number of devices, and those of the others there."""
-    rows = sorted(table.found, key=lambda line: (-line.group.one.devices, -(line.speedup or 0)))
+    rows = [line for line in table.measured if line.group is not table.baseline]
+    rows.sort(key=lambda line: (-line.group.one.devices, -(line.speedup or 0)))
     best, *others = (line for line in rows if line.group.one.devices == rows[0].group.one.devices)
     run = best.group.one
     devices = counted(run.devices, "rank" if run.devices == run.results.world_size else "GPU")
     text = f"with {best.group.label} compared with {table.baseline.name} (efficiency {best.efficiency:.0%}"
-    text += f", {RANGE:.0%} range {_range((best.speedup_min, best.speedup_max))})." if best.speedup_min else ")."
+    text += f", {RANGE:.0%} range {_range(best.range)})." if best.range else ")."
     rest = ", ".join(f"{line.group.label} {line.speedup:.2f} ({line.efficiency:.0%})" for line in others)
     text += f" Others: {rest}." if rest else ""
-    faster = (best.speedup_min or best.speedup or 0) > 1
+    faster = (best.range[0] if best.range else best.speedup or 0) > 1
     return Status(f"{best.speedup:.2f} times as fast on {devices}", text, "good" if faster else "busy")
 
 

@@ -28,7 +28,7 @@ from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import MAX_YAML_BYTES, Count, Positive, convert, read_text
 from hvd_bert.tools.rendering import SHORT
 from hvd_bert.tools.runs import tolerant
-from hvd_bert.tools.runs.tolerant import LARGEST, LineArrays, converted, finite_number, load_object, objects
+from hvd_bert.tools.runs.tolerant import LARGEST, LineArrays, converted, finite_number, objects
 
 RESULTS, METRICS, SETTINGS = "train_results.json", "metrics.jsonl", "train_config.yaml"
 EVALUATED_ONLY, EVALUATION = "eval_config.yaml", "eval_results.json"
@@ -71,38 +71,25 @@ class TrainResults(Struct, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A run.
-
-    Attributes:
-        trained: False if the run only evaluated.
-        steps, evaluations, gpus: Lines of metrics.jsonl and gpu_usage.jsonl.
-        facts: train_results.json; of an unfinished run what it recorded at its start.
-        ended: The recorded reason why a run that is not finished has ended; "" if there is none.
-        warnings: With the ranks that gave them.
-        skipped_steps: Events, with the windows.
-        worlds: Strategy, number of ranks and device of its starts: several if they changed on a resume.
-        checkpoints: Their steps, in increasing order.
-        best: `metric`, `value` and `step` of the best evaluation. Of an unfinished run, by the newest checkpoint.
-        problems: Files, or lines of files, that could not be read.
-    """
+    """A run."""
 
     name: str
     state: State
-    trained: bool
-    steps: LineArrays
+    trained: bool  # False if the run only evaluated
+    steps: LineArrays  # lines of metrics.jsonl
     evaluations: LineArrays
-    gpus: LineArrays
-    facts: Mapping[str, Any]
+    gpus: LineArrays  # lines of gpu_usage.jsonl
+    facts: Mapping[str, Any]  # train_results.json; of an unfinished run what it recorded at its start
     settings: Mapping[str, Any]
     scores: Mapping[str, Any]
     samples: Sequence[Mapping[str, Any]]
-    checkpoints: Sequence[int]
-    best: Mapping[str, Any]
-    ended: str
-    warnings: Sequence[Mapping[str, Any]]
-    skipped_steps: Sequence[Mapping[str, Any]]
-    worlds: Sequence[str]
-    problems: Sequence[str]
+    checkpoints: Sequence[int]  # their steps, in increasing order
+    best: Mapping[str, Any]  # `metric`, `value` and `step`; of an unfinished run, by the newest checkpoint
+    ended: str  # the recorded reason why a run that is not finished has ended; "" if there is none
+    warnings: Sequence[Mapping[str, Any]]  # with the ranks that gave them
+    skipped_steps: Sequence[Mapping[str, Any]]  # with their windows
+    worlds: Sequence[str]  # strategy, number of ranks and device of its starts: several if they changed on a resume
+    problems: Sequence[str]  # files, or lines of files, that could not be read
 
     @property
     def step(self) -> int:
@@ -261,12 +248,13 @@ def read(folder: Path) -> Record:
     begins = [events[number] for number in starts if "train_steps" in events[number]]
     since = events[starts[-1] :] if starts else []
     ends = [str(event.get("message")).removeprefix("hvd_bert: ") for event in since if event.get("event") == "end"]
-    results = load_object(folder / RESULTS, problems)
+    results = tolerant.load(folder / RESULTS, problems, dict[str, Any])
     rows, evaluations = tolerant.read_metrics(folder / METRICS, problems)
     trained = (folder / SETTINGS).exists() or len(rows) > 0
     finished = bool(results) if trained else (folder / EVALUATION).exists()
     checkpoints = _checkpoints(folder)
-    state = load_object(folder / f"checkpoint-{checkpoints[-1]}" / "state.json", problems) if checkpoints else {}
+    newest = folder / f"checkpoint-{max(checkpoints, default=0)}"
+    state = tolerant.load(newest / "state.json", problems, dict[str, Any])
     facts = ([*since[:1], *begins] or [{}])[-1] | results
     if isinstance(facts.get("ranks"), list):
         facts.setdefault("world_size", len(facts["ranks"]))
@@ -279,8 +267,8 @@ def read(folder: Path) -> Record:
         gpus=tolerant.columns(objects(list(tolerant.read_lines(folder / GPUS, problems)))),
         facts=facts,
         settings=_read_settings(folder / (SETTINGS if (folder / SETTINGS).exists() else EVALUATED_ONLY)),
-        scores=load_object(folder / EVALUATION, problems),
-        samples=objects(tolerant.load(folder / SAMPLES, problems)),
+        scores=tolerant.load(folder / EVALUATION, problems, dict[str, Any]),
+        samples=objects(tolerant.load(folder / SAMPLES, problems, list[Any])),
         checkpoints=checkpoints,
         best=converted(facts.get("best") or state.get("best"), dict[str, Any], {}),
         ended="" if finished else "\n".join(dict.fromkeys(ends)),

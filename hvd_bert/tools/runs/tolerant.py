@@ -75,20 +75,14 @@ def unreadable(path: Path, error: Exception) -> str:
     return f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
-def load(path: Path, problems: list[str]) -> Any:
-    """A JSON file's content; an empty object if it is missing or damaged."""
+def load(path: Path, problems: list[str], kind: type[Kind]) -> Kind:
+    """A JSON file's object or list; empty if the file is missing, damaged or holds anything else."""
     try:
-        return read_json(path)
-    except FileNotFoundError:
-        return {}
+        return converted(read_json(path), kind, kind())
     except (OSError, ValueError) as error:
-        problems.append(unreadable(path, error))
-        return {}
-
-
-def load_object(path: Path, problems: list[str]) -> dict[str, Any]:
-    """An object of a JSON file; empty if the file is missing, damaged or holds anything else."""
-    return converted(load(path, problems), dict[str, Any], {})
+        if not isinstance(error, FileNotFoundError):
+            problems.append(unreadable(path, error))
+        return kind()
 
 
 def read_lines(path: Path, problems: list[str]) -> Iterator[Any]:
