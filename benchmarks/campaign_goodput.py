@@ -25,7 +25,7 @@ from shared import machine, markdown_table
 
 from hvd_bert.config import command_line
 from hvd_bert.distributed import launchers
-from hvd_bert.distributed.launchers import Start
+from hvd_bert.distributed.launchers import LaunchOptions
 from hvd_bert.output.callback import Callback
 from hvd_bert.startup import start_rank
 from hvd_bert.storage.writing import JsonLines
@@ -191,7 +191,7 @@ def kill_times(every: float, duration: float) -> list[tuple[float, float]]:
 def launch(name: str, folder: Path, ranks: int, train: Sequence[str]) -> list[str]:
     """The command that trains by a strategy. `train`: the command of each rank."""
     if name in ("ddp", "fsdp"):
-        return launchers.torchrun(Start(train, ranks, extra=[f"--max-restarts={STEPS}"]))
+        return launchers.torchrun(LaunchOptions(train, ranks, extra=[f"--max-restarts={STEPS}"]))
     extra = []
     if name == "elastic":
         script = folder / "hosts.sh"
@@ -200,7 +200,7 @@ def launch(name: str, folder: Path, ranks: int, train: Sequence[str]) -> list[st
         script.chmod(0o755)
         extra = ["--min-np", "1", "--max-np", str(ranks), "--network-interfaces", "lo"]
         extra += ["--blacklist-cooldown-range", "1", "1", "--host-discovery-script", str(script)]
-    program, *words = launchers.horovodrun(Start(train, ranks, extra=extra))
+    program, *words = launchers.horovodrun(LaunchOptions(train, ranks, extra=extra))
     return [program_path(program) or program, *words]
 
 

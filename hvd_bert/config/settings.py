@@ -168,7 +168,7 @@ class Config:
         row = STRATEGIES[strategy]
         for text, reason in row.refuses.items():
             flag, _, refused = text.partition("=")
-            fits = values[flag] != refused if refused else values[flag] == FLAGS[flag].default
+            fits = str(values[flag]) != refused if refused else values[flag] == FLAGS[flag].default
             require(fits, f"--{text.replace('=', ' ')} does not work with --strategy {strategy}: {reason}")
         if row.several_gpus:
             self.train.refuse_auto(f"--strategy {strategy}")

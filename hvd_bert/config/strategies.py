@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-# The worlds that ranks join, by whose collectives connect them. ALONE: a single process.
+# The library whose collectives connect the ranks. ALONE: a single process.
 HOROVOD, TORCH, ALONE = "horovod", "torch.distributed", "none"
 
 

@@ -44,7 +44,7 @@ class Launcher:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this is the only process. Not where MPI is asked."""
+        """Whether this is the only process. False if only MPI knows the size."""
         return self.name == "none" or self.size == 1
 
 

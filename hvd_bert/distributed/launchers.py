@@ -28,10 +28,10 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Start:
-    """Ranks to start. `hosts`: HOST:SLOTS,... `extra`: arguments for the launcher. `exported`: variables for all hosts.
+class LaunchOptions:
+    """Ranks to start. `train`: the command of each, which begins with Python. `hosts`: HOST:SLOTS,...
 
-    `train`: the command of each rank, which begins with Python.
+    `extra`: arguments for the launcher. `exported`: variables for all hosts.
     """
 
     train: Sequence[str]
@@ -47,7 +47,7 @@ class LauncherRow:
     """Facts about a launcher.
 
     Attributes:
-        variables: Those of the world size, of the rank, and others that distinguish it; for the mpirun of each MPI.
+        variables: Names of the size's, the rank's and distinguishing variables; one tuple per MPI.
         store: Who serves a key-value store in which its ranks meet; "" for none.
         by_mpi: Whether MPI's library connects Horovod's ranks.
         is_watched: Whether ranks stop when their parent process, the launcher's, has ended: it does not end them.
@@ -65,20 +65,20 @@ class LauncherRow:
     each_status_counts: bool = False
     spans_job: bool = False
     takes_hosts: bool = False
-    command: Callable[[Start], list[str]] | None = None
+    command: Callable[[LaunchOptions], list[str]] | None = None
     remedy: str = ""
 
 
-def torchrun(start: Start) -> list[str]:
+def torchrun(options: LaunchOptions) -> list[str]:
     # standalone: a free port, or two sweeps on one host would collide. Without the address torchrun waits for itself
     # forever on a host whose own name does not resolve.
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    return [*words, f"--nproc-per-node={start.ranks}", *start.extra, *start.train[1:]]
+    return [*words, f"--nproc-per-node={options.ranks}", *options.extra, *options.train[1:]]
 
 
-def horovodrun(start: Start) -> list[str]:  # exports all variables
-    words = ["horovodrun", "-np", str(start.ranks), *(["-H", start.hosts] if start.hosts else [])]
-    return [*words, *without_cache(), *start.extra, *start.train]
+def horovodrun(options: LaunchOptions) -> list[str]:  # exports all variables
+    words = ["horovodrun", "-np", str(options.ranks), *(["-H", options.hosts] if options.hosts else [])]
+    return [*words, *without_cache(), *options.extra, *options.train]
 
 
 def without_cache() -> list[str]:
@@ -87,23 +87,23 @@ def without_cache() -> list[str]:
     return [] if os.access(folder if folder.exists() else folder.parent, os.W_OK) else ["--disable-cache"]
 
 
-def mpirun(start: Start) -> list[str]:
+def mpirun(options: LaunchOptions) -> list[str]:
     # As many slots as ranks: Open MPI refuses more ranks than cores otherwise. Ranks are not bound to cores.
-    hosts = start.hosts or ("" if start.allocation else f"localhost:{start.ranks}")
-    words = ["mpirun", "-np", str(start.ranks), *(["-H", hosts] if hosts else []), "--bind-to", "none"]
-    return [*words, *(word for name in start.exported for word in ("-x", name)), *start.extra, *start.train]
+    hosts = options.hosts or ("" if options.allocation else f"localhost:{options.ranks}")
+    words = ["mpirun", "-np", str(options.ranks), *(["-H", hosts] if hosts else []), "--bind-to", "none"]
+    return [*words, *(word for name in options.exported for word in ("-x", name)), *options.extra, *options.train]
 
 
-def srun(start: Start) -> list[str]:
-    job = start.allocation
+def srun(options: LaunchOptions) -> list[str]:
+    job = options.allocation
     assert job is not None
-    per_node = min(start.ranks, job.tasks_per_node)
-    words = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1", "--wait=60", f"--nodes={-(-start.ranks // per_node)}"]
-    words += [f"--ntasks={start.ranks}", f"--ntasks-per-node={per_node}"]
+    per_node = min(options.ranks, job.tasks_per_node)
+    words = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1", "--wait=60", f"--nodes={-(-options.ranks // per_node)}"]
+    words += [f"--ntasks={options.ranks}", f"--ntasks-per-node={per_node}"]
     # Since Slurm 22.05 srun does not inherit the job's --cpus-per-task.
     words += [f"--cpus-per-task={job.cpus_per_task}"] if job.cpus_per_task else []
-    words += ["--export=ALL"] if start.exported else []  # even if sbatch was given another --export
-    return [*words, *start.extra, *start.train]
+    words += ["--export=ALL"] if options.exported else []  # even if sbatch was given another --export
+    return [*words, *options.extra, *options.train]
 
 
 # Most specific first: mpirun inside srun inherits Slurm's variables, never the other way round.
@@ -148,5 +148,5 @@ LAUNCHERS = {
 
 
 def launcher_row(name: str) -> LauncherRow:
-    """The row of a launcher; for what is none, such as a program's process group, a row without entries."""
+    """The row of a launcher; an empty one for other names, such as a program's process group."""
     return LAUNCHERS.get(name, LauncherRow())

@@ -93,7 +93,7 @@ def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, 
     """Run `entry` to its end. Returns its world, which is still open."""
     keep_running()
     with suppress(UserError):  # reported when joining
-        watch_launcher(find_launcher(os.environ))
+        watch_launcher(find_launcher(os.environ).row.is_watched)
     if records_timeline:
         ready_for_timeline(os.environ)
     process = ProcessState()

@@ -19,7 +19,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from hvd_bert.distributed import logs
-from hvd_bert.distributed.launch import Launcher
 from hvd_bert.errors import log
 from hvd_bert.streams import in_main_thread
 
@@ -128,12 +127,12 @@ def _may_handle() -> bool:
 
 
 @cache  # a program may train several times
-def watch_launcher(launcher: Launcher) -> None:
+def watch_launcher(is_watched: bool) -> None:
     """From now on, send this process SIGUSR1 when its launcher has ended, if it is watched. All ranks stop then.
 
     Not SIGTERM, which the launcher may have passed on before: a second one ends a run that is still saving.
     """
-    if launcher.row.is_watched:
+    if is_watched:
         threading.Thread(target=_stop_when_cut, args=(os.getppid(),), name="launcher watch", daemon=True).start()
 
 

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerAction, profile, record_function
 from hvd_bert.config.settings import ProfilingArguments
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError, log
-from hvd_bert.storage.writing import check_folder, delete, is_special, make_folder, write_named, writing_to
+from hvd_bert.storage.writing import check_folder, is_special, make_folder, write_named, writing_to
 
 TRACE = "trace"  # the folder of the traces; Holistic Trace Analysis reads all files in it
 
@@ -99,8 +99,9 @@ class Recording:
         traces = self.world.gather(self._my_trace())
         if self.world.rank == 0:
             try:
-                delete(folder)  # an earlier start may have had more ranks
-                folder.mkdir()
+                folder.mkdir(exist_ok=True)
+                for earlier in folder.glob("rank-*.json.gz"):  # of a start with more ranks
+                    earlier.unlink()
                 for rank, trace in enumerate(traces):
                     if trace:
                         write_named(folder / f"rank-{rank}.json.gz", trace)

@@ -83,12 +83,13 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
 
 
 def train_only(config: Config, world: World, callbacks: Sequence[Callback], own: type[Task] | None = None) -> Task:
-    """Train to measure it: without progress, handled signals, evaluations and a model on disk. Called by all ranks.
+    """Train without a progress bar, signal handling, evaluations or a saved model, to measure it. Called by all ranks.
 
     Returns the task with the trained model. `callbacks` get batches, steps and log lines only. `own`: as for `run`.
     """
     with tempfile.TemporaryDirectory() as folder:  # GPU usage is recorded in rank 0's
-        changed = {"output_dir": world.broadcast(folder), "resume_from_checkpoint": None}
+        changed = {"output_dir": world.broadcast(folder), "resume_from_checkpoint": None, "elastic": False}
+        changed["early_stopping_patience"] = None  # it needs evaluations
         start = load(from_values(config.as_flat() | changed), world, own)
         metrics_logger = MetricsLogger(start.folder, enabled=False, callbacks=callbacks)
         Training(start, prepare(start, world), None, metrics_logger, world).run()

@@ -12,6 +12,7 @@ import torch
 from refusals import refused
 from test_world import make_world
 
+from hvd_bert.distributed import runner
 from hvd_bert.distributed.runner import join
 from hvd_bert.model.layers import place
 from hvd_bert.output.metrics_log import MetricsLogger
@@ -20,7 +21,7 @@ from hvd_bert.tools.bench import host_time, speed
 from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.speed import SQUAD_DECILES, RandomWindows, lengths_like_squad
 from hvd_bert.training import start as starting
-from hvd_bert.training.loop import Training
+from hvd_bert.training.loop import Training, train_only
 from hvd_bert.training.start import Start, prepare
 
 TINY = {"model_type": "bert", "vocab_size": 1100, "hidden_size": 32, "num_hidden_layers": 3}
@@ -83,6 +84,13 @@ def test_flags_of_the_trainer_are_used():
 def test_adapters_are_measured(tiny):
     task = load_task(parse([tiny, "--lora_rank", "2"])[1], make_world(), RandomWindows)
     assert task.forward_flops.frozen > 0 and task.lora
+
+
+def test_settings_for_evaluations_and_lost_ranks_are_ignored(tiny):
+    words = ["--steps=2", "--repeats=1", "--early_stopping_patience=2", "--elastic"]
+    (world := runner.join("none")).set_up_device()
+    train_only(parse([tiny, "--strategy=none", *words])[1], world, [recorder := speed.Recorder()], RandomWindows)
+    assert [row["step"] for row in recorder.rows] == [1, 2, 4]
 
 
 def event(key: str, count: int, device_ms: float = 0, kind: str = "CPU", annotation: bool = False) -> Any:

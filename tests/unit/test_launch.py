@@ -165,7 +165,7 @@ def test_a_launcher_is_its_row(monkeypatch):
     watched = Queue()
     monkeypatch.setattr(signals, "_stop_when_cut", watched.put)
     for other in (find_launcher(SRUN), launcher):
-        signals.watch_launcher(other)
+        signals.watch_launcher(other.row.is_watched)
     assert watched.get(timeout=10) == os.getppid() and watched.empty()
     started, point = Launching("prterun", ("-v",), None, Machine(8, 1, Allocation(2, 2, 1))), Point("ddp", 4)
     assert started.command(point, ["--bf16"], {})[:4] == ["prterun", "-n", "4", "-v"]

@@ -171,7 +171,8 @@ DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
         pytest.param(doctor, ["--hostfile", LONG], id="doctor --hostfile"),
     ],
 )
-def test_name_that_is_too_long(command, words, capsys):
+def test_name_that_is_too_long(command, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(make_run(tmp_path / "run").parent)
     assert command(words) == EXIT_BAD_INPUT
     printed = capsys.readouterr()
     assert printed.out == "" and len(printed.err.splitlines()) == 1

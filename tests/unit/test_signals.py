@@ -108,7 +108,7 @@ from hvd_bert.distributed.launch import Launcher
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 signals.CHECK_S = 0.05
-signals.watch_launcher(Launcher("mpirun", 2, 0))
+signals.watch_launcher(Launcher("mpirun", 2, 0).row.is_watched)
 print("watches", flush=True)
 signal.sigwait({signal.SIGUSR1})
 print("stopped", flush=True)

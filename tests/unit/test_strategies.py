@@ -26,6 +26,7 @@ from hvd_bert.config.strategies import ALONE, STRATEGIES, StrategyRow
 from hvd_bert.distributed import runner
 from hvd_bert.distributed.launch import LaunchError
 from hvd_bert.distributed.world import World
+from hvd_bert.machine import PACKAGES
 from hvd_bert.model.attention import make_windows
 from hvd_bert.model.families import model_class
 from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
@@ -93,13 +94,17 @@ def test_flags_that_a_strategy_refuses(flags, strategy):
 
 
 def test_a_strategy_is_a_row_of_the_table(monkeypatch):
+    assert {row.package for row in STRATEGIES.values() if row.package} <= {*PACKAGES}, "versions are recorded"
     needs = {"package": "no_such_package", "install": "bash install.sh"}
-    row = StrategyRow(path="mine:Mine", world=ALONE, refuses={"weight_decay": "give none."}, several_gpus=True, **needs)
+    row = StrategyRow(
+        path="mine:Mine", world=ALONE, refuses={"weight_decay": "give none.", "seed=8": ""}, several_gpus=True, **needs
+    )
     monkeypatch.setitem(STRATEGIES, "mine", row)
     monkeypatch.setitem(FLAGS, "strategy", replace(FLAGS["strategy"], choices=tuple(STRATEGIES)))
     assert parse(["--strategy=mine", "--seed=7"]).train.seed == 7
-    with refused("--weight_decay", "--strategy mine"):
-        parse(["--strategy=mine", "--weight_decay=0.5"])
+    for flag in ("--weight_decay=0.5", "--seed=8"):
+        with refused(flag.partition("=")[0], "--strategy mine"):
+            parse(["--strategy=mine", flag])
     with refused("no_such_package", "`bash install.sh`"):
         strategy_class("mine")
     with refused("--strategy mine", "2 GPUs"):

@@ -86,7 +86,7 @@ def test_a_run_per_seed_of_so_many_epochs(tmp_path: Path) -> None:
     ("words", "named"),
     [
         ("--global_batch=18", ["--global_batch 18", "4 ranks", "a multiple of 4"]),
-        ("--gradient_accumulation_steps=3", ["1 or 2 or 4 ranks", "3 passes per step"]),
+        ("--gradient_accumulation_steps=3", ["1 or 2 or 4 ranks", "3 micro-batches per step"]),
         ("--strategies=none,mine", ["--strategies", "mine", "fsdp"]),
         ("--strategies=dp --ranks=1", ["--strategies dp", "--ranks"]),
         ("--strategy=ddp", ["--strategy"]),

@@ -126,6 +126,9 @@ def test_an_interrupted_tuning_resumes(pretended, start, tmp_path, capsys) -> No
     assert start(*words) == 0 and record(tmp_path)["result"] == found and not pretended.started
     assert start(*words, "--seed=7") == 2
     assert "--seed=7" in capsys.readouterr().err
+    for damaged in (b"", log.read_bytes().partition(b"\n")[2], b"[]\n"):  # optuna would begin a new study
+        log.write_bytes(damaged)
+        assert start(*words) == 2 and str(log) in capsys.readouterr().err and log.read_bytes() == damaged
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,8 @@ from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.config.strategies import ALONE, STRATEGIES
 from hvd_bert.errors import UserError
 from hvd_bert.tools.runs.launching import STRONG, WEAK, Point
-from hvd_bert.tools.runs.trainer_flags import SET_BY_SWEEP, check_files, check_own, with_defaults
+from hvd_bert.tools.runs.trainer_flags import OWNERS, SET_BY_SWEEP, check_files, check_own, with_defaults
 
-# Flags that belong to one strategy -> that strategy.
-OWNERS = {name: flag.owner for name, flag in FLAGS.items() if flag.owner}
 SCALINGS = {STRONG: (STRONG,), WEAK: (WEAK,), "both": (STRONG, WEAK)}
 
 PointState = Literal["done", "skipped", "failed", "waiting"]
@@ -74,8 +72,8 @@ class SweepPlan(argparse.Namespace):
         Each repeat runs all settings, every second repeat in reverse order, so that a drift of the machine's speed
         affects all settings alike. Raises UserError if a batch does not divide evenly.
         """
-        passes = config.train.gradient_accumulation_steps
-        weak = config.train.per_device_train_batch_size * passes  # windows per step and rank of weak scaling
+        accumulation = config.train.gradient_accumulation_steps
+        weak = config.train.per_device_train_batch_size * accumulation  # windows per step and rank of weak scaling
         settings = [
             (strategy, ranks, scaling)
             for scaling in SCALINGS[self.scaling]
@@ -83,10 +81,10 @@ class SweepPlan(argparse.Namespace):
             for ranks in self._sizes(strategy)
         ]
         numbers = sorted({ranks for _, ranks, scaling in settings if scaling == STRONG})
-        wrong = [number for number in numbers if self.global_batch % (number * passes)]
+        wrong = [number for number in numbers if self.global_batch % (number * accumulation)]
         if wrong:
-            each = f" with {passes} passes per step" if passes > 1 else ""
-            fits = math.lcm(*(number * passes for number in numbers))
+            each = f" with {accumulation} micro-batches per step" if accumulation > 1 else ""
+            fits = math.lcm(*(number * accumulation for number in numbers))
             raise UserError(
                 f"--global_batch {self.global_batch} does not divide evenly over {' or '.join(map(str, wrong))}"
                 f" ranks{each}: use a multiple of {fits}, or other --ranks."
@@ -107,13 +105,13 @@ class SweepPlan(argparse.Namespace):
             raise UserError(f"--strategies {strategy} needs several GPUs: add 2 or more to --ranks.")
         return sizes
 
-    def trainer_flags(self, point: SweepPoint, passes: int, folder: Path) -> list[str]:
-        """The arguments of `python -m hvd_bert.train` for a point. `passes`: micro-batches per step."""
+    def trainer_flags(self, point: SweepPoint, accumulation: int, folder: Path) -> list[str]:
+        """The arguments of `python -m hvd_bert.train` for a point. `accumulation`: micro-batches per step."""
         own = [
             f"--strategy={point.strategy}",
             *self.length_flags(),
             *([f"--seed={point.repeat}"] if self.seeds else []),
-            f"--per_device_train_batch_size={point.global_batch // (point.ranks * passes)}",
+            f"--per_device_train_batch_size={point.global_batch // (point.ranks * accumulation)}",
             "--global_batch=-1",  # also if the --config file fixes it
             f"--output_dir={folder}",
             "--overwrite_output_dir",  # the folder already holds the log

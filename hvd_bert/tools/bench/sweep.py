@@ -27,7 +27,7 @@ from hvd_bert.config.parser import LARGEST, MAX_RUNS, Limits, Parser, add_number
 from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.distributed import slurm
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK
-from hvd_bert.storage.writing import delete, write_json, writing_to
+from hvd_bert.storage.writing import delete, writing_to
 from hvd_bert.streams import keep_running
 from hvd_bert.tools.bench.points import SCALINGS, PointState, SweepPlan, SweepPoint, check_flags
 from hvd_bert.tools.rendering import counted, report_files, seconds
@@ -35,7 +35,7 @@ from hvd_bert.tools.runs import record
 from hvd_bert.tools.runs.finding import SWEEP
 from hvd_bert.tools.runs.launching import STRONG, Launching, add_flags, choose
 from hvd_bert.tools.runs.one_run import MODEL, Stopped, Watch, exit_status, train
-from hvd_bert.tools.runs.out_folder import opened
+from hvd_bert.tools.runs.out_folder import opened, replace
 from hvd_bert.tools.runs.trainer_flags import PRESET, names_data, with_defaults
 
 FAILURES = 2  # in a row; then the setting's other repeats are not run
@@ -130,7 +130,7 @@ class Sweep:
         self.unit = "windows"  # what a step takes, known after the first run
 
     def _same(self) -> dict[str, object]:
-        """The settings of all points that the figures depend on."""
+        """The settings that must stay the same when the sweep resumes."""
         plan, scalings = self.plan, SCALINGS[self.plan.scaling]
         return {
             "--steps": plan.steps if plan.epochs is None else None,
@@ -208,7 +208,7 @@ class Sweep:
     def _write(self) -> None:
         """Write sweep.json."""
         rows = [{"name": point.name, **vars(point)} for point in self.points]
-        write_json(self.out / SWEEP, {"same": self.same, **self.now, "points": rows + self.other_rows})
+        replace(self.out / SWEEP, {"same": self.same, **self.now, "points": rows + self.other_rows})
 
     def _in_state(self, state: PointState) -> list[SweepPoint]:
         return [point for point in self.points if point.state == state]
@@ -268,7 +268,8 @@ class Sweep:
         point.state, point.windows_per_s, self.unit = "done", run.windows_per_s, run.unit
         self.failures[point.setting] = 0
         if point.repeat != self.points[0].repeat:  # one saved model per point is enough; weights are large
-            delete(folder / MODEL)
+            with writing_to("--out", self.out):
+                delete(folder / MODEL)
 
     def _print_reasons(self, state: PointState) -> None:
         """Print each reason once, with its points."""

@@ -46,7 +46,7 @@ def horovodrun(slots: Mapping[str, int], options: Sequence[str] = (), flags: Seq
     """The horovodrun line for a rank per slot. `flags`: the training's."""
     hosts = ",".join(f"{host}:{number}" for host, number in slots.items())
     train = [_program("python"), "-m", "hvd_bert.train", *flags]
-    program, *words = launchers.horovodrun(launchers.Start(train, sum(slots.values()), hosts, extra=options))
+    program, *words = launchers.horovodrun(launchers.LaunchOptions(train, sum(slots.values()), hosts, extra=options))
     return shlex.join([_program(program), *words])
 
 

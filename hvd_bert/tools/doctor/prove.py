@@ -249,7 +249,8 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     settings, launcher = start.config.as_flat(), world.launcher
     proof, report = prove(start, world), Report(flags.json, shown=world.rank == 0)
     report.print_details(f"{world.size} rank(s), --strategy {settings['strategy']}, launcher {launcher}\n")
-    report.add(*proof.results())
+    if world.rank == 0:
+        report.add(*proof.results())
     report.data = {"settings": settings, "launcher": launcher, "bounds": BOUNDS, "steps": proof.steps}
     report.data |= run_folder.environment_facts(start.config, world)
     if world.broadcast(report.close("Proved: the ranks do the work of one process", EXIT_FAILURE)):

@@ -78,7 +78,7 @@ def group_names(groups: Sequence[Group]) -> list[str]:
 
 
 def _named(records: Sequence[Record], groups: Sequence[Group]) -> Sets:
-    """The runs by row of the tables, where its name says what sets it apart; else a run under its part of the path.
+    """Curve name -> runs: one curve per table row, or per run where two rows have the same name.
 
     A strategy has its color in the plots, and a number of devices its dashes.
     """

@@ -46,14 +46,15 @@ def _used(record: Record) -> dict[str, Any]:
     facts = dict(record.facts) | {f"--{name}": value for name, value in record.settings.items()}
     for group in ("machine", "versions", "work", "job"):
         facts |= {f"{group}.{name}": value for name, value in record.object(group).items()}
-    unused = [f"versions.{name}" for name in STRATEGIES if name != facts.get("strategy")]
+    others = [row.package for name, row in STRATEGIES.items() if name != facts.get("strategy")]
+    unused = [f"versions.{package}" for package in others if package]
     unused += [] if facts.get("machine.gpus") else ["versions.nccl", "versions.cuda"]
     unused += ["controller"] if facts.get("controller") == "none" else []  # of a single rank
     return {key: value for key, value in facts.items() if key not in unused}
 
 
 def _fact(found: Sequence[Any], key: str, form: str) -> str:
-    """A fact in its words, with "and" between different values; "" if no run recorded it."""
+    """Format one fact; different values are joined by "and". "" if no run recorded it."""
     parts = (part for value in found for part in (value if isinstance(value, list) else [value]))
     values = list(dict.fromkeys(_text(key, part) for part in parts if part not in (None, "")))
     text = form.format(" and ".join(filter(None, [", ".join(values[:-1]), *values[-1:]])), count=len(values))

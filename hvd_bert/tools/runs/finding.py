@@ -15,7 +15,7 @@ from hvd_bert.storage.reading import convert, read_json
 from hvd_bert.tools.runs.record import EVALUATED_ONLY, METRICS, RESULTS, SETTINGS, Number
 from hvd_bert.tools.runs.tolerant import unreadable
 
-RUN_FILES = {RESULTS, SETTINGS, METRICS, EVALUATED_ONLY}
+MARKS = {RESULTS, SETTINGS, METRICS, EVALUATED_ONLY}
 SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its runs
 Excluded = tuple[str, str]  # a run, or several, without a speed-up, and the reason
 
@@ -45,7 +45,7 @@ def find(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path} is not a folder. Name output folders of `python -m hvd_bert.train`.")
-        below = sorted(folder for folder, files in _walk(path) if RUN_FILES & files)
+        below = sorted(folder for folder, files in _walk(path) if MARKS & files)
         if not below:
             raise UserError(
                 f"{path} contains no run: there is no {RESULTS} or {SETTINGS} in it or in a folder below it."
@@ -59,7 +59,7 @@ def find(paths: Sequence[Path]) -> list[Path]:
 def _walk(path: Path) -> Iterable[tuple[Path, set[str]]]:
     """The folders below, with the names of their files."""
     for folder, subfolders, files in os.walk(path):
-        if RUN_FILES & set(files):
+        if MARKS & set(files):
             subfolders.clear()  # checkpoints and other subfolders belong to the run
         yield Path(folder), set(files)
 

@@ -18,7 +18,7 @@ from hvd_bert.config.strategies import ALONE, HOROVOD, STRATEGIES, StrategyRow
 from hvd_bert.distributed.horovodrun import host_slots
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.distributed.launch import number
-from hvd_bert.distributed.launchers import LAUNCHERS, Allocation, Start, launcher_row
+from hvd_bert.distributed.launchers import LAUNCHERS, Allocation, LaunchOptions, launcher_row
 from hvd_bert.distributed.slurm import requested
 from hvd_bert.errors import UserError
 from hvd_bert.machine import cpu_name, versions
@@ -152,7 +152,8 @@ class Launching:
         if command is None:
             return train
         allocation, exported = self.machine.allocation, [name for name in EXPORTED if name in environ]
-        program, *words = command(Start(train, point.processes, self.hosts, allocation, self.extra_args, exported))
+        options = LaunchOptions(train, point.processes, self.hosts, allocation, self.extra_args, exported)
+        program, *words = command(options)
         return [program_path(program) or program, *words]
 
     def environment(self, point: Point, environ: Mapping[str, str]) -> dict[str, str]:

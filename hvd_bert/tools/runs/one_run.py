@@ -79,7 +79,7 @@ def signals() -> Iterator[Watch]:
 
 @contextmanager
 def _handler(handle: Any) -> Iterator[None]:
-    """Handle HANDLED by `handle` inside the block."""
+    """Context manager: install `handle` for the signals HANDLED."""
     before = {number: signal.signal(number, handle) for number in HANDLED}
     try:
         yield
@@ -187,7 +187,7 @@ def _guard() -> Iterator[int]:
 
 @contextmanager
 def _adopting() -> Iterator[Callable[[], list[psutil.Process]]]:
-    """Inside, processes become this one's children when their parent ends, whatever their session or process group.
+    """Context manager: be a subreaper, so that orphaned descendants become our children.
 
     Yields a function that lists all processes below this one, except those from before the block.
     """

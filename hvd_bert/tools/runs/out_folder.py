@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from hvd_bert.errors import UserError, short_reason
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import Kind, convert, read_json
-from hvd_bert.storage.writing import is_special, make_folder, writing_to
+from hvd_bert.storage.writing import is_special, make_folder, write_json, writing_to
 from hvd_bert.tools.runs.finding import SweepFile
 
 OTHER_OUT = "choose another --out."
@@ -55,16 +55,23 @@ def opened(record: Path, same: Mapping[str, Any], what: str) -> Iterator[dict[st
     folder cannot be written and, before anything is created, if it holds something else.
     """
     folder = record.parent
-    with writing_to("--out", folder):
-        paths = list(folder.iterdir()) if folder.is_dir() else []
-        if not record.exists() and {path.name for path in paths} - {LOCK}:
-            raise UserError(f"--out {folder} is not empty and has no {record.name}: choose another folder.")
-        for path in paths:  # a killed optuna's lock is a link, to which nothing is written
-            if is_special(path) and not path.is_dir() and path.suffix != ".lock":
-                raise UserError(f"--out {folder}: {path.name} is a link or a pipe. Remove it, or choose another --out.")
-        make_folder(folder)
-        with locked(folder, wait=False):
-            yield _previous(record, same, what)
+    with ExitStack() as stack:
+        with writing_to("--out", folder):
+            paths = list(folder.iterdir()) if folder.is_dir() else []
+            if not record.exists() and {path.name for path in paths} - {LOCK}:
+                raise UserError(f"--out {folder} is not empty and has no {record.name}: choose another folder.")
+            for path in paths:  # a killed optuna's lock is a link, to which nothing is written
+                if is_special(path) and not path.is_dir() and path.suffix != ".lock":
+                    raise UserError(f"--out {folder}: {path.name} is a link or a pipe. Remove it, or {OTHER_OUT}")
+            make_folder(folder)
+            stack.enter_context(locked(folder, wait=False))
+        yield _previous(record, same, what)
+
+
+def replace(record: Path, content: Any) -> None:
+    """Write the record atomically. Raises UserError if it cannot be written."""
+    with writing_to("--out", record.parent):
+        write_json(record, content)
 
 
 def _as_text(value: Any) -> str:

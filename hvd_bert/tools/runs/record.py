@@ -21,7 +21,6 @@ import yaml
 from msgspec import Meta, Struct
 
 from hvd_bert.config.settings import FLAGS, in_this_version
-from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.errors import visible
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
@@ -29,6 +28,7 @@ from hvd_bert.storage.reading import MAX_YAML_BYTES, Count, Positive, convert, r
 from hvd_bert.tools.rendering import SHORT
 from hvd_bert.tools.runs import tolerant
 from hvd_bert.tools.runs.tolerant import LARGEST, LineArrays, converted, finite_number, objects
+from hvd_bert.tools.runs.trainer_flags import OWNERS
 
 RESULTS, METRICS, SETTINGS = "train_results.json", "metrics.jsonl", "train_config.yaml"
 EVALUATED_ONLY, EVALUATION = "eval_config.yaml", "eval_results.json"
@@ -39,7 +39,7 @@ SILENT_S = 300.0  # where a lock cannot be seen: a run that has written nothing 
 State = Literal["finished", "running", "ended"]
 Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 # Flags of a single strategy, which change how gradients are sent.
-OWNED = {f"--{name}": flag for name, flag in FLAGS.items() if flag.owner in STRATEGIES}
+OWNED = {f"--{name}": FLAGS[name] for name in OWNERS}
 # Keys of the record `work` that differ between repeats, or that the number of steps covers.
 NOT_COMPARED = ("--seed", "--num_train_epochs", "--max_steps")
 
@@ -60,12 +60,10 @@ class TrainResults(Struct, kw_only=True):
     strategy: str = "horovod"
     controller: str | None = None
     device_name: str = "unknown"
-    unit: str = "windows"
     machine: dict[str, Any] = {}
     hosts: list[str] = []
     ranks: list[dict[str, Any]] = []
     scores: tuple[str, ...] = DEFAULT_SCORES
-    versions: dict[str, Any] = {}
     processes: list[dict[str, Number | None]] = []
 
 

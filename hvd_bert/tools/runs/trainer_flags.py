@@ -10,6 +10,8 @@ from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import UserError
 
 PRESET = "sweep"
+# Flags that belong to one strategy -> that strategy.
+OWNERS = {name: flag.owner for name, flag in FLAGS.items() if flag.owner}
 # Flags that name the training data. Without any of them the preset is trained.
 DATA_FLAGS = {"config", "task", "dataset_name", "train_file"}
 # Only steps are timed and, without dropout, all strategies have the same losses. The user's flags override these.
@@ -58,7 +60,7 @@ def check_own(flags: Sequence[str], own: Mapping[str, str], who: str) -> None:
 
 
 def check_files(config: Config) -> None:
-    """Raise UserError if a data file or the batch is missing. A task of one's own may read a folder."""
+    """Raise UserError if a data file or the batch is missing. A custom task may read a folder."""
     config.train.refuse_auto("runs that are compared")
     for name in ("train_file", "validation_file"):
         missing = [file.path for file in config.data.files(name) if not Path(file.path).exists()]

@@ -24,13 +24,13 @@ from pathlib import Path
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import MAX_RUNS, MAX_SECONDS, Limits, Parser, add_number
 from hvd_bert.config.settings import FLAGS
+from hvd_bert.config.strategies import ALONE, STRATEGIES
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
-from hvd_bert.storage.writing import write_json
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.rendering import counted
 from hvd_bert.tools.runs.launching import Point, add_flags, choose
 from hvd_bert.tools.runs.one_run import Watch, exit_status, train
-from hvd_bert.tools.runs.out_folder import opened
+from hvd_bert.tools.runs.out_folder import opened, replace
 from hvd_bert.tools.runs.trainer_flags import PRESET, SET_BY_SWEEP, check_files, check_own, names_data, with_defaults
 
 FILE = "tune.json"
@@ -93,7 +93,9 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
     common = with_defaults(rest, launching.threads(os.environ), ("--save_steps=0",))
     common = command_line.override_argv(common, ["--eval_strategy=epoch"])
     config = command_line.parse(common)
-    point = Point(config.parallel.strategy, flags.ranks or launching.slots)
+    row = STRATEGIES[config.parallel.strategy]
+    alone = row.world == ALONE and not row.several_gpus
+    point = Point(config.parallel.strategy, flags.ranks or (1 if alone else launching.slots))
     if obstacle := launching.obstacle(point):
         raise UserError(f"{obstacle}.")
     check_files(config)
@@ -108,7 +110,7 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
         return train(command, environ, folder, flags.timeout, watch, refuse=not setting)[0]
 
     with opened(flags.out / FILE, same, "tuning") as previous:
-        write_json(flags.out / FILE, content | {"result": previous.get("result")})
+        replace(flags.out / FILE, content | {"result": previous.get("result")})
         print(f"{counted(point.ranks, 'rank')} under {launching.launcher(point)}, runs in {flags.out}")
         if not names_data(rest):
             own = "Tune with your own model, data and batch."
@@ -119,8 +121,10 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
         except search.TrialFailed as error:
             print(f"hvd_bert: the run with your settings failed: {error}. Rerun to try again.", file=sys.stderr)
             return EXIT_FAILURE
-        result = trainings.run(flags.trials, flags.minutes, flags.pruner, config.train.seed)
-        write_json(flags.out / FILE, content | {"result": result})
+        result = trainings.run(
+            flags.trials, flags.minutes, flags.pruner, config.train.seed, answered=bool(previous.get("result"))
+        )
+        replace(flags.out / FILE, content | {"result": result})
     return EXIT_OK
 
 

@@ -1,4 +1,4 @@
-"""optuna's study over trainings, kept in the folder of a tuning: the searched flags, the trials and the answer."""
+"""optuna's study over trainings, stored in the folder of a tuning: the searched flags, the trials and the answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from optuna.visualization import matplotlib as draw
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import UserError, as_user_error
-from hvd_bert.storage.writing import delete, write_named
+from hvd_bert.storage.reading import convert, parse_json
+from hvd_bert.storage.writing import delete, write_named, writing_to
 from hvd_bert.tools.rendering import DASH
 from hvd_bert.tools.rendering.figures import saved
 from hvd_bert.tools.rendering.page import Code, Grid, Page, Picture, Text
@@ -36,7 +37,8 @@ from hvd_bert.tools.runs import record
 from hvd_bert.tools.runs.one_run import LOG, MODEL, Watch
 from hvd_bert.tools.runs.out_folder import OTHER_OUT
 
-STUDY, PAGE, FIRST = "study.log", "tune.html", "baseline"
+STUDY, PAGE, FIRST, NAME = "study.log", "tune.html", "baseline", "tune"
+BEGIN = b'{"op_code":'  # of each line of the study
 PRUNERS = {"median": MedianPruner, "halving": SuccessiveHalvingPruner, "none": NopPruner}
 PLOTS = draw.plot_optimization_history, draw.plot_param_importances, draw.plot_slice, draw.plot_parallel_coordinate
 REASON = "reason"  # why a trial failed or ended early, recorded with it
@@ -48,7 +50,8 @@ OVERRIDING = {
     "per_device_train_batch_size": "global_batch",
 }
 Value = int | float | str
-Start = Callable[[Sequence[str], Path, Watch], str]  # trains with a setting in a folder; returns why it failed, or ""
+# Trains with a setting in a folder; returns why it failed, or "".
+TrainSetting = Callable[[Sequence[str], Path, Watch], str]
 
 
 class TrialFailed(Exception):
@@ -110,7 +113,7 @@ def number(text: str) -> Value:
 class Search:
     """Trainings with different settings, compared by the metric of --metric_for_best_model."""
 
-    def __init__(self, parameters: Sequence[Parameter], start: Start, out: Path, check: Watch) -> None:
+    def __init__(self, parameters: Sequence[Parameter], start: TrainSetting, out: Path, check: Watch) -> None:
         """Train with the user's own settings, if no earlier start has. Raises UserError or TrialFailed."""
         self.parameters, self.start, self.out, self.check = parameters, start, out, check
         self.distributions = {each.name: each.distribution for each in parameters}
@@ -126,13 +129,13 @@ class Search:
             raise UserError("The first run has no score to compare: give validation data, such as --validation_file.")
         self.baseline = value
 
-    def run(self, count: int, minutes: float | None, pruner: str, seed: int) -> dict[str, Any]:
+    def run(self, count: int, minutes: float | None, pruner: str, seed: int, answered: bool) -> dict[str, Any]:
         """Run the trials that are left of `count`, print the answer and write the page. Returns the answer's record.
 
         Raises UserError if no other setting was tried.
         """
         warnings.simplefilter("ignore")  # optuna's, of scores that were reported and of plots of few trials
-        study = self._load(pruner)
+        study = self._load(pruner, answered)
         count = self._enqueue(study, count)
         print(f"{len(finished(study))} of {count} trials are done")
         print(f"trial  {self.metric:>8}  setting", flush=True)
@@ -150,22 +153,30 @@ class Search:
         table = Grid(["trial", "setting", "outcome", self.metric], [self._row(trial) for trial in done], 3)
         page = Page("Tuning", [Code(answer), Text("Trials", 2), table, Text("Plots", 2)])
         page.add(*(_picture(study, self.metric, plot) for plot in PLOTS if len(complete(study)) > 1))
-        write_named(self.out / PAGE, page.as_html())
+        with writing_to("--out", self.out):
+            write_named(self.out / PAGE, page.as_html())
         print(f"\n{answer}\nAll trials and optuna's plots: {self.out / PAGE}")
         return result
 
-    def _load(self, pruner: str) -> Study:
-        """The study in the folder, which this process has locked, or a new one; a killed trial is enqueued again."""
+    def _load(self, pruner: str, answered: bool) -> Study:
+        """The study in the folder, which this process has locked, or a new one; a killed trial is enqueued again.
+
+        Raises UserError if its file is damaged: optuna would begin a new study. `answered`: by an earlier start.
+        """
         optuna.logging.set_verbosity(optuna.logging.ERROR)  # failed trials are in the table
         path = self.out / STUDY
-        with as_user_error(lambda reason: f"{path} cannot be read ({reason}): {OTHER_OUT}"):
+        with as_user_error(lambda reason: f"{path} is damaged ({reason}): restore it, or {OTHER_OUT}"):
+            first, newline, _ = (path.read_bytes() if path.exists() else b"").partition(b"\n")
+            cut = not newline and BEGIN.startswith(first[: len(BEGIN)]) and not answered  # by a kill, or not there
+            if not cut and convert(parse_json(first), dict[str, Any]).get("study_name") != NAME:
+                raise ValueError("its begin is missing")
             # After a kill, optuna would wait for its lock, and append to a line that was cut.
             (self.out / f"{STUDY}.lock").unlink(missing_ok=True)
             if path.exists():
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
             study = optuna.create_study(
                 storage=JournalStorage(JournalFileBackend(str(path))),
-                study_name="tune",
+                study_name=NAME,
                 direction=self.direction,
                 pruner=PRUNERS[pruner](),
                 load_if_exists=True,
