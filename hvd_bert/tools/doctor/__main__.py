@@ -112,10 +112,11 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     config = command_line.parse(command_line.override_argv(words, fixed))
     args = replace(config.train, output_dir=None)  # a --config file may name a run, which stays as it is
     args.refuse_auto("hvd-bert doctor --prove")
-    strategy = config.parallel.strategy
-    if STRATEGIES[strategy].several_gpus or args.fp16 or args.torch_compile or args.optim != "adamw_torch_fused":
-        cannot = "--strategy dp" if strategy == "dp" else "--fp16, --torch_compile and --optim"
-        raise UserError(f"--prove cannot compare {cannot}. Omit these flags.")
+    on_several = " or ".join(name for name, row in STRATEGIES.items() if row.several_gpus)
+    refused = args.fp16 or args.torch_compile or args.optim != "adamw_torch_fused"
+    if refused or STRATEGIES[config.parallel.strategy].several_gpus:
+        others = "--fp16, --torch_compile and --optim"
+        raise UserError(f"--prove cannot compare --strategy {on_several}, {others}. Omit these flags.")
     return flags, replace(config, train=args)
 
 
