@@ -113,8 +113,8 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     args = replace(config.train, output_dir=None)  # a --config file may name a run, which stays as it is
     args.refuse_auto("hvd-bert doctor --prove")
     on_several = " or ".join(name for name, row in STRATEGIES.items() if row.several_gpus)
-    refused = args.fp16 or args.torch_compile or args.optim != "adamw_torch_fused"
-    if refused or STRATEGIES[config.parallel.strategy].several_gpus:
+    differs = args.fp16 or args.torch_compile or args.optim != "adamw_torch_fused"
+    if differs or STRATEGIES[config.parallel.strategy].several_gpus:
         others = "--fp16, --torch_compile and --optim"
         raise UserError(f"--prove cannot compare --strategy {on_several}, {others}. Omit these flags.")
     return flags, replace(config, train=args)
