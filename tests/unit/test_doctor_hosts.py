@@ -1,4 +1,4 @@
-"""What the doctor concludes from the reports of several hosts, and the lines that it prints to start a training."""
+"""The doctor's conclusions from the reports of several hosts, and its lines that start a training."""
 
 from __future__ import annotations
 

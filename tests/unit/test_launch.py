@@ -152,7 +152,7 @@ def test_decision(decide, environ, expected):
 
 
 def test_a_launcher_is_its_row(monkeypatch):
-    """What its row says decides how its ranks are found, watched and connected, and how the tools start them."""
+    """The row decides how ranks are found, watched and connected, and how the tools start them."""
 
     def command(start):
         return ["prterun", "-n", str(start.ranks), *start.extra, *start.train]

@@ -35,7 +35,7 @@ def made(folder: Path, given: Mapping[str, str], label: str) -> Path:
 
 
 def after_an_epoch(folder: Path, given: Mapping[str, str]) -> None:
-    """What a run of several epochs has written after its first: F1 is half of the final one."""
+    """Write the files of a run after its first epoch: F1 is half of the final one."""
     rows = [{"step": 10, "epoch": 1.0, "eval_f1": f1_of(given) / 2}, {"step": 11, "loss": 1.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 12, "eval_f1')
 

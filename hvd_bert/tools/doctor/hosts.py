@@ -33,7 +33,7 @@ AT_ONCE = 64
 
 @dataclass(frozen=True)
 class HostReport:
-    """What the doctor of a host prints with --json. Without `ranks` it found no world."""
+    """The JSON report of a host's doctor. Without `ranks` it found no world."""
 
     checks: tuple[CheckResult, ...]
     ranks: tuple[dict[str, Any], ...] = ()

@@ -20,7 +20,7 @@ from hvd_bert.tools.runs.tolerant import finite_number
 
 TEXTS = yaml.safe_load(resources.files("hvd_bert.tools.report").joinpath("texts.yaml").read_text(encoding="utf-8"))
 OUTPUT = ("output_dir", "overwrite_output_dir")  # differ between any two runs
-# Of train_results.json: the world and the machine.
+# Keys of train_results.json that describe the world and the machine.
 FACTS = ("world_size", "global_batch", "learning_rate", "train_steps", "hosts", "device_name", "threads_per_rank")
 
 
@@ -88,7 +88,7 @@ def settings(record: Record) -> list[Block]:
 
 
 def differences(records: Sequence[Record]) -> Grid:
-    """What is not the same in all runs: a row or, if fewer, a column per run, which repeats share."""
+    """Table of the settings that differ: a row or, if fewer, a column per run; repeats share one."""
     values = [_compared(record) for record in records]
     names = dict.fromkeys(name for compared in values for name in compared)
     differing = [name for name in names if len({compared.get(name, DASH) for compared in values}) > 1]

@@ -197,7 +197,7 @@ def lower(table: ScalingTable) -> str:
 
 
 def caveats(tables: Sequence[ScalingTable]) -> list[str]:
-    """What makes the figures less reliable, a sentence each."""
+    """Reasons why the figures are less reliable, a sentence each."""
     found = []
     for table in tables:
         place = f" ({lower(table)})" if len(tables) > 1 else ""

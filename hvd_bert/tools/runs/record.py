@@ -45,7 +45,7 @@ NOT_COMPARED = ("--seed", "--num_train_epochs", "--max_steps")
 
 
 class TrainResults(Struct, kw_only=True):
-    """What a comparison needs of train_results.json, under its keys. Older runs lack what has a default."""
+    """The values of train_results.json that a comparison needs. Older runs lack those with a default."""
 
     work: dict[str, Any]
     world_size: Positive
@@ -109,7 +109,7 @@ class Record:
 
     @property
     def unit(self) -> str:
-        """What a step takes, such as windows."""
+        """The unit of a batch, such as windows."""
         return str(self.facts.get("unit", "windows"))
 
     @property

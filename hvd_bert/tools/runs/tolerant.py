@@ -71,7 +71,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def unreadable(path: Path, error: Exception) -> str:
-    """What is wrong with a file."""
+    """Describe why a file cannot be read."""
     return f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}"
 
 

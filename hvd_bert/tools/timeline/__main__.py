@@ -20,7 +20,7 @@ from pathlib import Path
 from hvd_bert.config.parser import Limits, Parser
 from hvd_bert.errors import EXIT_OK, visible
 from hvd_bert.startup import run_command
-from hvd_bert.storage.writing import check_output, write_named, writing_to
+from hvd_bert.storage.writing import check_output, write_output, writing_to
 from hvd_bert.streams import end_when_lost
 from hvd_bert.tools.timeline import summary
 from hvd_bert.tools.timeline.findings import read
@@ -37,8 +37,7 @@ def _analyze(flags: argparse.Namespace) -> int:
             check_output(flags.html, flags.overwrite, [flags.file])
     findings = read(flags.file, flags.ranks)
     if flags.html:
-        with writing_to("--html", flags.html):
-            write_named(check_output(flags.html, flags.overwrite), summary.page(findings, definitions=True).as_html())
+        write_output("--html", flags.html, summary.page(findings, definitions=True).as_html(), flags.overwrite)
     if flags.json:
         print(summary.as_json(findings))
     else:
