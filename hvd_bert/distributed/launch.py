@@ -107,8 +107,8 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
         ranks = mpi_ranks(environ)
         return Launcher(ASKS_MPI, None, number(environ, ranks[0])) if ranks else Launcher("none", None, None)
     launcher, size_name, rank_name, *_ = found[0]
-    if environ[size_name] == "1" and found[-1][0] == BY_TORCH:  # one process per node, and the variables of all
-        launcher, size_name, rank_name = found[-1]
+    if found[-1][0] == BY_TORCH and environ[size_name] == "1" and environ["WORLD_SIZE"] != "1":
+        launcher, size_name, rank_name = found[-1]  # one process per node, each with its rank in a larger world
     size, rank = number(environ, size_name, 1), number(environ, rank_name)
     if rank is not None and size is not None and rank >= size:
         raise UserError(

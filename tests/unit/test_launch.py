@@ -77,6 +77,7 @@ def threads(environ):
         (found, TORCHRUN | SRUN, ("torchrun", 4, 3)),
         (found, TORCHS | SRUN, ("srun", 4, 3)),  # a job script exports them for its ranks
         (found, TORCHS | INSIDE_SRUN, (BY_TORCH, 4, 3)),  # one step per node
+        (found, TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 1, 0)),
         # In a step of mpirun's daemons; in a batch job; in a step of srun --mpi=pmi2
         (found, SRUN | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, ("mpirun", 1, 0)),
         (found, MPIRUN | BATCH_STEP, ("mpirun", 4, 3)),
