@@ -5,11 +5,9 @@ These functions only read their arguments, so that tests need no cluster.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from hvd_bert.distributed.launchers import BY_TORCH, LAUNCHERS, LauncherRow, launcher_row
@@ -50,21 +48,8 @@ class Launcher:
 
 ASKS_MPI = "MPI"
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torch's variables
-_PER_NODE = "PET_NPROC_PER_NODE"  # torchrun's --nproc-per-node: Kubeflow's WORLD_SIZE counts these processes
 # Ranks of launchers that set no size: PRRTE, Hydra with -pmi-port, PALS, ALPS. MPI is asked.
 _MPI_RANKS = ("PMIX_RANK", "PMI_ID", "PALS_RANKID", "ALPS_APP_PE")
-# Numbers or lists of processes or hosts, without a rank of this process: torchrun's options, TensorFlow's, Vertex AI's,
-# SageMaker's, SkyPilot's, submitit's.
-_SIZES_ALONE = ["PET_NNODES", _PER_NODE, "TF_CONFIG", "CLUSTER_SPEC", "SM_HOSTS"]
-_SIZES_ALONE += ["SKYPILOT_NUM_NODES", "SUBMITIT_LOCAL_NTASKS"]
-# Which platform has set torch's variables.
-_PLATFORMS = {
-    "PET_NNODES": "Kubeflow",
-    "VC_TASK_INDEX": "Volcano",
-    "AZUREML_RUN_ID": "Azure ML",
-    "RUNAI_JOB_NAME": "Run:ai",
-    "CROSS_SIZE": "deepspeed",
-}
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 PTY = "SLURM_PTY_PORT"  # set by `srun --pty bash`, whose first task alone has a terminal
 WITH_PMIX = "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun or horovodrun."
@@ -123,30 +108,12 @@ def _variables() -> list[tuple[str, ...]]:
     return [(name, *names) for name, row in LAUNCHERS.items() for names in row.variables]
 
 
-def ignored(launcher: Launcher, environ: Mapping[str, str]) -> list[str]:
-    """The variables for several processes whose number is not the launcher's."""
-    names = dict.fromkeys([*(size for _, size, *_ in _variables()), *_SIZES_ALONE])
-    return [name for name in names if _process_count(environ.get(name, "")) not in (1, launcher.size)]
-
-
-def platform_name(launcher: Launcher, environ: Mapping[str, str]) -> str:
-    """The launcher's name in a report: for torch's variables with the platform that has set them, where it is known."""
-    if launcher.size is None:
-        return "no launcher" if launcher.name == "none" else "a launcher of MPI, which is asked for the ranks"
-    found = [name for variable, name in _PLATFORMS.items() if variable in environ]
-    return f"{found[0]} ({BY_TORCH})" if found and launcher.name == BY_TORCH else launcher.name
-
-
-def _process_count(text: str) -> int:
-    """The processes in a variable: a number, min:max, or JSON with lists of hosts; else 1."""
-    if re.fullmatch(r"(?:[0-9]{1,9}:)?[0-9]{1,9}", text):
-        return max(1, int(text.rpartition(":")[2]))
-    try:
-        parsed = json.loads(text)
-        hosts = list(chain(*parsed["cluster"].values())) if isinstance(parsed, dict) else parsed
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return 1
-    return max(1, len(hosts)) if isinstance(hosts, list) else 1
+def other_sizes(launcher: Launcher, environ: Mapping[str, str]) -> list[str]:
+    """The other launchers' variables of a size above 1 that is not this launcher's."""
+    sizes = dict.fromkeys(size for _, size, *_ in _variables())
+    return [
+        name for name in sizes if environ.get(name, "").isdecimal() and environ[name] not in ("1", str(launcher.size))
+    ]
 
 
 def speaks_first(environ: Mapping[str, str]) -> bool:
@@ -202,11 +169,6 @@ def checked_launcher(environ: Mapping[str, str]) -> Launcher:
 def _check_variables(launcher: Launcher, environ: Mapping[str, str]) -> None:
     """Refuse variables for several processes that cannot find each other: each would train alone."""
     missing = [name for name in RENDEZVOUS if not environ.get(name)]
-    if launcher.name == BY_TORCH and _process_count(environ.get(_PER_NODE, "")) > 1:
-        raise UserError(
-            f"{_PER_NODE}={environ[_PER_NODE]}: WORLD_SIZE={launcher.size} counts processes of torchrun. Start with"
-            " `torchrun -m hvd_bert.train`, which takes the number of nodes and processes from these variables."
-        )
     if launcher.name == BY_TORCH and launcher.size != 1 and missing:
         raise UserError(
             f"RANK={launcher.rank} and WORLD_SIZE={launcher.size} are set, but not {' and '.join(missing)}, through"
@@ -219,7 +181,7 @@ def _check_variables(launcher: Launcher, environ: Mapping[str, str]) -> None:
         )
     if not launcher.is_alone:
         return
-    unused = [name for name in ignored(launcher, environ) if name != "WORLD_SIZE"]  # job scripts export it
+    unused = [name for name in other_sizes(launcher, environ) if name != "WORLD_SIZE"]  # job scripts export it
     others = any(environ.get(name) for name in RENDEZVOUS if name != "RANK")
     if launcher.name == "none" and environ.get("RANK") and (others or environ["RANK"] != "0"):
         unused.append("RANK")
@@ -259,19 +221,11 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
     return environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def note_on_one_process(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
-    """Why this process trains alone, where several seem to be requested; None otherwise."""
-    if launcher.name != "none":
-        return None
-    # accelerate sets MASTER_PORT only for several processes.
-    if {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= environ.keys():
-        return (
-            "accelerate launch started a single process, although several were requested: it trains alone. On GPUs add"
-            " --multi_gpu; on CPUs start with torchrun or horovodrun."
-        )
-    if "WORLD_SIZE" in ignored(launcher, environ):
-        return (
-            f"WORLD_SIZE={environ['WORLD_SIZE'][:40]} is ignored, since RANK is not set: this process trains alone. To"
-            " start several, use a launcher (docs/guides/strategies.md)."
-        )
-    return None
+def note_on_one_process(launcher: Launcher, environ: Mapping[str, str]) -> str:
+    """A warning if WORLD_SIZE suggests several processes, but this one trains alone; else ""."""
+    if launcher.name != "none" or "WORLD_SIZE" not in other_sizes(launcher, environ):
+        return ""
+    return (
+        f"WORLD_SIZE={environ['WORLD_SIZE'][:40]} is ignored, since RANK is not set: this process trains alone. To"
+        " start several, use a launcher (docs/guides/strategies.md)."
+    )

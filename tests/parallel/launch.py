@@ -50,12 +50,6 @@ _FOREIGN = (
     "WORLD_SIZE",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
-    "TF_CONFIG",
-    "CLUSTER_SPEC",
-    "SM_HOSTS",
-    "SKYPILOT_",
-    "SUBMITIT_",
-    "VC_",
     "HF_HUB_CACHE",
     "HF_DATASETS_CACHE",
 )

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser, add_number, path
 from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.distributed.horovodrun import host_slots, read_hostfile
-from hvd_bert.distributed.launch import find_launcher, ignored, platform_name, speaks_first
+from hvd_bert.distributed.launch import find_launcher, other_sizes, speaks_first
 from hvd_bert.errors import EXIT_OK, UserError, find_user_error, visible
 from hvd_bert.startup import collector_paused, print_on_one_rank, run_command, start_rank, take_local_rank
 from hvd_bert.streams import end_when_lost, keep_running
@@ -161,10 +161,10 @@ def _check(argv: list[str] | None) -> int:
         raise UserError(f"--hosts: start the check once, not in each process of {launcher.name}.")
     keep_running()  # the exit status counts, too
     report = Report(flags.json, first, flags.verbose)
-    unused = [f"{name}={os.environ[name][:40]}" for name in ignored(launcher, os.environ)]
+    unused = [f"{name}={os.environ[name][:40]}" for name in other_sizes(launcher, os.environ)]
     report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size, "ignored": unused}
-    started = f"1 of {launcher.size} ranks by " if launcher.size else ""
-    started += platform_name(launcher, os.environ) + (f"; ignored: {', '.join(unused)}" if unused else "")
+    started = f"1 of {launcher.size} ranks by {launcher.name}" if launcher.size else f"launcher: {launcher.name}"
+    started += f"; ignored: {', '.join(unused)}" if unused else ""
     report.print_details(f"hvd_bert doctor on {platform.node()} ({started})\n")
     try:
         with collector_paused():
