@@ -153,44 +153,79 @@ def mpi_ranks(environ: Mapping[str, str]) -> list[str]:
     return [name for name in (*_MPI_RANKS, *own) if name in environ]
 
 
+def _nested(launcher: Launcher, environ: Mapping[str, str]) -> str:
+    """The number of srun's tasks, if each has started a launcher."""
+    return environ["SLURM_STEP_NUM_TASKS"] if is_nested(launcher, environ) else ""
+
+
+def _no_address(launcher: Launcher, environ: Mapping[str, str]) -> str:
+    """The missing ones of torch's variables."""
+    several = launcher.name == BY_TORCH and launcher.size != 1
+    return " and ".join(name for name in RENDEZVOUS if several and not environ.get(name))
+
+
+def _two_worlds(launcher: Launcher, environ: Mapping[str, str]) -> str:
+    """WORLD_SIZE, if torch's variables describe a world of another size than srun's."""
+    several = launcher.name == "srun" and launcher.size != 1 and all(map(environ.get, RENDEZVOUS))
+    return environ["WORLD_SIZE"] if several and environ["WORLD_SIZE"] != str(launcher.size) else ""
+
+
+def _larger_world(launcher: Launcher, environ: Mapping[str, str]) -> str:
+    """The size set by another launcher, if this process is alone. Job scripts export WORLD_SIZE."""
+    names = [name for name in other_sizes(launcher, environ) if launcher.is_alone and name != "WORLD_SIZE"]
+    return f"{names[0]}={environ[names[0]][:80]}" if names else ""
+
+
+def _rank_alone(launcher: Launcher, environ: Mapping[str, str]) -> str:
+    """RANK, if it is set without a size. A RANK of 0 may be left over."""
+    rank, others = environ.get("RANK"), any(environ.get(name) for name in RENDEZVOUS if name != "RANK")
+    return f"RANK={rank[:80]}" if launcher.name == "none" and rank and (others or rank != "0") else ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A mistake in the variables. `when` returns the {found} of the message, or "" without the mistake."""
+
+    when: Callable[[Launcher, Mapping[str, str]], str]
+    message: str
+    error: type[UserError] = UserError
+
+
+_ALONE = (
+    "{found} is set for several processes, but this one lacks its rank or the address of the others: each would train"
+    f" alone. Start with torchrun, horovodrun, mpirun or srun, or set {', '.join(RENDEZVOUS)} in each"
+    " (docs/guides/strategies.md). To train in one process: --strategy none."
+)
+RULES = {
+    "a launcher in each task": Rule(
+        _nested,
+        "Each of srun's {found} tasks has started {launcher.name} with {launcher.size} ranks. Use one launcher:"
+        " `srun --mpi=pmix python ...`, or {launcher.name} without srun.",
+        LaunchError,
+    ),
+    "no address": Rule(
+        _no_address,
+        "RANK={launcher.rank} and WORLD_SIZE={launcher.size} are set, but not {found}, through which the ranks find"
+        " each other. Set all of them, or unset RANK to train in this process alone.",
+    ),
+    "two worlds": Rule(
+        _two_worlds,
+        "srun started {launcher.size} tasks, but WORLD_SIZE={found} is set, too. Start all ranks with srun and unset"
+        " RANK, or start one task per node with torchrun in it.",
+        LaunchError,
+    ),
+    "a larger world": Rule(_larger_world, _ALONE),
+    "a rank alone": Rule(_rank_alone, _ALONE),
+}
+
+
 def checked_launcher(environ: Mapping[str, str]) -> Launcher:
-    """The launcher of this process, for a world of all ranks. Raises UserError if it does not make one world."""
+    """The launcher of this process, for a world of all ranks. Raises UserError by RULES."""
     launcher = find_launcher(environ)
-    if is_nested(launcher, environ):
-        tasks = environ["SLURM_STEP_NUM_TASKS"]
-        raise LaunchError(
-            f"Each of srun's {tasks} tasks has started {launcher.name} with {launcher.size} ranks. Use one launcher:"
-            f" `srun --mpi=pmix python ...`, or {launcher.name} without srun."
-        )
-    _check_variables(launcher, environ)
+    for rule in RULES.values():
+        if found := rule.when(launcher, environ):
+            raise rule.error(rule.message.format(found=found, launcher=launcher))
     return launcher
-
-
-def _check_variables(launcher: Launcher, environ: Mapping[str, str]) -> None:
-    """Refuse variables for several processes that cannot find each other: each would train alone."""
-    missing = [name for name in RENDEZVOUS if not environ.get(name)]
-    if launcher.name == BY_TORCH and launcher.size != 1 and missing:
-        raise UserError(
-            f"RANK={launcher.rank} and WORLD_SIZE={launcher.size} are set, but not {' and '.join(missing)}, through"
-            " which the ranks find each other. Set all of them, or unset RANK to train in this process alone."
-        )
-    if launcher.name == "srun" and launcher.size != 1 and not missing and environ["WORLD_SIZE"] != str(launcher.size):
-        raise LaunchError(
-            f"srun started {launcher.size} tasks, but WORLD_SIZE={environ['WORLD_SIZE']} and RANK={environ['RANK']} are"
-            " set, too. Start all ranks with srun and unset RANK, or start one task per node with torchrun in it."
-        )
-    if not launcher.is_alone:
-        return
-    unused = [name for name in other_sizes(launcher, environ) if name != "WORLD_SIZE"]  # job scripts export it
-    others = any(environ.get(name) for name in RENDEZVOUS if name != "RANK")
-    if launcher.name == "none" and environ.get("RANK") and (others or environ["RANK"] != "0"):
-        unused.append("RANK")
-    if unused:
-        raise UserError(
-            f"{unused[0]}={environ[unused[0]][:80]} is set for several processes, but this one lacks its rank or the"
-            " address of the others: each would train alone. Start with torchrun, horovodrun, mpirun or srun, or set"
-            f" {', '.join(RENDEZVOUS)} in each (docs/guides/strategies.md). To train in one process: --strategy none."
-        )
 
 
 def horovodrun_address(environ: Mapping[str, str]) -> tuple[str, int] | None:

@@ -45,10 +45,6 @@ def found(environ):
     return launcher.name, launcher.size, launcher.rank
 
 
-def checked(environ):
-    return launch.checked_launcher(environ).name
-
-
 def told(function, *more):
     """The function that also gets the process's launcher."""
     return lambda environ: function(find_launcher(environ), environ, *more)
@@ -91,16 +87,7 @@ def threads(environ):
         *((found, {name: "3"}, ("MPI", None, 3)) for name in ("PMI_ID", "ALPS_APP_PE", "PMIX_RANK", OPEN_MPI_RANK)),
         (found, BATCH_STEP, ("none", None, None)),
         (found, {"HOROVOD_SIZE": "4", "HOROVOD_LOG_LEVEL": "info"}, ("none", None, None)),
-        # Variables that tell of several processes, but not how they find each other
-        (checked, {"RANK": "0", "MASTER_ADDR": "a100-01"}, {"RANK=0", "WORLD_SIZE"}),
-        (checked, {"RANK": "1"}, {"RANK=1", "WORLD_SIZE"}),
-        (checked, TORCHS | {"MASTER_ADDR": ""}, {"RANK=3", "MASTER_ADDR"}),
-        (checked, TORCHS | {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK=2", "WORLD_SIZE=2"}),
-        (checked, TORCHS | SRUN | {"WORLD_SIZE": "8"}, {"WORLD_SIZE=8", "4 tasks"}),  # in each task of srun
-        (checked, {"OMPI_COMM_WORLD_SIZE": "4"}, {"OMPI_COMM_WORLD_SIZE=4"}),
-        (checked, TORCHS | SRUN, "srun"),  # torch's variables are of the same ranks
-        # One process
-        (checked, {"WORLD_SIZE": "4"}, "none"),  # job scripts export it: a line says that it is ignored
+        (found, TORCHS | {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK=2", "WORLD_SIZE=2"}),
         (told(launch.other_sizes), MANY | {"OMPI_COMM_WORLD_SIZE": "1"}, ["WORLD_SIZE"]),
         # Launchers in each task of srun, which report it once
         (nested_below("slurmstepd"), SRUN, False),
@@ -139,6 +126,37 @@ def test_decision(decide, environ, expected):
         assert decide(environ) == expected
 
 
+@pytest.mark.parametrize(
+    ("rule", "environ", "named"),
+    [
+        ("a launcher in each task", NESTED, ["srun's 4 tasks", "horovodrun", "4 ranks"]),
+        ("no address", TORCHS | {"MASTER_ADDR": ""}, ["RANK=3", "WORLD_SIZE=4", "MASTER_ADDR"]),
+        ("two worlds", TORCHS | SRUN | {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "4 tasks"]),
+        ("a larger world", {"OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE=4"]),
+        ("a larger world", TORCHRUN | SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, ["SLURM_STEP_NUM_TASKS=4"]),
+        ("a rank alone", {"RANK": "0", "MASTER_ADDR": "a100-01"}, ["RANK=0", "WORLD_SIZE"]),
+        ("a rank alone", {"RANK": "1"}, ["RANK=1", "WORLD_SIZE"]),
+    ],
+)
+def test_rule_on_variables_that_make_no_world(rule, environ, named):
+    launcher = find_launcher(environ)
+    assert [name for name, each in launch.RULES.items() if each.when(launcher, environ)] == [rule]
+    with refused(*named, error=launch.RULES[rule].error):
+        launch.checked_launcher(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        (TORCHS | SRUN, "srun"),  # torch's variables are of the same ranks
+        ({"WORLD_SIZE": "4"}, "none"),  # ignored with a warning: job scripts export it
+        ({"RANK": "0"}, "none"),
+    ],
+)
+def test_variables_that_make_a_world(environ, name):
+    assert launch.checked_launcher(environ).name == name
+
+
 def test_a_launcher_is_its_row(monkeypatch):
     """The row decides how ranks are found, watched and connected, and how the tools start them."""
 
@@ -169,7 +187,6 @@ INTEL = "Intel(R) MPI Library 2021.14 for Linux* OS\n"
 @pytest.mark.parametrize(
     ("check", "environ", "named"),
     [
-        (launch.checked_launcher, NESTED, ["srun", "horovodrun", "4 ranks"]),
         (told(slurm.check_tasks), BATCH_STEP, ["8 tasks", "srun", "--strategy none"]),
         (sees(4), SRUN, []),
         (sees(1), SRUN, ["srun started 4", "world of 1", "srun --mpi=pmix"]),
