@@ -171,8 +171,10 @@ def _two_worlds(launcher: Launcher, environ: Mapping[str, str]) -> str:
 
 
 def _larger_world(launcher: Launcher, environ: Mapping[str, str]) -> str:
-    """The size set by another launcher, if this process is alone. Job scripts export WORLD_SIZE."""
-    names = [name for name in other_sizes(launcher, environ) if launcher.is_alone and name != "WORLD_SIZE"]
+    """The size set by another launcher, if this process is alone."""
+    # Job scripts export WORLD_SIZE. The tasks of srun may be daemons of an mpirun or flux that started this process.
+    other_meaning = {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"} if launcher.row.by_mpi else {"WORLD_SIZE"}
+    names = [name for name in other_sizes(launcher, environ) if launcher.is_alone and name not in other_meaning]
     return f"{names[0]}={environ[names[0]][:80]}" if names else ""
 
 

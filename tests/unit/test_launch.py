@@ -151,6 +151,9 @@ def test_rule_on_variables_that_make_no_world(rule, environ, named):
         (TORCHS | SRUN, "srun"),  # torch's variables are of the same ranks
         ({"WORLD_SIZE": "4"}, "none"),  # ignored with a warning: job scripts export it
         ({"RANK": "0"}, "none"),
+        # A world of one process in a step of Slurm for the daemons of all nodes
+        (SRUN | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, "mpirun"),
+        (SRUN | {"FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}, "flux"),
     ],
 )
 def test_variables_that_make_a_world(environ, name):
