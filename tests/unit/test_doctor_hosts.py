@@ -13,7 +13,6 @@ from documented import undocumented
 from refusals import refused
 
 from hvd_bert.distributed import launchers
-from hvd_bert.distributed.horovodrun import read_hostfile
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.doctor import __main__ as command
 from hvd_bert.tools.doctor import hosts, launch_line, probes
@@ -31,13 +30,13 @@ SSH = "--ssh-port 22 --ssh-identity-file"
 def test_hostfile(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# two nodes\na100-01 slots=2\n\na100-02:2  # the other\na100-02")
-    assert read_hostfile(file) == {"a100-01": 2, "a100-02": 3}
+    assert command.read_hostfile(file) == {"a100-01": 2, "a100-02": 3}
     for text in ("# none\n\n", "a100-01 2", "a:two", "a:0", "a:2,", "-oProxyCommand=x:2", "a b:2"):
         file.write_text(text)
         with refused(file, "no hosts" if "#" in text else "must be HOST:SLOTS"):
-            read_hostfile(file)
+            command.read_hostfile(file)
     with refused("cannot be read"):
-        read_hostfile(tmp_path / "none")
+        command.read_hostfile(tmp_path / "none")
 
 
 @pytest.fixture

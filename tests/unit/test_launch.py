@@ -12,11 +12,10 @@ import pytest
 from refusals import refused
 
 from hvd_bert.distributed import devices, events, launch, mpi, signals, slurm
-from hvd_bert.distributed.horovodrun import host_slots
 from hvd_bert.distributed.launch import Launcher, LaunchError, find_launcher
 from hvd_bert.distributed.launchers import BY_TORCH, LAUNCHERS, Allocation, LauncherRow
 from hvd_bert.distributed.world import World
-from hvd_bert.tools.runs.launching import Launching, Machine, Point
+from hvd_bert.tools.runs.launching import Launching, Machine, Point, host_slots
 from hvd_bert.training import start
 
 # Variables that the launchers set for rank 3 of 4.

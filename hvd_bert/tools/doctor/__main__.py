@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -30,13 +31,14 @@ from typing import TYPE_CHECKING
 
 from hvd_bert.config.parser import HELP, MAX_SECONDS, Limits, Parser, add_number, path
 from hvd_bert.config.strategies import STRATEGIES
-from hvd_bert.distributed.horovodrun import host_slots, read_hostfile
 from hvd_bert.distributed.launch import find_launcher, other_sizes, speaks_first
 from hvd_bert.errors import EXIT_OK, UserError, find_user_error, visible
 from hvd_bert.startup import collector_paused, print_on_one_rank, run_command, start_rank, take_local_rank
+from hvd_bert.storage.reading import read_text
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.doctor.lines import Report, failure
 from hvd_bert.tools.runs.failure import first_failure, read_lines
+from hvd_bert.tools.runs.launching import host_slots
 
 if TYPE_CHECKING:
     from hvd_bert.config.settings import Config
@@ -88,6 +90,19 @@ def slots_by(flags: argparse.Namespace) -> dict[str, int]:
     if flags.hostfile:
         return read_hostfile(flags.hostfile)
     return host_slots(flags.hosts) if flags.hosts else {}
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """The slots of each host of a file with lines of `a100-01 slots=2` or `a100-01:2`. Raises UserError."""
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--hostfile {path} cannot be read: {error}") from None
+    lines = (re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip()) for line in text.splitlines())
+    hosts = ",".join(line for line in lines if line)
+    if not hosts:
+        raise UserError(f"--hostfile {path} has no hosts. Write lines such as a100-01:2.")
+    return host_slots(hosts, f"--hostfile {path}")
 
 
 def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:

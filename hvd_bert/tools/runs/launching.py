@@ -15,9 +15,8 @@ from pathlib import Path
 
 from hvd_bert.config.parser import MAX_SECONDS, Limits, Parser, add_number
 from hvd_bert.config.strategies import ALONE, HOROVOD, STRATEGIES, StrategyRow
-from hvd_bert.distributed.horovodrun import host_slots
 from hvd_bert.distributed.interfaces import SETTING
-from hvd_bert.distributed.launch import number
+from hvd_bert.distributed.launch import host_name, number
 from hvd_bert.distributed.launchers import LAUNCHERS, Allocation, LaunchOptions, launcher_row
 from hvd_bert.distributed.slurm import requested
 from hvd_bert.errors import UserError
@@ -30,6 +29,7 @@ TAKE_HOSTS = [name for name, row in LAUNCHERS.items() if row.takes_hosts]
 RANKS_PER_CORE = 16  # more would only wait, and fill the memory
 TRAIN = (sys.executable, "-m", "hvd_bert.train")
 EXPORTED = ("OMP_NUM_THREADS", SETTING)  # to ranks on other hosts: threads, and each host's network interface
+_HOST = re.compile(r"(\w[\w.-]*)(?::([1-9][0-9]{0,3}))?", re.ASCII)  # "-" first would be an option of ssh
 
 
 @dataclass(eq=False)
@@ -51,6 +51,18 @@ class Point:
 
     def __str__(self) -> str:
         return f"{self.strategy}, {counted(self.ranks, 'GPU' if self.row.several_gpus else 'rank')}"
+
+
+def host_slots(hosts: str, source: str = "-H") -> dict[str, int]:
+    """The slots of each host of HOST:SLOTS,... Raises UserError, which names the source, if the list is malformed."""
+    slots: dict[str, int] = {}
+    for entry in hosts.split(","):
+        match = _HOST.fullmatch(entry)
+        if match is None:
+            raise UserError(f"{source}: {entry[:80]!r} must be HOST:SLOTS, such as a100-01:2.")
+        host = host_name(match[1], source)
+        slots[host] = slots.get(host, 0) + int(match[2] or 1)
+    return slots
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
