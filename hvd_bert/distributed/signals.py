@@ -1,8 +1,8 @@
-"""Stop requests: signals set a flag, and all ranks vote on stopping in each step. Then `Checkpoints.save_and_stop`
-(training/saving.py) saves, and ends the run.
+"""Stop requests: signals set a flag, and all ranks vote on stopping in each step. `Checkpoints.save_and_stop`
+(training/saving.py) then saves and ends the run.
 
-Ranks of launchers that are watched (launchers.py) watch the process that started them. Otherwise they would outlive a
-killed launcher, and keep their GPU and the lock of the output folder. Slurm ends its tasks itself.
+Ranks watch some launchers (`is_watched` in launchers.py). Otherwise they would outlive a killed launcher, with their
+GPU and the lock of the output folder. Slurm ends its tasks itself.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hvd_bert.streams import in_main_thread
 if TYPE_CHECKING:
     from hvd_bert.distributed.world import World  # imports torch
 
-# From a scheduler that ends or preempts the job, the keyboard, job scripts (submitit sends SIGUSR2), a closed terminal.
+# From schedulers that end or preempt a job, the keyboard, job scripts (submitit sends SIGUSR2), a closed terminal.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 WARNINGS = {signal.SIGUSR1, signal.SIGUSR2}
 ENDING = {signal.SIGTERM, signal.SIGINT}  # the second one ends the run; launchers repeat the others
 SAME_S = 1.0  # a signal repeated within this time is the same request: `timeout` and some schedulers send it twice
 CTRL_C = "Ctrl-C"
-BY_HOROVODRUN = "OMPI_MCA_horovodrun_ctrl_c"  # has the signal that stands for Ctrl-C (env/mpirun_process.py)
+BY_HOROVODRUN = "OMPI_MCA_horovodrun_ctrl_c"  # names the signal sent for Ctrl-C (env/mpirun_process.py)
 FOLDER = "a move or removal of --output_dir"
 CHECK_S = 1.0
 
@@ -47,11 +47,14 @@ class StopRequests:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Handle the signals inside, except an ignored SIGHUP (nohup). A second SIGTERM or SIGINT ends the run at once.
+        """Handle SIGNALS in the block, except an ignored SIGHUP (nohup). Each asks to stop, and a repeated one ends:
 
-        After a signal the others stay ignored: a launcher may repeat one, which must not change the exit status. A
-        signal after the last vote is only noted, so the run completes; under srun Slurm's warning before the time limit
-        is ignored from then on, since the final evaluation may fit in.
+            0.0 s   SIGTERM   stop after this step
+            0.2 s   SIGTERM   the same request, sent twice
+            0.5 s   SIGINT    also a first one: Ctrl-C after a scheduler's signal
+            3.0 s   SIGTERM   the second one: end all ranks at once with status 143
+
+        A signal after the last vote is too late to stop the run, which completes.
         """
         if not _may_handle():
             log.info("Signals such as SIGTERM are left to this program, and save no checkpoint.")
@@ -72,19 +75,17 @@ class StopRequests:
             thread.join(CHECK_S)
             os.close(writer)
             for number, handler in before.items():
-                repeated = (self._stopping or self._received) and number != signal.SIGINT
-                warning = self._world.launcher == "srun" and number in WARNINGS
-                signal.signal(number, signal.SIG_IGN if repeated or warning else handler)
+                signal.signal(number, signal.SIG_IGN if self._ignored_afterwards(number) else handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         self._received = CTRL_C if name in ("SIGINT", os.environ.get(BY_HOROVODRUN)) else name
 
     def _end_at_second(self, reader: int) -> None:
-        """In a thread, since `_receive` waits while the main thread is in a long operation of torch."""
+        """End all ranks at a second signal. In a thread: `_receive` waits for torch's long operations."""
         first: dict[int, float] = {}  # when each signal first came
         with open(reader, "rb", buffering=0) as numbers:
-            while (received := numbers.read(1)) and (number := received[0]):  # 0 when `watched` is left
+            while (received := numbers.read(1)) and (number := received[0]):  # 0 when `watched` ends
                 now = time.monotonic()
                 if number in ENDING and number not in first:
                     first[number] = now
@@ -93,21 +94,30 @@ class StopRequests:
                     logs.report(f"hvd_bert: ended by a second {signal.Signals(number).name}")
                     self._world.abort(128 + number)
 
+    def _ignored_afterwards(self, number: int) -> bool:
+        """Whether a signal is ignored from the end of `watched` on."""
+        stopped = self._stopping or self._received is not None
+        if number != signal.SIGINT and stopped:
+            return True  # a launcher may repeat it, which must not change the exit status
+        # Slurm's warning before the time limit: the final evaluation may still fit in.
+        return self._world.launcher == "srun" and number in WARNINGS
+
     def stop_without_folder(self) -> None:
-        """Ask to stop, on rank 0, because the run's results have no place any more."""
+        """Ask to stop, on rank 0, because the output folder is gone."""
         self._received = self._received or FOLDER
 
     def start_vote(self) -> None:
-        """Start to ask all ranks whether any was asked to stop. The vote travels alongside the gradients."""
+        """Start a vote on whether any rank was asked to stop. It travels alongside the gradients."""
         self._vote = self._world.any_rank_async(self._received is not None or self._world.process.hosts_changed)
 
     def any_rank_stops(self) -> bool:
-        """Wait for the result of the vote: whether any rank was asked to stop before it."""
+        """Whether any rank was asked to stop before the vote. Waits for its result."""
         return self._vote()
 
     def reason(self) -> str | None:
-        """Why the run stops: signals, with their ranks unless all have them, or its folder; None if only hosts have
-        changed. A collective."""
+        """Why the run stops: a signal, with its ranks unless all got it, or FOLDER; None if only hosts have changed.
+        A collective.
+        """
         by_rank = self._world.allgather(self._received)
         asked = {name: [rank for rank, theirs in enumerate(by_rank) if theirs == name] for name in by_rank if name}
         self._stopping = bool(asked)
@@ -120,7 +130,8 @@ class StopRequests:
 
 def _may_handle() -> bool:
     """Whether the run may set handlers: not in a thread (Streamlit, Gradio, Ray Train), a notebook, a process of Ray,
-    or a program that handles Ctrl-C itself."""
+    or a program that handles Ctrl-C itself.
+    """
     handler, ray = signal.getsignal(signal.SIGINT), sys.modules.get("ray")
     own = callable(handler) and handler is not signal.default_int_handler
     return in_main_thread() and not (own or hasattr(sys, "ps1") or (ray and ray.is_initialized()))
@@ -128,9 +139,9 @@ def _may_handle() -> bool:
 
 @cache  # a program may train several times
 def watch_launcher(is_watched: bool) -> None:
-    """From now on, send this process SIGUSR1 when its launcher has ended, if it is watched. All ranks stop then.
+    """From now on, send this process SIGUSR1 when its launcher has ended, if ranks watch it. All ranks stop then.
 
-    Not SIGTERM, which the launcher may have passed on before: a second one ends a run that is still saving.
+    Not SIGTERM, which the launcher may have passed on: a second one ends a run that is still saving.
     """
     if is_watched:
         threading.Thread(target=_stop_when_cut, args=(os.getppid(),), name="launcher watch", daemon=True).start()
