@@ -108,12 +108,13 @@ def _variables() -> list[tuple[str, ...]]:
     return [(name, *names) for name, row in LAUNCHERS.items() for names in row.variables]
 
 
-def other_sizes(launcher: Launcher, environ: Mapping[str, str]) -> list[str]:
-    """The other launchers' variables of a size above 1 that is not this launcher's."""
-    sizes = dict.fromkeys(size for _, size, *_ in _variables())
-    return [
-        name for name in sizes if environ.get(name, "").isdecimal() and environ[name] not in ("1", str(launcher.size))
-    ]
+def other_sizes(launcher: Launcher, environ: Mapping[str, str]) -> dict[str, str]:
+    """The sizes above 1 that other launchers have set, by variable, except those equal to this launcher's size."""
+    names = dict.fromkeys(size for _, size, *_ in _variables())
+    if launcher.row.by_mpi:
+        del names["SLURM_STEP_NUM_TASKS"]  # the tasks may be the daemons of mpirun or flux
+    found = {name: environ[name][:80] for name in names if environ.get(name, "").isdecimal()}
+    return {name: value for name, value in found.items() if value not in ("1", str(launcher.size))}
 
 
 def speaks_first(environ: Mapping[str, str]) -> bool:
@@ -153,80 +154,67 @@ def mpi_ranks(environ: Mapping[str, str]) -> list[str]:
     return [name for name in (*_MPI_RANKS, *own) if name in environ]
 
 
-def _nested(launcher: Launcher, environ: Mapping[str, str]) -> str:
-    """The number of srun's tasks, if each has started a launcher."""
-    return environ["SLURM_STEP_NUM_TASKS"] if is_nested(launcher, environ) else ""
-
-
-def _no_address(launcher: Launcher, environ: Mapping[str, str]) -> str:
-    """The missing ones of torch's variables."""
-    several = launcher.name == BY_TORCH and launcher.size != 1
-    return " and ".join(name for name in RENDEZVOUS if several and not environ.get(name))
-
-
-def _two_worlds(launcher: Launcher, environ: Mapping[str, str]) -> str:
-    """WORLD_SIZE, if torch's variables describe a world of another size than srun's."""
-    several = launcher.name == "srun" and launcher.size != 1 and all(map(environ.get, RENDEZVOUS))
-    return environ["WORLD_SIZE"] if several and environ["WORLD_SIZE"] != str(launcher.size) else ""
-
-
-def _larger_world(launcher: Launcher, environ: Mapping[str, str]) -> str:
-    """The size set by another launcher, if this process is alone."""
-    # Job scripts export WORLD_SIZE. The tasks of srun may be daemons of an mpirun or flux that started this process.
-    other_meaning = {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"} if launcher.row.by_mpi else {"WORLD_SIZE"}
-    names = [name for name in other_sizes(launcher, environ) if launcher.is_alone and name not in other_meaning]
-    return f"{names[0]}={environ[names[0]][:80]}" if names else ""
-
-
-def _rank_alone(launcher: Launcher, environ: Mapping[str, str]) -> str:
-    """RANK, if it is set without a size. A RANK of 0 may be left over."""
-    rank, others = environ.get("RANK"), any(environ.get(name) for name in RENDEZVOUS if name != "RANK")
-    return f"RANK={rank[:80]}" if launcher.name == "none" and rank and (others or rank != "0") else ""
-
-
 @dataclass(frozen=True)
 class Rule:
-    """A mistake in the variables. `when` returns the {found} of the message, or "" without the mistake."""
+    """A mistake in the variables: when it is made, the message, and its error."""
 
-    when: Callable[[Launcher, Mapping[str, str]], str]
+    when: Callable[[Launcher, Mapping[str, str]], bool]
     message: str
     error: type[UserError] = UserError
 
 
+def _meets_elsewhere(launcher: Launcher, environ: Mapping[str, str]) -> bool:
+    """Whether torch's variables describe a world of another size than srun's."""
+    several = launcher.name == "srun" and launcher.size != 1 and all(map(environ.get, RENDEZVOUS))
+    return several and environ["WORLD_SIZE"] != str(launcher.size)
+
+
+def _has_only_rank(launcher: Launcher, environ: Mapping[str, str]) -> bool:
+    """Whether RANK is set without a size. A RANK of 0 may be left over."""
+    rank, others = environ.get("RANK"), any(environ.get(name) for name in RENDEZVOUS if name != "RANK")
+    return launcher.name == "none" and bool(rank) and (others or rank != "0")
+
+
 _ALONE = (
-    "{found} is set for several processes, but this one lacks its rank or the address of the others: each would train"
-    f" alone. Start with torchrun, horovodrun, mpirun or srun, or set {', '.join(RENDEZVOUS)} in each"
+    " is set for several processes, but this one lacks its rank or the address of the others: each would train alone."
+    f" Start with torchrun, horovodrun, mpirun or srun, or set {', '.join(RENDEZVOUS)} in each"
     " (docs/guides/strategies.md). To train in one process: --strategy none."
 )
 RULES = {
     "a launcher in each task": Rule(
-        _nested,
-        "Each of srun's {found} tasks has started {launcher.name} with {launcher.size} ranks. Use one launcher:"
-        " `srun --mpi=pmix python ...`, or {launcher.name} without srun.",
+        is_nested,
+        "Each of srun's {environ[SLURM_STEP_NUM_TASKS]} tasks has started {launcher.name} with {launcher.size} ranks."
+        " Use one launcher: `srun --mpi=pmix python ...`, or {launcher.name} without srun.",
         LaunchError,
     ),
     "no address": Rule(
-        _no_address,
-        "RANK={launcher.rank} and WORLD_SIZE={launcher.size} are set, but not {found}, through which the ranks find"
-        " each other. Set all of them, or unset RANK to train in this process alone.",
+        lambda launcher, environ: (
+            launcher.name == BY_TORCH and launcher.size != 1 and not all(map(environ.get, RENDEZVOUS))
+        ),
+        "RANK={launcher.rank} and WORLD_SIZE={launcher.size} are set, but not both MASTER_ADDR and MASTER_PORT, through"
+        " which the ranks find each other. Set all of them, or unset RANK to train in this process alone.",
     ),
     "two worlds": Rule(
-        _two_worlds,
-        "srun started {launcher.size} tasks, but WORLD_SIZE={found} is set, too. Start all ranks with srun and unset"
-        " RANK, or start one task per node with torchrun in it.",
+        _meets_elsewhere,
+        "srun started {launcher.size} tasks, but WORLD_SIZE={environ[WORLD_SIZE]} is set, too. Start all ranks with"
+        " srun and unset RANK, or start one task per node with torchrun in it.",
         LaunchError,
     ),
-    "a larger world": Rule(_larger_world, _ALONE),
-    "a rank alone": Rule(_rank_alone, _ALONE),
+    "a larger world": Rule(  # job scripts export WORLD_SIZE
+        lambda launcher, environ: launcher.is_alone and bool(other_sizes(launcher, environ).keys() - {"WORLD_SIZE"}),
+        "{sizes}" + _ALONE,
+    ),
+    "a rank alone": Rule(_has_only_rank, "RANK={environ[RANK]:.80}" + _ALONE),
 }
 
 
 def checked_launcher(environ: Mapping[str, str]) -> Launcher:
     """The launcher of this process, for a world of all ranks. Raises UserError by RULES."""
     launcher = find_launcher(environ)
+    sizes = ", ".join(f"{name}={value}" for name, value in other_sizes(launcher, environ).items())
     for rule in RULES.values():
-        if found := rule.when(launcher, environ):
-            raise rule.error(rule.message.format(found=found, launcher=launcher))
+        if rule.when(launcher, environ):
+            raise rule.error(rule.message.format(launcher=launcher, environ=environ, sizes=sizes))
     return launcher
 
 

@@ -176,7 +176,7 @@ def _check(argv: list[str] | None) -> int:
         raise UserError(f"--hosts: start the check once, not in each process of {launcher.name}.")
     keep_running()  # the exit status counts, too
     report = Report(flags.json, first, flags.verbose)
-    unused = [f"{name}={os.environ[name][:40]}" for name in other_sizes(launcher, os.environ)]
+    unused = [f"{name}={value}" for name, value in other_sizes(launcher, os.environ).items()]
     report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size, "ignored": unused}
     started = f"1 of {launcher.size} ranks by {launcher.name}" if launcher.size else f"launcher: {launcher.name}"
     started += f"; ignored: {', '.join(unused)}" if unused else ""
