@@ -13,9 +13,9 @@ from hvd_bert.machine import MAX_THREADS
 
 
 def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
-    """Device of a rank, "cpu" or "cuda:i", from the number of visible GPUs. Raises UserError if there are too few.
+    """The device of a rank, "cpu" or "cuda:i", from the number of visible GPUs. Raises UserError if there are too few.
 
-    A scheduler may show each task only its own GPU, as number 0. `check_devices` checks that no two ranks share one.
+    A scheduler may make only one GPU visible to each task, as number 0. `check_devices` refuses one that is shared.
     """
     if num_devices == 0:
         return "cpu"
@@ -30,9 +30,9 @@ def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
 
 
 def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]], limit: float | None = None) -> int:
-    """Threads for a rank that may use the cores `mine`, which it shares with every rank whose set overlaps.
+    """Number of threads for a rank that may use the cores `mine`, shared by the ranks with overlapping sets.
 
-    `limit`: the cores' worth of time that all ranks of this host may use together. More threads than that would stop
+    `limit`: the cgroup's limit of CPU time for all ranks of this host, in cores. More threads than that would stop
     each other: with 2 on a limit of 1 a small model trained 4 to 9 times slower than with 1.
     """
     sharers = sum(1 for cores in on_this_host if cores & mine)
@@ -45,7 +45,7 @@ def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]], li
 def choose_threads(environ: Mapping[str, str], share: int) -> int:
     """Threads per rank: OMP_NUM_THREADS, else its `share` of the cores, at most Slurm's --cpus-per-task.
 
-    A number above MAX_THREADS is a mistake, and is ignored like a text: so many threads cannot be started.
+    A value that is no number, or above MAX_THREADS, is ignored.
     """
     chosen = _parse_threads(environ.get("OMP_NUM_THREADS", "").split(",")[0])
     allotted = _parse_threads(environ.get("SLURM_CPUS_PER_TASK", ""))
@@ -59,7 +59,7 @@ def _parse_threads(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Host, device and cores of a rank. `device_id`: the GPU's, equal in all processes; None on a CPU."""
+    """Host, device and cores of a rank. `device_id`: identifies the GPU in all processes; None on a CPU."""
 
     rank: int
     host: str
@@ -70,7 +70,7 @@ class RankInfo:
 
 
 def physical_id(gpu: Any) -> str:
-    """UUID of the GPU with these properties; of a MIG instance, which has its own UUID, the PCI address of its GPU."""
+    """The UUID of a GPU, from torch's properties; for a MIG instance the PCI address of its GPU."""
     if "MIG" in gpu.name and hasattr(gpu, "pci_bus_id"):  # older versions of torch lack it
         return f"PCI {gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
     return str(gpu.uuid)

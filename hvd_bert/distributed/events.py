@@ -1,6 +1,6 @@
-"""events.jsonl in a run's folder: each start with its environment, warnings, and the reason if a run ends early.
+"""events.jsonl in a run's folder: each start with its environment, warnings, and the reason of an early end.
 
-Rank 0 writes it. Another rank adds the reason why it ends, if it sees the same folder.
+Rank 0 writes it. Another rank that sees the folder adds the reason why it ends.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,33 +17,32 @@ from hvd_bert.storage.reading import open_regular, parse_json
 from hvd_bert.storage.writing import JsonLines
 
 NAME = "events.jsonl"
-_MAX_EARLY = 100
 
 
 class Events:
-    """The file of a run. Before `begin`, a process has none: what it adds is written then."""
+    """The file of a run. `begin` opens it, and writes the events added before."""
 
     def __init__(self) -> None:
-        self._early: list[dict[str, Any]] = []
+        self._early: deque[dict[str, Any]] = deque(maxlen=100)  # events before `begin`
         self._path: Path | None = None
         self._file: JsonLines | None = None
 
     def begin(self, folder: Path, writes: bool, facts: dict[str, Any]) -> None:
-        """A run starts in its folder. `writes`: on rank 0. Raises OSError."""
+        """Start a run in its folder. `writes`: whether this rank writes the events. Raises OSError."""
         self.end()
         self._path = folder / NAME
         if writes:
             self._file = JsonLines(self._path)
             self._file.write(*self._early)
             self.add("start", command=command(), **facts)
-        self._early.clear()  # rank 0 has those of other ranks that it logged for all
+        self._early.clear()  # early events of the other ranks are not recorded
 
     def add(self, event: str, **values: Any) -> None:
         """Record an event."""
         line = {"event": event, "time": round(time.time(), 3), **values}
         if self._file is not None:
             self._file.write(line)
-        elif self._path is None and len(self._early) < _MAX_EARLY:
+        elif self._path is None:
             self._early.append(line)
 
     def failed(self, reason: str) -> None:
@@ -54,7 +54,7 @@ class Events:
                 self.add("end", message=reason)
 
     def end(self) -> None:
-        """The run has ended as planned."""
+        """End the run, and close the file."""
         if self._file is not None:
             self._file.close()
         self._file = self._path = None
@@ -70,11 +70,11 @@ def command() -> str:
 
 
 def job_commands(folder: Path, job: str) -> list[str]:
-    """The commands of the runs that a Slurm job has started in a folder."""
+    """The commands with which a Slurm job has started runs in a folder."""
     found = []
     with suppress(OSError), open_regular(folder / NAME) as lines:
         for line in lines:
-            with suppress(ValueError, LookupError, TypeError):  # another event, or a line that a kill cut short
+            with suppress(ValueError, LookupError, TypeError):  # another event, or a line cut off by a kill
                 event = parse_json(line)
                 if event["job"]["id"] == job:
                     found.append(str(event["command"]))

@@ -1,4 +1,4 @@
-"""Which network interface the ranks of this host use."""
+"""The network interface of this host through which its ranks communicate."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ import psutil
 from hvd_bert.errors import UserError
 
 SETTING = "HVD_BERT_INTERFACE"
-# From these torch's Gloo, Horovod's Gloo, NCCL and Open MPI read the name of the interface.
+# The variables of torch's Gloo, Horovod's Gloo, NCCL and Open MPI for the name of the interface
 VARIABLES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
-
 TCP_INTERFACES = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude")  # Open MPI accepts only one of them
 OMPI_EXCLUDES = "127.0.0.1/8,sppp"  # Open MPI's default
-# Networks of containers and virtual machines: Docker's, Podman's, libvirt's, LXC's, those of Kubernetes.
+# Networks of containers and virtual machines: Docker, Podman, libvirt, LXC, Kubernetes
 _INNER = re.compile(
     r"docker\d+|docker_gwbridge|br-[0-9a-f]{12}|podman\d+|virbr\d+|lxcbr\d+|lxdbr\d+|cni\S*|flannel\S*|cali\S*"
 )
 
 
 def apply_setting(environ: MutableMapping[str, str]) -> None:
-    """Have all libraries use this host's interface of HVD_BERT_INTERFACE. Call before they start.
+    """Set all libraries to this host's interface by HVD_BERT_INTERFACE. Call before they start.
 
-    It replaces what horovodrun sets, which is one name for all hosts.
+    It replaces horovodrun's setting, which is one name for all hosts.
     """
     setting = environ.get(SETTING)
     if not setting:
@@ -41,38 +40,36 @@ def apply_setting(environ: MutableMapping[str, str]) -> None:
 
 
 def resolve(setting: str, addresses: Mapping[str, Sequence[str]]) -> str:
-    """The interface of a host by a setting: its name, or a subnet such as 10.1.0.0/16.
+    """The interface of a host with this name, or with an address in this subnet, such as 10.1.0.0/16.
 
-    `addresses`: those of each of the host's interfaces. Raises UserError if the host has none that fits.
+    `addresses`: of each interface of the host. Raises UserError if no interface matches.
     """
-    if "/" in setting:
-        try:
-            subnet = ipaddress.ip_network(setting, strict=False)
-        except ValueError as error:
-            raise UserError(f"not a subnet ({error}); for example 10.1.0.0/16") from None
-        fitting = [
-            name for name, own in addresses.items() for one in own if ipaddress.ip_address(one.split("%")[0]) in subnet
-        ]
-        if not fitting:
-            listed = ", ".join(f"{name} {' '.join(own)}" for name, own in addresses.items())
-            raise UserError(f"no interface in this subnet; available: {listed}")
-        return fitting[0]
-    if setting not in addresses:
-        raise UserError(f"no such interface; available: {', '.join(addresses)}")
-    return setting
+    if setting in addresses:
+        return setting
+    listed = ", ".join(f"{name} {' '.join(own)}".strip() for name, own in addresses.items())
+    if "/" not in setting:
+        raise UserError(f"no such interface; available: {listed}")
+    try:
+        subnet = ipaddress.ip_network(setting, strict=False)
+    except ValueError as error:
+        raise UserError(f"not a subnet ({error}); for example 10.1.0.0/16") from None
+    for name, own in addresses.items():
+        if any(ipaddress.ip_address(address.split("%")[0]) in subnet for address in own):
+            return name
+    raise UserError(f"no interface in this subnet; available: {listed}")
 
 
 def interface_named(environ: Mapping[str, str], controller: str) -> str:
-    """The interfaces that are named for Horovod's ranks on this host, which have joined; "" if they use all."""
+    """The interfaces set for this host's ranks of Horovod, after they have joined; "" if they use all."""
     return environ.get(TCP_INTERFACES[0] if controller == "mpi" else "HOROVOD_GLOO_IFACE", "")
 
 
 def choose_interface(environ: MutableMapping[str, str], variable: str, others: Sequence[str]) -> None:
-    """Set a library's variable to the interface through which this host reaches the world's other hosts.
+    """Set a library's variable, unless it is set, to the interface through which this host reaches other hosts.
 
-    Keeps what is set. Gloo's default is the interface of the host's own name, which on many systems is the loopback.
-    `others`: names or addresses of other hosts; the first that can be resolved counts. Raises UserError if none can, or
-    without any if the loopback is down.
+    Gloo's default is the interface of the host's own name, which on many systems is the loopback. `others`: names or
+    addresses of other hosts, of which the first with a route counts; empty for the loopback. Raises UserError if there
+    is no route or no loopback.
     """
     if environ.get(variable):
         return
@@ -86,9 +83,10 @@ def choose_interface(environ: MutableMapping[str, str], variable: str, others: S
 
 
 def avoid_inner_networks(environ: MutableMapping[str, str]) -> None:
-    """Keep Open MPI off this host's networks of containers. Keeps what the user or the site has set. Call before MPI.
+    """Exclude this host's networks of containers from Open MPI, unless the user or the site has set interfaces.
 
-    Docker's bridge has the same address on all hosts: Open MPI would connect a rank to its own host, and wait forever.
+    Call before MPI starts. Docker's bridge has the same address on all hosts: Open MPI would connect a rank to its own
+    host, and wait forever.
     """
     addresses = host_addresses()
     inner = [name for name in addresses if _INNER.fullmatch(name)]
@@ -99,7 +97,7 @@ def avoid_inner_networks(environ: MutableMapping[str, str]) -> None:
 
 
 def _is_set_by_site() -> bool:
-    """Whether a file of Open MPI's parameters (openmpi-mca-params.conf) names interfaces, or that is unknown."""
+    """Whether Open MPI's parameter files (openmpi-mca-params.conf) set interfaces. True if unknown."""
     command = ["ompi_info", "--parsable", "--param", "btl", "tcp", "--level", "9"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60).stdout
@@ -109,23 +107,23 @@ def _is_set_by_site() -> bool:
 
 
 def interface_address(interface: str | None) -> str | None:
-    """An IPv4 address of a network interface of this host; None if it has none."""
+    """An IPv4 address of one of this host's interfaces; None if there is none."""
     addresses = psutil.net_if_addrs().get(interface or "", [])
     return next((str(address.address) for address in addresses if address.family == socket.AF_INET), None)
 
 
 def check_own_name(address: str | None, beyond_this_host: bool) -> None:
-    """Raise UserError unless this host's own name leads to one of its addresses, which other hosts can reach.
+    """Raise UserError unless this host's own name resolves to one of its addresses that the ranks can reach.
 
-    Horovod 0.28's Gloo listens there whatever HOROVOD_GLOO_IFACE names (GlooContext::InitializeForProcessSet), and ends
-    the process if it cannot. `address`: the one that the name should lead to; None: the loopback's.
+    Horovod 0.28's Gloo listens there, whatever HOROVOD_GLOO_IFACE is (GlooContext::InitializeForProcessSet), and ends
+    the process if it cannot. `address`: the address to suggest for the name; None: the loopback's.
     """
     name = socket.gethostname()
     found = own_address_at(name)
     if found is not None and not (beyond_this_host and is_loopback(found)):
         return
     address = address or host_addresses()[loopback()][0]
-    wrong = f"leads to {found}, which other hosts cannot reach" if found else "does not lead to an address of this host"
+    wrong = f"resolves to {found}, which other hosts cannot reach" if found else "is not one of this host's addresses"
     raise UserError(
         f"The name {name} {wrong}. Horovod's Gloo listens there, whatever the interface. Set the address in /etc/hosts"
         f" (`{address} {name}`), or use MPI (`horovodrun --mpi`) or, in one process, --strategy none."
@@ -145,14 +143,14 @@ def loopback() -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IP address leads to this host only."""
+    """Whether an IP address is a loopback address."""
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
 def own_address_at(name: str) -> str | None:
-    """The address of this host to which its name leads, chosen as Gloo does; None if there is none."""
+    """The first of this host's addresses to which a name resolves, as Gloo chooses it; None if there is none."""
     try:
-        found = [str(place[0]) for *_, place in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        found = [str(address[0]) for *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError):  # no resolver accepts some names
         return None
     own = {address.split("%")[0] for addresses in host_addresses().values() for address in addresses}
@@ -162,23 +160,23 @@ def own_address_at(name: str) -> str | None:
 
 
 def address_towards(host: str) -> str | None:
-    """The address under which this host reaches `host`, IPv4 where there is one; None if unknown."""
+    """This host's address on the route to `host`, an IPv4 address if possible; None if there is no route."""
     with suppress(OSError, UnicodeError):
-        for family, kind, _, _, place in sorted(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)):
+        for family, kind, _, _, address in sorted(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)):
             with suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(place)  # sends no packet, only chooses the route
+                probe.connect(address)  # sends no packet, only chooses the route
                 return str(probe.getsockname()[0])
     return None
 
 
 def interface_to(host: str) -> str | None:
-    """The network interface through which this host reaches `host`; None if unknown."""
+    """This host's interface on the route to `host`; None if there is no route."""
     mine = address_towards(host)
     return next((name for name, own in host_addresses().items() if mine in own), None)
 
 
 def host_addresses() -> dict[str, list[str]]:
-    """This host's interfaces, with their IP addresses."""
+    """The IP addresses of this host, by interface."""
     families = (socket.AF_INET, socket.AF_INET6)
     return {
         name: [str(address.address) for address in addresses if address.family in families]

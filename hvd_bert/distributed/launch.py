@@ -1,7 +1,4 @@
-"""The launcher of a process, from its variables.
-
-These functions only read their arguments, so that tests need no cluster.
-"""
+"""The launcher of a process, found in its environment variables."""
 
 from __future__ import annotations
 
@@ -15,14 +12,15 @@ from hvd_bert.errors import UserError
 
 
 class LaunchError(UserError):
-    """A mistake in how the job was started, which all of its processes find. Rank 0 reports it."""
+    """A mistake in how the job was started. All of its processes find it, and rank 0 reports it."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """What started this process, by its variables. Without a launcher, `size` and `rank` are None.
+    """The launcher that started this process, with the size of its world and this process's rank.
 
-    `size` is also None where only MPI knows it (ASKS_MPI). `store`: a key-value store of a program's process group.
+    Both are None without a launcher ("none"); the size also where only MPI knows it (ASKS_MPI). `store`: the key-value
+    store of a program's process group.
     """
 
     name: str
@@ -32,12 +30,12 @@ class Launcher:
 
     @property
     def row(self) -> LauncherRow:
-        """The facts about it."""
+        """The launcher's row of LAUNCHERS."""
         return launcher_row(self.name)
 
     @property
     def has_store(self) -> bool:
-        """Whether its ranks can meet in a key-value store: `rendezvous.launcher_store`."""
+        """Whether the ranks can meet in a key-value store (`rendezvous.launcher_store`)."""
         return self.store is not None or bool(self.row.store)
 
     @property
@@ -48,7 +46,7 @@ class Launcher:
 
 ASKS_MPI = "MPI"
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torch's variables
-# Ranks of launchers that set no size: PRRTE, Hydra with -pmi-port, PALS, ALPS. MPI is asked.
+# Ranks set without a size, by PRRTE, Hydra with -pmi-port, PALS and ALPS: MPI knows the size.
 _MPI_RANKS = ("PMIX_RANK", "PMI_ID", "PALS_RANKID", "ALPS_APP_PE")
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 PTY = "SLURM_PTY_PORT"  # set by `srun --pty bash`, whose first task alone has a terminal
@@ -61,7 +59,7 @@ GLOO_S_PER_RANK = 4
 
 
 def number(environ: Mapping[str, str], name: str, minimum: int = 0) -> int | None:
-    """A variable that holds a whole number; None if it is not set. Raises UserError if it holds anything else."""
+    """The whole number in a variable; None if it is not set. Raises UserError for anything else."""
     text = environ.get(name)
     if text is None:
         return None
@@ -74,7 +72,7 @@ def number(environ: Mapping[str, str], name: str, minimum: int = 0) -> int | Non
 
 
 def host_name(name: str, source: str) -> str:
-    """The name, if a resolver accepts it. Raises UserError, which names its source, for others, such as a..b."""
+    """The name, if a resolver accepts it. Raises UserError, with the source, for a name such as a..b."""
     try:
         name.encode("idna")
     except UnicodeError as error:
@@ -86,8 +84,8 @@ def host_name(name: str, source: str) -> str:
 
 
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
-    """The launcher of this process, from its environment. Raises UserError if its variables are no ranks of a world."""
-    found = [each for each in _variables() if environ.keys() >= {*each[1:]}]
+    """The launcher of this process. Raises UserError if its size and rank are not those of a world."""
+    found = [names for names in _variables() if environ.keys() >= {*names[1:]}]
     if not found:
         ranks = mpi_ranks(environ)
         return Launcher(ASKS_MPI, None, number(environ, ranks[0])) if ranks else Launcher("none", None, None)
@@ -104,7 +102,7 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
 
 
 def _variables() -> list[tuple[str, ...]]:
-    """Each launcher's name and its variables: of the size, of the rank, and others. Most specific first."""
+    """Each launcher's name, its variables of size and rank, and others. Most specific launcher first."""
     return [(name, *names) for name, row in LAUNCHERS.items() for names in row.variables]
 
 
@@ -118,7 +116,7 @@ def other_sizes(launcher: Launcher, environ: Mapping[str, str]) -> dict[str, str
 
 
 def speaks_first(environ: Mapping[str, str]) -> bool:
-    """Whether this process reports what all find before they have joined: rank 0, or one without a launcher."""
+    """Whether this process reports the mistakes that all processes find before they join: rank 0 or the only one."""
     try:
         launcher = find_launcher(environ)
         return launcher.rank in (None, 0) and (environ.get("SLURM_PROCID") == "0" or not is_nested(launcher, environ))
@@ -127,8 +125,8 @@ def speaks_first(environ: Mapping[str, str]) -> bool:
 
 
 def ancestors() -> set[str]:
-    """The names of the programs that started this process on this host, where it may see them."""
-    import psutil  # imported late: without psutil, the reason is still reported once
+    """The names of this process's ancestors on this host; empty if it may not see them."""
+    import psutil  # here, so that a missing psutil is reported once
 
     try:
         return {process.name() for process in psutil.Process().parents()}
@@ -139,24 +137,24 @@ def ancestors() -> set[str]:
 def is_nested(
     launcher: Launcher, environ: Mapping[str, str], programs: Callable[[], Collection[str]] = ancestors
 ) -> bool:
-    """Whether each of several tasks of srun has started an mpirun or horovodrun of its own."""
+    """Whether srun has started several tasks, and each of them an mpirun or horovodrun."""
     if (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) == 1 or PTY in environ:
         return False
     if launcher.name == "horovodrun":
         return True
-    # mpirun starts daemons on other nodes through an srun of its own: their ranks have the variables of that step.
+    # mpirun starts its daemons on other nodes by srun, and their ranks inherit the variables of that step.
     return launcher.name == "mpirun" and not {"mpirun", "mpiexec", "orterun", "prterun"}.isdisjoint(programs())
 
 
 def mpi_ranks(environ: Mapping[str, str]) -> list[str]:
-    """The variables of a rank of MPI that are set. Slurm's is none of them: a job script has it, too."""
+    """The set variables that mean a rank of MPI. Not SLURM_PROCID, which a job script has, too."""
     own = [rank for name, _, rank, *_ in _variables() if LAUNCHERS[name].by_mpi and not LAUNCHERS[name].store]
     return [name for name in (*_MPI_RANKS, *own) if name in environ]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A mistake in the variables: when it is made, the message, and its error."""
+    """A mistake in the variables: its condition, message and error."""
 
     when: Callable[[Launcher, Mapping[str, str]], bool]
     message: str
@@ -219,22 +217,21 @@ def checked_launcher(environ: Mapping[str, str]) -> Launcher:
 
 
 def horovodrun_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Where horovodrun serves the addresses of its ranks over Gloo; None if it does not."""
-    name = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
-    host, port = environ.get(name), number(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT", 1)
-    return (host_name(host, name), port) if host and port else None
+    """Address and port at which horovodrun serves its ranks' addresses for Gloo; None over MPI."""
+    host, port = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), number(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT", 1)
+    return (host, port) if host and port else None
 
 
 def gloo_timeout_s(environ: Mapping[str, str]) -> int:
-    """Seconds in which ranks that have started must find each other over Gloo. Horovod reads the same variable."""
+    """Limit in seconds for started ranks to find each other over Gloo. Horovod reads the same variable."""
     return number(environ, GLOO_TIMEOUT, 1) or GLOO_TIMEOUT_S
 
 
 def extend_gloo_timeout(launcher: Launcher, environ: MutableMapping[str, str]) -> None:
-    """Give the ranks of a large world longer to find each other over Gloo. Keeps what the user has set.
+    """Raise Gloo's timeout for a large world, unless the user has set it.
 
-    Each asks the launcher, one Python process, for the addresses of all others, so the time grows with the square of
-    the world size. Not under Horovod elastic, where a lost host is noticed by it.
+    Each rank asks the launcher, one Python process, for the addresses of all others, so the time grows with the square
+    of the world size. Horovod elastic keeps its default, which decides how soon a lost host is noticed.
     """
     needed = GLOO_S_PER_RANK * (launcher.size or 1)
     if needed > GLOO_TIMEOUT_S and not is_elastic(environ):

@@ -1,4 +1,4 @@
-"""All that is known of each launcher, in one row: its variables, how its ranks meet, and its command.
+"""The table of launchers: their variables, how their ranks meet, and their commands.
 
 To add a launcher, add its row here and a row to tests/unit/test_launch.py.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 # torch's env:// rendezvous: Kubeflow's PyTorchJob, Volcano, Azure ML, Vertex AI, Run:ai, deepspeed, mp.spawn, by hand.
 BY_TORCH = "torch's variables"
-# Who serves a launcher's key-value store: torchrun's agent, rank 0 on the first node of a Slurm step, or rank 0 at
+# The server of a launcher's key-value store: torchrun's agent, rank 0 on the first node of a Slurm step, or rank 0 at
 # MASTER_ADDR and MASTER_PORT.
 AGENT, FIRST_NODE, MASTER = "agent", "first node", "master"
 
@@ -29,9 +29,10 @@ class Allocation:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Ranks to start. `train`: the command of each, which begins with Python. `hosts`: HOST:SLOTS,...
+    """Number and command of the ranks to start, and options for the launcher.
 
-    `extra`: arguments for the launcher. `exported`: variables for all hosts.
+    `train`: the command of each rank, which begins with Python. `hosts`: HOST:SLOTS,... `extra`: the launcher's
+    arguments. `exported`: names of variables for all hosts.
     """
 
     train: Sequence[str]
@@ -47,15 +48,15 @@ class LauncherRow:
     """Facts about a launcher.
 
     Attributes:
-        variables: Names of the size's, the rank's and distinguishing variables; one tuple per MPI.
-        store: Who serves a key-value store in which its ranks meet; "" for none.
-        by_mpi: Whether MPI's library connects Horovod's ranks.
-        is_watched: Whether ranks stop when their parent process, the launcher's, has ended: it does not end them.
+        variables: Names of the variables of size and rank, and of others that only it sets; one tuple per MPI.
+        store: Server of the key-value store in which the ranks meet; "" for none.
+        by_mpi: Whether MPI connects Horovod's ranks.
+        is_watched: Whether ranks stop once the launcher, their parent process, has ended. A killed one leaves them.
         each_status_counts: Whether nothing waits for all ranks, so that each must end with the status of the run.
-        spans_job: Whether it starts ranks on all nodes of the Slurm job around it.
+        spans_job: Whether it starts ranks on all nodes of the surrounding Slurm job.
         takes_hosts: Whether it takes a list of hosts (-H).
-        command: Its command; None if no tool starts it.
-        remedy: What to do if its program, of the same name, is missing; "" if it comes with torch.
+        command: Builds its command; None if no tool starts it.
+        remedy: How to install its program, of the same name; "" if it comes with torch.
     """
 
     variables: tuple[tuple[str, ...], ...] = ()
@@ -70,7 +71,7 @@ class LauncherRow:
 
 
 def torchrun(options: LaunchOptions) -> list[str]:
-    # standalone: a free port, or two sweeps on one host would collide. Without the address torchrun waits for itself
+    # --standalone takes a free port, so that two sweeps on one host do not collide. Without the address torchrun waits
     # forever on a host whose own name does not resolve.
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     return [*words, f"--nproc-per-node={options.ranks}", *options.extra, *options.train[1:]]
@@ -82,13 +83,13 @@ def horovodrun(options: LaunchOptions) -> list[str]:  # exports all variables
 
 
 def without_cache() -> list[str]:
-    """horovodrun's flag where it cannot write its cache of checked hosts, without which it would fail."""
+    """The flag that horovodrun needs where it cannot write its cache of checked hosts."""
     folder = Path(os.path.expanduser("~/.horovod"))
     return [] if os.access(folder if folder.exists() else folder.parent, os.W_OK) else ["--disable-cache"]
 
 
 def mpirun(options: LaunchOptions) -> list[str]:
-    # As many slots as ranks: Open MPI refuses more ranks than cores otherwise. Ranks are not bound to cores.
+    # Open MPI refuses more ranks than slots, which are this host's cores by default. Ranks are not bound to cores.
     hosts = options.hosts or ("" if options.allocation else f"localhost:{options.ranks}")
     words = ["mpirun", "-np", str(options.ranks), *(["-H", hosts] if hosts else []), "--bind-to", "none"]
     return [*words, *(word for name in options.exported for word in ("-x", name)), *options.extra, *options.train]

@@ -1,4 +1,4 @@
-"""Log lines on standard output: their format, and a warning of several ranks as one line."""
+"""Log lines on standard output. Equal warnings of several ranks become one line."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MESSAGE = logging.Formatter()  # the message and, if there is one, the tracebac
 
 
 class _Console(logging.Handler):
-    """Standard output. `kept`: a list that collects warnings instead (`collected`)."""
+    """Standard output. `collecting`: a list that gets the warnings instead (`collected`)."""
 
-    kept: list[str] | None = None
+    collecting: list[str] | None = None
 
     def __init__(self, rank: int, timed: bool) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _Console(logging.Handler):
         self.setFormatter(logging.Formatter(f"{time}%(prefix)s%(message)s", "%Y-%m-%d %H:%M:%S"))
 
     def format(self, record: logging.LogRecord) -> str:
-        """Names the ranks, except where it is rank 0 alone."""
+        """Format a record. Its line begins with the ranks, unless it is rank 0 alone."""
         ranks = getattr(record, "ranks", [self._rank])
         record.prefix = "" if ranks == [0] else f"{describe_ranks(ranks)}: "
         return visible(super().format(record).rstrip("\n"))  # Python's warnings end in a line break
@@ -38,8 +38,8 @@ class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:
             message = _MESSAGE.format(record)
-            if self.kept is not None:
-                self.kept.append(message)
+            if self.collecting is not None:
+                self.collecting.append(message)
                 return
             events.add("warning", ranks=getattr(record, "ranks", [self._rank]), message=message)
         try:
@@ -50,59 +50,59 @@ class _Console(logging.Handler):
 
 
 def _write(text: str, stream: TextIO) -> None:
-    stream.write(text + "\n")  # one write, unlike print's: launchers tag each, and those of other ranks come between
+    stream.write(text + "\n")  # one write, unlike print: launchers tag each write, and mix those of all ranks
     stream.flush()
 
 
 def report(text: str) -> None:
-    """Print the reason why a rank ends, on standard error. It has no time: scripts search for how it begins."""
+    """Print the reason why a rank ends on standard error, and record it. Without a time, as scripts search for it."""
     _write(text, sys.stderr)
     events.failed(text)
 
 
 def start(rank: int) -> None:
-    """Print what is logged, also Python's warnings. Ranks other than 0 print warnings and errors only.
+    """Print log records and Python's warnings from now on. Ranks other than 0 print warnings and errors only.
 
-    Lines have a time and a level, except on a terminal without a launcher: Open MPI gives its ranks a terminal,
-    wherever its own output goes.
+    Lines have a time and a level, except on a terminal without a launcher. Open MPI gives its ranks a terminal even if
+    its own output goes to a file.
     """
     timed = find_launcher(os.environ).size is not None or not sys.stdout.isatty()
-    logging.basicConfig(handlers=[_Console(rank, timed)], force=True)  # replaces an earlier world's, under elastic
+    logging.basicConfig(handlers=[_Console(rank, timed)], force=True)  # replaces the previous world's, under elastic
     logging.captureWarnings(True)
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
 def _consoles() -> list[_Console]:
-    """The handler of this process, once `start` was called."""
+    """The handlers that `start` has set."""
     return [handler for handler in logging.getLogger().handlers if isinstance(handler, _Console)]
 
 
 @contextmanager
 def collected() -> Iterator[list[str]]:
-    """Collect the warnings given inside, for `show` on rank 0. Those still in the list at the end are printed here, so
-    that none is lost if the block raises.
+    """Collect the warnings of the block, for `show` on rank 0. Warnings still in the list at its end are printed here,
+    so that none is lost if the block raises.
     """
-    kept: list[str] = []
+    messages: list[str] = []
     for console in _consoles():
-        console.kept = kept
+        console.collecting = messages
     try:
-        yield kept
+        yield messages
     finally:
         flush()
 
 
 def flush() -> None:
-    """Print the warnings that are being collected, before the process ends."""
+    """Print the collected warnings, and stop collecting."""
     for console in _consoles():
         console.acquire()  # another thread may be logging
-        kept, console.kept = console.kept, None
+        messages, console.collecting = console.collecting, None
         console.release()
-        for message in kept or ():
+        for message in messages or ():
             log.warning("%s", message)
 
 
 def show(by_rank: Sequence[Sequence[str]]) -> None:
-    """Log the warnings that each rank collected: equal ones once, with the list of their ranks."""
+    """Log the collected warnings of all ranks. Equal warnings become one line with a list of the ranks."""
     merged: dict[str, list[int]] = {}
     for rank, messages in enumerate(by_rank):
         for message in dict.fromkeys(messages):

@@ -15,10 +15,10 @@ from hvd_bert.errors import UserError
 
 
 def join(launcher: Launcher) -> Any:
-    """mpi4py's communicator of all ranks. Initializes MPI before Horovod does.
+    """mpi4py's communicator of all ranks. Initializes MPI before Horovod does, so that mpi4py also finalizes it.
 
-    Whoever initializes MPI finalizes it. Horovod 0.28.1 would when the first rank leaves, while other ranks still use
-    MPI (segmentation faults). mpi4py does at the end of its own process.
+    Horovod 0.28.1 would finalize MPI when the first rank leaves, while other ranks still use it (segmentation faults).
+    mpi4py does it when its process ends.
     """
     import mpi4py
 
@@ -29,7 +29,7 @@ def join(launcher: Launcher) -> Any:
     check_mpi(os.environ, MPI.Get_library_version())
     avoid_inner_networks(os.environ)
     if not torch.cuda.is_available():
-        # Open MPI polls while it waits: on CPUs Horovod's thread would take the core from the training of its own rank.
+        # Open MPI polls while it waits: on CPUs Horovod's thread would take the core from the rank's training.
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -38,11 +38,11 @@ def join(launcher: Launcher) -> Any:
             "This MPI does not provide THREAD_MULTIPLE, which Horovod's background thread needs. Use an MPI built with"
             " it, or `horovodrun --gloo`."
         )
-    return MPI.COMM_WORLD.Dup()  # keeps our messages apart from Horovod's
+    return MPI.COMM_WORLD.Dup()  # separates our messages from Horovod's
 
 
 def library_name() -> str:
-    """Name and version of the MPI that `join` has initialized, such as Open MPI v4.1.4."""
+    """Name and version of the initialized MPI, such as Open MPI v4.1.4."""
     from mpi4py import MPI
 
     return _short(MPI.Get_library_version())
@@ -55,7 +55,7 @@ def _short(mpi: str) -> str:
 def check_size(launcher: Launcher, horovod_size: int, environ: Mapping[str, str]) -> None:
     """Raise LaunchError if Horovod's world size is not the launcher's: N worlds of one would train N times."""
     if launcher.name == ASKS_MPI and horovod_size == 1:
-        raise UserError(  # each rank raises, since each is alone
+        raise UserError(  # every rank reports it, as rank 0 of its own world
             f"{mpi_ranks(environ)[0]} is set: a launcher of MPI started this process. But it set no size, and"
             " Horovod sees a world of one. Start with the launcher of the MPI that Horovod was built with. To train"
             " in this process alone: --strategy none."
@@ -73,7 +73,7 @@ def check_size(launcher: Launcher, horovod_size: int, environ: Mapping[str, str]
 def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
     """Raise LaunchError if srun started the tasks without PMI: Open MPI would abort each in MPI_Init.
 
-    Other MPIs are left to `check_size`: those based on MPICH may use Slurm's oldest PMI, which sets no variable.
+    `check_size` checks other MPIs: those based on MPICH may use Slurm's oldest PMI, which sets no variable.
     """
     if launcher.name != "srun" or launcher.size == 1 or not mpi.startswith("Open MPI"):
         return
@@ -85,9 +85,9 @@ def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
 
 
 def check_mpi(environ: Mapping[str, str], mpi: str) -> None:
-    """Raise LaunchError if another MPI's mpirun started this process. MPICH would abort it in MPI_Init.
+    """Raise LaunchError if the mpirun of another MPI started this process. MPICH would abort in MPI_Init.
 
-    `mpi`: the version text of the MPI library. Other MPIs are not checked.
+    `mpi`: the version text of the MPI library.
     """
     mpich = re.search(r"MPICH|MVAPICH|Intel\(R\) MPI", mpi) is not None
     if "OMPI_COMM_WORLD_SIZE" in environ and mpich:

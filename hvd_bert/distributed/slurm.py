@@ -7,15 +7,27 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping
 
-from hvd_bert.distributed.launch import Launcher, LaunchError, host_name, number
+from hvd_bert.distributed.launch import Launcher, LaunchError, number
 from hvd_bert.errors import UserError, short_reason
 
 IN_SWEEP = "HVD_BERT_IN_SWEEP"
 _COMMAND_S = 60  # a busy controller answers late
+# Properties of a job, and Slurm's variables without their prefix. Memory is in MiB.
+_JOB = {
+    "id": "JOB_ID",
+    "name": "JOB_NAME",
+    "partition": "JOB_PARTITION",
+    "nodes": "JOB_NODELIST",
+    "tasks_per_node": "NTASKS_PER_NODE",
+    "cpus_per_task": "CPUS_PER_TASK",
+    "gpus_per_node": "GPUS_PER_NODE",
+    "memory_per_node": "MEM_PER_NODE",
+    "restarts": "RESTART_COUNT",  # not set in the first attempt
+}
 
 
 def step_nodes(environ: Mapping[str, str]) -> str:
-    """Slurm's list of the nodes of this step, such as gpu[1-4],login. Raises UserError if it is missing."""
+    """The nodes of this step in Slurm's notation, such as gpu[1-4],login. Raises UserError if they are unknown."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise UserError("The nodes of this job step are unknown (SLURM_STEP_NODELIST is not set). Start with srun.")
@@ -23,50 +35,42 @@ def step_nodes(environ: Mapping[str, str]) -> str:
 
 
 def expand_hosts(listed: str) -> list[str]:
-    """The hosts of a list of Slurm's, such as rack[0-3]_blade[0-1],login. Raises UserError if they are unknown."""
-    hosts, reason = listed.split(","), "`scontrol show hostnames` printed nothing"
-    if "[" in listed:
-        try:
-            hosts = _scontrol("show", "hostnames", listed).split()
-        except UserError as error:
-            hosts, reason = [], str(error)
-    if not hosts:
-        raise UserError(
-            f"The hosts {listed} are unknown on {socket.gethostname()}: {reason}. Make Slurm's commands available"
-            " there, or start with torchrun."
-        )
-    return [host_name(host, "SLURM_STEP_NODELIST") for host in hosts]
+    """The hosts in Slurm's notation, such as rack[0-3]_blade[0-1],login. Raises UserError if scontrol does not know."""
+    if "[" not in listed:
+        return listed.split(",")
+    reason = "`scontrol show hostnames` printed nothing"
+    try:
+        if hosts := _scontrol("show", "hostnames", listed).split():
+            return hosts
+    except UserError as error:
+        reason = str(error)
+    raise UserError(
+        f"The hosts {listed} are unknown on {socket.gethostname()}: {reason}. Make Slurm's commands available there, or"
+        " start with torchrun."
+    )
 
 
 def step_port(environ: Mapping[str, str]) -> int:
-    """A port for the tasks of this Slurm step. Other steps and jobs get other ports."""
+    """A port for the tasks of this Slurm step, unlike those of other steps and jobs."""
     job, step = (number(environ, name) or 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return 10_000 + (job * 1009 + step) % 20_000
 
 
 def find_job(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """The Slurm job around this process: its `id`, `name`, `partition`, `nodes` (Slurm's list), `tasks_per_node`,
-    `cpus_per_task`, `gpus_per_node`, `memory_per_node` (MiB), `array`, and how often it was requeued (`restarts`), each
-    if it is known; None without a job.
-    """
-    variables = {"id": "JOB_ID", "name": "JOB_NAME", "partition": "JOB_PARTITION", "nodes": "JOB_NODELIST"}
-    variables |= {"tasks_per_node": "NTASKS_PER_NODE", "cpus_per_task": "CPUS_PER_TASK"}
-    variables |= {"gpus_per_node": "GPUS_PER_NODE", "memory_per_node": "MEM_PER_NODE"}
-    variables["restarts"] = "RESTART_COUNT"  # not set in the first attempt
-    job = {key: environ[f"SLURM_{name}"] for key, name in variables.items() if f"SLURM_{name}" in environ}
+    """The known properties of the surrounding Slurm job, by the keys of _JOB and `array`; None without a job."""
+    job = {key: environ[f"SLURM_{name}"] for key, name in _JOB.items() if f"SLURM_{name}" in environ}
     if "SLURM_ARRAY_JOB_ID" in environ:
         job["array"] = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"
     return job if "id" in job else None
 
 
 def requested(environ: Mapping[str, str]) -> tuple[int, int | None]:
-    """The job's nodes, and the tasks per node that it requested; None without such a request."""
-    nodes = number(environ, "SLURM_JOB_NUM_NODES", 1) or number(environ, "SLURM_NNODES", 1) or 1
-    return nodes, number(environ, "SLURM_NTASKS_PER_NODE", 1)
+    """The job's number of nodes, and the requested tasks per node; None without a request."""
+    return number(environ, "SLURM_JOB_NUM_NODES", 1) or 1, number(environ, "SLURM_NTASKS_PER_NODE", 1)
 
 
 def requested_tasks(environ: Mapping[str, str]) -> int:
-    """The tasks of the Slurm job around this process; of the step, where the job did not request a number per node.
+    """The number of tasks of the surrounding Slurm job, or of the step if the job requested none per node.
 
     Slurm's default is one task per node. 1 in a sweep, which also trains on fewer ranks than the job has tasks.
     """
@@ -77,7 +81,7 @@ def requested_tasks(environ: Mapping[str, str]) -> int:
 
 
 def check_tasks(launcher: Launcher, environ: Mapping[str, str]) -> None:
-    """Raise LaunchError if a process without a launcher would be a world of one in a job of several tasks."""
+    """Raise LaunchError if no launcher started this process, but the job has several tasks."""
     tasks = requested_tasks(environ)
     if launcher.name == "none" and tasks > 1:
         raise LaunchError(
@@ -87,10 +91,11 @@ def check_tasks(launcher: Launcher, environ: Mapping[str, str]) -> None:
 
 
 def requeue(environ: Mapping[str, str], mode: str, progress: str, announce: Callable[[str], None]) -> str | None:
-    """Requeue the Slurm job around this process, if `mode` (--requeue) and the job allow it.
+    """Requeue the surrounding Slurm job, if `mode` (--requeue) and the job allow it.
 
-    Returns None if it is requeued, a sentence on why it is not, or "" without a job. `progress`: what this attempt has
-    done; "" if nothing, since the next would do nothing either. `announce`: prints a line before Slurm ends the job.
+    Returns None if it is requeued, a sentence on the reason if not, or "" without a job. `progress`: the steps of this
+    attempt, as text; "" prevents the requeue, since the next attempt would make none either. `announce`: prints a line
+    before Slurm ends the job.
     """
     job = find_job(environ)
     if job is None or IN_SWEEP in environ:
@@ -109,9 +114,9 @@ def requeue(environ: Mapping[str, str], mode: str, progress: str, announce: Call
 
 
 def _obstacle(shown: str) -> str:
-    """Why a job must not be requeued, by `scontrol show job`; "" if it may be."""
-    _, _, shown = shown.partition("\n")  # the first line ends with the job's name, which may look like other fields
-    fields = dict(reversed(re.findall(r"(\w+)=(\S*)", shown)))  # the first of each: paths and comments come later
+    """The reason why a job must not be requeued, from the output of `scontrol show job`; "" if it may be."""
+    _, _, shown = shown.partition("\n")  # the first line ends with the job's name, which may look like another field
+    fields = dict(reversed(re.findall(r"(\w+)=(\S*)", shown)))  # the first of equal names: paths and comments are last
     if "JobState" not in fields:
         return "`scontrol show job` did not print its state"
     if fields.get("BatchFlag") == "0":
@@ -136,5 +141,5 @@ def _scontrol(*words: str) -> str:
     if done.returncode > 0:
         reason = " ".join(done.stderr.split()) or f"status {done.returncode}"
         raise UserError(f"`scontrol {words[0]}` failed: {reason}")
-    # Ended by a signal, since Slurm is ending the job: what it printed may be cut.
+    # A signal ended it, since Slurm is ending the job: its output may be cut.
     return done.stdout if done.returncode == 0 else ""

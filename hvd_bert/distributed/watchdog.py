@@ -1,9 +1,9 @@
-"""Ends the job if a rank stalls, and names that rank.
+"""A watchdog that ends the job if a rank stalls, and names that rank.
 
 Horovod's stall inspector (0.28.1) reports nothing under Gloo: its list of ranks is empty (`reserve` instead of `resize`
 in gloo_controller.cc). Under MPI it misses a frozen process, since its own thread waits for that rank, and a collective
-that all ranks have started but that hangs. So each rank also has a `Watchdog` with the inspector's limit, which asks
-which ranks wait and names the missing ones.
+that hangs although all ranks have started it. So each rank also has a `Watchdog` with the inspector's limit. It finds
+out which ranks are waiting, and names the missing ones.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ ENDS_AFTER = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 WARN_S, END_S = 120, 600  # seconds for a step's collectives; longer than compiling a model takes
 LONGEST_S = 2 * 3600.0  # seconds while one rank downloads, tokenizes, evaluates or writes
 TURN_S = 6.0  # seconds between two ranks' reports: a launcher ends the second rank within 5 s of the first one's end
-ANSWER_S = 10.0  # a store behind a dead link does not answer
+ANSWER_S = 10.0  # limit for an answer of the store, which may be behind a dead link
 LISTED = "the tensors that Horovod lists above"
 
 
 def configure_stall_limits(environ: MutableMapping[str, str], elastic: bool) -> float:
-    """Have the inspector end stalls. Keeps limits that the user has set. Call before `hvd.init`.
+    """Set the limits of Horovod's inspector that the user has not set. Call before `hvd.init`.
 
     Returns the seconds after which a step's collective counts as stalled; infinite for never.
     """
-    if elastic:  # the next world would wait for the stalled rank, too: only warn
+    if elastic:  # only a warning: the next world would wait for the stalled rank, too
         environ.setdefault(WARNS_AFTER, str(END_S))
         return math.inf
     end = _seconds(environ.get(ENDS_AFTER, "0"))
@@ -55,24 +55,28 @@ def _seconds(text: str) -> int:
 
 @dataclass
 class _Wait:
-    """A wait for other ranks. All ranks number theirs alike. `deadline`: on the clock of `time.monotonic`."""
+    """A wait for other ranks. `number`: the same on all ranks. `deadline`: by `time.monotonic`.
+
+    `names`: returns the tensors or collectives that have not arrived. `announced`: their names when this rank
+    announced the wait; None before.
+    """
 
     number: int
     limit_s: float
     deadline: float
     names: Callable[[], Sequence[str]]
-    noted: Sequence[str] | None = None  # what had not arrived when this rank announced itself
+    announced: Sequence[str] | None = None
 
 
 class Watchdog:
-    """A thread that ends all ranks if this one has waited too long, and reports for which ranks and what.
+    """A thread that ends all ranks if this rank waits too long, and reports the missing ranks and tensors.
 
-    Waiting ranks announce themselves after a tenth of the limit. One that came later may be named as missing.
+    A rank announces its wait after a tenth of the limit. A rank that arrives later may be reported as missing.
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], step_s: float, store: Any, abort: Callable[[int], Any]) -> None:
-        """`hosts`: one per rank. `step_s`: from `configure_stall_limits`. `store`: torch's, which rank 0 serves; None:
-        any other rank may be missing. `abort(status)` ends all ranks.
+        """`hosts`: one per rank. `step_s`: from `configure_stall_limits`. `store`: torch's, served by rank 0; without
+        one, all other ranks are reported as missing. `abort(status)` ends all ranks.
         """
         self._rank, self._hosts, self.step_s, self._store, self._abort = rank, hosts, step_s, store, abort
         self._turn_s = TURN_S * min(rank, 10)
@@ -83,19 +87,19 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread: its world has ended, but not the process."""
+        """End the thread."""
         self._closed.set()
         self._thread.join(2 * ANSWER_S)
 
     @contextmanager
     def limit_wait(self, limit_s: float, names: Callable[[], Sequence[str]]) -> Iterator[None]:
-        """Around a wait for other ranks of at most `limit_s`. `names`: what has not arrived yet."""
+        """Limit a wait for other ranks in the block. `names`: see `_Wait`."""
         self._number += 1
         wait = self._wait = _Wait(self._number, limit_s, time.monotonic() + limit_s, names)
         try:
             yield
         except RuntimeError as error:
-            # The inspector was first. A dead rank causes the same message, but at once.
+            # The inspector ended the wait first. A dead rank causes the same message, but at once.
             if "Horovod has been shut down" in str(error) and time.monotonic() > wait.deadline - limit_s / 2:
                 self._wait = None
                 time.sleep(self._turn_s)
@@ -111,25 +115,25 @@ class Watchdog:
             suspended_s, last = max(0.0, now - last - 2 * tick_s), now
             if wait := self._wait:
                 wait.deadline += suspended_s  # a suspended job (scontrol suspend) does not wait
-                if wait.noted is None and now > wait.deadline - 0.9 * wait.limit_s:
-                    self._announce(wait)  # early, so that all waiting ranks have when one asks
+                if wait.announced is None and now > wait.deadline - 0.9 * wait.limit_s:
+                    self._announce(wait)  # early, so that all waiting ranks have done so when one asks
                 if now > wait.deadline + self._turn_s:
                     self._end(wait)
             del wait  # `names` may hold tensors
 
     def _announce(self, wait: _Wait) -> None:
         try:
-            wait.noted = wait.names()
+            wait.announced = wait.names()
         except RuntimeError:  # the step's thread may change the names while they are read
-            wait.noted = ["the step's gradients"]
+            wait.announced = ["the step's gradients"]
         try:
             if self._store:
                 answered(lambda: self._store.set(_key(wait.number, self._rank), ""), ANSWER_S)
-        except RuntimeError as error:  # rank 0 is gone with its store: other ranks report that
+        except RuntimeError as error:  # rank 0 is gone with its store
             logs.report(f"rank {self._rank} cannot reach rank 0: {error}")
 
     def _missing(self, wait: int) -> Sequence[int]:
-        """The ranks that have not announced it."""
+        """The ranks that have not announced this wait."""
         ranks = range(len(self._hosts))
         if not self._store:
             return [rank for rank in ranks if rank != self._rank]
@@ -142,8 +146,8 @@ class Watchdog:
             missing = [0]
         waited_s = wait.limit_s + min(0.0, time.monotonic() - wait.deadline)
         ranks = _shortened([f"rank {rank} on {self._hosts[rank]}" for rank in missing])
-        what = _shortened(wait.noted or [LISTED])
-        text = f"for {ranks} to reach {what}" if missing else f"for {what}, which all ranks have reached (NCCL?)"
+        names = _shortened(wait.announced or [LISTED])
+        text = f"for {ranks} to reach {names}" if missing else f"for {names}, which all ranks have reached (NCCL?)"
         logs.report(
             f"rank {self._rank} on {self._hosts[self._rank]} has waited {waited_s:.0f} s {text}. Check the file"
             " systems and the GPU there (dmesg, nvidia-smi), then rerun with the same --output_dir to resume. If a step"
@@ -157,7 +161,7 @@ def _key(wait: int, rank: int) -> str:
 
 
 def answered(question: Callable[[], Any], limit_s: float) -> Any:
-    """What `question` returns. Raises RuntimeError if it fails or takes longer than `limit_s`."""
+    """The result of `question()`. Raises RuntimeError if it fails or takes longer than `limit_s`."""
     future: Future[Any] = Future()
 
     def ask() -> None:
