@@ -42,23 +42,21 @@ def test_nohup_keeps_a_run_alive():
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_repeated_signal_does_not_end_a_process_that_stops():
-    requests = StopRequests(make_world())
-    before = signal.getsignal(signal.SIGINT)
-    with requests.watched():
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert stops(requests) and requests.reason()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert signal.getsignal(signal.SIGINT) == before
-
-
-def test_slurms_warning_does_not_end_the_final_evaluation():
+@pytest.mark.parametrize(
+    ("launcher", "received", "ignored"),
+    [
+        ("mpirun", None, set()),
+        ("mpirun", signal.SIGUSR1, {*SIGNALS} - {signal.SIGINT}),  # a launcher may repeat them
+        ("srun", None, {signal.SIGUSR1, signal.SIGUSR2}),  # Slurm's warning, in the final evaluation
+    ],
+)
+def test_signals_ignored_after_a_run(launcher, received, ignored):
     world = make_world()
-    world.launcher = "srun"
+    world.launcher = launcher
     with StopRequests(world).watched():
-        pass
-    os.kill(os.getpid(), signal.SIGUSR1)  # would end the process
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if received:
+            os.kill(os.getpid(), received)
+    assert {number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN} == ignored
 
 
 ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -96,7 +94,9 @@ def test_any_ranks_signal_counts_more_than_hosts():
     world.process.on_hosts_updated(0.0, 2)
     assert stops(requests) and requests.reason() is None
     requests = StopRequests(heard(make_world(rank=0, size=3), [None, "SIGTERM", None]))
-    assert requests.reason() == "SIGTERM to rank 1"
+    with requests.watched():
+        assert requests.reason() == "SIGTERM to rank 1"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "it may reach this rank later"
 
 
 # A rank stops when its launcher, the process that started it, has been killed
