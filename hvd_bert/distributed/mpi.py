@@ -85,18 +85,12 @@ def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
 
 
 def check_mpi(environ: Mapping[str, str], mpi: str) -> None:
-    """Raise LaunchError if the mpirun of another MPI started this process. MPICH would abort in MPI_Init.
+    """Raise LaunchError if Open MPI's mpirun started this process with MPICH, which would abort it in MPI_Init.
 
-    `mpi`: the version text of the MPI library.
+    `check_size` finds the opposite. `mpi`: the version text of the MPI library.
     """
-    mpich = re.search(r"MPICH|MVAPICH|Intel\(R\) MPI", mpi) is not None
-    if "OMPI_COMM_WORLD_SIZE" in environ and mpich:
-        started_by = "Open MPI"
-    elif "MPI_LOCALNRANKS" in environ and mpi.startswith("Open MPI"):
-        started_by = "MPICH or Intel MPI"
-    else:
-        return
-    raise LaunchError(
-        f"The mpirun of {started_by} started this job, but Horovod and mpi4py use {_short(mpi)}: the processes cannot"
-        " find each other. Use the mpirun of that MPI, or load this one's module and rerun `bash env/setup.sh`."
-    )
+    if "OMPI_COMM_WORLD_SIZE" in environ and re.search(r"MPICH|MVAPICH|Intel\(R\) MPI", mpi):
+        raise LaunchError(
+            f"The mpirun of Open MPI started this job, but Horovod and mpi4py use {_short(mpi)}: the processes cannot"
+            " find each other. Use the mpirun of that MPI, or load Open MPI's module and rerun `bash env/setup.sh`."
+        )

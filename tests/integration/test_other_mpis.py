@@ -52,7 +52,7 @@ def refused_once(outcome: Outcome, *named: str) -> None:
 def test_mpiexec_of_mpich_is_refused_by_open_mpi(tmp_path: Path) -> None:
     other_mpis.needs_open_mpi_4()
     mpiexec = other_mpis.installed(other_mpis.MPICH).program("mpiexec")
-    refused_once(run([mpiexec, "-n", "2", sys.executable, *FLAGS], tmp_path), "mpirun of MPICH", "Open MPI v4")
+    refused_once(run([mpiexec, "-n", "2", sys.executable, *FLAGS], tmp_path), "mpirun started 2", "world of 1")
     assert not (tmp_path / "out").exists()
 
 

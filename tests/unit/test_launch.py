@@ -186,13 +186,11 @@ INTEL = "Intel(R) MPI Library 2021.14 for Linux* OS\n"
         (sees(1), HOROVODRUN, ["horovodrun started 4", "world of 1", "env/setup.sh"]),
         (sees(4), PALS, []),
         (loads(OPEN_MPI), MPIRUN, []),
-        (loads(INTEL), HYDRA, []),
         (loads(MPICH), SRUN, []),
         (loads(OPEN_MPI), INSIDE_SRUN, []),
         (loads(OPEN_MPI), SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, []),  # --mpi=pmi2, which any MPI may support
         (loads(OPEN_MPI), SRUN, ["`srun --mpi=pmix`"]),
         (loads(INTEL), MPIRUN, ["mpirun of Open MPI", "Intel(R) MPI Library 2021.14", "env/setup.sh"]),
-        (loads(OPEN_MPI), HYDRA, ["mpirun of MPICH", "Open MPI v5.0.11", "env/setup.sh"]),
     ],
 )
 def test_mistake_that_all_processes_find(check, environ, named):
