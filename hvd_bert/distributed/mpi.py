@@ -25,8 +25,7 @@ def join(launcher: Launcher) -> Any:
     mpi4py.rc(initialize=False, finalize=True)
     from mpi4py import MPI
 
-    check_pmi(launcher, os.environ, MPI.Get_library_version())
-    check_mpi(os.environ, MPI.Get_library_version())
+    check_library(launcher, os.environ, MPI.Get_library_version())
     avoid_inner_networks(os.environ)
     if not torch.cuda.is_available():
         # Open MPI polls while it waits: on CPUs Horovod's thread would take the core from the rank's training.
@@ -70,26 +69,18 @@ def check_size(launcher: Launcher, horovod_size: int, environ: Mapping[str, str]
     )
 
 
-def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
-    """Raise LaunchError if srun started the tasks without PMI: Open MPI would abort each in MPI_Init.
+def check_library(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
+    """Raise LaunchError if MPI would abort this process in MPI_Init. `check_size` finds other mistakes.
 
-    `check_size` checks other MPIs: those based on MPICH may use Slurm's oldest PMI, which sets no variable.
+    Open MPI does so without PMI, MPICH under Open MPI's mpirun. `mpi`: the version text of the MPI library.
     """
-    if launcher.name != "srun" or launcher.size == 1 or not mpi.startswith("Open MPI"):
-        return
-    if not any(name.startswith(("PMIX_", "PMI_", "PMI2_")) for name in environ):
+    has_pmi = any(name.startswith(("PMIX_", "PMI_", "PMI2_")) for name in environ)
+    if mpi.startswith("Open MPI") and launcher.name == "srun" and launcher.size != 1 and not has_pmi:
         raise LaunchError(
             f"srun started {launcher.size} processes without PMIx: they cannot find each other, and each would be a"
             f" world of one. {WITH_PMIX}"
         )
-
-
-def check_mpi(environ: Mapping[str, str], mpi: str) -> None:
-    """Raise LaunchError if Open MPI's mpirun started this process with MPICH, which would abort it in MPI_Init.
-
-    `check_size` finds the opposite. `mpi`: the version text of the MPI library.
-    """
-    if "OMPI_COMM_WORLD_SIZE" in environ and re.search(r"MPICH|MVAPICH|Intel\(R\) MPI", mpi):
+    if re.search(r"MPICH|MVAPICH|Intel\(R\) MPI", mpi) and "OMPI_COMM_WORLD_SIZE" in environ:
         raise LaunchError(
             f"The mpirun of Open MPI started this job, but Horovod and mpi4py use {_short(mpi)}: the processes cannot"
             " find each other. Use the mpirun of that MPI, or load Open MPI's module and rerun `bash env/setup.sh`."

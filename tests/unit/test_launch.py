@@ -61,7 +61,7 @@ def sees(size):
 
 
 def loads(library):
-    return lambda environ: mpi.check_pmi(find_launcher(environ), environ, library) or mpi.check_mpi(environ, library)
+    return for_launcher(mpi.check_library, library)
 
 
 def threads(environ):
