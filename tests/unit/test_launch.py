@@ -1,4 +1,4 @@
-"""Decisions from the launcher's and the scheduler's variables: world, device, threads, job, requeue."""
+"""The launcher's and the scheduler's variables: launcher, world, device, threads, job, requeue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PALS = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}
 TORCHS = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a100-01", "MASTER_PORT": "29500"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
-# A job script, and mpirun inside it, see variables of the batch step: one task of a job of many.
+# A job script, and mpirun inside it, have the variables of the batch step: one task in a job of several.
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "17"}
 INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}
 NESTED = HOROVODRUN | SRUN | {"HOROVOD_RANK": "0", "SLURM_PROCID": "0"}
@@ -73,7 +73,7 @@ def threads(environ):
     [
         (found, HOROVODRUN | SRUN, ("horovodrun", 4, 3)),
         (found, TORCHRUN | SRUN, ("torchrun", 4, 3)),
-        (found, TORCHS | SRUN, ("srun", 4, 3)),  # a job script exports them for its ranks
+        (found, TORCHS | SRUN, ("srun", 4, 3)),  # exported by a job script
         (found, TORCHS | INSIDE_SRUN, (BY_TORCH, 4, 3)),  # one step per node
         (found, TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 1, 0)),
         # In a batch job; in a step of srun --mpi=pmi2
@@ -90,19 +90,19 @@ def threads(environ):
         (found, TORCHS | {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK=2", "WORLD_SIZE=2"}),
         (for_launcher(launch.other_sizes), MANY | {"OMPI_COMM_WORLD_SIZE": "1"}, {"WORLD_SIZE": "8"}),
         # Variables that make a world
-        (checked, TORCHS | SRUN, "srun"),  # torch's variables are of the same ranks
+        (checked, TORCHS | SRUN, "srun"),  # of equal size
         (checked, {"WORLD_SIZE": "4"}, "none"),  # ignored with a warning: job scripts export it
         (checked, {"RANK": "0"}, "none"),
-        # A world of one process in a step of Slurm for the daemons of all nodes
+        # One process, in a step of Slurm with the daemons of all nodes
         (checked, SRUN | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, "mpirun"),
         (checked, SRUN | {"FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}, "flux"),
-        # Launchers in each task of srun, which report it once
+        # Launchers in each task of srun, of which one reports it
         (nested_below("slurmstepd"), SRUN, False),
         (nested_below("sshd"), HOROVODRUN | SRUN, True),  # horovodrun exports its environment to all ranks
         (nested_below("horovodrun"), HOROVODRUN | INSIDE_SRUN, False),
         (nested_below("mpirun", "slurmstepd"), MPIRUN | SRUN, True),
         (nested_below("mpirun", "bash"), MPIRUN | SRUN | {"SLURM_PTY_PORT": "40001"}, False),  # srun --pty bash
-        (nested_below("orted", "slurmstepd"), MPIRUN | SRUN, False),  # Slurm's variables are those of mpirun's daemon
+        (nested_below("orted", "slurmstepd"), MPIRUN | SRUN, False),  # mpirun started its daemon by srun
         (launch.speaks_first, NESTED, True),
         (launch.speaks_first, NESTED | {"SLURM_PROCID": "1"}, False),
         (launch.speaks_first, NESTED | {"HOROVOD_RANK": "1"}, False),
@@ -111,7 +111,7 @@ def threads(environ):
         (sees(1), PALS, {"PALS_RANKID", "--strategy none"}),
         # Names that no host can have
         *((host_slots, name, {"-H", name}) for name in NO_HOSTS),
-        # Tasks that the job requested
+        # Requested tasks of a job
         (slurm.requested_tasks, {}, 1),
         (slurm.requested_tasks, BATCH_STEP, 8),
         (slurm.requested_tasks, INSIDE_SRUN | {"SLURM_NTASKS": "2"} | TWO_BY_TWO, 4),  # `srun -n 2` inside
@@ -151,7 +151,7 @@ def test_rule_on_variables_that_make_no_world(rule, environ, named):
 
 
 def test_a_launcher_is_its_row(monkeypatch):
-    """The row decides how ranks are found, watched and connected, and how the tools start them."""
+    """Its row decides how ranks are found, watched and connected, and how the tools start them."""
 
     def command(start):
         return ["prterun", "-n", str(start.ranks), *start.extra, *start.train]
@@ -171,7 +171,7 @@ def test_a_launcher_is_its_row(monkeypatch):
     assert started.obstacle(point).startswith("2 ranks per node, but 1 GPUs")
 
 
-# The first lines of what the libraries print
+# The first lines of the MPI libraries' version texts
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 20:45:26 UTC 2026\n"
 INTEL = "Intel(R) MPI Library 2021.14 for Linux* OS\n"
@@ -238,17 +238,14 @@ def test_ranks_may_share_cpus_but_no_gpu():
         devices.check_devices(rank_infos(("a", "GPU-2"), *[("b", "GPU-2")] * 3, ("b", "GPU-1")))
 
 
-def test_mig_instances_of_one_gpu_are_refused():
-    name = "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
-    first, second, other = (
-        devices.physical_id(SimpleNamespace(name=name, uuid=uuid, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0))
-        for uuid, bus in (("MIG-1", 7), ("MIG-2", 7), ("MIG-3", 0xAF))
+def test_mig_instances_have_the_address_of_their_gpu():
+    name, address = "NVIDIA A100-SXM4-40GB", {"pci_domain_id": 0, "pci_device_id": 0}
+    gpus = [("MIG 3g.20gb", "MIG-1", 7), ("MIG 3g.20gb", "MIG-2", 7), ("MIG 3g.20gb", "MIG-3", 0xAF), ("", "GPU-1", 7)]
+    first, second, other, whole = (
+        devices.physical_id(SimpleNamespace(name=f"{name} {mig}", uuid=uuid, pci_bus_id=bus, **address))
+        for mig, uuid, bus in gpus
     )
-    devices.check_devices(rank_infos(("a", first), ("a", other), ("b", second)))
-    with refused("2 ranks on a", "0000:07:00", "MIG"):
-        devices.check_devices(rank_infos(("a", first), ("a", second)))
-    whole = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", uuid="GPU-1", pci_bus_id=7)
-    assert devices.physical_id(whole) == "GPU-1"
+    assert first == second == "PCI 0000:07:00" != other and whole == "GPU-1"
 
 
 @pytest.mark.parametrize(
@@ -343,7 +340,7 @@ def test_hosts_by_scontrol(scontrol):
 @pytest.mark.parametrize("field", ["JobName=", "Comment="])
 @pytest.mark.parametrize(("environ", "name"), [(JOB, "12"), (ARRAY, "10_3")])
 def test_job_is_requeued(scontrol, tmp_path, environ, name, field):
-    """Whatever its name or comment contains."""
+    """Also with a name or comment that looks like other fields."""
     shown, log = SHOWN.replace(field, f"{field}café JobState=CANCELLED Requeue=0 "), tmp_path / "log"
     scontrol(f'echo "$*" >>{log}; if [ "$1" = show ]; then echo "{shown}"; fi')
 

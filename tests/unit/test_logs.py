@@ -1,4 +1,4 @@
-"""Log lines, and events.jsonl: both formats, which ranks print what, and the reasons of a run's end."""
+"""Log lines and events.jsonl: their formats, the lines of each rank, and the reason why a run ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Puts back what `start` changes."""
+    """Restore the logging that `start` changes."""
     root, before = logging.getLogger(), logging.getLogger().handlers[:]
     logging.captureWarnings(False)
     with warnings.catch_warnings():
@@ -44,15 +44,15 @@ def test_lines_have_times_except_on_a_terminal_without_a_launcher(capsys, monkey
     start(rank=0)
     log.info("one of %d", 2)
     log.warning("two\nlines")
-    said, times = capsys.readouterr(), (f"{TIME}INFO ", f"{TIME}WARNING ") if timed else ("", "")
-    assert re.fullmatch(f"{times[0]}one of 2\n{times[1]}two\nlines\n", said.out) and said.err == ""
+    output, times = capsys.readouterr(), (f"{TIME}INFO ", f"{TIME}WARNING ") if timed else ("", "")
+    assert re.fullmatch(f"{times[0]}one of 2\n{times[1]}two\nlines\n", output.out) and output.err == ""
 
 
 def test_control_characters_are_escaped_and_other_text_is_not(capsys):
     start(rank=0)
-    kept = "\t\n\u3000\u200d\u00a0"
-    log.warning(f"{kept}\x1b[31m \r \x00 \x7f \x9b \ud800 \\x1b")
-    assert capsys.readouterr().out.endswith(rf"WARNING {kept}\x1b[31m \r \x00 \x7f \x9b \ud800 \x1b" + "\n")
+    unchanged = "\t\n\u3000\u200d\u00a0"
+    log.warning(f"{unchanged}\x1b[31m \r \x00 \x7f \x9b \ud800 \\x1b")
+    assert capsys.readouterr().out.endswith(rf"WARNING {unchanged}\x1b[31m \r \x00 \x7f \x9b \ud800 \x1b" + "\n")
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -92,7 +92,7 @@ def test_warnings_of_a_rank_that_cannot_gather_are_printed_there(capsys):
 
 @pytest.fixture(autouse=True)
 def own_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of another test's run, which failed, are not these."""
+    """Give each test its own events, without those of another test's failed run."""
     own = events.Events()
     for name in ("begin", "add", "failed", "end"):
         monkeypatch.setattr(events, name, getattr(own, name))

@@ -34,7 +34,7 @@ def test_signal_asks_to_stop(number):
 
 
 def test_nohup_keeps_a_run_alive():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # put back by a fixture of all tests
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a fixture of all tests restores it
     requests = StopRequests(make_world())
     with requests.watched():
         os.kill(os.getpid(), signal.SIGHUP)
@@ -99,7 +99,7 @@ def test_any_ranks_signal_counts_more_than_hosts():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "it may reach this rank later"
 
 
-# A rank stops when its launcher, the process that started it, has been killed
+# A rank whose launcher is killed stops
 
 RANK = """
 import signal
@@ -159,7 +159,7 @@ def interrupted(words: list[str], module: str, interrupting: Path, stderr: Any =
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["hvd_bert.training.loop", "hvd_bert.training.api"])  # once all have met; the first
+@pytest.mark.parametrize("module", ["hvd_bert.training.loop", "hvd_bert.training.api"])  # after joining, and before
 def test_interrupted_command(module, interrupting):
     command = ["hvd_bert.train", "--config", "sample"]
     assert interrupted(command, module, interrupting) == (130, "hvd_bert: interrupted\n")
@@ -175,5 +175,5 @@ def test_interrupted_without_a_reader(interrupting):
 
 def test_ignored_interrupt_stays_ignored(interrupting):
     """In a background job of a script, for example."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited; put back by a fixture of all tests
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited; a fixture of all tests restores it
     assert interrupted(["hvd_bert.tools.timeline", "--help"], "numpy", interrupting) == (0, "")

@@ -1,4 +1,4 @@
-"""Stalls: after how long a wait for other ranks ends the job, and which ranks are named."""
+"""Stalls: the time limits of a wait for other ranks, and the reported ranks and tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one 
         ({WARNS_AFTER: " 30s"}, (30, 600)),  # parsed like strtol
     ],
 )
-def test_times_are_the_users_or_fit_them(given, times):
+def test_limits_are_the_users_or_consistent_with_them(given, times):
     environ, (warns, ends) = dict(given), times
     assert watchdog.configure_stall_limits(environ, elastic=False) == ends
     assert given.items() <= environ.items()
@@ -48,7 +48,7 @@ def test_under_elastic_a_stall_is_only_a_warning():
 
 @pytest.fixture
 def end(monkeypatch, capsys) -> Callable[..., str]:
-    """end(rank, wait) -> the report of that rank's watchdog, of four, when it ends a wait; arrivals go to a store."""
+    """end(rank, *present) -> the report of one of four ranks at the end of a wait that `present` ranks announced."""
 
     def wait_for_end(rank: int, *present: int, store: Any = None, names: list[str]) -> str:
         store, ended = store or HashStore(), threading.Event()
@@ -73,11 +73,11 @@ def end(monkeypatch, capsys) -> Callable[..., str]:
     return wait_for_end
 
 
-def test_collective_that_hangs_though_all_have_come(end):
+def test_collective_that_hangs_on_all_ranks(end):
     assert "has waited 0 s for a.weight, which all ranks have reached" in end(0, 1, 2, 3, names=["a.weight"])
 
 
-def test_store_that_does_not_answer_is_rank_zeros(end, monkeypatch):
+def test_store_that_does_not_answer_means_that_rank_0_is_missing(end, monkeypatch):
     monkeypatch.setattr(watchdog, "TURN_S", 0.0)
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.1)
     store = SimpleNamespace(set=lambda key, value: None, check=lambda keys: threading.Event().wait())
@@ -85,7 +85,7 @@ def test_store_that_does_not_answer_is_rank_zeros(end, monkeypatch):
 
 
 @pytest.mark.parametrize(("waited", "message", "ends"), [(301, SHUT_DOWN, 1), (299, SHUT_DOWN, 0), (301, "other", 0)])
-def test_inspector_that_comes_first_is_a_stall(monkeypatch, capsys, waited, message, ends):
+def test_wait_that_horovods_inspector_ended_is_a_stall(monkeypatch, capsys, waited, message, ends):
     statuses: list[int] = []
     stall_watchdog = Watchdog(0, ["one", "two"], 600, HashStore(), statuses.append)
     now = [0.0]
@@ -97,12 +97,12 @@ def test_inspector_that_comes_first_is_a_stall(monkeypatch, capsys, waited, mess
     assert (watchdog.LISTED in capsys.readouterr().err) == ends
 
 
-def test_inspector_that_comes_first_does_not_lose_the_names(monkeypatch, capsys):
+def test_names_survive_horovods_inspector(monkeypatch, capsys):
     store, arrived = HashStore(), threading.Event()
     stall_watchdog = Watchdog(0, ["one", "two"], 0.1, store, lambda _: None)
     with pytest.raises(RuntimeError), stall_watchdog.limit_wait(10, lambda: [] if arrived.is_set() else ["a weight"]):
         store.wait(["wait 1 0"])  # announced, after a tenth of the limit
-        arrived.set()  # Horovod forgets what it waits for
+        arrived.set()  # Horovod forgets the names
         now = watchdog.time.monotonic()
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: now + 9)
         raise RuntimeError("Horovod has been shut down")
@@ -110,9 +110,9 @@ def test_inspector_that_comes_first_does_not_lose_the_names(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(("ticks", "ends"), [([1] * 5 + [1000] + [1] * 3, False), ([1] * 5 + [1000] + [1] * 4, True)])
-def test_time_in_which_the_job_is_suspended_does_not_count(monkeypatch, ticks, ends):
+def test_suspended_time_does_not_count(monkeypatch, ticks, ends):
     statuses: list[int] = []
-    with monkeypatch.context() as patched:  # no thread: the test calls it with a clock of its own
+    with monkeypatch.context() as patched:  # the test calls `_run` with its own clock
         patched.setattr(threading.Thread, "start", lambda self: None)
         stall_watchdog = Watchdog(0, ["one", "two"], 10, HashStore(), statuses.append)
     now, left = [0.0], [*ticks]
