@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,11 +126,9 @@ class Watchdog:
             wait.announced = wait.names()
         except RuntimeError:  # the step's thread may change the names while they are read
             wait.announced = ["the step's gradients"]
-        try:
-            if self._store:
+        if self._store:
+            with suppress(RuntimeError):  # rank 0 is gone with its store: `_end` reports that
                 answered(lambda: self._store.set(_key(wait.number, self._rank), ""), ANSWER_S)
-        except RuntimeError as error:  # rank 0 is gone with its store
-            logs.report(f"rank {self._rank} cannot reach rank 0: {error}")
 
     def _missing(self, wait: int) -> Sequence[int]:
         """The ranks that have not announced this wait."""
@@ -170,12 +168,11 @@ def answered(question: Callable[[], Any], limit_s: float) -> Any:
         except Exception as error:
             future.set_exception(RuntimeError(str(error)))
 
-    thread = threading.Thread(target=ask, name="stall question", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if thread.is_alive():
-        raise RuntimeError(f"no answer in {limit_s:.0f} s")
-    return future.result()
+    threading.Thread(target=ask, name="stall question", daemon=True).start()
+    try:
+        return future.result(limit_s)
+    except TimeoutError:
+        raise RuntimeError(f"no answer in {limit_s:.0f} s") from None
 
 
 def _shortened(names: Sequence[str], maximum: int = 3) -> str:
