@@ -46,17 +46,13 @@ def resolve(setting: str, addresses: Mapping[str, Sequence[str]]) -> str:
     """
     if setting in addresses:
         return setting
-    listed = ", ".join(f"{name} {' '.join(own)}".strip() for name, own in addresses.items())
-    if "/" not in setting:
-        raise UserError(f"no such interface; available: {listed}")
-    try:
+    with suppress(ValueError):  # neither an interface nor a subnet
         subnet = ipaddress.ip_network(setting, strict=False)
-    except ValueError as error:
-        raise UserError(f"not a subnet ({error}); for example 10.1.0.0/16") from None
-    for name, own in addresses.items():
-        if any(ipaddress.ip_address(address.split("%")[0]) in subnet for address in own):
-            return name
-    raise UserError(f"no interface in this subnet; available: {listed}")
+        for name, own in addresses.items():
+            if any(ipaddress.ip_address(address.split("%")[0]) in subnet for address in own):
+                return name
+    listed = ", ".join(f"{name} {' '.join(own)}".strip() for name, own in addresses.items())
+    raise UserError(f"no interface of this name or subnet (such as ib0 or 10.1.0.0/16); available: {listed}")
 
 
 def interface_named(environ: Mapping[str, str], controller: str) -> str:

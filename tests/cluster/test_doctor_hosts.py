@@ -69,4 +69,4 @@ def test_host_without_the_environment(cluster: Cluster, tmp_path: Path, without_
 
 def test_host_without_the_interface(cluster: Cluster, tmp_path: Path) -> None:
     ((name, _, text),) = failures(cluster, tmp_path, "a100-02:2", {"HVD_BERT_INTERFACE": "10.99.0.0/16"})
-    assert name == "World" and "no interface in this subnet" in text and "eth0 10.77.0.12" in text
+    assert name == "World" and "no interface of this name or subnet" in text and "eth0 10.77.0.12" in text

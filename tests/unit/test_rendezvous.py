@@ -18,7 +18,6 @@ from refusals import refused
 from hvd_bert.distributed import interfaces, rendezvous, slurm
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import CollectiveError
-from hvd_bert.errors import UserError
 
 TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 TORCHRUN |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
@@ -194,8 +193,8 @@ ADDRESSES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.77.0.11", "fe80::1%eth0"],
 def test_interface_by_setting():
     for setting, name in (("ib0", "ib0"), ("10.77.0.0/16", "eth0"), ("192.168.4.1/24", "ib0"), ("fe80::/10", "eth0")):
         assert interfaces.resolve(setting, ADDRESSES) == name
-    for setting, named in (("10.78.0.0/16", "available: lo 127.0.0.1 ::1, eth0 "), ("10.77.0.0/99", "not a subnet")):
-        with pytest.raises(UserError, match=named):
+    for setting in ("10.78.0.0/16", "10.77.0.0/99"):
+        with refused("available: lo 127.0.0.1 ::1, eth0 "):
             interfaces.resolve(setting, ADDRESSES)
 
 
