@@ -49,7 +49,7 @@ def resolve(setting: str, addresses: Mapping[str, Sequence[str]]) -> str:
     with suppress(ValueError):  # neither an interface nor a subnet
         subnet = ipaddress.ip_network(setting, strict=False)
         for name, own in addresses.items():
-            if any(ipaddress.ip_address(address.split("%")[0]) in subnet for address in own):
+            if any(ipaddress.ip_address(address) in subnet for address in own):
                 return name
     listed = ", ".join(f"{name} {' '.join(own)}".strip() for name, own in addresses.items())
     raise UserError(f"no interface of this name or subnet (such as ib0 or 10.1.0.0/16); available: {listed}")
@@ -140,7 +140,7 @@ def loopback() -> str:
 
 def is_loopback(address: str) -> bool:
     """Whether an IP address is a loopback address."""
-    return ipaddress.ip_address(address.split("%")[0]).is_loopback
+    return ipaddress.ip_address(address).is_loopback
 
 
 def own_address_at(name: str) -> str | None:

@@ -161,7 +161,7 @@ class Rule:
     error: type[UserError] = UserError
 
 
-def _meets_elsewhere(launcher: Launcher, environ: Mapping[str, str]) -> bool:
+def _has_two_worlds(launcher: Launcher, environ: Mapping[str, str]) -> bool:
     """Whether torch's variables describe a world of another size than srun's."""
     several = launcher.name == "srun" and launcher.size != 1 and all(map(environ.get, RENDEZVOUS))
     return several and environ["WORLD_SIZE"] != str(launcher.size)
@@ -193,7 +193,7 @@ RULES = {
         " which the ranks find each other. Set all of them, or unset RANK to train in this process alone.",
     ),
     "two worlds": Rule(
-        _meets_elsewhere,
+        _has_two_worlds,
         "srun started {launcher.size} tasks, but WORLD_SIZE={environ[WORLD_SIZE]} is set, too. Start all ranks with"
         " srun and unset RANK, or start one task per node with torchrun in it.",
         LaunchError,
