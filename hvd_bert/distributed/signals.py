@@ -47,12 +47,12 @@ class StopRequests:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Handle SIGNALS in the block, except an ignored SIGHUP (nohup). Each asks to stop, and a repeated one ends:
+        """Handle SIGNALS in the block, except an ignored SIGHUP (nohup). For example:
 
             0.0 s   SIGTERM   stop after this step
-            0.2 s   SIGTERM   the same request, sent twice
-            0.5 s   SIGINT    also a first one: Ctrl-C after a scheduler's signal
-            3.0 s   SIGTERM   the second one: end all ranks at once with status 143
+            0.2 s   SIGTERM   within SAME_S of the first SIGTERM: the same request
+            0.5 s   SIGINT    the first SIGINT: stop after this step
+            3.0 s   SIGTERM   the second SIGTERM: end all ranks at once with status 143
 
         A signal after the last vote is too late to stop the run, which completes.
         """
@@ -95,10 +95,10 @@ class StopRequests:
                     self._world.abort(128 + number)
 
     def _ignored_afterwards(self, number: int) -> bool:
-        """Whether a signal is ignored from the end of `watched` on."""
-        stopped = self._stopping or self._received is not None
-        if number != signal.SIGINT and stopped:
-            return True  # a launcher may repeat it, which must not change the exit status
+        """Whether a signal is ignored after the block of `watched`."""
+        # A launcher may repeat a signal, which must not change the exit status.
+        if (self._stopping or self._received) and number != signal.SIGINT:
+            return True
         # Slurm's warning before the time limit: the final evaluation may still fit in.
         return self._world.launcher == "srun" and number in WARNINGS
 

@@ -35,7 +35,7 @@ def step_nodes(environ: Mapping[str, str]) -> str:
 
 
 def expand_hosts(listed: str) -> list[str]:
-    """The hosts in Slurm's notation, such as rack[0-3]_blade[0-1],login. Raises UserError if scontrol does not know."""
+    """The hosts in Slurm's notation, such as rack[0-3]_blade[0-1],login. Raises UserError if they are unknown."""
     if "[" not in listed:
         return listed.split(",")
     reason = "`scontrol show hostnames` printed nothing"
