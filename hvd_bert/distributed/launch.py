@@ -147,9 +147,8 @@ def is_nested(
 
 
 def mpi_ranks(environ: Mapping[str, str]) -> list[str]:
-    """The set variables that mean a rank of MPI. Not SLURM_PROCID, which a job script has, too."""
-    own = [rank for name, _, rank, *_ in _variables() if LAUNCHERS[name].by_mpi and not LAUNCHERS[name].store]
-    return [name for name in (*_MPI_RANKS, *own) if name in environ]
+    """The set variables of a rank whose size only MPI knows."""
+    return [name for name in _MPI_RANKS if name in environ]
 
 
 @dataclass(frozen=True)
