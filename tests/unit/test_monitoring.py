@@ -1,15 +1,14 @@
-"""GPU usage through NVML, with a fake driver, and recordings of steps."""
+"""GPU usage with torch's functions replaced, and recordings of steps."""
 
 from __future__ import annotations
 
 import gzip
 import itertools
 import json
-import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,110 +17,63 @@ from refusals import refused
 from test_world import make_world
 
 from hvd_bert.config.command_line import parse
-from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.horovod_world import ready_for_timeline
-from hvd_bert.monitoring import usage as module
 from hvd_bert.monitoring.recording import Recording
-from hvd_bert.monitoring.usage import GIB, GpuUsage, NvmlError, nvml, process_usage
+from hvd_bert.monitoring.usage import GIB, GpuUsage, process_usage
 from hvd_bert.training.meter import Meter
 
 
-class FakeNvml(ModuleType):
-    """pynvml with GPUs 0-a (40 % busy) and 0-b, which reports only its memory."""
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's figures of cuda:0 (40 % busy), of a MIG instance, cuda:1, and of cuda:2 without NVML."""
 
-    class NVMLError(Exception):
-        pass
+    def utilization(gpu: torch.device) -> int:
+        if gpu.index == 2:
+            raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+        if gpu.index == 1:
+            raise RuntimeError("device 0 is not visible")
+        return 40
 
-    def nvmlInit(self):
-        pass
-
-    def nvmlShutdown(self):
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, name):
-        if name not in ("GPU-0-a", "MIG-0-b"):
-            raise self.NVMLError("Not Found")
-        return name
-
-    def nvmlDeviceGetUtilizationRates(self, gpu):
-        if gpu.startswith("MIG"):
-            raise self.NVMLError("Not Supported")
-        return SimpleNamespace(gpu=40, memory=10)
-
-    def nvmlDeviceGetMemoryInfo(self, gpu):
-        return SimpleNamespace(used=3 * GIB, free=GIB, total=4 * GIB)
-
-    def nvmlDeviceGetPowerUsage(self, gpu):
-        if gpu.startswith("MIG"):
-            raise self.NVMLError("Not Supported")
-        return 250_500
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (GIB, 4 * GIB))
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda gpu: 250_500)
 
 
-@pytest.fixture
-def driver(monkeypatch) -> FakeNvml:
-    fake = FakeNvml("pynvml")
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device))
-    return fake
-
-
-def fake_world(*gpus: str, rank: int = 0, further: Sequence[str] = ()) -> SimpleNamespace:
-    """A world whose other ranks report a GPU that is 90 % busy. A GPU's UUID is also its name. `further`: of `rank`."""
-    rank_infos = tuple(RankInfo(number, "a", number, gpu, gpu, frozenset({0})) for number, gpu in enumerate(gpus))
-
-    def allgather(mine):
-        other = {"gpu_util_percent": 90.0}
-        return [mine if i.rank == rank else ([{"device": i.device} | other], "") for i in rank_infos]
-
-    own = [gpus[rank], *further]
-    return SimpleNamespace(rank=rank, size=len(rank_infos), rank_infos=rank_infos, allgather=allgather, gpus=own)
-
-
-def test_no_nvml(monkeypatch, driver):
-    monkeypatch.setattr(driver, "nvmlInit", lambda: (_ for _ in ()).throw(driver.NVMLError("no driver")))
-    with pytest.raises(NvmlError, match=r"^no driver$"), nvml():
-        pass
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(NvmlError, match="nvidia-ml-py is missing"), nvml():
-        pass
-
-
-def close_samplers(usage: GpuUsage) -> None:
-    """After their first sample."""
+def read_usage(folder: Path, rank: int, *gpus: int) -> dict[str, float]:
+    """Usage that rank `rank` of two, which has these GPUs, reads after its first sample. The other one is 90 % busy."""
+    devices = [torch.device("cuda", gpu) for gpu in gpus]
+    other = [{"device": "cuda:0", "gpu_util_percent": 90.0}]
+    world = SimpleNamespace(
+        rank=rank,
+        gpus=devices,
+        rank_infos=[SimpleNamespace(rank=number, host="a") for number in range(2)],
+        allgather=lambda mine: [mine, other] if rank == 0 else [other, mine],
+    )
+    usage = GpuUsage(world, folder)  # type: ignore[arg-type]
     for sampler in usage._samplers.values():
         sampler.close()
-
-
-def test_usage_of_all_ranks(tmp_path, driver):
-    usage = GpuUsage(fake_world("0-a", "0-x", further=["0-b"]), tmp_path)  # type: ignore[arg-type]
-    close_samplers(usage)
-    own = {"gpu_util_percent": 40.0, "gpu_memory_gib": 3.0, "gpu_power_w": 250.5}
-    assert usage.read(7) == own
-    lines = [json.loads(line) for line in (tmp_path / "gpu_usage.jsonl").read_text().splitlines()]  # already on disk
+    read = usage.read(7)
     usage.close()
+    return read
+
+
+def test_usage_of_all_ranks(tmp_path):
+    own = {"gpu_util_percent": 40.0, "gpu_memory_gib": 3.0, "gpu_power_w": 250.5}
+    assert read_usage(tmp_path, 0, 0, 1, 2) == own
+    lines = [json.loads(line) for line in (tmp_path / "gpu_usage.jsonl").read_text().splitlines()]
     assert undocumented(lines, "gpu_usage.jsonl") == undocumented(own, "metrics.jsonl") == []
-    assert [line.pop("seconds") >= 0 for line in lines] == [True, True, True]
+    assert all(line.pop("seconds") >= 0 for line in lines)
     assert lines == [
-        {"step": 7, "rank": 0, "host": "a", "device": "0-a", **own},
-        {"step": 7, "rank": 0, "host": "a", "device": "0-b", "gpu_memory_gib": 3.0},  # --strategy dp
-        {"step": 7, "rank": 1, "host": "a", "device": "0-x", "gpu_util_percent": 90.0},
+        {"step": 7, "rank": 0, "host": "a", "device": "cuda:0", **own},
+        {"step": 7, "rank": 0, "host": "a", "device": "cuda:1", "gpu_memory_gib": 3.0},  # --strategy dp
+        {"step": 7, "rank": 0, "host": "a", "device": "cuda:2", "gpu_memory_gib": 3.0},
+        {"step": 7, "rank": 1, "host": "a", "device": "cuda:0", "gpu_util_percent": 90.0},
     ]
 
 
-@pytest.mark.parametrize(
-    ("world", "read", "said"),
-    [
-        (fake_world("0-x", "0-a", rank=1), {"gpu_util_percent": 90.0}, ""),  # rank 0's figures
-        (fake_world("0-c"), {}, "GPU 0-c: Not Found"),
-    ],
-)
-def test_rank_without_samples_of_its_own(tmp_path, driver, caplog, world, read, said):
-    usage = GpuUsage(world, tmp_path)
-    close_samplers(usage)
-    assert usage.read(1) == read
-    usage.close()
-    assert said in caplog.text
-    assert (tmp_path / module.FILE).exists() == (world.rank == 0)
+def test_other_ranks_read_the_usage_of_rank_0(tmp_path):
+    assert read_usage(tmp_path, 1, 0) == {"gpu_util_percent": 90.0}
+    assert list(tmp_path.iterdir()) == []
 
 
 BASE = ["--config", "sample"]

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from hvd_bert.distributed.slurm import find_job
 from hvd_bert.errors import UserError
-from hvd_bert.monitoring.usage import NvmlError, nvml
 from hvd_bert.storage.reading import convert, parse_json
 
 COMMAND_TIMEOUT_S = 20.0
@@ -114,12 +113,16 @@ def mpi4py() -> str:
 def gpus() -> Gpus:
     """Driver and GPUs according to NVML."""
     try:
-        with nvml() as module:
-            handles = [module.nvmlDeviceGetHandleByIndex(i) for i in range(module.nvmlDeviceGetCount())]
-            cuda = module.nvmlSystemGetCudaDriverVersion_v2()
-            names = tuple(str(module.nvmlDeviceGetName(handle)) for handle in handles)
-            return Gpus(str(module.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}", names)
-    except NvmlError as error:
+        import pynvml
+    except ImportError as error:
+        return Gpus(error=f"the Python package nvidia-ml-py is missing ({error})")
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        names = tuple(str(pynvml.nvmlDeviceGetName(handle)) for handle in handles)
+        return Gpus(str(pynvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}", names)
+    except pynvml.NVMLError as error:
         return Gpus(error=str(error))
 
 
