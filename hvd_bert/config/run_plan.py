@@ -13,7 +13,7 @@ class RunPlan:
     """Decisions by the names of the flags that they stand for; None: as the settings say.
 
     Attributes:
-        output_dir: The run's folder. Before it is taken over, only that of a run that this start continues.
+        output_dir: The run's folder. Before it is acquired, only that of a run that this start continues.
         overwrite_output_dir: False where this start continues a run.
         resume_from_checkpoint: "latest" where this start continues a run that has checkpoints.
         per_device_train_batch_size: The batch that fits into memory, for the value auto.

@@ -46,7 +46,7 @@ def entry(cache_dir: Path, key: str, build: Callable[[Path], None]) -> Path:
         return folder
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with locks.take(cache_dir / f"{key}.lock", wait=True):
+        with locks.acquire(cache_dir / f"{key}.lock", wait=True):
             if not _is_whole(folder):
                 if folder.exists():
                     log.warning("%s is damaged: tokenizing again.", folder)

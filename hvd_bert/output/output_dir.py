@@ -1,18 +1,18 @@
-"""Whether a run may use its output folder, and the moment when it takes it over.
+"""The output folder: whether a run may use it, and how the run acquires it.
 
-`check` comes first and changes nothing. `take_over` comes after all other checks, and until then an earlier run's files
+`check` comes first and changes nothing. `acquire` comes after all other checks; until then the files of an earlier run
 stay.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import math
 import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,36 @@ Locks = dict[Path, locks.Lock]  # locks that this process holds, by folder
 INPUTS = ("model_name_or_path", "config_name", "tokenizer_name", "train_file", "validation_file")
 SETTINGS = ("train_config.yaml", "eval_config.yaml")  # their presence marks a run's folder
 LOGS = (".out", ".err", ".log")  # a scheduler may write them into the folder before the run starts
-OLD_RECORD = ".written_by_hvd_bert"  # written by earlier versions
 FOLDERS_BEGUN: set[Path] = set()  # folders where this process has begun a run
+
+
+@dataclass(frozen=True)
+class Empty:
+    """The folder is missing, or holds only logs of a scheduler and temporary files of a killed run."""
+
+
+@dataclass(frozen=True)
+class OwnRun:
+    """The folder of a run. `finished`: it holds no training that can be resumed."""
+
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A folder with files, but without a run's settings. `reason`: why each file of settings is no run's."""
+
+    reason: str
+
+
+def _content(folder: Path) -> Empty | OwnRun | Foreign:
+    """Read the content of an output folder."""
+    if not _entries(folder):
+        return Empty()
+    reasons = {name: resume.why_no_run(folder / name) for name in SETTINGS}
+    if all(reasons.values()):
+        return Foreign("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    return OwnRun(finished=not resume.unfinished(folder))
 
 
 def check(settings: Settings, held: Locks) -> None:
@@ -53,11 +81,10 @@ def check(settings: Settings, held: Locks) -> None:
         writing.check_folder(folder)
         if settings["output_dir"] is not None:
             _check_inputs(settings, folder)
-            _check_content(settings, folder)
-            if _entries(folder):
+            if isinstance(_content(folder), OwnRun):  # a folder that is refused gets no lock file
                 lock(folder, held)  # before reading files that another run may be writing
-                _check_content(settings, folder)  # again: another run may have ended since
-                files.restore_replaced(folder)
+            _check_content(settings, folder)
+            files.restore_replaced(folder)
 
 
 def _check_inputs(settings: Settings, folder: Path) -> None:
@@ -71,14 +98,14 @@ def _check_inputs(settings: Settings, folder: Path) -> None:
 
 def check_apart(flag: str, path: Path, settings: Settings) -> None:
     """Raise UserError if an output that a flag names is an input, another output, or a file of a run or a model."""
-    place = Path(os.path.realpath(path))
+    output = Path(os.path.realpath(path))
     for name, file in _paths(settings, (*INPUTS, "output_dir", "timeline")):
         other = Path(os.path.realpath(file))
-        of_run = place == other / LOCK or _is_replaced(place, other, trains=True)
-        if name != "output_dir" and place.name in OF_EVALUATION:  # an evaluation of a model may write there
+        of_run = output == other / LOCK or _is_replaced(output, other, trains=True)
+        if name != "output_dir" and output.name in OF_EVALUATION:  # an evaluation of a model may write there
             of_run = False
-        if of_run or (place == other and flag != f"--{name}_file"):
-            replaced = file if place == other else f"a file of {file}"
+        if of_run or (output == other and flag != f"--{name}_file"):
+            replaced = file if output == other else f"a file of {file}"
             raise UserError(f"{flag} {path} would replace {replaced}, which is used as well: name another file.")
 
 
@@ -101,66 +128,67 @@ def _replaces(trains: bool, name: str) -> bool:
 def _entries(folder: Path) -> list[str]:
     """The names in an output folder, without the lock, logs and temporary files of a killed run."""
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    return sorted(name for name in names - {LOCK, OLD_RECORD} if not name.endswith((OWN_PARTIAL, *LOGS)))
+    return sorted(name for name in names - {LOCK} if not name.endswith((OWN_PARTIAL, *LOGS)))
 
 
 def _check_content(settings: Settings, folder: Path) -> None:
-    """Raise UserError if the folder holds files but no run, or a run that is neither to be resumed nor replaced."""
-    held, trains = _entries(folder), settings["do_train"]
-    special = [name for name in held if _replaces(trains, name) and is_special(folder / name)]
+    """Raise UserError unless the run may write into the folder as it is now."""
+    names, trains = _entries(folder), settings["do_train"]
+    special = [name for name in names if _replaces(trains, name) and is_special(folder / name)]
     if special:
         raise UserError(
             f"--output_dir {folder} has links, pipes or devices in the place of a run's files ({', '.join(special)}):"
             " move them away, or use another folder."
         )
-    shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
-    reasons = {name: resume.why_no_run(folder / name) for name in SETTINGS}
-    if held and all(reasons.values()):
-        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise UserError(f"--output_dir {folder} is not empty ({shown}) and holds no run ({why}): use another one.")
-    resumes = settings["resume_from_checkpoint"] == resume.LATEST or resume.unfinished(folder)
-    if held and trains and not settings["overwrite_output_dir"] and not resumes:
-        raise UserError(
-            f"--output_dir {folder} is not empty ({shown}): use another one, or add --overwrite_output_dir to replace"
-            " an earlier run's files."
-        )
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    asks = settings["overwrite_output_dir"] or settings["resume_from_checkpoint"] == resume.LATEST
+    match _content(folder):
+        case Foreign(reason):
+            raise UserError(
+                f"--output_dir {folder} is not empty ({shown}) and holds no run ({reason}): use another one."
+            )
+        case OwnRun(finished=True) if trains and not asks:
+            raise UserError(
+                f"--output_dir {folder} is not empty ({shown}): use another one, or add --overwrite_output_dir to"
+                " replace an earlier run's files."
+            )
 
 
-def take_over(settings: Settings, resume_point: ResumePoint | None, world: World) -> Path:
-    """Take over the output folder, at the last moment before the first step, or before the scores are written.
+def acquire(settings: Settings, resume_point: ResumePoint | None, world: World) -> Path:
+    """Lock the output folder, remove files that the run will write again, and save the settings. A collective.
 
-    Creates the folder, which is returned on all ranks, removes files that will be written again, and saves the
-    settings. If `resume_point` is a checkpoint of this folder, the run's files up to that step stay. A collective.
+    Called at the last moment before the first step, or before the scores are written. Creates the folder, and returns
+    it on all ranks. If `resume_point` is a checkpoint of the folder, the run's files up to that step stay.
     """
     folder = Path(settings["output_dir"] or "runs")
     with world.writing("--output_dir", folder, EXIT_BAD_INPUT) as writes:
         if writes:
             folder = Path(settings["output_dir"] or _new_dated_folder())
-            _take_over(folder, settings, resume_point, world.process.locks)
+            _acquire(folder, settings, resume_point, world.process.locks)
     folder = Path(world.broadcast(folder))
-    if not _entries(folder) or resume.unfinished(folder):  # a host without rank 0 may have another run there
+    if _content(folder) in (Empty(), OwnRun(finished=False)):  # a host without rank 0 may have another run there
         FOLDERS_BEGUN.add(folder)
     return folder
 
 
-def _take_over(folder: Path, settings: Settings, resume_point: ResumePoint | None, held: Locks) -> None:
+def _acquire(folder: Path, settings: Settings, resume_point: ResumePoint | None, held: Locks) -> None:
     trains, overwrites = settings["do_train"], settings["overwrite_output_dir"]
     writing.make_folder(folder)
     if folder.resolve() not in held:  # it was empty or missing
         lock(folder, held)
-        if trains and _entries(folder):
+        if trains and _content(folder) != Empty():
             raise UserError(f"--output_dir {folder}: another run has written there meanwhile. Rerun the same command.")
         _check_content(settings, folder)
-    replaces = resume_point and resume_point.owner_rank is not None and overwrites  # another run's files
-    if resume_point and not replaces and resume_point.folder.resolve().parent == folder.resolve():
+    resumes = resume_point is not None and resume_point.folder.resolve().parent == folder.resolve()
+    if resume_point and resume_point.owner_rank is not None and overwrites:  # the folder is another run's
+        resumes = False
+    if resume_point and resumes:
         forget_after(folder, resume_point.step)
-        _save_settings(settings, folder)
     elif trains:
         clear(folder, keeps_card=not overwrites)
-        _save_settings(settings, folder)
+    _save_settings(settings, folder)
+    if trains and not resumes:
         delete(folder / SETTINGS[1])  # not before: a kill would leave a folder that holds no run
-    else:
-        _save_settings(settings, folder)
 
 
 def _save_settings(settings: Settings, folder: Path) -> None:
@@ -181,35 +209,37 @@ def make_again(folder: Path, settings: Settings) -> None:
 
 def _new_dated_folder() -> Path:
     """Create runs/DATE-TIME, a different folder for each of several jobs that start in the same second."""
-    stamp = time.strftime("runs/%Y%m%d-%H%M%S")
-    for number in itertools.count(1):
-        folder = Path(stamp if number == 1 else f"{stamp}-{number}")
-        with suppress(FileExistsError):
+    folder = named = Path(time.strftime("runs/%Y%m%d-%H%M%S"))
+    number = 1
+    while True:
+        try:
             folder.mkdir(parents=True)
             return folder
-    raise AssertionError("count() does not end")
+        except FileExistsError:
+            number += 1
+            folder = named.with_name(f"{named.name}-{number}")
 
 
 def lock(folder: Path, held: Locks) -> None:
     """Lock the folder until the world is left. Raises OSError, or InUse if another run has it."""
-    place = folder.resolve()
-    if place in held:
+    resolved = folder.resolve()
+    if resolved in held:
         return
-    held[place] = locks.take(folder / LOCK, wait=False)
-    missing = held[place].missing
+    held[resolved] = locks.acquire(folder / LOCK, wait=False)
+    missing = held[resolved].missing
     if missing:
         log.warning("%s does not support file locks (%s): do not start a run in it on another host.", folder, missing)
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Remove the lines of records, and set aside the checkpoints, of steps after `step`, which will be taken again."""
+    """Remove the recorded lines, and set aside the checkpoints, of steps after `step`: they will be repeated."""
     for name in {"train_results.json", *OF_EVALUATION}:
         delete(folder / name)
     for name in ("metrics.jsonl", "gpu_usage.jsonl"):
         path = folder / name
         if path.exists():
-            with open_regular(path) as lines, replacing(path) as partial, partial.open("wb") as kept:
-                kept.writelines(line.rstrip(b"\r\n") + b"\n" for line in lines if _logged_step(line) <= step)
+            with open_regular(path) as lines, replacing(path) as partial, partial.open("wb") as remaining:
+                remaining.writelines(line.rstrip(b"\r\n") + b"\n" for line in lines if _logged_step(line) <= step)
     files.remove_leftovers(folder)
     aside = files.set_aside_after(folder, step)
     if aside:
@@ -224,9 +254,8 @@ def _logged_step(line: bytes) -> float:
 
 
 def clear(folder: Path, keeps_card: bool = False) -> None:
-    """Remove the files of an earlier run. Its settings stay until others replace them: a kill leaves a run's folder."""
+    """Remove the files of an earlier run, except its settings: if the process is killed now, the folder is a run's."""
     files.clear(folder)
-    kept = {*SETTINGS, card.NAME} if keeps_card else {*SETTINGS}
-    for name in {OLD_RECORD, *RUN_FILES} - kept:
+    for name in {*RUN_FILES} - {*SETTINGS, *([card.NAME] if keeps_card else [])}:
         delete(folder / name)
         delete(partial_path(folder / name))

@@ -23,14 +23,12 @@ from hvd_bert.storage.reading import open_regular, read_text
 # Errors of file systems that are mounted without locks (some Lustre, some NFS).
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
-
-LOCK = ".lock"  # of a folder of runs
-MAX_HOLDER = 300  # characters of the name of a process and its host
-BRIEFLY_S = 0.2  # `is_held` of another process takes the lock for a moment
+LOCK = ".lock"  # the name of a folder's lock file
+BRIEFLY_S = 0.2  # `is_held` of another process acquires the lock for a moment
 
 
 class InUse(UserError):
-    """Another process holds the lock, as named in the lock file."""
+    """Another process, named in the lock file, holds the lock."""
 
 
 class Lock(filelock.UnixFileLock):
@@ -39,28 +37,28 @@ class Lock(filelock.UnixFileLock):
     missing = ""
 
     def __enter__(self) -> Lock:
-        return self  # `take` has acquired it, which must not count twice
+        return self  # the function `acquire` has locked it, which must not count twice
 
 
-def take(path: Path, *, wait: bool) -> Lock:
+def acquire(path: Path, *, wait: bool) -> Lock:
     """Lock `path`, which is created if missing. Raises OSError; without `wait`, also InUse.
 
     If the file system has no locks, a file in the host's temporary folder is locked instead.
     """
     try:
-        return _acquired(path, wait)
+        return _acquire(path, wait)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
         name = f"hvd_bert-{os.getuid()}-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]}.lock"
         on_this_host = Path(tempfile.gettempdir()) / name
-        lock = _acquired(on_this_host, wait, mode=0o600)
+        lock = _acquire(on_this_host, wait, mode=0o600)
         lock.missing = error.strerror or str(error)
         return lock
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the lock, at this moment. Changes nothing. Raises OSError without locks or a file."""
+    """Whether a process holds the lock now. Raises OSError if the lock file is missing or cannot be locked."""
     with open_regular(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -70,12 +68,12 @@ def is_held(path: Path) -> bool:
 
 
 def names_another_host(path: Path) -> bool:
-    """Whether a process of another host signed the lock last: some network file systems do not show its lock here."""
+    """Whether the last holder ran on another host: some network file systems do not show its lock here."""
     _, on, host = _holder(path).rpartition(" on ")
     return bool(on) and host != socket.gethostname()
 
 
-def _acquired(path: Path, wait: bool, **options: Any) -> Lock:
+def _acquire(path: Path, wait: bool, **options: Any) -> Lock:
     # One thread may release a lock that another acquired. A soft lock would remain after its holder is killed.
     lock = Lock(path, thread_local=False, fallback_to_soft=False, on_acquired=_sign, **options)
     try:
@@ -86,10 +84,8 @@ def _acquired(path: Path, wait: bool, **options: Any) -> Lock:
 
 
 def _sign(descriptor: int) -> None:
-    """Name this process in the lock file, for the messages of other processes; a user's own file stays as it is."""
+    """Name this process in the lock file, for the messages of other processes."""
     with suppress(OSError):  # a full disk must not prevent the lock
-        if os.pread(descriptor, 8, 0) not in (b"", b"process "):
-            return
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         os.fsync(descriptor)  # NFS would keep it on this host, and show other hosts an empty file
@@ -97,6 +93,6 @@ def _sign(descriptor: int) -> None:
 
 def _holder(path: Path) -> str:
     try:
-        return read_text(path, errors="replace").strip()[:MAX_HOLDER] or "an unknown process"
+        return read_text(path, errors="replace").strip() or "an unknown process"
     except (OSError, ValueError):
         return "an unknown process"

@@ -55,7 +55,7 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
 
     effective = prepared.effective if prepared else {}
     facts = run_folder.task_facts(task) | run_folder.environment_facts(start.config, world)
-    start = start.in_folder(output_dir.take_over(start.settings, start.resume_point, world))
+    start = start.in_folder(output_dir.acquire(start.settings, start.resume_point, world))
     with closing(_open_logs(start, facts | effective, callbacks, world)) as metrics_logger:
         metrics_logger.started(start.settings | effective, start.resume_point.step if start.resume_point else None)
         metrics_logger.notify("on_start", task, world)

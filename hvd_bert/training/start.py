@@ -60,7 +60,7 @@ class Start:
         return Path(str(self.config.train.output_dir))
 
     def in_folder(self, folder: Path) -> Start:
-        """The same with the output folder that was taken over."""
+        """A copy with the final output folder."""
         plan = replace(self.plan, output_dir=str(folder))
         return replace(self, plan=plan, config=plan.applied_to(self.config))
 

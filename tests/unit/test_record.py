@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_runs import make_run, make_samples, text_of
 
 from hvd_bert.storage import locks
-from hvd_bert.storage.locks import take
+from hvd_bert.storage.locks import acquire
 from hvd_bert.tools.rendering.figures import COLOURS
 from hvd_bert.tools.report import comparison, curves, run_page, setup
 from hvd_bert.tools.report.__main__ import main
@@ -38,7 +38,7 @@ def page(folder: Path) -> str:
 
 def test_a_run_that_is_still_going(tmp_path, capsys):
     folder = unfinished(tmp_path / "run")
-    with take(folder / ".lock", wait=False):
+    with acquire(folder / ".lock", wait=False):
         found = record.read(folder)
         text = page(folder)
     assert (found.state, found.step) == ("running", 20)

@@ -28,7 +28,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def hold(path: Path, acquired) -> None:
-    with locks.take(path, wait=True):
+    with locks.acquire(path, wait=True):
         acquired.set()
         signal.pause()
 
@@ -46,14 +46,14 @@ def holder(tmp_path):
 
 def test_lock_names_its_holder_and_ends_with_it(tmp_path, holder):
     with refused(f"process {holder.pid} on {socket.gethostname()}"):
-        locks.take(tmp_path / ".lock", wait=False)
+        locks.acquire(tmp_path / ".lock", wait=False)
     holder.kill()
-    locks.take(tmp_path / ".lock", wait=True).release()
+    locks.acquire(tmp_path / ".lock", wait=True).release()
 
 
 def test_waiting_and_a_forked_child_that_does_not_free_the_lock(tmp_path, holder):
     threading.Timer(0.3, holder.kill).start()
-    with locks.take(tmp_path / ".lock", wait=True) as lock:
+    with locks.acquire(tmp_path / ".lock", wait=True) as lock:
         assert not lock.missing
         assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
         child = os.fork()
@@ -68,7 +68,7 @@ def test_target_of_a_symbolic_link_does_not_change(tmp_path):
     (tmp_path / "precious").write_text("text")
     (tmp_path / ".lock").symlink_to("precious")
     with pytest.raises(OSError, match="symbolic link"):
-        locks.take(tmp_path / ".lock", wait=False)
+        locks.acquire(tmp_path / ".lock", wait=False)
     assert (tmp_path / "precious").read_text() == "text"
 
 
@@ -83,16 +83,16 @@ def test_file_system_without_locks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     monkeypatch.setattr(locks.tempfile, "tempdir", str(temporary))
-    with locks.take(tmp_path / ".lock", wait=False) as lock:
+    with locks.acquire(tmp_path / ".lock", wait=False) as lock:
         assert lock.missing == "No locks available"
         (instead,) = temporary.iterdir()
         assert instead.stat().st_mode & 0o777 == 0o600
         with pytest.raises(locks.InUse, match=f"process {os.getpid()} on "):
-            locks.take(tmp_path / ".lock", wait=False)
+            locks.acquire(tmp_path / ".lock", wait=False)
     instead.unlink()
     instead.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic link"):
-        locks.take(tmp_path / ".lock", wait=False)
+        locks.acquire(tmp_path / ".lock", wait=False)
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -67,7 +67,7 @@ def test_trainings_in_a_row_are_equal_and_the_process_is_given_back(tmp_path: Pa
     assert names == "start batch step log batch step batch step batch step log save evaluate end"
     assert calls[-1][1] is run
     assert run.scores["accuracy"] and (run.output_dir / "train_results.json").exists()
-    locks.take(run.output_dir / locks.LOCK, wait=False).release()
+    locks.acquire(run.output_dir / locks.LOCK, wait=False).release()
     assert whole[1:-1] == calls[1:-1]
 
 

@@ -44,7 +44,7 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
         place(task.model, world.device)
         evaluations.append(task.evaluate(task.model))
         task.model.to(device="cpu")  # frees the GPU's memory for the other model
-    folder = output_dir.take_over(configs[0].as_flat(), None, world) if configs[0].train.output_dir else None
+    folder = output_dir.acquire(configs[0].as_flat(), None, world) if configs[0].train.output_dir else None
     with world.raise_on_all_ranks(EXIT_FAILURE):
         if world.rank == 0:
             results = _results(configs, tasks, evaluations, flags.mistakes)

@@ -87,12 +87,12 @@ def locked(folder: Path, wait: bool) -> Iterator[None]:
     If another process has locked it, waits or raises InUse.
     """
     try:
-        lock = locks.take(folder / LOCK, wait=False)
+        lock = locks.acquire(folder / LOCK, wait=False)
     except locks.InUse as error:
         if not wait:
             raise
         print(f"{error} This command waits.", flush=True)
-        lock = locks.take(folder / LOCK, wait=True)
+        lock = locks.acquire(folder / LOCK, wait=True)
     with lock:
         if lock.missing:
             warning = f"{folder} cannot be locked ({lock.missing}): do not use it from another host at the same time."
