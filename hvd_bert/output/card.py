@@ -1,16 +1,17 @@
-"""The model card: README.md of a training, from its records, without paths and hosts of this machine."""
+"""The model card: README.md of a training, from its records. It names no paths, hosts or users."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvd_bert.config.data import DEFAULT_MODEL, QUESTION_ANSWERING
 from hvd_bert.config.strategies import HOROVOD, STRATEGIES
 from hvd_bert.errors import log
-from hvd_bert.output.public import Data, command, public_settings
 from hvd_bert.storage.reading import read_json
 from hvd_bert.storage.writing import write_named
 
@@ -23,6 +24,37 @@ HEADS = {
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
 }
+
+
+def from_hub(settings: Record) -> dict[str, str]:
+    """The flags that name something on the hub, with their values. Call it in the run's working directory."""
+    names = ("config_name", "tokenizer_name", "dataset_name")
+    given = {"model_name_or_path": _base_model(settings)} | {name: settings[name] for name in names}
+    return {name: value for name, value in given.items() if value and not Path(value).exists()}
+
+
+def _base_model(settings: Record) -> str | None:
+    """The model that was trained further. None for a custom task with the default, which the task may not use."""
+    model: str | None = settings["model_name_or_path"]
+    return None if settings["task"] != QUESTION_ANSWERING and model == DEFAULT_MODEL else model
+
+
+def _without_folders(path: str) -> str:
+    """The last name of a path, also of NAME=PATH."""
+    return re.sub(r"^([^/=]+=)?.*/", r"\1", path.rstrip("/"))
+
+
+def _data(settings: Record, hub: Mapping[str, str], split: str) -> dict[str, Any]:
+    """Describe the "train" or "validation" data of a run by arguments of `EvalResult`."""
+    given = settings[f"{split}_file"]
+    files = map(_without_folders, [given] if isinstance(given, str) else given or ())
+    data = dict.fromkeys(("dataset_name", "dataset_type"), ", ".join(files) or settings["task"])
+    if settings["dataset_name"]:
+        data = dict.fromkeys(data, hub.get("dataset_name") or _without_folders(settings["dataset_name"]))
+        data["dataset_config"] = settings["dataset_config_name"]
+        if settings["task"] == QUESTION_ANSWERING:  # a custom task chooses the split
+            data["dataset_split"] = split
+    return data
 
 
 def write(folder: Path, settings: Record, results: Record, scores: Record) -> None:
@@ -42,20 +74,16 @@ def text(folder: Path, settings: Record, results: Record, scores: Record) -> str
     from huggingface_hub import EvalResult, ModelCard, ModelCardData  # slow to import
 
     hub, title = results["from_hub"], folder.resolve().name
-    settings = public_settings(settings, hub)
     model = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if "model_type" not in model:  # not a transformers model
         model = {}
     head = next((head for head in HEADS if str(model.get("architectures")).endswith(f"{head}']")), "")
     scores = {name: score for name, score in scores.items() if math.isfinite(score)}
-    validation_set = Data.of(settings, "validation")
+    validation = _data(settings, hub, "validation")
     eval_results = [
         EvalResult(
             task_type=HEADS.get(head, "other"),
-            dataset_type=validation_set.name,
-            dataset_name=validation_set.name,
-            dataset_config=validation_set.config,
-            dataset_split=validation_set.split,
+            **validation,
             metric_type=name,
             metric_name=name.replace("_", " ").capitalize(),
             metric_value=scores[name],
@@ -76,13 +104,13 @@ def text(folder: Path, settings: Record, results: Record, scores: Record) -> str
         ),
         template_path=str(Path(__file__).with_name("card.md")),
         title=title,
-        model_type=model.get("model_type"),
         auto_class=f"AutoModel{head}" if model else None,
-        settings=settings,
+        local_model=_without_folders(_base_model(settings) or ""),
+        task=settings["task"],
         results=results,
         scores=scores,
-        train=Data.of(settings, "train"),
-        validation=validation_set,
-        command=command(settings),
+        part_of_data=settings["max_eval_samples"],
+        train=_data(settings, hub, "train"),
+        validation=validation,
     )
     return str(card)

@@ -18,7 +18,6 @@ from hvd_bert.distributed.world import World
 from hvd_bert.machine import cpu_name, host_facts, versions
 from hvd_bert.model.cpu import kernels
 from hvd_bert.output import card
-from hvd_bert.output.public import from_hub
 from hvd_bert.storage.writing import delete, partial_path, write_json
 from hvd_bert.tasks.base import EvaluationResult, Task
 
@@ -115,7 +114,7 @@ def environment_facts(config: Config, world: World) -> dict[str, Any]:
         "threads_per_rank": torch.get_num_threads(),
         "precision": precision,
         "seed": config.train.seed,
-        "from_hub": from_hub(config.as_flat()),
+        "from_hub": card.from_hub(config.as_flat()),
         "versions": versions()
         | {"cuda": torch.version.cuda}
         | {"nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None},

@@ -58,7 +58,7 @@ MODULES = {
     "model": "attention bert families flops layers loading lora precision unlisted",
     "model/cpu": "attention fused kernels linear malloc",
     "monitoring": "peaks recording usage",
-    "output": "callback card metrics_log output_dir public run_folder",
+    "output": "callback card metrics_log output_dir run_folder",
     "output/reporters": "base tensorboard wandb",
     "predict": "__main__ answerer answering rows writing",
     "storage": "locks reading writing",
