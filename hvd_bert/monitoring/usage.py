@@ -1,8 +1,4 @@
-"""Usage of GPUs and of this process.
-
-A thread of each rank samples its GPU once a second, without delaying steps. The samples of all ranks are gathered when
-metrics are logged. Without GPUs nothing is started or written.
-"""
+"""Usage of GPUs and of this process."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ import time
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -46,65 +43,54 @@ def summarise(samples: list[Sample]) -> Sample:
     }
 
 
-class Sampler:
-    """Samples one GPU every PERIOD_S seconds, until closed."""
-
-    def __init__(self, gpu: torch.device) -> None:
-        self._gpu = gpu
-        self._samples: list[Sample] = []
-        self._last: list[Sample] = []
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gpu usage", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            self._samples.append(take_sample(self._gpu))
-            if self._end.wait(PERIOD_S):
-                return
-
-    def take(self) -> list[Sample]:
-        """The samples since the last call; if there are none, the latest one."""
-        taken = self._samples[:]  # the thread only appends
-        del self._samples[: len(taken)]
-        self._last = taken[-1:] or self._last
-        return taken or self._last
-
-    def close(self) -> None:
-        """Stop the thread."""
-        self._end.set()
-        self._thread.join()
-
-
 class GpuUsage:
-    """GPU usage of all ranks, in rank 0's gpu_usage.jsonl; the metrics have rank 0's own GPU."""
+    """GPU usage of all ranks, in rank 0's gpu_usage.jsonl; the metrics have rank 0's own GPU.
+
+    A thread of each rank samples its GPUs once a second, without delaying steps. Without GPUs nothing is started.
+    """
 
     def __init__(self, world: World, folder: Path) -> None:
         """Raises OSError on rank 0 if the file cannot be written."""
         self.world = world
         self._start = time.monotonic()
-        self._file = JsonLines(folder / FILE) if world.gpus and world.rank == 0 else None
-        self._samplers = {str(gpu): Sampler(gpu) for gpu in world.gpus}
+        self._samples: dict[torch.device, list[Sample]] = {gpu: [] for gpu in world.gpus}
+        self._file = JsonLines(folder / FILE) if self._samples and world.rank == 0 else None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="gpu usage", daemon=True)
+        if self._samples:
+            self._thread.start()
+
+    def _sample(self) -> None:
+        while True:
+            for gpu, samples in self._samples.items():
+                samples.append(take_sample(gpu))
+            if self._end.wait(PERIOD_S):
+                return
 
     def read(self, step: int) -> dict[str, float]:
-        """Usage since the last call: gpu_util_percent, gpu_memory_gib and gpu_power_w of rank 0's GPU. A collective.
+        """gpu_util_percent, gpu_memory_gib and gpu_power_w of rank 0's GPU since the last call. A collective.
 
         Empty without GPUs. Values that torch does not report are left out.
         """
-        if not self.world.gpus:  # the same on all ranks
+        if not self._samples:  # on all ranks: either all have a GPU or none has
             return {}
-        mine = [{"device": gpu} | summarise(sampler.take()) for gpu, sampler in self._samplers.items()]
-        seen = self.world.allgather(mine)
+        rows: list[dict[str, Any]] = []
+        for gpu, samples in self._samples.items():
+            taken = samples[:]  # the thread only appends
+            del samples[: len(taken) - 1]  # the latest one stays, in case the next call comes before another
+            rows.append({"device": str(gpu)} | summarise(taken))
+        gathered = self.world.allgather(rows)
         if self._file is not None:
             now = {"step": step, "seconds": round(time.monotonic() - self._start, 1)}
             ranks = [{"rank": info.rank, "host": info.host} for info in self.world.rank_infos]
-            self._file.write(*(now | rank | row for rank, rows in zip(ranks, seen, strict=True) for row in rows))
-        return {name: value for name, value in seen[0][0].items() if name != "device"}
+            self._file.write(*(now | rank | row for rank, own in zip(ranks, gathered, strict=True) for row in own))
+        return {name: value for name, value in gathered[0][0].items() if name != "device"}
 
     def close(self) -> None:
         """Stop the thread and close the file."""
-        for sampler in self._samplers.values():
-            sampler.close()
+        self._end.set()
+        if self._samples:
+            self._thread.join()
         if self._file is not None:
             self._file.close()
 

@@ -26,6 +26,7 @@ from transformers.models.bert.modeling_bert import BertOutput
 from hvd_bert.config.settings import ParallelArguments, TrainArguments
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.window_table import WindowTable
+from hvd_bert.distributed.devices import RankInfo
 from hvd_bert.distributed.world import World
 from hvd_bert.evaluation import evaluator
 from hvd_bert.evaluation.forward import span_logits, window_losses
@@ -252,6 +253,7 @@ def no_logged_step_waits_for_the_gpu() -> None:
         (folder / "config.json").write_text(json.dumps({"model_type": "bert"} | SIZES), encoding="utf-8")
         world, config = World(), parse(["--steps=4", "--repeats=2", "--strategy=none", f"--model={folder}"])[1]
         world.device = GPU
+        world.rank_infos = (RankInfo(0, world.host, 0, "cuda:0", None, frozenset({0})),)
         with unset_fake_temporarily():
             task: Any = RandomWindows(config, world)
         task.model = small_bert()

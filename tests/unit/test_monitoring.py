@@ -50,8 +50,8 @@ def read_usage(folder: Path, rank: int, *gpus: int) -> dict[str, float]:
         allgather=lambda mine: [mine, other] if rank == 0 else [other, mine],
     )
     usage = GpuUsage(world, folder)  # type: ignore[arg-type]
-    for sampler in usage._samplers.values():
-        sampler.close()
+    usage._end.set()
+    usage._thread.join()
     read = usage.read(7)
     usage.close()
     return read
