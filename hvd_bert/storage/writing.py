@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from hvd_bert.errors import UserError, log
 from hvd_bert.storage.locks import NO_LOCKS
 
 OWN_PARTIAL = ".hvd_bert.partial"  # no other program makes such files
-MAX_NAME = 255 - len(f".{OWN_PARTIAL}")
 
 
 class JsonLines:
@@ -60,12 +58,8 @@ def first_existing(folder: Path) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise OSError if something else is in the place of the folder, or of one above it, or if it cannot be written."""
+    """Raise OSError if the folder, or the nearest one above it that exists, is no folder or cannot be written."""
     existing = first_existing(folder)
-    if not existing.exists():
-        raise OSError(errno.ENOENT, f"{existing} is a symbolic link to {existing.readlink()}, which does not exist")
-    if not existing.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, f"{existing} is not a folder")
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(bytes(4096))  # fails on a full disk
@@ -93,8 +87,7 @@ def make_folder(folder: Path) -> None:
 
 def partial_path(path: Path) -> Path:
     """The temporary file of `replacing`."""
-    name = os.fsencode(path.name)  # a longer one might not be allowed
-    return path.with_name(f".{path.name if len(name) < MAX_NAME else sha256(name).hexdigest()}{OWN_PARTIAL}")
+    return path.with_name(f".{path.name}{OWN_PARTIAL}")
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gzip
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,6 @@ from hvd_bert.hub import json_file
 from hvd_bert.predict.__main__ import main as predict
 from hvd_bert.predict.writing import check as check_predictions
 from hvd_bert.storage.reading import read_json
-from hvd_bert.storage.writing import check_output, partial_path, write_json
 from hvd_bert.tools.bench import __main__ as bench_flags
 from hvd_bert.tools.bench import speed, sweep
 from hvd_bert.tools.doctor.__main__ import main as doctor
@@ -209,15 +207,6 @@ def test_gzip_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         squad.open_file(str(tmp_path / "bomb.json.gz"), version_2_with_negative=False).questions()
 
 
-@pytest.mark.parametrize("name", ["a" * 240, "a" * 250 + ".json", "\u20ac" * 80], ids=["240", "255", "UTF-8"])
-def test_output_with_a_long_name_is_written(name: str, tmp_path: Path) -> None:
-    path = check_output(tmp_path / name, overwrite=False)
-    partial_path(path).write_text("the leftover of a killed writer")
-    write_json(path, {"a": 1})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert os.listdir(tmp_path) == [name]
-
-
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("mine"), lambda path: path.symlink_to("no")])
 def test_tools_do_not_write_through_links(make: Callable[[Path], None], tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text("{}")
@@ -234,7 +223,7 @@ def test_out_folder_that_cannot_be_written(command, tmp_path, monkeypatch, capsy
     (tmp_path / "file").touch()
     monkeypatch.setattr(Machine, "here", lambda environ: Machine(cores=2, gpus=0, allocation=None))
     monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    for out, reason in (("new", "No space left"), ("file", "not a folder")):
+    for out, reason in (("new", "No space left"), ("file", "Not a directory")):
         assert command(["--launcher=none", "--ranks=1", f"--out={tmp_path / out}"]) == EXIT_BAD_INPUT
         message = capsys.readouterr().err.splitlines()[-1]
         check_refusal(message, f"--out {tmp_path / out} cannot be written", reason)
