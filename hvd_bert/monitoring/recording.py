@@ -30,8 +30,8 @@ class Recording:
     def __init__(self, config: ProfilingArguments, total_steps: int, meter: Any, world: World, replaces: bool) -> None:
         """A collective. Raises CollectiveError if the file cannot be written or the run has no such steps.
 
-        `meter`: a `Meter`, which splits a step into phases. `replaces`: whether the file may exist, as an earlier start
-        of the run left it.
+        `meter`: a `Meter`, which splits a step into phases. `replaces`: whether an earlier start of the run may have
+        left the file.
         """
         self.config, self.meter, self.world = config, meter, world
         wanted = self.config.steps_to_record
@@ -65,7 +65,7 @@ class Recording:
                 info = {"rank": self.world.rank, "world_size": self.world.size}
                 self.profiler.add_metadata_json("distributedInfo", json.dumps(info))
         if self.file and self.world.rank == 0:
-            with suppress(OSError):  # then the file is missing later
+            with suppress(OSError):  # `after` warns that the file is missing
                 make_folder(self.file.parent)
             self.world.start_timeline(self.file)
         self.world.allgather(None)  # no rank sends a gradient before rank 0 records it
@@ -100,7 +100,7 @@ class Recording:
         if self.world.rank == 0:
             try:
                 folder.mkdir(exist_ok=True)
-                for earlier in folder.glob("rank-*.json.gz"):  # of a start with more ranks
+                for earlier in folder.glob("rank-*.json.gz"):  # an earlier start may have had more ranks
                     earlier.unlink()
                 for rank, trace in enumerate(traces):
                     if trace:
@@ -111,7 +111,7 @@ class Recording:
                 log.info("Traces of %s, one per rank, for ui.perfetto.dev: %s", steps, folder)
 
     def _my_trace(self) -> bytes:
-        """This rank's trace, gzipped; empty if it could not be written, as training continues without it."""
+        """This rank's trace, gzipped; empty if it could not be written."""
         assert self.profiler is not None
         try:
             with tempfile.TemporaryDirectory() as folder:

@@ -106,7 +106,7 @@ def memory_peak(device: torch.device) -> int:
 
 
 def reset_memory_peak(device: torch.device) -> None:
-    """Have `memory_peak` count from now on, where the system allows it."""
+    """Restart the measurement of `memory_peak`, if the system allows it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -115,7 +115,7 @@ def reset_memory_peak(device: torch.device) -> None:
 
 
 def memory_now(device: torch.device) -> int:
-    """Current memory in bytes, counted as by `memory_peak`."""
+    """Current memory of this process in bytes; on a GPU that of its tensors."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(psutil.Process(os.getpid()).memory_info().rss)

@@ -1,4 +1,4 @@
-"""`Callback`: a program's own code at some points of a run, and `RunResult`, which the program gets from it."""
+"""`Callback`, the hooks of a program into a run, and `RunResult`, the result of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # large libraries
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run. `scores`: of its model, {} without an evaluation. `results`: as in train_results.json."""
+    """A finished run. `scores`: {} without an evaluation. `results`: content of train_results.json."""
 
     output_dir: Path
     scores: dict[str, float]
@@ -21,11 +21,11 @@ class RunResult:
 
 
 class Callback:
-    """Override what you need. All ranks call the methods, except `on_save`, at the same points, so they may use
+    """Override the methods that you need. All ranks call them at the same points, except `on_save`, so they may use
     collectives. An exception ends the run on all ranks."""
 
     def on_start(self, task: Task, world: World) -> None:
-        """Everything is loaded. `task.model` is the model."""
+        """The task is loaded, with its model in `task.model`."""
 
     def on_batch(self, batch: MicroBatch) -> None:
         """A micro-batch is ready: its forward pass is next."""
@@ -34,14 +34,14 @@ class Callback:
         """Step `step` (1, 2, ...) is done."""
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
-        """The metrics of a line of metrics.jsonl; other ranks than 0 lack those of checkpoints and GPUs. On a GPU step
-        `step` + 1 may be done already."""
+        """A line of metrics.jsonl is written; ranks other than 0 lack its metrics of checkpoints and GPUs. On a GPU,
+        step `step` + 1 may be done already."""
 
     def on_evaluate(self, step: int, metrics: dict[str, float]) -> None:
-        """The model of step `step` is evaluated; 0: without a training."""
+        """The model of step `step` is evaluated. `step` is 0 without a training."""
 
     def on_save(self, step: int, folder: Path) -> None:
-        """The checkpoint of step `step` is written. On rank 0 only."""
+        """The checkpoint of step `step` is written. Called on rank 0 only."""
 
     def on_end(self, run: RunResult) -> None:
         """All files are written."""

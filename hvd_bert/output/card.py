@@ -64,7 +64,7 @@ def write(folder: Path, settings: Record, results: Record, scores: Record) -> No
     """
     path = folder / NAME
     if os.path.lexists(path):
-        log.info("%s exists and is kept: update its scores and settings.", path)
+        log.info("%s exists and is not replaced: update its scores.", path)
     else:
         write_named(path, text(folder, settings, results, scores) + "\n")
 

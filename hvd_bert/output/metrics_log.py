@@ -17,8 +17,7 @@ from hvd_bert.output.callback import Callback
 from hvd_bert.output.reporters.base import Reporter, Samples
 from hvd_bert.storage.writing import JsonLines
 
-# Minimum time between progress lines without a terminal (a job's log file, a launcher's pipe).
-LINE_EVERY_S = 10.0
+LINE_EVERY_S = 10.0  # minimum time between progress lines without a terminal
 
 
 class MetricsLogger:
@@ -32,10 +31,7 @@ class MetricsLogger:
         unit: str = "windows",
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        """`reporters`: get the same values; closed by `close`. `unit`: what a step takes, for messages.
-
-        Raises OSError if a file cannot be written.
-        """
+        """Raises OSError if the file cannot be written. `unit`: of the training data, for messages."""
         self.enabled, self.reporters, self.unit, self.callbacks = enabled, [*reporters], unit, callbacks
         self.step = self.first_step = self.total_steps = 0
         self.steps_per_epoch = 1
@@ -46,14 +42,14 @@ class MetricsLogger:
         self.bar = tqdm(disable=True)
 
     def started(self, settings: Mapping[str, Any], resumed_step: int | None) -> None:
-        """The run starts with these settings, or resumes from the checkpoint of step `resumed_step`."""
+        """Report the settings of a run that starts, or resumes from the checkpoint of step `resumed_step`."""
         if resumed_step is not None:
             self._report("resumed", resumed_step)
         given = ((name, value) for name, value in settings.items() if value is not None)
         self._report("settings", {name: " ".join(v) if isinstance(v, tuple) else v for name, v in given})
 
     def begin(self, total_steps: int, step: int, steps_per_epoch: int) -> None:
-        """Training starts. `step`: how many of the `total_steps` steps are done, if it resumes."""
+        """Start the progress display of a training. `step`: the last step that is done."""
         self.total_steps = total_steps
         self.step = self.first_step = step
         self.steps_per_epoch = steps_per_epoch
@@ -82,18 +78,18 @@ class MetricsLogger:
         self.notify("on_evaluate", step, metrics)
 
     def notify(self, method: str, *arguments: Any) -> None:
-        """Call a method of all callbacks. What one raises ends the run."""
+        """Call a method of all callbacks. An exception ends the run."""
         for callback in self.callbacks:
             getattr(callback, method)(*arguments)
 
     def _record(self, step: int, values: dict[str, float]) -> None:
-        # An overflow (fp16) may leave an infinite norm, which JSON cannot hold.
+        # After an overflow (fp16) the norm may be infinite, for which JSON has no number.
         row = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self.jsonl.write({"step": step, **row})
         self._report("scalars", step, dict(_scalar(name, value) for name, value in values.items()))
 
     def _report(self, method: str, *arguments: Any) -> None:
-        """Call a method of all reporters. One that fails is closed and called no more."""
+        """Call a method of all reporters. A reporter that fails is closed and removed."""
         for reporter in [*self.reporters]:
             try:
                 getattr(reporter, method)(*arguments)
@@ -124,7 +120,7 @@ class MetricsLogger:
             log.info(f"step {self.step}/{self.total_steps} ({self.step / self.total_steps:.0%})  {values}  ETA {eta}")
 
     def close(self) -> None:
-        """Flush and close the files. `finished` says whether the run has done all its work."""
+        """Flush and close the files. `finished` tells reporters whether the run is complete."""
         if self.enabled:
             self.bar.close()
             self.jsonl.close()

@@ -31,7 +31,7 @@ from hvd_bert.storage.writing import OWN_PARTIAL, delete, is_special, partial_pa
 
 Settings = dict[str, Any]  # all settings by flag name
 Locks = dict[Path, locks.Lock]  # locks that this process holds, by folder
-# Flags that name a file or a folder that the run reads.
+# Flags for the inputs of a run.
 INPUTS = ("model_name_or_path", "config_name", "tokenizer_name", "train_file", "validation_file")
 SETTINGS = ("train_config.yaml", "eval_config.yaml")  # their presence marks a run's folder
 LOGS = (".out", ".err", ".log")  # a scheduler may write them into the folder before the run starts
@@ -70,9 +70,8 @@ def _content(folder: Path) -> Empty | OwnRun | Foreign:
 def check(settings: Settings, held: Locks) -> None:
     """Raise UserError if the output folder cannot be written, is in use, or has files that no run wrote.
 
-    Changes nothing, except that it locks a folder with files and restores a checkpoint that a kill left aside.
-    A run that only evaluates adds to a run's folder. A training resumes an unfinished run; any other it replaces with
-    --overwrite_output_dir only.
+    Changes nothing, except that it locks a run's folder and restores a checkpoint that a kill left aside. An evaluation
+    adds to a run's folder. A training resumes an unfinished run, and replaces any run with --overwrite_output_dir.
     """
     folder = Path(settings["output_dir"] or "runs").absolute()
     if settings["timeline"]:
@@ -137,7 +136,7 @@ def _check_content(settings: Settings, folder: Path) -> None:
     special = [name for name in names if _replaces(trains, name) and is_special(folder / name)]
     if special:
         raise UserError(
-            f"--output_dir {folder} has links, pipes or devices in the place of a run's files ({', '.join(special)}):"
+            f"--output_dir {folder} has links, pipes or devices named like a run's files ({', '.join(special)}):"
             " move them away, or use another folder."
         )
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -198,9 +197,9 @@ def _save_settings(settings: Settings, folder: Path) -> None:
 
 
 def make_again(folder: Path, settings: Settings) -> None:
-    """Create the folder of a running training, with its settings, after it was moved or removed.
+    """Create the folder of a running training again, with its settings, after it was moved or removed.
 
-    Not the folders above it, in which a file system may be missing. Their absence fails the next write.
+    Its parents are not created, since their file system may be unmounted: then the next write fails.
     """
     with suppress(OSError):
         folder.mkdir()

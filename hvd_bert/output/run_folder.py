@@ -50,12 +50,12 @@ RUN_FILES = (
     card.NAME,
 )
 SAMPLES = "eval_samples.json"
-# Those that a later evaluation, or a model that was trained further, makes outdated.
+# Files that another evaluation, or further training of the model, makes outdated.
 OF_EVALUATION = {*fnmatch.filter(RUN_FILES, "eval*.json"), "evaluation.html"}
 
 
 def write_evaluation(folder: Path, evaluation: EvaluationResult) -> None:
-    """Write the metrics and the task's files. Those of an earlier evaluation that it does not replace are removed."""
+    """Write the metrics and the task's files, and remove other files of an earlier evaluation."""
     contents = {"eval_results.json": evaluation.metrics, **evaluation.files}
     assert contents.keys() <= {*RUN_FILES}, "the next run would not replace them"
     for name, content in contents.items():
@@ -84,7 +84,7 @@ def save_model(folder: Path, task: Task) -> None:
 
 
 def task_facts(task: Task) -> dict[str, Any]:
-    """What tools need of a task: what a step takes, its scores, the metrics of which less is better."""
+    """Facts about the task for tools: unit of its data, names of its scores, metrics whose minimum is best."""
     return {
         "unit": task.unit,
         "scores": sorted(name for name in task.metrics if not name.startswith("eval_loss")),
@@ -93,7 +93,7 @@ def task_facts(task: Task) -> dict[str, Any]:
 
 
 def environment_facts(config: Config, world: World) -> dict[str, Any]:
-    """The run's environment: ranks with host and device, threads, precision, versions."""
+    """Facts about the run's environment: ranks with host and device, threads, precision, versions."""
     precision = config.train.precision
     gpu = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
     return {
@@ -122,5 +122,5 @@ def environment_facts(config: Config, world: World) -> dict[str, Any]:
 
 
 def describe(folder: Path) -> str:
-    """Where a run's output is, and the command that makes a page of it."""
+    """Describe a run's output in a log line: its folder, and the command for a page of it."""
     return f"The output is in {folder}. To show it: hvd-bert report {shlex.quote(str(folder))}"

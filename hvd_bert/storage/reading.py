@@ -1,4 +1,4 @@
-"""Reading files that users name, or that others may have changed: regular files only, of limited size."""
+"""Read files that users name or others may have changed: regular files only, of limited size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any, BinaryIO, TypeVar
 import msgspec
 
 MIB, GIB = 2**20, 2**30
-MAX_BYTES = 256 * MIB  # of a file that is read as a whole; none that this program writes is nearly as large
+MAX_BYTES = 256 * MIB  # limit for a file that is read as a whole; this package writes far smaller files
 MAX_YAML_BYTES = MIB
 BLOCK = MIB  # of `sha256_of`
 
@@ -34,7 +34,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 def read_text(path: str | Path, max_bytes: int = MAX_BYTES, errors: str = "strict") -> str:
     """The text of a regular file. Raises OSError, and ValueError if it is too large or not UTF-8.
 
-    `errors`: what to do with bytes that are not UTF-8, as in `bytes.decode`.
+    `errors`: how to handle bytes that are not UTF-8, as in `bytes.decode`.
     """
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:  # not by a read of that size, which would allocate it
@@ -70,9 +70,9 @@ def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def convert(value: Any, kind: type[Kind]) -> Kind:
-    """Check a value that was read, and turn it into `kind`: a dataclass, `list[Count]` or another type of msgspec.
+    """Check parsed JSON, and convert it to `kind`: a dataclass, `list[Count]` or another type of msgspec.
 
-    Further keys of an object are left out. Raises ValueError with the place, such as $.rows[3].seconds.
+    Unknown keys of an object are ignored. Raises ValueError with the path of the value, such as $.rows[3].seconds.
     """
     try:
         return msgspec.convert(value, kind)

@@ -20,13 +20,10 @@ OWN_PARTIAL = ".hvd_bert.partial"  # no other program makes such files
 
 
 class JsonLines:
-    """A file with a fixed name, one JSON value per line. If a line cannot be written, the run continues.
-
-    It warns once. The next call tries again to write what is missing, in the same order.
-    """
+    """A JSON Lines file. If a write fails, it warns once, and the next call writes the missing lines first."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, also if `path` is a symbolic link: its target does not change."""
+        """Raises OSError, also if `path` is a symbolic link."""
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         self._pending = b""
@@ -40,12 +37,12 @@ class JsonLines:
                 written = os.write(self._file, self._pending)  # part of it, if the disk is nearly full
                 self._pending = self._pending[written:]
         except OSError as error:
-            warned, self._failed = self._failed, True  # first, since warnings are written to such a file too
+            warned, self._failed = self._failed, True  # before the warning, which is written to such a file, too
             if not warned:
                 log.warning("%s cannot be written: %s. Training continues.", self._path, error.strerror or error)
 
     def close(self) -> None:
-        """Write what is missing, if possible, and close the file."""
+        """Write missing lines, if possible, and close the file."""
         self.write()
         self._pending = b""
         with suppress(OSError):  # some network file systems report a failed write only here
@@ -80,7 +77,7 @@ def writing_to(flag: str, path: Path) -> Iterator[None]:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder, and those above it, if missing. Raises OSError."""
+    """Create a folder and its parents, if missing. Raises OSError."""
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -113,9 +110,9 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Create and lock a temporary file. Its name is fixed: a writer replaces the leftover of a killed one."""
+    """Create and lock a temporary file. Its name is fixed: a writer replaces the leftover of a killed writer."""
     if is_special(partial) or not os.access(partial, os.W_OK):
-        partial.unlink(missing_ok=True)  # a symbolic link would be written through; or another user's leftover
+        partial.unlink(missing_ok=True)  # a link, whose target would be written, or a leftover of another user
     in_use = OSError(errno.EBUSY, "another process is writing it")
     with partial.open("ab") as file:
         try:
@@ -129,7 +126,7 @@ def _locked(partial: Path) -> Iterator[None]:
             renamed = not os.path.samestat(os.fstat(file.fileno()), partial.stat())
         except FileNotFoundError:
             renamed = True
-        if renamed:  # by a writer that had it since it was opened
+        if renamed:  # by its writer, after this process opened it
             raise in_use
         yield
 
@@ -146,7 +143,7 @@ def write_named(path: Path, content: str | bytes) -> None:
 
 
 def check_output(path: Path, overwrite: bool, inputs: Iterable[str | Path] = ()) -> Path:
-    """Raise OSError unless `path`, which a user names, can be written. Returns it; of a symbolic link, its target.
+    """Raise OSError unless `path`, which a user names, can be written. Returns it or, if it is a link, its target.
 
     Creates nothing. A pipe would be replaced, and opening it could wait for its reader. `inputs`: must not be `path`.
     Call it again before the write: another process may have created the file meanwhile.
@@ -172,7 +169,7 @@ def write_output(flag: str, path: Path, content: str, overwrite: bool) -> None:
 
 
 def is_special(path: Path) -> bool:
-    """Whether it is a symbolic link, a pipe or a device: no run makes any."""
+    """Whether `path` is a symbolic link, a pipe or a device, which no run creates."""
     return os.path.lexists(path) and (path.is_symlink() or not (path.is_file() or path.is_dir()))
 
 

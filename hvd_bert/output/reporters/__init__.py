@@ -1,1 +1,1 @@
-"""Where a run's metrics, settings and sample answers are shown besides metrics.jsonl (`--report_to`)."""
+"""Reporters (`--report_to`): libraries that show a run's metrics, settings and sample answers."""

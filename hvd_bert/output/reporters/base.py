@@ -1,4 +1,4 @@
-"""The reporters of `--report_to`: their interface, and which there are."""
+"""The interface of reporters (`--report_to`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Samples = Sequence[Mapping[str, Any]]  # rows of eval_samples.json
 
 
 class Reporter(ABC):
-    """Sends what rank 0 records to one library. A method may raise any error: `MetricsLogger` reports it."""
+    """Sends rank 0's records to a library. A method may raise any error: `MetricsLogger` reports it."""
 
     title: ClassVar[str]
 
@@ -25,31 +25,31 @@ class Reporter(ABC):
     def check(cls) -> None:
         """Raise UserError if the library would refuse a run. Changes nothing."""
 
-    def resumed(self, step: int) -> None:  # noqa: B027  most libraries need not know
-        """The run resumes from the checkpoint of this step. The first call, if at all."""
+    def resumed(self, step: int) -> None:  # noqa: B027  most libraries discard nothing
+        """Discard values of later steps: the run resumes from the checkpoint of this one. Called first, if at all."""
 
     @abstractmethod
     def settings(self, settings: Settings) -> None:
-        """The run's settings, once per start."""
+        """Record the run's settings. Called once per start."""
 
     @abstractmethod
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Values of a step. A name has a group, as in train/loss."""
+        """Record values of a step. Names start with a group, as in train/loss."""
 
     @abstractmethod
     def samples(self, step: int, samples: Samples) -> None:
-        """Sample answers of an evaluation."""
+        """Record sample answers of an evaluation."""
 
     @abstractmethod
     def close(self, finished: bool) -> None:
-        """The end. `finished`: the run has done all its work, so it is not to be resumed."""
+        """End the record. `finished`: the run is complete, so it will not be resumed."""
 
 
 def check_reporters(names: Sequence[str]) -> None:
-    """Raise UserError if a reporter's package, which has its name, is not installed, or if it would refuse a run."""
+    """Raise UserError if the package of a reporter, which has the same name, is missing or would refuse a run."""
     for name in names:
         spec = find_spec(name)
-        if spec is None or spec.origin is None:  # wandb's own output, a folder of its name, has no origin
+        if spec is None or spec.origin is None:  # an output folder of wandb, named wandb, has no origin
             raise UserError(f"--report_to {name}: the package {name} is not installed. Run `pip install .[{name}]`.")
         resolve_name(REPORTERS[name][0]).check()
 

@@ -25,7 +25,7 @@ class TensorBoard(Reporter):
     def __init__(self, folder: Path) -> None:
         """Raises OSError."""
         (folder / FOLDER).mkdir(exist_ok=True)
-        # TensorBoard reads files in the order of their names. Its own writer has a thread, whose errors come late.
+        # TensorBoard reads files in the order of their names. Its EventFileWriter reports errors late, from a thread.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
         self._writer = RecordWriter((folder / FOLDER / name).open("xb"))
         self._add(0, file_version="brain.Event:2")
@@ -37,7 +37,7 @@ class TensorBoard(Reporter):
         self._add(0, summary=hparams_pb(dict(settings)))
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        # One event for all values: add_scalar would write one per value and take that many times longer.
+        # One event for all values takes less time than one per value, as by add_scalar.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._add(step, summary=Summary(value=values))
 
@@ -54,6 +54,6 @@ class TensorBoard(Reporter):
 
 
 def _as_code(sample: Mapping[str, Any]) -> str:
-    """A sample as lines of code, since TensorBoard renders the text as Markdown, which changes nothing in code."""
+    """Format a sample as a code block: TensorBoard renders Markdown, and would change other text."""
     lines = {name: " | ".join(value) if isinstance(value, list) else str(value) for name, value in sample.items()}
     return "\n".join(f"    {name:<12} {' '.join(text.split())}" for name, text in lines.items())

@@ -73,7 +73,7 @@ class Wandb(Reporter):
         self._submit(self._run.log, {"eval/samples": wandb.Table(columns=names, data=rows), STEP: step})
 
     def close(self, finished: bool) -> None:
-        """Wait for the thread, but not long, also after an error: the thread may still be ending the run."""
+        """Wait for the thread for a limited time, also after an error: it may still be ending the run."""
         self._calls.put(partial(self._run.finish, exit_code=0 if finished else 1))
         self._calls.put(None)
         self._thread.join(PATIENCE_S if finished else PATIENCE_UNFINISHED_S)
@@ -84,7 +84,7 @@ class Wandb(Reporter):
             raise self._error
 
     def _submit(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        """Queue a call. Raises the error of an earlier one."""
+        """Queue a call. Raises the error of an earlier call."""
         if self._error:
             raise self._error
         self._calls.put(partial(call, *arguments, **options))
@@ -100,7 +100,7 @@ class Wandb(Reporter):
 
 
 def _end_service() -> None:
-    # At exit wandb would wait for its service process without end. torch_world.py runs its exit function, too.
+    # At exit, wandb would wait forever for its service process. torch_world.py runs wandb's exit function, too.
     for process in psutil.Process().children():
         if process.name() == SERVICE:
             process.kill()
