@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -54,9 +53,8 @@ class MetricsLogger:
         self.step = self.first_step = step
         self.steps_per_epoch = steps_per_epoch
         self.start = self.last_line = time.monotonic()
-        if self.enabled:
-            shown = sys.stderr.isatty()
-            self.bar = tqdm(total=total_steps, initial=step, unit="step", disable=not shown, dynamic_ncols=True)
+        if self.enabled:  # without a terminal there is no bar
+            self.bar = tqdm(total=total_steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
 
     def logged(self, step: int, metrics: dict[str, float]) -> None:
         """Record and show a step's metrics (keys: docs/reference/output-files.md)."""

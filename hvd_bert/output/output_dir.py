@@ -222,12 +222,8 @@ def _new_dated_folder() -> Path:
 def lock(folder: Path, held: Locks) -> None:
     """Lock the folder until the world is left. Raises OSError, or InUse if another run has it."""
     resolved = folder.resolve()
-    if resolved in held:
-        return
-    held[resolved] = locks.acquire(folder / LOCK, wait=False)
-    missing = held[resolved].missing
-    if missing:
-        log.warning("%s does not support file locks (%s): do not start a run in it on another host.", folder, missing)
+    if resolved not in held:
+        held[resolved] = locks.acquire(folder / LOCK, wait=False)
 
 
 def forget_after(folder: Path, step: int) -> None:

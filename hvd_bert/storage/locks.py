@@ -17,7 +17,7 @@ from typing import Any
 
 import filelock
 
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, log
 from hvd_bert.storage.reading import open_regular, read_text
 
 # Errors of file systems that are mounted without locks (some Lustre, some NFS).
@@ -32,9 +32,7 @@ class InUse(UserError):
 
 
 class Lock(filelock.UnixFileLock):
-    """A lock held by this process. `missing`: why it excludes only processes of this host; "" if it excludes all."""
-
-    missing = ""
+    """A lock held by this process."""
 
     def __enter__(self) -> Lock:
         return self  # the function `acquire` has locked it, which must not count twice
@@ -43,7 +41,8 @@ class Lock(filelock.UnixFileLock):
 def acquire(path: Path, *, wait: bool) -> Lock:
     """Lock `path`, which is created if missing. Raises OSError; without `wait`, also InUse.
 
-    If the file system has no locks, a file in the host's temporary folder is locked instead.
+    If the file system has no locks, a file in the host's temporary folder is locked instead, without `wait` with a
+    warning: a cache, for which processes wait, may be written on several hosts.
     """
     try:
         return _acquire(path, wait)
@@ -53,7 +52,11 @@ def acquire(path: Path, *, wait: bool) -> Lock:
         name = f"hvd_bert-{os.getuid()}-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]}.lock"
         on_this_host = Path(tempfile.gettempdir()) / name
         lock = _acquire(on_this_host, wait, mode=0o600)
-        lock.missing = error.strerror or str(error)
+        if not wait:
+            reason = error.strerror or error
+            log.warning(
+                "%s cannot be locked (%s): do not use it on another host at the same time.", path.parent, reason
+            )
         return lock
 
 

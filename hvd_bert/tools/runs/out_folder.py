@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -94,7 +93,4 @@ def locked(folder: Path, wait: bool) -> Iterator[None]:
         print(f"{error} This command waits.", flush=True)
         lock = locks.acquire(folder / LOCK, wait=True)
     with lock:
-        if lock.missing:
-            warning = f"{folder} cannot be locked ({lock.missing}): do not use it from another host at the same time."
-            print(warning, file=sys.stderr)
         yield
