@@ -26,24 +26,18 @@ MODEL = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config
 
 
 def training_results(**changes: Any) -> dict[str, Any]:
-    """What train_results.json holds of a training."""
+    """Content of train_results.json."""
     results = {
         "scores": ["accuracy"],
         "strategy": "ddp",
         "unit": "images",
         "train_windows": 1500,
         "global_batch": 16,
-        "devices_per_rank": 1,
         "train_steps": 200,
         "steps_per_epoch": 94,
         "learning_rate": 1e-3,
-        "warmup_steps": 20.0,
         "world_size": 2,
-        "hosts": ["secret-01", "secret-02"],
         "precision": "fp32",
-        "seed": 42,
-        "train_runtime": 3725.4,
-        "train_samples_per_second": 12.5,
         "device_name": "A processor",
         "versions": {"torch": "2", "cuda": None},
         "from_hub": {},
@@ -114,25 +108,22 @@ def test_card_of_a_classification(workdir):  # noqa: F811
     assert r"| `a\|b'.jsonl`: 1,500 texts |" in content
 
 
-def test_card_of_a_custom_task_and_a_model_that_is_not_transformers(tmp_path):
+@pytest.mark.parametrize(
+    ("dataset", "config", "shown"),
+    [("nyu-mll/glue", "b/c", "`nyu-mll/glue`, configuration `b/c`"), ("{}/numbers", None, "`numbers`")],
+)
+def test_card_of_a_custom_task_and_a_model_that_is_not_transformers(tmp_path, dataset, config, shown):
     (tmp_path / "numbers").mkdir()  # data that the task itself reads from there
-    settings = parse(["--task", "digits:Digits", "--dataset_name", f"{tmp_path}/numbers"]).as_flat()
-    results = training_results(from_hub=card.from_hub(settings))
-    content = card.text(tmp_path, settings, results, {"accuracy": 0.97})
+    flags = ["--task", "digits:Digits", "--dataset_name", dataset.format(tmp_path)]
+    settings = parse([*flags, *(["--dataset_config_name", config] if config else [])]).as_flat()
+    content = card.text(tmp_path, settings, training_results(from_hub=card.from_hub(settings)), {"accuracy": 0.97})
     found = ModelCard(content).data
     assert (found.library_name, found.pipeline_tag, found.metrics) == (None, None, ["accuracy"])
     assert "AutoModel" not in content and "safetensors.torch.load_file" in content
-    assert found.datasets is None and "`numbers`" in content
+    assert found.datasets == (dataset if config else None) and f"Evaluated on {shown}." in content
+    (result,) = found.eval_results
+    assert (result.dataset_config, result.dataset_split) == (config, None), "the task chooses the split"
     assert found.base_model is None and "bert-base-uncased" not in content
-
-
-def test_data_set_of_a_custom_task(tmp_path):
-    settings = parse(["--task", "a:A", "--dataset_name", "nyu-mll/glue", "--dataset_config_name", "b/c"]).as_flat()
-    results = training_results(from_hub=card.from_hub(settings))
-    content = card.text(tmp_path, settings, results, {"accuracy": 0.5})
-    (result,) = ModelCard(content).data.eval_results
-    assert (result.dataset_type, result.dataset_config, result.dataset_split) == ("nyu-mll/glue", "b/c", None)
-    assert "Evaluated on `nyu-mll/glue`, configuration `b/c`." in content, "it is no path; the task chooses the split"
 
 
 def test_names_on_the_hub(tmp_path, monkeypatch):

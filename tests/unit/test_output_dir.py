@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from hvd_bert.checkpoint import files, resume
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import CollectiveError
-from hvd_bert.errors import UserError
 from hvd_bert.monitoring.recording import Recording
 from hvd_bert.output import output_dir
 from hvd_bert.output.run_folder import RUN_FILES
@@ -61,42 +61,37 @@ def test_dated_folders_are_never_shared(tmp_path, monkeypatch):
     assert [str(begin(config(None))) for _ in range(3)] == ["runs/now", "runs/now-2", "runs/now-3"]
 
 
-@pytest.mark.parametrize("flags", [[], [OVERWRITE], ["--no_do_train"], ["--resume_from_checkpoint", "latest"]])
-def test_folder_without_a_run_is_refused_and_left_alone(tmp_path, flags):
-    held = ["a", "checkpoint-500", "config.json", "train_config.yaml"]  # as of another trainer, with settings to train
-    for name in held:
-        (tmp_path / name).write_text("output_dir: .\nseed: 1\n")
-    with refused(f"--output_dir {tmp_path}", "(a, checkpoint-500, config.json, ...)", "use another one") as refusal:
+RESUMES, EVALUATES = ["--resume_from_checkpoint", "latest"], ["--no_do_train"]
+EMPTY = ["slurm-7.out", "run.log", ".train_config.yaml.hvd_bert.partial"]  # of a scheduler and of a killed run
+FINISHED = ["train_config.yaml", "train_results.json"]
+
+
+@pytest.mark.parametrize(
+    ("files", "flags", "named"),
+    [
+        (EMPTY, [], ""),
+        (EMPTY, EVALUATES, ""),
+        (["train_config.yaml"], [], ""),  # unfinished
+        (FINISHED, [], "(train_config.yaml, train_results.json)"),
+        *((FINISHED, flags, "") for flags in ([OVERWRITE], RESUMES, EVALUATES)),
+        (["eval_config.yaml"], [], "(eval_config.yaml)"),
+        *((["a", "b", "config.json", "d"], flags, "(a, b, config.json, ...)") for flags in ([], RESUMES, EVALUATES)),
+    ],
+)
+def test_which_folders_are_refused(tmp_path, files, flags, named):
+    make_run(tmp_path, *files)
+    with refused(f"--output_dir {tmp_path}", named) if named else nullcontext():
         check(config(tmp_path, *flags))
-    assert OVERWRITE not in str(refusal.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == held  # not even a lock
+    assert names(tmp_path) == {*files}
+    assert (tmp_path / ".lock").exists() == any("config.yaml" in name for name in files if name[0] != ".")
 
 
-def test_finished_run_is_refused_and_left_alone(tmp_path):
-    make_run(tmp_path, "train_config.yaml", "train_results.json")
-    with refused("(train_config.yaml, train_results.json)", OVERWRITE):
-        check(config(tmp_path))
-    check(config(tmp_path, OVERWRITE))
-    check(config(tmp_path, "--no_do_train"))  # an evaluation adds to a folder
-    assert names(tmp_path) == {"train_config.yaml", "train_results.json"}
-
-
-def test_logs_and_leftovers_are_no_obstacle(tmp_path):
-    """Of a scheduler, and of a run that was killed before it wrote anything else."""
-    for name in ("slurm-7.out", "run.log", ".train_config.yaml.hvd_bert.partial"):
-        (tmp_path / name).write_text("half")
-    for flags in ([], ["--no_do_train"]):
-        check(config(tmp_path, *flags))
-    begin(config(tmp_path))
-    assert names(tmp_path) >= {"slurm-7.out", "train_config.yaml"}
-
-
-@pytest.mark.parametrize("place", ["file", "file/below", "link to nowhere"])
-def test_something_else_in_the_way(tmp_path, place):
+@pytest.mark.parametrize("path", ["file", "file/below", "link to nowhere"])
+def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path, path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "link to nowhere").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=f"--output_dir .*{place}"):
-        check(config(tmp_path / place, OVERWRITE))
+    with refused("--output_dir", path):
+        check(config(tmp_path / path, OVERWRITE))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +109,7 @@ def test_inputs_among_the_runs_files_are_refused(tmp_path, flag, name):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", ".lock", "checkpoint-5/t.json", "", "../train.json"])
-def test_timeline_in_the_place_of_another_file_is_refused(tmp_path, name):
+def test_timeline_that_would_replace_another_file_is_refused(tmp_path, name):
     out, file = tmp_path / "out", tmp_path / "train.json"
     flags = ["--train_file", str(file), OVERWRITE, "--timeline_file"]
     replaced = file if file.name in name else f"a file of {out}" if name else out
@@ -125,10 +120,11 @@ def test_timeline_in_the_place_of_another_file_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "irectory"), (b"a\xff", "UTF-8"), (b"seed: 1\n", "run wrote")])
 def test_settings_of_no_run_are_named(tmp_path, content, reason):
-    file = tmp_path / "train_config.yaml"
+    file = tmp_path / "train_config.yaml"  # as of another trainer
     file.mkdir() if content is None else file.write_bytes(content)
     with refused(f"--output_dir {tmp_path}", "(train_config.yaml: ", reason, "eval_config.yaml: No such"):
-        check(config(tmp_path))
+        check(config(tmp_path, OVERWRITE))
+    assert os.listdir(tmp_path) == ["train_config.yaml"]  # not even a lock
 
 
 def make_run(folder: Path, *names: str) -> None:
@@ -151,7 +147,7 @@ EVERY = [name for name in RUN_FILES if "*" not in name] + ["checkpoint-5", "chec
 
 def test_only_a_runs_files_are_removed(tmp_path):
     leftovers = [".partial-checkpoint-8", ".replaced-checkpoint-5"]
-    mine = ["notes.txt", "checkpoint", "checkpoint-5-copy", "train-v1.1.json", "eval_mine.json", ".partial-x"]
+    mine = ["notes.txt", "slurm-7.out", "checkpoint", "checkpoint-5-copy", "eval_mine.json", ".partial-x"]
     make_run(tmp_path, "train_config.yaml", "README.md")
     check(config(tmp_path))  # stopped before its first checkpoint
     begin(config(tmp_path))
@@ -169,7 +165,7 @@ def test_only_a_runs_files_are_removed(tmp_path):
 
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("../precious"), os.mkfifo], ids=["link", "pipe"])
 @pytest.mark.parametrize("name", ["train_config.yaml", "metrics.jsonl", "tb", "checkpoint-7.aside"])
-def test_links_and_pipes_in_the_place_of_a_runs_files_are_refused(tmp_path, name, make):
+def test_links_and_pipes_named_like_a_runs_files_are_refused(tmp_path, name, make):
     (tmp_path / "precious").write_text("mine")
     out = tmp_path / "out"
     make_run(out, *(other for other in EVERY if other != name))
@@ -239,10 +235,10 @@ def test_rank_0_of_a_next_elastic_world_replaces_another_runs_folder(tmp_path):
     output_dir.acquire(wanted.as_flat(), None, world)
     world = make_world()
     world.elastic, world.process.generation = True, 1
-    kept = resume.ResumePoint(tmp_path / "checkpoint-3", files.Contents({}, {"step": 3}), 0)
-    wanted = start.decide_folder(wanted, kept, world).applied_to(wanted)
+    in_memory = resume.ResumePoint(tmp_path / "checkpoint-3", files.Contents({}, {"step": 3}), 0)
+    wanted = start.decide_folder(wanted, in_memory, world).applied_to(wanted)
     check(wanted)
-    begin(wanted, kept)
+    begin(wanted, in_memory)
     assert names(tmp_path) == {"train_config.yaml"}
 
 
