@@ -1,4 +1,4 @@
-"""The model card of a trained folder: true, complete, without private paths, and never in place of a user's file."""
+"""The model card of a training: its content has no private paths, and it never replaces a user's README.md."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_card_of_a_classification(workdir):  # noqa: F811
     [("nyu-mll/glue", "b/c", "`nyu-mll/glue`, configuration `b/c`"), ("{}/numbers", None, "`numbers`")],
 )
 def test_card_of_a_custom_task_and_a_model_that_is_not_transformers(tmp_path, dataset, config, shown):
-    (tmp_path / "numbers").mkdir()  # data that the task itself reads from there
+    (tmp_path / "numbers").mkdir()  # data that the task reads by itself
     flags = ["--task", "digits:Digits", "--dataset_name", dataset.format(tmp_path)]
     settings = parse([*flags, *(["--dataset_config_name", config] if config else [])]).as_flat()
     content = card.text(tmp_path, settings, training_results(from_hub=card.from_hub(settings)), {"accuracy": 0.97})
@@ -136,7 +136,7 @@ def test_names_on_the_hub(tmp_path, monkeypatch):
     assert (found.base_model, found.datasets) == (names["model_name_or_path"], names["dataset_name"])
     (result,) = found.eval_results
     assert (result.dataset_type, result.dataset_split) == (names["dataset_name"], "validation")
-    (tmp_path / "me" / "mine").mkdir(parents=True)  # a folder with the name of one on the hub is what is loaded
+    (tmp_path / "me" / "mine").mkdir(parents=True)  # a folder is preferred to the hub's repository of this name
     assert "tokenizer_name" not in card.from_hub(settings)
 
 

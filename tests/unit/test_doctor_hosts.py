@@ -87,7 +87,7 @@ def test_ranks_of_all_hosts(concluded):
         (host("a"), host("b", failure("Output", "on another host than rank 0's"), failure("Disk", "full")), "full"),
         (host("a"), with_gpus("b", "A100", "A100"), "those on a have none"),
         (with_gpus("a", "A100", "A100"), with_gpus("b", "A100"), "2 ranks on b would share one GPU (GPU-b)"),
-        (host("a"), HostReport((ok("Python", "3.11"),)), "b reports no ranks"),  # a clone of another version
+        (host("a"), HostReport((ok("Python", "3.11"),)), "b reports no ranks"),  # the clone has another version
         (host("a"), host("b", versions={"torch": "2.12"}), "torch is 2.13 on ranks 0, 1 and 2.12 on ranks 2, 3"),
     ],
 )
@@ -102,7 +102,7 @@ def test_command(concluded):
     assert concluded(reports, *SSH.split(), "a key")["command"] == line
 
 
-@pytest.mark.parametrize("address", ["", "fd00::6", "192.0.2.6"])  # unknown, of another kind, of another network
+@pytest.mark.parametrize("address", ["", "fd00::6", "192.0.2.6"])  # unknown, IPv6, of another network
 def test_command_without_a_common_subnet(concluded, monkeypatch, address):
     monkeypatch.setitem(ADDRESSES, "b", address)
     reports = {"a": host("a"), "b": replace(host("b"), ranks=host("a", interface="ib1").ranks)}

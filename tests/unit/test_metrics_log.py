@@ -1,4 +1,4 @@
-"""metrics.jsonl, progress lines, and what reporters get (test_reporters.py)."""
+"""metrics.jsonl and progress lines. Reporters: test_reporters.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def console(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines without times."""
+    """Log lines without times."""
     with monkeypatch.context() as patch:
         patch.setattr(sys.stdout, "isatty", lambda: True)
         logs.start(rank=0)
@@ -81,7 +81,7 @@ def test_progress_without_a_terminal(tmp_path, clock, capsys):
     shown = capsys.readouterr()
     assert shown.err == ""
     lines = shown.out.splitlines()
-    # One at the first step, at the last, and else every ten seconds: here every third step of 4 s.
+    # A line at the first and the last step and every ten seconds, here every third step of 4 s.
     assert [line.split(":")[0].split()[1] for line in lines] == ["1/8", "4/8", "4/8", "7/8", "8/8", "8/8"]
     assert lines[0] == "step 1/8 (12%)  loss 4.000  lr 1.00e-04  windows/s 12.0  ETA 00:28"
     assert lines[2] == "step 4/8: EM 50.00  F1 61.25  loss 1.500  on 8 questions"

@@ -25,7 +25,7 @@ from hvd_bert.training.meter import Meter
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's figures of cuda:0 (40 % busy), of a MIG instance, cuda:1, and of cuda:2 without NVML."""
+    """Fake figures: cuda:0 is 40 % busy, cuda:1 is a MIG instance, cuda:2 lacks NVML."""
 
     def utilization(gpu: torch.device) -> int:
         if gpu.index == 2:
@@ -40,7 +40,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_usage(folder: Path, rank: int, *gpus: int) -> dict[str, float]:
-    """Usage that rank `rank` of two, which has these GPUs, reads after its first sample. The other one is 90 % busy."""
+    """Usage as read by rank `rank` of two, with these GPUs, after its first sample. The other rank is 90 % busy."""
     devices = [torch.device("cuda", gpu) for gpu in gpus]
     other = [{"device": "cuda:0", "gpu_util_percent": 90.0}]
     world = SimpleNamespace(
@@ -102,7 +102,7 @@ def test_trace_of_each_rank(tmp_path):
     meter = Meter(world)
     recording = Recording(parse([*BASE, "--profile", "--timeline_steps", "2:3"]).profiling, 4, meter, world, False)
     (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / "rank-2.json.gz").touch()  # of an earlier start on more ranks
+    (tmp_path / "trace" / "rank-2.json.gz").touch()  # left by an earlier start with more ranks
     for step in range(1, 5):
         recording.before(step)
         for _ in meter.timed("data", [1]):

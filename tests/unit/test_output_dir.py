@@ -1,4 +1,4 @@
-"""The output folder: when it is refused, which files are replaced, and that a refused run leaves none behind."""
+"""The output folder: which folders are refused, and which files a run replaces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvd_bert.training import start
 from hvd_bert.training.meter import Meter
 
 OVERWRITE = "--overwrite_output_dir"
-HELD: output_dir.Locks = {}  # by this process
+HELD: output_dir.Locks = {}  # the locks of this process
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_timeline_that_would_replace_another_file_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "irectory"), (b"a\xff", "UTF-8"), (b"seed: 1\n", "run wrote")])
 def test_settings_of_no_run_are_named(tmp_path, content, reason):
-    file = tmp_path / "train_config.yaml"  # as of another trainer
+    file = tmp_path / "train_config.yaml"  # written by another trainer
     file.mkdir() if content is None else file.write_bytes(content)
     with refused(f"--output_dir {tmp_path}", "(train_config.yaml: ", reason, "eval_config.yaml: No such"):
         check(config(tmp_path, OVERWRITE))
@@ -192,7 +192,7 @@ def test_evaluation_is_replaced_also_after_a_kill(tmp_path, monkeypatch):
     make_run(tmp_path, "eval_config.yaml", "eval_results.json", "notes.txt")
     wanted = config(tmp_path, OVERWRITE)
     check(wanted)
-    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):  # as if killed before it is a training's
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):  # killed before the folder is a training's
         patched.setattr(output_dir, "_save_settings", lambda *_: 1 / 0)
         begin(wanted)
     HELD.clear()
@@ -228,7 +228,7 @@ def test_next_elastic_world_resumes_only_what_an_earlier_one_began(tmp_path, beg
 
 
 def test_rank_0_of_a_next_elastic_world_replaces_another_runs_folder(tmp_path):
-    """It was on a host without rank 0, whose folder of that name is another run's."""
+    """The rank was on a host without rank 0, where the folder of this name belongs to another run."""
     wanted, world = config(tmp_path, OVERWRITE), make_world(1, 2)
     make_run(tmp_path, "train_config.yaml", "train_results.json", "checkpoint-2")
     world.allgather = lambda mine: [(None, []) if isinstance(mine, tuple) else str(tmp_path), mine]  # type: ignore

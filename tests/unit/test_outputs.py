@@ -1,4 +1,4 @@
-"""Paths that a user names: outputs that exist or are no regular file, names that no file can have, hostile content."""
+"""Paths that a user names: existing outputs, pipes and devices, impossible names, hostile content."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from hvd_bert.tools.timeline import __main__ as timeline_module
 from hvd_bert.tools.timeline.__main__ import main as timeline
 from hvd_bert.tools.tune.__main__ import main as tune
 
-PLACES = {
+OBSTACLES = {
     "folder": lambda path: path.mkdir(),
     "pipe": lambda path: os.mkfifo(path),
     "device": lambda path: path.symlink_to("/dev/null"),
@@ -49,14 +49,14 @@ PLACES = {
 EXISTING = {"file": lambda path: path.write_text("mine"), "link": lambda path: path.symlink_to("nowhere")}
 
 
-CASES = [*((what, ["--overwrite"]) for what in PLACES), *((what, []) for what in EXISTING)]
+CASES = [*((what, ["--overwrite"]) for what in OBSTACLES), *((what, []) for what in EXISTING)]
 
 
 @pytest.mark.parametrize(("what", "flags"), CASES, ids=str)
 def test_outputs_are_refused_before_the_work(tmp_path, monkeypatch, capsys, what, flags):
     monkeypatch.setattr(evaluation, "set_up", lambda config, world: None)
     path = tmp_path / ("sub/out.json" if what in ("below a file", "in no folder") else "out.json")
-    (PLACES | EXISTING)[what](path)
+    (OBSTACLES | EXISTING)[what](path)
     before = state(path)
     words = ["--json", str(path), *flags]
     refusal = rf"--json {path} cannot be written: .*" + ("" if flags else "add --overwrite")

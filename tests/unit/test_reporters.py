@@ -1,4 +1,4 @@
-"""--report_to: metrics, settings and sample answers as TensorBoard and wandb have them, offline."""
+"""--report_to: metrics, settings and sample answers in the files of TensorBoard and wandb, offline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NASTY = "<script>alert(1)</script> & *bold* _it_ `code` [x](javascript:y) | a\n\
 
 
 def train_and_resume(base: list[str], out: Path, name: str) -> None:  # noqa: F811
-    """Three steps with an evaluation, then the third again, as if the run had been killed before, and differently."""
+    """Three steps with an evaluation; then the third step again with other settings, as after a kill."""
     flags = ["--output_dir", str(out), "--report_to", name, "--logging_steps", "1", "--save_steps", "1"]
     flags += ["--eval_strategy", "no"]
     train(base, *flags)
@@ -85,7 +85,7 @@ def test_sample_answers_are_shown_as_they_are(tmp_path):
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The package, offline, without another test's settings."""
+    """The package wandb, offline, without settings of other tests."""
     package = pytest.importorskip("wandb")
     package.teardown()
     for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DISABLE_GIT", "true"), ("X_DISABLE_STATS", "true")):
@@ -151,7 +151,7 @@ def test_wandb_whose_service_hangs(tmp_path, monkeypatch, caplog, wandb):
     logger = MetricsLogger(tmp_path, True, [reporter := module.Wandb(tmp_path)])
     (service,) = services()
     service.suspend()
-    os.waitpid(service.pid, os.WUNTRACED)  # until it has stopped
+    os.waitpid(service.pid, os.WUNTRACED)  # wait until it has stopped
     try:
         logger.close()
         assert "not taken everything in time. Its last values may be missing" in caplog.text

@@ -153,7 +153,7 @@ class Rows:
 
 
 @pytest.mark.parametrize(
-    ("content", "place"),
+    ("content", "path"),
     [
         ('{"rows": [{"seconds": 1}, {"seconds": "x"}]}', "rows[1].seconds"),
         ('{"rows": [{"count": 1}]}', "seconds"),
@@ -162,12 +162,12 @@ class Rows:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_wrong_content_of_a_record_is_named_with_its_place(tmp_path, content, place):
-    path = tmp_path / "r.json"
+def test_wrong_content_of_a_record_is_named_with_its_path(tmp_path, content, path):
+    file = tmp_path / "r.json"
     if content is not None:
-        path.write_text(content)
-    with refused(path, place):
-        read_record(path, Rows)
+        file.write_text(content)
+    with refused(file, path):
+        read_record(file, Rows)
 
 
 def build(folder: Path) -> None:
