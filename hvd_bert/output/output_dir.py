@@ -140,13 +140,13 @@ def _check_content(settings: Settings, folder: Path) -> None:
             " move them away, or use another folder."
         )
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    asks = settings["overwrite_output_dir"] or settings["resume_from_checkpoint"] == resume.LATEST
+    confirmed = settings["overwrite_output_dir"] or settings["resume_from_checkpoint"] == resume.LATEST
     match _content(folder):
         case Foreign(reason):
             raise UserError(
                 f"--output_dir {folder} is not empty ({shown}) and holds no run ({reason}): use another one."
             )
-        case OwnRun(finished=True) if trains and not asks:
+        case OwnRun(finished=True) if trains and not confirmed:
             raise UserError(
                 f"--output_dir {folder} is not empty ({shown}): use another one, or add --overwrite_output_dir to"
                 " replace an earlier run's files."

@@ -36,7 +36,6 @@ RUN_FILES = (
     "events.jsonl",
     "gpu_usage.jsonl",
     "trace",
-    "trace.json.gz",  # of earlier versions
     *REPORTED,
     "checkpoint-*",
     "latest",
