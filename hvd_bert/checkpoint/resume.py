@@ -4,92 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
-from hvd_bert.checkpoint.schedule import Best
 from hvd_bert.config.settings import FLAGS, CheckpointArguments, in_this_version
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError, log
-from hvd_bert.storage.reading import MAX_YAML_BYTES, Count, Positive, convert, read_json, read_text
+from hvd_bert.storage.reading import MAX_YAML_BYTES, read_json, read_text
 
 LATEST = "latest"
 # Keys of config.json that do not change what a model computes. A forward pass with labels may set `problem_type`.
 _NOT_COMPUTED = {"_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "problem_type"}
 _NOT_COMPUTED |= {"transformers_version", "use_cache"}
-Check = Callable[[Contents], None]  # raises ValueError if a training cannot restore them
-
-
-@dataclass(frozen=True)
-class _Group:
-    lr: float
-    initial_lr: float
-    step: Count | None = None
-
-
-@dataclass(frozen=True)
-class _Strategy:
-    groups: list[_Group]
-    scaler: dict[str, float]
-
-
-@dataclass(frozen=True)
-class _Schedule:
-    base_lrs: list[float]
-    _last_lr: list[float]
-    last_epoch: Count
-    _step_count: Count
-
-
-@dataclass(frozen=True)
-class _Meter:
-    last_step: Count
-    train_s: float
-    loss_sum: float
-    windows: Count
-    tokens: Count
-    skipped_steps: Count
-    skipped_before: Count
-    seconds: float
-
-
-@dataclass(frozen=True)
-class _State:
-    """state.json: what `TrainState.restore` (training/state.py) and this module read."""
-
-    step: Count
-    world_size: Positive
-    global_batch: Positive
-    rank_batch: Positive
-    identity: dict[str, Any]
-    strategy: _Strategy
-    schedule: _Schedule
-    meter: _Meter
-    since_last_look: list[tuple[float, Count, Count, Count]]  # one entry per rank
-    best: Best
-    eval_pending: bool
-    cpu_kernels: dict[str, str] | None = None
-
-    def contradiction(self, folder: Path) -> str:
-        """The key of a value that contradicts another one or the folder's name; "" if there is none."""
-        groups, schedule = self.strategy.groups, self.schedule
-        agree = {
-            "step": files.checkpoint_step(folder) in (-1, self.step)
-            and self.step >= max(self.meter.last_step, schedule.last_epoch, self.best.step),
-            "since_last_look": len(self.since_last_look) == self.world_size,
-            "schedule": len(groups) == len(schedule.base_lrs) == len(schedule._last_lr),
-            "scaler": self.strategy.scaler.keys() in (set(), torch.amp.GradScaler("cpu").state_dict().keys()),
-        }
-        return next((key for key, agrees in agree.items() if not agrees), "")
 
 
 @dataclass(frozen=True)
@@ -124,10 +58,9 @@ def unfinished(folder: Path) -> bool:
     return not why_no_run(folder / "train_config.yaml") and not (folder / "train_results.json").exists()
 
 
-def find(checkpoint: CheckpointArguments, args: TrainArguments, check: Check) -> ResumePoint | None:
+def find(checkpoint: CheckpointArguments, args: TrainArguments) -> ResumePoint | None:
     """The checkpoint of --resume_from_checkpoint, or the newest valid one of an unfinished run in output_dir.
 
-    `check`: raises ValueError, with the file, for contents that were edited by hand so that they cannot be restored.
     None: train from the start. Raises UserError if a checkpoint is requested or exists, but none can be used.
     """
     if not args.do_train:
@@ -138,10 +71,10 @@ def find(checkpoint: CheckpointArguments, args: TrainArguments, check: Check) ->
     folder = Path(args.output_dir or "")
     resumes = bool(args.output_dir) and not args.overwrite_output_dir and unfinished(folder)
     if named and named != LATEST:
-        return _named(Path(named), folder if resumes else None, check)
+        return _named(Path(named), folder if resumes else None)
     if not named and not resumes:
         return None
-    resume_point, damage = _newest_valid(folder, check)
+    resume_point, damage = _newest_valid(folder)
     if resume_point is None and damage:
         raise UserError(
             f"None of the checkpoints in {folder} can be used: {'; '.join(damage)}. Nothing was changed. To replace"
@@ -154,15 +87,15 @@ def find(checkpoint: CheckpointArguments, args: TrainArguments, check: Check) ->
     return resume_point
 
 
-def _named(folder: Path, output_dir: Path | None, check: Check) -> ResumePoint:
+def _named(folder: Path, output_dir: Path | None) -> ResumePoint:
     """The checkpoint that the flag names. `output_dir`: an unfinished run, which the same command may have started."""
     try:
-        resume_point = ResumePoint(folder, _resumable(folder, check))
+        resume_point = ResumePoint(folder, _resumable(folder))
     except CorruptCheckpoint as error:
         raise UserError(f"--resume_from_checkpoint {folder} cannot be used: {error}. Name another one.") from None
     if output_dir is None or folder.resolve().parent == output_dir.resolve():
         return resume_point
-    own, damage = _newest_valid(output_dir, check)
+    own, damage = _newest_valid(output_dir)
     if own is None and not damage:
         return resume_point  # it was stopped before its own first checkpoint
     if own is None or own.step < resume_point.step:
@@ -173,33 +106,21 @@ def _named(folder: Path, output_dir: Path | None, check: Check) -> ResumePoint:
     return own  # of a run that resumed from `folder` and was stopped
 
 
-def _newest_valid(output_dir: Path, check: Check) -> tuple[ResumePoint | None, list[str]]:
+def _newest_valid(output_dir: Path) -> tuple[ResumePoint | None, list[str]]:
     lost = files.lost(output_dir)
     damage = [f"{output_dir / files.POINTER} names {lost}, which is missing: restore it"] if lost else []
     for folder in files.candidates(output_dir):
         try:
-            return ResumePoint(folder, _resumable(folder, check)), damage
+            return ResumePoint(folder, _resumable(folder)), damage
         except CorruptCheckpoint as error:
             damage.append(str(error))
     return None, damage
 
 
-def _resumable(folder: Path, check: Check) -> Contents:
+def _resumable(folder: Path) -> Contents:
     contents = files.read(folder)
-    if isinstance(contents.state, dict) and contents.state.get("model_only"):
+    if contents.state.get("model_only"):
         raise CorruptCheckpoint(f"{folder} holds only the model (--save_only_model) and cannot be resumed")
-    try:
-        state = convert(contents.state, _State)
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{folder / 'state.json'} is not the state of a training: {error}") from None
-    contradiction = state.contradiction(folder)
-    if contradiction:
-        raise CorruptCheckpoint(f"{folder / 'state.json'}: {contradiction} contradicts another value")
-    contents = Contents(contents.tensors, asdict(state))
-    try:
-        check(contents)
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{folder / str(error)}") from None
     return contents
 
 

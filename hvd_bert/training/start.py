@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from hvd_bert.tasks.base import Task, load_task, make_plan
 from hvd_bert.training import batch_size, elastic
 from hvd_bert.training.optim import check_optimizer, effective_settings
 from hvd_bert.training.saving import restore
-from hvd_bert.training.state import TrainState, check_tensors
+from hvd_bert.training.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,8 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
     settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
     world.check_same(settings | task.fingerprint())  # a path that differs is a better hint than what it leads to
     place(task.model, world.device, config.train.torch_compile)
-    check = partial(check_tensors, model=task.model)
     with world.raise_on_all_ranks():
-        resume_point = kept or (resume.find(config.checkpoint, config.train, check) if world.rank == 0 else None)
+        resume_point = kept or (resume.find(config.checkpoint, config.train) if world.rank == 0 else None)
     batch = batch_size.choose(task, config.train, resume_point, world)
     metric = None if config.checkpoint.metric_for_best_model else next(iter(task.metrics))
     plan = replace(plan, per_device_train_batch_size=batch, padding=task.padding, metric_for_best_model=metric)

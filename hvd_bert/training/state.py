@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from hvd_bert.checkpoint.files import Contents
-from hvd_bert.checkpoint.resume import model_shape
 from hvd_bert.checkpoint.schedule import Best
 from hvd_bert.config.settings import ParallelArguments
 from hvd_bert.config.training import TrainArguments
@@ -25,7 +24,7 @@ from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.precision import recompute_layers
-from hvd_bert.strategies.base import Strategy, StrategyOptions, optimizer_slots, strategy_class
+from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.training.meter import Meter
 from hvd_bert.training.optim import WeightAverage, layer_depths, make_optimizer, make_schedule
 
@@ -191,34 +190,6 @@ class TrainState:
             sums = [loss * world.size / rest["world_size"], *counts]
             since = sums if world.rank == 0 else [0 for _ in sums]
         self.meter.restore(rest["meter"], since, self.step)
-
-
-def check_tensors(contents: Contents, model: nn.Module) -> None:
-    """Raise ValueError, with the file, if `TrainState.restore` cannot load a checkpoint's tensors into this model.
-
-    Changes this process's generators, whose states it tries. A checkpoint of another model is left to `resume.check`.
-    """
-    tensors = contents.tensors
-    if contents.state["identity"].get("the model") != model_shape(model):
-        return
-    weights, slots = _kinds(model.state_dict()), optimizer_slots(tensors.get("optimizer", {}))
-    numbers = {slot for own in slots.values() for slot in own}  # slots that hold one number, such as Adam's step
-    moments = {slot for own in slots.values() for slot, tensor in own.items() if tensor.dim()}
-    optimizer = {f"{name}/{slot}": weights.get(name) for name in slots for slot in moments}
-    optimizer |= {f"{name}/{slot}": (torch.Size(), torch.float32) for name in slots for slot in numbers - moments}
-    unaveraged = weights if "unaveraged" in tensors else {}
-    for file, expected in (("model", weights), ("optimizer", optimizer), ("unaveraged", unaveraged)):
-        found = _kinds(tensors.get(file, {}))
-        differing = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
-        if differing:
-            raise ValueError(f"{file}.safetensors: {min(differing)} is missing or does not fit the model")
-    if not slots:
-        raise ValueError("optimizer.safetensors: it is empty or missing")
-    for rank in range(contents.state["world_size"]):
-        try:
-            set_random_numbers(_rank_tensors(rank, tensors.get("rng", {})), ())
-        except UserError:
-            raise ValueError(f"rng.safetensors: no generators' states of rank {rank}") from None
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
