@@ -13,7 +13,7 @@ from torch import nn
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
-from hvd_bert.config.settings import FLAGS, CheckpointArguments, in_this_version
+from hvd_bert.config.settings import FLAGS, in_this_version
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
@@ -58,18 +58,19 @@ def unfinished(folder: Path) -> bool:
     return not why_no_run(folder / "train_config.yaml") and not (folder / "train_results.json").exists()
 
 
-def find(checkpoint: CheckpointArguments, args: TrainArguments) -> ResumePoint | None:
+def find(settings: Mapping[str, Any]) -> ResumePoint | None:
     """The checkpoint of --resume_from_checkpoint, or the newest valid one of an unfinished run in output_dir.
 
-    None: train from the start. Raises UserError if a checkpoint is requested or exists, but none can be used.
+    `settings`: by flag. None: train from the start. Raises UserError if a checkpoint is requested or exists, but none
+    can be used.
     """
-    if not args.do_train:
+    if not settings["do_train"]:
         return None
-    named = checkpoint.resume_from_checkpoint
-    if named == LATEST and not args.output_dir:
+    named, output_dir = settings["resume_from_checkpoint"], settings["output_dir"]
+    if named == LATEST and not output_dir:
         raise UserError("--resume_from_checkpoint latest: give the run's folder as well (--output_dir).")
-    folder = Path(args.output_dir or "")
-    resumes = bool(args.output_dir) and not args.overwrite_output_dir and unfinished(folder)
+    folder = Path(output_dir or "")
+    resumes = bool(output_dir) and not settings["overwrite_output_dir"] and unfinished(folder)
     if named and named != LATEST:
         return _named(Path(named), folder if resumes else None)
     if not named and not resumes:

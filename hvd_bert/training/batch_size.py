@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,29 +19,32 @@ from hvd_bert.errors import UserError, log
 from hvd_bert.model.precision import autocast, recompute_layers
 from hvd_bert.monitoring.usage import memory_now, memory_peak, reset_memory_peak
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tasks.base import Task
+from hvd_bert.tasks.base import Task, make_plan
 
 USABLE = {"cuda": 0.9, "cpu": 0.8}  # share of the free memory; other processes need host memory, too
 ENOUGH = 256 << 20  # growth in bytes after which a CPU measures no more: larger batches would take long
 
 
 def choose(task: Task, args: TrainArguments, resume_point: ResumePoint | None, world: World) -> int | None:
-    """The batch per device if the flag is auto, else None: the checkpoint's, or the largest that fits.
+    """Choose the batch per device if the flag is auto: the checkpoint's, or the largest that fits. None otherwise.
 
-    A collective. `resume_point`: on rank 0. Raises CollectiveError if a rank has no memory for one window.
+    Plans the task's steps with this batch. A collective. `resume_point`: on rank 0. Raises CollectiveError if a rank
+    has no memory for one window.
     """
     if args.per_device_train_batch_size != AUTO:
         return None
     if task.plan is None:
         return int(FLAGS["per_device_train_batch_size"].default)
-    number = max(1, int(resume_point.state["rank_batch"]) // args.gradient_accumulation_steps) if resume_point else None
-    number = world.broadcast(number)
+    saved = max(1, int(resume_point.state["rank_batch"]) // args.gradient_accumulation_steps) if resume_point else None
+    number: int | None = world.broadcast(saved)
     if number is None:
         with world.raise_on_all_ranks():
             fits = _largest(task, args, world)
         number = min(world.allgather(fits))
         log.info("--per_device_train_batch_size auto: %d windows fit into the memory of every rank", number)
-    return int(number)
+    plan, chosen = task.plan, replace(args, per_device_train_batch_size=number)
+    task.plan = make_plan(plan.lengths, chosen, plan.crossover, world, plan.parts)
+    return number
 
 
 def _largest(task: Task, args: TrainArguments, world: World) -> int:

@@ -53,7 +53,7 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
     # A run that only evaluates does so first: an earlier evaluation stays until there is a new one.
     evaluation = evaluations.evaluate(task.model) if evaluations and not prepared else None
 
-    effective = prepared.effective if prepared else {}
+    effective = prepared.state.effective_settings(start.config.train) if prepared else {}
     facts = run_folder.task_facts(task) | run_folder.environment_facts(start.config, world)
     start = start.in_folder(output_dir.acquire(start.settings, start.resume_point, world))
     with closing(_open_logs(start, facts | effective, callbacks, world)) as metrics_logger:
@@ -99,7 +99,7 @@ def train_only(config: Config, world: World, callbacks: Sequence[Callback], own:
 def _open_logs(start: Start, facts: dict[str, Any], callbacks: Sequence[Callback], world: World) -> MetricsLogger:
     """Open events.jsonl, metrics.jsonl and the reporters. A collective."""
     with world.writing("--output_dir", start.folder, EXIT_BAD_INPUT) as writes:
-        events.begin(start.folder, writes, {"launcher": world.launcher, "decided": start.plan.decided} | facts)
+        events.begin(start.folder, writes, {"launcher": world.launcher, "decided": start.decided} | facts)
         started = open_reporters(start.config.train.reporters, start.folder) if writes else []
         return MetricsLogger(start.folder, writes, started, start.task.unit, callbacks)
 
@@ -132,7 +132,7 @@ class Training:
         config, task, folder = start.config, start.task, start.folder
         state, plan, args = prepared.state, prepared.state.plan, config.train
         self.task, self.args, self.world = task, args, world
-        self.state, self.plan, self.effective = state, plan, prepared.effective
+        self.state, self.plan, self.effective = state, plan, state.effective_settings(args)
         self.batches, self.recording = prepared.batches, prepared.recording
         self.folder, self.evaluations, self.metrics_logger = folder, evaluations, metrics_logger
         self.total_steps = args.total_steps(plan.steps_per_epoch)

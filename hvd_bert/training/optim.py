@@ -18,8 +18,6 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.config.training import TrainArguments
-from hvd_bert.data.batch_plan import BatchPlan
-from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 
 # Names of parameters without weight decay, as in `Trainer.get_decay_parameter_names`, which is slow to import.
@@ -128,21 +126,6 @@ def warmup_steps(args: TrainArguments, total_steps: int) -> int:
     """Number of warm-up steps: `warmup_steps` (below 1 a share of all steps), else by `warmup_ratio`."""
     ratio = args.warmup_steps if 0 < args.warmup_steps < 1 else args.warmup_ratio
     return int(args.warmup_steps) if args.warmup_steps >= 1 else math.ceil(total_steps * ratio)
-
-
-def effective_settings(args: TrainArguments, plan: BatchPlan, learning_rate: float, world: World) -> dict[str, float]:
-    """Settings that depend on the world size. `learning_rate`: the peak."""
-    total_steps = args.total_steps(plan.steps_per_epoch)
-    return {
-        "world_size": world.size,
-        "global_batch": plan.global_batch,
-        "per_device_train_batch_size": args.per_device_train_batch_size,
-        "learning_rate": learning_rate,
-        "warmup_steps": warmup_steps(args, total_steps),
-        "train_steps": total_steps,
-        "steps_per_epoch": plan.steps_per_epoch,
-        "train_windows": plan.num_windows,
-    }
 
 
 def make_schedule(optimizer: Any, args: TrainArguments, total_steps: int) -> Any:

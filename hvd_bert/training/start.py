@@ -12,8 +12,7 @@ from transformers.utils import logging as transformers_logging
 from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.checkpoint.schedule import Best
-from hvd_bert.config.run_plan import RunPlan
-from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.config.settings import FLAGS, Config, from_values
 from hvd_bert.config.strategies import HOROVOD, STRATEGIES
 from hvd_bert.data.batch_plan import HeaviestFirst
 from hvd_bert.data.collate import Prefetcher
@@ -28,29 +27,36 @@ from hvd_bert.output import output_dir
 from hvd_bert.output.output_dir import FOLDERS_BEGUN
 from hvd_bert.output.reporters.base import check_reporters
 from hvd_bert.strategies.base import strategy_class
-from hvd_bert.tasks.base import Task, load_task, make_plan
+from hvd_bert.tasks.base import Task, load_task
 from hvd_bert.training import batch_size, elastic
-from hvd_bert.training.optim import check_optimizer, effective_settings
+from hvd_bert.training.optim import check_optimizer
 from hvd_bert.training.saving import restore
 from hvd_bert.training.state import TrainState
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts with. `config`: the settings with the decisions of `plan`. `resume_point`: on rank 0 or, if a
-    rank has it in memory, on all of them. `facts`: what all checkpoints of the run hold of it. `names_folder`: whether
-    the command names its output folder."""
+    """The inputs of a run.
+
+    Attributes:
+        config: The final settings: the given ones with `decided`.
+        task: The model with its data.
+        decided: The settings that the start decided, by flag.
+        resume_point: On rank 0 or, if a rank has it in memory, on all ranks.
+        facts: What all checkpoints hold of the run.
+        names_folder: Whether the command names the output folder.
+    """
 
     config: Config
     task: Task
-    plan: RunPlan = field(default_factory=RunPlan)
+    decided: dict[str, Any] = field(default_factory=dict)
     resume_point: ResumePoint | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     names_folder: bool = True
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings, by the flags' names."""
+        """All settings, by flag."""
         return self.config.as_flat()
 
     @property
@@ -60,50 +66,61 @@ class Start:
 
     def in_folder(self, folder: Path) -> Start:
         """A copy with the final output folder."""
-        plan = replace(self.plan, output_dir=str(folder))
-        return replace(self, plan=plan, config=plan.applied_to(self.config))
+        decided = self.decided | {"output_dir": str(folder)}
+        return replace(self, decided=decided, config=from_values(self.settings | decided))
 
 
 def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
-    """Load and check all that needs no training.
-
-    Its collectives, in this order: the state that a rank has in memory, threads and kernels, installed parts, the
-    folder, the task, equal settings and data, the checkpoint, the batch that fits, and whether the checkpoint does.
+    """Load and check all that needs no training. A collective, as is each step in it.
 
     `own`: the task's class, if a program gives it.
     """
-    kept, names_folder = elastic.newest(world), config.train.output_dir is not None
+    in_memory, names_folder = elastic.newest(world), config.train.output_dir is not None
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
     with world.raise_on_all_ranks():
         check_parts(config, world)
-    plan: RunPlan = world.broadcast(decide_folder(config, kept, world) if world.rank == 0 else None)
-    config = plan.applied_to(config)
+    decided = world.broadcast(decide_folder(config, in_memory, world) if world.rank == 0 else {})
+    settings = config.as_flat() | decided
     with world.raise_on_all_ranks():
         if world.rank == 0:
-            output_dir.check(config.as_flat(), world.process.locks)
+            output_dir.check(settings, world.process.locks)
         task = load_task(config, world, own)
         check_task(config, task)
-    settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
-    world.check_same(settings | task.fingerprint())  # a path that differs is a better hint than what it leads to
+    compared = {f"--{name}": value for name, value in settings.items() if not FLAGS[name].chooses_start}
+    world.check_same(compared | task.fingerprint())  # a path that differs is a better hint than what it leads to
     place(task.model, world.device, config.train.torch_compile)
     with world.raise_on_all_ranks():
-        resume_point = kept or (resume.find(config.checkpoint, config.train) if world.rank == 0 else None)
-    batch = batch_size.choose(task, config.train, resume_point, world)
-    metric = None if config.checkpoint.metric_for_best_model else next(iter(task.metrics))
-    plan = replace(plan, per_device_train_batch_size=batch, padding=task.padding, metric_for_best_model=metric)
-    config = plan.applied_to(config)
-    if batch and task.plan:
-        task.plan = make_plan(task.plan.lengths, config.train, task.plan.crossover, world, task.plan.parts)
-    facts: dict[str, Any] = {}
-    if task.plan:
-        identity = resume.identity(config.as_flat(), task.model, task.identity(), task.plan)
-        cpu_kernels = kernels.record(config.train.precision, world.device)
-        facts = {"identity": identity, "rank_batch": config.train.rank_batch, "cpu_kernels": cpu_kernels}
+        resume_point = in_memory or (resume.find(settings) if world.rank == 0 else None)
+    decided |= decide_by_task(task, config, resume_point, world)
+    config = from_values(config.as_flat() | decided)
+    facts = checkpoint_facts(task, config, world)
     with world.raise_on_all_ranks():
-        if resume_point and task.plan and not kept:
+        if resume_point and task.plan and not in_memory:
             resume.check(resume_point, facts, config.train, task.plan.global_batch, task.model)
-    return Start(config, task, plan, resume_point, facts, names_folder)
+    return Start(config, task, decided, resume_point, facts, names_folder)
+
+
+def decide_by_task(task: Task, config: Config, resume_point: ResumePoint | None, world: World) -> dict[str, Any]:
+    """Decide the settings that depend on the task: an `auto` batch, padding and metric. A collective."""
+    given = config.checkpoint.metric_for_best_model
+    decided = {
+        "per_device_train_batch_size": batch_size.choose(task, config.train, resume_point, world),
+        "padding": task.padding,
+        "metric_for_best_model": None if given else next(iter(task.metrics)),
+    }
+    return {name: value for name, value in decided.items() if value is not None}
+
+
+def checkpoint_facts(task: Task, config: Config, world: World) -> dict[str, Any]:
+    """What all checkpoints of a training hold of the run. Empty without training."""
+    if task.plan is None:
+        return {}
+    return {
+        "identity": resume.identity(config.as_flat(), task.model, task.identity(), task.plan),
+        "rank_batch": config.train.rank_batch,
+        "cpu_kernels": kernels.record(config.train.precision, world.device),
+    }
 
 
 @dataclass(frozen=True)
@@ -113,7 +130,6 @@ class Prepared:
     state: TrainState
     batches: Prefetcher
     recording: Recording
-    effective: dict[str, float]  # settings that depend on the world size
 
 
 def prepare(start: Start, world: World) -> Prepared:
@@ -132,13 +148,11 @@ def prepare(start: Start, world: World) -> Prepared:
     restore(state, resume_point, config.train)
     state.strategy.mark_gradients(state.meter.gradients_computed)
     batches = Prefetcher(plan, task.batch, world.rank, state.step)
-    total_steps = config.train.total_steps(plan.steps_per_epoch)
     folder = config.train.output_dir
     continues = resume_point is not None or (folder is not None and resume.unfinished(Path(folder)))
     replaces = continues or config.train.overwrite_output_dir
-    effective = effective_settings(config.train, plan, state.schedule.base_lrs[0], world)
-    recording = Recording(config.profiling, total_steps, state.meter, world, replaces)
-    return Prepared(state, batches, recording, effective)
+    total_steps = config.train.total_steps(plan.steps_per_epoch)
+    return Prepared(state, batches, Recording(config.profiling, total_steps, state.meter, world, replaces))
 
 
 def check_task(config: Config, task: Task) -> None:
@@ -172,24 +186,27 @@ def check_parts(config: Config, world: World) -> None:
     strategy_class(strategy)  # raises if it is not installed
 
 
-def decide_folder(config: Config, kept: ResumePoint | None, world: World) -> RunPlan:
-    """The run that this start continues, whatever the command line says: that of an earlier world of Horovod elastic,
-    or that of the Slurm job before it was requeued. Called on rank 0. `kept`: a state that a rank has in memory."""
-    folder = str(kept.folder.parent) if kept else config.train.output_dir
+def decide_folder(config: Config, in_memory: ResumePoint | None, world: World) -> dict[str, Any]:
+    """Settings, by flag, for the run that this start continues whatever the command line says; empty for none.
+
+    Continued are the run of an earlier world of Horovod elastic, and that of a requeued Slurm job. Called on rank 0.
+    `in_memory`: the state that a rank has in memory.
+    """
+    folder = str(in_memory.folder.parent) if in_memory else config.train.output_dir
     continues = world.process.generation > 0 and folder is not None and Path(folder) in FOLDERS_BEGUN
     if not continues:
         earlier = earlier_attempt(folder, world)
-        if earlier:
-            log.info("The Slurm job was requeued: continuing its run in %s.", earlier)
-            folder, continues = earlier, True
-    if not continues:
-        return RunPlan()
-    latest = resume.LATEST if kept or files.candidates(Path(str(folder))) else None
-    return RunPlan(output_dir=folder, overwrite_output_dir=False, resume_from_checkpoint=latest)
+        if earlier is None:
+            return {}
+        log.info("The Slurm job was requeued: continuing its run in %s.", earlier)
+        folder = earlier
+    decided = {"output_dir": folder, "overwrite_output_dir": False}
+    has_state = in_memory is not None or files.candidates(Path(str(folder)))
+    return decided | ({"resume_from_checkpoint": resume.LATEST} if has_state else {})
 
 
 def earlier_attempt(output_dir: str | None, world: World) -> str | None:
-    """The folder of the run that this command has started before its Slurm job was requeued; None without one."""
+    """The output folder of this command before its Slurm job was requeued; None if it was not."""
     job = world.job or {}
     if "restarts" not in job:
         return None

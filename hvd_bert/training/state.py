@@ -26,7 +26,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.model.precision import recompute_layers
 from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.training.meter import Meter
-from hvd_bert.training.optim import WeightAverage, layer_depths, make_optimizer, make_schedule
+from hvd_bert.training.optim import WeightAverage, layer_depths, make_optimizer, make_schedule, warmup_steps
 
 
 class PinnedBuffers:
@@ -99,6 +99,20 @@ class TrainState:
         meter.on_applied = schedule.step
         average = WeightAverage(model, args.ema_decay) if args.ema_decay else None
         return TrainState(strategy, schedule, meter, plan, world, best, average)
+
+    def effective_settings(self, args: TrainArguments) -> dict[str, float]:
+        """Settings that depend on the world size."""
+        total_steps = args.total_steps(self.plan.steps_per_epoch)
+        return {
+            "world_size": self.world.size,
+            "global_batch": self.plan.global_batch,
+            "per_device_train_batch_size": args.per_device_train_batch_size,
+            "learning_rate": self.schedule.base_lrs[0],  # the peak
+            "warmup_steps": warmup_steps(args, total_steps),
+            "train_steps": total_steps,
+            "steps_per_epoch": self.plan.steps_per_epoch,
+            "train_windows": self.plan.num_windows,
+        }
 
     def averaged(self) -> AbstractContextManager[None]:
         """Context manager: the model has the averages of its weights, if there are any."""

@@ -47,7 +47,7 @@ OWN = {
 MODULES = {
     ".": "__main__ errors hub machine startup streams train version",
     "checkpoint": "files resume schedule",
-    "config": "arguments command_line data data_files flag other_names parser run_plan settings strategies training",
+    "config": "arguments command_line data data_files flag other_names parser settings strategies training",
     "data": "batch_plan cache collate window_cutting window_table",
     "data/sources": "entries files questions squad",
     "distributed": """

@@ -13,7 +13,7 @@ from test_world import make_world
 
 from hvd_bert.checkpoint import files, resume
 from hvd_bert.config.command_line import parse
-from hvd_bert.config.settings import Config
+from hvd_bert.config.settings import Config, from_values
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.monitoring.recording import Recording
 from hvd_bert.output import output_dir
@@ -222,9 +222,9 @@ def test_next_elastic_world_resumes_only_what_an_earlier_one_began(tmp_path, beg
         (tmp_path / "out" / "checkpoint-2").mkdir()
     world = make_world()
     world.elastic, world.process.generation = True, 1
-    decided = start.decide_folder(wanted, None, world).applied_to(wanted)
-    assert decided.train.overwrite_output_dir is not began
-    assert decided.checkpoint.resume_from_checkpoint == ("latest" if saved else None)
+    folder = {"output_dir": str(tmp_path / "out"), "overwrite_output_dir": False} if began else {}
+    latest = {"resume_from_checkpoint": "latest"} if saved else {}
+    assert start.decide_folder(wanted, None, world) == folder | latest
 
 
 def test_rank_0_of_a_next_elastic_world_replaces_another_runs_folder(tmp_path):
@@ -236,7 +236,7 @@ def test_rank_0_of_a_next_elastic_world_replaces_another_runs_folder(tmp_path):
     world = make_world()
     world.elastic, world.process.generation = True, 1
     in_memory = resume.ResumePoint(tmp_path / "checkpoint-3", files.Contents({}, {"step": 3}), 0)
-    wanted = start.decide_folder(wanted, in_memory, world).applied_to(wanted)
+    wanted = from_values(wanted.as_flat() | start.decide_folder(wanted, in_memory, world))
     check(wanted)
     begin(wanted, in_memory)
     assert names(tmp_path) == {"train_config.yaml"}

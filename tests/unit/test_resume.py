@@ -48,8 +48,7 @@ def damaged(checkpoint: Path) -> Path:
 
 
 def found(*flags: object) -> Path | None:
-    config = parse([str(flag) for flag in flags])
-    point = resume.find(config.checkpoint, config.train)
+    point = resume.find(parse([str(flag) for flag in flags]).as_flat())
     return point.folder if point else None
 
 

@@ -27,7 +27,7 @@ from test_world import make_world
 
 from hvd_bert.checkpoint import files
 from hvd_bert.config.command_line import override_argv, parse
-from hvd_bert.config.run_plan import RunPlan
+from hvd_bert.config.settings import from_values
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.monitoring import recording as recording_module
@@ -214,7 +214,7 @@ def test_what_a_start_decides_is_recorded_and_leaves_the_settings_as_they_are(ba
     batch = recorded.train.per_device_train_batch_size
     expected = {"output_dir": str(out), "metric_for_best_model": "f1"}
     assert begun["decided"] == expected | {"per_device_train_batch_size": batch} and batch > 1
-    assert recorded == RunPlan(**begun["decided"]).applied_to(config)
+    assert recorded == from_values(config.as_flat() | begun["decided"])
 
 
 def test_the_final_evaluation_has_the_optimizers_memory(base, tmp_path, monkeypatch):

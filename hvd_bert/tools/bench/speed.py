@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from transformers import BertConfig
 
 from hvd_bert import hub
-from hvd_bert.config.run_plan import RunPlan
 from hvd_bert.config.settings import Config
 from hvd_bert.config.training import REDUCE_OVERHEAD
 from hvd_bert.data.sources import squad
@@ -104,7 +103,7 @@ def _measure(flags: argparse.Namespace, config: Config, world: World) -> dict[st
     rows = [row for row in recorder.rows if flags.steps < row["step"] <= args.max_steps]
     sections = [section_figures(row) for row in rows]
     assert task.plan is not None
-    config = RunPlan(padding=task.padding).applied_to(config)
+    config = replace(config, data=replace(config.data, padding=task.padding or config.data.padding))
     return {
         "settings": config.as_flat(),
         "unit": task.unit,
