@@ -22,8 +22,8 @@ from hvd_bert.machine import total_memory
 from hvd_bert.output.callback import Callback, RunResult
 from hvd_bert.storage.writing import OWN_PARTIAL, check_folder, first_existing
 from hvd_bert.tasks.base import Task
-from hvd_bert.training import disk_space, loop
-from hvd_bert.training.disk_space import gib
+from hvd_bert.training import loop
+from hvd_bert.training.disk_space import checkpoint_bytes, gib, tensor_bytes
 
 # Off: settings that write outside the output folder.
 OVERRIDES: dict[str, Any] = {"overwrite_output_dir": False, "report_to": "none", "timeline": None, "profile": False}
@@ -73,7 +73,8 @@ class Estimate(Callback):
     def on_start(self, task: Task, world: World) -> None:
         assert task.plan
         self._plan, self._world, self._dev_share = task.plan, world, task.dev_share
-        self._space = disk_space.needed(self._config, task.model, task.plan)
+        self._weights = tensor_bytes(task.model.state_dict().values())
+        self._checkpoint = checkpoint_bytes(self._config, task.model)
         if world.rank == 0:
             self._free = shutil.disk_usage(str(self._config.train.output_dir)).free
 
@@ -94,10 +95,25 @@ class Estimate(Callback):
         peak = max(rank["memory_peak_bytes"] for rank in results["processes"])
         on_gpu = world.device.type == "cuda"
         memory = torch.cuda.mem_get_info(world.device)[1] if on_gpu else total_memory() / len(world.host_ranks)
+        disk = self._most_disk(steps)
         log.info(
             f"A whole run takes about {timedelta(seconds=round(run_s))}: {steps:,} step(s) of {step_s:.2f} s and"
             f" {evaluations} evaluation(s) of {evaluation_s:.1f} s ({100 * self._dev_share:.3g} % measured)."
-            f"\nMemory per rank: {gib(peak)} of {gib(memory)}. Disk space: {self._space} of {gib(self._free)} free."
+            f"\nMemory per rank: {gib(peak)} of {gib(memory)}. Disk space: {gib(disk)} of {gib(self._free)} free,"
+            f" {gib(self._checkpoint)} per checkpoint."
         )
+        if disk > self._free:
+            log.warning(
+                f"The run takes up to {gib(disk)}, but the disk of --output_dir has {gib(self._free)} free. Lower"
+                " --save_total_limit, add --save_only_model, or use a folder on another disk."
+            )
         times = {"steps": steps, "step_s": step_s, "evaluations": evaluations, "evaluation_s": evaluation_s}
-        return {**times, "run_s": run_s, "memory_bytes": peak, "disk_bytes": self._space.most}
+        return {**times, "run_s": run_s, "memory_bytes": peak, "disk_bytes": disk}
+
+    def _most_disk(self, steps: int) -> int:
+        """The most bytes that the run's files take at any time. An old checkpoint is removed after a new one is
+        written, and before the model is."""
+        args = self._config.checkpoint
+        saves = 0 if not args.save_steps else steps if args.load_best_model_at_end else -(-steps // args.save_steps)
+        retained = args.save_total_limit + args.load_best_model_at_end
+        return min(saves * self._checkpoint + self._weights, (retained + 1) * self._checkpoint)

@@ -48,7 +48,7 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
     prepared = prepare(start, world) if task.plan else None
     with world.raise_on_all_ranks():
         if prepared and world.rank == 0 and world.process.generation == 0:  # later worlds of Horovod elastic continue
-            disk_space.check(start.config, task.model, prepared.state.plan, prepared.state.step)
+            disk_space.check(start.config, task.model, prepared.state.step)
     evaluations = Evaluations(task) if task.evaluates else None
     # A run that only evaluates does so first: an earlier evaluation stays until there is a new one.
     evaluation = evaluations.evaluate(task.model) if evaluations and not prepared else None

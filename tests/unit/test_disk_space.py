@@ -1,4 +1,4 @@
-"""The space that a training takes on the disk is known before it starts, and too little is warned about or refused."""
+"""The disk space of a training: its estimate by --fast_dev_run, and the refusal of a disk without space."""
 
 from __future__ import annotations
 
@@ -8,43 +8,50 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_fast_dev_run import rehearse
 from test_train_run import base, content, process_stays_as_it_was, train, world_of_one  # noqa: F401
 
 from hvd_bert.config.command_line import override_argv, parse
-from hvd_bert.distributed.world import CollectiveError, World
+from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.output.callback import Callback, RunResult
-from hvd_bert.tasks.base import Task
-from hvd_bert.training import disk_space, loop
+from hvd_bert.training import loop
 
-SAVES = [[], ["--ema_decay", "0.9"], ["--save_only_model"], ["--optim", "lars"], ["--lora_rank", "8"]]
-SAVES += [["--save_steps", "0"], ["--save_steps", "1", "--save_total_limit", "1"]]
+LIMITED = ["--save_steps", "1", "--save_total_limit", "1"]
+SAVES = [["--ema_decay", "0.9", "--optim", "lars"], ["--save_only_model"], ["--lora_rank", "8"], ["--save_steps", "0"]]
 
 
-@pytest.mark.parametrize("flags", SAVES, ids=str)
-def test_space_is_what_the_files_take(base, tmp_path, flags):  # noqa: F811
-    """Of two steps, with a model whose tokenizer is small next to its weights."""
+@pytest.mark.parametrize("flags", [*SAVES, LIMITED], ids=str)
+def test_estimated_space_is_that_of_the_files(base, tmp_path, monkeypatch, flags):  # noqa: F811
+    """The model is large next to its tokenizer."""
     large = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
     shape = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(shape | large))
-    sizes: list[int] = []
+    saved: list[int] = []
 
     class Sizes(Callback):
-        def on_start(self, task: Task, world: World) -> None:
-            self.most = disk_space.needed(config, task.model, task.plan).most
-
         def on_save(self, step: int, folder: Path) -> None:
-            sizes.append(size(folder))
+            saved.append(size(folder))
 
         def on_end(self, run: RunResult) -> None:
-            sizes.append(
-                size(run.output_dir / "model.safetensors") + sum(map(size, run.output_dir.glob("checkpoint-*")))
-            )
+            self.at_end = size(run.output_dir / "model.safetensors")
+            self.at_end += sum(map(size, run.output_dir.glob("checkpoint-*")))
 
-    config = parse(override_argv(base, ["--max_steps", "2", *flags, "--output_dir", str(tmp_path / "out")]))
-    callback = Sizes()
-    loop.run(config, world_of_one(), [callback])
-    most = sum(sizes[:2]) if "--save_total_limit" in flags else sizes[-1]
-    assert callback.most == pytest.approx(most, rel=0.05)
+    flags = ["--max_steps", "2", "--output_dir", str(tmp_path / "out"), *flags]
+    sizes = Sizes()
+    loop.run(parse(override_argv(base, flags)), world_of_one(), [sizes])
+    most = sum(saved[:2]) if len(saved) > 1 else sizes.at_end
+    with_free(monkeypatch, 10 * most)
+    estimate = rehearse(base, *flags).results["estimate"]
+    assert estimate["disk_bytes"] == pytest.approx(most, rel=0.05)
+
+
+def test_run_that_does_not_fit_is_warned_about(base, tmp_path, monkeypatch, caplog):  # noqa: F811
+    flags = ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", *LIMITED]
+    most = rehearse(base, *flags).results["estimate"]["disk_bytes"]
+    for free, warns in ((most, False), (most - 1, True)):
+        with_free(monkeypatch, free)
+        rehearse(base, *flags)
+        assert ("--save_total_limit" in caplog.text) == warns
 
 
 def size(path: Path) -> int:
@@ -55,34 +62,26 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
 
 
-def test_small_disk_is_warned_about_or_refused(base, tmp_path, monkeypatch, caplog):  # noqa: F811
+def test_disk_without_space_for_a_checkpoint_is_refused(base, tmp_path, monkeypatch):  # noqa: F811
     out = tmp_path / "out"
-    base = [*base, "--output_dir", str(out), "--max_steps", "2", "--save_steps", "1", "--no_do_eval"]
-    train(base)
+    flags = ["--output_dir", str(out), "--max_steps", "2", "--save_steps", "1", "--no_do_eval"]
+    train(base, *flags)
     checkpoint = size(out / "checkpoint-1")
-    for free, warns in ((3 * checkpoint, False), (checkpoint, True)):
-        caplog.clear()
-        with_free(monkeypatch, free - size(out / "model.safetensors") - 2 * checkpoint)
-        train(base, "--overwrite_output_dir")  # whose earlier files count as free
-        assert ("but the run may take" in caplog.text) == ("Lower --save_total_limit" in caplog.text) == warns
+    with_free(monkeypatch, -checkpoint)
+    train(base, *flags, "--overwrite_output_dir")  # the two earlier checkpoints are removed first
     before = content(out)
     with_free(monkeypatch, -2 * checkpoint)
-    with pytest.raises(CollectiveError, match=r"has .* free, but a checkpoint takes") as refused:
-        train(base, "--overwrite_output_dir")
+    with pytest.raises(CollectiveError, match="a checkpoint takes") as refused:
+        train(base, *flags, "--overwrite_output_dir")
     assert refused.value.status == 2 and content(out) == before
 
 
-def test_checkpoints_to_resume_from_take_space_of_the_first_new_one(base, tmp_path, monkeypatch):  # noqa: F811
+def test_checkpoints_of_a_resumed_run_take_space(base, tmp_path, monkeypatch):  # noqa: F811
     out = tmp_path / "out"
-    base = [*base, "--output_dir", str(out), "--no_do_eval", "--max_steps", "3", "--save_steps", "2"]
-    train(base)
-    (out / "train_results.json").unlink()
-    with_free(monkeypatch, size(out / "checkpoint-2") // 2)
-    train(base)  # all steps are done
+    flags = ["--output_dir", str(out), "--no_do_eval", "--max_steps", "3", "--save_steps", "2"]
+    train(base, *flags)
     (out / "train_results.json").unlink()
     shutil.rmtree(out / "checkpoint-3")
-    with pytest.raises(CollectiveError, match="a checkpoint takes") as kept:
-        train(base)
-    assert kept.tb  # whose frames have the world
-    with_free(monkeypatch, 2 * size(out / "checkpoint-2"))
-    train(base)
+    with_free(monkeypatch, size(out / "checkpoint-2") // 2)
+    with pytest.raises(CollectiveError, match="a checkpoint takes"):
+        train(base, *flags)
