@@ -69,7 +69,7 @@ class Recording:
                 make_folder(self.file.parent)
             self.world.start_timeline(self.file)
         self.world.allgather(None)  # no rank sends a gradient before rank 0 records it
-        self.meter.lap("other")
+        self.meter.end_interval("other")
 
     def _stop(self) -> None:
         self.running = False

@@ -273,7 +273,7 @@ class Training:
         if state.eval_pending and not self._is_final:
             self._evaluate()
         checkpoints.save_if_due(total_steps)
-        state.meter.lap("other")
+        state.meter.end_interval("other")
 
     def _log(self) -> None:
         """Log the line that has ended, if there is one. A collective."""

@@ -1,4 +1,4 @@
-"""Sums of work, loss and time per phase of a step, between two reads."""
+"""Work, loss and time per phase of a step, summed up for each log line."""
 
 from __future__ import annotations
 
@@ -16,19 +16,16 @@ from hvd_bert.monitoring import PHASES
 from hvd_bert.tasks.base import MicroBatch
 
 Item = TypeVar("Item")
-
+Instant = float | torch.cuda.Event  # by the host's clock, or by a GPU's
+Interval = tuple[str, Instant, Instant]  # phase, start and end
 
 _TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")
 
 
-Instant = float | torch.cuda.Event  # by the host's clock, or by a GPU's
-Lap = tuple[str, Instant, Instant]  # phase, start and end
-
-
 class Stopwatch:
-    """Splits time into laps by the device's clock: on a GPU with CUDA events, so that nothing waits for the device.
+    """Splits time into intervals by the device's clock: by CUDA events on a GPU, so that the host does not wait.
 
-    `last`: the end of the last lap.
+    `last`: the end of the last interval.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,31 +33,31 @@ class Stopwatch:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all laps and start the first one."""
-        self._laps: list[Lap] = []
+        """Forget all intervals and start the first one."""
+        self._intervals: list[Interval] = []
         self.last = self.now()
 
     def now(self) -> Instant:
-        """On a GPU, when it has done the work that it was given before."""
+        """The present. On a GPU: the instant when the work queued so far is done."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def lap(self, phase: str) -> None:
-        """Add the time since the previous lap, or since the start, to `phase`."""
+    def end_interval(self, phase: str) -> None:
+        """End an interval of `phase`. It began at the end of the previous one."""
         start, self.last = self.last, self.now()
-        self._laps.append((phase, start, self.last))
+        self._intervals.append((phase, start, self.last))
 
-    def take(self) -> list[Lap]:
-        """The laps since the start or the previous call."""
-        taken, self._laps = self._laps, []
+    def take(self) -> list[Interval]:
+        """Return the intervals since the start or the previous call."""
+        taken, self._intervals = self._intervals, []
         return taken
 
 
 def seconds_between(start: Instant, end: Instant) -> float:
-    """Waits for the device to reach `end`."""
+    """Seconds from `start` to `end`. Waits until the device reaches `end`."""
     if isinstance(end, float):
         assert isinstance(start, float)
         return end - start
@@ -71,7 +68,7 @@ def seconds_between(start: Instant, end: Instant) -> float:
 
 
 class DeferredScalars:
-    """A step's numbers, copied to the host alongside the next step, so that nothing waits for the device."""
+    """Numbers of a step, copied to the host while the device computes the next step."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -80,7 +77,7 @@ class DeferredScalars:
         self._filled = False
 
     def put(self, *numbers: torch.Tensor) -> None:
-        """Start to copy the numbers, 0-dim tensors. Earlier ones must have been taken."""
+        """Start to copy 0-dim tensors. `take` must have returned the previous numbers."""
         # Converted on the device: a copy to another dtype may wait.
         self._host.copy_(torch.stack([number.detach().double() for number in numbers]), non_blocking=True)
         if self._copied:
@@ -88,7 +85,7 @@ class DeferredScalars:
         self._filled = True
 
     def take(self) -> list[float]:
-        """The numbers, once; empty if there are none. Waits for work of the device that came before `put` only."""
+        """Return the numbers once; empty without `put`. Waits only for the device's work before `put`."""
         if not self._filled:
             return []
         if self._copied:
@@ -99,24 +96,26 @@ class DeferredScalars:
 
 
 class Meter:
-    """Sums up work, loss and time per log line, without waiting for the device.
+    """Sums up work, loss and time per log line, without waiting for the device. Times exclude evaluations.
 
-    `end_line` ends a line, and `read` returns it once its last step is settled: at once, or after the next step was
-    started, so that the device has work meanwhile.
+    A step is settled when the host has its loss and norm. `end_line` ends a line. `read` returns it once its last step
+    is settled: at once, or after the next step was started, so that the device has work meanwhile.
 
-    Times exclude evaluations. `phases`: names of the phases that are told apart.
-    `sums`: of the last read, over all ranks; the seconds by this rank's device. `phase_s`: seconds per rank and phase,
-    [ranks, phases], in the last `watched` steps before it. Steps before a resume are not among them.
-    `on_step`: called with each step's loss, of this rank, and norm of the gradient when the step is settled.
-    `on_applied`: called then if the norm is finite; otherwise the strategy has skipped the step.
-    `skipped_steps`: how many were skipped. `grad_norm`: of the last settled step.
+    Attributes:
+        phases: The phases that are told apart.
+        sums: Sums over the last line and all ranks; the seconds are this rank's.
+        phase_s: Seconds per rank and phase, [ranks, phases], of the last line's `watched` steps, all after a resume.
+        on_step: Called when a step is settled, with this rank's loss and the norm of the averaged gradient.
+        on_applied: Called when a step with a finite norm is settled; the strategy has skipped any other step.
+        skipped_steps: Number of skipped steps.
+        grad_norm: Norm of the last settled step.
     """
 
     sums: dict[str, Any]
     phase_s: torch.Tensor
 
     def __init__(self, world: World, separates_comm: bool = True) -> None:
-        """`separates_comm`: whether "exposed_comm" can be told from "compute". If not, it counts as "compute"."""
+        """`separates_comm`: if False, "exposed_comm" counts as "compute", from which it cannot be told."""
         self.world = world
         self.phases = tuple(phase for phase in PHASES if separates_comm or phase != "exposed_comm")
         self.annotate: Callable[[str], AbstractContextManager[Any]] = nullcontext  # marks a phase for a profiler
@@ -130,8 +129,8 @@ class Meter:
         self._stopwatch = Stopwatch(world.device)
         self._step_loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._pending = DeferredScalars(2, world.device)
-        self._has_settled = False  # a step
-        # Since the last line that was read: this rank's loss, up to the last settled step, and its work.
+        self._has_settled = False  # any step
+        # This rank's loss, up to the last settled step, and its work since the last line that was read.
         self._loss = 0.0
         self._counts = np.zeros(3, np.int64)  # windows, tokens, positions
         self._start(0)
@@ -141,87 +140,85 @@ class Meter:
         self._since, self._restored_s = self._stopwatch.last, 0.0
         self._watched_from = step
 
-    def lap(self, phase: str) -> None:
-        """End `phase`, one of PHASES: it has lasted since the previous lap."""
-        self._stopwatch.lap(phase)
+    def end_interval(self, phase: str) -> None:
+        """Count the time since the previous call for `phase`, one of PHASES."""
+        self._stopwatch.end_interval(phase)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around the code of phase `name`. Phases leave no gaps: each starts where the previous one ended."""
+        """Context manager: the block is of phase `name`. Phases leave no gaps: each starts where the last one ended."""
         outer, self._phase = self._phase, name
         with self.annotate(name):
             yield
-        self.lap(self._phase)
+        self.end_interval(self._phase)
         self._phase = outer
 
     def timed(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items. Waiting for each is `phase`."""
-        left = iter(items)
+        """Yield the items. The time to wait for each counts for `phase`."""
+        remaining = iter(items)
         while True:
             with self.annotate(phase):
-                item = next(left, None)
+                item = next(remaining, None)
             if item is None:
                 return
-            self.lap(phase)
+            self.end_interval(phase)
             yield item
 
     def gradients_computed(self) -> None:
-        """The last gradients are computed: the rest of this phase is waiting for other ranks."""
-        self.lap("compute")
+        """Call when the last gradients are computed. The rest of this phase waits for other ranks."""
+        self.end_interval("compute")
         self._phase = "exposed_comm"
 
     def add(self, loss: torch.Tensor, batch: MicroBatch) -> None:
-        """Count one forward pass. `loss`: this rank's share of the step's loss, as passed to the strategy."""
+        """Count a micro-batch. `loss`: this rank's share of the step's loss, as given to the strategy."""
         self._step_loss += loss.detach()
         self._counts += (batch.num_windows, batch.num_tokens, batch.num_positions)
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
-        """End the step, whose passes have been added. It is skipped if `grad_norm` is not finite."""
+        """End the step after its micro-batches were added. It is skipped if `grad_norm` is not finite."""
         self.settle()
         self._pending.put(self._step_loss, grad_norm.to(self._step_loss.device))
         self._step_loss.zero_()
 
     def settle(self) -> None:
-        """Count the loss of the last step, unless it was skipped, and report it to `on_applied` and `on_step`, if it is
-        not settled yet. All ranks call this after the same step."""
+        """Settle the last step, if it is not: count its loss, unless it was skipped, and call `on_applied` and
+        `on_step`. All ranks call this after the same step."""
         # On a GPU the host waits here for the last step's collectives. The first step may compile, for minutes.
-        watch = self.world.limit_wait(lambda: ["the last step's gradients"]) if self._has_settled else nullcontext()
-        with watch:
+        with self.world.limit_wait(lambda: ["the last step's gradients"]) if self._has_settled else nullcontext():
             taken = self._pending.take()
-        for loss, self.grad_norm in filter(None, [taken]):
-            self._has_settled = True
-            if not math.isfinite(self.grad_norm):  # the loss may be NaN
-                self.skipped_steps += 1
-            else:
-                self._loss += loss
-                if self.on_applied:
-                    self.on_applied()
-            if self.on_step:
-                self.on_step(loss, self.grad_norm)
+        if not taken:
+            return
+        self._has_settled = True
+        loss, self.grad_norm = taken
+        if not math.isfinite(self.grad_norm):  # the loss may be NaN
+            self.skipped_steps += 1
+        else:
+            self._loss += loss
+            if self.on_applied:
+                self.on_applied()
+        if self.on_step:
+            self.on_step(loss, self.grad_norm)
 
     def end_line(self, step: int) -> None:
-        """End a log line after step `step`: what follows counts for the next one. Waits for nothing."""
-        self.lap("other")
+        """End a log line after step `step`. Waits for nothing."""
+        self.end_interval("other")
         self._line = step, self._stopwatch.last, self._stopwatch.take(), self._counts.copy()
 
     def read(self) -> dict[str, float]:
-        """Means over all ranks of the line that has ended. A collective. The line's last step must be the last settled
-        one.
+        """Return the means over all ranks of the line that `end_line` ended: keys of metrics.jsonl. A collective.
 
-        `loss`, `windows_per_s`, `tokens_per_s`, `padding_share`, `step_s`. Per phase the seconds per step and the share
-        of the step: `data_s`, `data_share`, ... With several ranks also the minimum and the maximum over the ranks:
-        `data_min_s`, `data_max_s`, ...
+        The line's last step must be the last settled one.
         """
-        step, end, laps, mine_counts = self._line
+        step, end, intervals, mine_counts = self._line
         phase_s = dict.fromkeys(PHASES, 0.0)
-        for phase, *lap in laps:
-            phase_s[phase] += seconds_between(*lap)
+        for phase, *interval in intervals:
+            phase_s[phase] += seconds_between(*interval)
         if "exposed_comm" not in self.phases:
             phase_s["compute"] += phase_s.pop("exposed_comm")
         mine = [self._loss, *mine_counts.tolist(), *phase_s.values()]
         table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
         table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
-        table = self.world.sum(table)  # under Horovod elastic a lost rank ends it: the sums must stay until then
+        table = self.world.sum(table)  # raises under Horovod elastic if a rank is lost: the sums must not change before
         seconds = self._restored_s + seconds_between(self._since, end)
         self._since, self._restored_s, self._loss = end, 0.0, 0.0
         self._counts -= mine_counts
@@ -249,23 +246,23 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around work whose time does not count. Call right after `read`."""
+        """Context manager: the time of the block does not count. Use it right after `read`."""
         yield
         self._start(self.last_step)
 
     def state(self) -> dict[str, float]:
-        """Totals up to the last read, equal on all ranks, and the time since. Waits for the device."""
+        """Totals up to the last line, equal on all ranks, and the seconds since. Waits for the device."""
         totals = {name: getattr(self, name) for name in _TOTALS}
         totals |= {"skipped_steps": self.skipped_steps, "skipped_before": self._skipped_before}
         return totals | {"seconds": self._restored_s + seconds_between(self._since, self._stopwatch.now())}
 
     def since_last_log(self) -> list[float]:
-        """This rank's sums since the last read: loss, windows, tokens, positions. Waits for the device."""
+        """This rank's sums since the last line: loss, windows, tokens, positions. Waits for the device."""
         self.settle()
         return [self._loss, *self._counts.tolist()]
 
     def restore(self, state: dict[str, float], since_last_log: list[float], step: int) -> None:
-        """Restore what `state` and `since_last_log` returned after `step`. Phases are counted from here on."""
+        """Restore the results of `state` and `since_last_log` after `step`. Phases are counted from here on."""
         for name in _TOTALS:
             setattr(self, name, state[name])
         self.skipped_steps, self._skipped_before = int(state["skipped_steps"]), int(state["skipped_before"])
@@ -275,7 +272,7 @@ class Meter:
         self._restored_s = state["seconds"]
 
     def results(self) -> dict[str, float]:
-        """Totals of the training by run_qa's names: samples are windows, train_runtime (s) excludes evaluations."""
+        """Totals of the training by run_qa's names. Samples are windows; train_runtime excludes evaluations."""
         return {
             "train_runtime": self.train_s,
             "train_samples": self.windows,
@@ -288,7 +285,7 @@ class Meter:
 
 
 def _spread(phases: Sequence[str], seconds: torch.Tensor) -> dict[str, float]:
-    """Per phase: mean of `seconds` [ranks, phases], its share of the step, minimum and maximum."""
+    """Per phase: mean of `seconds` [ranks, phases], its share of the step and, over several ranks, its range."""
     row: dict[str, float] = {}
     whole = float(seconds.mean(0).sum())
     for phase, column in zip(phases, seconds.T, strict=True):

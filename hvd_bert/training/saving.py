@@ -92,7 +92,7 @@ class Checkpoints:
     @contextmanager
     def _pause(self) -> Iterator[None]:
         """Count the time of the block as a pause of training."""
-        self.state.meter.lap("other")
+        self.state.meter.end_interval("other")
         with self.state.meter.phase("checkpoint"):
             start = time.perf_counter()
             yield

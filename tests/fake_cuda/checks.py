@@ -291,13 +291,13 @@ def an_evaluation_waits_once_per_batch_with_the_next_one_queued() -> None:
 
 
 @check
-def laps_are_by_the_gpus_own_clock() -> None:
+def intervals_are_by_the_gpus_own_clock() -> None:
     stopwatch = Stopwatch(GPU)
     for phase in ("data", "compute", "compute"):
-        stopwatch.lap(phase)
-    laps = stopwatch.take()
-    assert [phase for phase, *_ in laps] == ["data", "compute", "compute"]
-    assert [seconds_between(*lap) for _, *lap in laps] == [0.001] * 3
+        stopwatch.end_interval(phase)
+    intervals = stopwatch.take()
+    assert [phase for phase, *_ in intervals] == ["data", "compute", "compute"]
+    assert [seconds_between(*interval) for _, *interval in intervals] == [0.001] * 3
 
 
 @check

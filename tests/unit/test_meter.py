@@ -138,7 +138,7 @@ def test_phases_leave_no_gaps(clock):
         meter.add(torch.tensor(1.0), batch(1, 1))
     with meter.phase("other"):
         after(4.0)
-        meter.lap("other")
+        meter.end_interval("other")
         with meter.phase("checkpoint"):
             after(8.0)
         after(16.0)
@@ -161,7 +161,7 @@ def test_the_other_ranks_have_times_of_their_own(clock):
     meter.add(torch.tensor(1.0), batch(1, 1))
     for phase, seconds in (("data", 2.0), ("compute", 3.0)):
         clock.now += seconds
-        meter.lap(phase)
+        meter.end_interval(phase)
     row = look(meter, 1)
     assert (row["data_s"], row["data_min_s"], row["data_max_s"]) == (1.5, 1.0, 2.0)
     assert (row["exposed_comm_s"], row["exposed_comm_share"], row["step_s"]) == (0.5, 0.1, 5.0)
@@ -172,7 +172,7 @@ def test_communication_that_cannot_be_told_is_part_of_computing(clock):
     meter.add(torch.tensor(1.0), batch(1, 1))
     for phase in ("compute", "exposed_comm", "optimizer"):
         clock.now += 1.0
-        meter.lap(phase)
+        meter.end_interval(phase)
     row = look(meter, 1)
     assert (row["compute_s"], row["optimizer_s"], row["step_s"]) == (2.0, 1.0, 3.0)
     assert not [name for name in row if name.startswith("exposed_comm")]
