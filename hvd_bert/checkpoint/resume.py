@@ -45,7 +45,7 @@ class ResumePoint:
 
 
 def why_no_run(settings: Path) -> str:
-    """Why no run wrote this file of settings, else "". A run's has all flags, also those that a user's own lacks."""
+    """Why a file of settings is not a run's; "" if it is. A run writes all flags; a user's file may lack some."""
     try:
         whole = "\nresume_from_checkpoint: " in read_text(settings, MAX_YAML_BYTES)
     except (OSError, ValueError) as error:
@@ -89,7 +89,7 @@ def find(settings: Mapping[str, Any]) -> ResumePoint | None:
 
 
 def _named(folder: Path, output_dir: Path | None) -> ResumePoint:
-    """The checkpoint that the flag names. `output_dir`: an unfinished run, which the same command may have started."""
+    """The checkpoint that the flag names, or a newer one of an unfinished run of the same command in `output_dir`."""
     try:
         resume_point = ResumePoint(folder, _resumable(folder))
     except CorruptCheckpoint as error:
@@ -98,16 +98,17 @@ def _named(folder: Path, output_dir: Path | None) -> ResumePoint:
         return resume_point
     own, damage = _newest_valid(output_dir)
     if own is None and not damage:
-        return resume_point  # it was stopped before its own first checkpoint
+        return resume_point  # the run was stopped before its first checkpoint
     if own is None or own.step < resume_point.step:
         raise UserError(
             f"--output_dir {output_dir} holds an unfinished run that is not ahead of {folder}: use another folder, or"
             " add --overwrite_output_dir to replace it."
         )
-    return own  # of a run that resumed from `folder` and was stopped
+    return own  # the run resumed from `folder` before it was stopped
 
 
 def _newest_valid(output_dir: Path) -> tuple[ResumePoint | None, list[str]]:
+    """The newest checkpoint that can be resumed, and why newer ones cannot."""
     lost = files.lost(output_dir)
     damage = [f"{output_dir / files.POINTER} names {lost}, which is missing: restore it"] if lost else []
     for folder in files.candidates(output_dir):
@@ -119,6 +120,7 @@ def _newest_valid(output_dir: Path) -> tuple[ResumePoint | None, list[str]]:
 
 
 def _resumable(folder: Path) -> Contents:
+    """Read a checkpoint. Raises CorruptCheckpoint if it is damaged or cannot be resumed."""
     contents = files.read(folder)
     if contents.state.get("model_only"):
         raise CorruptCheckpoint(f"{folder} holds only the model (--save_only_model) and cannot be resumed")
@@ -130,7 +132,7 @@ def identity(
 ) -> dict[str, Any]:
     """Properties that must not change on resume: the model's shape, the data, settings that affect learning.
 
-    `learned`: the task's own, such as the training data.
+    `learned`: the task's properties, such as the training data.
     """
     learned_by = {f"--{name}": value for name, value in settings.items() if not FLAGS[name].may_change_on_resume}
     return learned_by | {
@@ -142,10 +144,10 @@ def identity(
 
 
 def model_shape(model: nn.Module) -> str:
-    """The number of a model's weights, and a digest of their names and shapes.
+    """Count the weights of a model, and hash their names and shapes.
 
-    In a custom model, the digest includes the configurations of models of transformers in it. `_changes` compares that
-    of a model of transformers itself.
+    For a custom model, the hash includes the configurations of transformers models inside it. `_changes` compares the
+    configuration of a transformers model itself.
     """
     described: list[Any] = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     count, size = len(described), sum(parameter.numel() for parameter in model.parameters())
@@ -156,19 +158,19 @@ def model_shape(model: nn.Module) -> str:
 
 
 def _is_described(model: nn.Module) -> bool:
-    """Whether it is a model of transformers, with a configuration."""
+    """Whether `model` is a transformers model with a configuration."""
     return hasattr(model, "save_pretrained") and hasattr(getattr(model, "config", None), "to_json_string")
 
 
 def _computed(values: Any) -> Any:
-    """The values of a configuration, also of those in it, that change what the model computes."""
+    """The values of a configuration, also of nested ones, that change what the model computes."""
     if not isinstance(values, dict):
         return values
     return {key: _computed(value) for key, value in sorted(values.items()) if key not in _NOT_COMPUTED}
 
 
 def _changes(folder: Path, model: Any) -> list[str]:
-    """Differences between a model of transformers and the checkpoint's in how they compute."""
+    """Differences between the configurations of a transformers model and of the checkpoint's model."""
     if not _is_described(model) or not (folder / "config.json").exists():
         return []
     before = type(model.config).from_dict(read_json(folder / "config.json"))
@@ -178,14 +180,13 @@ def _changes(folder: Path, model: Any) -> list[str]:
 
 
 def check(
-    resume_point: ResumePoint, run: Mapping[str, Any], args: TrainArguments, global_batch: int, model: nn.Module
+    resume_point: ResumePoint, facts: Mapping[str, Any], args: TrainArguments, global_batch: int, model: nn.Module
 ) -> None:
     """Raise UserError if the checkpoint is from another model, other data or other settings.
 
-    `run`: what this run's checkpoints hold of it. Either the global batch must be the same, or the flags for the batch
-    per rank.
+    `facts`: `Start.facts` of this run. The global batch or the flags of the per-rank batch must be equal.
     """
-    saved, now = in_this_version(resume_point.state["identity"]), run["identity"]
+    saved, now = in_this_version(resume_point.state["identity"]), facts["identity"]
     differing = [
         f"{name} was {saved.get(name)} and is {now.get(name)}"
         for name in dict.fromkeys((*saved, *now))
@@ -193,7 +194,7 @@ def check(
     ]
     differing += _changes(resume_point.folder, model)
     before = resume_point.state["global_batch"]
-    same_flags = args.global_batch == -1 and resume_point.state["rank_batch"] == run["rank_batch"]
+    same_flags = args.global_batch == -1 and resume_point.state["rank_batch"] == facts["rank_batch"]
     if before != global_batch and not same_flags:
         differing.append(f"the global batch was {before} and is {global_batch}")
     if differing:
@@ -202,26 +203,26 @@ def check(
             " use another --output_dir, or add --overwrite_output_dir to train from the start."
         )
     log.info("Resuming from step %d: %s", resume_point.step, resume_point.folder)
-    _check_cpu(resume_point, run["cpu_kernels"])
+    _check_cpu(resume_point, facts["cpu_kernels"])
 
 
 def _check_cpu(resume_point: ResumePoint, now: Mapping[str, str] | None) -> None:
-    """Warn if the checkpoint is from another kind of CPU or from other kernels. `now`: as `kernels.record` returns."""
+    """Warn if the checkpoint is from another CPU model or other kernels. `now`: of this run, by `kernels.record`."""
     saved = resume_point.state.get("cpu_kernels")
     if saved and now and saved != now:
         pairs = {name: (saved.get(name, "torch"), now.get(name, "torch")) for name in {**saved, **now}}
         changes = [f"{name} was {before} and is {after}" for name, (before, after) in pairs.items() if before != after]
         log.warning(
-            "The checkpoint is from another kind of CPU or from other kernels (%s): the bits of losses and weights may"
-            " differ from those of an uninterrupted run. To keep them, use such a CPU with the same --cpu_kernels.",
+            "The checkpoint is from another CPU model or other kernels (%s): losses and weights may not be"
+            " bit-identical to those of an uninterrupted run. To avoid this, use that CPU model and --cpu_kernels.",
             "; ".join(changes),
         )
 
 
 def keep_global_batch(plan: BatchPlan, resume_point: ResumePoint | None, world: World) -> BatchPlan:
-    """The plan with the checkpoint's global batch, so that each step has the same windows as before.
+    """Return the plan with the checkpoint's global batch, so that each step has the same windows as before.
 
-    Raises CollectiveError if the batch of a new run is larger than an epoch.
+    A collective. Raises CollectiveError if the batch of a new run is larger than an epoch.
     """
     global_batch = world.broadcast(resume_point.state["global_batch"] if resume_point else None)
     if global_batch is None and plan.global_batch > plan.num_windows:

@@ -22,7 +22,7 @@ from hvd_bert.storage.reading import GIB
 from hvd_bert.tasks.base import Task, make_plan
 
 USABLE = {"cuda": 0.9, "cpu": 0.8}  # share of the free memory; other processes need host memory, too
-ENOUGH = 256 << 20  # growth in bytes after which a CPU measures no more: larger batches would take long
+ENOUGH = 256 << 20  # growth in bytes from which on CPUs are not measured further: larger batches would take long
 
 
 def choose(task: Task, args: TrainArguments, resume_point: ResumePoint | None, world: World) -> int | None:
@@ -48,7 +48,7 @@ def choose(task: Task, args: TrainArguments, resume_point: ResumePoint | None, w
 
 
 def _largest(task: Task, args: TrainArguments, world: World) -> int:
-    """The largest number of windows for this rank alone. Raises UserError if there is none."""
+    """Return how many of the longest windows fit on this rank. Raises UserError if one does not."""
     plan, device = task.plan, world.device
     assert plan is not None
     if args.gradient_checkpointing:
@@ -57,15 +57,17 @@ def _largest(task: Task, args: TrainArguments, world: World) -> int:
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = machine.free_memory() // len(world.host_ranks)
-        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # else memory that is already free would hide the growth
-    # Besides weights and gradients, which a pass has: the optimizer's state, averaged weights, buffers for
-    # communication and, on CPUs, rank 0's copy for checkpoints (docs/guides/memory.md).
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):  # glibc's allocator retains freed memory, which would hide the growth
+            libc.malloc_trim(0)
+    # Subtracted, since no micro-batch needs it: optimizer state, averaged weights, communication buffers and, on CPUs,
+    # rank 0's copy for checkpoints (docs/guides/memory.md).
     gradients = 4 * sum(weight.numel() for weight in task.model.parameters() if weight.requires_grad)
     usable = USABLE[device.type] * free - gradients * (3 + bool(args.ema_decay) + 3 * (device.type == "cpu"))
     longest, at_start = np.argsort(-plan.lengths, kind="stable"), memory_now(device)
 
     def needed(count: int) -> float:
-        """Bytes of a forward and a backward pass of the longest windows; infinite if they do not fit into a GPU."""
+        """Bytes of a micro-batch of the `count` longest windows; infinite if it does not fit into the GPU."""
         reset_memory_peak(device)
         try:
             batch = task.batch(longest[:count])

@@ -1,4 +1,4 @@
-"""Work and step times for each line of metrics.jsonl, and the step-time summary at the end of a training."""
+"""Work and step times of each line of metrics.jsonl, and the step-time summary at the end of a training."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hvd_bert.training.meter import Meter
 
 
 class Breakdown:
-    """Reads the meter, adds figures that follow from the windows' lengths, and sums up all lines.
+    """Reads the meter's lines, adds figures that follow from the windows' lengths, and sums up the lines.
 
-    If there are several lines, the sums leave out the first: its steps (usually one) are warm-up.
+    Of several lines the sums exclude the first, whose steps (usually one) are warm-up.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Breakdown:
         peak_flops: float | None,
         step: int,
     ) -> None:
-        """`flops`: see `Task.flops`. `peak_flops`: of all devices; None if unknown. `step`: steps done before."""
+        """`flops`: `Task.flops`. `peak_flops`: of all devices; None if unknown. `step`: steps done before."""
         self.meter, self.plan, self.flops, self.peak_flops = meter, plan, flops, peak_flops
         self.taken = 0  # steps that this process has taken
         self._imbalances = sum(plan.imbalance(before) for before in range(meter.last_step, step))
@@ -38,9 +38,9 @@ class Breakdown:
         self._phases = torch.zeros(plan.size, len(meter.phases), dtype=torch.float64)
 
     def count(self, step: int) -> None:
-        """Count step `step` (0, 1, ...), which is being taken."""
+        """Count step `step` (0, 1, ...) while it is taken."""
         self.taken += 1
-        self._imbalances += self.plan.imbalance(step)  # now, while the plan still has the step's assignment
+        self._imbalances += self.plan.imbalance(step)  # while the plan caches the step's assignment
 
     def end_line(self, step: int) -> None:
         """End a log line after step `step`."""
@@ -92,14 +92,14 @@ class Breakdown:
 
 
 def _over_ranks(milliseconds: torch.Tensor, step: torch.Tensor) -> dict[str, float]:
-    """Mean, minimum and maximum of `milliseconds` [ranks], and the mean's share of the `step` [ranks]."""
+    """Mean, minimum and maximum of `milliseconds` [ranks], and the mean's share of the mean `step` [ranks]."""
     mean, minimum, maximum = milliseconds.mean(), milliseconds.min(), milliseconds.max()
     figures = {"ms": mean, "min_ms": minimum, "max_ms": maximum, "share": mean / step.mean()}
     return {name: float(value) for name, value in figures.items()}
 
 
 def describe_steps(results: Mapping[str, Any]) -> list[str]:
-    """The step-time summary, from the content of train_results.json. Empty if no step was taken."""
+    """Lines of the step-time summary. `results`: of train_results.json. Empty if no step was taken."""
     found = results["breakdown"]
     if not found:
         return []
@@ -122,7 +122,7 @@ def describe_steps(results: Mapping[str, Any]) -> list[str]:
 
 
 def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """One line each: evaluations, checkpoints, rates and work."""
+    """Lines of evaluations, checkpoints, and rates with work."""
     lines = []
     if results.get("evaluations"):
         lines.append(f"{results['evaluations']} evaluation(s) in {results['evaluation_s']:.1f} s.")

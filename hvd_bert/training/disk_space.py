@@ -1,4 +1,4 @@
-"""The disk space that a checkpoint takes, by the sizes of its tensors, next to the free space."""
+"""Disk space of a checkpoint, from the sizes of its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--fast_dev_run`: the parts of a run once, in a temporary folder, and an estimate of the whole run."""
+"""`--fast_dev_run`: a run of two steps in a temporary folder, and an estimate of the whole run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from hvd_bert.tasks.base import Task
 from hvd_bert.training import loop
 from hvd_bert.training.disk_space import checkpoint_bytes, gib, tensor_bytes
 
-# Off: settings that write outside the output folder.
+# Turn off what writes outside the output folder.
 OVERRIDES: dict[str, Any] = {"overwrite_output_dir": False, "report_to": "none", "timeline": None, "profile": False}
 
 
 def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: type[Task] | None = None) -> RunResult:
-    """Take two steps, evaluate, save, and log what the whole run will take. Called by all ranks.
+    """Take two steps, evaluate, save, and log the estimate of the whole run. Called by all ranks.
 
-    Returns a result whose folder is gone; its `results` also have the figures, as "estimate".
+    The returned result's folder is removed; its `results` have the estimate, too.
     """
     with _temporary_folder(config, world) as folder:
         changed = from_values(config.as_flat() | OVERRIDES | {"output_dir": str(folder)})
@@ -44,19 +44,18 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
 
 @contextmanager
 def _temporary_folder(config: Config, world: World) -> Iterator[Path]:
-    """A folder on the output folder's disk, which is removed at the end, also if only this process is killed."""
+    """Context manager: a folder on the output folder's disk. It is removed even if this process is killed."""
     folder, guard = Path(config.train.output_dir or "runs"), None
     with world.writing("--output_dir", folder, EXIT_BAD_INPUT) as writes:
         if writes:
             check_folder(folder)
-            place = first_existing(folder).absolute()
-            folder = Path(tempfile.mkdtemp(OWN_PARTIAL, ".fast_dev_run-", place))
+            folder = Path(tempfile.mkdtemp(OWN_PARTIAL, ".fast_dev_run-", first_existing(folder).absolute()))
             remove = ["sh", "-c", 'cat > /dev/null; rm -rf "$0"', str(folder)]
             guard = subprocess.Popen(remove, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield world.broadcast(folder)
     finally:
-        world.process.last_state = None  # no resume in the next world of Horovod elastic
+        world.process.last_state = None  # the next world of Horovod elastic must not resume this run
         events.end()
         if folder.resolve() in world.process.locks:  # NFS does not remove files that are open
             world.process.locks.pop(folder.resolve()).release()
@@ -65,7 +64,7 @@ def _temporary_folder(config: Config, world: World) -> Iterator[Path]:
 
 
 class Estimate(Callback):
-    """Collects what the estimate needs."""
+    """Collects the figures of the estimate."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -79,13 +78,13 @@ class Estimate(Callback):
             self._free = shutil.disk_usage(str(self._config.train.output_dir)).free
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
-        self._metrics = metrics  # of the last step, which has no warm-up
+        self._metrics = metrics  # of the last step: the first one warms up
 
     def figures(self, results: dict[str, Any]) -> dict[str, float]:
-        """Log and return the estimate, on rank 0. `results`: of the two steps, as in train_results.json."""
+        """Log and return the estimate, on rank 0. `results`: of the two steps (train_results.json)."""
         plan, args, world = self._plan, self._config.train, self._world
         steps, step_s = args.total_steps(plan.steps_per_epoch), self._metrics["step_s"]
-        if self._metrics["padding_share"] == 0:  # otherwise the time follows from the padded length
+        if self._metrics["padding_share"] == 0:  # with padding, all steps take as long
             step_s = float(plan.lengths.mean()) * plan.global_batch / self._metrics["tokens_per_s"]
         evaluations, evaluation_s = 0, 0.0
         if "evaluations" in results:
@@ -111,8 +110,8 @@ class Estimate(Callback):
         return {**times, "run_s": run_s, "memory_bytes": peak, "disk_bytes": disk}
 
     def _most_disk(self, steps: int) -> int:
-        """The most bytes that the run's files take at any time. An old checkpoint is removed after a new one is
-        written, and before the model is."""
+        """The run's largest disk space in bytes: an old checkpoint is removed once a new one is written, and before the
+        model is written."""
         args = self._config.checkpoint
         saves = 0 if not args.save_steps else steps if args.load_best_model_at_end else -(-steps // args.save_steps)
         retained = args.save_total_limit + args.load_best_model_at_end

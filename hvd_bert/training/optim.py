@@ -1,4 +1,4 @@
-"""The optimizer and its parameter groups, the learning rate and its schedule, and the average of the weights."""
+"""Optimizer with parameter groups, learning rate with schedule, and moving average of the weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(
 
 
 def scaled_learning_rate(args: TrainArguments, devices: int) -> float:
-    """Peak learning rate for the global batch of `devices` GPUs (or processes on CPUs).
+    """Return the peak learning rate for the global batch of `devices` GPUs (or processes on CPUs).
 
     Linear: Goyal et al. 2017 (arXiv:1706.02677). Sqrt: You et al. 2019 (arXiv:1904.00962). None: unchanged. The factor
     is at most `lr_scaling_limit`. docs/evidence/results.md compares the rules' F1.
@@ -36,14 +36,14 @@ def scaled_learning_rate(args: TrainArguments, devices: int) -> float:
 
 
 def _base_batch(args: TrainArguments) -> int:
-    """Windows per step that the learning rate is meant for."""
+    """The global batch that --learning_rate is meant for."""
     return args.lr_base_batch_size or args.windows_per_step(devices=1)
 
 
 def large_batch_note(args: TrainArguments, global_batch: int, peak: float) -> str | None:
-    """A note on a global batch above the base batch; None if it is not above.
+    """Return a note on a global batch above the base batch, else None.
 
-    `global_batch`, `peak`: of the run. A resumed run has them from its checkpoint, whatever the world size.
+    `global_batch`, `peak`: the run's, which a resumed run takes from its checkpoint, whatever the world size.
     """
     base = _base_batch(args)
     if global_batch <= base:
@@ -57,12 +57,12 @@ def large_batch_note(args: TrainArguments, global_batch: int, peak: float) -> st
 
 
 def check_optimizer(optim: str, strategy: str) -> None:
-    """Raise UserError if an optimizer is not installed, or if a strategy cannot apply it."""
+    """Raise UserError if an optimizer is not installed, or does not work with the strategy."""
     if optim == "adamw_torch_fused":
         return
     if STRATEGIES[strategy].shards:
         raise UserError(
-            f"--optim {optim} needs the norms of whole weights; with --strategy {strategy} each rank holds parts."
+            f"--optim {optim} needs the norms of whole weights; with --strategy {strategy} each rank holds a shard."
             " Choose --strategy horovod or ddp, or leave --optim out."
         )
     if find_spec("pytorch_optimizer") is None:
@@ -71,9 +71,9 @@ def check_optimizer(optim: str, strategy: str) -> None:
 
 
 def make_optimizer(model: nn.Module, args: TrainArguments, devices: int) -> torch.optim.Optimizer:
-    """The optimizer, with weight decay on the same parameters as transformers' Trainer: not on biases and norms.
+    """Make the optimizer. Weight decay excludes biases and norms, as in transformers' Trainer.
 
-    The groups of the head, whose learning rate is logged, come first.
+    The head's groups come first, since the learning rate of the first group is logged.
     LAMB: You et al. 2019 (arXiv:1904.00962), without bias correction. LARS: You et al. 2017 (arXiv:1708.03888).
     """
     learning_rate = scaled_learning_rate(args, devices)
@@ -103,10 +103,10 @@ def make_optimizer(model: nn.Module, args: TrainArguments, devices: int) -> torc
 
 
 def layer_depths(model: nn.Module) -> dict[int, int]:
-    """The depths of an encoder's parameters by their id: 1 in the last of n layers, n in the first, n + 1 in the
-    embeddings, also in those of relative positions. Those above the layers, such as the head's, have none.
+    """Return id(parameter) -> depth below the head: 1 in the last of n layers, n in the first, n + 1 in embeddings.
 
-    Raises UserError if the model has no list of layers, or if they share their weights.
+    Embeddings include relative positions. The head's parameters are missing. Raises UserError if the model has no list
+    of layers, or if its layers share weights.
     """
     network: Any = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     count = network.config.num_hidden_layers if network else 0
@@ -114,8 +114,8 @@ def layer_depths(model: nn.Module) -> dict[int, int]:
     layers = next(lists, None)
     if not layers:
         raise UserError(
-            f"--layerwise_lr_decay: {type(network or model).__name__} has no list of layers, each with weights of its"
-            " own. Omit the flag."
+            f"--layerwise_lr_decay: {type(network or model).__name__} has no list of layers with separate weights."
+            " Omit the flag."
         )
     encoder = network.base_model.named_parameters()
     depths = {id(p): count + 1 for name, p in encoder if "embed" in name or "relative" in name}
@@ -129,14 +129,14 @@ def warmup_steps(args: TrainArguments, total_steps: int) -> int:
 
 
 def make_schedule(optimizer: Any, args: TrainArguments, total_steps: int) -> Any:
-    """Learning-rate schedule over `total_steps` steps, for the strategy's (wrapped) optimizer."""
+    """Make the learning-rate schedule over `total_steps` steps. `optimizer`: as wrapped by the strategy."""
     return get_scheduler(args.lr_scheduler_type, optimizer, warmup_steps(args, total_steps), total_steps)
 
 
 class WeightAverage:
-    """The exponential moving average of the trained weights (--ema_decay), evaluated and saved in their place.
+    """Exponential moving average of the trained weights (--ema_decay), which is evaluated and saved in their place.
 
-    After each step: average = decay x average + (1 - decay) x weights. It begins with the weights of the start.
+    After each step: average = decay x average + (1 - decay) x weights. It begins with the initial weights.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -147,10 +147,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, grad_norm: Tensor) -> None:
-        """Take in the weights after a step; nothing if the norm of its gradient is not finite, since it was skipped."""
+        """Update the averages after a step. A step without a finite gradient norm was skipped and changes nothing."""
         for average, weight in zip(self._averages, self._weights, strict=True):
             average.grad = weight.detach()
-        # As in Strategy.clip: on the device, so the host does not wait, and in fewer kernels than isfinite.
+        # On the device, as in Strategy.clip: the host does not wait. isfinite takes more kernels.
         self._sgd.found_inf = torch.logical_not(grad_norm < torch.inf).float()
         self._sgd.step()
 
@@ -161,7 +161,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context manager: the model has the averages."""
+        """Context manager: the model has the averages inside the block."""
         self.swap()
         try:
             yield

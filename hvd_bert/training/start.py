@@ -1,4 +1,4 @@
-"""What a run does before its first step: it checks the settings and loads the model, the data and the checkpoint."""
+"""Start of a run: check the settings, load model, data and checkpoint, and prepare the first step."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
     with world.raise_on_all_ranks():
-        check_parts(config, world)
+        check_requirements(config, world)
     decided = world.broadcast(decide_folder(config, in_memory, world) if world.rank == 0 else {})
     settings = config.as_flat() | decided
     with world.raise_on_all_ranks():
@@ -170,8 +170,8 @@ def check_task(config: Config, task: Task) -> None:
         )
 
 
-def check_parts(config: Config, world: World) -> None:
-    """Raise UserError if the strategy does not fit the launcher, or if it, the optimizer or a reporter is missing."""
+def check_requirements(config: Config, world: World) -> None:
+    """Raise UserError if the strategy does not fit the launcher, or if strategy, optimizer or reporter is missing."""
     strategy = config.parallel.strategy
     if world.elastic and STRATEGIES[strategy].world != HOROVOD:
         raise UserError(f"--strategy {strategy} is not elastic. Use --strategy horovod.")
@@ -210,7 +210,7 @@ def earlier_attempt(output_dir: str | None, world: World) -> str | None:
     job = world.job or {}
     if "restarts" not in job:
         return None
-    # A program that trains several times has begun their folders in this order, and does so again.
+    # A program that trains several times begins its folders in the same order again.
     new = (folder for folder in sorted(Path("runs").glob("*/")) if folder not in FOLDERS_BEGUN)
     for folder in [Path(output_dir)] if output_dir else new:
         commands = events.job_commands(folder, job["id"])
@@ -220,7 +220,7 @@ def earlier_attempt(output_dir: str | None, world: World) -> str | None:
 
 
 def set_up(config: Config, world: World) -> None:
-    """Threads, precision, memory and logs of this process, before large allocations."""
+    """Set precision, threads, kernels and logs of this process, before large allocations. A collective."""
     set_precision(config.train)
     world.set_threads(config.parallel.num_threads)
     with world.raise_on_all_ranks():  # prints equal warnings of several ranks once

@@ -255,10 +255,10 @@ def test_elastic_needs_its_launcher(elastic, flags, named):
     world = make_world()
     world.elastic = elastic
     with refused(named):
-        start.check_parts(parse(flags), world)
+        start.check_requirements(parse(flags), world)
 
 
-def test_another_kind_of_cpu_is_warned_of(caplog):
+def test_another_cpu_model_is_warned_of(caplog):
     state = {"cpu_kernels": {"cpu": "AMD", "linear": "torch"}}
     point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(state=state))  # type: ignore[arg-type]
     for now in (state["cpu_kernels"], None, {"cpu": "Intel", "norm": "torch"}):  # without a name: torch's
