@@ -193,15 +193,13 @@ def decide_folder(config: Config, in_memory: ResumePoint | None, world: World) -
     `in_memory`: the state that a rank has in memory.
     """
     folder = str(in_memory.folder.parent) if in_memory else config.train.output_dir
-    continues = world.process.generation > 0 and folder is not None and Path(folder) in FOLDERS_BEGUN
-    if not continues:
-        earlier = earlier_attempt(folder, world)
-        if earlier is None:
+    if world.process.generation == 0 or folder is None or Path(folder) not in FOLDERS_BEGUN:
+        folder = earlier_attempt(folder, world)
+        if folder is None:
             return {}
-        log.info("The Slurm job was requeued: continuing its run in %s.", earlier)
-        folder = earlier
+        log.info("The Slurm job was requeued: continuing its run in %s.", folder)
     decided = {"output_dir": folder, "overwrite_output_dir": False}
-    has_state = in_memory is not None or files.candidates(Path(str(folder)))
+    has_state = in_memory is not None or files.candidates(Path(folder))
     return decided | ({"resume_from_checkpoint": resume.LATEST} if has_state else {})
 
 

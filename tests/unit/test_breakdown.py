@@ -16,32 +16,32 @@ from hvd_bert.training.breakdown import Breakdown, describe_steps
 LENGTHS = np.array([10, 20, 30, 40, 50, 60, 70], dtype=np.int32)
 
 
-def flops_of(lengths, passes: int) -> float:
-    return 1e9 * float(np.square(lengths).sum()) + 1e6 * passes
+def flops_of(lengths, micro_batches: int) -> float:
+    return 1e9 * float(np.square(lengths).sum()) + 1e6 * micro_batches
 
 
-class Looks:
-    """Returns the given looks, one step late: seconds per phase of two ranks, [ranks, phases]."""
+class FakeMeter:
+    """Reads the given lines: seconds per phase of two ranks, [ranks, phases]."""
 
     phases = PHASES
 
-    def __init__(self, last_step: int = 0, looks: tuple[list[list[float]], ...] = ()) -> None:
+    def __init__(self, last_step: int, *lines: list[list[float]]) -> None:
         self.last_step = last_step
-        self.looks = iter(looks)
+        self.lines = iter(lines)
 
     def end_line(self, step: int) -> None:
         self.line = step
 
     def read(self) -> dict[str, float]:
         steps, self.last_step = self.line - self.last_step, self.line
-        self.phase_s = torch.tensor(next(self.looks), dtype=torch.float64)
+        self.phase_s = torch.tensor(next(self.lines), dtype=torch.float64)
         self.sums = {"windows": 2 * steps, "tokens": 80 * steps, "positions": 100 * steps, "watched": steps}
         self.sums["seconds"] = float(self.phase_s[0].sum())
         return {"loss": 1.0}
 
 
-def plan(size: int = 2) -> BatchPlan:
-    return BatchPlan(LENGTHS, global_batch=2, accumulation=1, size=size, seed=0, crossover=4608)
+def plan() -> BatchPlan:
+    return BatchPlan(LENGTHS, global_batch=2, accumulation=1, size=2, seed=0, crossover=4608)
 
 
 def tokens(step: int) -> np.ndarray:
@@ -54,7 +54,7 @@ ONE_STEP = [[0.25, 1.5, 0.1, 0.05, 0.0, 0.1], [0.25, 1.25, 0.35, 0.05, 0.0, 0.1]
 
 
 def trained(peak: float | None = None) -> Breakdown:
-    breakdown = Breakdown(Looks(looks=(WARM_UP, TWO_STEPS, ONE_STEP)), plan(), flops_of, peak, 0)
+    breakdown = Breakdown(FakeMeter(0, WARM_UP, TWO_STEPS, ONE_STEP), plan(), flops_of, peak, 0)
     for step in range(4):
         breakdown.count(step)
         if step in (1, 3):
@@ -73,7 +73,7 @@ def test_sums_leave_the_first_line_out():
     assert found["phases"]["exposed_comm"] == pytest.approx(exposed)
     assert list(found["phases"]) == list(PHASES)
     assert sum(figures["share"] for figures in found["phases"].values()) == pytest.approx(1)
-    flops = sum(flops_of(tokens(step), passes=2) for step in (1, 2, 3))
+    flops = sum(flops_of(tokens(step), micro_batches=2) for step in (1, 2, 3))
     assert found["tflops_per_s"] == pytest.approx(flops / 6.0 / 1e12)
     assert found["mfu"] == pytest.approx(flops / 6.0 / 1e12)
     assert (found["windows_per_s"], found["tokens_per_s"], found["padding_share"]) == pytest.approx((1.0, 40.0, 0.2))
@@ -82,9 +82,9 @@ def test_sums_leave_the_first_line_out():
     assert "mfu" not in trained().results()
 
 
-def test_line_after_a_stop_is_that_of_a_run_never_stopped():
-    whole = Breakdown(Looks(2, looks=(TWO_STEPS,)), plan(), flops_of, 1e12, 2)
-    resumed = Breakdown(Looks(2, looks=(TWO_STEPS,)), plan(), flops_of, 1e12, 4)  # steps 2 and 3 before the stop
+def test_line_after_a_resume_is_that_of_an_uninterrupted_run():
+    whole = Breakdown(FakeMeter(2, TWO_STEPS), plan(), flops_of, 1e12, 2)
+    resumed = Breakdown(FakeMeter(2, TWO_STEPS), plan(), flops_of, 1e12, 4)  # steps 2 and 3 before the stop
     for step in (2, 3, 4):
         whole.count(step)
     resumed.count(4)
@@ -95,12 +95,12 @@ def test_line_after_a_stop_is_that_of_a_run_never_stopped():
 
 def results(peak: float | None = None, device: str = "cpu") -> dict:
     checkpoints = {"checkpoints": 2, "checkpoint_pause_s": 0.25, "checkpoint_write_s": 1.0}
-    place = {"world_size": 2, "ranks": [{"device": device}], "device_name": "GPU of tomorrow", "precision": "bf16"}
+    devices = {"world_size": 2, "ranks": [{"device": device}], "device_name": "GPU of tomorrow", "precision": "bf16"}
     evaluations = {"evaluations": 2, "evaluation_s": 4.0}
-    return {"breakdown": trained(peak).results(), "strategy": "horovod"} | evaluations | checkpoints | place
+    return {"breakdown": trained(peak).results(), "strategy": "horovod"} | evaluations | checkpoints | devices
 
 
-def test_table_at_the_end():
+def test_step_time_summary():
     lines = describe_steps(results(peak=1e12))
     words = [line.split() for line in lines]
     assert ["exposed", "communication", "200.0", "116.7", "283.3", "10.0%"] in words
@@ -110,7 +110,7 @@ def test_table_at_the_end():
     assert any("MFU" in line and "padding 20.0%" in line for line in lines)
 
 
-def test_table_of_other_runs():
+def test_step_time_summary_without_tokens_or_mfu():
     found = results() | {"unit": "images"}
     found["breakdown"]["tokens_per_s"] = found["breakdown"]["windows_per_s"]
     text = "\n".join(describe_steps(found))

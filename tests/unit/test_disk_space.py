@@ -66,22 +66,17 @@ def test_disk_without_space_for_a_checkpoint_is_refused(base, tmp_path, monkeypa
     out = tmp_path / "out"
     flags = ["--output_dir", str(out), "--max_steps", "2", "--save_steps", "1", "--no_do_eval"]
     train(base, *flags)
-    checkpoint = size(out / "checkpoint-1")
+    before, checkpoint = content(out), size(out / "checkpoint-1")
+
+    def refused(free: int, *more: str) -> None:
+        with_free(monkeypatch, free)
+        with pytest.raises(CollectiveError, match="a checkpoint takes") as refusal:
+            train(base, *flags, *more)
+        assert refusal.value.status == 2
+
+    refused(-2 * checkpoint, "--overwrite_output_dir")
+    assert content(out) == before
+    (out / "train_results.json").unlink()
+    refused(checkpoint // 2)  # a resumed run's checkpoints stay
     with_free(monkeypatch, -checkpoint)
     train(base, *flags, "--overwrite_output_dir")  # the two earlier checkpoints are removed first
-    before = content(out)
-    with_free(monkeypatch, -2 * checkpoint)
-    with pytest.raises(CollectiveError, match="a checkpoint takes") as refused:
-        train(base, *flags, "--overwrite_output_dir")
-    assert refused.value.status == 2 and content(out) == before
-
-
-def test_checkpoints_of_a_resumed_run_take_space(base, tmp_path, monkeypatch):  # noqa: F811
-    out = tmp_path / "out"
-    flags = ["--output_dir", str(out), "--no_do_eval", "--max_steps", "3", "--save_steps", "2"]
-    train(base, *flags)
-    (out / "train_results.json").unlink()
-    shutil.rmtree(out / "checkpoint-3")
-    with_free(monkeypatch, size(out / "checkpoint-2") // 2)
-    with pytest.raises(CollectiveError, match="a checkpoint takes"):
-        train(base, *flags)

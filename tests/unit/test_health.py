@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: skipped, named, and the end of the training."""
+"""Steps whose loss or gradient is not finite: skipped, recorded, and the end of a training."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from hvd_bert.tasks.question_answering import QuestionAnswering, QuestionSet
 from hvd_bert.training.health import LIMIT, LIMIT_LATER, LIMIT_SCALED, Health
 from hvd_bert.training.meter import Meter
 
-BAD, GOOD = math.nan, 1.0
 WINDOWS = 8
 
 
 class Watched:
-    """The health of rank 0 of 2 ranks; the other rank does the same work."""
+    """A training's health on rank 0 of 2 ranks with equal sums."""
 
     def __init__(self, fp16: bool = False) -> None:
         self.world = make_world(size=2)
@@ -38,13 +37,13 @@ class Watched:
         self.plan, self.step = plan, 0
         self.health = Health(self.meter, plan, self.world, 0, lambda ids: [f"w{n}" for n in ids], fp16)
 
-    def train(self, loss: float, grad_norm: float = GOOD, other: float | None = None) -> None:
+    def train(self, loss: float, grad_norm: float = 1.0, other: float | None = None) -> None:
         self.meter.add(torch.tensor(loss), SimpleNamespace(num_windows=4, num_tokens=80, num_positions=80))
-        self.meter.end_step(torch.tensor(grad_norm))  # which reports the step before
+        self.meter.end_step(torch.tensor(grad_norm))  # which settles the step before
         self.other = loss if other is None else other
         self.step += 1
 
-    def look(self) -> dict[str, float]:
+    def read(self) -> dict[str, float]:
         self.meter.end_line(self.step)
         self.meter.settle()
         row = self.meter.read()
@@ -54,7 +53,7 @@ class Watched:
 
 @pytest.fixture
 def recorded(monkeypatch) -> list[dict[str, Any]]:
-    """The events, without warnings: those are only recorded once another test has set up logging."""
+    """The recorded events without warnings, which are recorded only after another test has set up logging."""
     found: list[dict[str, Any]] = []
 
     def add(event: str, **values: Any) -> None:
@@ -77,9 +76,9 @@ def test_only_applied_steps_advance_the_schedule():
 def test_skipped_step_is_a_warning_and_an_event_with_its_windows(recorded, caplog):
     run = Watched()
     run.train(2.0)
-    run.train(1.0, BAD, other=math.nan)
+    run.train(1.0, math.nan, other=math.nan)
     run.train(4.0)
-    row = run.look()
+    row = run.read()
     assert "rank 1 is nan at step 2" in caplog.text
     (found,) = recorded
     names = [f"w{n}" for n in run.plan.rank_windows(1, 1)[0]]
@@ -97,13 +96,13 @@ def test_skipped_step_is_a_warning_and_an_event_with_its_windows(recorded, caplo
 )
 def test_training_ends_after_so_many_skipped_steps_in_a_row(fp16, loss, first, later, recorded):
     run, never = Watched(fp16), Watched(fp16)
-    for limit in (first, later):  # a good step in between starts the count again
+    for limit in (first, later):  # a finite step in between restarts the count
         for _ in range(limit - 1):
-            run.train(loss, BAD)
+            run.train(loss, math.nan)
         run.train(2.0)
     for watched, limit in ((run, later), (never, first)):
         for _ in range(limit):
-            watched.train(loss, BAD)
+            watched.train(loss, math.nan)
         with pytest.raises(CollectiveError, match=f" at step {watched.step}: .* last {limit} steps") as ended:
             watched.meter.settle()
         assert ended.value.status == EXIT_FAILURE and recorded[-1]["step"] == watched.step
@@ -113,20 +112,20 @@ def test_training_ends_after_so_many_skipped_steps_in_a_row(fp16, loss, first, l
 
 def test_infinite_loss_with_a_finite_gradient_ends_the_training(recorded):
     run = Watched()
-    run.train(math.nan, BAD)  # is skipped, and is not the cause
-    assert math.isnan(run.look()["loss"])
+    run.train(math.nan, math.nan)  # skipped, and not the cause of the end
+    assert math.isnan(run.read()["loss"])
     run.train(math.inf)
     run.train(1.0)
     with pytest.raises(CollectiveError, match="The loss is inf at step 3, or since the last log line") as ended:
-        run.look()
+        run.read()
     assert ended.value.status == EXIT_FAILURE
 
 
-def test_sums_without_the_skipped_step_are_resumed(recorded):
+def test_sums_without_skipped_steps_are_resumed(recorded):
     first, second = Watched(), Watched()
     first.train(2.0)
-    first.look()
-    first.train(math.nan, BAD)
+    first.read()
+    first.train(math.nan, math.nan)
     first.train(4.0)
     since = first.meter.since_last_log()
     assert since[0] == 4.0
@@ -134,7 +133,7 @@ def test_sums_without_the_skipped_step_are_resumed(recorded):
     for run in (first, second):
         run.step = 3
         run.train(6.0)
-        assert run.look()["loss"] == 5.0
+        assert run.read()["loss"] == 5.0
         assert run.meter.results()["train_loss"] == 4.0
 
 

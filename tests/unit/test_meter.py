@@ -1,4 +1,4 @@
-"""What a step's numbers become: means, rates and times per phase."""
+"""The meter: means, rates and times per phase."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def equal_ranks(size: int) -> SimpleNamespace:
-    """Ranks that are all equal to this one."""
+    """A world whose ranks all have this rank's sums."""
     same = lambda table: table[:1].expand_as(table)  # noqa: E731
     waits: list[list[str]] = []
 
@@ -41,15 +41,14 @@ def batch(num_windows: int, num_tokens: int) -> SimpleNamespace:
     return SimpleNamespace(num_windows=num_windows, num_tokens=num_tokens, num_positions=2 * num_tokens)
 
 
-def look(meter: Meter, step: int) -> dict[str, float]:
-    """The line that ends after `step`, at once."""
+def read(meter: Meter, step: int) -> dict[str, float]:
+    """End a line after `step` and read it at once."""
     meter.end_line(step)
     meter.settle()
     return meter.read()
 
 
 def without_phases(row: dict[str, float]) -> dict[str, float]:
-    """The row without its phases."""
     return {key: value for key, value in row.items() if not key.startswith(tuple(PHASES))}
 
 
@@ -65,11 +64,11 @@ def test_meter(clock):
 
     steps(5.0, 4.0, 3.0)
     row = {"windows_per_s": 64, "tokens_per_s": 1600, "padding_share": 0.5, "step_s": 0.5}
-    assert without_phases(look(meter, 3)) == pytest.approx({"loss": 4.0, **row})
+    assert without_phases(read(meter, 3)) == pytest.approx({"loss": 4.0, **row})
     with meter.paused():
         clock.now += 1000.0  # an evaluation
     steps(2.0, 1.0)
-    assert without_phases(look(meter, 5)) == pytest.approx({"loss": 1.5, **row})
+    assert without_phases(read(meter, 5)) == pytest.approx({"loss": 1.5, **row})
     rates = {"train_samples_per_second": 64, "train_steps_per_second": 2.0, "train_tokens_per_second": 1600}
     totals = {"train_runtime": 2.5, "train_samples": 160, "train_loss": 3.0, "skipped_steps": 0}
     assert meter.results() == pytest.approx(rates | totals)
@@ -77,7 +76,7 @@ def test_meter(clock):
 
 @pytest.mark.parametrize("ends", [True, False], ids=["read late", "lost before"])
 def test_line_that_ended_before_a_later_step(clock, ends):
-    """It has nothing of that step. If Horovod elastic loses a rank before it is read, the next line has its steps."""
+    """The line excludes the later step. If Horovod elastic loses a rank before `read`, the next line has both."""
     meter, resumed = Meter(equal_ranks(2)), Meter(equal_ranks(2))
 
     def step(meter: Meter, loss: float) -> None:
@@ -95,28 +94,28 @@ def test_line_that_ended_before_a_later_step(clock, ends):
         assert without_phases(meter.read()) | {"grad_norm": meter.grad_norm} == pytest.approx(row)
         row |= {"loss": torch.nan, "windows_per_s": 8 / 9, "tokens_per_s": 200 / 9, "step_s": 9.0}
         del row["grad_norm"]
-        assert without_phases(look(meter, 3)) == pytest.approx(row, nan_ok=True)
+        assert without_phases(read(meter, 3)) == pytest.approx(row, nan_ok=True)
     else:
         since = meter.since_last_log()
         resumed.restore(meter.state(), since, 3)
         step(resumed, 3.0)
         row |= {"loss": 3.0, "windows_per_s": 32 / 18, "tokens_per_s": 800 / 18, "step_s": 4.5}
-        assert without_phases(look(resumed, 4)) == pytest.approx(row)
+        assert without_phases(read(resumed, 4)) == pytest.approx(row)
 
 
-def test_waits_for_the_device_are_watched_but_for_the_first_step():
+def test_waits_for_the_device_are_watched_except_the_first():
     world = equal_ranks(2)
     meter = Meter(world)
     for step in range(3):
         meter.add(torch.ones(()), batch(1, 1))
         meter.end_step(FINITE)
         assert len(world.waits) == max(0, step - 1)
-    look(meter, 3)
+    read(meter, 3)
     assert world.waits == 2 * [["the last step's gradients"]]
 
 
 def test_phases_leave_no_gaps(clock):
-    """A step like the loop's: two passes, a backward pass that waits for other ranks, and a checkpoint."""
+    """A step of two micro-batches, one of which waits for other ranks, and a checkpoint."""
     meter = Meter(equal_ranks(1))
 
     def waited_for():
@@ -147,14 +146,14 @@ def test_phases_leave_no_gaps(clock):
     after(64.0)  # counts for the next phase
     with meter.phase("optimizer"):
         after(128.0)
-    row = look(meter, 1)
+    row = read(meter, 1)
     assert [row[f"{phase}_s"] for phase in PHASES] == [2.0, 4.75, 32.5, 192.0, 8.0, 20.0]
     assert row["step_s"] == sum([2.0, 4.75, 32.5, 192.0, 8.0, 20.0])
     assert [row[f"{phase}_share"] for phase in PHASES] == [row[f"{phase}_s"] / row["step_s"] for phase in PHASES]
 
 
-def test_the_other_ranks_have_times_of_their_own(clock):
-    """Rank 1 waits half as long for data, and as long for rank 0."""
+def test_phases_have_a_range_over_the_ranks(clock):
+    """Rank 1 waits a second less for data, and then a second for rank 0."""
     world = equal_ranks(2)
     world.sum = lambda table: torch.stack([table[0], table[0] + torch.tensor([0.0] * 4 + [-1, 0, 1, 0, 0, 0])])
     meter = Meter(world)
@@ -162,7 +161,7 @@ def test_the_other_ranks_have_times_of_their_own(clock):
     for phase, seconds in (("data", 2.0), ("compute", 3.0)):
         clock.now += seconds
         meter.end_interval(phase)
-    row = look(meter, 1)
+    row = read(meter, 1)
     assert (row["data_s"], row["data_min_s"], row["data_max_s"]) == (1.5, 1.0, 2.0)
     assert (row["exposed_comm_s"], row["exposed_comm_share"], row["step_s"]) == (0.5, 0.1, 5.0)
 
@@ -173,13 +172,13 @@ def test_communication_that_cannot_be_told_is_part_of_computing(clock):
     for phase in ("compute", "exposed_comm", "optimizer"):
         clock.now += 1.0
         meter.end_interval(phase)
-    row = look(meter, 1)
+    row = read(meter, 1)
     assert (row["compute_s"], row["optimizer_s"], row["step_s"]) == (2.0, 1.0, 3.0)
     assert not [name for name in row if name.startswith("exposed_comm")]
 
 
-class Asked(TorchDispatchMode):
-    """The steps in which a tensor's value is read, which on a GPU waits for all of its work."""
+class ReadsOfTensors(TorchDispatchMode):
+    """Records the steps in which a tensor's value is read. On a GPU, a read waits for all queued work."""
 
     def __init__(self, training: Training) -> None:
         super().__init__()
@@ -193,7 +192,7 @@ class Asked(TorchDispatchMode):
 
 def test_no_value_is_read_between_two_lines(tmp_path):
     training = small_training(tmp_path, "--steps=4", "--repeats=2", "--gradient_accumulation_steps=2")
-    with Asked(training) as asked:
+    with ReadsOfTensors(training) as reads:
         training.run()
     assert training.state.step == 12
-    assert asked.steps == {1, 4, 8, 12}
+    assert reads.steps == {1, 4, 8, 12}

@@ -23,18 +23,6 @@ from hvd_bert.training.optim import (
 )
 
 
-def rates(args: TrainArguments, total_steps: int) -> list[float]:
-    """The learning rate of each step, and the one after the last."""
-    optimizer = make_optimizer(nn.Linear(2, 2), args, devices=1)
-    schedule = make_schedule(optimizer, args, total_steps)
-    seen = []
-    for _ in range(total_steps):
-        seen.append(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
-    return [*seen, schedule.get_last_lr()[0]]
-
-
 def make_model(family):
     sizes = {"vocab_size": 30, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     with torch.device("meta"):
@@ -42,27 +30,27 @@ def make_model(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "places"),
+    ("family", "modules"),
     [
         ("bert", ["qa_outputs", "bert.encoder.layer.1", "bert.encoder.layer.0", "bert.embeddings"]),
         ("modernbert", ["head", "model.layers.1", "model.layers.0", "model.embeddings"]),
     ],
 )
-def test_rates_of_the_layers(family, places):
+def test_rates_of_the_layers(family, modules):
     model = make_model(family)
     args = TrainArguments(learning_rate=1.0, layerwise_lr_decay=0.5, weight_decay=0.1)
     groups = make_optimizer(model, args, 1).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
     rates = {names[id(p)]: group["lr"] for group in groups for p in group["params"]}
     assert rates.keys() == set(names.values()) and groups[0]["lr"] == 1.0
-    for depth, place in enumerate(places):
-        assert {rate for name, rate in rates.items() if name.startswith(place)} == {0.5**depth}
+    for depth, module in enumerate(modules):
+        assert {rate for name, rate in rates.items() if name.startswith(module)} == {0.5**depth}
     for made in (groups, make_optimizer(model, TrainArguments(weight_decay=0.1), 1).param_groups):
         decaying = {names[id(p)] for group in made if group["weight_decay"] for p in group["params"]}
         assert decaying == set(Trainer.get_decay_parameter_names(None, model))
 
 
-def test_layers_that_share_their_weights_have_no_rates_of_their_own():
+def test_model_without_separate_layers_is_refused():
     for model in (make_model("albert"), nn.Linear(2, 2)):
         with refused("--layerwise_lr_decay", type(model).__name__):
             layer_depths(model)
@@ -71,8 +59,8 @@ def test_layers_that_share_their_weights_have_no_rates_of_their_own():
 def test_frozen_parameters_are_left_out():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     model[0].weight.requires_grad = False
-    held = {id(p) for group in make_optimizer(model, TrainArguments(), 1).param_groups for p in group["params"]}
-    assert held == {id(parameter) for parameter in (model[0].bias, *model[1].parameters())}
+    trained = {id(p) for group in make_optimizer(model, TrainArguments(), 1).param_groups for p in group["params"]}
+    assert trained == {id(parameter) for parameter in (model[0].bias, *model[1].parameters())}
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "lamb", "lars"])
@@ -85,7 +73,7 @@ def test_settings_reach_the_optimizer(optim):
     assert "adamw" not in optim or decaying["eps"] == 1e-6
 
 
-def test_optimizer_that_is_not_installed_is_named(monkeypatch):
+def test_optimizer_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with refused("--optim lamb", "pip install .[pytorch_optimizer]"):
         check_optimizer("lamb", "horovod")
@@ -111,7 +99,7 @@ def test_learning_rate_by_the_global_batch(rule, settings, devices, factor):
     [
         (4, {}, ["batch of 32 is 4 times the 8", "5e-05", "--lr_scaling none", "docs/"]),
         (8, {"lr_scaling": "sqrt", "lr_base_batch_size": 16}, ["4 times the 16 of --lr_base_batch_size", "0.0001"]),
-        (4, {"global_batch": 32}, None),  # a batch that the learning rate is for
+        (4, {"global_batch": 32}, None),  # the base batch
     ],
 )
 def test_large_batch_is_noted_with_its_rate_and_a_page(devices, settings, named):
@@ -134,7 +122,13 @@ def test_warmup_steps(settings, steps):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_on_offer(name):
+    args = TrainArguments(learning_rate=1.0, warmup_steps=4, lr_scheduler_type=name)
+    optimizer = make_optimizer(nn.Linear(2, 2), args, devices=1)
+    schedule, rates = make_schedule(optimizer, args, 12), []
+    for _ in range(12):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
     warm = [] if name == "constant" else [0.0, 0.25, 0.5, 0.75]
-    seen = rates(TrainArguments(learning_rate=1.0, warmup_steps=4, lr_scheduler_type=name), 12)
-    assert seen[: len(warm)] == pytest.approx(warm)
-    assert seen[4] == 1.0 == max(seen)
+    assert rates[: len(warm)] == pytest.approx(warm)
+    assert rates[4] == 1.0 == max(rates)
