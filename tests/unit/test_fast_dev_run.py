@@ -1,4 +1,4 @@
-"""--fast_dev_run leaves nothing, however it ends; its estimate; and the check of the disk's free space."""
+"""--fast_dev_run: its estimate, its first step, and that it leaves no files, however it ends."""
 
 from __future__ import annotations
 
@@ -40,32 +40,24 @@ class Fails(Callback):
 
 
 @pytest.mark.parametrize(("how", "raised"), [("no", None), ("error", MemoryError), ("Ctrl-C", KeyboardInterrupt)])
-def test_nothing_is_left_next_to_an_earlier_run(base, tmp_path, how, raised):  # noqa: F811
+def test_no_files_are_left_next_to_an_earlier_run(base, tmp_path, how, raised):  # noqa: F811
     out = tmp_path / "out"
     train(base, "--output_dir", str(out), "--max_steps", "1")
-    (out / "train_results.json").unlink()  # it would be resumed
+    (out / "train_results.json").unlink()  # an unfinished run, which a training would resume
     before, fails = content(tmp_path), Fails(out, how)
-    flags = (
-        "--output_dir",
-        str(out),
-        "--overwrite_output_dir",
-        "--save_steps",
-        "1",
-        "--report_to",
-        "wandb,tensorboard",
-    )
+    flags = ["--overwrite_output_dir", "--save_steps", "1", "--report_to", "wandb,tensorboard"]
     with pytest.raises(raised) if raised else nullcontext():
-        result = rehearse(base, *flags, callback=fails)
+        result = rehearse(base, "--output_dir", str(out), *flags, callback=fails)
         assert result.output_dir == fails.folder and result.results["checkpoints"] == 2
     assert content(tmp_path) == before and not fails.folder.exists()
 
 
-def test_new_output_folder_is_not_made(base, tmp_path):  # noqa: F811
+def test_new_output_folder_is_not_created(base, tmp_path):  # noqa: F811
     rehearse(base, "--output_dir", str(tmp_path / "new" / "run"))
     assert {path.name for path in tmp_path.iterdir()} == {"model", "squad.json", "hvd_bert_cache"}
 
 
-def test_estimate_is_that_of_the_whole_run(base, tmp_path, make_questions, write_squad, caplog):  # noqa: F811
+def test_estimate_of_the_whole_run(base, tmp_path, make_questions, write_squad, caplog):  # noqa: F811
     dev = str(write_squad(make_questions(40), "dev.json"))
     flags = ["--max_steps", "9", "--eval_steps", "3", "--validation_file", dev, "--per_device_eval_batch_size", "1"]
     rates: list[float] = []
@@ -106,6 +98,6 @@ def test_first_step_has_the_most_tokens(base, tmp_path, make_questions, write_sq
 
 
 @pytest.mark.parametrize("flag", [["--no_do_train"], ["--resume_from_checkpoint", "latest"]], ids=str)
-def test_flags_that_make_no_sense_are_refused(base, flag):  # noqa: F811
+def test_flags_without_a_training_from_the_start_are_refused(base, flag):  # noqa: F811
     with pytest.raises(UserError, match=f"--fast_dev_run .* remove .*{flag[0]}"):
         rehearse(base, *flag)

@@ -166,7 +166,7 @@ def test_phases_have_a_range_over_the_ranks(clock):
     assert (row["exposed_comm_s"], row["exposed_comm_share"], row["step_s"]) == (0.5, 0.1, 5.0)
 
 
-def test_communication_that_cannot_be_told_is_part_of_computing(clock):
+def test_communication_counts_as_compute_where_it_is_not_separate(clock):
     meter = Meter(equal_ranks(1), separates_comm=False)
     meter.add(torch.tensor(1.0), batch(1, 1))
     for phase in ("compute", "exposed_comm", "optimizer"):

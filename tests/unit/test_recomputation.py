@@ -112,7 +112,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, free_mib: int, *flags: str, other_ra
 
 
 def chosen_alone(free_mib: int) -> int:
-    """The same in a process of its own, in which no other test has left memory that is free already."""
+    """Call `chosen` in a new process: the allocator retains memory that other tests have freed."""
     code = f"import pytest, test_recomputation as test; print(test.chosen(pytest.MonkeyPatch(), {free_mib}))"
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

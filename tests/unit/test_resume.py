@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, whether its settings fit, and what resuming needs."""
+"""The checkpoint that a run resumes from, the settings that must fit it, and the requirements of a start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(folder: Path, step: int, state: dict[str, Any] | None = None) -> Path:
 
 
 def unfinished_run(folder: Path, *steps: int) -> Path:
-    """A run with checkpoints of these steps."""
+    """Make an unfinished run with checkpoints of these steps."""
     folder.mkdir()
     (folder / "train_config.yaml").write_text("seed: 1\nresume_from_checkpoint: null\n")
     for step in steps:
@@ -50,10 +50,6 @@ def damaged(checkpoint: Path) -> Path:
 def found(*flags: object) -> Path | None:
     point = resume.find(parse([str(flag) for flag in flags]).as_flat())
     return point.folder if point else None
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> str:
-    return "\n".join(record.getMessage() for record in caplog.records)
 
 
 LATEST = ("--resume_from_checkpoint", "latest")
@@ -89,7 +85,7 @@ def test_a_named_checkpoint_starts_a_run_that_then_resumes_from_its_own(tmp_path
     assert found("--resume_from_checkpoint", own, "--output_dir", tmp_path / "link") == own
 
 
-def test_a_run_that_is_not_ahead_of_the_named_checkpoint_is_kept(tmp_path):
+def test_a_run_that_is_not_ahead_of_the_named_checkpoint_stays(tmp_path):
     named = unfinished_run(tmp_path / "other", 20) / "checkpoint-20"
     own = write(unfinished_run(tmp_path / "run"), 19)
     for harm in (lambda folder: folder, damaged):
@@ -104,7 +100,7 @@ def test_checkpoints_that_cannot_be_used_are_named(tmp_path, caplog):
     broken = damaged(write(run, 30))
     assert found("--output_dir", run) == run / "checkpoint-10"
     for problem in (broken / "state.json", only_model, "--save_only_model"):
-        assert str(problem) in warnings(caplog)
+        assert str(problem) in caplog.text
     empty = damaged(run / "checkpoint-10")
     with refused(run, broken, only_model, empty, "Nothing was changed", "--overwrite_output_dir"):
         found("--output_dir", run)
@@ -128,16 +124,18 @@ def identity(*flags: str, parts: Any = ()) -> dict[str, Any]:
     return resume.identity(parse(list(flags)).as_flat(), MODEL, {"the data": "SQuAD"}, plan)
 
 
+def point(folder: Path = Path("checkpoint-10"), **state: Any) -> ResumePoint:
+    return ResumePoint(folder, Contents({}, {"global_batch": 8, "rank_batch": 8, "step": 10} | state))
+
+
 def check(saved: dict, *flags: str, batch: int = 8) -> None:
     """Resume a checkpoint of this identity and global batch with these flags."""
-    state = {"identity": saved, "global_batch": batch, "rank_batch": 8, "step": 10}
-    point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(state=state))  # type: ignore[arg-type]
     args = parse(list(flags)).train
-    run = {"identity": identity(*flags), "rank_batch": args.rank_batch, "cpu_kernels": None}
-    resume.check(point, run, args, 8, MODEL)
+    facts = {"identity": identity(*flags), "rank_batch": args.rank_batch, "cpu_kernels": None}
+    resume.check(point(identity=saved, global_batch=batch), facts, args, 8, MODEL)
 
 
-def test_identity_has_the_model_the_data_and_what_is_learned_by():
+def test_identity_has_model_data_and_the_flags_that_affect_learning():
     found = identity("--learning_rate", "3e-5")
     learned_by = {f"--{name}" for name, flag in FLAGS.items() if not flag.may_change_on_resume}
     data = {"the model": model_shape(MODEL), "the data": "SQuAD", "the number of training windows": 7}
@@ -150,7 +148,7 @@ def test_shape_of_a_model_is_part_of_the_checkpoint_format():
     assert model_shape(MODEL) == "2 tensors, 8 parameters, aa902f8e6f66"
 
 
-def test_the_same_settings_resume():
+def test_equal_settings_resume():
     for flags in ([], ["--padding", "longest"], ["--pad_to_max_length"]):
         check(identity(*flags), *flags)
     check(identity("--padding", "max_length"), "--pad_to_max_length")  # two names for one padding
@@ -183,19 +181,18 @@ def test_the_same_settings_resume():
 def test_a_model_that_computes_differently_is_refused(tmp_path, key, value, refuses):
     size = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 4}
     model = BertModel(BertConfig(vocab_size=5, **size))
-    state = {"identity": {}, "global_batch": 8, "rank_batch": 8, "step": 1}
-    point = ResumePoint(tmp_path, SimpleNamespace(state=state))  # type: ignore[arg-type]
-    run = {"identity": resume.in_this_version({}), "rank_batch": 8, "cpu_kernels": None}
-    resume.check(point, run, parse([]).train, 8, model)  # without a configuration
+    facts = {"identity": resume.in_this_version({}), "rank_batch": 8, "cpu_kernels": None}
+    arguments: Any = (point(tmp_path, identity={}), facts, parse([]).train, 8, model)
+    resume.check(*arguments)  # without a configuration
     config = json.loads(model.config.to_json_string())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    resume.check(point, run, parse([]).train, 8, model)
+    resume.check(*arguments)
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     with refused(f"the model's {key} was {value}") if refuses else nullcontext():
-        resume.check(point, run, parse([]).train, 8, model)
+        resume.check(*arguments)
 
 
-def test_a_model_inside_a_custom_one_is_part_of_it():
+def test_shape_of_a_custom_model_includes_the_model_inside():
     size = {"vocab_size": 5, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 4}
     gelu, same, relu = (
         model_shape(torch.nn.Sequential(BertModel(BertConfig(**size, hidden_act=act, id2label=names))))
@@ -213,7 +210,7 @@ def test_every_difference_is_listed():
         check(identity(), "--global_batch", "8", batch=16)
 
 
-def test_batch_beyond_an_epoch_is_refused_unless_it_is_a_checkpoints():
+def test_batch_beyond_an_epoch_is_refused_except_on_resume():
     plan = BatchPlan(np.full(20, 20, np.int32), global_batch=100_000, accumulation=1, size=2, seed=0, crossover=1)
     for size in (100_000, 21):
         with refused(size, 20, "--per_device_train_batch_size", error=CollectiveError) as refusal:
@@ -221,11 +218,10 @@ def test_batch_beyond_an_epoch_is_refused_unless_it_is_a_checkpoints():
         assert refusal.value.status == EXIT_BAD_INPUT
     whole = replace(plan, global_batch=20)
     assert resume.keep_global_batch(whole, None, make_world()) is whole
-    point: Any = SimpleNamespace(state={"global_batch": 24})  # made by an earlier version, or now on more ranks
-    assert resume.keep_global_batch(plan, point, make_world()).global_batch == 24
+    assert resume.keep_global_batch(plan, point(global_batch=24), make_world()).global_batch == 24
 
 
-# --- what a run needs ------------------------------------------------------------------------------
+# --- requirements of a start ------------------------------------------------------------------------------
 
 BEST = ["--load_best_model_at_end"]
 
@@ -238,7 +234,7 @@ BEST = ["--load_best_model_at_end"]
         (True, True, [*BEST, "--eval_strategy", "no"], "--eval_strategy"),
     ],
 )
-def test_a_run_needs_something_to_do_and_what_its_flags_use(trains, evaluates, flags, named):
+def test_a_run_needs_data_for_its_flags(trains, evaluates, flags, named):
     task: Any = SimpleNamespace(plan="a plan" if trains else None, evaluates=evaluates)
     with refused(named):
         start.check_task(parse(flags), task)
@@ -259,20 +255,19 @@ def test_elastic_needs_its_launcher(elastic, flags, named):
 
 
 def test_another_cpu_model_is_warned_of(caplog):
-    state = {"cpu_kernels": {"cpu": "AMD", "linear": "torch"}}
-    point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(state=state))  # type: ignore[arg-type]
-    for now in (state["cpu_kernels"], None, {"cpu": "Intel", "norm": "torch"}):  # without a name: torch's
+    saved = {"cpu": "AMD", "linear": "torch"}
+    for now in (saved, None, {"cpu": "Intel", "norm": "torch"}):  # a missing name means torch's kernel
         assert not caplog.messages
-        resume._check_cpu(point, now)
+        resume._check_cpu(point(cpu_kernels=saved), now)
     assert "(cpu was AMD and is Intel)" in caplog.text
 
 
-def test_a_lost_checkpoint_is_no_start_from_the_first_step(tmp_path, caplog):
+def test_a_missing_latest_checkpoint_is_warned_about_or_refused(tmp_path, caplog):
     run = unfinished_run(tmp_path / "run", 10)
     (run / "latest").write_text("checkpoint-20\n")
     assert found("--output_dir", run) == run / "checkpoint-10"
     lost = f"{run / 'latest'} names checkpoint-20, which is missing"
-    assert lost in warnings(caplog)
+    assert lost in caplog.text
     for name in ("elsewhere", "checkpoint-10"):
         (run / "latest").write_text(name)
         assert not files.lost(run)
