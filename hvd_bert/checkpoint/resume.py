@@ -21,7 +21,7 @@ from hvd_bert.errors import UserError, log
 from hvd_bert.storage.reading import MAX_YAML_BYTES, read_json, read_text
 
 LATEST = "latest"
-# Keys of config.json that do not change what a model computes. A forward pass with labels may set `problem_type`.
+# Keys of config.json that do not change a model's outputs. A forward pass with labels may set `problem_type`.
 _NOT_COMPUTED = {"_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "problem_type"}
 _NOT_COMPUTED |= {"transformers_version", "use_cache"}
 
@@ -45,7 +45,7 @@ class ResumePoint:
 
 
 def why_no_run(settings: Path) -> str:
-    """Why a file of settings is not a run's; "" if it is. A run writes all flags; a user's file may lack some."""
+    """Why a settings file does not belong to a run, else "". A run writes all flags; a user's file may lack some."""
     try:
         whole = "\nresume_from_checkpoint: " in read_text(settings, MAX_YAML_BYTES)
     except (OSError, ValueError) as error:
@@ -163,7 +163,7 @@ def _is_described(model: nn.Module) -> bool:
 
 
 def _computed(values: Any) -> Any:
-    """The values of a configuration, also of nested ones, that change what the model computes."""
+    """The values of a configuration, also of nested ones, that change the model's outputs."""
     if not isinstance(values, dict):
         return values
     return {key: _computed(value) for key, value in sorted(values.items()) if key not in _NOT_COMPUTED}

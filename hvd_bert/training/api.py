@@ -41,7 +41,7 @@ def train(
     """Train and evaluate as the command does, on all ranks. The process may train again afterwards.
 
     The ranks are those of the process group of torch.distributed that the program has initialized, which stays, or else
-    the launcher's. `settings`: the command's flags; None stands for the default. `task`: a name, or your own class.
+    the launcher's. `settings`: the command's flags; None stands for the default. `task`: a name, or a custom class.
 
     Raises UserError, which is a ValueError, and what a callback raises. A launcher's ranks end instead, after a report.
     """
@@ -101,7 +101,7 @@ def run(
 
 @contextmanager
 def _process_restored() -> Iterator[None]:
-    """Restore afterwards what a run changes in its process."""
+    """Context manager: restore the state of the process that a run changes."""
     with ExitStack() as restored:
         restored.callback(gc.collect)  # the model and its hooks refer to each other
         restored.callback(random.setstate, random.getstate())  # imports draw some

@@ -60,14 +60,14 @@ def _largest(task: Task, args: TrainArguments, world: World) -> int:
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):  # glibc's allocator retains freed memory, which would hide the growth
             libc.malloc_trim(0)
-    # Subtracted, since no micro-batch needs it: optimizer state, averaged weights, communication buffers and, on CPUs,
-    # rank 0's copy for checkpoints (docs/guides/memory.md).
+    # Reserved besides the memory of a micro-batch: optimizer state, averaged weights, communication buffers and, on
+    # CPUs, rank 0's copy for checkpoints (docs/guides/memory.md).
     gradients = 4 * sum(weight.numel() for weight in task.model.parameters() if weight.requires_grad)
     usable = USABLE[device.type] * free - gradients * (3 + bool(args.ema_decay) + 3 * (device.type == "cpu"))
     longest, at_start = np.argsort(-plan.lengths, kind="stable"), memory_now(device)
 
     def needed(count: int) -> float:
-        """Bytes of a micro-batch of the `count` longest windows; infinite if it does not fit into the GPU."""
+        """Bytes of a micro-batch of the `count` longest windows; infinite if the GPU is too small."""
         reset_memory_peak(device)
         try:
             batch = task.batch(longest[:count])

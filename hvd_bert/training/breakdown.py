@@ -49,9 +49,9 @@ class Breakdown:
 
     def read(self) -> dict[str, float]:
         """The row of `Meter.read` with `imbalance`, `tflops_per_s` and, if the peak is known, `mfu`. A collective."""
-        first, row = self.meter.last_step, self.meter.read()
-        steps = range(first, self.meter.last_step)
-        windows = np.concatenate([self.plan.step_windows(step) for step in steps])
+        before, row = self.meter.last_step, self.meter.read()
+        steps = range(before, self.meter.last_step)
+        windows = np.concatenate([self.plan.step_windows(before) for before in steps])
         flops = self.flops(self.plan.lengths[windows], len(steps) * self.plan.total_passes)
         if self._lines == 1:
             self._sums.clear()

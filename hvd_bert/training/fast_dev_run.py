@@ -25,7 +25,7 @@ from hvd_bert.tasks.base import Task
 from hvd_bert.training import loop
 from hvd_bert.training.disk_space import checkpoint_bytes, gib, tensor_bytes
 
-# Turn off what writes outside the output folder.
+# Settings that would write outside the output folder are turned off.
 OVERRIDES: dict[str, Any] = {"overwrite_output_dir": False, "report_to": "none", "timeline": None, "profile": False}
 
 

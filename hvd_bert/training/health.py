@@ -46,7 +46,7 @@ class Health:
         """`step`: steps done. `window_names`: ids -> names. `fp16`: loss scaling or fp16 allreduce is on."""
         self.meter, self.plan, self.world, self.window_names = meter, plan, world, window_names
         self._fp16, self._step = fp16, step
-        # Last steps in a row that were skipped, and last steps in a row whose loss is not finite either.
+        # Consecutive skipped steps, and consecutive skipped steps without a finite loss.
         self._skipped = self._without_loss = 0
         self._cause = "No gradient was finite"
         meter.on_step = self._on_step_end
@@ -56,8 +56,10 @@ class Health:
         self.meter.on_step = None
 
     def _on_step_end(self, loss: float, grad_norm: float) -> None:
-        """Count a step by its loss, of this rank, and its gradient's norm, of all ranks. Raises CollectiveError after
-        too many skipped steps."""
+        """Count a settled step. `loss`: this rank's. `grad_norm`: equal on all ranks.
+
+        Raises CollectiveError after too many skipped steps.
+        """
         self._step += 1
         if math.isfinite(grad_norm):
             self._skipped = self._without_loss = 0
@@ -86,7 +88,7 @@ class Health:
         windows = len(self.plan.step_windows(before))
         for rank in ranks:
             ids = np.concatenate(self.plan.rank_windows(before, rank))
-            # A rank's loss is its share of the step's, times the world size.
+            # A rank's loss is its share of the step's loss, times the world size.
             mean = losses[rank] * windows / self.world.size / max(1, len(ids))
             batch.append({"rank": rank, "loss": str(mean), "windows": self.window_names(ids)})
         events.add("skipped_step", step=self._step, grad_norm=str(grad_norm), batch=batch)

@@ -115,7 +115,7 @@ class Meter:
     phase_s: torch.Tensor
 
     def __init__(self, world: World, separates_comm: bool = True) -> None:
-        """`separates_comm`: if False, "exposed_comm" counts as "compute", from which it cannot be told."""
+        """`separates_comm`: False if the strategy cannot separate "exposed_comm", which then counts as "compute"."""
         self.world = world
         self.phases = tuple(phase for phase in PHASES if separates_comm or phase != "exposed_comm")
         self.annotate: Callable[[str], AbstractContextManager[Any]] = nullcontext  # marks a phase for a profiler
@@ -175,14 +175,14 @@ class Meter:
         self._counts += (batch.num_windows, batch.num_tokens, batch.num_positions)
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
-        """End the step after its micro-batches were added. It is skipped if `grad_norm` is not finite."""
+        """End the step after its micro-batches were added. The step is skipped if `grad_norm` is not finite."""
         self.settle()
         self._pending.put(self._step_loss, grad_norm.to(self._step_loss.device))
         self._step_loss.zero_()
 
     def settle(self) -> None:
-        """Settle the last step, if it is not: count its loss, unless it was skipped, and call `on_applied` and
-        `on_step`. All ranks call this after the same step."""
+        """Settle the last step, if it is not settled: count the loss, except of a skipped step, and call `on_applied`
+        and `on_step`. All ranks call this after the same step."""
         # On a GPU the host waits here for the last step's collectives. The first step may compile, for minutes.
         with self.world.limit_wait(lambda: ["the last step's gradients"]) if self._has_settled else nullcontext():
             taken = self._pending.take()
@@ -285,7 +285,7 @@ class Meter:
 
 
 def _spread(phases: Sequence[str], seconds: torch.Tensor) -> dict[str, float]:
-    """Per phase: mean of `seconds` [ranks, phases], its share of the step and, over several ranks, its range."""
+    """Per phase: mean of `seconds` [ranks, phases], share of the step and, with several ranks, range over the ranks."""
     row: dict[str, float] = {}
     whole = float(seconds.mean(0).sum())
     for phase, column in zip(phases, seconds.T, strict=True):

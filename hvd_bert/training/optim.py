@@ -48,9 +48,9 @@ def large_batch_note(args: TrainArguments, global_batch: int, peak: float) -> st
     base = _base_batch(args)
     if global_batch <= base:
         return None
-    whose = "of one device" if args.lr_base_batch_size is None else "of --lr_base_batch_size"
+    origin = "of one device" if args.lr_base_batch_size is None else "of --lr_base_batch_size"
     return (
-        f"The global batch of {global_batch} is {global_batch / base:.3g} times the {base} {whose}, at a peak learning"
+        f"The global batch of {global_batch} is {global_batch / base:.3g} times the {base} {origin}, at a peak learning"
         f" rate of {peak:.3g} (--lr_scaling {args.lr_scaling}): scores may be lower."
         f" Remedies: --global_batch {base}, --lr_scaling linear (docs/guides/troubleshooting.md)"
     )
@@ -134,7 +134,7 @@ def make_schedule(optimizer: Any, args: TrainArguments, total_steps: int) -> Any
 
 
 class WeightAverage:
-    """Exponential moving average of the trained weights (--ema_decay), which is evaluated and saved in their place.
+    """Exponential moving average of the trained weights (--ema_decay), evaluated and saved in place of the weights.
 
     After each step: average = decay x average + (1 - decay) x weights. It begins with the initial weights.
     """

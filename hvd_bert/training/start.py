@@ -43,7 +43,7 @@ class Start:
         task: The model with its data.
         decided: The settings that the start decided, by flag.
         resume_point: On rank 0 or, if a rank has it in memory, on all ranks.
-        facts: What all checkpoints hold of the run.
+        facts: Facts of the run that all checkpoints record.
         names_folder: Whether the command names the output folder.
     """
 
@@ -71,7 +71,7 @@ class Start:
 
 
 def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
-    """Load and check all that needs no training. A collective, as is each step in it.
+    """Load the task and the checkpoint, and check them with the settings. A collective, as is each step inside.
 
     `own`: the task's class, if a program gives it.
     """
@@ -88,7 +88,7 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
         task = load_task(config, world, own)
         check_task(config, task)
     compared = {f"--{name}": value for name, value in settings.items() if not FLAGS[name].chooses_start}
-    world.check_same(compared | task.fingerprint())  # a path that differs is a better hint than what it leads to
+    world.check_same(compared | task.fingerprint())  # flags first: a path explains different data
     place(task.model, world.device, config.train.torch_compile)
     with world.raise_on_all_ranks():
         resume_point = in_memory or (resume.find(settings) if world.rank == 0 else None)
@@ -113,7 +113,7 @@ def decide_by_task(task: Task, config: Config, resume_point: ResumePoint | None,
 
 
 def checkpoint_facts(task: Task, config: Config, world: World) -> dict[str, Any]:
-    """What all checkpoints of a training hold of the run. Empty without training."""
+    """Facts of the run that all its checkpoints record. Empty without training."""
     if task.plan is None:
         return {}
     return {
@@ -125,7 +125,7 @@ def checkpoint_facts(task: Task, config: Config, world: World) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A training whose first step can be taken: nothing more can refuse it."""
+    """The parts of a training that is ready for the first step. All checks have passed."""
 
     state: TrainState
     batches: Prefetcher
@@ -204,7 +204,7 @@ def decide_folder(config: Config, in_memory: ResumePoint | None, world: World) -
 
 
 def earlier_attempt(output_dir: str | None, world: World) -> str | None:
-    """The output folder of this command before its Slurm job was requeued; None if it was not."""
+    """Find the output folder of this command in the Slurm job before a requeue; None without a requeue."""
     job = world.job or {}
     if "restarts" not in job:
         return None
@@ -224,7 +224,7 @@ def set_up(config: Config, world: World) -> None:
     with world.raise_on_all_ranks():  # prints equal warnings of several ranks once
         kernels.start(config.train.cpu_kernels, config.train.precision, world.device)
     if world.device.type == "cpu":
-        # transformers imports DeepSpeed if it is installed, which would log its choice of the CPU on every rank.
+        # transformers imports an installed DeepSpeed, which would log on every rank that it chose the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    transformers_logging.disable_default_handler()  # its warnings go through our handler instead
+    transformers_logging.disable_default_handler()  # our handler shows its warnings
     transformers_logging.enable_propagation()
