@@ -1,39 +1,34 @@
-"""Arguments of the functions for programs: their types, by the functions' annotations."""
+"""Check the types of arguments of the functions for programs, by the functions' annotations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from inspect import formatannotation
-from numbers import Integral, Real
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from pathlib import PurePath
+from typing import Any
+
+import msgspec
 
 from hvd_bert.config.parser import shortened
 from hvd_bert.errors import UserError
 
 
-def check_types(values: Mapping[str, Any], kinds: Mapping[str, Any], texts: Any = str) -> None:
-    """Raise UserError for a value that is not of its annotated type, if it has one. `texts`: types accepted as str."""
+def check_types(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """Raise UserError for a value that is not of its type, if it has one. A path is a text, a whole number a float."""
     for name, value in values.items():
-        if name in kinds and not _fits(value, kinds[name], texts):
+        kind = kinds.get(name, Any)
+        try:
+            msgspec.convert(_plain(value), kind)
+        except msgspec.ValidationError:
             shown = shortened(" ".join(repr(value).split()))
-            expected = formatannotation(kinds[name]).replace("collections.abc.", "")
-            raise UserError(f"{name} {shown}: must be {expected}.")
+            expected = formatannotation(kind).replace("collections.abc.", "")
+            raise UserError(f"{name} {shown}: must be {expected}.") from None
 
 
-def _fits(value: Any, kind: Any, texts: Any) -> bool:
-    """Whether a value is of an annotated type, also as a type of NumPy. As in type checkers, a whole number is a float.
-
-    True is no number, but 0 and 1 are switches. An array or a table's column is a sequence.
-    """
-    origin, parts = get_origin(kind) or kind, get_args(kind)
-    if origin in (Union, UnionType):
-        return any(_fits(value, part, texts) for part in parts)
-    if parts and issubclass(origin, Sequence):
-        other = isinstance(value, str | bytes | Mapping) or not hasattr(value, "__getitem__")
-        return not other and all(_fits(item, parts[0], texts) for item in value)
-    if kind is bool:
-        return getattr(value, "dtype", "") == "bool" or (isinstance(value, Integral) and value in (0, 1))
-    if kind in (int, float):
-        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-    return kind is Any or isinstance(value, texts if kind is str else origin)
+def _plain(value: Any) -> Any:
+    """Convert paths to text, NumPy's numbers to Python's, and arrays and tables' columns to lists."""
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value

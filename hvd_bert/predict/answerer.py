@@ -70,7 +70,7 @@ class QuestionAnswerer:
         null_score_diff_threshold: float | None = None,
     ) -> None:
         arguments = dict(locals())
-        check_types(arguments, get_type_hints(QuestionAnswerer.__init__))
+        check_types(arguments, get_type_hints(QuestionAnswerer.__init__) | {"model": str, "device": Any})
         name = os.fspath(model)
         problem = path_problem(name)
         require(not problem, f"model {shortened(ascii(name))} {problem}.")
@@ -100,7 +100,7 @@ class QuestionAnswerer:
 
     def __call__(
         self,
-        question: Texts | Mapping[str, str] | Sequence[Mapping[str, str]],
+        question: str | Mapping[str, str] | Sequence[str | Mapping[str, str]],
         context: Texts | None = None,
         *,
         top_k: int | None = None,

@@ -11,12 +11,10 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from hvd_bert.config import command_line
 from hvd_bert.config.arguments import check_types
-from hvd_bert.config.settings import FLAGS, SECTIONS
 from hvd_bert.distributed.signals import SIGNALS
 from hvd_bert.errors import UserError
 from hvd_bert.output.callback import Callback, RunResult
@@ -27,6 +25,7 @@ if TYPE_CHECKING:  # large libraries
     from hvd_bert.distributed.world import World
     from hvd_bert.tasks.base import Task
 
+Setting = str | int | float | bool | Sequence[str] | None  # a flag's value in Python
 _TRAINING = threading.Lock()  # held while `train` runs
 _TRAINED: set[int] = set()  # the processes that have trained: this one, or those from which it was forked
 
@@ -55,7 +54,7 @@ def train(
     results: list[RunResult] = []
     with _TRAINING, _process_restored():
         from hvd_bert.distributed.runner import run_in_program
-        from hvd_bert.tasks.base import Task, task_name
+        from hvd_bert.tasks.base import task_name
         from hvd_bert.training import loop  # noqa: F401  here, or `run` would freeze the program's objects
 
         own = task if isinstance(task, type) else None
@@ -65,10 +64,8 @@ def train(
 
         def run_checked(world: World) -> None:
             with world.raise_on_all_ranks():
-                hints = {name: kind for section in SECTIONS for name, kind in get_type_hints(section).items()}
-                kinds = {word: hints[name] | str for name, flag in FLAGS.items() for word in flag.spellings(name)}
-                kinds |= get_type_hints(train, localns={"Task": Task})
-                check_types(given | {"task": task, "callbacks": callbacks}, kinds, texts=(str, PurePath))
+                kinds = {**dict.fromkeys(settings, Setting), "config": Setting, "callbacks": Sequence[Callback]}
+                check_types({**settings, "config": config, "callbacks": callbacks}, kinds)
             results.append(run(words, world, callbacks, own))
 
         strategy = command_line.before_joining(words)

@@ -134,7 +134,7 @@ def test_training_inside_another_one_is_refused_and_leaves_it_alone(tmp_path: Pa
         ({"output_dir": b"x"}, ["output_dir b'x'", "str"]),
         ({"bf16": np.ones((2, 2))}, ["bf16 array", "bool"]),
         ({"train_file": ["a.json", b"b.json"]}, ["train_file ['a.json', b'b.json']", "str"]),
-        ({"task": 5}, ["task 5", "str", "Task"]),
+        ({"task": 5}, ["--task 5"]),
         ({"callbacks": [5]}, ["callbacks [5]", "Callback"]),
         ({"callbacks": (each for each in [Callback()])}, ["callbacks <generator", "Sequence"]),
     ],
