@@ -2,8 +2,8 @@
 
 Flags of Hugging Face's run_qa example keep their names; docs/guides/migrating.md lists the differences. `--config`
 takes a preset of this package (`--config sample`) or a YAML file of flags; the command line overrides the file. Unknown
-names are errors. Each value of a file is read as the text that is there, as if it were on the command line: YAML's own
-types would change values (1:30 is 90, 010 is 8, `no` is False, and 2024-02-30 is an error).
+names are errors. Values of a file are read as text, like words of the command line, because YAML's own types would
+change them (1:30 is 90, 010 is 8, `no` is False, and 2024-02-30 is an error).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from hvd_bert.config.flag import GROUPS
+from hvd_bert.config.flag import GROUPS, require
 from hvd_bert.config.other_names import hint
 from hvd_bert.config.parser import HELP, HelpFormatter, Parser, number_or_auto, path_problem, shortened, switch
 from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, Config, from_flags
@@ -39,8 +39,8 @@ model_name_or_path task train_file validation_file max_seq_length per_device_tra
 gradient_accumulation_steps learning_rate num_train_epochs max_steps warmup_ratio seed bf16 fp16 save_steps
 version_2_with_negative strategy output_dir fast_dev_run report_to
 """
-_TAG = "tag:yaml.org,2002:"
 _TYPES = {a_field.name: a_field.type for section in SECTIONS for a_field in fields(section)}
+# A field's type -> the flag's type in argparse and the placeholder of its value.
 _KINDS: dict[str, tuple[Callable[[str], Any], str | None]] = {
     "int": (int, "N"),
     "float": (float, "X"),
@@ -51,7 +51,7 @@ _FLAG_BY_SPELLING = {spelling: name for name, flag in FLAGS.items() for spelling
 
 
 def make_parser(names: Collection[str] = FLAGS) -> Parser:
-    """The parser of the trainer's flags, each in its group, with the default that a run uses. `names`: only these."""
+    """The parser of the trainer's flags, by group. `names`: the flags to include."""
     parser = Parser(
         prog="python -m hvd_bert.train",
         usage="%(prog)s [-h] [--config NAME|FILE.yaml] [--FLAG VALUE ...]",
@@ -79,9 +79,9 @@ def make_parser(names: Collection[str] = FLAGS) -> Parser:
 
 
 def help_text(topic: str = "") -> str:
-    """What `--help TOPIC` prints: the flags of a group, one flag, or all; without a topic, those that are used first.
+    """The text of `--help TOPIC`: the flags of a group, a single flag, or all; without a topic, the most used flags.
 
-    Raises UserError for another topic.
+    Raises UserError for an unknown topic.
     """
     topics = {"": USED_FIRST.split(), "all": [*FLAGS], **{name: [name] for name in FLAGS}}
     for name, flag in FLAGS.items():
@@ -122,7 +122,7 @@ def _presets() -> list[str]:
 def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = None) -> Config:
     """Command line (default: this process's) -> Config.
 
-    `defaults`: settings by flag that `--config` and flags override, such as those of a model's training.
+    `defaults`: settings that `--config` and flags override, such as the settings of a model's training.
     Raises UserError for unknown flags or keys, values of the wrong type or out of range, and flags that exclude each
     other.
     """
@@ -130,7 +130,7 @@ def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = No
 
 
 def read_values(argv: Sequence[str], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The values of all flags; whether they fit together is not checked. See `parse`."""
+    """Parse a command line into the values of all flags, without checking whether they fit together. See `parse`."""
     if HELP & set(argv):
         topic = next(after for word, after in zip(argv, [*argv[1:], ""], strict=True) if word in HELP)
         print(help_text("" if topic.startswith("-") else topic), end="")
@@ -152,13 +152,13 @@ def read_values(argv: Sequence[str], defaults: Mapping[str, Any] | None = None) 
 
 
 def _not_replaced(settings: Mapping[str, Any], given: Set[str]) -> dict[str, Any]:
-    """The settings without those that the given flags replace."""
+    """Remove the settings that the given flags replace (`Flag.replaces`)."""
     replaced = {name for flag in given for name in FLAGS[flag].replaces} - given
     return {name: value for name, value in settings.items() if name not in replaced}
 
 
 def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse) -> dict[str, Any]:
-    """The settings that a process needs to join its world, as arguments of `run_as_rank`.
+    """Arguments of `run_as_rank`: the settings that a process needs to join its world.
 
     If the command line is wrong, only --strategy is read; the error is reported after the ranks have joined.
     """
@@ -176,17 +176,17 @@ def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse
 
 
 def flag_names(words: Sequence[str]) -> set[str]:
-    """The names of the flags on a command line, as they are spelled there, with underscores."""
+    """Flag names on a command line, as they are spelled there, with underscores."""
     return {word.lstrip("-").split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
 
 
 def given_flags(words: Sequence[str]) -> set[str]:
-    """The flags on a command line, whatever their spelling."""
+    """The flags on a command line, by the names of their fields."""
     return {_FLAG_BY_SPELLING[spelling] for spelling in flag_names(words) & _FLAG_BY_SPELLING.keys()}
 
 
 def drop_flags(words: Sequence[str], names: Iterable[str]) -> list[str]:
-    """The words of a command line except those flags, in all their spellings, with their values."""
+    """Remove flags, in all their spellings, and their values from the words of a command line."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in names:
         spellings = FLAGS[name].spellings(name)
@@ -196,75 +196,41 @@ def drop_flags(words: Sequence[str], names: Iterable[str]) -> list[str]:
 
 
 def override_argv(words: Sequence[str], later: Sequence[str]) -> list[str]:
-    """The words of a command line, with the flags of `later` in place of the same flags in `words`."""
+    """Add the flags of `later` to a command line, in which they replace earlier values."""
     return [*drop_flags(words, given_flags(later)), *later]
 
 
 def load_yaml(name: str) -> dict[str, Any]:
-    """Flag names and values of a preset or a YAML file; `{package}` in a value stands for this package's folder."""
-    if not name:
-        raise UserError("--config needs a value: give a preset's name or a YAML file.")
-    problem = path_problem(name)
-    if problem:
-        raise UserError(f"--config {shortened(ascii(name))}: {problem}.")
-    preset = PRESETS / f"{name}.yaml"
-    try:
-        texts = _read(name, preset if name in _presets() else Path(name))
-    except FileNotFoundError:
-        presets = ", ".join(_presets())
-        raise UserError(f"--config {name}: no such file, and no preset of that name. Choose from {presets}.") from None
-    try:
-        parsed = vars(make_parser().parse_args([word for given in texts.items() for word in to_argv(*given)]))
-    except UserError as error:
-        raise UserError(f"--config {name}: {error}") from None
-    values = {flag: parsed[flag] for flag in texts}
-    return {k: v.replace("{package}", str(PACKAGE)) if isinstance(v, str) else v for k, v in values.items()}
+    """Read the flags and values of a preset or a YAML file; an empty value or null leaves a flag out.
 
-
-def _read(name: str, path: Path) -> dict[str, str | list[str]]:
-    """The flags of a file with their values; null leaves a flag out. `name`: of the file, for messages.
-
-    Raises FileNotFoundError and UserError.
+    `{package}` in a value stands for this package's folder.
     """
+    problem = path_problem(name)
+    require(not problem, f"--config {shortened(ascii(name))}: {problem}.")
+    presets = _presets()
+    path = PRESETS / f"{name}.yaml" if name in presets else Path(name)
     try:
-        root = yaml.compose(read_text(path, MAX_YAML_BYTES), Loader=yaml.SafeLoader)
+        given = yaml.load(read_text(path, MAX_YAML_BYTES), Loader=yaml.BaseLoader)  # all values stay text
     except FileNotFoundError:
-        raise
+        choices = ", ".join(presets)
+        raise UserError(f"--config {name}: no such file, and no preset of that name. Choose from {choices}.") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"--config {name}: cannot be read as YAML: {reason}") from None
-    pairs = root.value if isinstance(root, yaml.MappingNode) else []
-    if not pairs or not all(isinstance(key, yaml.ScalarNode) for key, _ in pairs):
-        raise UserError(f"--config {name}: must be lines of `flag: value`.")
-    values: dict[str, str | list[str]] = {}
-    lines: dict[str, int] = {}
-    for key, value in pairs:
-        flag, line = key.value, key.start_mark.line + 1
+    require(isinstance(given, dict) and bool(given), f"--config {name}: must be lines of `flag: value`.")
+    for flag, value in given.items():
         if flag not in FLAGS:
             raise UserError(f"--config {name}: unknown key '{shortened(flag)}'{hint(flag, '')}")
-        if flag in lines:
-            raise UserError(f"--config {name}: '{flag}' is given twice, in lines {lines[flag]} and {line}. Remove one.")
-        lines[flag] = line
-        text = _yaml_value(name, flag, value)
-        if text is not None:
-            values[flag] = text
-    return values
-
-
-def _yaml_value(name: str, flag: str, node: yaml.Node) -> str | list[str] | None:
-    """A value as the command line spells it; None for null."""
-    if FLAGS[flag].several and isinstance(node, yaml.SequenceNode):
-        return [str(_yaml_value(name, flag, part)) for part in node.value]
-    if not isinstance(node, yaml.ScalarNode):
-        raise UserError(f"--config {name}: '{flag}' must be a single value, not a list or a mapping.")
-    default, text = FLAGS[flag].default, str(node.value)
-    if node.tag == _TAG + "null":
-        return None
-    if node.tag == _TAG + "bool" and isinstance(default, bool):  # on and off, too
-        return str(yaml.SafeLoader.bool_values[text.lower()])
-    if node.tag == _TAG + "float" and isinstance(default, float):
-        return text.replace(".inf", "inf")
-    return text
+        texts = value if isinstance(value, list) and FLAGS[flag].several else [value]
+        single = all(isinstance(text, str) for text in texts)
+        require(single, f"--config {name}: '{flag}' must be a single value, not a list or a mapping.")
+    values = {flag: value for flag, value in given.items() if value not in ("", "~", "null")}
+    try:
+        parsed = vars(make_parser().parse_args([word for item in values.items() for word in to_argv(*item)]))
+    except UserError as error:
+        raise UserError(f"--config {name}: {error}") from None
+    read = {flag: parsed[flag] for flag in values}
+    return {k: v.replace("{package}", str(PACKAGE)) if isinstance(v, str) else v for k, v in read.items()}
 
 
 def to_argv(flag: str, value: Any) -> list[str]:
@@ -273,14 +239,14 @@ def to_argv(flag: str, value: Any) -> list[str]:
 
 
 def trained_settings(model: str) -> dict[str, Any]:
-    """The settings by flag, from the train_config.yaml in the model's folder; empty if there is none.
+    """Read the settings of a model's training from train_config.yaml. Empty if the model has no such file.
 
-    For a checkpoint they are in the folder above.
+    A checkpoint's file is in the folder above.
     """
     folder = Path(model)
     if os.path.isdir(model):  # Path's methods raise for a name that is too long
-        folder = folder.resolve()  # "." and links do not have the name of a checkpoint
-    for place in (folder, folder.parent) if folder.name.startswith("checkpoint-") else (folder,):
-        if os.path.isfile(place / "train_config.yaml"):
-            return load_yaml(str(place / "train_config.yaml"))
+        folder = folder.resolve()  # the name of "." or of a link does not show that it is a checkpoint
+    for candidate in (folder, folder.parent) if folder.name.startswith("checkpoint-") else (folder,):
+        if os.path.isfile(candidate / "train_config.yaml"):
+            return load_yaml(str(candidate / "train_config.yaml"))
     return {}

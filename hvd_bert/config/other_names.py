@@ -1,4 +1,4 @@
-"""The end of a message about an unknown flag: the equivalent of another trainer's flag, or a flag of a similar name."""
+"""Hints in messages about unknown flags: the equivalent of another trainer's flag, or a flag with a similar name."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import difflib
 
 from hvd_bert.config.settings import FLAGS
 
-# Flags of run_qa (also of its older versions), Lightning, DeepSpeed and usual scripts -> what to do here.
-_WHAT_TO_DO = {
+# Flags of run_qa (also of older versions), Lightning, DeepSpeed and usual scripts -> remedy.
+_REMEDIES = {
     # model and data
     "model model_name model_path model_type bert_model checkpoint": "use --model_name_or_path",
     "tokenizer": "use --tokenizer_name",
     "token use_auth_token hub_token": "run `hf auth login` once, or set HF_TOKEN",
-    "data data_file data_path data_dir dataset": "use --train_file FILE, or --dataset_name NAME for one on the hub",
+    "data data_file data_path data_dir dataset": "use --train_file FILE, or --dataset_name NAME for data on the hub",
     "train_data train_path train_dataset training_file": "use --train_file",
     "val_file dev_file eval_file test_file predict_file val_data dev_data eval_data": "use --validation_file",
     "max_len max_length max_seq_len seq_len seq_length model_max_length": "use --max_seq_length",
@@ -59,8 +59,6 @@ _WHAT_TO_DO = {
     "save_strategy": "use --save_steps N, or --save_steps 0 for none",
     "resume ckpt ckpt_path": "rerun the same command with the same --output_dir, or use --resume_from_checkpoint",
     "push_to_hub": "upload the output folder with `hf upload` (docs/guides/sharing.md)",
-    # commands
-    "goodput": "use `python benchmarks/campaign.py goodput`",
     # ranks
     "gpus n_gpu num_gpus devices nproc_per_node num_processes nodes num_nodes ranks np": "the launcher starts one rank"
     " per GPU, for example: horovodrun -np 2 python -m hvd_bert.train",
@@ -68,13 +66,13 @@ _WHAT_TO_DO = {
     "fsdp ddp horovod backend accelerator": "use --strategy, for example: --strategy ddp",
     "deepspeed deepspeed_config": "use --strategy deepspeed, with --zero_stage",
 }
-ELSEWHERE = {name: what_to_do for names, what_to_do in _WHAT_TO_DO.items() for name in names.split()}
+ELSEWHERE = {name: remedy for names, remedy in _REMEDIES.items() for name in names.split()}
 
 
 def hint(name: str, prefix: str = "--") -> str:
-    """The end of a message about a flag that does not exist. `prefix`: of flags, where it is given."""
+    """The end of a message about an unknown flag. `prefix`: the dashes before flags in the message's source."""
     name = name.lower().replace("-", "_")
-    close = difflib.get_close_matches(name, [*ELSEWHERE, *FLAGS], n=1, cutoff=0.8)  # typing errors
+    close = difflib.get_close_matches(name, [*ELSEWHERE, *FLAGS], n=1, cutoff=0.8)  # also finds misspelled names
     if not close:
         return "."
     if close[0] in FLAGS:

@@ -12,16 +12,16 @@ from typing import Any, NoReturn
 from hvd_bert.errors import UserError
 
 HELP = {"-h", "--help"}
-LARGEST = 2**32 - 1  # the libraries that take these numbers accept no larger ones
+LARGEST = 2**32 - 1  # the largest number that all libraries accept
 MAX_SECONDS = 1e9  # the system's clocks overflow beyond 9e9
-AUTO = 0  # what the word auto stands for in place of a number
-MAX_RUNS = 1000  # repeats of a measurement, which are planned one by one
+AUTO = 0  # the number that stands for the word auto
+MAX_RUNS = 1000  # repeats of a measurement
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The range of a number. None: no such limit. `auto`: whether the word auto is accepted, too.
-    `several`: whether there may be several values, which become a tuple."""
+    """The range of a number. None: no limit. `auto`: whether the word auto is accepted, too.
+    `several`: whether several values are accepted, which become a tuple."""
 
     minimum: float | None = None
     above: float | None = None
@@ -49,12 +49,12 @@ class Limits:
 
     @property
     def is_in_help(self) -> bool:
-        """Whether --help shows the range: not one that excludes only what nobody would give."""
+        """Whether --help shows the range: only if it excludes values that a user may give."""
         upper = self.maximum if self.below is None else self.below
         return (upper is not None and upper < MAX_SECONDS) or (self.minimum or 0) > 1
 
     def check(self, name: str, value: Any) -> None:
-        """Raise UserError unless a flag is missing or its value is in the range. NaN is in no range."""
+        """Raise UserError for a value out of the range. None is accepted, NaN never."""
         if self.auto and value == AUTO:
             return
         if value is not None and not all([value == value, *(holds(value, limit) for _, holds, limit in self._limits)]):
@@ -62,7 +62,7 @@ class Limits:
 
 
 class Checked(argparse.Action):
-    """Stores a flag's value. Refuses one out of the flag's `limits`; the default is always accepted."""
+    """Stores a flag's value if it is within the flag's `limits` or the default."""
 
     def __init__(self, *args: Any, limits: Limits = Limits(), **options: Any) -> None:
         super().__init__(*args, **options)
@@ -84,10 +84,10 @@ class Checked(argparse.Action):
 
 
 def switch(text: str) -> bool:
-    """Parse the value of a switch, as run_qa does."""
-    if text.lower() in ("yes", "true", "t", "y", "1"):
+    """Parse the value of a switch: run_qa's words, and YAML's on and off."""
+    if text.lower() in ("yes", "true", "t", "y", "1", "on"):
         return True
-    if text.lower() in ("no", "false", "f", "n", "0"):
+    if text.lower() in ("no", "false", "f", "n", "0", "off"):
         return False
     raise argparse.ArgumentTypeError(f"{shortened(repr(text))} is neither true nor false")
 
@@ -103,6 +103,14 @@ def whole_number(text: str) -> int:
     return number
 
 
+def decimal(text: str) -> float:
+    """Parse a number, also YAML's .inf."""
+    try:
+        return float(text.replace(".inf", "inf"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid float value: {shortened(repr(text))}") from None
+
+
 def number_or_auto(text: str) -> int:
     """Parse a number from 1 or the word auto."""
     number = AUTO if text == "auto" else whole_number(text)
@@ -112,7 +120,10 @@ def number_or_auto(text: str) -> int:
 
 
 def path_problem(path: str) -> str:
-    """Why no file can have this path, with a remedy; "" if it can. Libraries always encode paths as UTF-8."""
+    """The reason why no file can have this path, with a remedy; "" if there is none.
+
+    Paths must be UTF-8 because libraries always encode them so.
+    """
     if not path:
         return "is empty: give a value, or leave the flag out for its default"
     if path.encode(errors="replace").decode() != path:
@@ -131,26 +142,27 @@ def name_or_path(text: str) -> str:
 
 
 def path(text: str) -> Path:
-    """`name_or_path` as a path."""
+    """Parse a path as `name_or_path` does."""
     return Path(name_or_path(text))
 
 
 def shortened(text: str, maximum: int = 200) -> str:
-    """The start of a text, as much as fits into a message."""
+    """The start of a text, short enough for a message."""
     return text if len(text) <= maximum else f"{text[:maximum]}... ({len(text)} characters)"
 
 
 class Parser(argparse.ArgumentParser):
     """Checks numbers and paths while it parses them.
 
-    Raises UserError for a wrong command line; argparse would print it on every rank and exit.
+    Raises UserError for a wrong command line, in place of argparse's message and exit on every rank.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         for action in (None, "store"):
             self.register("action", action, Checked)
-        for kind, check in ((int, whole_number), (str, name_or_path), (None, name_or_path), (Path, path)):
+        checks = {int: whole_number, float: decimal, str: name_or_path, None: name_or_path, Path: path}
+        for kind, check in checks.items():
             self.register("type", kind, check)
 
     def error(self, message: str) -> NoReturn:
@@ -160,9 +172,9 @@ class Parser(argparse.ArgumentParser):
 def add_number(
     parser: argparse._ActionsContainer, flag: str, default: float | None, text: str, limits: Limits, metavar: str = "N"
 ) -> None:
-    """Add a flag that takes a number: a whole one, unless its metavar is another letter than N.
+    """Add a flag that takes a number: a whole number if `metavar` is N, else a float.
 
-    `text`: the help, whose "(default: ...)" may be left out.
+    `text`: the help; "(default: ...)" is added if missing.
     """
     shown = text if "(default: " in text else f"{text} (default: %(default)s)"
     kind = int if metavar == "N" else float
@@ -170,14 +182,14 @@ def add_number(
 
 
 def invocation(action: argparse.Action) -> str:
-    """How a flag is written: without the spelling with hyphens, and without the optional value of a switch."""
+    """A flag as --help shows it: without the spelling with hyphens, and without the optional value of a switch."""
     names = [name for name in action.option_strings if "-" not in name.lstrip("-")]
     choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
     return f"{', '.join(names)} {action.metavar or choices}".strip()
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Lists each flag once, as `invocation` writes it. Keeps the lines of a text of several ones."""
+    """Lists each flag once, as `invocation` writes it. Preserves line breaks of descriptions."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if "\n" in text else super()._fill_text(text, width, indent)
