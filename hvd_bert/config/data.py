@@ -14,7 +14,7 @@ DEFAULT_MODEL = "bert-base-uncased"
 DEFAULT_DATASET = "squad"
 QUESTION_ANSWERING = "question-answering"
 TASKS = {QUESTION_ANSWERING: "hvd_bert.tasks.question_answering:QuestionAnswering"}
-# A trained model answers questions with its training's values of these, unless they are given.
+# Flags with which a trained model answers questions; by default, the values of the training.
 ANSWERING = (
     "version_2_with_negative",
     "max_seq_length",
@@ -27,7 +27,7 @@ ANSWERING = (
 _model = partial(flag, "model")
 _data = partial(flag, "data")
 _answering = partial(flag, "question-answering")
-# Where a model or data come from: checkpoints hold the model's shape and a digest of the data instead.
+# Checkpoints hold the model's shape and a digest of the data, so these may change on resume.
 _model_source = partial(_model, metavar="NAME", may_change_on_resume=True)
 _data_source = partial(_data, metavar="NAME", may_change_on_resume=True)
 
@@ -36,7 +36,7 @@ _data_source = partial(_data, metavar="NAME", may_change_on_resume=True)
 class ModelArguments:
     model_name_or_path: str | None = _model_source(
         None,
-        "Pretrained encoder, for example a BERT: a folder or a hub name.",
+        "Pretrained encoder, for example BERT: a folder or a hub name.",
         default_text=f"{DEFAULT_MODEL}; with --config_name none, which trains from scratch",
         replaces=("config_name", "tokenizer_name"),
     )
@@ -92,7 +92,7 @@ class ModelArguments:
 
     @property
     def on_hub(self) -> dict[str, Any]:
-        """Where transformers finds the files of a name on the hub."""
+        """Arguments of transformers' loaders for names on the hub."""
         return {"cache_dir": self.cache_dir, "revision": self.model_revision}
 
 
@@ -100,7 +100,7 @@ class ModelArguments:
 class DataArguments:
     task: str = _data(
         QUESTION_ANSWERING,
-        "What to train for: question-answering, or a class of your own.",
+        "Task to train: question-answering, or the class of a custom task.",
         metavar="NAME|MODULE:CLASS",
     )
     dataset_name: str | None = _data_source(
@@ -175,13 +175,13 @@ class DataArguments:
     def __post_init__(self) -> None:
         require(
             self.task in TASKS or ":" in self.task,
-            f"--task {self.task}: unknown task. Choose from {', '.join(TASKS)}, or give MODULE:CLASS of your own task.",
+            f"--task {self.task}: unknown task. Choose from {', '.join(TASKS)}, or give MODULE:CLASS of a custom task.",
         )
         files = [name for name in ("train_file", "validation_file") if self.files(name)]
         if self.dataset_name and files:
             raise UserError(f"--dataset_name and --{files[0]} are both given: choose one source of data.")
         for f in fields(self):
-            group = flag_properties(f).group  # of a task, or of all tasks
+            group = flag_properties(f).group
             others = group in TASKS and group != self.task and getattr(self, f.name) != f.default
             require(not others, f"--{f.name} works only with --task {group}, not with {self.task}.")
 

@@ -10,30 +10,29 @@ from pathlib import Path
 
 from hvd_bert.config.flag import require
 
-Given = str | Sequence[str] | None  # a flag's value
-_RESERVED = {"eval", "macro", "HasAns", "NoAns", "best"}  # with these, NAME_f1 could be the name of another metric
+_RESERVED = {"eval", "macro", "HasAns", "NoAns", "best"}  # other metrics are called so, such as macro_f1
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """`name`: of a validation set, in the names of its metrics; "" for a single file that is given without one.
-    `weight`: of a training file, how often an epoch has each of its windows, on average."""
+    """`name`: prefix of a validation set's metrics; "" for a single file without a name.
+    `weight`: average number of times that an epoch has each window of a training file."""
 
     path: str
     name: str = ""
     weight: float = 1.0
 
 
-def data_files(flag: str, given: Given) -> list[DataFile]:
-    """The files that a flag names. A value that is the path of an existing file is one. Raises UserError."""
+def data_files(flag: str, given: str | Sequence[str] | None) -> list[DataFile]:
+    """Parse the files of a flag. The path of an existing file is not parsed further. Raises UserError."""
     texts = [given] if isinstance(given, str) else given or []
     files = [_parsed(flag, text, len(texts) > 1) for text in texts]
     paths: dict[str, str] = {}
     names: dict[str, str] = {}
     for file in files:
-        place = os.path.realpath(file.path)
-        require(place not in paths, f"--{flag}: {paths.get(place)} and {file.path} are the same file. Give it once.")
-        paths[place] = file.path
+        real = os.path.realpath(file.path)
+        require(real not in paths, f"--{flag}: {paths.get(real)} and {file.path} are the same file. Give it once.")
+        paths[real] = file.path
         if file.name:
             allowed = re.fullmatch(r"[A-Za-z0-9][\w.-]*", file.name, re.A) and not _RESERVED & {*file.name.split("_")}
             require(bool(allowed), f"--{flag} {file.path}: {file.name!r} cannot name metrics. Give another NAME=FILE.")

@@ -6,13 +6,13 @@ To add one, add a field to a class of `SECTIONS` (settings.py, training.py, data
 from __future__ import annotations
 
 from dataclasses import Field, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, cast
 
 from hvd_bert.config.parser import Limits
 from hvd_bert.errors import UserError
 
-# Sections of --help and of docs/reference/flags.md, in their order there.
-Group = Literal[
+# Sections of --help and of docs/reference/flags.md, in this order.
+GROUPS = [
     "model",
     "data",
     "training",
@@ -23,33 +23,32 @@ Group = Literal[
     "profiling",
     "output",
 ]
-GROUPS: tuple[Group, ...] = get_args(Group)
 KEY = "flag"
-LARGEST_FACTOR = 1e30  # a larger one overflows in fp32
+LARGEST_FACTOR = 1e30  # larger factors overflow in fp32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag(Limits):
-    """Properties of a flag, among them its range; the default is always accepted.
+    """Properties of a flag, including the range of its values; the default is always accepted.
 
     Attributes:
-        group: Section of --help. If it is the name of a task, other tasks refuse the flag.
+        group: Section of --help. A group with the name of a task has flags that other tasks refuse.
         help: One-line description.
         default: The field's default.
         default_text: Description of the default, if `default` alone is not clear.
         negated_help: Description of `--no_X`, for a switch that is on by default.
         aliases: Other spellings, with dashes.
-        choices: Accepted values. Empty: any value of the field's type that is in the range.
+        choices: Accepted values. Empty: any value of the field's type within the range.
         metavar: Placeholder of the value in --help.
-        owner: The only strategy that accepts another value than the default. Empty: all strategies accept it.
-        may_change_on_resume: Whether a resumed run accepts another value than the checkpoint's: only if the flag does
-            not change what is learned, or if checkpoints record it in another form (data, model, batch).
-        chooses_start: Whether it only decides where a run starts. Only rank 0 reads it; under Horovod elastic, the
-            ranks of a new world may differ in it.
-        replaces: Flags in a preset or file that this flag replaces if it is on the command line.
+        owner: The only strategy that accepts a value other than the default. Empty: all strategies do.
+        may_change_on_resume: Whether a resumed run accepts a value other than the checkpoint's: only if the flag does
+            not change the result of the training, or if checkpoints record it in another form (data, model, batch).
+        chooses_start: Whether the flag only decides where a run starts. Only rank 0 reads such a flag; under Horovod
+            elastic, the ranks of a new world may have different values.
+        replaces: Flags of a preset or YAML file that are ignored if this flag is on the command line.
     """
 
-    group: Group
+    group: str
     help: str
     default: Any
     default_text: str = ""
@@ -73,16 +72,14 @@ class Flag(Limits):
         return {name, *(alias.lstrip("-").replace("-", "_") for alias in self.aliases)} | negated
 
 
-def flag(group: Group, default: Any, description: str, **properties: Any) -> Any:
-    """A dataclass field that is a flag; `properties`: those of `Flag`."""
+def flag(group: str, default: Any, description: str, **properties: Any) -> Any:
+    """A dataclass field that is a flag; `properties`: further attributes of `Flag`."""
     return field(default=default, metadata={KEY: Flag(group=group, help=description, default=default, **properties)})
 
 
 def flag_properties(a_field: Field[Any]) -> Flag:
     """The properties of a field that `flag` made."""
-    properties = a_field.metadata[KEY]
-    assert isinstance(properties, Flag)
-    return properties
+    return cast(Flag, a_field.metadata[KEY])
 
 
 def require(condition: bool, message: str) -> None:

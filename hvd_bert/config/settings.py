@@ -40,7 +40,7 @@ class CheckpointArguments:
     )
     save_only_model: bool = _checkpoints(
         False,
-        "Save only the model, a third of the size; it cannot be resumed. A stop by a signal still saves everything.",
+        "Save only the model, a third of the size; it cannot be resumed. A signal still saves a whole checkpoint.",
     )
     resume_from_checkpoint: str | None = _checkpoints(
         None,
@@ -53,7 +53,7 @@ class CheckpointArguments:
     metric_for_best_model: str | None = _checkpoints(
         None,
         "Metric that decides which model is best, for example f1, exact_match, accuracy or eval_loss.",
-        default_text="f1, or the first metric of a task of your own",
+        default_text="f1, or the first metric of a custom task",
         may_change_on_resume=False,
     )
     early_stopping_patience: int | None = _checkpoints(
@@ -186,12 +186,12 @@ class Config:
         require(not ordered, "--num_groups: --deterministic sends all gradients as one group. Leave one of them out.")
 
     def as_flat(self) -> dict[str, Any]:
-        """All settings under their flag names."""
+        """All settings by flag name."""
         return {name: value for part in asdict(self).values() for name, value in part.items()}
 
 
 def from_flags(flags: Mapping[str, Any]) -> Config:
-    """The settings, from the values of all flags. Some flags determine the value that another one has by default."""
+    """Make the settings from the values of all flags. Some flags determine the defaults of others."""
     given, derived = dict(flags), dict[str, Any]()
     if given["model_name_or_path"] is None and given["config_name"] is None:
         derived["model_name_or_path"] = DEFAULT_MODEL
@@ -213,7 +213,7 @@ def from_flags(flags: Mapping[str, Any]) -> Config:
 
 
 def from_values(values: Mapping[str, Any]) -> Config:
-    """The settings, from all values by flag (`Config.as_flat`)."""
+    """Make the settings from `Config.as_flat`."""
     return Config(*(section(**{f.name: values[f.name] for f in fields(section)}) for section in SECTIONS))
 
 
@@ -234,6 +234,6 @@ FLAGS = {f.name: flag_properties(f) for section in SECTIONS for f in fields(sect
 
 
 def in_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """An earlier version's identity, with the defaults of newer flags, and without removed ones that were off."""
+    """Adapt an earlier version's identity of a run: add newer flags' defaults, drop removed flags that were off."""
     defaults = {f"--{name}": flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
     return defaults | {name: value for name, value in identity.items() if name in defaults or value is not False}

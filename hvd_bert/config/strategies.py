@@ -1,4 +1,4 @@
-"""The values of --strategy, and all that other modules know about each.
+"""The values of --strategy, and the facts about each that other modules use.
 
 To add a strategy, write its class in strategies/ and add its row here and in tests/parallel/test_worlds.py.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-# The library whose collectives connect the ranks. ALONE: a single process.
+# The library whose collectives connect the ranks. ALONE: no library, a single process.
 HOROVOD, TORCH, ALONE = "horovod", "torch.distributed", "none"
 
 
@@ -18,12 +18,12 @@ class StrategyRow:
     """Facts about a strategy.
 
     Attributes:
-        path: Its class, whose module is imported only if the strategy is chosen.
+        path: Path of the class, whose module is imported only if the strategy is chosen.
         world: HOROVOD, TORCH or ALONE.
-        refuses: A flag that does not work with it, or FLAG=VALUE if only this value does not -> why, and what to do.
-        shards: Whether each rank holds a part of the weights.
-        several_gpus: Whether its one process trains on all GPUs that are visible.
-        package: The package that it needs in addition to torch.
+        refuses: FLAG, or FLAG=VALUE for a single value, that does not work with the strategy -> reason and remedy.
+        shards: Whether each rank holds only a part of the weights.
+        several_gpus: Whether a single process trains on all visible GPUs.
+        package: The package that the strategy needs in addition to torch.
         install: The command that installs the package.
     """
 

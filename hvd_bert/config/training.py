@@ -9,7 +9,7 @@ from functools import partial
 from hvd_bert.config.flag import LARGEST_FACTOR, flag, require
 from hvd_bert.config.parser import AUTO, LARGEST
 
-# The schedules of transformers that need neither further arguments nor the loss at each step.
+# Schedules of transformers that need no further arguments and no loss.
 SCHEDULES = [
     "linear",
     "cosine",
@@ -20,8 +20,8 @@ SCHEDULES = [
     "inverse_sqrt",
 ]
 
-REDUCE_OVERHEAD = "reduce-overhead"  # of torch.compile's modes
-# --report_to: the name of a package -> the class that writes for it, and its files in the output folder.
+REDUCE_OVERHEAD = "reduce-overhead"  # torch.compile's mode with CUDA graphs
+# --report_to: a package's name -> the reporter's class, and the reporter's files in the output folder.
 REPORTERS = {
     "tensorboard": ("hvd_bert.output.reporters.tensorboard:TensorBoard", ["tb"]),
     "wandb": ("hvd_bert.output.reporters.wandb:Wandb", ["wandb", "tracking.json"]),
@@ -63,14 +63,14 @@ class TrainArguments:
     )
     global_batch: int = _training(
         -1,
-        "Windows per step over all ranks, in as many passes as --per_device_train_batch_size needs.",
+        "Windows per step over all ranks, in as many micro-batches as --per_device_train_batch_size needs.",
         default_text="--per_device_train_batch_size x --gradient_accumulation_steps x devices",
         may_change_on_resume=True,
         minimum=1,
     )
     optim: str = _training(
         "adamw_torch_fused",
-        "Optimizer. LAMB and LARS, for large global batches, are those of the package pytorch_optimizer.",
+        "Optimizer. LAMB and LARS, for large global batches, come from the package pytorch_optimizer.",
         choices=("adamw_torch_fused", "lamb", "lars"),
     )
     learning_rate: float = _training(
@@ -97,7 +97,7 @@ class TrainArguments:
     max_grad_norm: float = _training(
         1.0, "Clip the averaged gradient to this norm; 0: do not clip.", minimum=0, maximum=LARGEST_FACTOR
     )
-    num_train_epochs: float = _training(3.0, "Number of passes over the training windows.", above=0, maximum=1_000_000)
+    num_train_epochs: float = _training(3.0, "Number of epochs.", above=0, maximum=1_000_000)
     max_steps: int = _training(
         -1,
         "Total number of optimizer steps; overrides --num_train_epochs.",
@@ -166,13 +166,13 @@ class TrainArguments:
     torch_compile: bool = _training(False, "Compile the model's layers with torch.compile; slower on CPUs.")
     torch_compile_mode: str | None = _training(
         None,
-        "torch.compile's mode; implies --torch_compile. reduce-overhead captures CUDA graphs, of batches of few sizes.",
+        "torch.compile's mode; implies --torch_compile. reduce-overhead captures CUDA graphs for few sizes of batches.",
         default_text="no --torch_compile, else default",
         choices=("default", REDUCE_OVERHEAD),
     )
     cpu_kernels: str = _training(
         "auto",
-        "On CPUs, use the fastest kernels for the kind of CPU (auto), or only torch's own (torch).",
+        "On CPUs, use the fastest kernels for the CPU model (auto), or only torch's own (torch).",
         choices=("auto", "torch"),
         may_change_on_resume=True,
     )
@@ -186,7 +186,7 @@ class TrainArguments:
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16 are both given: choose one.")
 
     def refuse_auto(self, command: str) -> None:
-        """Raise UserError if the batch is to be chosen, for a command that needs to know it."""
+        """Raise UserError for a batch of "auto", for a command that needs a number."""
         known = self.per_device_train_batch_size != AUTO
         require(known, f"--per_device_train_batch_size auto does not work with {command}. Give a number.")
 
@@ -197,7 +197,7 @@ class TrainArguments:
 
     @property
     def rank_batch(self) -> int:
-        """Windows per device and step, by the flags."""
+        """Windows per device and step, without --global_batch."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     def windows_per_step(self, devices: int) -> int:
@@ -217,7 +217,7 @@ class TrainArguments:
 
     @property
     def reporters(self) -> list[str]:
-        """The names in report_to, each once."""
+        """The names in report_to without repeats."""
         return [] if self.report_to == "none" else list(dict.fromkeys(self.report_to.split(",")))
 
     @property
