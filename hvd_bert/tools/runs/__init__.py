@@ -1,1 +1,1 @@
-"""Reads the folder and the log of a run; bench, doctor, report and tune share it."""
+"""Start runs and read their folders and logs; shared by bench, doctor, report and tune."""

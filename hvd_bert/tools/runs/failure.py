@@ -1,4 +1,4 @@
-"""The first failure of a run, from the log of its ranks and launcher. Later failures follow from it."""
+"""Find the first failure in a run's log, which has caused the later ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from hvd_bert.errors import EXIT_STOPPED
 from hvd_bert.storage.reading import open_regular
 
-MAX_LINE, MAX_LINES = 2**14, 100_000  # characters per line; lines at the end of a log, which may be large
-# Before each line of a rank: of horovodrun or `mpirun --tag-output`, of `torchrun --tee`, and of torch's tracebacks.
+MAX_LINE, MAX_LINES = 2**14, 100_000  # characters per line; last lines of a log that are read
+# Marks before a rank's lines, by horovodrun or `mpirun --tag-output`, by `torchrun --tee`, and in torch's tracebacks.
 _MARK = re.compile(r"\[(?:(?:\d+,)?\d+\]<std(?:out|err)>|(?:default|rank)\d+\]): ?")
-# The trainer's first line, or Slurm's about the end of an attempt: a requeued job appends to its log.
+# The first line of an attempt, by the trainer or by Slurm: a requeued job appends to its log.
 _BEGIN = re.compile(
     r"(?:\S+ \S+ INFO )?\d+ rank\(s\) on |slurmstepd.*: error: .* DUE TO (?:JOB REQUEUE|PREEMPTION|NODE FAILURE)"
 )
-# After Slurm's line, of the attempt that it has ended.
+# Last lines of the attempt that Slurm ended, which follow Slurm's line.
 _REQUEUED = re.compile(r"srun: error: .*: Terminated$|hvd_bert: Stopped .*, saved in [^ ]+\.$")
 _NO_CAUSE = "Stopped (?:after step|by )|the launcher was killed"
 _MESSAGE = re.compile(rf"^hvd_bert: (?!{_NO_CAUSE})(.*)", re.MULTILINE)
@@ -27,11 +27,11 @@ _FAILED = re.compile(r"(rank \d+ on \S+) failed:$")
 _WAITED = re.compile(r"^(rank \d+ on \S+ has waited \d+ s for .*?)(?:\. Check the file systems.*)?$", re.MULTILINE)
 _OTHERS = re.compile(rf"^(?:hvd_bert: )?((?:{_NO_CAUSE}|rank \d+ on \S+ lost another rank).*)", re.MULTILINE)
 _EXCEPTION = re.compile(
-    r"(?!RuntimeError: Horovod detected that one|torch\.distributed\.elastic)"  # the launchers' own
+    r"(?!RuntimeError: Horovod detected that one|torch\.distributed\.elastic)"  # raised by launchers
     r"[\w.]*(?:Error|Exception|Interrupt)(?::|$)"
 )
 _CHAINED = re.compile(r"During handling of the above|The above exception was the")
-_ENDED = (  # a rank, according to its launcher
+_ENDED = (  # launchers' reports of ended ranks
     r"^srun: error: (?P<host>[^:\n]+): tasks? (?P<ranks>[\d,-]+): (?P<how>.*)",
     r"noticed that process rank (?P<ranks>\d+) .* on node (?P<host>\S+) exited on (?P<how>.*)\.$",  # mpirun
     r"^ *Process name: .*?(?P<ranks>\d+)\]?\n *Exit code: *(?P<code>\d+)",  # mpirun, horovodrun --gloo
@@ -39,17 +39,17 @@ _ENDED = (  # a rank, according to its launcher
     r"(?P<root>^Root Cause .*\n.*\n.*\n)?^  host +: (?P<host>.*)\n  rank +: (?P<ranks>\d+) .*\n"  # torchrun
     r"  exitcode +: (?P<code>-?\d+)",
 )
-_TERMINATED = re.compile(r"Terminated|signal 15| 143$")  # by the launcher, after another rank had failed
+_TERMINATED = re.compile(r"Terminated|signal 15| 143$")  # launchers terminate the other ranks after a failure
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a log. Raises OSError."""
+    """Read the lines of a log. Raises OSError."""
     with io.TextIOWrapper(open_regular(path), "utf-8", "replace") as file:
         yield from iter(partial(file.readline, MAX_LINE), "")
 
 
 def split_mark(line: str) -> tuple[str, str]:
-    """A line's mark and text. mpirun marks each write, and Python writes some lines in several pieces."""
+    """Split a line into its mark and text. mpirun marks each write, so a line may have several marks."""
     mark = _MARK.match(line)
     return (mark[0], line.replace(mark[0], "").rstrip()) if mark else ("", line.rstrip())
 
@@ -76,7 +76,7 @@ def first_failure(lines: Iterable[str], hosts: Sequence[str] = ()) -> str:
 
 
 def _raised(attempt: Iterable[tuple[str, str]]) -> list[str]:
-    """The exception of the first rank that reported one, with its place."""
+    """The first reported exception, with rank and host, if any."""
     lines = iter(attempt)
     for mark, line in lines:
         if failed := _FAILED.match(line):
@@ -86,7 +86,7 @@ def _raised(attempt: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _exception(lines: Iterable[str]) -> str:
-    """The exception of the first traceback; of chained ones, that of the last."""
+    """The exception of the first traceback; if exceptions are chained, the last of them."""
     found = ""
     for line in lines:
         if found and line.startswith("Traceback "):
@@ -99,7 +99,7 @@ def _exception(lines: Iterable[str]) -> str:
 
 
 def _ended(text: str, hosts: Sequence[str], lost: Collection[str]) -> list[tuple[str, str]]:
-    """Where and how ranks ended; last those that lost another rank or were terminated."""
+    """Pairs of a failed rank and how it ended. Ranks that lost another rank, or were terminated, come last."""
     host_of, ends = {str(rank): host for rank, host in enumerate(hosts)}, []
     for match in (match for pattern in _ENDED for match in re.finditer(pattern, text, re.MULTILINE)):
         end = match.groupdict("")

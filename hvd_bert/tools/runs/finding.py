@@ -1,4 +1,4 @@
-"""Find the folders of runs, and what sweeps say about those that failed or were skipped."""
+"""Find the folders of runs, and the reasons why runs of sweeps failed or were skipped."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hvd_bert.tools.runs.tolerant import unreadable
 
 MARKS = {RESULTS, SETTINGS, METRICS, EVALUATED_ONLY}
 SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its runs
-Excluded = tuple[str, str]  # a run, or several, without a speed-up, and the reason
+Excluded = tuple[str, str]  # name of one or more runs without a speed-up, and the reason
 
 
 class SweepRow(Struct):
-    """A point of sweep.json, as far as it is read again."""
+    """The fields of a point in sweep.json that are read back."""
 
     name: str
     strategy: str = ""
@@ -32,7 +32,7 @@ class SweepRow(Struct):
 
 
 class SweepFile(Struct):
-    """sweep.json."""
+    """The content of sweep.json."""
 
     same: dict[str, Any]
     command: list[str] = []
@@ -40,7 +40,7 @@ class SweepFile(Struct):
 
 
 def find(paths: Sequence[Path]) -> list[Path]:
-    """The run folders among `paths` and below them, without duplicates. Raises UserError if there are none."""
+    """Find the run folders among and below `paths`, without duplicates. Raises UserError if there are none."""
     found: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
@@ -57,7 +57,7 @@ def find(paths: Sequence[Path]) -> list[Path]:
 
 
 def _walk(path: Path) -> Iterable[tuple[Path, set[str]]]:
-    """The folders below, with the names of their files."""
+    """Walk over a folder and its subfolders. Yields each with the names of its files."""
     for folder, subfolders, files in os.walk(path):
         if MARKS & set(files):
             subfolders.clear()  # checkpoints and other subfolders belong to the run
@@ -65,7 +65,7 @@ def _walk(path: Path) -> Iterable[tuple[Path, set[str]]]:
 
 
 def sweeps(paths: Sequence[Path]) -> tuple[list[str], dict[Path, Excluded]]:
-    """The last command of each sweep in or below `paths`, and its failed and skipped runs by their folder."""
+    """The last command of each sweep in or below `paths`, and the failed and skipped runs by folder."""
     commands, excluded = [], {}
     for folder in (folder for path in paths for folder, files in _walk(path) if SWEEP in files):
         try:
@@ -80,6 +80,6 @@ def sweeps(paths: Sequence[Path]) -> tuple[list[str], dict[Path, Excluded]]:
                 why = f"{point.state}: {(point.reason or 'no reason is recorded').rstrip('.')}"
                 together.setdefault((point.strategy, why), []).append(point.name)
         for (strategy, why), names in together.items():
-            one = (f"{strategy} ({', '.join(names)} of {folder})", why)
-            excluded |= {folder / name: one for name in names}
+            entry = (f"{strategy} ({', '.join(names)} of {folder})", why)
+            excluded |= {folder / name: entry for name in names}
     return commands, excluded

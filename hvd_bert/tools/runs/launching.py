@@ -1,4 +1,4 @@
-"""Choose the launcher for a number of ranks and build its command, or find out why it cannot run here."""
+"""Choose the launcher of a training and build its command, or give the reason why it cannot run here."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from hvd_bert.errors import UserError
 from hvd_bert.machine import cpu_name, versions
 from hvd_bert.tools.rendering import counted
 
-STRONG, WEAK = "strong", "weak"  # scaling
+STRONG, WEAK = "strong", "weak"  # kinds of scaling
 CHOICES = ("auto", *sorted(name for name, row in LAUNCHERS.items() if row.command), "none")
 TAKE_HOSTS = [name for name, row in LAUNCHERS.items() if row.takes_hosts]
-RANKS_PER_CORE = 16  # more would only wait, and fill the memory
+RANKS_PER_CORE = 16  # with more, ranks only wait for each other and fill the memory
 TRAIN = (sys.executable, "-m", "hvd_bert.train")
-EXPORTED = ("OMP_NUM_THREADS", SETTING)  # to ranks on other hosts: threads, and each host's network interface
+EXPORTED = ("OMP_NUM_THREADS", SETTING)  # variables that ranks on other hosts get: threads, network interfaces
 _HOST = re.compile(r"(\w[\w.-]*)(?::([1-9][0-9]{0,3}))?", re.ASCII)  # "-" first would be an option of ssh
 
 
 @dataclass(eq=False)
 class Point:
-    """One training. `ranks`: its processes or, of a strategy with `several_gpus`, the GPUs of its one process."""
+    """A training to start. `ranks`: number of processes or, with `several_gpus`, of GPUs of the single process."""
 
     strategy: str
     ranks: int
 
     @property
     def row(self) -> StrategyRow:
-        """The facts about its strategy."""
+        """Facts about the strategy."""
         return STRATEGIES[self.strategy]
 
     @property
@@ -66,7 +66,7 @@ def host_slots(hosts: str, source: str = "-H") -> dict[str, int]:
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """The allocation of the Slurm job around this process, outside of its steps; None without a job."""
+    """The nodes and tasks of the Slurm job that this process runs in; None without a job."""
     if "SLURM_JOB_ID" not in environ:
         return None
     nodes, tasks = requested(environ)
@@ -78,7 +78,7 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Cores and GPUs of this host, and the Slurm job that it belongs to."""
+    """Cores and GPUs of this host, and the current Slurm job."""
 
     cores: int
     gpus: int
@@ -87,7 +87,7 @@ class Machine:
     @classmethod
     def here(cls, environ: Mapping[str, str]) -> Machine:
         """The resources that this process may use."""
-        # torch's count of GPUs, as the ranks will see it. A subprocess asks: this process need not import torch.
+        # Count GPUs as torch does in the ranks. A subprocess imports torch, so that this process need not.
         program = "import torch; print(torch.cuda.device_count())"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, errors="replace")
         last = done.stdout.strip().splitlines()[-1:]
@@ -96,13 +96,13 @@ class Machine:
         return cls(len(os.sched_getaffinity(0)), int(last[0]), find_allocation(environ))
 
     def record(self) -> dict[str, object]:
-        """Describe this host, for a record of runs."""
+        """Facts about this host for sweep.json."""
         return {"host": socket.gethostname(), "processor": cpu_name(), "cores": self.cores, "gpus": self.gpus}
 
 
 @dataclass(frozen=True)
 class Launching:
-    """The selected launcher, its arguments, the machine, and the hosts that it starts ranks on (-H)."""
+    """The selected launcher with its arguments and hosts (-H), and this machine."""
 
     choice: str
     extra_args: tuple[str, ...]
@@ -125,7 +125,7 @@ class Launching:
             raise UserError(f"--launcher {self.choice}: {missing}.")
 
     def record(self) -> dict[str, object]:
-        """Launcher and versions, which must be the same in all runs that are compared."""
+        """The launcher and versions, which must be equal in all compared runs."""
         where = "a Slurm job" if self.machine.allocation else "hosts" if self.hosts else "one host"
         return {
             "--launcher": f"auto, {where}" if self.choice == "auto" else self.choice,
@@ -135,7 +135,7 @@ class Launching:
 
     @property
     def slots(self) -> int:
-        """As many ranks as there is room for; 2 on a host without GPUs."""
+        """The maximum number of ranks; 2 on a host without GPUs."""
         allocation = self.machine.allocation
         if self.hosts:
             return sum(host_slots(self.hosts).values())
@@ -153,13 +153,13 @@ class Launching:
         """The launcher that starts a point."""
         choice = self.choice
         if choice == "auto":
-            here = "horovodrun" if point.row.world == HOROVOD else "torchrun"
-            choice = "horovodrun" if self.hosts else "srun" if self.machine.allocation else here
-        elsewhere = self.hosts is not None or choice == "srun"  # a single process must run there, too
+            local = "horovodrun" if point.row.world == HOROVOD else "torchrun"
+            choice = "horovodrun" if self.hosts else "srun" if self.machine.allocation else local
+        elsewhere = self.hosts is not None or choice == "srun"  # a single process needs a launcher to get there
         return "none" if point.row.world == ALONE and not elsewhere else choice
 
     def command(self, point: Point, flags: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-        """The command that trains a point. `flags`: the trainer's. `environ`: see `environment`."""
+        """The command that trains a point. `flags`: the trainer's flags. `environ`: from `environment`."""
         command, train = launcher_row(self.launcher(point)).command, [*TRAIN, *flags]
         if command is None:
             return train
@@ -169,7 +169,7 @@ class Launching:
         return [program_path(program) or program, *words]
 
     def environment(self, point: Point, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment for a point's training. Several GPUs in one process: only the point's number is visible."""
+        """The environment of a point's training. A single process with several GPUs sees only `point.ranks` GPUs."""
         threads = self.threads(environ)
         made = dict(environ) if threads is None else {**environ, "OMP_NUM_THREADS": str(threads)}
         if point.row.several_gpus:
@@ -180,13 +180,13 @@ class Launching:
     def threads(self, environ: Mapping[str, str]) -> int | None:
         """Threads per rank on CPUs: OMP_NUM_THREADS, else 1. None with GPUs, where the trainer chooses.
 
-        With more, a single rank would use cores that the ranks of a larger world have to share.
+        With more threads, a single rank would use cores that the ranks of a larger world share.
         """
         value = environ.get("OMP_NUM_THREADS", "").split(",")[0]
         return None if self.machine.gpus else int(value) if value.isdecimal() and int(value) > 0 else 1
 
     def obstacle(self, point: Point) -> str:
-        """Why a point cannot run here and how to fix it; "" if there is no known obstacle."""
+        """The reason why a point cannot run here, with a remedy; "" if none is known."""
         launcher_name, gpus, allocation = self.launcher(point), self.machine.gpus, self.machine.allocation
         if missing := point.row.missing or _missing(launcher_name):
             return missing
@@ -216,7 +216,7 @@ class Launching:
         return ""
 
     def warn_of_shared_cores(self, points: Sequence[Point], threads: int) -> None:
-        """Warn if the figures will be misleading. `threads`: per rank."""
+        """Warn if ranks share cores, which limits the speed-up. `threads`: per rank."""
         machine, maximum = self.machine, max((point.processes for point in points), default=0)
         if machine.gpus or machine.allocation or self.hosts or maximum * threads <= machine.cores:
             return
@@ -226,7 +226,7 @@ class Launching:
 
 
 def add_flags(parser: Parser, out: str) -> None:
-    """Add the flags for the folder of all runs, the launcher, and the time per run."""
+    """Add the flags for the folder of all runs, the launcher, and the maximum time per run."""
     folder = "Folder for all runs; the same folder resumes. (default: %(default)s)"
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path(out), help=folder)
     launcher = (
@@ -246,7 +246,7 @@ def add_flags(parser: Parser, out: str) -> None:
 
 
 def choose(flags: argparse.Namespace) -> Launching:
-    """The launcher that those flags select on this host. Raises UserError."""
+    """The launcher that the flags of `add_flags` select on this host. Raises UserError."""
     chosen = Launching(flags.launcher, tuple(flags.launcher_flag), flags.H, Machine.here(os.environ))
     chosen.check()
     return chosen
@@ -259,6 +259,6 @@ def _missing(launcher: str) -> str:
 
 
 def program_path(name: str) -> str | None:
-    """A launcher's path: this environment's, else the one on PATH."""
+    """Path of a launcher in this Python environment, else on PATH."""
     own = Path(sys.executable).parent / name
     return str(own) if own.is_file() else shutil.which(name)

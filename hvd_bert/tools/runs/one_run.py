@@ -27,9 +27,9 @@ from hvd_bert.tools.runs.failure import first_failure, read_lines, split_mark
 from hvd_bert.tools.runs.out_folder import locked
 from hvd_bert.tools.runs.record import EVENTS, METRICS, RESULTS
 
-# A closed terminal ends this process, and the guard its run.
+# Without SIGHUP: it ends this process, upon which the guard ends the run.
 HANDLED = tuple(number for number in SIGNALS if number != signal.SIGHUP)
-TO_END_S = 40  # longer than torchrun gives ranks that do not respond; horovodrun over MPI waits for them
+TO_END_S = 40  # longer than torchrun waits for unresponsive ranks; horovodrun over MPI waits until they have ended
 LOG, MODEL = "run.log", "model.safetensors"
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 EXIT_NOT_STARTED = 127  # a shell's status for a missing program
@@ -45,7 +45,7 @@ if group:
 
 
 class Stopped(Exception):
-    """A signal asked this process, or a run, to stop. `then`: how to resume."""
+    """A signal stopped this process or a run. `then`: how to resume."""
 
     then = "Rerun the same command to resume."
 
@@ -57,7 +57,7 @@ Watch = Callable[[], None]
 def signals() -> Iterator[Watch]:
     """Make SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 raise Stopped inside the block.
 
-    Yields a function that raises it again: Python drops what a handler raises in a finalizer or inside a fork.
+    Yields a function that raises Stopped again: Python drops exceptions of handlers in finalizers and forks.
     """
     received: list[str] = []
 
@@ -68,7 +68,7 @@ def signals() -> Iterator[Watch]:
     def stop(number: int, frame: FrameType | None) -> None:
         if received:
             return  # the run is being terminated
-        with suppress(OSError):  # not print: the signal may have interrupted one
+        with suppress(OSError):  # not `print`, which the signal may have interrupted
             os.write(2, b"Stopping: terminating the current run.\n")
         received.append(signal.Signals(number).name)
         check()
@@ -89,7 +89,7 @@ def _handler(handle: Any) -> Iterator[None]:
 
 
 def exit_status(command: Callable[[Watch], int]) -> int:
-    """Run a command made of trainings. Returns its status, 75 if a signal stops it, or 2 for bad input."""
+    """Run a command that starts trainings. Returns its exit status, 75 after a signal, or 2 for bad input."""
     try:
         with signals() as check:
             return run_command(lambda: command(check))
@@ -101,17 +101,17 @@ def exit_status(command: Callable[[Watch], int]) -> int:
 def train(
     command: Sequence[str], environ: Mapping[str, str], folder: Path, timeout: float, watch: Watch, refuse: bool = False
 ) -> tuple[str, float]:
-    """Run a training with `folder` as its --output_dir, which it overwrites; all output goes to its log.
+    """Run a training that overwrites `folder`; all output goes to run.log.
 
-    `watch`: see `start_and_wait`. `refuse`: raise UserError for bad input, which later runs share.
-    Returns why it failed, "" if it did not, and its seconds. A failed training leaves no results there. Raises Stopped,
-    and UserError if the folder cannot be written.
+    `watch`: see `start_and_wait`. `refuse`: raise UserError for bad input instead of returning the reason.
+    Returns the reason of a failure, else "", and the run's seconds. A failed training leaves no results. Raises
+    Stopped, and UserError if the folder cannot be written.
     """
     with ExitStack() as stack:
         with writing_to("--out", folder):
             make_folder(folder)
             with locked(folder, wait=True):
-                # An earlier run's: the trainer removes them later, and not if it fails at the start.
+                # Remove an earlier run's files: the trainer does so later, or never if it fails at the start.
                 for name in (RESULTS, METRICS, EVENTS, LOG, "log.txt"):
                     delete(folder / name)
             log = stack.enter_context((folder / LOG).open("x", encoding="utf-8"))
@@ -125,7 +125,7 @@ def train(
     if not reason:
         return "", seconds
     with writing_to("--out", folder):
-        delete(folder / RESULTS)  # else the point would count as done
+        delete(folder / RESULTS)  # with results, a resumed sweep would count the point as done
     if refuse and status == EXIT_BAD_INPUT:
         raise UserError(reason)
     how = f"took longer than --timeout {timeout:g} s" if status is None else f"status {status}"
@@ -135,14 +135,14 @@ def train(
 def start_and_wait(
     command: Sequence[str], environ: Mapping[str, str], log: TextIO, timeout: float, watch: Watch
 ) -> int | None:
-    """Run a command; terminate it and its child processes after `timeout` s or at a signal. Returns its status.
+    """Run a command; terminate all its processes after `timeout` s or at a signal. Returns its exit status.
 
-    Also terminates what outlives it: the ranks of a launcher that was killed would slow down the next run.
-    `watch`: called every second. What it raises terminates the command, too.
-    Returns None after a timeout, and EXIT_NOT_STARTED if it cannot be started, with the reason in the log.
+    Processes that outlive the command are terminated, too: they would slow down the next run.
+    `watch`: called every second; an exception of it terminates the command.
+    Returns None after a timeout, and EXIT_NOT_STARTED if the command cannot be started, with the reason in the log.
     """
     with _guard() as guard_fd, _adopting() as adopted:
-        process = None  # after a signal during the start, too
+        process = None  # a signal may arrive before Popen returns
         try:
             process = subprocess.Popen(
                 command,
@@ -150,8 +150,8 @@ def start_and_wait(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # only this process gets a Ctrl-C; it terminates the ranks
-                preexec_fn=lambda: os.write(guard_fd, b"%d\n" % os.getpid()),  # before the command starts
+                start_new_session=True,  # Ctrl-C reaches only this process, which terminates the ranks
+                preexec_fn=lambda: os.write(guard_fd, b"%d\n" % os.getpid()),  # before the command can start ranks
             )
             end = time.monotonic() + timeout
             while (left := end - time.monotonic()) > 0:
@@ -161,7 +161,7 @@ def start_and_wait(
             return None
         except OSError as error:
             if process:
-                raise  # of `watch`
+                raise  # raised by `watch`
             reason = error.strerror or error
             print(f"hvd_bert: {command[0]} cannot be started: {reason}", file=log, flush=True)
             return EXIT_NOT_STARTED
@@ -172,9 +172,9 @@ def start_and_wait(
 
 @contextmanager
 def _guard() -> Iterator[int]:
-    """Start a process that sends SIGTERM to a process group if this process dies inside the block, even by SIGKILL.
+    """Start a guard: a process that sends SIGTERM to a process group if this process dies, even by SIGKILL.
 
-    Yields the file descriptor to write the group's id to. The guard sees the end of its input when this process dies.
+    Yields the file descriptor to which the group's id is written. The guard's input ends when this process dies.
     """
     command = [sys.executable, "-I", "-S", "-c", _GUARD, *(str(int(number)) for number in HANDLED)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as guard:
@@ -187,9 +187,9 @@ def _guard() -> Iterator[int]:
 
 @contextmanager
 def _adopting() -> Iterator[Callable[[], list[psutil.Process]]]:
-    """Context manager: be a subreaper, so that orphaned descendants become our children.
+    """Context manager: be a subreaper, so that orphaned descendants become children of this process.
 
-    Yields a function that lists all processes below this one, except those from before the block.
+    Yields a function that lists all descendants that were started inside the block.
     """
     libc, this = ctypes.CDLL(None, use_errno=True), psutil.Process()
     before = this.children(recursive=True)
@@ -201,10 +201,10 @@ def _adopting() -> Iterator[Callable[[], list[psutil.Process]]]:
 
 
 def _end(launcher: subprocess.Popen[bytes] | None, started: Callable[[], list[psutil.Process]]) -> None:
-    """Terminate a launcher, which ends its ranks, on other hosts too; if it has ended, what it left.
+    """Terminate a launcher, which ends its ranks on all hosts; if it has ended, terminate the remaining processes.
 
-    SIGTERM first, then SIGKILL. A launcher's process group gets the signal: horovodrun may be a shell with mpirun as
-    its child that does not forward it. `started`: lists the processes that still run.
+    SIGTERM first, then SIGKILL. The launcher's process group gets the signal, because horovodrun may be a shell that
+    does not forward it to mpirun. `started`: lists the running processes.
     """
     with _handler(signal.SIG_IGN):
         if launcher and launcher.poll() is None:
@@ -224,11 +224,11 @@ def _end(launcher: subprocess.Popen[bytes] | None, started: Callable[[], list[ps
 
 def _send(number: signal.Signals, processes: Sequence[psutil.Process]) -> None:
     for process in processes:
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        with suppress(psutil.NoSuchProcess):  # ended in the meantime
             process.send_signal(number)
 
 
 def failure_in(path: Path) -> str:
-    """Why a run failed, as one line: the first failure in its log, else the last line."""
+    """The reason of a run's failure in one line: the first failure in the log, else the last line."""
     lines = list(read_lines(path))
     return visible(first_failure(lines) or next(text for _, text in map(split_mark, reversed(lines)) if text))

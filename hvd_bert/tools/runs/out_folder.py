@@ -1,4 +1,4 @@
-"""The folder of a sweep or a tuning: its lock, and the JSON file that names what must not change on a resume."""
+"""The folder of a sweep or a tuning: its lock, and the JSON file with the settings that must not change on resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_bert.tools.runs.finding import SweepFile
 OTHER_OUT = "choose another --out."
 
 
-def _previous(path: Path, same: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _previous(path: Path, same: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if not path.exists():
         return {}
     previous = read_record(path, dict[str, Any])
@@ -31,14 +31,14 @@ def _previous(path: Path, same: Mapping[str, Any], what: str) -> dict[str, Any]:
     ]
     if differing:
         raise UserError(
-            f"--out {path.parent} holds a {what} with other settings: {'; '.join(differing)}. Use the same settings, or"
+            f"--out {path.parent} holds a {kind} with other settings: {'; '.join(differing)}. Use the same settings, or"
             " choose another --out."
         )
     return previous
 
 
 def read_record(path: Path, kind: type[Kind]) -> Kind:
-    """The value in a JSON file as `kind`, see `convert`. Raises UserError."""
+    """Read a JSON file as a value of type `kind`, see `convert`. Raises UserError."""
     try:
         return convert(read_json(path), kind)
     except (OSError, ValueError) as error:
@@ -47,11 +47,11 @@ def read_record(path: Path, kind: type[Kind]) -> Kind:
 
 
 @contextmanager
-def opened(record: Path, same: Mapping[str, Any], what: str) -> Iterator[dict[str, Any]]:
-    """Create and lock the folder of `what`, a sweep or a tuning. Yields the content of its record; {} at first.
+def opened(record: Path, same: Mapping[str, Any], kind: str) -> Iterator[dict[str, Any]]:
+    """Create and lock the folder of the file `record`. Yields the file's content; {} if there is no file yet.
 
-    `same`: name -> value, each of which must equal the record's under "same". Raises UserError if one differs, if the
-    folder cannot be written and, before anything is created, if it holds something else.
+    `same`: settings that must equal the recorded ones. `kind`: sweep or tuning, for messages.
+    Raises UserError if a setting differs, if the folder cannot be written, or if it has other content.
     """
     folder = record.parent
     with ExitStack() as stack:
@@ -59,16 +59,16 @@ def opened(record: Path, same: Mapping[str, Any], what: str) -> Iterator[dict[st
             paths = list(folder.iterdir()) if folder.is_dir() else []
             if not record.exists() and {path.name for path in paths} - {LOCK}:
                 raise UserError(f"--out {folder} is not empty and has no {record.name}: choose another folder.")
-            for path in paths:  # a killed optuna's lock is a link, to which nothing is written
+            for path in paths:  # the .lock of a killed optuna is a link, but nothing is written to it
                 if is_special(path) and not path.is_dir() and path.suffix != ".lock":
                     raise UserError(f"--out {folder}: {path.name} is a link or a pipe. Remove it, or {OTHER_OUT}")
             make_folder(folder)
             stack.enter_context(locked(folder, wait=False))
-        yield _previous(record, same, what)
+        yield _previous(record, same, kind)
 
 
 def replace(record: Path, content: Any) -> None:
-    """Write the record atomically. Raises UserError if it cannot be written."""
+    """Write the file `record` atomically. Raises UserError if it cannot be written."""
     with writing_to("--out", record.parent):
         write_json(record, content)
 
@@ -81,9 +81,9 @@ def _as_text(value: Any) -> str:
 
 @contextmanager
 def locked(folder: Path, wait: bool) -> Iterator[None]:
-    """Hold a folder's lock. A run locks its own folder in the same way.
+    """Context manager: hold the lock of a folder, as a run does.
 
-    If another process has locked it, waits or raises InUse.
+    If another process has the lock, waits for it or raises InUse.
     """
     try:
         lock = locks.acquire(folder / LOCK, wait=False)

@@ -1,7 +1,7 @@
-"""Everything that a run's folder says about it, also of a run that is still going, has failed or was only evaluated.
+"""Read the folder of a run, which may also be running, have failed, or only have evaluated.
 
-What is missing or damaged is listed in `Record.problems`, and the rest is shown. The figures of `Record` that a
-comparison needs are there if `Record.comparable` has no reason against it.
+Damaged files are listed in `Record.problems`. Properties that use `Record.results` need a comparable run
+(`Record.comparable`).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ RESULTS, METRICS, SETTINGS = "train_results.json", "metrics.jsonl", "train_confi
 EVALUATED_ONLY, EVALUATION = "eval_config.yaml", "eval_results.json"
 EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
 WORLD = ("strategy", "world_size", "device_name")
-DEFAULT_SCORES = tuple(SHORT)  # of runs that record no names
-SILENT_S = 300.0  # where a lock cannot be seen: a run that has written nothing for longer is not running any more
+DEFAULT_SCORES = tuple(SHORT)  # for runs that record no names of scores
+SILENT_S = 300.0  # where locks cannot be checked, a run counts as running for this time after its last write
 State = Literal["finished", "running", "ended"]
 Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
-# Flags of a single strategy, which change how gradients are sent.
+# Flags of single strategies, which change how gradients are sent.
 OWNED = {f"--{name}": FLAGS[name] for name in OWNERS}
-# Keys of the record `work` that differ between repeats, or that the number of steps covers.
+# Keys of `work` in train_results.json that differ between repeats, or depend on the number of steps.
 NOT_COMPARED = ("--seed", "--num_train_epochs", "--max_steps")
 
 
 class TrainResults(Struct, kw_only=True):
-    """The values of train_results.json that a comparison needs. Older runs lack those with a default."""
+    """The values of train_results.json that a comparison needs. Older runs lack the values with a default."""
 
     work: dict[str, Any]
     world_size: Positive
@@ -69,7 +69,7 @@ class TrainResults(Struct, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A run."""
+    """The files of a run."""
 
     name: str
     state: State
@@ -77,16 +77,16 @@ class Record:
     steps: LineArrays  # lines of metrics.jsonl
     evaluations: LineArrays
     gpus: LineArrays  # lines of gpu_usage.jsonl
-    facts: Mapping[str, Any]  # train_results.json; of an unfinished run what it recorded at its start
+    facts: Mapping[str, Any]  # train_results.json; for an unfinished run, the record of its start
     settings: Mapping[str, Any]
     scores: Mapping[str, Any]
     samples: Sequence[Mapping[str, Any]]
-    checkpoints: Sequence[int]  # their steps, in increasing order
-    best: Mapping[str, Any]  # `metric`, `value` and `step`; of an unfinished run, by the newest checkpoint
-    ended: str  # the recorded reason why a run that is not finished has ended; "" if there is none
-    warnings: Sequence[Mapping[str, Any]]  # with the ranks that gave them
-    skipped_steps: Sequence[Mapping[str, Any]]  # with their windows
-    worlds: Sequence[str]  # strategy, number of ranks and device of its starts: several if they changed on a resume
+    checkpoints: Sequence[int]  # steps, in increasing order
+    best: Mapping[str, Any]  # `metric`, `value` and `step`; for an unfinished run, from the newest checkpoint
+    ended: str  # the recorded reason why an unfinished run has ended; "" if there is none
+    warnings: Sequence[Mapping[str, Any]]  # events, with their ranks
+    skipped_steps: Sequence[Mapping[str, Any]]  # events, with the windows
+    worlds: Sequence[str]  # strategy, number of ranks and device at each start, without repeats
     problems: Sequence[str]  # files, or lines of files, that could not be read
 
     @property
@@ -114,7 +114,7 @@ class Record:
 
     @property
     def score_names(self) -> list[str]:
-        """The names of the task's scores, as in eval_results.json."""
+        """Names of the task's scores, as in eval_results.json."""
         names = converted(self.facts.get("scores"), list[str], [*DEFAULT_SCORES])
         return [name for name in names if name in self.scores or f"eval_{name}" in self.evaluations]
 
@@ -163,17 +163,17 @@ class Record:
 
     @property
     def work(self) -> Mapping[str, str]:
-        """Settings, model and data; equal if two runs did the same work."""
+        """Settings, model and data, which must be equal in compared runs."""
         return {name: value for name, value in self._identity.items() if name not in (*NOT_COMPARED, *OWNED)}
 
     @property
     def variant(self) -> Mapping[str, str]:
-        """Settings of the strategy, which only change how the same gradients are sent."""
+        """Settings of the strategy, which only change how gradients are sent."""
         found = {name: self._identity[name] for name in OWNED if name in self._identity}
         for name, flag in OWNED.items():
             if name not in found and flag.owner == self.results.strategy:
                 value = self.settings.get(name[2:])
-                found[name] = str(flag.default if value is None else value)  # older runs lack it
+                found[name] = str(flag.default if value is None else value)  # missing in the results of older runs
         return found | {"controller": visible(str(self.results.controller))}
 
     @property
@@ -194,28 +194,28 @@ class Record:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it is known that the ranks are on CPUs."""
+        """Whether the ranks are on CPUs; False if unknown."""
         return bool(self.results.ranks) and self.results.ranks[0].get("device") == "cpu"
 
     @property
     def needed_cores(self) -> int:
-        """Cores of a host that the ranks on it can use at once, on the host with the most ranks."""
+        """Number of threads of all ranks on a host, on the host with the most ranks."""
         by_host = Counter(str(rank.get("host")) for rank in self.results.ranks)
         return max(by_host.values(), default=1) * self.results.threads_per_rank
 
     def of_processes(self, key: str, over: Callable[[list[float]], float] = statistics.median) -> float | None:
-        """A figure of the ranks' whole processes, such as `user_s`; None if no rank has it."""
+        """A figure of the ranks' processes, such as `user_s`, combined by `over`; None if no rank has it."""
         known = [value for process in self.results.processes if (value := process.get(key)) is not None]
         return over(known) if known else None
 
     @property
     def memory_bytes(self) -> float | None:
-        """The maximum over the ranks."""
+        """Peak memory per rank, maximum over the ranks."""
         return self.of_processes("memory_peak_bytes", max)
 
     @property
     def windows_per_s(self) -> float:
-        """Windows per second in the steady state: every line after the first."""
+        """Windows per second over all lines after the first, which is warm-up."""
         seconds = self.steps["step_s"][1:] * np.diff(self.steps["step"])
         return float(np.average(self.steps["windows_per_s"][1:], weights=seconds))
 
@@ -233,16 +233,16 @@ class Record:
 
     @property
     def final_scores(self) -> Mapping[str, float | None]:
-        """All scores of the task, of the last evaluation."""
+        """The task's scores in the last evaluation."""
         return {name: finite_number(self.scores.get(name)) for name in self.results.scores}
 
 
 def read(folder: Path) -> Record:
-    """Read the run in a folder. It may be written at the same time."""
+    """Read the run in a folder, which may be written at the same time."""
     problems: list[str] = []
     events = objects(list(tolerant.read_lines(folder / EVENTS, problems)))
     starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
-    # A later evaluation in the folder of a training is not how the run was started.
+    # Starts of trainings only: a later evaluation may have used the folder.
     begins = [events[number] for number in starts if "train_steps" in events[number]]
     since = events[starts[-1] :] if starts else []
     ends = [str(event.get("message")).removeprefix("hvd_bert: ") for event in since if event.get("event") == "end"]
@@ -278,7 +278,7 @@ def read(folder: Path) -> Record:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """A run's flags; empty if their file is missing or damaged, since no comparison depends on them."""
+    """Read a run's flags; empty if the file is missing or damaged, as no comparison depends on it."""
     try:
         settings = yaml.safe_load(read_text(path, MAX_YAML_BYTES))
     except (OSError, ValueError, yaml.YAMLError, RecursionError, OverflowError):
@@ -301,6 +301,6 @@ def _is_running(folder: Path) -> bool:
 
 
 def _checkpoints(folder: Path) -> list[int]:
-    """The steps of the checkpoints; without those that were set aside."""
+    """The steps of the checkpoints, except checkpoints that were set aside."""
     names = (re.fullmatch("checkpoint-(0|[1-9][0-9]*)", path.name) for path in folder.glob("checkpoint-*"))
     return sorted(int(name[1]) for name in names if name)

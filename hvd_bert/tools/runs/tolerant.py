@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from hvd_bert.storage.reading import Kind, convert, parse_json, read_json, read_text
 
-MAX_BYTES = 2**32  # of a JSON Lines file: millions of lines
-MAX_STEP = 2**53  # floats hold all whole numbers up to it
-LARGEST = 1e300  # of a number, so that products and sums are finite
+MAX_BYTES = 2**32  # maximum size of a JSON Lines file
+MAX_STEP = 2**53  # floats hold all whole numbers up to this one
+LARGEST = 1e300  # limit of all numbers, so that products and sums are finite
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,25 @@ class LineArrays:
         return self.columns.get(key, np.full(len(self), math.nan))
 
     def mean(self, key: str) -> float:
-        """Mean over the steps after the first line, which is warm-up, as far as known; NaN if unknown."""
+        """Mean over the known values after the first line, which is warm-up; NaN if there are none."""
         values, weights = self[key][1:], np.diff(self["step"])
         known = np.isfinite(values)
         return float(np.average(values[known], weights=weights[known])) if known.any() else math.nan
 
     def where(self, key: str, value: float) -> LineArrays:
-        """The lines in which `key` has this value."""
+        """The lines in which `key` has a value."""
         chosen = self[key] == value
         return LineArrays({name: column[chosen] for name, column in self.columns.items()})
 
 
 def columns(lines: Sequence[Mapping[str, Any]]) -> LineArrays:
-    """The numbers of the lines by key."""
+    """Make arrays of the numbers in JSON objects, by key."""
     keys = dict.fromkeys(key for line in lines for key in line)
     return LineArrays({key: np.array([finite_number(line.get(key)) for line in lines], np.float64) for key in keys})
 
 
 def converted(value: Any, kind: type[Kind], default: Kind) -> Kind:
-    """A value of this type; the default for another one, as in a damaged file."""
+    """The value, or `default` if the value has another type, as in a damaged file."""
     try:
         return convert(value, kind)
     except ValueError:
@@ -65,7 +65,7 @@ def objects(value: Any) -> list[dict[str, Any]]:
 
 
 def finite_number(value: Any) -> float | None:
-    """A finite number of moderate size; None for anything else."""
+    """The value if it is a finite number below LARGEST, else None."""
     finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return float(value) if finite else None
 
@@ -76,7 +76,7 @@ def unreadable(path: Path, error: Exception) -> str:
 
 
 def load(path: Path, problems: list[str], kind: type[Kind]) -> Kind:
-    """A JSON file's object or list; empty if the file is missing, damaged or holds anything else."""
+    """Read an object or list from a JSON file; empty if the file is missing, damaged or of another type."""
     try:
         return converted(read_json(path), kind, kind())
     except (OSError, ValueError) as error:
@@ -86,7 +86,7 @@ def load(path: Path, problems: list[str], kind: type[Kind]) -> Kind:
 
 
 def read_lines(path: Path, problems: list[str]) -> Iterator[Any]:
-    """The values of a JSON Lines file. A last line without its end is being written."""
+    """Read the values of a JSON Lines file. An incomplete last line is being written and is no problem."""
     try:
         lines = read_text(path, MAX_BYTES, "replace").split("\n")
     except FileNotFoundError:
@@ -106,7 +106,7 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[Any]:
 
 
 def read_metrics(path: Path, problems: list[str]) -> tuple[LineArrays, LineArrays]:
-    """The lines of the steps, in increasing order, and those of the evaluations."""
+    """Read the lines of steps, whose numbers must increase, and the lines of evaluations."""
     steps: list[Mapping[str, Any]] = []
     evaluations: list[Mapping[str, Any]] = []
     left_out = 0

@@ -1,4 +1,4 @@
-"""The trainer's flags of runs that a command starts: defaults, those that the command sets, and the data's."""
+"""The trainer's flags in commands that start runs: defaults, flags that the command sets, flags of the data."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import UserError
 
 PRESET = "sweep"
-# Flags that belong to one strategy -> that strategy.
+# Flags of single strategies -> their strategy.
 OWNERS = {name: flag.owner for name, flag in FLAGS.items() if flag.owner}
-# Flags that name the training data. Without any of them the preset is trained.
+# Flags that name the training data. Without any of them, PRESET is trained.
 DATA_FLAGS = {"config", "task", "dataset_name", "train_file"}
-# Only steps are timed and, without dropout, all strategies have the same losses. The user's flags override these.
+# Time only steps, and make losses comparable between strategies. The user's flags override these defaults.
 DEFAULTS = (
     "--dropout=0",
     "--save_steps=0",
     "--no_do_eval",
     "--eval_strategy=no",
     "--logging_steps=5",
-    "--lr_scaling=none",  # the same learning rate for any number of ranks, so that losses can be compared
+    "--lr_scaling=none",  # losses can be compared only at the same learning rate
 )
 FROM_START = "each run starts from scratch, in its own folder below --out"
 DISTORTS_TIMES = "recording would distort the measured times"
-# Flags that a sweep sets for each run -> what to do instead.
+# Flags that a sweep sets for each run -> remedy.
 SET_BY_SWEEP = {
     **{name: FROM_START for name, flag in FLAGS.items() if flag.chooses_start},
-    # --peak_tflops is no recording, and the MFU needs it.
+    # --peak_tflops records nothing, and the MFU needs it.
     **{name: DISTORTS_TIMES for name, flag in FLAGS.items() if flag.group == "profiling" and name != "peak_tflops"},
     "output_dir": "name the folder of all runs with --out",
     "do_train": "each run trains",
@@ -46,14 +46,14 @@ def names_data(flags: Sequence[str]) -> bool:
 
 
 def with_defaults(flags: Sequence[str], threads: int | None, defaults: Sequence[str] = DEFAULTS) -> list[str]:
-    """The trainer's flags: defaults, then the user's, which override them. `threads`: per rank."""
+    """Add defaults to the user's flags of the trainer. `threads`: per rank."""
     preset = [] if names_data(flags) else [f"--config={PRESET}"]
     ours = [*defaults, *([] if threads is None else [f"--num_threads={threads}"])]
     return [*preset, *command_line.override_argv(ours, flags)]
 
 
 def check_own(flags: Sequence[str], own: Mapping[str, str], who: str) -> None:
-    """Raise UserError for a trainer's flag that `who` sets itself. `own`: those flags -> what to do instead."""
+    """Raise UserError for a trainer's flag that the command `who` sets itself. `own`: these flags -> remedy."""
     for spelling in sorted(command_line.flag_names(flags)):
         for name in command_line.given_flags([f"--{spelling}"]) & own.keys():
             raise UserError(f"--{spelling}: {who} sets it for each run: {own[name]}.")
