@@ -1,4 +1,4 @@
-"""Pages, tables and charts, and values as text with their units."""
+"""Pages, tables and charts; this module formats values with their units."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ SHORT = {"exact_match": "EM", "f1": "F1"}  # the scores of question answering, a
 
 
 def number(value: float | None, form: str = ".4g") -> str:
-    """A figure, or a dash if it is unknown."""
+    """Format a figure; a dash if it is unknown."""
     return DASH if value is None else format(value, form)
 
 
 def counted(count: float, noun: str) -> str:
-    """A number of things, such as 1 rank or 2 ranks."""
+    """Format a count with its noun: 1 rank, 2 ranks."""
     return f"{count:.12g} {noun}" if count == 1 else f"{count:.12g} {noun}s"
 
 
 def shown(value: Any) -> str:
-    """A setting or a fact as text."""
+    """Format a setting or a fact."""
     if value is None:
         return DASH
     if isinstance(value, bool):
@@ -31,7 +31,7 @@ def shown(value: Any) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time as 15 s, 1.23 ms or 40 us; a dash if it is NaN."""
+    """Format a time: 15 s, 1.23 ms, 40 us; a dash if it is NaN."""
     if math.isnan(value):
         return DASH
     unit, scale = time_unit(value)
@@ -39,12 +39,12 @@ def seconds(value: float) -> str:
 
 
 def time_unit(value: float) -> tuple[str, float]:
-    """The unit in which a time in seconds is 1 or more, and how many of it are a second."""
+    """The largest unit of which a time (in seconds) has at least 1, and the number of units per second."""
     return ("s", 1) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("us", 1e6)
 
 
 def duration(value: float) -> str:
-    """A time as 15 s, 5 min 1 s or 3 h 20 min."""
+    """Format a long time: 15 s, 5 min 1 s, 3 h 20 min."""
     whole = round(value)
     if whole < 60:
         return f"{whole} s"
@@ -55,12 +55,12 @@ def duration(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as 12.3 %."""
+    """Format a share: 12.3 %."""
     return f"{100 * share:.1f} %"
 
 
 def byte_size(size: float) -> str:
-    """A size as 40 bytes or 42.3 MiB."""
+    """Format a size: 40 bytes, 42.3 MiB."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{digits(size)} {unit}"
@@ -69,5 +69,5 @@ def byte_size(size: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Three significant digits, and no exponent for large numbers."""
+    """Format a number with three significant digits and without an exponent."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"

@@ -1,4 +1,4 @@
-"""Curves for the HTML page. The browser draws them with plotly.js (charts.js), from data that is part of the page."""
+"""Curves of the HTML page. The page contains their data, which charts.js draws in the browser with plotly.js."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from hvd_bert.errors import visible
 
-MAX_POINTS = 1000  # of a curve
-MAX_POINTS_OF_ALL = 20_000  # of a chart, so that a page of 50 runs opens quickly
+MAX_POINTS = 1000  # per curve
+MAX_POINTS_OF_ALL = 20_000  # per chart, so that a page of 50 runs opens quickly
 MIN_POINTS = 100
 
 
@@ -27,24 +27,24 @@ class Series:
     name: str
     x: ArrayLike
     y: ArrayLike  # NaN: no value
-    colour: int = 0  # its place in the palette: a run has one colour in all charts
-    points: bool = False  # marks each point, for few
-    band: Sequence[NDArray[np.float64]] = ()  # the lower and the upper edge of an area around it
+    colour: int = 0  # index in the palette: a run has the same colour in all charts
+    points: bool = False  # mark each point, for curves of few points
+    band: Sequence[NDArray[np.float64]] = ()  # lower and upper edge of an area around the curve
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over `x_title`."""
+    """A chart of one or more curves."""
 
     title: str
     x_title: str
     y_title: str
     series: Sequence[Series]
-    stacked: bool = False  # areas on top of each other, which add up to a whole
-    noisy: bool = False  # measured: the page draws a smoothed curve over each
+    stacked: bool = False  # stacked areas, which add up to a whole
+    noisy: bool = False  # the page adds a smoothed curve to each curve
 
     def data(self) -> Markup:
-        """JSON for charts.js, which can stand inside a script element."""
+        """JSON for charts.js, escaped for a script element."""
         limit = max(MIN_POINTS, min(MAX_POINTS, MAX_POINTS_OF_ALL // max(1, len(self.series))))
         curves = [_curve(series, limit) for series in self.series]
         content = {"x": self.x_title, "stacked": self.stacked, "noisy": self.noisy, "curves": curves}
@@ -53,7 +53,7 @@ class Chart:
 
     @property
     def rows(self) -> list[list[str]]:
-        """A summary of each curve, for readers without the picture; its header is in page.html."""
+        """Rows of a table that summarizes the curves, for screen readers. The header is in page.html."""
         rows = []
         for series in self.series:
             x, y = finite(series)
@@ -64,7 +64,7 @@ class Chart:
 
 
 def finite(series: Series) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The points of a curve that have values."""
+    """The points of a curve, without points that have no value."""
     x, y = np.asarray(series.x, dtype=np.float64), np.asarray(series.y, dtype=np.float64)
     known = np.isfinite(x) & np.isfinite(y)
     return x[known], y[known]
@@ -92,18 +92,19 @@ def _short(values: NDArray[np.float64]) -> list[float | int]:
 def downsample(
     x: NDArray[np.float64], y: NDArray[np.float64], limit: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """At most `limit` of the points: the first, the last, and the lowest and highest of each of equally long parts."""
+    """Choose at most `limit` points: the first, the last, and the extremes of sections of equal length."""
     if len(y) <= limit:
         return x, y
     edges = np.linspace(0, len(y), (limit - 2) // 2 + 1).astype(int)
-    parts = [(start, y[start:end]) for start, end in itertools.pairwise(edges)]
-    extremes = [start + part.argmin() for start, part in parts] + [start + part.argmax() for start, part in parts]
+    sections = [(start, y[start:end]) for start, end in itertools.pairwise(edges)]
+    lowest = [start + section.argmin() for start, section in sections]
+    extremes = lowest + [start + section.argmax() for start, section in sections]
     chosen = np.unique([0, *extremes, len(y) - 1])
     return x[chosen], y[chosen]
 
 
 def scripts() -> list[Markup]:
-    """The JavaScript of a page with charts: plotly.js, and what draws the charts."""
+    """The JavaScript of a page with charts: plotly.js and charts.js."""
     plotly = resources.files("plotly").joinpath("package_data/plotly.min.js")
     own = resources.files("hvd_bert.tools.rendering").joinpath("charts.js")
     return [Markup(file.read_text(encoding="utf-8")) for file in (plotly, own)]

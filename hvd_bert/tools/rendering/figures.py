@@ -1,4 +1,4 @@
-"""The style and the files of matplotlib's figures. Importing this module makes matplotlib draw without a display."""
+"""Style and file formats of matplotlib's figures. Importing this module makes matplotlib draw without a display."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ STYLE: Any = {
     "savefig.dpi": 300,
     "pdf.fonttype": 42,  # publishers refuse the default, Type 3
     "svg.hashsalt": "hvd_bert",  # the same runs give the same file
-    "text.parse_math": False,  # a name with dollar signs is no formula
+    "text.parse_math": False,  # names with dollar signs are no formulas
 }
 UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 def saved(figure: Figure, form: str = "png") -> bytes:
-    """The figure as a file of this format."""
+    """The content of a file with the figure."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=form, metadata=UNDATED.get(form))
     return buffer.getvalue()

@@ -16,12 +16,12 @@ from hvd_bert.errors import visible
 from hvd_bert.tools.rendering import DASH
 from hvd_bert.tools.rendering.charts import Chart, scripts
 
-WIDTH = 100  # of text for a terminal
+WIDTH = 100  # characters per line on a terminal
 
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph, or a heading if `level` is from 1 to 3. Those of level 2 are in the page's navigation."""
+    """A paragraph, or a heading if `level` is from 1 to 3. The page's navigation shows headings of level 2."""
 
     text: str
     level: int = 0
@@ -29,7 +29,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Status:
-    """A state in one or two words, and what to know about it."""
+    """A state in one or two words, with an explanation."""
 
     label: str
     text: str
@@ -45,7 +45,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Quote:
-    """A quotation, a part of which stands out."""
+    """A quotation with a marked part."""
 
     before: str
     marked: str
@@ -104,14 +104,14 @@ class Grid:
 
     def without_empty(self) -> Grid:
         """The table without columns of dashes alone."""
-        known = [any(row[place] != DASH for row in self.rows) for place in range(len(self.head))]
+        known = [any(row[column] != DASH for row in self.rows) for column in range(len(self.head))]
         head, *rows = ([cell for cell, keep in zip(row, known, strict=True) if keep] for row in (self.head, *self.rows))
         return Grid(head, rows, self.words)
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG; `alt` describes it. `half`: takes half of a wide page. `others`: name -> the same in other formats."""
+    """A PNG with its description `alt`. `half`: half as wide as the page. `others`: files in other formats by name."""
 
     name: str
     png: bytes
@@ -135,7 +135,7 @@ class Page:
         self.blocks += blocks
 
     def add_section(self, title: str, *blocks: Block) -> None:
-        """Add a heading of the navigation with the blocks that are not empty; nothing without any."""
+        """Add a section with the blocks that are not empty, unless all are empty."""
         shown = [block for block in blocks if not _is_empty(block)]
         self.blocks += [Text(title, 2), *shown] if shown else []
 
@@ -194,5 +194,5 @@ _LATEX = str.maketrans({mark: f"\\{mark}" for mark in "&%$#_{}"} | {mark: f"${ma
 
 
 def latex(text: str) -> str:
-    """The text for LaTeX, with its special characters escaped."""
+    """Escape the special characters of LaTeX."""
     return " ".join(visible(text).split()).translate(_LATEX)
