@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def main(world: World) -> None:
-    """Run the whole measurement on one rank. Called by all ranks."""
+    """Run the whole measurement. Called by all ranks."""
     with world.raise_on_all_ranks():
         own, config = parse(sys.argv[1:])
     with collector_paused():
@@ -37,7 +37,7 @@ def main(world: World) -> None:
     speed.run(own, config, world)
 
 
-# Flags that name weights or a tokenizer. Random windows need neither.
+# Flags that name weights or a tokenizer, which random windows do not need.
 MODEL_FLAGS = {"model_name_or_path", "config_name", "tokenizer_name"}
 
 

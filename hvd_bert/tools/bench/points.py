@@ -1,4 +1,4 @@
-"""The points of a sweep: its trainings, their sizes and order, and the trainer's flags for each."""
+"""The points of a sweep: trainings with their sizes and order, and the trainer's flags for each point."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ PointState = Literal["done", "skipped", "failed", "waiting"]
 
 @dataclass(eq=False)
 class SweepPoint(Point):
-    """A training of a sweep, and its result: the fields of its row in sweep.json.
+    """A training of a sweep and its result: a row of sweep.json.
 
-    `reason`: of a failure or a skip. `seconds`: wall time.
+    `reason`: why the point failed or was skipped. `seconds`: wall time.
     """
 
     scaling: str
@@ -40,17 +40,17 @@ class SweepPoint(Point):
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """Name of the point's folder."""
         return f"{self.strategy}-{self.ranks}-{self.scaling}-{self.repeat}"
 
     @property
     def setting(self) -> tuple[str, int, str]:
-        """Strategy, ranks and scaling, which its repeats share."""
+        """Strategy, ranks and scaling, which are the same for all repeats."""
         return self.strategy, self.ranks, self.scaling
 
 
 class SweepPlan(argparse.Namespace):
-    """A sweep's own flags, with the trainer's `flags` as given by the user, and `threads` per rank.
+    """The flags of a sweep. `flags`: the user's flags of the trainer. `threads`: per rank.
 
     `epochs` replaces `steps`, and `seeds` replaces `repeats`: one run per seed.
     """
@@ -67,13 +67,13 @@ class SweepPlan(argparse.Namespace):
     threads: int | None
 
     def points(self, config: Config) -> list[SweepPoint]:
-        """All points in the order in which they run. `config`: the settings that they share.
+        """All points in the order of the runs. `config`: the settings of all points.
 
         Each repeat runs all settings, every second repeat in reverse order, so that a drift of the machine's speed
-        affects all settings alike. Raises UserError if a batch does not divide evenly.
+        affects all settings equally. Raises UserError if a batch does not divide evenly.
         """
         accumulation = config.train.gradient_accumulation_steps
-        weak = config.train.per_device_train_batch_size * accumulation  # windows per step and rank of weak scaling
+        weak = config.train.per_device_train_batch_size * accumulation  # weak scaling: windows per step and rank
         settings = [
             (strategy, ranks, scaling)
             for scaling in SCALINGS[self.scaling]
@@ -96,7 +96,7 @@ class SweepPlan(argparse.Namespace):
         ]
 
     def _sizes(self, strategy: str) -> Sequence[int]:
-        """The numbers of ranks for a strategy: 1 for a single process, from 2 on if they are its GPUs."""
+        """The numbers of ranks for a strategy: 1 for a single process, 2 or more GPUs for `several_gpus`."""
         row = STRATEGIES[strategy]
         if not row.several_gpus:
             return [1] if row.world == ALONE else self.ranks
@@ -112,7 +112,7 @@ class SweepPlan(argparse.Namespace):
             *self.length_flags(),
             *([f"--seed={point.repeat}"] if self.seeds else []),
             f"--per_device_train_batch_size={point.global_batch // (point.ranks * accumulation)}",
-            "--global_batch=-1",  # also if the --config file fixes it
+            "--global_batch=-1",  # the --config file may fix it
             f"--output_dir={folder}",
             "--overwrite_output_dir",  # the folder already holds the log
         ]
@@ -122,19 +122,19 @@ class SweepPlan(argparse.Namespace):
         """The trainer's flags for the length of a run."""
         if self.epochs is None:
             return [f"--max_steps={self.steps}"]
-        return ["--max_steps=-1", f"--num_train_epochs={self.epochs}"]  # -1: also if the --config file limits the steps
+        return ["--max_steps=-1", f"--num_train_epochs={self.epochs}"]  # -1: the --config file may limit the steps
 
     def strategy_flags(self, strategy: str) -> list[str]:
-        """The trainer's flags for all points of a strategy: those of other strategies get their defaults."""
+        """The trainer's flags for all points of a strategy; flags of other strategies get their defaults."""
         others = [f"--{name}={FLAGS[name].default}" for name, owner in OWNERS.items() if owner != strategy]
         return command_line.override_argv(with_defaults(self.flags, self.threads), others)
 
     def common_flags(self) -> list[str]:
-        """The trainer's flags for all points, without those of single strategies."""
+        """The trainer's flags for all points, without flags of single strategies."""
         return with_defaults(command_line.drop_flags(self.flags, OWNERS), self.threads)
 
     def own_flags(self, strategy: str) -> list[str]:
-        """A strategy's own flags that the user, or the --config file, sets."""
+        """The flags of a single strategy that the user, or the --config file, sets."""
         own = {name: self.values[name] for name, owner in OWNERS.items() if owner == strategy}
         changed = {name: value for name, value in own.items() if value != FLAGS[name].default}
         return [f"--{name}" if value is True else f"--{name}={value}" for name, value in changed.items()]
@@ -146,10 +146,10 @@ class SweepPlan(argparse.Namespace):
 
 
 def check_flags(plan: SweepPlan) -> tuple[Config, dict[str, str]]:
-    """Return the settings that all points share, and the strategies that refuse them, with the reason.
+    """Return the settings of all points, and the strategies that refuse them, with the reason.
 
-    Raises UserError if no strategy accepts them: for unknown flags, missing files, and flags of strategies that are not
-    swept.
+    Raises UserError if no strategy accepts the settings, for missing files, and for flags of strategies that are not in
+    the sweep.
     """
     own = dict(SET_BY_SWEEP)
     if plan.scaling == STRONG:
@@ -164,7 +164,7 @@ def check_flags(plan: SweepPlan) -> tuple[Config, dict[str, str]]:
             )
     configs, refused = {}, {}
     for strategy in plan.strategies:
-        command_line.parse([*plan.own_flags(strategy), f"--strategy={strategy}"])  # they may exclude each other
+        command_line.parse([*plan.own_flags(strategy), f"--strategy={strategy}"])  # flags may exclude each other
         try:
             configs[strategy] = command_line.parse(
                 [*plan.strategy_flags(strategy), f"--strategy={strategy}", *plan.length_flags()]

@@ -56,7 +56,7 @@ SHARES = {f"{phase}_share": (f"share of the step: {name}", "{:.4f}") for phase, 
 
 
 class Recorder(Callback):
-    """Keeps a training's metrics in memory: the rows of metrics.jsonl."""
+    """Collects a training's metrics in memory: the rows of metrics.jsonl."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -87,7 +87,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
 def _measure(flags: argparse.Namespace, config: Config, world: World) -> dict[str, Any]:
     """Train, and return all figures and the settings. A collective."""
     args, device, recorder = config.train, world.device, Recorder()
-    last = args.max_steps + 1  # a step for the profiler, after those that count
+    last = args.max_steps + 1  # a step for the profiler, after the measured steps
     timer = HostTimer(flags.steps, last) if host_time.measurable(config, world) else None
     trained = replace(config, train=replace(args, max_steps=last)) if timer else config
     before = memory_now(device)
@@ -96,7 +96,7 @@ def _measure(flags: argparse.Namespace, config: Config, world: World) -> dict[st
     used = memory_peak(device) - before
     reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
     evaluation = None
-    if world.size * world.devices == 1 and not args.torch_compile:  # it would compile again
+    if world.size * world.devices == 1 and not args.torch_compile:  # evaluation would compile again
         steps = range(args.max_steps - flags.steps, args.max_steps)
         evaluation = evaluation_rate(task, steps, device, args.precision)
     ranks = world.allgather({"memory": used, "reserved": reserved})
@@ -123,30 +123,30 @@ def _measure(flags: argparse.Namespace, config: Config, world: World) -> dict[st
 
 
 def section_figures(row: dict[str, float]) -> dict[str, float]:
-    """The figures of one section. `row`: as logged at its end."""
+    """The figures of a section. `row`: the metrics logged at the section's end."""
     useful = {"useful_gflops": 1000 * row["tflops_per_s"]} if "tflops_per_s" in row else {}
     return useful | {name: row[name] for name in FIGURES | SHARES if name in row}
 
 
 def spread(sections: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Median, minimum and maximum over the sections, per figure."""
+    """Median, minimum and maximum of each figure over the sections."""
     columns = {name: [section[name] for section in sections] for name in sections[0]}
     return {name: {"median": median(c), "least": min(c), "most": max(c)} for name, c in columns.items()}
 
 
 def padding_share(rows: list[dict[str, float]]) -> float:
-    """Share of padding in the computed positions, over all ranks and sections. `rows`: as logged at their ends."""
+    """Share of padding in the computed positions, over all ranks and sections. `rows`: logged metrics per section."""
     tokens = [row["tokens_per_s"] * row["step_s"] for row in rows]
     positions = [count / (1 - row["padding_share"]) for count, row in zip(tokens, rows, strict=True)]
     return 1 - sum(tokens) / sum(positions)
 
 
 def evaluation_rate(task: Task, steps: range, device: torch.device, precision: str) -> float:
-    """Windows/s of these steps' batches in passes without gradients, in a world of 1."""
+    """Windows/s of forward passes without gradients, on the batches of some steps, in a world of 1."""
     assert task.plan is not None
     batches = [task.batch(ids) for step in steps for ids in task.plan.rank_windows(step, 0)]
     with evaluating(task.model), autocast(device, precision):
-        for timed in (batches[:1], batches):  # the first one warms up
+        for timed in (batches[:1], batches):  # the first batch is warm-up
             _wait(device)
             start = time.perf_counter()
             for batch in timed:
@@ -161,13 +161,12 @@ def _wait(device: torch.device) -> None:
 
 
 def _print_table(record: dict[str, Any]) -> None:
-    """Print a table."""
     spreads = record["figures"]
-    has_tokens = spreads.get("tokens_per_s") != spreads.get("windows_per_s")  # otherwise an example counts as 1
+    has_tokens = spreads.get("tokens_per_s") != spreads.get("windows_per_s")  # equal if the task counts no tokens
     rows = []
     hidden = {"checkpoint_share"} if has_tokens else {"checkpoint_share", "tokens_per_s"}
     for name, (label, form) in (FIGURES | SHARES).items():
-        if name in spreads and name not in hidden:  # unknown: the MFU, or communication that is not separate
+        if name in spreads and name not in hidden:  # the MFU and communication may be unknown
             values = [form.format(spreads[name][kind]) for kind in ("median", "least", "most")]
             rows.append([label.replace("windows", record["unit"]), *values])
     reserved, waits = record["memory_reserved_bytes"] or [0], record["host_waits"] or []
@@ -190,18 +189,18 @@ def _print_table(record: dict[str, Any]) -> None:
 # Tokens per window: minimum, deciles and maximum over the 3,889 windows of the first 11 articles of SQuAD v1.1's
 # training set, with bert-base-uncased's vocabulary, at most 384 tokens and stride 128.
 SQUAD_DECILES = (41, 95, 114, 133, 150, 167, 185, 207, 239, 279, 384)
-FIRST_TOKEN = 1000  # tokens below are special or unused in bert-base-uncased's vocabulary
+FIRST_TOKEN = 1000  # ids below are special or unused in bert-base-uncased's vocabulary
 
 
 def lengths_like_squad(count: int, longest: int, seed: int) -> NDArray[np.int32]:
-    """Lengths of `count` windows, drawn between SQuAD's deciles and clipped to `longest` tokens."""
-    places = np.random.Generator(np.random.PCG64(seed)).random(count) * (len(SQUAD_DECILES) - 1)
-    drawn = np.interp(places, np.arange(len(SQUAD_DECILES)), SQUAD_DECILES)
+    """Draw lengths of `count` windows from SQuAD's distribution, clipped to `longest` tokens."""
+    quantiles = np.random.Generator(np.random.PCG64(seed)).random(count) * (len(SQUAD_DECILES) - 1)
+    drawn = np.interp(quantiles, np.arange(len(SQUAD_DECILES)), SQUAD_DECILES)
     return np.minimum(drawn.astype(np.int32), longest)
 
 
 def random_windows(lengths: NDArray[np.int32], vocabulary: int, seed: int) -> WindowTable:
-    """A window table (`hvd_bert.data.window_table`) without text, with the columns that training reads."""
+    """Make a window table (`hvd_bert.data.window_table`) of random tokens, with the columns that training reads."""
     rng = np.random.Generator(np.random.PCG64(seed))
     first = min(FIRST_TOKEN, vocabulary - 1)
     starts = rng.integers(1, lengths - 1)
@@ -216,7 +215,7 @@ def random_windows(lengths: NDArray[np.int32], vocabulary: int, seed: int) -> Wi
 
 
 class RandomWindows(QuestionAnswering):
-    """Windows of random tokens, as long as SQuAD's, for a model with new weights: --config_name's or BERT-base."""
+    """A task for benchmarks: random windows with SQuAD's lengths, and a model with new weights."""
 
     def load(self, config: Config) -> None:
         args, data, model = config.train, config.data, config.model

@@ -1,10 +1,10 @@
-"""A sweep: train with every strategy on every number of ranks, several times, each time in new processes.
+"""A sweep: train with each strategy on each number of ranks, several times, each time in new processes.
 
     hvd-bert bench sweep --strategies none,horovod,ddp,fsdp,deepspeed --ranks 1,2,4 --repeats 5
 
 Each point is a run of `python -m hvd_bert.train` in its own folder under --out, with its output in run.log.
 `hvd-bert report OUT` makes tables and plots of them. Rerun the same command to resume.
-Exit status: 0 every point is done, 1 some failed or cannot run here, 2 bad input, 75 stopped by a signal.
+Exit status: 0 all points are done, 1 some failed or cannot run here, 2 bad input, 75 stopped by a signal.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from hvd_bert.tools.runs.one_run import MODEL, Stopped, Watch, exit_status, trai
 from hvd_bert.tools.runs.out_folder import opened, replace
 from hvd_bert.tools.runs.trainer_flags import PRESET, names_data, with_defaults
 
-FAILURES = 2  # in a row; then the setting's other repeats are not run
+FAILURES = 2  # after this number of failures in a row, a setting's other repeats are not run
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Returns the exit status."""
+    """Run the command. Returns the exit status."""
     return exit_status(partial(_sweep, argv))
 
 
@@ -63,7 +63,7 @@ def make_parser() -> Parser:
     """The parser of the sweep's own flags."""
     parser = Parser(prog="hvd-bert bench sweep", allow_abbrev=False)
     parser.description = (
-        "Train with every strategy on every number of ranks, and compare their throughput. All other flags go to"
+        "Train with each strategy on each number of ranks, and compare their throughput. All other flags go to"
         " python -m hvd_bert.train. A flag of one strategy, such as --zero_stage, goes to that strategy only. Without"
         " --train_file, --dataset_name or --config it trains the preset `sweep`: the sample's text and a BERT of 6"
         " layers with new weights."
@@ -77,7 +77,7 @@ def make_parser() -> Parser:
     number.add_argument("--seeds", metavar="N,...", type=_seeds, default=[], help=seeds)
     length = parser.add_mutually_exclusive_group()
     add_number(length, "--steps", 30, "Optimizer steps per run; the first is warm-up.", Limits(minimum=2))
-    epochs = "In place of --steps: passes over the training windows per run. (default: none)"
+    epochs = "In place of --steps: epochs per run. (default: none)"
     add_number(length, "--epochs", None, epochs, Limits(above=0, maximum=1e9), metavar="X")
     parser.add_argument(
         "--scaling",
@@ -116,18 +116,18 @@ def _seeds(text: str, minimum: int = 0, name: str = "seeds") -> list[int]:
 
 
 class Sweep:
-    """A plan, its launcher and folder, and its progress."""
+    """A running sweep: the plan, the launcher, the folder, and the progress."""
 
     def __init__(self, plan: SweepPlan, launching: Launching, argv: Sequence[str], check: Watch) -> None:
         """Check everything before the first run starts. Raises UserError."""
         self.plan, self.launching, self.out, self.check = plan, launching, plan.out, check
         self.config, self.refused = check_flags(plan)
         self.points = plan.points(self.config)
-        self.other_rows: list[dict[str, Any]] = []  # of points that this plan does not name
+        self.other_rows: list[dict[str, Any]] = []  # points of earlier commands that this plan does not have
         self.now = {"command": ["hvd-bert", "bench", "sweep", *argv], **launching.machine.record()}
         self.same = self._same()
         self.failures: Counter[tuple[str, int, str]] = Counter()
-        self.unit = "windows"  # what a step takes, known after the first run
+        self.unit = "windows"  # unit of a batch, known after the first run
 
     def _same(self) -> dict[str, object]:
         """The settings that must stay the same when the sweep resumes."""
@@ -168,7 +168,7 @@ class Sweep:
         return status
 
     def _report(self) -> bool:
-        """Write the report, if one was asked for. Returns whether it was written."""
+        """Write the report if --report is given. Returns whether it was written."""
         if not self.plan.report:
             return False
         again = ["--overwrite"] if self.plan.overwrite else []
@@ -177,20 +177,20 @@ class Sweep:
         return subprocess.run(report, check=False).returncode == EXIT_OK
 
     def _stopped(self, reason: str, done: int) -> Stopped:
-        """Requeue the Slurm job. `done`: the points that were done at the start; a failed one is run again."""
-        left, now = len(self._in_state("waiting")), len(self._in_state("done"))
+        """Requeue the Slurm job, and describe the stop. `done`: number of points that were done at the start."""
+        remaining, now = len(self._in_state("waiting")), len(self._in_state("done"))
         progress = f"{now} of {len(self.points)} points" if now > done else ""
         why_not: str | None = ""
-        if "SIGINT" not in reason:  # Ctrl-C in a session inside of a batch job
+        if "SIGINT" not in reason:  # Ctrl-C in an interactive session of a job
             why_not = slurm.requeue(os.environ, self.plan.requeue, progress, partial(print, flush=True))
-        stopped = Stopped(f"{reason}, {left} points left")
+        stopped = Stopped(f"{reason}, {remaining} points remaining")
         stopped.then = "" if why_not is None else f"{why_not} {stopped.then}".strip()
         return stopped
 
     def _resume(self, previous: dict[str, Any]) -> None:
-        """Find the points that are done, and those that cannot run here. `previous`: sweep.json of an earlier start.
+        """Find the points that are done or cannot run here. `previous`: sweep.json of an earlier start.
 
-        Strategies, ranks, repeats and kinds of scaling may be added. Rows of other points stay.
+        Strategies, ranks, repeats and kinds of scaling may be added. Rows of other points stay in sweep.json.
         """
         self.same = previous.get("same", {}) | self.same
         rows = {row["name"]: row for row in previous.get("points", [])}
@@ -206,7 +206,6 @@ class Sweep:
         self.other_rows = list(rows.values())
 
     def _write(self) -> None:
-        """Write sweep.json."""
         rows = [{"name": point.name, **vars(point)} for point in self.points]
         replace(self.out / SWEEP, {"same": self.same, **self.now, "points": rows + self.other_rows})
 
@@ -242,7 +241,7 @@ class Sweep:
             print(f"[{number}/{len(self.points)}] {label}: {outcome}{took}  ETA {self._eta()}", flush=True)
 
     def _eta(self) -> str:
-        """The time that the remaining points take: each the mean of its repeats, else of all runs."""
+        """Estimate the time of the remaining points, each by the mean of its finished repeats, else of all runs."""
         ran = [(point.setting, point.seconds) for point in self.points if point.seconds is not None]
         if not ran:
             return "?"
@@ -257,7 +256,7 @@ class Sweep:
         folder, environ = self.out / point.name, self.launching.environment(point, os.environ)
         flags = self.plan.trainer_flags(point, self.config.train.gradient_accumulation_steps, folder)
         point.command = self.launching.command(point, flags, environ)
-        first = point.strategy == "none" and not self._in_state("done")  # all points share its wrong setting
+        first = point.strategy == "none" and not self._in_state("done")  # bad input would fail all points
         timeout = self.plan.timeout
         point.reason, point.seconds = train(point.command, environ, folder, timeout, self.check, refuse=first)
         if point.reason:
@@ -267,12 +266,12 @@ class Sweep:
         run = record.read(folder)
         point.state, point.windows_per_s, self.unit = "done", run.windows_per_s, run.unit
         self.failures[point.setting] = 0
-        if point.repeat != self.points[0].repeat:  # one saved model per point is enough; weights are large
+        if point.repeat != self.points[0].repeat:  # models are large, so only the first repeat's is retained
             with writing_to("--out", self.out):
                 delete(folder / MODEL)
 
     def _print_reasons(self, state: PointState) -> None:
-        """Print each reason once, with its points."""
+        """Print each reason once, with its points' names."""
         points: dict[str, list[str]] = {}
         for point in self._in_state(state):
             points.setdefault(point.reason, []).append(point.name)
