@@ -1,1 +1,1 @@
-"""Analysis of Horovod timelines: phases, messages, steps, stragglers (`hvd-bert timeline FILE`)."""
+"""Analyze Horovod timelines: phases, messages, steps, stragglers (`hvd-bert timeline FILE`)."""

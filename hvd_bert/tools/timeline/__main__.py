@@ -3,7 +3,7 @@
     HOROVOD_TIMELINE=timeline.json horovodrun -np 2 python -m hvd_bert.train ...
     hvd-bert timeline timeline.json --html timeline.html
 
-One process, without torch or a launcher. It also reads timelines of killed runs. Exit status: 0 done, 2 bad input.
+Runs in one process, without torch or a launcher. Also reads timelines of killed runs. Exit status: 0 done, 2 bad input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hvd_bert.tools.timeline.findings import read
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit status."""
+    """Run the command. Returns the exit status."""
     return run_command(lambda: _analyze(make_parser().parse_args(argv)))
 
 
@@ -50,9 +50,7 @@ def _analyze(flags: argparse.Namespace) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     parser = Parser(prog="hvd-bert timeline")
-    parser.description = (
-        "Analyze a Horovod timeline: phases, bandwidth, exposed communication, stragglers, and what to change."
-    )
+    parser.description = "Analyze a Horovod timeline: phases, bandwidth, exposed communication, stragglers, and advice."
     parser.add_argument(
         "file", metavar="FILE", type=Path, help="Timeline written by --timeline_file or HOROVOD_TIMELINE."
     )

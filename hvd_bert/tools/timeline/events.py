@@ -1,13 +1,13 @@
 """Read a timeline of Horovod 0.28, event by event.
 
 The format, from horovod/common/timeline.cc: a JSON array, which rank 0 writes for all ranks. A tensor is a "process":
-two lines of metadata name its `pid`. Other events follow without line breaks, so most of a file is one line:
+two lines of metadata give the tensor's `pid`. Other events follow without line breaks, so most of a file is one line:
 
     {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": 5780290, "pid": 47},{"ph": "X", "name": "1", "ts": ...}
 
 `ts` is in microseconds. `B` and `E` begin and end a span; `E` has no name. The last `E` of an operation has the
 tensor's dtype and shape. `X` means that rank 1 has become ready. `i` is the start of a cycle. After every event the
-file ends with "]", which the next event overwrites. The file of a killed job may lack it and end within an event.
+file ends with "]", which the next event overwrites. The file of a killed job may lack the "]" and end within an event.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tqdm import tqdm
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import GIB, MIB, open_regular
 
-Event = tuple[str, str, int, int, int]  # phase, name of a BEGIN or rank of a TICK, microseconds, tensor, its bytes
+Event = tuple[str, str, int, int, int]  # phase, name of a BEGIN or rank of a TICK, microseconds, tensor, bytes
 NONE = -1  # none, or unknown
 BEGIN, END, TICK = "B", "E", "X"
-BLOCK = 2 * MIB  # that are parsed at a time
-MAX_BYTES = GIB  # that are read of a file: the analysis needs up to three times as much memory
-LONGEST_EVENT = MIB  # nothing longer is an event
-LARGEST = 2**50  # bytes of a tensor
+BLOCK = 2 * MIB  # bytes that are parsed at a time
+MAX_BYTES = GIB  # bytes of a file that are read: the analysis needs up to three times as much memory
+LONGEST_EVENT = MIB  # maximum length of an event
+LARGEST = 2**50  # maximum bytes of a tensor
 _START = b'{"ph": "'
 _EVENT = re.compile(
     r'"ph": "(?:E|([BXi])", "name": "([^"]{0,200}))", "ts": (\d{1,15})(?=[,}])'
@@ -46,10 +46,10 @@ ITEM_BYTES |= dict.fromkeys(("int32", "float32", "uint32"), 4) | dict.fromkeys((
 
 @dataclass
 class Timeline:
-    """A file. The other attributes are complete once all events are read.
+    """A timeline's file. All attributes except `path` are filled while `events` reads the file.
 
-    `names`: of spans. `ranks`: those that ticks name. `count`: number of events of tensors. `first_us`, `last_us`:
-    times of the first and the last event. `cut_short`: the last event that was read is not followed by "]".
+    `names`: names of spans. `ranks`: ranks named by ticks. `count`: number of events of tensors. `first_us`, `last_us`:
+    times of the first and the last event. `cut_short`: no "]" follows the last event.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class Timeline:
     cut_short: bool = False
 
     def events(self) -> Iterator[Event]:
-        """The events of tensors in the file's order. An incomplete one is left out. Raises UserError."""
+        """Read the complete events of tensors, in the file's order. Raises UserError."""
         _check_start(self.path)
         for phase, name, time, pid, dtype, shape in self._matches():
             ts = int(time)
@@ -77,7 +77,7 @@ class Timeline:
                 yield phase or END, name, ts, int(pid), _tensor_bytes(dtype, shape) if dtype else NONE
 
     def _matches(self) -> Iterator[tuple[str, ...]]:
-        """The groups of _EVENT for each event in the first MAX_BYTES, with a progress bar on a terminal."""
+        """Match _EVENT in the first MAX_BYTES, with a progress bar on a terminal. Yields the groups of each match."""
         size, rest = min(self.path.stat().st_size, MAX_BYTES), b""
         bar: dict[str, Any] = {"disable": None, "leave": False, "desc": self.path.name}
         with open_regular(self.path) as opened, tqdm.wrapattr(opened, "read", size, **bar) as file:
@@ -91,7 +91,7 @@ class Timeline:
 
 
 def _check_start(path: Path) -> None:
-    """Raise UserError if the file cannot be read or does not start like a timeline."""
+    """Raise UserError if the file cannot be read or is no timeline by its first bytes."""
     try:
         with open_regular(path) as file:
             start = file.read(LONGEST_EVENT).removeprefix(codecs.BOM_UTF8)
@@ -99,7 +99,7 @@ def _check_start(path: Path) -> None:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from None
     if not start.strip(b"[]\n\r \0"):
         raise UserError(
-            f"{path} has no events. Horovod writes them when tensors are sent: the run may have ended before."
+            f"{path} has no events. Horovod writes them when tensors are sent: the run may have ended before that."
         )
     if not start.lstrip().startswith(b"[") or not (_START in start or b'"process_name"' in start):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Compute a timeline's figures, and advise on them: phases, messages by size, steps, and how late each rank is."""
+"""Compute a timeline's figures (phases, messages by size, steps, delays of ranks) and derive advice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from hvd_bert.tools.timeline.operations import (
     span_kind,
 )
 
-KINDS = {  # of phases
+# Kind of a phase -> meaning.
+KINDS = {
     "negotiation": "negotiation: until all ranks are ready",
     "wait": "waiting for the device's data",
     "queue": "queue: NCCL is busy with another message",
@@ -32,34 +33,37 @@ KINDS = {  # of phases
     "collective": "on the wire",
     "set-up": "set-up",
 }
-FULL = 0.5  # of the usual number of tensors: a step with fewer is not a training step
-LATE_US = 2000  # twice Horovod's cycle: below that, ranks may have been seen in the same cycle
+FULL = 0.5  # minimum share of the usual number of tensors in a training step
+LATE_US = 2000  # twice Horovod's cycle: a smaller delay may be none
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes: upper limits of the classes of messages
 BIG = 1 << 20  # bytes: smaller messages are mostly latency and do not count for the bandwidth
-FAST = 0.05  # share of the big messages that were delayed neither by computation nor by a late rank
-# Limits of the advice:
-WAIT_SHARE = 0.05  # of the step, spent waiting for the last rank
-SAME_RANK = 0.6  # of the steps, with the same rank last
-ENOUGH_STEPS = 10  # that name ranks; with fewer no straggler is named
-EXPOSED_SHARE = 0.10  # of the step
-SMALL_MESSAGE = 1 << 20  # bytes: below that, latency matters more than bandwidth
+FAST = 0.05  # share of the big messages that neither computation nor a late rank delayed
+# Thresholds of the advice:
+WAIT_SHARE = 0.05  # share of the step spent waiting for the last rank
+SAME_RANK = 0.6  # share of the steps in which the straggler is last
+ENOUGH_STEPS = 10  # minimum number of steps that name ranks, to name a straggler
+EXPOSED_SHARE = 0.10  # share of the step
+SMALL_MESSAGE = 1 << 20  # bytes: in smaller messages, latency matters more than bandwidth
 MANY_MESSAGES = 8  # per step
 NO_CACHE = "HOROVOD_CACHE_CAPACITY=0"
 
 
 def quantile(values: Sequence[float], part: float = 0.5) -> float:
-    """A quantile, by default the median; NaN if there are no values."""
+    """A quantile, by default the median; NaN without values."""
     return float(np.quantile(values, part)) if values else math.nan
 
 
 class Phase:
-    """`count`: of tensors for negotiations, else of messages. `total_s`: time with at least one in this phase."""
+    """A phase of messages. `count`: number of messages or, for negotiations, of tensors.
+
+    `total_s`: time with at least one message (tensor) in the phase.
+    """
 
     def __init__(self, name: str, spans: list[tuple[int, int]], covered_us: int) -> None:
-        total = reached = 0
+        total = counted = 0
         for start, end in sorted(spans):
-            total += max(0, end - max(start, reached))
-            reached = max(reached, end)
+            total += max(0, end - max(start, counted))
+            counted = max(counted, end)
         took = [max(0, end - start) * 1e-6 for start, end in spans]
         self.name, self.kind, self.count = name, span_kind(name), len(spans)
         self.total_s, self.share = total * 1e-6, total / max(1, covered_us)
@@ -67,7 +71,7 @@ class Phase:
 
 
 def find_phases(negotiations: list[Negotiation], messages: list[Message], covered_us: int) -> list[Phase]:
-    """The phases of a message in their order, those of one kind by their time."""
+    """The phases in the order in which a message goes through them, within a kind by time."""
     spans = defaultdict(list)
     for row in negotiations:
         spans[row.name].append((row.start, row.end))
@@ -79,7 +83,7 @@ def find_phases(negotiations: list[Negotiation], messages: list[Message], covere
 
 
 class SizeClass:
-    """Allreduces of up to `up_to` bytes (None: larger). Bandwidth: their bytes over the time of the collective."""
+    """Allreduces of up to `up_to` bytes (None: larger). `bytes_per_s`: bytes over the time of the collectives."""
 
     def __init__(self, up_to: int | None, messages: list[Message]) -> None:
         self.up_to, self.messages = up_to, len(messages)
@@ -90,7 +94,7 @@ class SizeClass:
 
 
 def size_limit(message: Message) -> int | None:
-    """The upper limit of its class."""
+    """The upper limit of a message's size class."""
     return next((limit for limit in SIZES if message.size <= limit), None)
 
 
@@ -101,11 +105,14 @@ def bandwidth(messages: list[Message]) -> float:
 
 
 class RankRow:
-    """`last`: negotiations in which this rank was last by more than 2 ms. `share`: of the negotiations that name ranks.
-    `steps`: the same for steps, out of `of_steps`. `waited_s`: total time that ranks waited for it in these steps."""
+    """How often and how long others waited for a rank.
+
+    `last`: number of negotiations in which the rank was last by more than 2 ms; `share`: their share. `steps`: number
+    of steps, out of `of_steps`, in which the rank was last. `waited_s`: total time that ranks waited in these steps.
+    """
 
     def __init__(self, rank: int, tensors: list[Negotiation], steps: list[Negotiation]) -> None:
-        """`tensors`: all negotiations that name ranks; `steps`: one of each step that names ranks."""
+        """`tensors`: all negotiations that name ranks. `steps`: the latest negotiation of each step with ranks."""
 
         def late(rows: list[Negotiation]) -> list[float]:
             return [row.lag * 1e-6 for row in rows if row.last_rank == rank and row.lag > LATE_US]
@@ -118,10 +125,10 @@ class RankRow:
 
 
 class StepFigures:
-    """Figures of the steps after the first. Seconds are medians, `least` and `most` bounds, shares of `step_s`."""
+    """Figures of the steps after the first: medians of times, shares of `step_s`, bounds `least` and `most`."""
 
     def __init__(self, steps: list[Step], took: list[int]) -> None:
-        """`took`: the steps' times in us, where they are known."""
+        """`took`: the known times of steps in us."""
         busy, waits = [step.busy for step in steps], [step.wait for step in steps]
         least, most = [step.exposed_min for step in steps], [step.exposed_max for step in steps]
         step_us = quantile(took)
@@ -138,34 +145,34 @@ class StepFigures:
 
 
 def full_steps(steps: list[Step]) -> list[Step]:
-    """The steps with the usual number of tensors, without the first, which includes set-up."""
+    """The steps with the usual number of tensors, except the first step, which includes set-up."""
     usual = quantile([step.tensors for step in steps])
     full = [step for step in steps[1:] if step.tensors >= FULL * usual]
     return full if len(full) > 1 else []
 
 
 def read(path: Path, ranks: int | None = None) -> Findings:
-    """Analyze a file. `ranks`: number of ranks, if the file does not name them. Raises UserError."""
+    """Analyze a timeline. `ranks`: number of ranks, for a file that does not name them. Raises UserError."""
     timeline = Timeline(path)
     negotiations, operations = find_operations(timeline.events())
     if not negotiations:
-        own = ", ".join([*timeline.names][:3])
-        reason = f"its events are {own}" if own else "no tensor was sent while it was written"
+        names = ", ".join([*timeline.names][:3])
+        reason = f"its events are {names}" if names else "no tensor was sent while it was written"
         raise UserError(f"{path} has none of Horovod's operations: {reason}.")
     return Findings(timeline, negotiations, operations, ranks)
 
 
 class Findings:
-    """All findings of a file. `ranks`: number of ranks, None if unknown.
+    """All findings in a timeline. `ranks`: number of ranks, None if unknown.
 
-    Bandwidths: `bytes_per_s` of large messages; `wire_bytes_per_s` that each rank then sends in a ring;
-    `fast_bytes_per_s` of the fastest 5 % of messages above 1 MiB.
+    Bandwidths: `bytes_per_s`: large messages; `wire_bytes_per_s`: the bytes that each rank sends in a ring;
+    `fast_bytes_per_s`: the fastest 5 % of messages above 1 MiB.
     """
 
     def __init__(
         self, timeline: Timeline, begun: list[Negotiation], operations: list[Operation], ranks: int | None
     ) -> None:
-        """`begun`: all negotiations. `ranks`: number of ranks, if the file does not name them."""
+        """`begun`: all negotiations, also unfinished ones. `ranks`: number of ranks, if the file does not name them."""
         messages = find_messages(operations)
         negotiations = [row for row in begun if row.end != NONE]
         naming = [row for row in negotiations if row.ticks]
@@ -194,9 +201,9 @@ class Findings:
 
 
 def advise(findings: Findings) -> list[str]:
-    """Up to two lines of advice, each on a figure above its threshold (listed in docs/guides/profiling.md).
+    """Up to two lines of advice on figures above their thresholds (listed in docs/guides/profiling.md).
 
-    The most expensive problem comes first. If there is none, a line says so.
+    The most expensive problem comes first. Without a problem, the only line says so.
     """
     step = findings.step
     if step is None:
@@ -213,7 +220,7 @@ def advise(findings: Findings) -> list[str]:
 
 
 def _waiting(findings: Findings, step: StepFigures) -> tuple[float, str] | None:
-    """The share of the step that is lost, and the advice."""
+    """Advice on waiting for the last rank: the lost share of the step, and the text; None if little is lost."""
     rows, named = findings.rank_rows, findings.rank_rows[0].of_steps if findings.rank_rows else 0
     known = 2 * named >= step.steps
     if known and named >= ENOUGH_STEPS:
@@ -223,11 +230,11 @@ def _waiting(findings: Findings, step: StepFigures) -> tuple[float, str] | None:
             return cost, (
                 f"Rank {worst.rank} is a straggler: it is the last in {worst.steps} of {named} steps, by "
                 f"{seconds(worst.step_median_s)} (median), {percent(cost)} of a step. Check its device, its data "
-                "and what else runs on its host (hvd-bert doctor under the same launcher)."
+                "and other programs on its host (hvd-bert doctor under the same launcher)."
             )
         hint = (
-            f"That is not always the same one (rank {worst.rank} in {worst.steps} of {named} steps). Uneven work and "
-            "shared hosts cause this."
+            f"The last rank differs by step (rank {worst.rank} in {worst.steps} of {named} steps). Causes are uneven "
+            "work and shared hosts."
         )
     elif known:
         hint = f"{step.steps} steps are too few to find a straggler: record {ENOUGH_STEPS + 1} or more."
@@ -266,7 +273,7 @@ def _exposed(step: StepFigures) -> tuple[float, str] | None:
 
 
 def exposed(step: StepFigures) -> str:
-    """The time and share of exposed communication, or their range."""
+    """Format the time and share of exposed communication, or their range."""
     low, high = step.exposed_least_s, step.exposed_most_s
     if high - low < 0.05 * high:
         return f"{seconds(high)} ({percent(step.exposed_most_share)})"

@@ -1,13 +1,13 @@
 """Turn events into operations, operations into messages, and messages into training steps.
 
-A tensor goes through NEGOTIATE_ALLREDUCE (from the first rank that is ready to the last, with a tick per rank), then
+A tensor goes through NEGOTIATE_ALLREDUCE (from the first ready rank to the last, with a tick per rank), then
 ALLREDUCE, which contains activities: MEMCPY_IN_FUSION_BUFFER, MPI_ALLREDUCE, ... (common.h). Tensors that share a
 buffer begin the collective's activity together: all B, then all E. Negotiations by the response cache have no ticks.
 
 A step begins with the first tensor that was already allreduced in the step before. Communication after the step's last
-tensor was ready on all ranks is *exposed*: the backward pass is over, and the step waits for it. Earlier communication
-is hidden behind the backward pass. Over MPI, Gloo and oneCCL one thread both negotiates and sends. It notices late that
-a tensor became ready while it was sending, so exposed communication is only known between two bounds.
+tensor was ready on all ranks is *exposed*: the backward pass is over, and the step waits. Earlier communication is
+hidden behind the backward pass. Over MPI, Gloo and oneCCL, one thread both negotiates and sends. While the thread is
+sending, it does not notice that a tensor becomes ready, so exposed communication is known only within two bounds.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 OPERATIONS = (*REDUCTIONS, "ALLGATHER", "BROADCAST", "ALLTOALL")
 COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BCAST", "ALLTOALL", "REDUCESCATTER", "REDUCE")
 NEGOTIATION, OPERATION, COLLECTIVE, OTHER = "negotiation", "operation", "collective", "other"
-ASYNCHRONOUS = "NCCL_"  # collectives that another thread waits for
-AT_ONCE_US = 5000  # a negotiation this soon after a message may have waited for the thread that sent it
-SMALL = 0.01  # of a step's bytes: a smaller message after the gradients is a loss or a metric
+ASYNCHRONOUS = "NCCL_"  # prefix of collectives that another thread waits for
+AT_ONCE_US = 5000  # a negotiation this soon after a message may have waited for the sending thread
+SMALL = 0.01  # share of a step's bytes: a smaller message after the gradients is a loss or a metric
 
 
 @cache
 def span_kind(name: str) -> str:
-    """The kind of a span by its name; OTHER if it is not Horovod's."""
+    """The kind of a span, by name; OTHER for names that Horovod does not use."""
     if name.startswith("NEGOTIATE_"):
         return NEGOTIATION
     if name in OPERATIONS:
@@ -46,7 +46,7 @@ def span_kind(name: str) -> str:
 
 @dataclass(slots=True)
 class Span:
-    """A tensor's negotiation, operation or activity. Times in us; `end` is NONE if it has none."""
+    """A tensor's negotiation, operation or activity. Times in us; `end` is NONE for a span without an end."""
 
     name: str
     start: int
@@ -55,7 +55,7 @@ class Span:
 
 @dataclass(slots=True)
 class Negotiation(Span):
-    """`ticks`: number of ranks that it names. `lag`: from the first to the last of them. `last_rank`: the last one."""
+    """A negotiation. `ticks`: number of named ranks. `lag`: from the first tick to the last, which is `last_rank`'s."""
 
     ticks: int = 0
     first_tick: int = 0
@@ -63,15 +63,15 @@ class Negotiation(Span):
     last_rank: int = NONE
 
     def tick(self, ts: int, rank: int) -> None:
-        """Count a rank that has become ready."""
+        """Record that a rank has become ready."""
         self.first_tick = self.first_tick if self.ticks else ts
         self.ticks, self.lag, self.last_rank = self.ticks + 1, ts - self.first_tick, rank
 
 
 @dataclass(slots=True)
 class Operation(Span):
-    """`negotiation`: the one before it. `message`: its tensors share this number. `size`: bytes, NONE if unknown.
-    `collective`: the name of the first one inside."""
+    """The operation of a tensor. `negotiation`: the tensor's preceding negotiation. `message`: number of the message.
+    `size`: bytes, NONE if unknown. `collective`: name of the first collective inside."""
 
     pid: int = NONE
     negotiation: Negotiation | None = None
@@ -82,9 +82,9 @@ class Operation(Span):
 
 
 def find_operations(events: Iterable[Event]) -> tuple[list[Negotiation], list[Operation]]:
-    """All negotiations and operations, in the order in which they began.
+    """Find all negotiations and operations, in the order in which they began.
 
-    Tensors of a message begin its collective together, so the first B after an E begins a message:
+    The tensors of a message begin the collective together, so the first B after an E begins the next message:
 
         tensor    a b a b c c
         event     B B E E B E
@@ -97,11 +97,11 @@ def find_operations(events: Iterable[Event]) -> tuple[list[Negotiation], list[Op
     sending: dict[str, int] = {}  # collective -> message, until a tensor ends it
     for phase, name, ts, pid, size in events:
         stack = opened[pid]
-        top = stack[-1] if stack else None  # None: it began before the recording
+        top = stack[-1] if stack else None  # None: the span began before the recording
         if phase == BEGIN:
             kind = span_kind(name)
             if kind in (NEGOTIATION, OPERATION):
-                stack.clear()  # of spans whose end is lost
+                stack.clear()  # remove spans without an end
             if kind == NEGOTIATION:
                 negotiations.append(Negotiation(name, ts))
                 stack.append(negotiations[-1])
@@ -132,9 +132,10 @@ def find_operations(events: Iterable[Event]) -> tuple[list[Negotiation], list[Op
 class Message:
     """Tensors that were sent together. Times in us.
 
-    `seen`: when the last tensor was ready on the first rank; `ready`: on all ranks. `start` and `end`: of the operation
-    with its copies; `sent` and `received`: of the collective only. `size`: bytes, NONE if unknown. `activities`: start
-    and end by name. `named`: number of tensors that name ranks. `latest`: their negotiation with the largest lag.
+    `seen`: time at which the last tensor was ready on the first rank; `ready`: on all ranks. `start` and `end`: the
+    operation with copies; `sent` and `received`: only the collective. `size`: bytes, NONE if unknown. `activities`:
+    start and end by name. `named`: number of tensors whose negotiations name ranks. `latest`: the negotiation among
+    them with the largest lag.
     """
 
     def __init__(self, operations: list[Operation]) -> None:
@@ -149,7 +150,7 @@ class Message:
         self.end = max(operation.end for operation in operations)
         self.activities: dict[str, tuple[int, int]] = {}
         for span in chain.from_iterable(operation.activities for operation in operations):
-            # Writing 200 events takes time. The activity itself is between the last B and the first E.
+            # Writing 200 events takes time: the activity is between the last B and the first E.
             start, end = self.activities.get(span.name, (span.start, span.end))
             self.activities[span.name] = max(start, span.start), min(end, span.end)
         sent = [times for name, times in self.activities.items() if span_kind(name) == COLLECTIVE]
@@ -160,12 +161,12 @@ class Message:
 
 
 def _latest(negotiations: list[Negotiation]) -> Negotiation | None:
-    """The one with the largest lag, of several the last."""
+    """The negotiation with the largest lag; among equal lags, the last."""
     return max(reversed(negotiations), key=lambda negotiation: negotiation.lag, default=None)
 
 
 def find_messages(operations: list[Operation]) -> list[Message]:
-    """All messages of the operations that have an end, in the order in which they began."""
+    """Group the finished operations into messages, in the order in which they began."""
     together = defaultdict(list)
     for operation in operations:
         if operation.end != NONE:
@@ -174,15 +175,16 @@ def find_messages(operations: list[Operation]) -> list[Message]:
 
 
 class Step:
-    """Messages of reductions. Times in us. `number`: 0, 1, ... in the file. `start`: when its first tensors were ready.
+    """The messages of a training step. Times in us.
 
-    `busy`: time with a message in flight. `exposed_min` and `exposed_max`: bounds of the exposed time. `wait`: of the
-    first rank for the last, at the end. `latest`: the negotiation with the largest time between a tensor's first and
-    last rank, None unless half of the tensors name ranks.
+    `number`: 0, 1, ... in the file. `start`: time at which the first tensors were ready. `busy`: time with a message in
+    flight. `exposed_min` and `exposed_max`: bounds of the exposed time. `wait`: time at the step's end in which the
+    first rank waits for the last. `latest`: the negotiation with the largest lag, None unless half of the tensors name
+    ranks.
     """
 
     def __init__(self, number: int, messages: list[Message], free: int) -> None:
-        """`free`: when all earlier messages had ended."""
+        """`free`: time at which all earlier messages had ended."""
         self.number = number
         self.start = min(message.seen for message in messages)
         self.messages, self.tensors = len(messages), sum(message.tensors for message in messages)
@@ -203,7 +205,7 @@ class Step:
 
 
 def find_steps(messages: list[Message]) -> list[Step]:
-    """All steps."""
+    """Group the messages of reductions into steps."""
     steps: list[list[Message]] = []
     reduced: set[int] = set()
     for message in messages:
@@ -223,7 +225,7 @@ def find_steps(messages: list[Message]) -> list[Step]:
 
 
 def _drop_trailing(steps: list[list[Message]]) -> None:
-    """Remove a step's last message if it is small and became ready only after all others were received."""
+    """Remove a step's last message if it is small and became ready only after the others were received."""
     received = 0
     for step in steps:
         last = step[-1]
@@ -235,10 +237,10 @@ def _drop_trailing(steps: list[list[Message]]) -> None:
 
 
 def _earliest_ready(messages: list[Message], seen: int) -> int:
-    """When the last tensor of a step can have been ready on its first rank, at the earliest. `seen`: when Horovod
-    noticed it.
+    """The earliest time at which a step's last tensor can have been ready on the first rank.
 
-    The thread that sends notices nothing meanwhile. It sends the messages of one negotiation, a list, one by one:
+    `seen`: time at which Horovod noticed the tensor. The sending thread notices no tensors while it sends the messages
+    of a negotiation, a list, one by one:
 
         list       |   1   |    2    |
         message    |-a-|-b-||-c-|-d-|      c's and d's tensors can have been ready since a was sent

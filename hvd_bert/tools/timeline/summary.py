@@ -14,7 +14,7 @@ TITLE = "Horovod timeline"
 
 
 def speed(bytes_per_s: float) -> str:
-    """A bandwidth in bytes and bits per second."""
+    """Format a bandwidth in bytes and bits per second."""
     if math.isnan(bytes_per_s):
         return DASH
     if bytes_per_s < 1e6:
@@ -23,7 +23,7 @@ def speed(bytes_per_s: float) -> str:
 
 
 def facts(findings: Findings) -> list[str]:
-    """Facts about the file, and what it does not contain."""
+    """Facts about the file, and its gaps."""
     ranks = counted(findings.ranks, "rank") if findings.ranks else "an unknown number of ranks (set it with --ranks N)"
     events = f"{findings.events:,} events of {ranks} in {seconds(findings.covered_s)}"
     lines = [f"{findings.path}: {events}, {byte_size(findings.size)}."]
@@ -36,14 +36,14 @@ def facts(findings: Findings) -> list[str]:
     if findings.naming_ranks < findings.negotiations:
         share = findings.naming_ranks / findings.negotiations
         lines.append(
-            f"{percent(share)} of the negotiations name ranks. Those that Horovod's response cache answers do not: "
-            f"{NO_CACHE} names ranks in every step."
+            f"{percent(share)} of the negotiations name ranks, except answers of Horovod's response cache. With "
+            f"{NO_CACHE}, all steps name ranks."
         )
     return lines
 
 
 def step_lines(findings: Findings) -> list[str]:
-    """The time of a step, and how much of it is communication."""
+    """The time of a step, and the share of communication."""
     step = findings.step
     if step is None:
         return ["No steps found: no tensor was allreduced in 3 steps."]
@@ -113,9 +113,9 @@ def ranks(findings: Findings) -> Grid:
 
 
 def ranks_line(findings: Findings) -> str:
-    """How many steps the table of ranks covers, or why there is no table."""
+    """The number of steps in the table of ranks, or the reason why there is no table."""
     if findings.ranks == 1:
-        return "There is one rank, so none waits for another."
+        return "A single rank does not wait."
     if not findings.rank_rows:
         return "No negotiation in this file names a rank."
     known = findings.rank_rows[0].of_steps
@@ -123,7 +123,7 @@ def ranks_line(findings: Findings) -> str:
 
 
 def page(findings: Findings, definitions: bool = False) -> Page:
-    """The page, on request with the definitions of its figures at the end."""
+    """Make the page. `definitions`: whether the definitions of the figures are added."""
     found = Page(TITLE)
     found.add(Text(" ".join(facts(findings))), Text("Advice", 2), Listing(findings.advice))
     found.add(Text("Steps", 2), Listing(step_lines(findings)))
@@ -141,16 +141,16 @@ def page(findings: Findings, definitions: bool = False) -> Page:
 
 DEFINITIONS = (
     "Rank 0 wrote the file. Tensors sent in one message count once in its phases. Each tensor has its own negotiation.",
-    "Total: the time during which at least one was in that phase. Phases overlap with each other and with computation.",
+    "Total: the time with at least one message in the phase. Phases overlap with each other and with computation.",
     "A step begins with the first tensor that was already allreduced in the step before. The first step is left out, "
-    "and so are steps with less than half the usual tensors. Figures of steps are medians. A step's time ends where "
-    "the next step begins; the time of a step before one that is left out is not counted.",
+    "and so are steps with less than half the usual tensors. Figures of steps are medians. A step ends when the next "
+    "step begins; times of steps before a step that is left out are not counted.",
     "Exposed: the time of messages after the last tensor of the step was ready on all ranks. Over MPI and Gloo the "
     "thread that sends also negotiates, so it may notice late that a tensor is ready: this gives a range.",
-    "A rank is late if it came more than 2 ms after the first. Horovod may see a smaller difference as none.",
+    "A rank is late if it is ready more than 2 ms after the first. Horovod may not notice a smaller difference.",
 )
 
 
 def as_json(findings: Findings) -> str:
-    """One JSON object; unknown values are null."""
+    """The findings as a JSON object; unknown values are null."""
     return json.dumps(json.loads(json.dumps(findings, default=vars), parse_constant=lambda nan: None))
