@@ -2,9 +2,9 @@
 
     hvd-bert tune --ranks 4 --range learning_rate=2e-5:2e-4:log --range global_batch=32,64 --train_file train-v1.1.json
 
-optuna chooses the settings (docs/guides/tuning.md). Prints those to use, or "Keep your settings", and writes a page.
-Rerun the same command to resume. Exit status: 0 answered, 1 the run with the user's settings failed, 2 bad input, 75
-stopped by a signal.
+optuna chooses the settings (docs/guides/tuning.md). Prints the best settings or "Keep your settings", and writes a
+page. Rerun the same command to resume. Exit status: 0 finished, 1 the run with the user's settings failed, 2 bad input,
+75 stopped by a signal.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ RANGES = {
     "num_train_epochs": "2,3,4",
     "warmup_ratio": "0:0.2",
 }
-# Flags that tuning sets for each run -> what to do instead: a sweep's and evaluation's, except the accepted ones.
+# Flags that tuning sets for each run -> remedy: flags that a sweep sets and flags of evaluation, except ACCEPTED.
 ACCEPTED = {"num_train_epochs", "max_steps", "strategy", "per_device_eval_batch_size"}
 EVALUATION = {name: "scores are compared" for name, flag in FLAGS.items() if flag.group == "evaluation"}
-SET_BY_TUNE = {name: instead for name, instead in (SET_BY_SWEEP | EVALUATION).items() if name not in ACCEPTED}
+SET_BY_TUNE = {name: remedy for name, remedy in (SET_BY_SWEEP | EVALUATION).items() if name not in ACCEPTED}
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Returns the exit status."""
+    """Run the command. Returns the exit status."""
     return exit_status(partial(_tune, argv))
 
 
 def make_parser() -> Parser:
-    """The parser of tuning's own flags."""
+    """The parser of the command's own flags."""
     parser = Parser(prog="hvd-bert tune", allow_abbrev=False)
     parser.description = (
-        "Search by trainings for the flags with the best score. All other flags go to python -m hvd_bert.train."
+        "Search for the flags with the best score by trainings. All other flags go to python -m hvd_bert.train."
     )
     parser.add_argument(
         "--range",
@@ -72,8 +72,8 @@ def make_parser() -> Parser:
         default="median",
         help="optuna's rule that ends a trial early. (default: %(default)s)",
     )
-    room = "the slots of -H, the Slurm job's tasks, this host's GPUs, or 2"
-    add_number(parser, "--ranks", None, f"Number of ranks. (default: {room})", Limits(minimum=1))
+    slots = "the slots of -H, the Slurm job's tasks, this host's GPUs, or 2"
+    add_number(parser, "--ranks", None, f"Number of ranks. (default: {slots})", Limits(minimum=1))
     minutes = "Minutes after which no further trial starts. (default: none)"
     add_number(parser, "--minutes", None, minutes, Limits(minimum=0, maximum=MAX_SECONDS), metavar="M")
     add_flags(parser, "runs/tune")
@@ -85,7 +85,7 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
     keep_running()
     if importlib.util.find_spec("optuna") is None:
         raise UserError("optuna is not installed. Run `pip install .[search]`.")
-    from hvd_bert.tools.tune import search  # it imports optuna and matplotlib
+    from hvd_bert.tools.tune import search  # imports optuna and matplotlib
 
     launching = choose(flags)
     ranges = [text if "=" in text else f"{text}={RANGES.get(text, '')}" for text in flags.range or RANGES]
@@ -113,8 +113,8 @@ def _tune(argv: Sequence[str], check: Watch) -> int:
         replace(flags.out / FILE, content | {"result": previous.get("result")})
         print(f"{counted(point.ranks, 'rank')} under {launching.launcher(point)}, runs in {flags.out}")
         if not names_data(rest):
-            own = "Tune with your own model, data and batch."
-            print(f"warning: no data are named, so the preset `{PRESET}` is trained. {own}", file=sys.stderr)
+            remedy = "Tune with your own model, data and batch."
+            print(f"warning: no data are named, so the preset `{PRESET}` is trained. {remedy}", file=sys.stderr)
         print(f"Without tuning: {' '.join(each.flag(each.now) for each in parameters)}", flush=True)
         try:
             trainings = search.Search(parameters, start, flags.out, check)

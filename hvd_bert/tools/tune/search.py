@@ -1,4 +1,4 @@
-"""optuna's study over trainings, stored in the folder of a tuning: the searched flags, the trials and the answer."""
+"""Search with optuna: the searched flags, the trials, the study in the folder of a tuning, and the answer."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from hvd_bert.tools.runs.one_run import LOG, MODEL, Watch
 from hvd_bert.tools.runs.out_folder import OTHER_OUT
 
 STUDY, PAGE, FIRST, NAME = "study.log", "tune.html", "baseline", "tune"
-BEGIN = b'{"op_code":'  # of each line of the study
+BEGIN = b'{"op_code":'  # first bytes of each line of the study
 PRUNERS = {"median": MedianPruner, "halving": SuccessiveHalvingPruner, "none": NopPruner}
 PLOTS = draw.plot_optimization_history, draw.plot_param_importances, draw.plot_slice, draw.plot_parallel_coordinate
-REASON = "reason"  # why a trial failed or ended early, recorded with it
+REASON = "reason"  # attribute of trials that failed or ended early
 FORM = "Give NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B"
 # A searched flag -> the flag that overrides it.
 OVERRIDING = {
@@ -50,12 +50,12 @@ OVERRIDING = {
     "per_device_train_batch_size": "global_batch",
 }
 Value = int | float | str
-# Trains with a setting in a folder; returns why it failed, or "".
+# Trains with a setting in a folder; returns the reason of a failure, or "".
 TrainSetting = Callable[[Sequence[str], Path, Watch], str]
 
 
 class TrialFailed(Exception):
-    """A training failed, or has no score."""
+    """A training that failed or has no score."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Parameter:
 
     @classmethod
     def of(cls, text: str, flags: Sequence[str], config: Config, ranks: int) -> Parameter:
-        """The parameter of --range `text`. `flags`: the trainer's, whose settings are `config`. Raises UserError."""
+        """Parse a value of --range. `flags`, `config`: the trainer's flags and their settings. Raises UserError."""
         name, _, values = text.partition("=")
         if name not in FLAGS or not values:
             raise UserError(f"--range {text}: no values, or no flag of the trainer. {FORM}.")
@@ -89,7 +89,7 @@ class Parameter:
 
     @property
     def choices(self) -> tuple[Value, ...]:
-        """The values of a list; empty for a range."""
+        """The values to choose from; empty for a range."""
         return getattr(self.distribution, "choices", ())
 
     def flag(self, value: Value) -> str:
@@ -98,12 +98,12 @@ class Parameter:
 
 
 def as_text(value: Value | None) -> str:
-    """A value as on a command line."""
+    """Format a value for a command line."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def number(text: str) -> Value:
-    """A text as a number, if it is one."""
+    """Parse a number; other texts are returned unchanged."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
@@ -114,7 +114,7 @@ class Search:
     """Trainings with different settings, compared by the metric of --metric_for_best_model."""
 
     def __init__(self, parameters: Sequence[Parameter], start: TrainSetting, out: Path, check: Watch) -> None:
-        """Train with the user's own settings, if no earlier start has. Raises UserError or TrialFailed."""
+        """Train with the user's own settings, unless an earlier start has. Raises UserError or TrialFailed."""
         self.parameters, self.start, self.out, self.check = parameters, start, out, check
         self.distributions = {each.name: each.distribution for each in parameters}
         folder = out / FIRST
@@ -130,25 +130,26 @@ class Search:
         self.baseline = value
 
     def run(self, count: int, minutes: float | None, pruner: str, seed: int, answered: bool) -> dict[str, Any]:
-        """Run the trials that are left of `count`, print the answer and write the page. Returns the answer's record.
+        """Run the remaining trials, print the answer and write the page. Returns the result for tune.json.
 
-        Raises UserError if no other setting was tried.
+        `count`: number of all trials. `answered`: whether an earlier start has finished. Raises UserError if no setting
+        other than the user's was tried.
         """
-        warnings.simplefilter("ignore")  # optuna's, of scores that were reported and of plots of few trials
+        warnings.simplefilter("ignore")  # optuna warns of scores that are reported again and of plots of few trials
         study = self._load(pruner, answered)
         count = self._enqueue(study, count)
         print(f"{len(finished(study))} of {count} trials are done")
         print(f"trial  {self.metric:>8}  setting", flush=True)
-        # Not the seed alone: a resumed search would draw the settings that it began with.
+        # With the seed alone, a resumed search would draw its first settings again.
         study.sampler = optuna.samplers.TPESampler(seed=(seed + len(study.trials)) % 2**32)
         end = math.inf if minutes is None else time.monotonic() + 60 * minutes
         while len(done := finished(study)) < count and time.monotonic() < end:
             self._try_next(study)
         if len(done) < count:
-            print(f"{len(done)} of {count} trials fit into --minutes {minutes:g}.")
+            print(f"--minutes {minutes:g} was enough for {len(done)} of {count} trials.")
         if not any(self._setting(trial) for trial in done):
             flag = f"--minutes {minutes:g}" if len(done) < count else f"--trials {count}"
-            raise UserError(f"{flag}: no settings other than yours were tried. Raise it.")
+            raise UserError(f"{flag}: no settings other than yours were tried. Raise the number.")
         result, answer = self._answer(study)
         table = Grid(["trial", "setting", "outcome", self.metric], [self._row(trial) for trial in done], 3)
         page = Page("Tuning", [Code(answer), Text("Trials", 2), table, Text("Plots", 2)])
@@ -159,18 +160,19 @@ class Search:
         return result
 
     def _load(self, pruner: str, answered: bool) -> Study:
-        """The study in the folder, which this process has locked, or a new one; a killed trial is enqueued again.
+        """Load or create the study in the folder, which must be locked. A killed trial is enqueued again.
 
-        Raises UserError if its file is damaged: optuna would begin a new study. `answered`: by an earlier start.
+        Raises UserError for a damaged file, which optuna would replace by a new study. `answered`: see `run`.
         """
         optuna.logging.set_verbosity(optuna.logging.ERROR)  # failed trials are in the table
         path = self.out / STUDY
         with as_user_error(lambda reason: f"{path} is damaged ({reason}): restore it, or {OTHER_OUT}"):
             first, newline, _ = (path.read_bytes() if path.exists() else b"").partition(b"\n")
-            cut = not newline and BEGIN.startswith(first[: len(BEGIN)]) and not answered  # by a kill, or not there
+            # A kill before the first line was complete leaves no file, or the beginning of the line.
+            cut = not newline and BEGIN.startswith(first[: len(BEGIN)]) and not answered
             if not cut and convert(parse_json(first), dict[str, Any]).get("study_name") != NAME:
                 raise ValueError("its begin is missing")
-            # After a kill, optuna would wait for its lock, and append to a line that was cut.
+            # After a kill, optuna would wait for its old lock, and append to an incomplete line.
             (self.out / f"{STUDY}.lock").unlink(missing_ok=True)
             if path.exists():
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
@@ -187,24 +189,24 @@ class Search:
         return study
 
     def _enqueue(self, study: Study, count: int) -> int:
-        """Add the first run as a trial and, if `count` suffices, all combinations. Returns the number of trials."""
+        """Add the first run as a trial and, if `count` is enough, all combinations. Returns the number of trials."""
         if not study.trials:
             now, scores = {each.name: each.now for each in self.parameters}, self._by_epoch(self.out / FIRST)
-            with suppress(ValueError):  # the user's values are outside of the ranges
+            with suppress(ValueError):  # the user's values may be outside of the ranges
                 first = create_trial(
                     params=now, distributions=self.distributions, value=self.baseline, intermediate_values=scores
                 )
                 study.add_trial(first)
         if math.prod(len(each.choices) or math.inf for each in self.parameters) > count:
             return count
-        for values in itertools.product(*(each.choices for each in self.parameters)):  # TPE would try some twice
+        for values in itertools.product(*(each.choices for each in self.parameters)):  # TPE would repeat some
             study.enqueue_trial(dict(zip(self.distributions, values, strict=True)), skip_if_exists=True)
         return min(count, len(finished(study)) + len(study.get_trials(states=(TrialState.WAITING,))))
 
     def _try_next(self, study: Study) -> None:
-        """Score a setting and print it; delete all weights except the best trial's: they are large.
+        """Score a setting and print the result. Deletes the weights of all trials except the best, as they are large.
 
-        A trial that a signal stops remains a running one, which `_load` enqueues again.
+        A trial that a signal stops stays in state RUNNING, and `_load` enqueues it again.
         """
         trial = study.ask(self.distributions)
         try:
@@ -245,13 +247,13 @@ class Search:
         try:
             failure = self.start(setting, folder, watch)
         finally:
-            for path in (*folder.glob("checkpoint-*"), folder / "latest"):  # of a run that was stopped
+            for path in (*folder.glob("checkpoint-*"), folder / "latest"):  # written when a run is stopped
                 delete(path)
         if failure:
             raise TrialFailed(failure)
 
     def _by_epoch(self, folder: Path) -> dict[int, float]:
-        """Epoch -> score of a run's evaluations, before its final one."""
+        """Epoch -> score of a run's evaluations, except the final one."""
         run = record.read(folder)
         epochs, scores = run.evaluations["epoch"], run.evaluations["eval_" + self.metric.removeprefix("eval_")]
         last = run.settings.get("num_train_epochs", math.inf)
@@ -262,12 +264,12 @@ class Search:
             trial.report(score, epoch)
 
     def _answer(self, study: Study) -> tuple[dict[str, Any], str]:
-        """The record, and the text: the best setting, if it is better than the user's own."""
+        """The result for tune.json, and the answer as text: the best setting if it is better than the user's own."""
         before, metric = f"{self.baseline:.4g}", self.metric
         result: dict[str, Any] = {"set": [], "metric": metric, "without_tuning": self.baseline}
         sign = -1 if self.direction == "minimize" else 1
         if not complete(study) or sign * study.best_value <= sign * self.baseline:
-            return result, f"Keep your settings: no other has a better {metric} than {before}."
+            return result, f"Keep your settings: no other setting has a better {metric} than {before}."
         best, folder = study.best_trial, self._folder(study.best_trial)
         first = {self._setting(each): each.number for each in reversed(complete(study)) if each.value == best.value}
         tied, tie, setting = sorted({*first.values()} - {best.number}), "", self._setting(best)
@@ -275,12 +277,12 @@ class Search:
             tie = f" (the same as {', '.join(f'trial {number}' for number in tied)})"
         return result | {"set": setting, "value": best.value, "tied": tied}, (
             f"Set this: {metric} is {best.value:.4g}{tie}, without tuning {before}."
-            " Compare the two with other seeds, too.\n\n"
+            " Compare both settings with other seeds, too.\n\n"
             f"    python -m hvd_bert.train ... {' '.join(setting)}\n\nThe model is in {folder}."
         )
 
     def _setting(self, trial: Trial | FrozenTrial) -> tuple[str, ...]:
-        """The flags that differ from the user's."""
+        """The flags whose values differ from the user's."""
         values = trial.params
         return tuple(each.flag(values[each.name]) for each in self.parameters if values[each.name] != each.now)
 
@@ -299,7 +301,7 @@ def complete(study: Study) -> list[FrozenTrial]:
 
 
 def finished(study: Study) -> list[FrozenTrial]:
-    """The trials that need not run again."""
+    """The trials that need not run again: completed, failed or pruned."""
     return [trial for trial in study.trials if trial.state == TrialState.COMPLETE or REASON in trial.user_attrs]
 
 
