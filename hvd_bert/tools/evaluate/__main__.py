@@ -1,6 +1,6 @@
-"""Evaluate a trained model: scores, where it fails, and whether it is better than another model.
+"""Evaluate a trained model: scores, scores by kind of question, worst mistakes, comparison with another model.
 
-Exit status: 0 evaluated, 1 failure, 2 bad input. `running.py` has the rest, so that --help does not wait for imports.
+Exit status: 0 evaluated, 1 failure, 2 bad input. `running.py` has the slow imports, for which --help does not wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def main(world: World) -> None:
-    """The whole command on one rank. Called by all ranks."""
+    """Run the command. Called by all ranks."""
     with world.raise_on_all_ranks():
         own, configs = parse(sys.argv[1:])
         with collector_paused():
@@ -37,14 +37,14 @@ def main(world: World) -> None:
     running.run(own, configs, world)
 
 
-# Settings that are taken from the model's training by default. Two compared models share their data and rules.
+# Settings whose defaults are the values of the model's training.
 TRAINED = {name for name, flag in FLAGS.items() if flag.group in ("data", "question-answering")}
 TRAINED -= {"train_file", "max_train_samples", "max_eval_samples"}
 TRAINED |= {"per_device_eval_batch_size"}
 DATA = {"dataset_name", "dataset_config_name", "validation_file", "question_column", "context_column", "answer_column"}
 DATA |= {"bad_examples"}
-SHARED = DATA | {"task", "version_2_with_negative"}
-# Flags that the command takes, of other groups those of how and where it computes.
+SHARED = DATA | {"task", "version_2_with_negative"}  # settings that are the same for both compared models
+# Flags that the command accepts: data, answers, model, and how and where to compute.
 ACCEPTED = TRAINED | {name for name, flag in FLAGS.items() if flag.group == "model"} - {"model_name_or_path"}
 ACCEPTED |= {"max_eval_samples", "output_dir", "bf16", "fp16", "tf32", "deterministic", "cpu_kernels", "strategy"}
 ACCEPTED |= {"num_threads"}
@@ -58,9 +58,9 @@ def make_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.description = (
-        "Evaluate a trained model on the ranks that the launcher starts, or compare two. Also takes the trainer's flags"
-        " for the data (--validation_file, --dataset_name, ...), the answers and the ranks. By default data and"
-        " settings are those of the model's training. With --output_dir, that folder gets all files."
+        "Evaluate a trained model on the ranks that the launcher starts, or compare two models. Also takes the flags of"
+        " the trainer for the data (--validation_file, --dataset_name, ...), the answers and the ranks. By default they"
+        " have the values of the model's training. --output_dir names a folder for all files."
     )
     parser.add_argument("model", metavar="MODEL", type=str, help="Output folder of a training, or a hub name.")
     compare = "Another model to compare with, question by question. (default: none)"
@@ -74,7 +74,7 @@ def make_parser() -> Parser:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
-    """The command's own flags, and the settings to evaluate each model with. Raises UserError."""
+    """Parse the command's own flags, and the settings with which each model is evaluated. Raises UserError."""
     parser = make_parser()
     if not HELP & set(argv) and (not argv or argv[0].startswith("-")):
         raise UserError(f"Name the model first: {parser.prog} MODEL [--validation_file FILE].")
@@ -83,7 +83,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     named = command_line.flag_names(words) & {"config", "dataset_name", "validation_file"}
     defaults, shared, accepted = TRAINED - DATA if named else TRAINED, SHARED, ACCEPTED
     config = _config(own.model, words, trained, defaults)
-    if config.data.task not in TASKS:  # it may read its model's shape, or all its data, from the training file
+    if config.data.task not in TASKS:  # a custom task may need the training file, for example to build its model
         defaults, shared, accepted = (names | {"train_file"} for names in (defaults, shared, accepted))
         config = _config(own.model, words, trained, defaults)
     elif trained.get("train_file") and not trained.get("validation_file") and not named:

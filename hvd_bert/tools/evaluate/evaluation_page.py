@@ -1,4 +1,4 @@
-"""The results of an evaluation as a page: tables of scores, and the worst mistakes."""
+"""Make the page of an evaluation: tables of scores, and the worst mistakes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from hvd_bert.tools.rendering import SHORT
 from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
 
 COMPARISON = (
-    "95 % interval: of A - B, by a paired bootstrap of the questions; a difference is clear if it does not contain 0."
-    " Only A, only B: questions that only this model answers exactly."
+    "95 % interval: interval of A - B, by a paired bootstrap of the questions; a difference is clear if the interval"
+    " does not contain 0. Only A, only B: number of questions that only this model answers exactly."
 )
 THRESHOLDS = (
-    "The best scores that another --null_score_diff_threshold would give on these questions. Choose it on other"
-    " questions than those whose scores you report."
+    "The best scores that another --null_score_diff_threshold would give on these questions. Choose the threshold on"
+    " other questions than the ones whose scores you report."
 )
-BEST = {"exact_match": "best_exact", "f1": "best_f1"}  # metric -> its best value
+BEST = {"exact_match": "best_exact", "f1": "best_f1"}  # metric -> key of the best value
 
 
 def make_page(results: dict[str, Any]) -> Page:
-    """The page of evaluation.json's content."""
+    """Make the page from the content of evaluation.json."""
     other, slices = results["compared_with"], results["slices"]
     page = Page(f"Evaluation of {results['model']}" + (f" (A) and {other} (B)" if other else ""))
     models = [metrics for metrics in (results["metrics"], results["compared_metrics"]) if metrics]
     losses = " and ".join(f"{metrics['eval_loss']:.4f}" for metrics in models)
     unit = " EM and F1 are in percent." if slices else ""
     page.add(Text(f"Data: {results['data']}. Validation loss: {losses}.{unit}"), Text("Scores", 2))
-    if not slices:  # another task than question answering
+    if not slices:  # a task other than question answering
         rows = [[name, *(f"{metrics[name]:.4f}" for metrics in models)] for name in models[0]]
         page.add(Grid(["Metric", *("AB" if other else ["value"])], rows))
         return page
@@ -47,7 +47,7 @@ def make_page(results: dict[str, Any]) -> Page:
 
 
 def _scores(title: str, rows: Sequence[dict[str, Any]]) -> Grid:
-    """EM and F1 of one model; of two both for all questions, and F1 for other slices."""
+    """The table of scores: EM and F1 of a model; for two models, EM only for all questions."""
     first = title.capitalize()
     if "compared" not in rows[0]:
         cells = [[row["slice"], f"{row['questions']:,}", *(f"{row[name]:.2f}" for name in SHORT)] for row in rows]
@@ -66,7 +66,7 @@ def _scores(title: str, rows: Sequence[dict[str, Any]]) -> Grid:
 
 
 def _thresholds(models: Sequence[dict[str, float]]) -> Grid:
-    """The best thresholds, with as many digits as it takes to reproduce the best scores."""
+    """The table of the best thresholds, with enough digits to reproduce the best scores."""
     rows = [
         [SHORT[name] + model, f"{metrics[name]:.2f}", f"{metrics[best]:.2f}", repr(metrics[f"{best}_thresh"])]
         for model, metrics in zip((" of A", " of B") if len(models) > 1 else ("",), models, strict=True)

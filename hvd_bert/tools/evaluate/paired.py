@@ -1,4 +1,4 @@
-"""Whether two models differ by more than chance on the same questions: the paired bootstrap and McNemar's test."""
+"""Test whether two models differ on the same questions: the paired bootstrap and McNemar's test."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ RESAMPLES = 10_000
 def interval(differences: NDArray[np.float64]) -> tuple[float, float]:
     """The 95 % interval of the mean of `differences` [questions] in percent, by the percentile bootstrap.
 
-    Rounded as it is printed, so that the verdict agrees. Swapped models have the negative interval, unless they tie.
+    Rounded as printed, so that the verdict agrees with the printed interval. Swapping the models negates the interval,
+    unless they tie.
     """
     count, sign = len(differences), -1 if differences.sum() < 0 else 1
-    # How often a resample has each value follows the multinomial distribution: faster than to draw questions.
+    # The counts of values in a resample follow the multinomial distribution; drawing them is faster than questions.
     values, times = np.unique(np.round(sign * differences, 9), return_counts=True)
     means = np.random.default_rng(0).multinomial(count, times / count, RESAMPLES) @ values / count
     low, high = sorted(np.round(sign * np.quantile(means, (0.025, 0.975)), 2) + 0.0)  # + 0.0: no -0.0
@@ -24,14 +25,14 @@ def interval(differences: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def verdict(low: float, high: float) -> str:
-    """What the interval of A - B says."""
+    """The verdict in words, from the interval of A - B."""
     return "no clear difference" if low <= 0 <= high else "A is better" if low > 0 else "B is better"
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
     """The two-sided p-value of McNemar's exact test, from the numbers of questions that only one model answers right.
 
-    Without a difference, either model is equally likely to be the right one.
+    Under the null hypothesis, each of these questions is answered by either model with probability 1/2.
     """
     count = only_first + only_second
     log_all = lgamma(count + 1) - count * log(2)

@@ -1,4 +1,4 @@
-"""The evaluation on all ranks: load the models, evaluate one after the other, print and write what was found."""
+"""Evaluate on all ranks: load the models, evaluate one after the other, print and write the results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from hvd_bert.training.start import set_up
 
 
 def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> None:
-    """The whole evaluation. `configs`: one per model. Called by all ranks."""
+    """Run the evaluation. `configs`: one per model. Called by all ranks."""
     with world.raise_on_all_ranks():
-        strategy_class(configs[0].parallel.strategy)  # raises if it is not installed
+        strategy_class(configs[0].parallel.strategy)  # raises if the strategy is not installed
     set_up(configs[0], world)
     log.info("%s", "\n".join(world.describe()))
     with world.raise_on_all_ranks():
@@ -77,7 +77,7 @@ def _check_outputs(flags: argparse.Namespace, config: Config, world: World) -> N
 def _results(
     configs: Sequence[Config], tasks: Sequence[Task], evaluations: Sequence[EvaluationResult], num_mistakes: int
 ) -> dict[str, Any]:
-    """The content of evaluation.json, of one model or two, without the environment."""
+    """The content of evaluation.json for one model or two, without the environment."""
     data, compared, task = configs[0].data, len(configs) == 2, tasks[0]
     results: dict[str, Any] = {
         "generator": "hvd_bert.evaluate",

@@ -1,4 +1,4 @@
-"""Scores of all questions and of groups of similar ones, the comparison of two models, and the worst mistakes."""
+"""Compute scores of all questions and of groups, compare two models, and find the worst mistakes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_bert.tasks.question_answering import SCORES, QuestionSet
 from hvd_bert.tools.evaluate.paired import interval, mcnemar, verdict
 
 Ids = NDArray[np.int64]
-Scores = Mapping[str, NDArray[np.float64]]  # of each question in percent, by the names in SCORES
+Scores = Mapping[str, NDArray[np.float64]]  # name in SCORES -> score of each question in percent
 ANSWERED = ("with an answer", "without an answer")
 QUESTION_WORDS = ("what", "who", "when", "where", "why", "which", "how many, how much", "how", "other")
 _QUESTION_WORD = re.compile(r"\b(what|who(?:m|se)?|when|where|why|which|how(?: +(?:many|much))?)\b", re.IGNORECASE)
@@ -26,18 +26,18 @@ _ANSWER_LENGTHS = {"no answer": -1, "1": 1, "2": 2, "3": 3, "4-5": 5, "6-10": 10
 
 
 def scored(questions: Sequence[Question], answers: Sequence[Answer], config: Config) -> Scores:
-    """The scores of each answer, whose means are the metrics of the evaluation."""
+    """The scores of each answer; their means are the metrics of the evaluation."""
     found = []
     for question, answer in zip(questions, answers, strict=True):
         if answer.null_odds is not None and answer.null_odds > config.data.null_score_diff_threshold:
-            found.append((float(not question.answer_texts),) * 2)  # the official script does not look at the texts
+            found.append((float(not question.answer_texts),) * 2)  # the official script ignores the text
         else:
             found.append(question_scores(question, answer.text, config.data.version_2_with_negative))
     return dict(zip(SCORES, 100 * np.array(found).T, strict=True))
 
 
 def score_slices(dev: QuestionSet, models: Sequence[Scores]) -> dict[str, list[dict[str, Any]]]:
-    """Title -> a row per slice of the questions, with the scores of one model or of two."""
+    """Title -> a row per slice of the questions, with the scores of one or two models."""
     return {
         title: [{"slice": name} | _row(models, members) for name, members in slices.items()]
         for title, slices in slices_of(dev.questions, dev.sets).items()
@@ -46,7 +46,7 @@ def score_slices(dev: QuestionSet, models: Sequence[Scores]) -> dict[str, list[d
 
 
 def _row(models: Sequence[Scores], members: Ids) -> dict[str, Any]:
-    """The scores of a slice and, of two models, whether they differ (docs/guides/evaluating.md)."""
+    """The scores of a slice and, for two models, whether they differ (docs/guides/evaluating.md)."""
     first, *others = ({name: scores[name][members] for name in SCORES} for scores in models)
     row = {"questions": len(members)} | {name: float(values.mean()) for name, values in first.items()}
     if not others:
@@ -68,7 +68,7 @@ def _row(models: Sequence[Scores], members: Ids) -> dict[str, Any]:
 def mistakes(
     questions: Sequence[Question], answers: Sequence[Answer], scores: Scores, count: int
 ) -> list[dict[str, Any]]:
-    """The `count` worst wrong answers: the lowest F1 first, and of equal ones the highest probability."""
+    """The `count` worst wrong answers, by lowest F1, then by highest probability."""
     found = [
         sample(questions[i], answers[i]) | {name: float(scores[name][i]) for name in SCORES}
         for i in np.flatnonzero(scores["exact_match"] < 100).tolist()
@@ -81,7 +81,7 @@ def slices_of(questions: Sequence[Question], sets: Mapping[str, range]) -> dict[
     answered = _by_label([ANSWERED[not question.answer_texts] for question in questions], ANSWERED)
     return {
         "questions": {"all": np.arange(len(questions))} | (answered if len(answered) > 1 else {}),
-        "file": {name: np.array(part) for name, part in sets.items() if name},
+        "file": {name: np.array(numbers) for name, numbers in sets.items() if name},
         "question word": _by_label([_question_word(question.question) for question in questions], QUESTION_WORDS),
         "answer length in words": _by_label([_answer_length(question) for question in questions], _ANSWER_LENGTHS),
         "context length in words": _by_quartile(np.array([len(question.context.split()) for question in questions])),
@@ -108,7 +108,7 @@ def _answer_length(question: Question) -> str:
 
 
 def _by_quartile(lengths: Ids) -> dict[str, Ids]:
-    """Up to four groups of about the same size, from the lowest lengths to the highest."""
+    """Up to four groups of about equal size, by increasing length."""
     groups, previous = {}, -1
     for longest in np.unique(np.quantile(lengths, (0.25, 0.5, 0.75, 1), method="lower")).tolist():
         members = np.flatnonzero((previous < lengths) & (lengths <= longest))
