@@ -118,7 +118,7 @@ def test_a_page(browser: Any, tmp_path: Path, several: bool) -> None:
     assert (loss["x"], loss["y"]) == (list(range(1, 41)), pytest.approx(np.linspace(5, 1, 40), rel=1e-5))
     assert (validation["name"], validation["x"], validation["y"]) == ("validation", [40], [1.5])
     assert [(trace["x"], trace["y"]) for trace in charts["Scores"]] == [([20, 40], [30, 50])]
-    phases = charts["Where the step time went"]
+    phases = charts["Step time by phase"]
     assert sum(np.array(trace["y"]) for trace in phases) == pytest.approx([1.6] * 39, rel=1e-4)
     smoothed = "return document.querySelector('.plot').data.filter(({ hoverinfo }) => hoverinfo === 'skip')"
     assert run(f"{smoothed}[0].y") == pytest.approx(np.linspace(5, 1, 40), abs=0.1)

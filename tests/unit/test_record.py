@@ -42,7 +42,7 @@ def test_a_run_that_is_still_going(tmp_path, capsys):
         found = record.read(folder)
         text = page(folder)
     assert (found.state, found.step) == ("running", 20)
-    assert "step 20 of 40 (50%), about 32 s left" in text and "a | 0 | -" in text and found.problems == []
+    assert "step 20 of 40 (50%), about 32 s" in text and "a | 0 | -" in text and found.problems == []
     assert "Still running. At" in capsys.readouterr().out
     assert record.read(folder).state == "ended"
 
@@ -227,7 +227,7 @@ def test_many_differences_are_a_column_per_run(tmp_path):
     first = made(tmp_path / "a", "seed: 1\nbf16: true\n")
     second = made(tmp_path / "b", "seed: 2\n", versions={"torch": "2.6.0"}, work={"the model": "other"})
     grid = setup.differences([first, second])
-    assert grid.head == ["what", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert grid.head == ["setting", str(tmp_path / "a"), str(tmp_path / "b")]
     rows = {row[0]: row[1:] for row in grid.rows}
     assert rows["--seed"] == ["1", "2"] and rows["--bf16"] == ["yes", "-"]
     assert rows["torch"] == ["2.13.0", "2.6.0"] and "the model" in rows and "the training data" not in rows

@@ -218,7 +218,7 @@ def test_caveats(tmp_path):
         make_repeats(tmp_path / "shared", name, ranks, 18.0, machine={"cores": 2}, train_runtime=2.0)
     report(tmp_path / "shared")
     text = page(tmp_path / "shared")
-    assert "2 cores per host for 4 threads, so its efficiency cannot exceed 0.50." in text and "only 2.0 s" in text
+    assert "2 cores per host for 4 threads, so the efficiency cannot exceed 0.50." in text and "only 2.0 s" in text
     assert "none, 1 rank had" not in text
 
 

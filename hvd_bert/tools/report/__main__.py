@@ -1,4 +1,4 @@
-"""Show one run, or compare several: what differs, and the speed-up of those that did the same work.
+"""Show one run, or compare several: differing settings, and speed-ups of runs with the same work.
 
     hvd-bert report runs/one
     hvd-bert report runs/sweep --out report
@@ -39,7 +39,7 @@ from hvd_bert.tools.runs.record import Record
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit status."""
+    """Run the command. Returns the exit status."""
     return run_command(lambda: write(make_parser().parse_args(argv)))
 
 
@@ -47,13 +47,13 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of the report's flags."""
     parser = Parser(prog="hvd-bert report")
     parser.description = (
-        "Show one run, also one that is still going, or compare several: curves, scores, settings and speed-ups, as an"
-        " HTML page and tables."
+        "Show one run, finished or running, or compare several: curves, scores, settings and speed-ups, as an HTML page"
+        " and tables."
     )
     parser.add_argument(
         "runs", metavar="RUNS", nargs="+", type=Path, help="Output folders of trainings, or folders above them."
     )
-    out = "Folder to write the report to. (default: of one run, its folder report; else report, in this folder)"
+    out = "Folder to write the report to. (default: report; for a single run, report in the run's folder)"
     parser.add_argument("--out", metavar="DIR", type=Path, help=out)
     parser.add_argument("--overwrite", action="store_true", help="Replace a report in --out DIR. (default: False)")
     baseline = (
@@ -64,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def write(flags: argparse.Namespace) -> None:
-    """Read the runs, and write and print the report. Raises UserError."""
+    """Read the runs, then write and print the report. Raises UserError."""
     folders = finding.find(flags.runs)
     if flags.out is None:
         flags.out = Path("report") if len(folders) > 1 else folders[0] / "report"
@@ -75,13 +75,12 @@ def write(flags: argparse.Namespace) -> None:
     records = [record.read(folder) for folder in folders]
     if len(records) == 1 and not baseline:
         _write_files(flags, run_page.make_page(records[0]), {})
-        print(visible("\n".join([*run_page.summary(records[0]), f"The page: {flags.out / PAGE}"])))
+        print(visible("\n".join([*run_page.summary(records[0]), f"HTML page: {flags.out / PAGE}"])))
     else:
         _write_comparison(records, baseline, flags)
 
 
 def _write_comparison(records: Sequence[Record], baseline: tuple[str, int] | None, flags: argparse.Namespace) -> None:
-    """Compare runs."""
     commands, by_sweeps = finding.sweeps(flags.runs)
     runs, excluded = comparison.comparable(records, by_sweeps)
     groups = comparison.grouped(runs)

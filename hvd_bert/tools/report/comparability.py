@@ -16,7 +16,7 @@ from hvd_bert.tools.runs.launching import STRONG
 from hvd_bert.tools.runs.record import Record
 
 EARLY_STEPS = 20
-# Maximum difference of losses, relative to the reference: in the first steps, and in the last quarter.
+# Maximum differences of losses, relative to the reference: of single losses in the first steps, of the last quarter.
 EARLY_TOLERANCE, LAST_TOLERANCE = 1e-3, 0.1
 # Losses that differ by less always agree: 0.01 is the loss of an answer with a probability of 0.99.
 NATS = 0.01
@@ -24,14 +24,14 @@ NATS = 0.01
 
 @dataclass(frozen=True)
 class Group:
-    """Repeats: runs of one strategy at one size that did the same work. Figures are medians over the repeats."""
+    """Repeats: runs of the same strategy, size and work. Figures are medians over the repeats."""
 
     runs: tuple[Record, ...]
     label: str
 
     @property
     def one(self) -> Record:
-        """One of the runs, for properties that all share."""
+        """A run of the group, for properties that are equal in all runs."""
         return self.runs[0]
 
     @property
@@ -62,7 +62,7 @@ class Group:
         return (max(self.speeds) - min(self.speeds)) / self.windows_per_s
 
     def figure(self, value: Callable[[Record], Any]) -> Any:
-        """A figure of the runs: the one that they share, else the median; None if a run lacks it."""
+        """The value of all runs if they are equal, else the median; None if a run lacks the figure."""
         values = [value(run) for run in self.runs]
         if None in values or len(set(values)) == 1:
             return None if None in values else values[0]
@@ -70,7 +70,7 @@ class Group:
 
 
 def differences(base: Group, other: Group, kind: str) -> list[str]:
-    """The differences in work or devices between two groups; empty if they are comparable."""
+    """Describe differences in work or devices between two groups; empty if they are comparable."""
     theirs, ours = base.one.work, other.one.work
     found = [
         f"{name} is {ours.get(name, 'unknown')}, the baseline's {theirs.get(name, 'unknown')}"
@@ -99,9 +99,9 @@ def differences(base: Group, other: Group, kind: str) -> list[str]:
 
 
 def losses_differ(reference: Group, group: Group) -> str:
-    """How the losses of a run of `group` differ from the reference's; "" if they agree.
+    """Describe a difference between the losses of two groups; "" if they agree.
 
-    Compares the means of the last quarter; without dropout and with the same seed also the losses of the first steps.
+    Compares the means of the last quarter and, without dropout and with the same seed, the losses of the first steps.
     """
     for run in group.runs:
         for other in reference.runs:
@@ -119,8 +119,8 @@ def losses_differ(reference: Group, group: Group) -> str:
 
 
 def _first_losses_differ(one: Record, two: Record) -> str:
-    """Compare losses up to EARLY_STEPS: means between the steps that both runs logged."""
-    sums: list[dict[int, float]] = []  # step -> sum of the losses up to it
+    """Compare losses up to EARLY_STEPS, as means between steps that both runs logged. Returns a difference, or ""."""
+    sums: list[dict[int, float]] = []  # step -> sum of the losses up to this step
     for lines in (one.steps, two.steps):
         totals = np.cumsum(lines["loss"] * np.diff(lines["step"], prepend=0))
         sums.append({0: 0.0} | dict(zip(lines["step"].astype(int).tolist(), totals.tolist(), strict=True)))

@@ -21,7 +21,7 @@ from hvd_bert.tools.runs.record import Record
 RESAMPLES = 10_000
 RANGE = 0.95
 Baseline = tuple[str, int]  # strategy and ranks
-UNCHECKED = ""  # `Compared.checked` if no other row has the same batch
+UNCHECKED = ""  # value of `Compared.checked` if no other row has the same batch
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class Compared:
     """A row of a table."""
 
     group: Group
-    checked: str  # the group that its losses were compared with
-    reason: str = ""  # why it has no speed-up
+    checked: str  # name of the group with which the losses were compared
+    reason: str = ""  # the reason why there is no speed-up
     speedup: float | None = None
-    range: tuple[float, float] | None = None  # None if a side has only one run, which says nothing about its variance
+    range: tuple[float, float] | None = None  # of the speed-up; None if a group has a single run, without a variance
     efficiency: float | None = None
-    total_speedup: float | None = None  # of the whole training
-    serial: float | None = None  # the serial fraction by Karp and Flatt, of strong scaling
+    total_speedup: float | None = None  # speed-up of whole trainings, including checkpoints and logging
+    serial: float | None = None  # serial fraction by Karp and Flatt, for strong scaling
 
 
 @dataclass(frozen=True)
 class ScalingTable:
-    """Groups and their baseline, all with one global batch (`kind` strong) or one batch per device (weak)."""
+    """Groups with the same global batch (`kind` strong) or batch per device (weak), and their baseline."""
 
     kind: str
     size: float
@@ -49,12 +49,12 @@ class ScalingTable:
 
     @property
     def measured(self) -> list[Compared]:
-        """The rows with a speed-up. If any row has one, so does the baseline."""
+        """The rows with a speed-up. If there are any, the baseline is among them."""
         return [line for line in self.lines if line.speedup is not None]
 
     @property
     def scales(self) -> bool:
-        """Whether there is more than one number of devices."""
+        """Whether the rows have different numbers of devices."""
         return len(self.device_counts) > 1
 
     @property
@@ -64,7 +64,7 @@ class ScalingTable:
 
     @property
     def title(self) -> str:
-        """The kind of scaling and the batch that is fixed."""
+        """The kind of scaling and the fixed batch."""
         unit, devices = self.baseline.one.unit, self.baseline.one.devices
         if self.kind == WEAK:
             unit = unit.removesuffix("s") if self.size == 1 else unit
@@ -83,7 +83,10 @@ def parse_baseline(text: str) -> Baseline:
 
 
 def comparable(records: Sequence[Record], by_sweeps: Mapping[Path, Excluded]) -> tuple[list[Record], list[Excluded]]:
-    """The runs on the most common hardware that can be compared, and the others. `by_sweeps`: of `finding.sweeps`."""
+    """Split runs into comparable runs on the most common hardware, and excluded runs.
+
+    `by_sweeps`: runs that `finding.sweeps` excludes.
+    """
     excluded = list(dict.fromkeys(by_sweeps.values()))
     reasons = {record: record.comparable() for record in records if Path(record.name) not in by_sweeps}
     excluded += [(record.name, reason) for record, reason in reasons.items() if reason]
@@ -112,12 +115,12 @@ def grouped(runs: Sequence[Record]) -> list[Group]:
 
 def _order(group: Group) -> tuple[object, ...]:
     run, strategy = group.one, group.one.results.strategy
-    place = ["none", *STRATEGIES].index(strategy) if strategy in STRATEGIES else len(STRATEGIES) + 1
-    return run.devices, place, strategy, run.nodes, group.label, run.name
+    position = ["none", *STRATEGIES].index(strategy) if strategy in STRATEGIES else len(STRATEGIES) + 1
+    return run.devices, position, strategy, run.nodes, group.label, run.name
 
 
 def _label(run: Record, runs: Sequence[Record]) -> str:
-    """The strategy, with the settings that set the run apart from others of the same strategy."""
+    """The strategy, with the settings in which other runs of the strategy differ."""
     strategy = run.results.strategy
     peers = [peer for peer in runs if peer.results.strategy == strategy and peer.results.world_size > 1]
     if run.results.world_size == 1:
@@ -128,7 +131,7 @@ def _label(run: Record, runs: Sequence[Record]) -> str:
 
 
 def tables(groups: Sequence[Group], baseline: Baseline | None) -> list[ScalingTable]:
-    """All tables of the groups: strong scaling, then weak scaling. Other groups are compared side by side."""
+    """Make all tables: strong scaling, then weak scaling. Groups without scaling are compared side by side."""
     made = []
     for kind in (STRONG, WEAK):
         by_size: dict[float, list[Group]] = {}
@@ -146,23 +149,24 @@ def tables(groups: Sequence[Group], baseline: Baseline | None) -> list[ScalingTa
 
 
 def _split_by_work(kind: str, size: float, groups: Sequence[Group], chosen: Baseline | None) -> list[ScalingTable]:
-    """One table per work that several groups did. The others join the first table, without a speed-up.
+    """Make a table for each set of groups with the same work.
 
-    If no two did the same work, there is one table of all.
+    Groups whose work no other group has join the first table, without a speed-up. If all groups differ, they share a
+    table.
     """
     by_work: list[list[Group]] = []
     for group in groups:
-        for same in by_work:
-            if not differences(same[0], group, kind):
-                same.append(group)
+        for members in by_work:
+            if not differences(members[0], group, kind):
+                members.append(group)
                 break
         else:
             by_work.append([group])
-    alone = [same[0] for same in by_work if len(same) == 1]
+    alone = [members[0] for members in by_work if len(members) == 1]
     found = []
-    for number, same in enumerate([same for same in by_work if len(same) > 1] or [alone]):
-        rows = [group for group in groups if group in same or (number == 0 and group in alone)]
-        base = _chosen(same, chosen) or _chosen(rows, chosen) if chosen else default_baseline(same)
+    for number, members in enumerate([members for members in by_work if len(members) > 1] or [alone]):
+        rows = [group for group in groups if group in members or (number == 0 and group in alone)]
+        base = _chosen(members, chosen) or _chosen(rows, chosen) if chosen else default_baseline(members)
         if base is not None and len(rows) > 1:
             found.append(ScalingTable(kind, size, base, tuple(_line(base, group, rows, kind) for group in rows)))
     return found
@@ -174,7 +178,7 @@ def _chosen(groups: Sequence[Group], chosen: Baseline) -> Group | None:
 
 
 def default_baseline(groups: Sequence[Group]) -> Group:
-    """Strategy none, else Horovod's smallest world, else the smallest. `groups` are in the order of `grouped`."""
+    """Choose strategy none, else Horovod's smallest world, else the smallest world. `groups`: ordered by `grouped`."""
     return min(groups, key=lambda group: {"none": 0, "horovod": 1}.get(group.one.results.strategy, 2))
 
 
@@ -191,13 +195,13 @@ def _line(base: Group, group: Group, rows: Sequence[Group], kind: str) -> Compar
 
 
 def _check(base: Group, group: Group, rows: Sequence[Group], kind: str) -> tuple[str, str]:
-    """The name of the group whose losses `group` must match, and the reason why it has no speed-up.
+    """The name of the group with which the losses were compared, and the reason why `group` has no speed-up.
 
-    The reference is the baseline or, if the batch grows, a group with as many devices. If there is none, the repeats of
-    `group` are compared with each other.
+    The reference is the baseline if it has the same batch, else another group with the same batch. Without one, the
+    repeats of `group` are compared with each other.
     """
-    if apart := differences(base, group, kind):
-        return "", "the work differs: " + "; ".join(apart)
+    if differing := differences(base, group, kind):
+        return "", "the work differs: " + "; ".join(differing)
     if group is not base and losses_differ(base, base):
         return "", "the baseline's own repeats do not agree"
     peers = [row for row in rows if row.one.results.global_batch == group.one.results.global_batch]
@@ -215,15 +219,15 @@ def _overall_speed(run: Record) -> float | None:
 
 
 def serial_fraction(speedup: float, size: float) -> float:
-    """The part of the work that `size` devices did not share, by the metric of Karp and Flatt (1990)."""
+    """The share of the work that is not parallel, by the metric of Karp and Flatt (1990)."""
     return (1 / speedup - 1 / size) / (1 - 1 / size)
 
 
 def speedup_range(base: Group, group: Group) -> tuple[float, float] | None:
-    """The range of the speed-up by a bootstrap of the repeats of both sides."""
+    """The range of the speed-up, by a bootstrap of the repeats of both groups; None if a group has a single run."""
     if len(base.runs) < 2 or len(group.runs) < 2:
         return None
-    random = np.random.default_rng(0)  # the same runs give the same report
+    random = np.random.default_rng(0)  # fixed, so that reports are reproducible
     ours, theirs = (
         np.median(random.choice(speeds, (RESAMPLES, len(speeds))), axis=1) for speeds in (group.speeds, base.speeds)
     )

@@ -1,4 +1,4 @@
-"""Curves over the steps, of one run and of several."""
+"""Make charts of curves over the steps, for one run or several."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ GPU_FIGURES = (
     ("gpu_memory_gib", "GPU memory in use", "GiB"),
     ("gpu_power_w", "GPU power", "W"),
 )
-Sets = Mapping[str, tuple[int, Sequence[Record]]]  # a curve's name -> its place in the palette, and its runs
+Sets = Mapping[str, tuple[int, Sequence[Record]]]  # name of a curve -> index in the palette, and runs
 
 
 def run_charts(record: Record) -> list[Chart]:
-    """Loss, scores, learning rate, gradient norm and throughput of one run, as far as recorded."""
+    """Charts of a run: the recorded figures among loss, scores, learning rate, gradient norm and throughput."""
     losses = [_series(record, "loss", "training", 0), _series(record, "eval_loss", "validation", 1)]
-    scores = [_series(record, f"eval_{name}", score_name(name), place) for place, name in enumerate(record.score_names)]
+    scores = [_series(record, f"eval_{name}", score_name(name), i) for i, name in enumerate(record.score_names)]
     charts = [_chart("Loss", "loss", losses)]
-    if len(record.evaluations) > 1:  # one evaluation is no curve
+    if len(record.evaluations) > 1:  # a single evaluation is no curve
         charts.append(_chart("Scores", _score_unit([record]), scores))
     return [*charts, *_training_charts({record.name: (0, [record])})]
 
 
 def of_runs(records: Sequence[Record], groups: Sequence[Group]) -> list[Chart]:
-    """Charts of several runs: a curve per row of the tables, with a band over its repeats, or per run."""
+    """Charts of several runs: a curve per row of the tables, with a band over the repeats, or per run."""
     sets = _named(records, groups)
     charts = [_chart("Training loss", "loss", _curves(sets, "loss"))]
     if any(len(record.evaluations) > 1 for record in records):
@@ -56,12 +56,12 @@ def _training_charts(sets: Sets) -> list[Chart]:
 
 
 def _chart(title: str, unit: str, series: Iterable[Series], noisy: bool = True, stacked: bool = False) -> Chart:
-    """A chart over the steps, without curves that have no values."""
+    """Make a chart over the steps, without curves that have no values."""
     return Chart(title, "step", unit, [curve for curve in series if len(finite(curve)[0])], stacked, noisy)
 
 
 def _score_unit(records: Sequence[Record]) -> str:
-    """The unit of a chart of scores: of EM and F1 it is known."""
+    """The unit of a chart of scores. EM and F1 are in percent."""
     return "percent" if any("exact_match" in record.score_names for record in records) else "score"
 
 
@@ -71,7 +71,7 @@ def score_name(name: str) -> str:
 
 
 def group_names(groups: Sequence[Group]) -> list[str]:
-    """The names of the groups, with the global batch where two would have the same."""
+    """Unique names of the groups: the global batch is added to equal names."""
     names = [group.name for group in groups]
     batches = [f"{name}, batch {group.one.results.global_batch}" for name, group in zip(names, groups, strict=True)]
     return [name if names.count(name) == 1 else batch for name, batch in zip(names, batches, strict=True)]
@@ -80,7 +80,7 @@ def group_names(groups: Sequence[Group]) -> list[str]:
 def _named(records: Sequence[Record], groups: Sequence[Group]) -> Sets:
     """Curve name -> runs: one curve per table row, or per run where two rows have the same name.
 
-    A strategy has its color in the plots, and a number of devices its dashes.
+    The index in the palette gives each strategy a color, and each number of devices its dashes.
     """
     labels = list(dict.fromkeys(group.label for group in groups))
     counts = sorted({group.one.devices for group in groups})
@@ -89,15 +89,15 @@ def _named(records: Sequence[Record], groups: Sequence[Group]) -> Sets:
     for name, group in zip(names, groups, strict=True):
         if names.count(name) == 1:
             colour = labels.index(group.label) % len(COLOURS) + len(COLOURS) * counts.index(group.one.devices)
-            while any(colour == other for other, _ in sets.values()):  # of another batch
+            while any(colour == other for other, _ in sets.values()):  # taken by a group with another batch
                 colour += len(COLOURS)
             sets[name] = colour, group.runs
     named = {run for _, runs in sets.values() for run in runs}
     others = {os.path.abspath(record.name): record for record in records if record not in named}
     above = os.path.commonpath(map(os.path.dirname, others)) if others else ""
     return sets | {
-        os.path.relpath(path, above): (len(sets) + place, [record])
-        for place, (path, record) in enumerate(others.items())
+        os.path.relpath(path, above): (len(sets) + number, [record])
+        for number, (path, record) in enumerate(others.items())
     }
 
 
@@ -106,13 +106,13 @@ def _curves(sets: Sets, key: str) -> list[Series]:
 
 
 def _median(repeats: Sequence[Series]) -> Series:
-    """The median of the repeats at the steps that all have, with their range."""
+    """The median and range of the repeats, at the steps that all repeats have."""
     known = [series for series in repeats if len(finite(series)[0])]
     if len(known) < 2:
         return [*known, *repeats][0]
-    points = [dict(zip(*(part.tolist() for part in finite(series)), strict=True)) for series in known]
+    points = [dict(zip(*(axis.tolist() for axis in finite(series)), strict=True)) for series in known]
     steps = sorted(set.intersection(*map(set, points)))
-    values = np.array([[own[step] for step in steps] for own in points])
+    values = np.array([[curve[step] for step in steps] for curve in points])
     low, middle, high = values.min(axis=0), np.median(values, axis=0), values.max(axis=0)
     return replace(known[0], x=steps, y=middle, band=(low, high))
 
@@ -123,20 +123,20 @@ def _series(record: Record, key: str, name: str, colour: int) -> Series:
 
 
 def step_time(record: Record) -> Chart:
-    """The parts of a step over the steps, without the first line, which is warm-up."""
+    """The phases of a step over the steps, without the first line, which is warm-up."""
     steps = record.steps
     unit, scale = time_unit(float(np.nanmax([0, *steps["step_s"][1:]])))
     series = [
         Series(name, steps["step"][1:], scale * steps[f"{phase}_s"][1:], number)
         for number, (phase, name) in enumerate(PHASES.items())
     ]
-    return _chart("Where the step time went", f"{unit} per step", series, noisy=False, stacked=True)
+    return _chart("Step time by phase", f"{unit} per step", series, noisy=False, stacked=True)
 
 
 def gpu_usage(record: Record) -> list[Chart]:
     """Utilization, memory and power of the GPU of each rank, over the steps."""
     by_rank = {int(rank): record.gpus.where("rank", rank) for rank in np.unique(record.gpus["rank"]) if rank >= 0}
-    if not by_rank:  # only rank 0's, in metrics.jsonl
+    if not by_rank:  # metrics.jsonl has the figures of rank 0
         by_rank = {0: record.steps}
     charts = []
     for key, title, unit in GPU_FIGURES:

@@ -1,4 +1,4 @@
-"""The report's plots."""
+"""Plot speed-up, efficiency, throughput and memory against the number of devices."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hvd_bert.tools.report.comparison import Compared, ScalingTable
 
 IDEAL = "0.45"
 MARKERS = ("s", "o", "^", "D", "v", "P", "X")
-LINEAR_UP_TO = 8  # times the fewest devices; beyond that the axis is logarithmic
-WIDTH, HEIGHT = 3.4, 2.1  # inches: a column of a paper with two
-LONG_NAME = 16  # characters: longer ones leave no room for the axes
-GAP = 0.095  # between two lines of text, of the height of the axis
+LINEAR_UP_TO = 8  # for larger ratios of most to fewest devices, the axis is logarithmic
+WIDTH, HEIGHT = 3.4, 2.1  # inches: a column of a two-column paper
+LONG_NAME = 16  # characters: names that are longer go into a legend
+GAP = 0.095  # distance of two lines of text, as a share of the axis' height
 
 
-Values = tuple[float, float, float]  # a figure with the ends of its bar
+Values = tuple[float, float, float]  # a figure, and the ends of the error bar
 Measure = Callable[[Compared], Values | None]
 
 
 def _speedup(line: Compared, scale: float = 1.0) -> Values:
-    """The speed-up with its range, times `scale`; without a range the point alone."""
+    """The speed-up and its range, times `scale`. Without a range, the bar has no length."""
     speedup = line.speedup or 0.0
     low, high = line.range or (speedup, speedup)
     return speedup * scale, low * scale, high * scale
@@ -39,7 +39,7 @@ def _memory(line: Compared) -> Values | None:
     return (statistics.median(values), min(values), max(values)) if values else None
 
 
-# Panel -> the figures of a row with a speed-up, and the title, into which the baseline and the unit are put.
+# Panel -> function for the values of a row, and title with fields for the baseline and the unit.
 MEASURES: dict[str, tuple[Measure, str]] = {
     "speedup": (_speedup, "Speed-up over {base}"),
     "efficiency": (
@@ -52,7 +52,7 @@ MEASURES: dict[str, tuple[Measure, str]] = {
 
 
 def panel(table: ScalingTable, name: str, formats: Sequence[str]) -> dict[str, bytes]:
-    """One of MEASURES against the number of devices, as a file of each format."""
+    """Plot a panel of MEASURES against the number of devices. Returns the file's content per format."""
     measure, title = MEASURES[name]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
@@ -62,7 +62,7 @@ def panel(table: ScalingTable, name: str, formats: Sequence[str]) -> dict[str, b
         _axes(axes, table)
         if name in ("speedup", "efficiency"):
             ends.append(_ideal(axes, table, name))
-        low, high = axes.get_ylim()  # from 0, except where all values are close together
+        low, high = axes.get_ylim()  # the axis starts at 0 unless all values are close together
         axes.set_ylim(0 if low < high / 2 else low, high)
         if any(len(name) > LONG_NAME for *_, name, _ in ends):
             figure.set_figheight(HEIGHT + GAP * HEIGHT * len(ends))
@@ -72,11 +72,11 @@ def panel(table: ScalingTable, name: str, formats: Sequence[str]) -> dict[str, b
         return {form: saved(figure, form) for form in formats}
 
 
-End = tuple[float, float, str, str]  # of a line: place, value, name and colour
+End = tuple[float, float, str, str]  # the last point of a line: x, y, name and colour
 
 
 def _lines(axes: Axes, table: ScalingTable, measure: Measure) -> list[End]:
-    """One line per strategy, shifted a little so that none hides another, with bars from minimum to maximum."""
+    """Draw a line per strategy with error bars, shifted a little so that no line hides another."""
     labels = list(dict.fromkeys(line.group.label for line in table.lines))
     counts, linear, ends = table.device_counts, _is_linear(table), []
     for number, label in enumerate(labels):
@@ -99,7 +99,7 @@ def _is_linear(table: ScalingTable) -> bool:
 
 
 def _axes(axes: Axes, table: ScalingTable) -> None:
-    """A tick per number of devices, and few on the vertical axis."""
+    """Set a tick per number of devices, and few ticks on the vertical axis."""
     counts = table.device_counts
     axes.set_xlabel(
         "ranks" if all(line.group.one.devices == line.group.one.results.world_size for line in table.lines) else "GPUs"
@@ -115,7 +115,7 @@ def _axes(axes: Axes, table: ScalingTable) -> None:
 
 
 def _ideal(axes: Axes, table: ScalingTable, name: str) -> End:
-    """Draw the ideal: a speed-up in proportion to the devices, an efficiency of 1."""
+    """Draw the ideal: a speed-up proportional to the number of devices, or an efficiency of 1."""
     counts = table.device_counts
     xs = [counts[0] + (counts[-1] - counts[0]) * part / 200 for part in range(201)]
     values = [x / table.baseline.one.devices if name == "speedup" else 1.0 for x in xs]
@@ -124,7 +124,7 @@ def _ideal(axes: Axes, table: ScalingTable, name: str) -> End:
 
 
 def _name(axes: Axes, ends: Sequence[End]) -> None:
-    """Name the lines on the right, where no two names may overlap. A thin line leads there from a shorter one."""
+    """Write the names of the lines on the right without overlaps. Thin lines connect short lines with their names."""
     low, high = axes.get_ylim()
     right = axes.get_xlim()[1]
     ends = sorted(ends, key=lambda end: end[1])
@@ -135,12 +135,12 @@ def _name(axes: Axes, ends: Sequence[End]) -> None:
 
 
 def spread(heights: Sequence[float], gap: float = GAP) -> list[float]:
-    """Increasing heights, moved as little as possible so that each is `gap` above the one before."""
-    clusters: list[list[float]] = []  # of heights that would overlap, each without the gaps below it
-    for place, height in enumerate(heights):
-        clusters.append([height - gap * place])
+    """Move increasing heights as little as possible, so that they are at least `gap` apart."""
+    clusters: list[list[float]] = []  # overlapping heights, each minus the gaps below it
+    for number, height in enumerate(heights):
+        clusters.append([height - gap * number])
         while len(clusters) > 1 and statistics.fmean(clusters[-2]) > statistics.fmean(clusters[-1]):
             last = clusters.pop()
             clusters[-1] += last
     apart = [statistics.fmean(cluster) for cluster in clusters for _ in cluster]
-    return [height + gap * place for place, height in enumerate(apart)]
+    return [height + gap * number for number, height in enumerate(apart)]

@@ -1,4 +1,4 @@
-"""The page of one run: what it reached, how it trained, where, and with which settings."""
+"""Make the page of a run: results, curves, step time, hosts and ranks, settings."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NO_REASON = (
     "No reason is recorded: the job may have been killed. Its log has more. To resume, rerun the same command with the"
     " same --output_dir."
 )
-RECENT = 20  # lines from which the speed of a run that is still going is computed
-MAX_ROWS, MAX_NAMES = 50, 8  # of skipped steps, and of their windows
+RECENT = 20  # last lines, from which the remaining time of a running run is estimated
+MAX_ROWS, MAX_NAMES = 50, 8  # shown skipped steps, and names of windows per step
 
 
 def make_page(record: Record) -> Page:
-    """The page of a run."""
+    """Make the page of a run."""
     page = Page(f"Run {record.name}", [*_about(record), status(record), Figures(figures(record))])
     page.add_section("Training", *curves.run_charts(record))
     page.add_section("Skipped steps", *_skipped_steps(record))
@@ -48,7 +48,7 @@ def make_page(record: Record) -> Page:
 
 
 def _about(record: Record) -> list[Block]:
-    """What was trained, on which data, and when."""
+    """Model, data and start time, in a line."""
     settings, start = record.settings, finite_number(record.facts.get("time"))
     data = settings.get("dataset_name") or settings.get("train_file") or []
     used = [[settings.get("model_name_or_path") or ""], data if isinstance(data, list) else [data]]
@@ -59,15 +59,15 @@ def _about(record: Record) -> list[Block]:
 
 
 def status(record: Record) -> Status:
-    """Whether the run is finished, still running, or ended early and why."""
+    """The state of the run: finished with its results, running, or ended early with the reason."""
     total = record.number("train_steps")
     reached = f"step {record.step:,}" + (f" of {total:,.0f} ({record.step / total:.0%})" if total else "")
     if record.state == "running":
         recent = record.steps["step_s"][1:][-RECENT:]
         remaining = finite_number(max(0, total - record.step) * np.median(recent)) if total and len(recent) else None
-        left = f", about {duration(remaining)} left without evaluations" if remaining is not None else ""
+        left = f", about {duration(remaining)} remaining without evaluations" if remaining is not None else ""
         now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-        return Status("Still running.", f"At {now}: {reached}{left}. All figures are those so far.", "busy")
+        return Status("Still running.", f"At {now}: {reached}{left}. All figures are preliminary.", "busy")
     if record.state == "ended":
         return Status(f"Not finished, last logged {reached}.", record.ended or NO_REASON, "bad")
     if not record.trained:
@@ -76,9 +76,8 @@ def status(record: Record) -> Status:
 
 
 def _result(record: Record) -> str:
-    """What came of a finished training, in a sentence."""
-    names = record.score_names  # without those of each file
-    names = [name for name in names if not any(name.endswith(f"_{other}") for other in names)]
+    """The results of a finished training in a sentence, without the scores of single files."""
+    names = [name for name in record.score_names if not any(name.endswith(f"_{n}") for n in record.score_names)]
     scores = [f"{curves.score_name(name)} {_figure(record.score(name))}" for name in names]
     work = [f"{record.step:,} steps"] if record.step else []
     seconds, size = record.number("train_runtime"), record.number("world_size")
@@ -91,7 +90,7 @@ def _result(record: Record) -> str:
 
 
 def figures(record: Record) -> list[tuple[str, str]]:
-    """The run's main figures, one row of them."""
+    """The run's main figures: pairs of name and text."""
     found = [(curves.score_name(name), _figure(record.score(name))) for name in record.score_names]
     losses, speeds = record.steps["loss"], record.steps["windows_per_s"][1:]
     if "eval_loss" in record.scores:
@@ -116,7 +115,7 @@ def _figure(value: Any) -> str:
 
 
 def _skipped_steps(record: Record) -> list[Block]:
-    """A table of the last events; empty without any."""
+    """The table of the last skipped steps; empty if no step was skipped."""
     rows = []
     for event in record.skipped_steps[-MAX_ROWS:]:
         first, *_ = [*objects(event.get("batch")), {}]
@@ -127,19 +126,21 @@ def _skipped_steps(record: Record) -> list[Block]:
     if not rows:
         return []
     left_out = len(record.skipped_steps) - len(rows)
-    note = "They had no finite gradient. The ranks are those whose loss is not finite. events.jsonl has all windows."
+    note = (
+        "Their gradients were not finite. Listed are the ranks whose loss is not finite. events.jsonl has all windows."
+    )
     if left_out:
         note += f" {left_out} earlier events are not shown."
     return [Grid(["step", "rank", "windows of that rank"], rows, words=3), Text(note)]
 
 
 def _step_time(record: Record) -> list[Block]:
-    """Mean time per phase, and a chart of it."""
+    """The table of mean times per phase, and a chart."""
     steps = record.steps
     if len(steps) < 2 or "step_s" not in steps:
         return []
     kinds = {"": "per step"}
-    if "compute_min_s" in steps:  # of several ranks
+    if "compute_min_s" in steps:  # recorded for several ranks
         kinds |= {"_min": "minimum over ranks", "_max": "maximum over ranks"}
     rows, whole = [], steps.mean("step_s")
     for phase in (*PHASES, "step"):
@@ -160,7 +161,7 @@ def _samples(record: Record) -> Iterator[Block]:
 
 
 def _sample(sample: Mapping[str, Any]) -> Details:
-    """The context with the gold answer marked, and what the model predicted."""
+    """The context with the gold answer marked, and the model's prediction."""
     golds = [str(answer) for answer in converted(sample.get("answers"), list[Any], [])]
     predicted = str(sample.get("prediction", "")) or "no answer"
     rows = [
@@ -178,7 +179,7 @@ def _sample(sample: Mapping[str, Any]) -> Details:
 
 
 def _ranks(record: Record) -> list[Block]:
-    """Hosts with their ranks; per rank also times and memory."""
+    """The table of hosts with their ranks, and the table of ranks with times and memory."""
     ranks = record.entries("ranks")
     if not ranks:
         return []
@@ -186,8 +187,8 @@ def _ranks(record: Record) -> list[Block]:
     for rank in ranks:
         by_host.setdefault(str(rank.get("host", DASH)), []).append(rank)
     hosts = [
-        [host, *(", ".join(dict.fromkeys(shown(rank.get(key)) for rank in its)) for key in ("rank", "device"))]
-        for host, its in by_host.items()
+        [host, *(", ".join(dict.fromkeys(shown(rank.get(key)) for rank in members)) for key in ("rank", "device"))]
+        for host, members in by_host.items()
     ]
     processes = {str(process.get("rank")): process for process in record.entries("processes")}
     rows = []
@@ -238,7 +239,9 @@ def _reproduce(record: Record) -> list[Block]:
         started = f"Each of the {size} ranks was started{by} as:" if size > 1 else "The run was started as:"
         blocks += [Text(started), Code(str(command))]
     if record.settings:
-        blocks.append(Text(f"{'Under the same launcher, this' if size > 1 else 'This'} has all settings of the run:"))
+        blocks.append(
+            Text(f"{'Under the same launcher, this' if size > 1 else 'This'} command uses the run's settings:")
+        )
         name = "train_config.yaml" if record.settings.get("do_train", True) else "eval_config.yaml"
         file = shlex.quote(f"{record.name}/{name}")
         blocks.append(Code(f"python -m hvd_bert.train --config {file} --output_dir NEW_FOLDER"))
@@ -246,6 +249,6 @@ def _reproduce(record: Record) -> list[Block]:
 
 
 def summary(record: Record) -> Sequence[str]:
-    """The run in a few lines, for the terminal."""
+    """A few lines about the run for the terminal."""
     state = status(record)
     return [f"{record.name}: {state.label} {state.text}", *(f"  {name}: {value}" for name, value in figures(record))]

@@ -1,4 +1,4 @@
-"""The page of several runs: side by side, what differs, and the speed-ups of those that can be compared."""
+"""Make the page of several runs: speed-ups of comparable runs, differing settings, curves, an overview."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvd_bert.tools.report.setup import TEXTS
 from hvd_bert.tools.runs.record import Record
 from hvd_bert.tools.runs.tolerant import finite_number
 
-LONG = 20  # rows of a table
+LONG = 20  # rows: longer tables are folded
 
 
 def make_page(
@@ -26,14 +26,14 @@ def make_page(
     reasons: Sequence[str],
     set_up: Sequence[Block],
 ) -> Page:
-    """The page. `groups`: runs whose speeds can be compared. `compared`: tables with a speed-up."""
+    """Make the page. `groups`: comparable runs. `compared`: tables with speed-ups."""
     page = Page(f"Report on {len(records)} runs")
     costs: list[Block] = []
-    for place, table in enumerate(compared, start=1):
-        speeds = _panels(table, place, "speedup", "efficiency")
+    for index, table in enumerate(compared, start=1):
+        speeds = _panels(table, index, "speedup", "efficiency")
         page.add_section(table.title, tables.headline(table), *speeds, tables.speedups(table))
         costs += [Text(table.title, 3)] if len(compared) > 1 else []
-        costs += [tables.costs(table), *_panels(table, place, "throughput", "memory")]
+        costs += [tables.costs(table), *_panels(table, index, "throughput", "memory")]
     if not compared:
         page.add(Text("No two of these runs can be compared for speed, so there are no measured speed-ups."))
     page.add_section("Caveats", Listing(tables.caveats(compared)))
@@ -44,7 +44,7 @@ def make_page(
     page.add_section("Runs", _folded(overview(records)))
     page.add_section("Time, memory and loss", *costs)
     if repeated := repeats(groups):
-        how = "The 95 % interval of the mean is by the t-distribution: it assumes normally distributed values."
+        how = "The 95 % interval of the mean uses the t-distribution: it assumes normally distributed values."
         page.add_section("Repeats over seeds", _folded(repeated), Text(how))
     page.add_section("Curves", *curves.of_runs(records, groups))
     page.add_section("Without a speed-up", Listing(reasons))
@@ -55,23 +55,23 @@ def make_page(
 
 
 def _folded(grid: Grid) -> Block:
-    """A long table is hidden until the reader opens it."""
+    """Hide a long table until the reader opens it."""
     return grid if len(grid.rows) <= LONG else Details(f"{len(grid.rows)} rows", [grid])
 
 
-def _panels(table: ScalingTable, place: int, *names: str) -> list[Picture]:
-    """Panels of a table, each in all formats; none with one number of devices or no figures."""
+def _panels(table: ScalingTable, index: int, *names: str) -> list[Picture]:
+    """Plot panels of a table in all formats, if there are several numbers of devices. `index`: of the table."""
     pictures = []
     known = [name for name in names if any(map(plots.MEASURES[name][0], table.measured))]
     for name in known if table.scales else ():
-        files = {PANEL.format(place, name, form): data for form, data in plots.panel(table, name, FORMATS).items()}
+        files = {PANEL.format(index, name, form): data for form, data in plots.panel(table, name, FORMATS).items()}
         (png, data), *others = files.items()
         pictures.append(Picture(png, data, f"{table.title}: {name}", half=True, others=dict(others)))
     return pictures
 
 
 def overview(records: Sequence[Record]) -> Grid:
-    """A row per run with its main figures."""
+    """The table with the main figures of each run."""
     scores = list(dict.fromkeys(name for record in records for name in record.score_names))
     head = ["run", "state", "strategy", "ranks", "step", "time", "last logged loss"]
     rows = []
@@ -95,14 +95,14 @@ T_QUANTILES = [float(quantile) for quantile in _QUANTILES.split()]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean of at least two values; beyond the table up to 4 % too wide."""
+    """The 95 % confidence interval of the mean; up to 4 % too wide for more values than T_QUANTILES covers."""
     quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
     mean, half = statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half
 
 
 def repeats(groups: Sequence[Group]) -> Grid | None:
-    """Scores, loss and throughput of all groups with several seeds; None if there is none."""
+    """The table of scores, loss and throughput of groups with several seeds; None without such groups."""
     named = zip(curves.group_names(groups), groups, strict=True)
     rows = [
         row for name, group in named if len({run.results.seed for run in group.runs}) > 1 for row in _rows(name, group)

@@ -1,4 +1,4 @@
-"""The settings of runs, how they differ, and the paragraph "Set-up" from what the runs recorded."""
+"""Show the settings of runs and their differences, and write the paragraph "Set-up" from recorded facts."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from hvd_bert.tools.runs.record import Record
 from hvd_bert.tools.runs.tolerant import finite_number
 
 TEXTS = yaml.safe_load(resources.files("hvd_bert.tools.report").joinpath("texts.yaml").read_text(encoding="utf-8"))
-OUTPUT = ("output_dir", "overwrite_output_dir")  # differ between any two runs
+OUTPUT = ("output_dir", "overwrite_output_dir")  # settings that differ between all runs
 # Keys of train_results.json that describe the world and the machine.
 FACTS = ("world_size", "global_batch", "learning_rate", "train_steps", "hosts", "device_name", "threads_per_rank")
 
 
 def blocks(records: Sequence[Record], sweeps: Sequence[str]) -> list[Block]:
-    """The paragraph and the commands: those of sweeps, else those of each rank."""
+    """The paragraph and the commands of sweeps or, without sweeps, of runs."""
     commands = sweeps or [str(record.facts["command"]) for record in records if "command" in record.facts]
     return [Text(paragraph(records)), Code("\n".join(dict.fromkeys(commands)))]
 
 
 def paragraph(records: Sequence[Record]) -> str:
-    """Hardware, software, model, data, training and Slurm job of the runs, in sentences to copy into a report."""
+    """Describe hardware, software, model, data, training and Slurm job in sentences to copy into a report."""
     known = [_used(record) for record in records]
     sentences = []
     for title, forms in TEXTS["set_up"].items():
         facts = [_fact([facts.get(key) for facts in known], key, form) for key, form in forms.items()]
-        words = dict.fromkeys(filter(None, facts))  # a CPU is named once
+        words = dict.fromkeys(filter(None, facts))  # without repeats, such as the CPU as device and as processor
         sentences += [f"{title}: {', '.join(words)}."] if words else []
     return " ".join(sentences)
 
 
 def _used(record: Record) -> dict[str, Any]:
-    """The run's facts and flags under the keys of the set-up, without what it did not use."""
+    """The run's facts and flags by the keys of texts.yaml, except versions of unused packages."""
     facts = dict(record.facts) | {f"--{name}": value for name, value in record.settings.items()}
     for group in ("machine", "versions", "work", "job"):
         facts |= {f"{group}.{name}": value for name, value in record.object(group).items()}
     others = [row.package for name, row in STRATEGIES.items() if name != facts.get("strategy")]
     unused = [f"versions.{package}" for package in others if package]
     unused += [] if facts.get("machine.gpus") else ["versions.nccl", "versions.cuda"]
-    unused += ["controller"] if facts.get("controller") == "none" else []  # of a single rank
+    unused += ["controller"] if facts.get("controller") == "none" else []  # a single rank has none
     return {key: value for key, value in facts.items() if key not in unused}
 
 
 def _fact(found: Sequence[Any], key: str, form: str) -> str:
     """Format one fact; different values are joined by "and". "" if no run recorded it."""
-    parts = (part for value in found for part in (value if isinstance(value, list) else [value]))
-    values = list(dict.fromkeys(_text(key, part) for part in parts if part not in (None, "")))
+    items = (item for value in found for item in (value if isinstance(value, list) else [value]))
+    values = list(dict.fromkeys(_text(key, item) for item in items if item not in (None, "")))
     text = form.format(" and ".join(filter(None, [", ".join(values[:-1]), *values[-1:]])), count=len(values))
     return re.sub(r"^1 (\w+)s\b", r"1 \1", text) if values else ""
 
@@ -67,14 +67,14 @@ def _text(key: str, value: Any) -> str:
     if key == "work.the model":  # `197 tensors, 1,000,000 parameters, 0123456789ab`
         return str(value).rpartition(", ")[0].partition(", ")[2]
     if key.startswith("versions."):
-        return str(value).partition("+")[0]  # without the build
+        return str(value).partition("+")[0]  # without the name of the build
     if type(value) is int:
         return f"{value:,}"
     return Path(value).name if str(value).startswith("/") else shown(value)
 
 
 def settings(record: Record) -> list[Block]:
-    """The settings that differ from their defaults, and the others."""
+    """The table of settings that differ from their defaults, and a folded table of the others."""
     changed, others = [], []
     for name, value in record.settings.items():
         flag = FLAGS.get(name)
@@ -88,21 +88,21 @@ def settings(record: Record) -> list[Block]:
 
 
 def differences(records: Sequence[Record]) -> Grid:
-    """Table of the settings that differ: a row or, if fewer, a column per run; repeats share one."""
+    """The table of differing settings. Runs are rows, or columns if there are more settings; repeats share a row."""
     values = [_compared(record) for record in records]
     names = dict.fromkeys(name for compared in values for name in compared)
     differing = [name for name in names if len({compared.get(name, DASH) for compared in values}) > 1]
     for chosen in ([name for name in differing if name != "--seed"], differing):
-        alike: dict[tuple[str, ...], list[str]] = {}
+        names_by_values: dict[tuple[str, ...], list[str]] = {}
         for record, compared in zip(records, values, strict=True):
-            alike.setdefault(tuple(compared.get(name, DASH) for name in chosen), []).append(record.name)
-        if 1 < len(alike) < len(records):  # repeats share a row
+            names_by_values.setdefault(tuple(compared.get(name, DASH) for name in chosen), []).append(record.name)
+        if 1 < len(names_by_values) < len(records):  # without the seed, some runs are repeats
             break
-    runs = [run + (f" and {len(others)} more" if others else "") for run, *others in alike.values()]
+    runs = [run + (f" and {len(others)} more" if others else "") for run, *others in names_by_values.values()]
     if len(chosen) > len(runs):
-        rows = [[name, *cells] for name, cells in zip(chosen, zip(*alike, strict=True), strict=True)]
-        return Grid(["what", *runs], rows, words=len(runs) + 1)
-    rows = [[run, *cells] for run, cells in zip(runs, alike, strict=True)]
+        rows = [[name, *cells] for name, cells in zip(chosen, zip(*names_by_values, strict=True), strict=True)]
+        return Grid(["setting", *runs], rows, words=len(runs) + 1)
+    rows = [[run, *cells] for run, cells in zip(runs, names_by_values, strict=True)]
     return Grid(["run", *chosen], rows, words=len(chosen) + 1)
 
 

@@ -1,4 +1,4 @@
-"""The tables of a comparison, as grids and as CSV rows, and the text around them."""
+"""Make the tables of a comparison, as grids and CSV rows, with headline, reasons and caveats."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from hvd_bert.tools.runs.finding import Excluded
 from hvd_bert.tools.runs.record import Record
 from hvd_bert.tools.runs.tolerant import converted
 
-SPREAD = 0.1  # of the repeats, over their median; a larger spread is a caveat
-SHORT_S = 10.0  # a shorter training is a caveat
-LEFT_OUT = ", left out"  # after the name of a row without a speed-up
+SPREAD = 0.1  # range of the repeats over their median, above which a caveat is added
+SHORT_S = 10.0  # seconds of a training, below which a caveat is added
+LEFT_OUT = ", left out"  # added to the name of a row without a speed-up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A figure of the runs, and its name in each table that has it."""
+    """A figure of runs, or of a row of runs, and the column's title in each table ("": not in the table)."""
 
-    of_run: Callable[[Record], Any] = lambda run: None  # a row of several runs has `Group.figure` of it
-    of_row: Callable[[Compared], Any] | None = None  # of a row, if it is not one of its runs
-    runs: str = ""  # in runs.csv
-    report: str = ""  # in report.csv
-    speed: str = ""  # in the page's first table, which is also printed and in report.tex
-    cost: str = ""  # in the page's second table
-    text: Callable[[Any], str] = shown  # formats the figure for these two
+    of_run: Callable[[Record], Any] = lambda run: None  # a row of several runs has `Group.figure` of the values
+    of_row: Callable[[Compared], Any] | None = None  # in place of `of_run`, for figures of whole rows
+    runs: str = ""  # title in runs.csv
+    report: str = ""  # title in report.csv
+    speed: str = ""  # title in the page's first table, which is also printed and in report.tex
+    cost: str = ""  # title in the page's second table
+    text: Callable[[Any], str] = shown  # formats the figure for the page's tables
 
     def value(self, line: Compared) -> Any:
         """The figure of a row."""
@@ -49,7 +49,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _score(value: float | None) -> str:
-    """Percent with two digits, fractions with four."""
+    """Format percents with two digits, fractions with four."""
     return number(value, ".4f" if value is not None and abs(value) <= 1 else ".2f")
 
 
@@ -58,12 +58,12 @@ def _hours(value: float) -> str:
 
 
 def _device_hours(line: Compared) -> float:
-    """GPU-hours of the training, or core-hours on CPUs."""
+    """GPU-hours of a training, or core-hours on CPUs."""
     run, seconds = line.group.one, line.group.figure(lambda run: run.results.train_runtime)
     return float(run.devices * (run.results.threads_per_rank if run.on_cpu else 1) * seconds / 3600)
 
 
-# In the order of all tables: a figure that has another place in one of them has two rows.
+# In the order of all tables: a figure at different positions in two tables has two entries.
 COLUMNS = (
     Column(of_run=lambda run: run.results.strategy, runs="strategy"),
     Column(of_row=lambda line: line.group.label, report="strategy", cost="strategy"),
@@ -113,7 +113,7 @@ COLUMNS = (
 
 
 def speedups(table: ScalingTable, brief: bool = False) -> Grid:
-    """The table of times, speed-ups and efficiencies. `brief`: fits a terminal's width."""
+    """The table of times, speed-ups and efficiencies. `brief`: with fewer columns, for a terminal."""
     runs = [line.group.one for line in table.lines]
     hidden = {"total speed-up", "serial fraction"} if brief else set()
     hidden |= {"nodes"} if all(run.nodes == 1 for run in runs) else set()
@@ -142,7 +142,7 @@ def _grid(table: ScalingTable, columns: Sequence[tuple[str, Column]]) -> Grid:
 
 
 def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:
-    """Rows of report.csv, one per table and group."""
+    """The rows of report.csv, one per table and group."""
     return [
         {"scaling": table.kind if table.scales else "side by side", "size": f"{table.size:g}"}
         | {"baseline": table.baseline.name}
@@ -153,7 +153,7 @@ def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:
 
 
 def run_rows(runs: Iterable[Record], excluded: Iterable[Excluded]) -> list[dict[str, Any]]:
-    """Rows of runs.csv, one per run. The scores are last, since tasks have different ones."""
+    """The rows of runs.csv, one per run. Scores come last, since they differ by task."""
     used = [
         {"run": run.name}
         | {column.runs: column.of_run(run) for column in COLUMNS if column.runs}
@@ -164,7 +164,7 @@ def run_rows(runs: Iterable[Record], excluded: Iterable[Excluded]) -> list[dict[
 
 
 def headline(table: ScalingTable) -> Status:
-    """The speed-up of the fastest strategy on the largest number of devices, and those of the others there."""
+    """The speed-ups on the largest number of devices, the fastest strategy first."""
     rows = [line for line in table.measured if line.group is not table.baseline]
     rows.sort(key=lambda line: (-line.group.one.devices, -(line.speedup or 0)))
     best, *others = (line for line in rows if line.group.one.devices == rows[0].group.one.devices)
@@ -179,7 +179,7 @@ def headline(table: ScalingTable) -> Status:
 
 
 def reasons(tables: Iterable[ScalingTable], excluded: Sequence[Excluded]) -> list[str]:
-    """A line per run or row without a speed-up, with the reason."""
+    """Lines on runs and rows without a speed-up, each with the reason."""
     where: dict[tuple[str, str, str], list[str]] = {}
     for table in tables:
         for line in table.lines:
@@ -187,7 +187,7 @@ def reasons(tables: Iterable[ScalingTable], excluded: Sequence[Excluded]) -> lis
                 names = [run.name for run in line.group.runs]
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 where.setdefault((line.group.name, ", ".join(names[:3]) + more, line.reason), []).append(lower(table))
-    rows = [f"{name} ({'; '.join(places)}; {names}): {reason}." for (name, names, reason), places in where.items()]
+    rows = [f"{name} ({'; '.join(titles)}; {names}): {reason}." for (name, names, reason), titles in where.items()]
     return rows + [f"{name}: {reason}." for name, reason in excluded]
 
 
@@ -197,15 +197,15 @@ def lower(table: ScalingTable) -> str:
 
 
 def caveats(tables: Sequence[ScalingTable]) -> list[str]:
-    """Reasons why the figures are less reliable, a sentence each."""
+    """Reasons why the figures are less reliable, as sentences."""
     found = []
     for table in tables:
-        place = f" ({lower(table)})" if len(tables) > 1 else ""
+        suffix = f" ({lower(table)})" if len(tables) > 1 else ""
         lines = table.measured
         for line in lines:
             if (line.efficiency or 0) > 1.05:
                 found.append(
-                    f"{line.group.name}{place} has an efficiency of {line.efficiency:.2f}, above the ideal of 1. Check"
+                    f"{line.group.name}{suffix} has an efficiency of {line.efficiency:.2f}, above the ideal of 1. Check"
                     " whether other programs used the baseline's device."
                 )
         for line in lines:
@@ -213,24 +213,24 @@ def caveats(tables: Sequence[ScalingTable]) -> list[str]:
             base = max(1.0, table.baseline.one.needed_cores / cores) if cores else 1.0
             if run.on_cpu and 0 < base * cores < run.needed_cores:
                 found.append(
-                    f"{line.group.name}{place} had {counted(cores, 'core')} per host for {run.needed_cores} threads, so"
-                    f" its efficiency cannot exceed {base * cores / run.needed_cores:.2f}."
+                    f"{line.group.name}{suffix} had {counted(cores, 'core')} per host for {run.needed_cores} threads,"
+                    f" so the efficiency cannot exceed {base * cores / run.needed_cores:.2f}."
                 )
         unchecked = [line.group.name for line in lines if line.checked == UNCHECKED]
         if unchecked:
-            found.append(f"The losses of {_joined(unchecked)}{place} were compared with no other strategy's.")
+            found.append(f"The losses of {_joined(unchecked)}{suffix} were compared with no other strategy's.")
         apart = [line.group.name for line in lines if line.group.variation > SPREAD]
         if apart:
             found.append(
-                f"The repeats of {_joined(apart)}{place} are more than {SPREAD:.0%} apart, so smaller differences are"
-                " noise. Check what else ran on the machine."
+                f"The repeats of {_joined(apart)}{suffix} are more than {SPREAD:.0%} apart, so smaller differences are"
+                " noise. Check whether other programs ran on the machine."
             )
         shortest = min(run.results.train_runtime for line in lines for run in line.group.runs)
         if shortest < SHORT_S:
-            found.append(f"Trainings{place} took only {shortest:.1f} s. Too short to compare: give each a minute.")
+            found.append(f"Trainings{suffix} took only {shortest:.1f} s, too short to compare: use a minute or more.")
         few = min(len(line.group.runs) for line in lines)
         if few < 3:
-            found.append(f"Some rows{place} have only {counted(few, 'run')}, too few to judge the spread.")
+            found.append(f"Some rows{suffix} have only {counted(few, 'run')}, too few to judge the spread.")
     return found
 
 
@@ -239,7 +239,7 @@ def _joined(names: Sequence[str]) -> str:
 
 
 def as_latex(tables: Iterable[ScalingTable], set_up: str) -> str:
-    """The tables of speed-ups and the paragraph on the set-up for a paper."""
+    """The tables of speed-ups and the paragraph "Set-up" in LaTeX."""
     parts = [
         f"\\begin{{table*}}\n\\centering\n\\caption{{{latex(table.title)}. Baseline: {latex(table.baseline.name)}.}}\n"
         f"{speedups(table).for_latex()}\n\\end{{table*}}\n"
