@@ -2,13 +2,13 @@
 
     hvd-bert doctor                                                this host
     hvd-bert doctor --hosts a100-01:2,a100-02:2                    hosts without Slurm, over ssh (hosts.py)
-    horovodrun -np 4 -H a100-01:2,a100-02:2 hvd-bert doctor        a run's hosts, ranks and network
-    srun --mpi=pmix hvd-bert doctor                                the same in a Slurm job
-    horovodrun -np 4 hvd-bert doctor --prove                       whether 4 ranks do the work of one process (prove.py)
-    hvd-bert doctor --log FILE                                     which rank of a run failed first
+    horovodrun -np 4 -H a100-01:2,a100-02:2 hvd-bert doctor        hosts, ranks and network of a run
+    srun --mpi=pmix hvd-bert doctor                                hosts, ranks and network in a Slurm job
+    horovodrun -np 4 hvd-bert doctor --prove                       proof that 4 ranks do the work of one process
+    hvd-bert doctor --log FILE                                     first failure of a run
 
-Exit status: 0 if a training would start, else 2 (docs/guides/preflight-check.md). With --prove 0 or, if it fails, 1.
-With --log 0, also if no failure is found.
+Exit status: 0 if a training would start, else 2 (docs/guides/preflight-check.md). With --prove: 0, or 1 if the proof
+fails. With --log: 0, with or without a failure in the log.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hvd_bert.distributed.world import World
 
 BERT_BASE_MB, PROOF_STEPS = 435.6, 5
-NOT_PROVED = ("evaluation", "checkpoints", "profiling", "output")  # groups of flags, besides those that it sets itself
+NOT_PROVED = ("evaluation", "checkpoints", "profiling", "output")  # groups of flags that --prove refuses
 
 
 def make_parser() -> Parser:
@@ -64,7 +64,8 @@ def make_parser() -> Parser:
     add_number(parser, "--timeout", 180.0, timeout, Limits(above=0, maximum=MAX_SECONDS), "S")
     modes = parser.add_mutually_exclusive_group()
     prove = "In place of the checks, train a few steps and compare each with the same step in one process. Takes the"
-    prove += " training's flags, except for the length, outputs, and what cannot be compared. (default: False)"
+    prove += " training's flags, except flags of length and outputs, and of features that cannot be compared. (default:"
+    prove += " False)"
     modes.add_argument("--prove", action="store_true", help=prove)
     log = "In place of the checks, print the first failure in the log of a run, with its rank and host. (default: none)"
     modes.add_argument("--log", metavar="FILE", type=path, help=log)
@@ -72,12 +73,12 @@ def make_parser() -> Parser:
 
 
 def _add_hosts(parser: Parser) -> None:
-    """Add the flags that name hosts and how ssh reaches them."""
+    """Add the flags for hosts and ssh."""
     hosts = parser.add_mutually_exclusive_group()
-    named = "Check these hosts over ssh, and print the horovodrun line that starts a training; with --log, the run's"
-    named += " hosts. (default: this host)"
+    named = "Check these hosts over ssh, and print the horovodrun line that starts a training; with --log: hosts of the"
+    named += " run. (default: this host)"
     hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help=named)
-    hostfile = "The same from a file with lines of `a100-01:2` or `a100-01 slots=2`. (default: none)"
+    hostfile = "File of the hosts, with lines of `a100-01:2` or `a100-01 slots=2`. (default: none)"
     hosts.add_argument("--hostfile", metavar="FILE", type=path, help=hostfile)
     port, limits = "Port of ssh on the hosts. (default: ssh's)", Limits(minimum=1, maximum=65535)
     parser.add_argument("--ssh_port", "--ssh-port", metavar="N", type=int, limits=limits, help=port)
@@ -86,7 +87,7 @@ def _add_hosts(parser: Parser) -> None:
 
 
 def slots_by(flags: argparse.Namespace) -> dict[str, int]:
-    """The slots of each host of --hosts or --hostfile; empty without them. Raises UserError."""
+    """The slots of each host in --hosts or --hostfile; empty without these flags. Raises UserError."""
     if flags.hostfile:
         return read_hostfile(flags.hostfile)
     return host_slots(flags.hosts) if flags.hosts else {}
@@ -106,8 +107,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """The flags of --prove and the trainer's. Raises UserError."""
-    from hvd_bert.config import command_line, settings  # yaml, which the check may find missing
+    """Parse the command's own flags and the trainer's settings, for --prove. Raises UserError."""
+    from hvd_bert.config import command_line, settings  # imports yaml, which may be missing
     from hvd_bert.tools.runs.trainer_flags import names_data
 
     parser = make_parser()
@@ -125,7 +126,7 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         raise UserError(f"--prove trains {PROOF_STEPS} steps, checks no host and keeps no output: omit {names}.")
     words = rest if names_data(rest) else ["--config=sample", "--dropout=0.1", *rest]
     config = command_line.parse(command_line.override_argv(words, fixed))
-    args = replace(config.train, output_dir=None)  # a --config file may name a run, which stays as it is
+    args = replace(config.train, output_dir=None)  # a --config file may name a run's folder
     args.refuse_auto("hvd-bert doctor --prove")
     on_several = " or ".join(name for name, row in STRATEGIES.items() if row.several_gpus)
     differs = args.fp16 or args.torch_compile or args.optim != "adamw_torch_fused"
@@ -136,7 +137,7 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 
 
 def prove(world: World) -> None:
-    """Prove on one rank that all do the work of one process. Called by all ranks."""
+    """Prove that the ranks do the work of one process. Called by all ranks."""
     with world.raise_on_all_ranks():
         flags, config = parse_proof(sys.argv[1:])
     with collector_paused():
@@ -159,7 +160,7 @@ def show_first_failure(flags: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit status."""
+    """Run the command. Returns the exit status."""
     print_on_one_rank(sys.argv[1:] if argv is None else argv)
     return run_command(partial(_check, argv))
 
@@ -174,7 +175,7 @@ def _check(argv: list[str] | None) -> int:
     slots = slots_by(flags)
     if slots and not launcher.is_alone:
         raise UserError(f"--hosts: start the check once, not in each process of {launcher.name}.")
-    keep_running()  # the exit status counts, too
+    keep_running()  # callers need the exit status
     report = Report(flags.json, first, flags.verbose)
     unused = [f"{name}={value}" for name, value in other_sizes(launcher, os.environ).items()]
     report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size, "ignored": unused}

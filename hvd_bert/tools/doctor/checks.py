@@ -1,4 +1,4 @@
-"""The checks of one host: turn facts (probes.py) into lines of the report."""
+"""Check a host: turn facts (probes.py) into lines of the report."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, Slurm, mpi_version
 
 REQUIREMENTS = PACKAGE.parent / "requirements.txt"
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)
-# BERT-base's weights, gradients and AdamW moments in fp32 take 1.6 GiB; a batch and the libraries take the rest.
+# BERT-base's weights, gradients and AdamW moments in fp32 take 1.6 GiB; a batch and the libraries need more.
 MEMORY_PER_RANK = 3 * GIB
 DISK_RECOMMENDED, DISK_REQUIRED = 3 * GIB, GIB // 10
 REBUILD = "Rebuild it with the modules loaded now: env/build_horovod.sh --python $(command -v python) --rebuild."
 
 
 def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[CheckResult]:
-    """All checks of this host. `output_dir`: where rank 0 would write; None on hosts without rank 0."""
+    """Run all checks of this host. `output_dir`: rank 0's folder; None on hosts without rank 0."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     checks: dict[str, Callable[[], Iterable[CheckResult]]] = {
         "Python": lambda: [python_line(sys.version_info[:3], sys.executable)],
@@ -67,7 +67,7 @@ def torch_line(version: str) -> CheckResult:
 
 
 def packages_line(requirements: Path) -> CheckResult:
-    """Whether the packages of requirements.txt are installed. Horovod and mpi4py have lines of their own."""
+    """Check that the packages of requirements.txt are installed. Horovod and mpi4py have separate lines."""
     try:
         names = dict.fromkeys(re.findall(r"^[\w-]+", requirements.read_text(encoding="utf-8"), re.MULTILINE))
     except OSError as error:
@@ -85,7 +85,7 @@ def driver_line(gpus: Gpus) -> CheckResult:
 
 
 def cuda_line(torch_cuda: str | None, visible: int, gpus: Gpus, hidden: bool) -> CheckResult:
-    """`visible`: number of GPUs that torch can use. `gpus`: the GPUs that the driver lists."""
+    """Compare the `visible` GPUs, which torch can use, with the GPUs that the driver lists."""
     if visible:
         return ok("CUDA", f"torch uses CUDA {torch_cuda}; {visible} GPU(s): {', '.join(gpus.names) or 'names unknown'}")
     if not gpus.names:
@@ -116,7 +116,7 @@ def horovod_line(build: HorovodBuild) -> CheckResult:
 
 
 def torch_nccl() -> str:
-    """Version of the NCCL that torch includes; "" if it includes none."""
+    """Version of torch's NCCL; "" if torch has none."""
     return ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else ""
 
 
@@ -133,7 +133,7 @@ def nccl_lines(build: HorovodBuild, gpus: int, of_torch: str) -> list[CheckResul
 
 
 def mpi_line(build: HorovodBuild, by_srun: bool) -> CheckResult:
-    """Whether mpi4py and mpirun use the same MPI."""
+    """Check that mpi4py and mpirun use the same MPI."""
     if not build.error and not build.mpi:
         hint = "To use MPI, run env/setup.sh --with-mpi." if probes.mpirun() else ""
         return ok("MPI", "Horovod was built without MPI: start it with `horovodrun --gloo`", hint)
@@ -169,7 +169,7 @@ def slurm_lines(slurm: Slurm) -> list[CheckResult]:
 
 
 def folder_line(name: str, folder: Path, hint: str) -> CheckResult:
-    """Whether files can be written in `folder`, which need not exist yet, and its free space."""
+    """Check that files can be written to a folder, which need not exist, and the free space."""
     try:
         check_folder(folder)
         free = shutil.disk_usage(first_existing(folder)).free

@@ -17,13 +17,13 @@ from hvd_bert.tools.rendering import seconds
 from hvd_bert.tools.rendering.page import Grid
 
 REPEATS = 5
-SMALL_CALLS = 20  # per repeat of the small message, which takes less time than ranks differ at the start
+SMALL_CALLS = 20  # per repeat: a single call of the small message would measure differences of the ranks' starts
 
 
 def timing(method: str, num_bytes: int, world_size: int, repeats: Sequence[float]) -> dict[str, Any]:
-    """Seconds per allreduce of `num_bytes` per rank, for each repeat on the slowest rank, and their rate.
+    """Figures of allreduces of `num_bytes` per rank. `repeats`: seconds per call on the slowest rank.
 
-    GB/s are 10^9 bytes per second that a rank sends: a ring sends each byte 2(n-1)/n times ("bus bandwidth").
+    `gb_per_s`: 10^9 bytes per second that a rank sends: a ring sends each byte 2(n-1)/n times ("bus bandwidth").
     """
     found = {"method": method, "num_bytes": num_bytes, "world_size": world_size, "seconds": repeats}
     median_s = statistics.median(repeats)
@@ -43,33 +43,33 @@ def measure(world: World, num_bytes: int) -> list[dict[str, Any]]:
             size = f"{num_bytes / 1e6:.1f} MB"
             raise UserError(f"not enough memory for an allreduce of {size}: use a smaller --size.") from None
     over = "NCCL, GPU memory" if device.type == "cuda" else LIBRARIES[world.controller]
-    own = [_seconds(world, hvd, buffer) for buffer in buffers]
-    slowest = np.array(world.allgather(own)).max(axis=0).tolist()  # [buffers][repeats]
+    local = [_seconds(world, hvd, buffer) for buffer in buffers]
+    slowest = np.array(world.allgather(local)).max(axis=0).tolist()  # [buffers][repeats]
     return [timing(f"Horovod, {over}", 4 * n, world.size, times) for n, times in zip(sizes, slowest, strict=True)]
 
 
 def _seconds(world: World, hvd: Any, buffer: torch.Tensor) -> list[float]:
-    """Seconds per allreduce of this rank, for each repeat, after a first one, which checks the sum."""
-    own = []
+    """Seconds per allreduce on this rank, for each repeat. An additional first call checks the sum."""
+    times = []
     synchronize: Callable[[], None] = torch.cuda.synchronize if buffer.is_cuda else lambda: None
     for repeat in range(REPEATS + 1):
         calls = SMALL_CALLS if buffer.numel() == 1 and repeat else 1
         buffer.fill_(0.0 if repeat else world.rank + 1.0)  # repeated sums would grow
         synchronize()
-        world.allgather(None)  # all start together
+        world.allgather(None)  # all ranks start together
         start = time.perf_counter()
         for _ in range(calls):
             hvd.allreduce_(buffer, op=hvd.Sum, name=f"hvd_bert.tools.doctor.{buffer.numel()}")
             synchronize()
-        own.append((time.perf_counter() - start) / calls)
+        times.append((time.perf_counter() - start) / calls)
         with world.raise_on_all_ranks():
             if repeat == 0 and not torch.all(buffer == world.size * (world.size + 1) / 2):
                 raise UserError("the sum over the ranks is wrong. Do not train with this installation.")
-    return own[1:]
+    return times[1:]
 
 
 def allreduce_table(timings: Sequence[Mapping[str, Any]]) -> str:
-    """One row per timing."""
+    """Format a table with a row per timing."""
     rows = []
     for timed in timings:
         big = timed["num_bytes"] > 4

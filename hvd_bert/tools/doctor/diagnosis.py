@@ -1,4 +1,4 @@
-"""Run the checks of the hosts and of the ranks, one after the other, each with a time limit."""
+"""Run the checks of hosts and ranks, one after the other, each with a time limit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from hvd_bert.tools.doctor.lines import Report, failure, merged, ok, warning
 from hvd_bert.tools.doctor.ranks import add_ranks, rank_here
 from hvd_bert.tools.rendering import seconds
 
-# Rank 0 times out first and reports: after another rank's exit, the launcher would kill it.
+# Rank 0 times out first and reports: if another rank exited earlier, the launcher would kill rank 0.
 OTHERS_LATER_S = 30.0
 INTERFACE = "the network interface or the subnet with HVD_BERT_INTERFACE (docs/guides/cluster.md)"
 
 
 @contextmanager
 def limited(report: Report, timeout: float, name: str, doing: str, hint: str) -> Iterator[None]:
-    """Around a step. End this process with a failure if it takes too long, as a missing rank would block it forever."""
+    """Context manager: end this process with a failure if the block takes too long, as it does if a rank is missing."""
     timeout += 0 if report.shown else OTHERS_LATER_S
 
     def expire() -> None:
@@ -51,7 +51,7 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
     alone = launcher.name == "none"
     if alone:
         report.add(*checks.host_lines(launcher.name, flags.slots, flags.output_dir))
-        if probes.horovod().error:  # its import may crash this process, too
+        if probes.horovod().error:  # the import may also crash this process
             return report.close()
     hint = "Look for a rank that failed above. On several hosts, open the firewalls between them, and name"
     try:
@@ -62,7 +62,7 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
     if alone:
         try:
             check_tasks(launcher, os.environ)
-        except LaunchError as error:  # a warning: the check of a host is a process without a launcher
+        except LaunchError as error:  # only a warning: checks of hosts run without a launcher
             report.add(warning("Tasks", str(error)))
         report.starts = launch_line.on_this_host()
     hint = "Rerun the check. If it fails again, check the network between the hosts."
@@ -82,20 +82,20 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
         except CollectiveError as error:
             report.add(failure(name, str(error)))
             break
-        except Exception as error:  # on this rank only: the others must not wait for it
+        except Exception as error:  # only on this rank: the others must not wait
             reason = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
             report.add(failure(name, reason))
             report.close()
             if not report.shown:
                 print(f"hvd_bert: {reason}", file=sys.stderr, flush=True)
             world.abort(EXIT_BAD_INPUT)
-    status = world.broadcast(report.close())  # rank 0 has all lines
+    status = world.broadcast(report.close())  # rank 0's report is complete
     world.close()
     return int(status)
 
 
 def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, report: Report) -> int:
-    """Report why this rank joined no world. Returns its exit status."""
+    """Report why this rank joined no world. Returns the rank's exit status."""
     is_mistake = isinstance(error, UserError)
     reason = str(error) if is_mistake else f"{type(error).__name__}: {error}"
     if report.shown:
@@ -104,7 +104,7 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
         hint = "" if is_mistake else "Fix the failures above first, then run env/setup.sh to rebuild Horovod."
         report.add(failure("World", reason, hint))
         return report.close()
-    # Rank 0 reports problems of all ranks, and this rank must not fail before it. This rank prints only its own.
+    # Rank 0 reports problems of all ranks, and other ranks must not fail earlier; they print only their own problems.
     no_horovod = bool(probes.horovod().error)
     found_by_all = isinstance(error, LaunchError) or (isinstance(error, CollectiveError) and not error.mine)
     if no_horovod or not found_by_all:
@@ -113,14 +113,14 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
 
 
 def _examine_hosts(flags: argparse.Namespace, launcher: Launcher, world: World, report: Report) -> None:
-    """Add the checks of all hosts. The first rank of each host runs them."""
+    """Add the checks of all hosts, which the first rank of each host runs."""
     output_dir = flags.output_dir if world.rank == 0 else None
     found = checks.host_lines(launcher.name, world.local_size, output_dir) if world.local_rank == 0 else []
     report.add(*merged([(host, lines) for host, lines in world.allgather((world.host, found)) if lines]))
 
 
 def _examine_ranks(world: World, report: Report) -> None:
-    """Add the table of ranks and the checks whether they fit together. Raises CollectiveError for a refused device."""
+    """Add the table of ranks and the checks of all ranks together. Raises CollectiveError for a refused device."""
     world.set_up_device()
     add_ranks(world.allgather(rank_here(world)), report, world.controller)
 

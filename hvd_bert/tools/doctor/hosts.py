@@ -1,4 +1,4 @@
-"""Check the hosts of --hosts or --hostfile, over ssh except this one, and print the horovodrun line for them."""
+"""Check the hosts in --hosts or --hostfile, other hosts over ssh, and print the horovodrun line."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from hvd_bert.tools.doctor.lines import OK, CheckResult, Report, failure, merged
 from hvd_bert.tools.doctor.ranks import Rank, add_ranks, described
 
 CLONE = PACKAGE.parent
-# horovodrun passes all variables on; the checks depend on these.
+# Variables that the checks depend on; horovodrun passes all variables to the ranks.
 VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HVD_BERT_CACHE", SETTING)
 # A host whose key has changed is refused. horovodrun itself connects with StrictHostKeyChecking=no.
 OPTIONS = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new", "-o", "ConnectTimeout=5")
-AT_ONCE = 64
+AT_ONCE = 64  # hosts that are checked in parallel
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """The JSON report of a host's doctor. Without `ranks` it found no world."""
+    """The JSON report of the doctor on a host. `ranks` is empty if the doctor joined no world."""
 
     checks: tuple[CheckResult, ...]
     ranks: tuple[dict[str, Any], ...] = ()
 
 
 def check_hosts(slots: Mapping[str, int], flags: argparse.Namespace, report: Report) -> int:
-    """Check hosts for as many ranks as they have slots, and make one report. Returns the exit status."""
+    """Check hosts for a rank per slot, and make one report. Returns the exit status."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         examined = pool.map(lambda host: _examine(host, slots[host], flags), slots)
         found = dict(zip(slots, examined, strict=True))
@@ -49,7 +49,7 @@ def check_hosts(slots: Mapping[str, int], flags: argparse.Namespace, report: Rep
     if report.ready or all(each.ranks for each in found.values()):
         try:
             ranks = _planned(found, slots)
-        except ValueError as error:  # a UserError, or a host has another version
+        except ValueError as error:  # a UserError, or the format of another version
             report.add(failure("Ranks", str(error)))
         else:
             add_ranks(ranks, report)
@@ -59,13 +59,13 @@ def check_hosts(slots: Mapping[str, int], flags: argparse.Namespace, report: Rep
 
 
 def _results(found: HostReport, first: bool) -> list[CheckResult]:
-    """The results of a host. Omits its world of one rank, and the output folder where rank 0 is not."""
+    """The results of a host, except the world of one rank and, on all but the `first` host, the output folder."""
     lines = [line for line in found.checks if line.name != "World" or line.status != OK]
     return lines if first else [line for line in lines if line.name != "Output"]
 
 
 def _ssh(flags: argparse.Namespace) -> list[str]:
-    """The words that start ssh with the flags' port and key."""
+    """The ssh command with the flags' port and key."""
     port = ["-p", str(flags.ssh_port)] if flags.ssh_port else []
     return ["ssh", *port, *(["-i", str(flags.ssh_identity_file.absolute())] if flags.ssh_identity_file else [])]
 
@@ -93,7 +93,7 @@ def _examine(host: str, slots: int, flags: argparse.Namespace) -> HostReport:
 
 
 def _command(host: str, slots: int, flags: argparse.Namespace) -> list[str]:
-    """The doctor on that host: over ssh, unless it is this one."""
+    """The command that runs the doctor on a host: over ssh, unless it is this host."""
     doctor = [sys.executable, "-m", "hvd_bert", "doctor", "--json", "--slots", str(slots)]
     doctor += ["--timeout", str(flags.timeout), "--output_dir", str(flags.output_dir.absolute())]
     if own_address_at(host) is not None:
@@ -104,9 +104,9 @@ def _command(host: str, slots: int, flags: argparse.Namespace) -> list[str]:
 
 
 def _refused(host: str, done: subprocess.CompletedProcess[str], flags: argparse.Namespace) -> HostReport:
-    """Why a host printed no report."""
+    """The failure of a host that printed no report."""
     last = (done.stderr.strip() or "it printed nothing").splitlines()[-1].strip()
-    if done.returncode != 255:  # that of ssh itself
+    if done.returncode != 255:  # the status of ssh's own errors
         hint = f"{CLONE} and its environment must be the same on all hosts: share them, or set them up on each."
         return HostReport((failure("Clone", f"the doctor does not start: {last}", hint),))
     if "key verification failed" in last:
@@ -118,7 +118,7 @@ def _refused(host: str, done: subprocess.CompletedProcess[str], flags: argparse.
 
 
 def _planned(found: Mapping[str, HostReport], slots: Mapping[str, int]) -> list[Rank]:
-    """The ranks as horovodrun would start them. Raises UserError if a host has too few GPUs, or reports no ranks."""
+    """The ranks that horovodrun would start. Raises UserError if a host has too few GPUs or reports no ranks."""
     ranks: list[Rank] = []
     for host, each in found.items():
         if not each.ranks:
@@ -131,7 +131,7 @@ def _planned(found: Mapping[str, HostReport], slots: Mapping[str, int]) -> list[
                 device = choose_device(len(own.gpus), local_rank, slots[host])
             except UserError as error:
                 raise UserError(f"{host}: {error}") from None
-            device_id = own.device_id if device == own.device else None  # that of the first GPU is known
+            device_id = own.device_id if device == own.device else None  # known only for the first GPU
             rank = replace(own, rank=len(ranks), host=host, local_rank=local_rank, interface=own.interface or used)
             ranks.append(replace(rank, device=device, device_id=device_id))
     check_devices(ranks)
@@ -139,7 +139,7 @@ def _planned(found: Mapping[str, HostReport], slots: Mapping[str, int]) -> list[
 
 
 def _address(host: str, hosts: Sequence[str]) -> str:
-    """The address by which other hosts reach this one; "" if unknown. This host's own name may lead to its loopback."""
+    """The address by which other hosts reach `host`; "" if unknown. This host's name may resolve to its loopback."""
     others = [other for other in hosts if other != host]
     if own_address_at(host) and others:
         return address_towards(others[0]) or ""
@@ -150,7 +150,7 @@ def _address(host: str, hosts: Sequence[str]) -> str:
 
 
 def _setting(ranks: Sequence[Rank]) -> str:
-    """HVD_BERT_INTERFACE for the ranks: as it is set, or a subnet if their interfaces have different names; else ""."""
+    """HVD_BERT_INTERFACE for the ranks: the set value, or a subnet if names of interfaces differ, else ""."""
     interface_of = {rank.host: rank.interface for rank in ranks}
     names = set(interface_of.values())
     if os.environ.get(SETTING) or len(names) == 1 or "unknown" in names:
@@ -162,7 +162,7 @@ def _setting(ranks: Sequence[Rank]) -> str:
     subnet = ipaddress.ip_network(addresses[0])
     while subnet.prefixlen and not all(address in subnet for address in addresses):
         subnet = subnet.supernet()
-    return str(subnet) if subnet.prefixlen else ""  # IPv4 and IPv6 have none in common
+    return str(subnet) if subnet.prefixlen else ""  # IPv4 and IPv6 addresses share no subnet
 
 
 def _start_line(slots: Mapping[str, int], ranks: Sequence[Rank], flags: argparse.Namespace) -> str:
@@ -170,7 +170,7 @@ def _start_line(slots: Mapping[str, int], ranks: Sequence[Rank], flags: argparse
     setting = _setting(ranks)
     options = ["--ssh-port", str(flags.ssh_port)] if flags.ssh_port else []
     options += ["--ssh-identity-file", str(flags.ssh_identity_file)] if flags.ssh_identity_file else []
-    if setting:  # with Gloo, horovodrun itself listens there
+    if setting:  # with Gloo, horovodrun itself listens on the interface
         here = next((rank for rank in ranks if own_address_at(rank.host)), ranks[0])
         options += ["--network-interfaces", here.interface]
     line = launch_line.horovodrun(slots, options)

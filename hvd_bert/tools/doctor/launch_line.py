@@ -1,4 +1,4 @@
-"""The commands that start a training where the checks passed."""
+"""Commands that start a training, printed if the checks pass."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hvd_bert.tools.doctor.checks import MEMORY_PER_RANK
 
 
 def on_this_host() -> dict[str, str]:
-    """One process, a rank per GPU or core, and Slurm's tasks, as far as each would start here. By what they start."""
+    """Description -> command, for each that would start here: one process, a rank per GPU or core, a Slurm job."""
     gpus, build, slurm = torch.cuda.device_count(), probes.horovod(), probes.slurm()
-    flags, of = ([], "") if gpus else (["--config", "sample"], ", on sample data")  # which suits a CPU, without a hub
+    flags, of = ([], "") if gpus else (["--config", "sample"], ", on sample data")  # small enough for a CPU
     train = shlex.join([_program("python"), "-m", "hvd_bert.train", *flags])
     found = {f"1 process{of}": train} if requested_tasks(os.environ) == 1 else {}
     cores = min(len(os.sched_getaffinity(0)), int(cpu_limit() or sys.maxsize))
@@ -37,13 +37,13 @@ def on_this_host() -> dict[str, str]:
         if find_job(os.environ):
             found["The tasks of this Slurm job"] = f"srun --mpi={slurm.pmix} {train}"
         elif (PACKAGE.parent / script).exists():
-            clone = shlex.quote(str(PACKAGE.parent))  # the script looks for its environment there
+            clone = shlex.quote(str(PACKAGE.parent))  # the script looks for .venv in the current folder
             found["A Slurm job, once the script's first lines fit the site"] = f"cd {clone} && sbatch {script}"
     return found
 
 
 def horovodrun(slots: Mapping[str, int], options: Sequence[str] = (), flags: Sequence[str] = ()) -> str:
-    """The horovodrun line for a rank per slot. `flags`: the training's."""
+    """The horovodrun line that starts a rank per slot. `flags`: the training's flags."""
     hosts = ",".join(f"{host}:{number}" for host, number in slots.items())
     train = [_program("python"), "-m", "hvd_bert.train", *flags]
     program, *words = launchers.horovodrun(launchers.LaunchOptions(train, sum(slots.values()), hosts, extra=options))
@@ -51,7 +51,7 @@ def horovodrun(slots: Mapping[str, int], options: Sequence[str] = (), flags: Seq
 
 
 def _program(name: str) -> str:
-    """A program of this Python's environment: its path, unless the environment is active."""
+    """A program of this Python environment: the name if the environment is active, else the path."""
     environment = Path(sys.executable).parent
     active = Path(shutil.which("python") or "").parent == environment
     return name if active else str(environment / name)

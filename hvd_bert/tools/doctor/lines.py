@@ -1,4 +1,4 @@
-"""The doctor's report: what each check found, its status, and how to fix it."""
+"""The doctor's report: the status and finding of each check, and how to fix problems."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hvd_bert.tools.rendering import counted
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 WIDTH = 118
-HEADLINES = ("World", "Allreduce")  # that a summary has also if they pass
+HEADLINES = ("World", "Allreduce")  # checks that a summary lists even if they pass
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """`hint`: how to fix it. `hosts`: where it was found, if not on all hosts."""
+    """The result of a check. `hint`: how to fix the problem. `hosts`: the hosts with this result, if not all hosts."""
 
     status: str
     name: str
@@ -29,14 +29,14 @@ class CheckResult:
     hosts: tuple[str, ...] = ()
 
     def text(self, lead: str = "  ") -> str:
-        """Lines for a terminal. `lead`: what stands in front of the status."""
+        """Format the result for a terminal. `lead`: text before the status."""
         where = f"on {', '.join(self.hosts)}: " if self.hosts else ""
         start, indent = f"{lead}{self.status:<8} {self.name:<10} ", " " * (len(lead) + 20)
         text = _filled(start, indent, where + self.found)
         return f"{text}\n{_filled(indent, indent, '-> ' + self.hint)}" if self.hint else text
 
 
-# A check that passed, one that may need attention, and one with which no training would start.
+# Results of checks: passed; may need attention; no training would start.
 ok, warning, failure = (partial(CheckResult, status) for status in (OK, WARNING, FAILURE))
 
 
@@ -47,7 +47,7 @@ def _filled(start: str, indent: str, text: str) -> str:
 
 
 def isolated(name: str, check: Callable[[], Iterable[CheckResult]]) -> list[CheckResult]:
-    """The results of a check. An error in it becomes a failure, so that the next check still runs."""
+    """Run a check. An error in the check becomes a failure, so that the next check still runs."""
     try:
         return list(check())
     except Exception as error:
@@ -56,7 +56,7 @@ def isolated(name: str, check: Callable[[], Iterable[CheckResult]]) -> list[Chec
 
 
 def merged(by_host: Sequence[tuple[str, Sequence[CheckResult]]]) -> list[CheckResult]:
-    """Merge the results of several hosts: equal ones appear once, others with their hosts."""
+    """Merge the results of several hosts: equal results appear once, others with their hosts."""
     hosts_by_result: dict[CheckResult, list[str]] = {}
     for host, results in by_host:
         for result in results:
@@ -70,9 +70,9 @@ def merged(by_host: Sequence[tuple[str, Sequence[CheckResult]]]) -> list[CheckRe
 
 @dataclass
 class Report:
-    """Prints a summary at the end, or one object with `as_json`; with `verbose` also each result as it is added.
+    """Prints a summary at the end, or a JSON object; with `verbose` also each result when it is added.
 
-    Only rank 0's is `shown`. `starts`: commands that start a training, by what they start.
+    `shown`: whether anything is printed, on rank 0. `starts`: description -> command that starts a training.
     """
 
     as_json: bool
@@ -94,7 +94,7 @@ class Report:
             self._write(text)
 
     def _write(self, text: str) -> None:
-        """In one write, because launchers tag every write."""
+        """Print text in one write, because launchers tag every write."""
         if self.shown:
             sys.stdout.write((text if self.as_json else visible(text)) + "\n")
             sys.stdout.flush()
@@ -105,7 +105,7 @@ class Report:
         return all(result.status != FAILURE for result in self.results)
 
     def close(self, ready: str = "Ready: a training would start here", status: int = EXIT_BAD_INPUT) -> int:
-        """Print the summary: `ready` or not, and what to do. Returns the exit status: `status` after a failure."""
+        """Print the summary, which begins with `ready` if no check failed. Returns the exit status, see `status`."""
         if self.as_json:
             checks = [asdict(result) for result in self.results]
             self._write(json.dumps({"ready": self.ready, "checks": checks, **self.data}))
@@ -123,10 +123,10 @@ class Report:
         return f"{verdict}{also}."
 
     def _summary(self) -> list[str]:
-        """Paragraphs: problems by number, failures first; commands, else the ranks. With --verbose only commands."""
+        """Paragraphs: numbered problems, failures first; then commands, else ranks. With --verbose only commands."""
         problems = sorted((r for r in self.results if r.status != OK), key=lambda result: result.status != FAILURE)
         listed = [result.text(f"  {number}. ") for number, result in enumerate(problems, 1)]
         ranks = [f"  {r.name}: {r.found}" for r in self.results if r.name in HEADLINES and r.status == OK]
-        starts = [f"  {what}:\n    {command}" for what, command in self.starts.items()]
+        starts = [f"  {description}:\n    {command}" for description, command in self.starts.items()]
         paragraphs = [starts] if self.verbose else [listed, starts or ranks]
         return ["\n".join(lines) for lines in (paragraphs if self.ready else paragraphs[:-1]) if lines]

@@ -1,4 +1,4 @@
-"""Collect facts about this host, without judging them. What could crash or hang runs in a subprocess."""
+"""Collect facts about this host without judging them. Calls that may crash or hang run in a subprocess."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import json, horovod, horovod.torch as hvd
 built = {name: bool(getattr(hvd, name + "_built")()) for name in ("mpi", "gloo", "nccl")}
 print(json.dumps({"version": horovod.__version__, **built}))
 """
-# Without initialization: MPI refuses to start on the login nodes of some clusters.
+# MPI is not initialized, because it refuses to start on the login nodes of some clusters.
 _MPI4PY = """
 import mpi4py
 mpi4py.rc.initialize = False
@@ -45,7 +45,7 @@ class HorovodBuild:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The driver's version, the newest CUDA that it supports, and the names of the GPUs, or the `error` of NVML."""
+    """Version of the driver, newest CUDA that it supports, and names of the GPUs; or the `error` of NVML."""
 
     driver: str = ""
     cuda: str = ""
@@ -55,9 +55,9 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Slurm:
-    """Version of Slurm, and the kinds of MPI that `srun --mpi=` supports, or the `error` of a command.
+    """Version of Slurm, and the kinds of MPI that `srun --mpi=` supports; or the `error` of a command.
 
-    `absent`: why this host is in no cluster.
+    `absent`: the reason why this host is in no cluster.
     """
 
     version: str = ""
@@ -72,7 +72,7 @@ class Slurm:
 
 
 def run_command(command: list[str], timeout: float = COMMAND_TIMEOUT_S) -> str:
-    """The output of a command. Raises UserError if it is missing, fails or takes longer than `timeout` seconds."""
+    """Run a command and return the output. Raises UserError if it is missing, fails or takes more than `timeout` s."""
     shown = " ".join([Path(command[0]).name, *("..." if "\n" in word else word for word in command[1:])])
     try:
         done = subprocess.run(
@@ -91,13 +91,13 @@ def run_command(command: list[str], timeout: float = COMMAND_TIMEOUT_S) -> str:
 
 
 def _last_line(program: str) -> str:
-    """The last line that a Python program prints. Libraries may print lines before it. Raises UserError."""
+    """Run a Python program and return the last printed line; libraries may print others. Raises UserError."""
     return run_command([sys.executable, "-c", program], IMPORT_TIMEOUT_S).strip().splitlines()[-1]
 
 
 @cache
 def horovod() -> HorovodBuild:
-    """Horovod's build."""
+    """Version and features of Horovod."""
     try:
         return convert(parse_json(_last_line(_HOROVOD)), HorovodBuild)
     except UserError as error:
@@ -105,7 +105,7 @@ def horovod() -> HorovodBuild:
 
 
 def mpi4py() -> str:
-    """The version text of mpi4py's MPI. Raises UserError."""
+    """Version text of the MPI that mpi4py uses. Raises UserError."""
     return _last_line(_MPI4PY)
 
 
@@ -128,7 +128,7 @@ def gpus() -> Gpus:
 
 @cache
 def slurm() -> Slurm:
-    """Slurm's version and kinds of MPI."""
+    """Version and kinds of MPI of Slurm."""
     if shutil.which("srun") is None:
         return Slurm(absent="not found (no srun on PATH)")
     try:

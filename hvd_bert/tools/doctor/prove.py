@@ -1,7 +1,8 @@
 """Prove that the ranks train as one process does: `hvd-bert doctor --prove`.
 
-The trainer's own loop takes a few steps on all ranks. After each one, rank 0 repeats it in one process with plain torch
-(`OneProcess`), from the state that the ranks had before it, and compares (`Proof`). So errors do not add up.
+The trainer's loop takes a few steps on all ranks. After each step, rank 0 repeats the step in one process with plain
+torch (`OneProcess`) and compares the results (`Proof`). Each repetition starts from the ranks' state before the step,
+so errors do not add up.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from hvd_bert.training.optim import make_optimizer, make_schedule
 from hvd_bert.training.start import Start, load, prepare
 from hvd_bert.training.state import random_numbers, seed_ranks, set_random_numbers
 
-# The largest error of a gradient or an update, as a share of its norm. The whole norm, by which gradients are clipped,
+# Maximum errors of a gradient or an update, as a share of its norm. The norm of the whole gradient, which is clipped,
 # has an error of up to 1e-5 in fp32.
 BOUNDS = {"gradient": 1e-4, "gradient sent as fp16": 2e-3, "gradient sent as bf16": 1.6e-2, "update": 1e-4}
-ROUNDING = 3e-7  # of the norm of what a small gradient or update is added to
-FLOOR = 1e-2  # of the whole gradient's norm, added to a tensor's: a key bias has rounding errors for a gradient
+ROUNDING = 3e-7  # share of a tensor's norm that is lost when a small gradient or update is added to the tensor
+FLOOR = 1e-2  # share of the whole norm added to each tensor's: key biases have zero gradients, so only rounding errors
 CHECKS = {
     "Plan": "each window of a step is taken once, by the rank to which the batch plan assigns it",
     "Inputs": "every micro-batch has the content of its windows",
@@ -53,30 +54,30 @@ CHECKS = {
     "Copies": "weights and optimizer state have the same bits on all ranks",
 }
 Tensors = dict[str, Tensor]
-Row = dict[str, Any]  # what a rank has done in a step, by check
+Row = dict[str, Any]  # check -> facts about a rank's step
 
 
 def digest(value: Any) -> str:
-    """A hash of an object that may hold tensors, on any device."""
+    """Hash an object that may hold tensors, on any device."""
 
-    def plain(part: Any) -> Any:
-        if not isinstance(part, Tensor):
-            return vars(part)
-        content = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return [str(part.dtype), part.shape, hashlib.blake2b(content, digest_size=16).hexdigest()]
+    def plain(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return vars(item)
+        content = item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return [str(item.dtype), item.shape, hashlib.blake2b(content, digest_size=16).hexdigest()]
 
     return hashlib.blake2b(json.dumps(value, default=plain).encode(), digest_size=8).hexdigest()
 
 
-def note(row: Row, ids: Ids, batch: MicroBatch, gpus: list[torch.device]) -> None:
-    """Add a micro-batch to a rank's row, before its forward pass."""
+def record_batch(row: Row, ids: Ids, batch: MicroBatch, gpus: list[torch.device]) -> None:
+    """Add the facts about a micro-batch to a rank's row, before the forward pass."""
     found = {"Plan": ids.tolist(), "Inputs": digest(batch), "Seeds": digest(random_numbers(gpus))}
     for check, value in found.items():
         row.setdefault(check, []).append(value)
 
 
 class OneProcess:
-    """Repeats the steps of all ranks, without the strategies and without collectives."""
+    """Repeats the steps of all ranks in one process, without strategy and collectives."""
 
     def __init__(self, task: Task, plan: BatchPlan, config: Config, world: World) -> None:
         self.task, self.args, self.device, self.gpus = task, config.train, world.device, world.gpus
@@ -85,7 +86,7 @@ class OneProcess:
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.model, self.args, world.size * world.devices)
         self.schedule = make_schedule(self.optimizer, self.args, self.args.max_steps)
-        self.random: list[Tensors] = []  # each rank's
+        self.random: list[Tensors] = []  # states of the random numbers per rank
         for rank in range(world.size):
             other = copy.copy(world)
             other.rank = rank
@@ -93,7 +94,7 @@ class OneProcess:
             self.random.append(random_numbers(self.gpus))
 
     def gradients(self, step: int) -> tuple[list[Row], dict[str, float]]:
-        """Compute the clipped gradients of step `step` (0, 1, ...). Returns each rank's row, and the step's figures."""
+        """Compute the clipped gradients of step `step` (0, 1, ...). Returns the rows of all ranks, and figures."""
         own, size = random_numbers(self.gpus), len(self.random)
         rows: list[Row] = [{} for _ in range(size)]
         loss = 0.0
@@ -101,10 +102,10 @@ class OneProcess:
             set_random_numbers(self.random[rank], self.gpus)
             for ids in self.plan.rank_windows(step, rank):
                 batch = self.task.batch(ids)
-                note(row, ids, batch, self.gpus)
+                record_batch(row, ids, batch, self.gpus)
                 with autocast(self.device, self.args.precision):
                     losses = self.task.losses(self.model, batch)[: batch.num_windows]
-                # The ranks' factor: in bf16, three times a gradient has other rounding errors than the gradient.
+                # Use the ranks' factor: in bf16, the rounding errors depend on the factor.
                 share = losses.sum() * (size / len(self.plan.step_windows(step)))
                 share.backward()
                 loss += float(share.detach()) / size
@@ -122,7 +123,7 @@ class OneProcess:
         return {name: t.detach().to("cpu", copy=True) for name, t in (self.trained | slots).items()}
 
     def load(self, weights: Tensors, slots: Tensors) -> None:
-        """Continue from the ranks' state."""
+        """Load the ranks' state."""
         self.model.load_state_dict(weights)
         for name, tensors in optimizer_slots(slots).items():
             parameter = self.trained[name]
@@ -130,31 +131,30 @@ class OneProcess:
 
 
 class Proof(Callback):
-    """Compares each step on rank 0. `failures`: the first per check. `steps`: see docs/reference/output-files.md."""
+    """Compares each step on rank 0. `failures`: the first per check. `steps`: in docs/reference/output-files.md."""
 
     def __init__(self, strategy: Strategy, one: OneProcess | None, config: Config, world: World) -> None:
-        """`one`: on rank 0."""
+        """`one`: None on all ranks except 0."""
         self.strategy, self.one, self.world = strategy, one, world
         self.failures: dict[str, str] = {}
         self.compared: set[str] = set()  # the checks that compared something
         self.steps: list[dict[str, Any]] = []
-        self._row: Row = {}  # this rank's, of the current step
+        self._row: Row = {}  # this rank's row of the current step
         self._prefetched: deque[Ids] = deque()
-        self._share = 1 - config.train.adam_beta1  # of a gradient in AdamW's first moment
+        self._share = 1 - config.train.adam_beta1  # weight of a gradient in AdamW's first moment
         sent = [f" sent as {name}" for name in ("fp16", "bf16") if getattr(config.parallel, f"{name}_allreduce")]
         self._bound = BOUNDS["gradient" + "".join(sent)]
 
     def make_batch(self, task: Task, ids: Ids) -> MicroBatch:
-        """Make a micro-batch of this rank, and remember its windows until it is trained on."""
+        """Make a micro-batch of this rank, and store its window ids until `on_batch`."""
         self._prefetched.append(ids)
         return task.batch(ids)
 
     def on_batch(self, batch: MicroBatch) -> None:
-        """Note what this rank trains on."""
-        note(self._row, self._prefetched.popleft(), batch, self.world.gpus)
+        record_batch(self._row, self._prefetched.popleft(), batch, self.world.gpus)
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
-        """Compare step `step` (1, 2, ...), which is done."""
+        """Compare the finished step `step` (1, 2, ...)."""
         weights, slots, _ = self.strategy.state()
         hashes = {name: digest(t) for name, t in {**self.strategy.gather_model().state_dict(), **slots}.items()}
         rows = self.world.gather(self._row | {"Copies": hashes})
@@ -168,7 +168,7 @@ class Proof(Callback):
             self._compare_rows(self.one.plan.step_windows(step - 1), expected, rows)
             self._compare_tensors(self.one, {n: t.detach().cpu() for n, t in {**weights, **slots}.items()})
             self.one.load(weights, slots)
-        self.world.allgather(None)  # the others wait here, and not in a step, where the watchdog limits it
+        self.world.allgather(None)  # ranks wait for rank 0 here; in a step, the watchdog would end the wait
 
     def _compare_rows(self, windows: Ids, expected: list[Row], rows: list[Row]) -> None:
         taken = sorted(window for row in rows for ids in row["Plan"] for window in ids)
@@ -176,13 +176,13 @@ class Proof(Callback):
         for rank, row in enumerate(rows):
             for check, value in expected[rank].items():
                 self._expect(check, row[check] == value, f"rank {rank} differs")
-            # A strategy that shards gathers the optimizer's state on rank 0 only.
+            # Sharding strategies gather the optimizer state only on rank 0.
             others = [name for name, hashed in row["Copies"].items() if hashed != rows[0]["Copies"].get(name)]
             self._expect("Copies", not others, f"rank {rank} differs in {len(others)} tensors: {others[:1]}")
         self._expect("Seeds", len({tuple(row["Seeds"]) for row in rows}) == len(rows), "two ranks have the same")
 
     def _compare_tensors(self, one: OneProcess, ranks: Tensors) -> None:
-        """Compare gradients, then the update that one process makes with the ranks' own."""
+        """Compare the gradients, then the update that one process makes from the ranks' gradients."""
         before = one.state()
         expected = {name: p.grad.cpu() for name, p in one.trained.items() if p.grad is not None}
         whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
@@ -211,7 +211,7 @@ class Proof(Callback):
             self.failures.setdefault(check, f"step {len(self.steps)}: {found}")
 
     def results(self) -> Iterator[CheckResult]:
-        """A result per check, on rank 0."""
+        """The result of each check, on rank 0."""
         for check, text in CHECKS.items():
             if check not in self.compared:
                 self.failures[check] = "nothing was compared"
@@ -222,10 +222,10 @@ class Proof(Callback):
 
 
 def prove(start: Start, world: World) -> Proof:
-    """Train, and compare each step. A collective; only rank 0's proof has findings."""
+    """Train, and compare each step. A collective; only rank 0's proof has results."""
     task, config = start.task, start.config
     assert task.plan is not None
-    if not task.plan.parts:  # a mixture of files is taken as it is
+    if not task.plan.parts:  # a mixture of files is not shortened
         # The third step ends an epoch with one window more than ranks, which they cannot share evenly.
         lengths = task.plan.lengths[: 2 * task.plan.global_batch + world.size + 1]
         task.plan = replace(task.plan, lengths=lengths)
@@ -244,7 +244,7 @@ def prove(start: Start, world: World) -> Proof:
 
 
 def run(flags: argparse.Namespace, config: Config, world: World) -> None:
-    """The command. A collective. Raises CollectiveError on all ranks if the work is not equal."""
+    """Run the command. A collective. Raises CollectiveError on all ranks if the work is not equal."""
     start = load(config, world)
     settings, launcher = start.config.as_flat(), world.launcher
     proof, report = prove(start, world), Report(flags.json, shown=world.rank == 0)

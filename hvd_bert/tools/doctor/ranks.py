@@ -1,4 +1,4 @@
-"""What the doctor reports about the ranks: one table of all, and whether they fit together."""
+"""Report on the ranks: a table of all ranks, and checks of versions, GPUs and cores."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from hvd_bert.tools.doctor.checks import torch_nccl
 from hvd_bert.tools.doctor.lines import WIDTH, CheckResult, Report, failure, ok, warning
 from hvd_bert.tools.rendering.page import Grid
 
-LIBRARIES = {"mpi": "MPI", "gloo": "Gloo"}  # by Horovod's names of its controllers
+LIBRARIES = {"mpi": "MPI", "gloo": "Gloo"}  # Horovod's name of a controller -> library
 
 
 @dataclass(frozen=True)
 class Rank(RankInfo):
-    """A rank with the versions of its packages and facts of its host: cores, models and driver of the GPUs that the
-    rank sees, addresses by network interface, and the `interface` that is named for the ranks ("": all).
+    """A rank with versions of packages and facts about the host.
+
+    `gpus`, `driver`: models and driver of the visible GPUs. `interface`: the network interface set for the ranks ("":
+    all). `addresses`: by network interface.
     """
 
     versions: dict[str, str] = field(default_factory=dict)
@@ -39,12 +41,12 @@ class Rank(RankInfo):
 
     @property
     def gpu(self) -> str:
-        """The model of its GPU; "" on a CPU."""
+        """The model of the rank's GPU; "" on a CPU."""
         return self.gpus[int(self.device.removeprefix("cuda:"))] if self.gpus else ""
 
 
 def rank_here(world: World) -> Rank:
-    """This process's rank, once its device is set up."""
+    """The rank of this process, whose device must be set up."""
     return Rank(
         **vars(world.rank_infos[world.rank]),
         versions=own_versions(world),
@@ -57,7 +59,7 @@ def rank_here(world: World) -> Rank:
 
 
 def own_versions(world: World) -> dict[str, str]:
-    """The versions of this process's packages and, if it connects the ranks, of MPI."""
+    """Versions of packages and, if MPI connects the ranks, of MPI."""
     found = {name: version for name, version in versions().items() if version}
     found["torch"] = torch.__version__  # with the CUDA that it was built for
     if torch.version.cuda:
@@ -68,7 +70,7 @@ def own_versions(world: World) -> dict[str, str]:
 
 
 def add_ranks(ranks: Sequence[Rank], report: Report, controller: str = "") -> None:
-    """Add to the report a table of the ranks, and whether they fit. `controller`: Horovod's, if they have joined it."""
+    """Add the table of ranks and the checks. `controller`: Horovod's controller, if the ranks have joined a world."""
     report.data["ranks"] = [asdict(rank) | {"cores": sorted(rank.cores)} for rank in ranks]
     if controller != "none":
         report.print_details(f"\n{ranks_table(ranks)}\n")
@@ -79,14 +81,14 @@ def add_ranks(ranks: Sequence[Rank], report: Report, controller: str = "") -> No
 
 
 def ranks_table(ranks: Sequence[Rank]) -> str:
-    """One row per rank. Versions that all ranks share are listed once, below."""
+    """Format a table with a row per rank. Versions that are equal on all ranks are listed once, below."""
     common = set.intersection(*(set(rank.versions.items()) for rank in ranks))
     rows = []
     for rank in ranks:
         own = ", ".join(f"{name} {value}" for name, value in rank.versions.items() if (name, value) not in common)
         device = f"{rank.device} {rank.gpu}".strip()
-        place = [rank.host, str(rank.rank), str(rank.local_rank), device, rank.interface or "all"]
-        rows.append([*place, ranges(sorted(rank.cores)), own or "as all"])
+        cells = [rank.host, str(rank.rank), str(rank.local_rank), device, rank.interface or "all"]
+        rows.append([*cells, ranges(sorted(rank.cores)), own or "as all"])
     grid = Grid(["host", "rank", "local rank", "device", "interface", "cores", "versions"], rows, words=7)
     same = ", ".join(f"{name} {value}" for name, value in ranks[0].versions.items() if (name, value) in common)
     shared = textwrap.fill(f"all ranks: {same}", WIDTH, initial_indent="  ", subsequent_indent="    ")
@@ -94,9 +96,9 @@ def ranks_table(ranks: Sequence[Rank]) -> str:
 
 
 def described(ranks: Sequence[Rank]) -> str:
-    """The numbers of ranks and hosts, and the kind of device."""
+    """Describe the numbers of ranks and hosts, and the kind of device."""
     hosts = {rank.host for rank in ranks}
-    device = "on CPUs" if ranks[0].device == "cpu" else "each with a GPU"  # World has checked that all agree
+    device = "on CPUs" if ranks[0].device == "cpu" else "each with a GPU"  # equal on all ranks, checked by World
     return f"{len(ranks)} rank(s) on {len(hosts)} host(s), {device}"
 
 
@@ -110,7 +112,7 @@ def _versions_line(ranks: Sequence[Rank]) -> CheckResult:
 
 
 def _gpus_lines(ranks: Sequence[Rank]) -> list[CheckResult]:
-    """A warning if models or drivers of the ranks' GPUs differ."""
+    """Warn if models or drivers of the ranks' GPUs differ."""
     values = {"model": [rank.gpu for rank in ranks], "driver": [rank.driver for rank in ranks]}
     found = _differences(ranks, values) if ranks[0].gpus else ""
     hint = "The slowest GPU sets the speed of all. Use hosts with the same GPUs and drivers."
@@ -118,7 +120,7 @@ def _gpus_lines(ranks: Sequence[Rank]) -> list[CheckResult]:
 
 
 def _differences(ranks: Sequence[Rank], values: Mapping[str, Sequence[str]]) -> str:
-    """The names whose values differ, with the ranks of each value; "" if none do. `values`: each rank's by name."""
+    """Describe the names whose values differ, with the ranks of each value. `values`: name -> value of each rank."""
     differing = []
     for name, each in values.items():
         ranks_of: dict[str, list[int]] = {}
@@ -130,12 +132,12 @@ def _differences(ranks: Sequence[Rank], values: Mapping[str, Sequence[str]]) -> 
 
 
 def _cores_lines(ranks: Sequence[Rank]) -> list[CheckResult]:
-    """A warning if there are more ranks than cores, or if ranks leave most of a host unused."""
+    """Warn if there are more ranks than cores, or if ranks leave most cores of a host unused."""
     on_host = Counter(rank.host for rank in ranks)
     bound = [rank for rank in ranks if len(rank.cores) == 1 and rank.host_cores >= 2 * on_host[rank.host]]
     if bound:
         found = f"{describe_ranks([rank.rank for rank in bound])} may use only one of {bound[0].host_cores} cores on"
-        found += f" {bound[0].host}; Horovod's own thread needs a second"
+        found += f" {bound[0].host}; Horovod's own thread needs a second core"
         hint = "mpirun binds up to 2 ranks to a core each: add `--bind-to none`. Slurm: --cpus-per-task=N."
         return [warning("Cores", found, hint)]
     sharers = Counter((rank.host, rank.cores) for rank in ranks)
