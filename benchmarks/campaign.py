@@ -1,19 +1,19 @@
-"""What hours of training show: the cost of kills, what they leave, and what grows.
+"""Test long trainings: the cost of kills, damage by kills, growth of memory and time.
 
     python benchmarks/campaign.py goodput --out DIR --every 60 --duration 600   useful windows/s, with and without kills
     python benchmarks/campaign.py kills --out DIR          200 SIGKILLs at random moments, many during checkpoints
     python benchmarks/campaign.py rank_kills --out DIR     one of two ranks is killed every minute for 60 minutes
     python benchmarks/campaign.py stops --out DIR          100 stops of two ranks by SIGTERM, each resumed
     python benchmarks/campaign.py steps --out DIR          10,000 steps under mpirun: memory, files, threads, CPU time
-    python benchmarks/campaign.py evaluations --out DIR    1,000 evaluations and 200 checkpoints: the same
+    python benchmarks/campaign.py evaluations --out DIR    1,000 evaluations, 200 checkpoints: memory, files, CPU time
 
---number shortens all but the first. DIR must not exist. `goodput` also takes the trainer's flags. The others print JSON
-and end with status 1 if "failures" is not empty:
+--number shortens all campaigns except goodput. DIR must not exist. `goodput` also takes the trainer's flags. The other
+campaigns print JSON and end with status 1 if "failures" is not empty:
 
-- A run that was killed or stopped must equal one that never was, bit for bit. No kill may damage a checkpoint or cost
-  more than --save_steps steps and those taken during the write that it hit, or leave a rank that does not end.
-- From the second tenth of a long run to the last, the memory of a rank and the CPU time of its fastest steps may grow
-  by 2 %, and its open files and threads not at all.
+- A run that was killed or stopped must equal an uninterrupted run bit for bit. A kill must not damage a checkpoint or
+  cost more than --save_steps steps plus the steps during an interrupted write, and all ranks must end.
+- From the second tenth of a long run to the last, the memory of a rank and the CPU time of the fastest steps may grow
+  by 2 %; the numbers of open files and threads must not grow.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ if TYPE_CHECKING:
     from hvd_bert.distributed.world import World
 
 RANKS = 2
-EVERY, BLOCK = 100, 10  # steps between two records; steps of a block, the fastest of which is recorded
-# What a rank uses: the summary of a tenth of its records, and how much the last tenth's may be of the second's.
+EVERY, BLOCK = 100, 10  # steps between two records; steps per block
+# Figure of a rank -> function that summarizes a tenth of the records, and limit of the last tenth over the second.
 USED: dict[str, tuple[Any, float]] = {
     "cpu_ms_per_step": (min, 1.02),
     "rss_mib": (statistics.median, 1.02),
     "open_files": (max, 1.0),
     "threads": (max, 1.0),
 }
-# The campaigns that print failures, and how many kills, minutes, stops, steps and evaluations they take.
+# Campaigns that print failures, with their numbers of kills, minutes, stops, steps and evaluations.
 NUMBERS = {"kills": 200, "rank_kills": 60, "stops": 100, "steps": 10_000, "evaluations": 1000}
 
 
 class Recorder(Callback):
-    """Records what its rank uses, every EVERY steps.
+    """Records a rank's memory, open files, threads and CPU time every EVERY steps.
 
-    Other programs slow most steps down. The fastest block of steps shows what a step takes without them.
+    Other programs slow most steps down, so the CPU time is the one of the fastest block of steps.
     """
 
     def __init__(self, folder: Path) -> None:
         self._file = JsonLines(folder / f"rank{os.environ['OMPI_COMM_WORLD_RANK']}.jsonl")
         self._process = psutil.Process()
-        self._times = [time.thread_time()]  # CPU time at the end of each block since the last record
+        self._times = [time.thread_time()]  # CPU times at the ends of blocks since the last record
 
     def on_step(self, step: int) -> None:
         if step % BLOCK == 0:
@@ -77,12 +77,12 @@ class Recorder(Callback):
         self._file.write({"step": step, **used})
 
     def train(self, world: World) -> None:
-        """A whole run on one rank."""
+        """Train on this rank."""
         api.run(None, world, [self])
 
 
 def recorded_run(folder: Path, flags: str) -> dict[str, Any]:
-    """Train with these further flags under mpirun. Returns what the ranks used."""
+    """Train with additional flags under mpirun. Returns the figures of the ranks, and failures."""
     words = [*small_run(flags), *tiny_bert(folder), "--output_dir", str(folder / "out")]
     command = ["mpirun", "-np", str(RANKS), "--oversubscribe", "--bind-to", "none", sys.executable, __file__]
     subprocess.run([*command, "rank", str(folder), *words], stdout=subprocess.DEVNULL, check=True)
@@ -90,21 +90,21 @@ def recorded_run(folder: Path, flags: str) -> dict[str, Any]:
     for rank in range(RANKS):
         rows = [json.loads(line) for line in (folder / f"rank{rank}.jsonl").open()]
         tenth = len(rows) // 10
-        parts = rows[tenth : 2 * tenth + 1], rows[-tenth - 1 :]  # the first tenth is warm-up
+        tenths = rows[tenth : 2 * tenth + 1], rows[-tenth - 1 :]  # the first tenth is warm-up
         figures[f"rank {rank}"] = used = {}
         for key, (summary, limit) in USED.items():
-            before, after = used[key] = [summary(row[key] for row in part) for part in parts]
+            before, after = used[key] = [summary(row[key] for row in lines) for lines in tenths]
             if after > limit * before:
                 figures["failures"].append(f"rank {rank}: {key} grew from {before:g} to {after:g}")
     return figures
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    """The program's flags, and those of the trainer."""
+    """Parse the program's flags and the trainer's flags."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    parser.add_argument("campaign", choices=["goodput", *NUMBERS], help="what to run")
+    parser.add_argument("campaign", choices=["goodput", *NUMBERS], help="campaign to run")
     parser.add_argument("--out", type=Path, required=True, help="a new folder to work in")
-    parser.add_argument("--number", type=int, help=f"of kills, minutes, ...: {NUMBERS} by default")
+    parser.add_argument("--number", type=int, help=f"number of kills, minutes, ... (default: {NUMBERS})")
     goodput = parser.add_argument_group("goodput")
     strategies = ["elastic", "horovod", "ddp", "fsdp"]
     goodput.add_argument("--strategies", type=lambda text: text.split(","), default=strategies, metavar="NAME,...")
@@ -124,7 +124,7 @@ def main() -> int:
     folder, number = flags.out.absolute(), flags.number or NUMBERS.get(flags.campaign, 0)
     folder.mkdir(parents=True)  # fails if it exists
     os.environ.update(launch_environment() | {"HVD_BERT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"})
-    # Each campaign imports what it trains with: seconds, and memory that its ranks would share.
+    # Each campaign imports its own modules: imports take seconds, and memory that forked ranks would share.
     if flags.campaign == "goodput":
         import campaign_goodput
 

@@ -1,6 +1,6 @@
-"""Goodput: useful windows per second of a training whose ranks are killed, next to the same without kills.
+"""Measure goodput: useful windows per second of a training whose ranks are killed, and of one without kills.
 
-As a program this file is a rank that `python benchmarks/campaign.py goodput` starts: NOTES FLAGS-OF-THE-TRAINER.
+`python benchmarks/campaign.py goodput` starts this file as a rank: NOTES FLAGS-OF-THE-TRAINER.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from hvd_bert.tasks.base import Task
 
 RANK = str(Path(__file__).resolve())
-STRATEGIES = {"elastic": "horovod", "horovod": "horovod", "ddp": "ddp", "fsdp": "fsdp"}  # -> the trainer's
-HOSTS = ("localhost", "127.0.0.1")  # names of this host, since Horovod elastic leaves the host of a lost rank
-MAX_WHOLE_S = 30.0  # a training without kills
-STEPS = 10**6  # more than a training takes
+STRATEGIES = {"elastic": "horovod", "horovod": "horovod", "ddp": "ddp", "fsdp": "fsdp"}  # name -> --strategy
+HOSTS = ("localhost", "127.0.0.1")  # two names of this host, since Horovod elastic leaves the host of a lost rank
+MAX_WHOLE_S = 30.0  # maximum time of a training without kills
+STEPS = 10**6  # more steps than a training reaches
 USEFUL, DETECTION, RESTART, REPEATED = PARTS = ("useful_s", "detection_s", "restart_s", "repeated_s")
 LOST = {DETECTION: "detection", RESTART: "restart", REPEATED: "repeated steps"}
 
 
 class Notes(Callback):
-    """A file in which each rank notes its start and its failure, and rank 0 of each world its begin and its steps."""
+    """A file of timed notes: starts and failures of all ranks; the begin and the steps of each world, by rank 0."""
 
     def __init__(self, path: Path) -> None:
         self._lines, self._writes = JsonLines(path), False
@@ -68,27 +68,28 @@ class Notes(Callback):
             self.add("step", step=step)
 
     def train(self, world: World) -> None:
-        """A whole run on one rank."""
+        """Train on this rank."""
         try:
             api.run(None, world, [self])
         except Exception:
-            self.add("noticed")  # most likely that another rank is lost
+            self.add("noticed")  # most likely, another rank is lost
             raise
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The notes in the order of time, without a line that is being written."""
+    """Read the notes in order of time, without an incomplete last line."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return sorted((json.loads(line) for line in lines if line.endswith("\n")), key=lambda note: note["time"])
 
 
 def account(notes: Sequence[Mapping[str, Any]], global_batch: int, duration_s: float) -> list[dict[str, Any]]:
-    """Sort the time from the first step's begin on into PARTS. Returns rows: before the first kill, and after each.
+    """Divide the time since the begin of the first step into PARTS. Returns a row before the first kill and per kill.
 
-    The time of a step is useful if it is the first of its number; that of a step that a kill cut off is repeated. A
-    kill is being detected until a rank or the launcher fails; a step that the others finish until then counts.
+    The time of a step is useful the first time that the step is finished; later times, and the time of a step that a
+    kill interrupts, are repeated. Detection lasts from a kill until a rank or the launcher fails; a step that other
+    ranks finish until then is useful.
 
-    `notes`: of the ranks, with "kill" and "ended" (the launcher). `windows` are those of the useful steps.
+    `notes`: notes of the ranks, of kills, and of the launcher's end. The rows' `windows` are of useful steps.
     """
     first = next(note for note in notes if note["what"] == "begin")
     start, epoch = first["time"], first["windows"]
@@ -113,7 +114,7 @@ def account(notes: Sequence[Mapping[str, Any]], global_batch: int, duration_s: f
             if now == USEFUL:
                 rows[-1]["repeated_steps"] += again
                 rows[-1].setdefault("next_step_s", at - start - rows[-1]["at_s"])
-        elif what != "started" or now != USEFUL:  # else a rank that joins later
+        elif what != "started" or now != USEFUL:  # not for a rank that starts later than others
             if now == DETECTION:
                 spend(REPEATED, cut_at)
             if now != USEFUL or what == "over":
@@ -126,27 +127,27 @@ def account(notes: Sequence[Mapping[str, Any]], global_batch: int, duration_s: f
 
 
 class Over(Exception):
-    """A training has lasted long enough, or does not start."""
+    """Ends a training that has lasted long enough or does not start."""
 
 
 @dataclass
 class Training:
-    """A command that trains on this host. `kills`: times in s, each with the place of the rank, from 0 to 1."""
+    """A command that trains on this host. `kills`: pairs of a time in s and a number from 0 to 1 that picks a rank."""
 
     command: Sequence[str]
     log: Path
     notes: Path
     kills: list[tuple[float, float]]
     duration: float
-    start_s: float = 300.0  # until the first step, at most
+    start_s: float = 300.0  # maximum time until the first step
 
     def run(self) -> None:
-        """Train for `duration` s from the first step on. Raises SystemExit if there was none."""
+        """Train for `duration` s from the first step on. Raises SystemExit if there is no first step."""
         self.end, self.begin = time.monotonic() + self.start_s, 0.0
         notes = Notes(self.notes)
         with self.log.open("w", encoding="utf-8") as log, suppress(Over):
             print(f"$ {shlex.join(self.command)}", file=log, flush=True)
-            while True:  # whenever the launcher ends, as by a job script
+            while True:  # start the launcher again whenever it ends, as a job script does
                 start_and_wait(self.command, os.environ, log, math.inf, lambda: self._watch(notes))
                 notes.add("ended")
                 if not self.begin or time.monotonic() > self.end:
@@ -155,7 +156,7 @@ class Training:
             raise SystemExit(f"{self.log}: {failure_in(self.log)}")
 
     def _watch(self, notes: Notes) -> None:
-        """Every second: kill a rank if that is due within the next. Raises Over."""
+        """Kill a rank if a kill is due within a second. Called every second. Raises Over."""
         if not self.begin:
             self.begin = next((note["time"] for note in read(self.notes) if note["what"] == "begin"), 0.0)
             self.end = self.begin + self.duration if self.begin else self.end
@@ -165,23 +166,23 @@ class Training:
         if self.begin and self.kills and self.begin + self.kills[0][0] < now + 1:
             time.sleep(max(0.0, self.begin + self.kills[0][0] - now))
             ranks = running_ranks()
-            if ranks:  # else in a second
+            if ranks:  # else the next call kills
                 notes.add("kill")
                 ranks[int(self.kills.pop(0)[1] * len(ranks))].kill()
 
 
 def running_ranks() -> list[psutil.Process]:
-    """The ranks below this process, without the processes that these have started."""
+    """The ranks below this process, without their child processes."""
     found = {}
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended meanwhile
-            if RANK in process.cmdline()[:4]:  # a launcher names it later
+        with suppress(psutil.Error):  # ended in the meantime
+            if RANK in process.cmdline()[:4]:  # in a launcher's command, RANK is further behind
                 found[process] = process.ppid()
     return [process for process, parent in found.items() if parent not in {rank.pid for rank in found}]
 
 
 def kill_times(every: float, duration: float) -> list[tuple[float, float]]:
-    """The `kills` of a training, the same for all strategies: one in the middle half of each `every` s."""
+    """The `kills` of a training, equal for all strategies: one in the middle half of each `every` s."""
     dice = random.Random(0)
     numbers = range(math.ceil(duration / every))
     kills = [(every * (number + dice.uniform(0.25, 0.75)), dice.random()) for number in numbers]
@@ -189,7 +190,7 @@ def kill_times(every: float, duration: float) -> list[tuple[float, float]]:
 
 
 def launch(name: str, folder: Path, ranks: int, train: Sequence[str]) -> list[str]:
-    """The command that trains by a strategy. `train`: the command of each rank."""
+    """The command that trains with a strategy. `train`: the command of each rank."""
     if name in ("ddp", "fsdp"):
         return launchers.torchrun(LaunchOptions(train, ranks, extra=[f"--max-restarts={STEPS}"]))
     extra = []
@@ -205,7 +206,7 @@ def launch(name: str, folder: Path, ranks: int, train: Sequence[str]) -> list[st
 
 
 def measured(name: str, folder: Path, flags: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
-    """The record's row of a strategy: without kills, then with them."""
+    """Measure a strategy without and with kills. Returns the row of goodput.json."""
     accounts = []
     kills = kill_times(flags.every, flags.duration)
     for label, times, duration in (("whole", [], min(flags.duration, MAX_WHOLE_S)), ("killed", kills, flags.duration)):
@@ -224,13 +225,13 @@ def measured(name: str, folder: Path, flags: argparse.Namespace, rest: Sequence[
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Rates, and the medians of what the kills cost."""
+    """Format a table of rates, and of median costs per kill."""
     cells = []
     for name, row in rows.items():
         kills = [kill for kill in row["kills"] if "next_step_s" in kill]
-        parts = [[kill[part] for kill in kills] or [math.nan] for part in (*LOST, "next_step_s")]
+        costs = [[kill[part] for kill in kills] or [math.nan] for part in (*LOST, "next_step_s")]
         rates = [f"{row[rate]:.1f}" for rate in ("windows_per_s", "without_kills")]
-        medians = [f"{statistics.median(part):.2f} s" for part in parts]
+        medians = [f"{statistics.median(values):.2f} s" for values in costs]
         cells.append([name, *rates, f"{row['share']:.0%}", str(len(row["kills"])), *medians])
     head = ["strategy", "windows/s", "without kills", "share", "kills"]
     return markdown_table([*head, *LOST.values(), "kill to next step"], cells)

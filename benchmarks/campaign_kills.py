@@ -1,6 +1,6 @@
-"""Trainings in forked ranks that are killed or stopped, and what that leaves.
+"""Kill or stop trainings in forked ranks, and compare them with uninterrupted trainings.
 
-The ranks start with everything imported, so that hundreds of starts take minutes.
+The ranks are forked from a process with all imports, so that hundreds of starts take minutes.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from hvd_bert.training import api
 from hvd_bert.training.state import TrainState
 
 RANKS = 2
-END_S = 60.0  # for a rank to end by itself after another one was killed
-LIMIT_S = 600.0  # without a step: the run hangs
-SAVE_STEPS = 8  # between the checkpoints of `kills`
-PAUSE_S = 0.4  # after each step of `rank_kills`
-SLOWER_S = 0.03  # at most, per file of a checkpoint; a third on average
-TIMES = ("_s", "_share", "mfu")  # ends of the keys of metrics.jsonl that depend on time
+END_S = 60.0  # maximum time until a rank ends after another rank was killed
+LIMIT_S = 600.0  # a run without a step for this time hangs
+SAVE_STEPS = 8  # steps between two checkpoints of `kills`
+PAUSE_S = 0.4  # pause after each step of `rank_kills`
+SLOWER_S = 0.03  # maximum delay per file of a checkpoint; a third of this on average
+TIMES = ("_s", "_share", "mfu")  # endings of the keys in metrics.jsonl that depend on time
 NEVER = (0, math.inf)
 FORK = multiprocessing.get_context("fork")
 
 
 class Reporter(Callback):
-    """Reports the steps of a forked rank to the process that started it."""
+    """Reports the steps of a forked rank to the parent process."""
 
     pipe: Any
 
@@ -56,7 +56,7 @@ class Reporter(Callback):
 
 
 class Paced(Reporter):
-    """Takes PAUSE_S longer per step."""
+    """Pauses for PAUSE_S after each step."""
 
     def on_step(self, step: int) -> None:
         super().on_step(step)
@@ -64,7 +64,7 @@ class Paced(Reporter):
 
 
 class Stopped(Reporter):
-    """Stops its run by SIGTERM after every tenth step before the last one."""
+    """Stops the run by SIGTERM before every tenth step except the last."""
 
     def __init__(self, last: int) -> None:
         self.last = last
@@ -76,7 +76,7 @@ class Stopped(Reporter):
 
 
 class SlowWrites(Reporter):
-    """Each file of a checkpoint takes longer to write. Reports the step of each write at its begin."""
+    """Slows down the writing of each file of a checkpoint, and reports the step when a write begins."""
 
     def __init__(self, slower_s: float) -> None:
         self.slower_s = slower_s
@@ -98,8 +98,8 @@ class SlowWrites(Reporter):
 
 @dataclass
 class Attempt:
-    """How a training ended. `done`, `writes`: rank 0's finished steps, and those whose checkpoints it began to write;
-    `statuses`: the ranks'."""
+    """The result of a training: rank 0's finished steps, the steps of checkpoints that rank 0 began to write, and the
+    exit status of each rank."""
 
     done: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
@@ -113,9 +113,9 @@ class Attempt:
 def attempt(
     flags: Sequence[str], size: int = 1, reporter: Reporter | None = None, kill: tuple[int, float] = NEVER
 ) -> Attempt:
-    """Train on `size` ranks until they end. `kill`: steps and then seconds after which a random rank is killed.
+    """Train on `size` ranks until they end. `kill`: steps, and then seconds, until a random rank is killed.
 
-    Fails if a run fails that was not killed, or if the other ranks do not end by themselves.
+    Raises SystemExit if a run fails without a kill, or if the other ranks do not end.
     """
     store = serve_store("127.0.0.1") if size > 1 else None
     ranks: dict[Any, Any] = {}  # pipe -> process
@@ -157,7 +157,7 @@ def attempt(
 
 
 def train(rank: int, size: int, store: Any, flags: Sequence[str], reporter: Reporter) -> None:
-    """Train in a forked rank, over Gloo."""
+    """Train in a forked rank over Gloo."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if store:
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -172,13 +172,13 @@ def train(rank: int, size: int, store: Any, flags: Sequence[str], reporter: Repo
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Where two finished runs differ, bit for bit."""
+    """The differences between two finished runs, compared bit for bit."""
     mine, theirs = read_result(one), read_result(other)
     return [f"{name} differs" for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
 
 
 def read_result(out: Path) -> dict[str, Any]:
-    """Checksums of the last checkpoint's tensors, its state, and the lines of metrics.jsonl; all without times."""
+    """Checksums of the last checkpoint's tensors, its state and the lines of metrics.jsonl, all without times."""
     newest = files.candidates(out)[0]
     result: dict[str, Any] = json.loads((newest / "manifest.json").read_text(encoding="utf-8"))["files"]
     result = {name: checksum for name, checksum in result.items() if name.endswith(".safetensors")}
@@ -192,7 +192,7 @@ def read_result(out: Path) -> dict[str, Any]:
 
 
 def stops(folder: Path, number: int) -> dict[str, Any]:
-    """A run of two ranks that SIGTERM stops every 10 steps, and one that nothing stops."""
+    """Compare a run of two ranks that SIGTERM stops every 10 steps with an uninterrupted run."""
     last = 10 * (number + 1)
     flags = small_run(f"--max_steps {last} --save_steps {last} --eval_strategy no") + tiny_bert(folder)
     attempt([*flags, "--output_dir", str(folder / "whole")], RANKS)
@@ -204,9 +204,9 @@ def stops(folder: Path, number: int) -> dict[str, Any]:
 
 
 def rank_kills(folder: Path, minutes: int) -> dict[str, Any]:
-    """A run in which one of two ranks is killed every minute, and one in which none is."""
-    os.environ["HOROVOD_CYCLE_TIME"] = "5"  # an hour of polling once a millisecond would take a core
-    steps = int(60 * minutes / PAUSE_S)  # they take longer than `minutes`
+    """Compare a run in which one of two ranks is killed every minute with an uninterrupted run."""
+    os.environ["HOROVOD_CYCLE_TIME"] = "5"  # polling once per millisecond would take a core
+    steps = int(60 * minutes / PAUSE_S)  # take longer than `minutes`
     flags = small_run(f"--max_steps {steps} --save_steps 20 --eval_strategy steps --eval_steps 50") + tiny_bert(folder)
     attempt([*flags, "--output_dir", str(folder / "whole")], RANKS)
     flags += ["--output_dir", str(folder / "out")]
@@ -218,10 +218,10 @@ def rank_kills(folder: Path, minutes: int) -> dict[str, Any]:
 
 
 def kills(folder: Path, number: int) -> dict[str, Any]:
-    """A run that is killed at random moments, and one that never is.
+    """Compare a run that is killed at random moments with an uninterrupted run.
 
-    Some kills hit the start, most the training, and many the write of a checkpoint, which is slowed down for that: in
-    some attempts it takes fewer steps than --save_steps, in others more.
+    Some kills hit the start, most the training, and many the write of a checkpoint. Writes are slowed down: in some
+    attempts a write takes fewer steps than --save_steps, in others more.
     """
     tally: dict[str, Any] = {"failures": [], "kills": 0, "while_starting": 0, "while_writing": 0, "steps_lost": []}
     last = 3 * SAVE_STEPS * number
@@ -230,7 +230,7 @@ def kills(folder: Path, number: int) -> dict[str, Any]:
     dice, saved, out = random.Random(0), 0, folder / "out"
     while tally["kills"] < number:
         begun = 0 if dice.random() < 0.1 else dice.randint(1, 3 * SAVE_STEPS)
-        delay_s = dice.random() * (0.2 if begun else 0.5)  # half a second: about the time until the first step
+        delay_s = dice.random() * (0.2 if begun else 0.5)  # the first step begins after about half a second
         made = attempt([*flags, str(out)], 1, SlowWrites(SLOWER_S * dice.random() ** 2), (begun, delay_s))
         if not made.killed:
             break
@@ -242,7 +242,7 @@ def kills(folder: Path, number: int) -> dict[str, Any]:
 
 
 def inspect(out: Path, made: Attempt, before: int, tally: dict[str, Any]) -> int:
-    """Count what a kill left in `out`. Returns the step of the newest checkpoint. `before`: that before the kill."""
+    """Add the state of `out` after a kill to the tally. Returns the newest checkpoint's step. `before`: last return."""
     tally["kills"] += 1
     tally["while_starting"] += not made.done
     tally["while_writing"] += any(out.glob(".partial-checkpoint-*"))

@@ -1,11 +1,11 @@
-"""Compares the speed of this trainer with the Hugging Face Trainer: the same windows, model, global batch and threads.
+"""Compare the speed of this trainer and the Hugging Face Trainer on the same windows, model, global batch and threads.
 
     bash env/setup.sh --bench
     python benchmarks/compare_peers.py --model_name_or_path MODEL --train_file train-v1.1.json --out DIR
 
-Begins with a preflight: a few steps of each variant without dropout, on the same windows, must give the same losses.
-Otherwise nothing is compared. Then the variants take turns for --repeats rounds, each time in new processes on the CPUs
-of this host, with the model's own dropout. Prints a Markdown table and writes DIR/peers.json.
+Begins with a preflight: a few steps of each variant without dropout, on the same windows, must give equal losses. If
+not, nothing is compared. Then the variants take turns for --repeats rounds, each time in new processes on the CPUs of
+this host, with the model's own dropout. Prints a Markdown table and writes DIR/peers.json.
 docs/evidence/benchmarks.md describes the variants.
 """
 
@@ -48,14 +48,14 @@ from hvd_bert.errors import UserError
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.bench.speed import lengths_like_squad, random_windows
 
-Row = Mapping[str, Any]  # a step: step_s (seconds), loss, tokens; None: not recorded
+Row = Mapping[str, Any]  # a step: step_s (seconds), loss, tokens; None if not recorded
 Rates = dict[str, float]
 PEER = Path(__file__).resolve().parent / "peers" / "hf_trainer.py"
 LEARNING_RATE = 5e-5
 WINDOWS, TOKENS = "windows_per_s", "tokens_per_s"
-# What this trainer sets by itself, for its peers: glibc keeps the memory of a step for the next, in huge pages, and
-# oneDNN keeps its kernels.
-# MALLOC_MMAP_THRESHOLD_ would not do: glibc ignores values above 32 MiB, and an embedding's gradient is larger.
+# Settings for peers that this trainer makes by itself: glibc reuses the memory of a step, in huge pages, and oneDNN
+# caches its kernels. MALLOC_MMAP_THRESHOLD_ is not enough: glibc ignores values above 32 MiB, and an embedding's
+# gradient is larger.
 ALLOCATOR = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "MALLOC_MMAP_MAX_": "0",
@@ -67,8 +67,8 @@ ALLOCATOR = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train, this trainer or its peer. `padded`: every window to --max_seq_length; `fp32`: also with --bf16;
-    `shuffling`: flags that the preflight omits, since it needs the windows in order."""
+    """A way to train. `peer`: by the HF Trainer. `padded`: each window is padded to --max_seq_length. `fp32`: fp32 even
+    with --bf16. `shuffling`: flags that the preflight omits, since it needs the windows in order."""
 
     label: str
     peer: bool = True
@@ -100,9 +100,9 @@ def trainer_flags(args: argparse.Namespace, model: Path | str, rank_batch: int, 
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Write what the variants read to --out: the model with and without dropout, and tables of windows.
+    """Write the inputs of the variants to --out: the model with and without dropout, and tables of windows.
 
-    The tables have the order in which this trainer takes windows one by one.
+    The windows are in the order in which this trainer takes them one by one.
     """
     from datasets import Dataset, disable_progress_bars
 
@@ -122,21 +122,21 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def prepare_random(model: Any, out: Path, count: int, longest: int) -> None:
-    """Write what the peer reads to `out`: a model with new weights, and windows of random tokens as long as SQuAD's."""
+    """Write the peer's inputs to `out`: a model with new weights, and random windows with SQuAD's lengths."""
     from datasets import Dataset
 
     model.save_pretrained(out / "model")
     tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "hvd_bert" / "sample", trust_remote_code=False)
-    tokenizer.save_pretrained(out / "model")  # it only pads, by 0 as BERT's own
+    tokenizer.save_pretrained(out / "model")  # used only for padding, with id 0 like BERT's
     table = random_windows(lengths_like_squad(count, longest, seed=42), model.config.vocab_size, seed=42)
     Dataset.from_dict(peer_columns(table, np.arange(count))).save_to_disk(out / "windows")
 
 
 def command(name: str, args: argparse.Namespace, out: Path, steps: int, seed: int | None) -> list[str]:
-    """The command of a variant. `seed` None: the preflight, with the loss of each step.
+    """The command of a variant. `seed`: None for the preflight, which logs the loss of each step.
 
-    The softmax of BertForQuestionAnswering over a window's positions includes its padding. So the preflight's batches
-    have one window each, which needs no padding, in the order of the table.
+    The softmax of BertForQuestionAnswering includes padding. So the preflight's batches have one window each, without
+    padding, in the order of the table.
     """
     variant, preflight = VARIANTS[name], seed is None
     model = args.out / ("exact_model" if preflight else "model")
@@ -146,7 +146,7 @@ def command(name: str, args: argparse.Namespace, out: Path, steps: int, seed: in
     common += ["--bf16"] if args.bf16 and not variant.fp32 else []
     if not variant.peer:
         start = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(args.ranks), sys.executable, "-m"]
-        # Few lines, of which one is where the timed steps begin.
+        # Log few lines, one of them at the begin of the timed steps.
         logging_steps = "1" if preflight else str(math.gcd(args.warmup, steps))
         flags = [*trainer_flags(args, model, rank_batch, used_seed), "--logging_steps", logging_steps]
         return [*start, "hvd_bert.train", *flags, *common]
@@ -159,14 +159,14 @@ def command(name: str, args: argparse.Namespace, out: Path, steps: int, seed: in
 
 
 def peer_command(model: Path, windows: Path, out: Path, rank_batch: int) -> list[str]:
-    """The peer's program, and what each of its runs is given."""
+    """The command of the peer's program, with the flags of all runs."""
     words = [str(PEER), "--model_name_or_path", str(model), "--windows", str(windows)]
     words += ["--times_file", str(out / "times.json"), "--per_device_train_batch_size", str(rank_batch)]
     return [*words, "--save_strategy", "no", "--report_to", "none"]
 
 
 def environment(variant: Variant, threads: int) -> dict[str, str]:
-    """The user's environment, on CPUs; of settings for memory only those of the variant."""
+    """The environment of a variant, on CPUs: the user's, with the variant's settings for memory."""
     own = {"GLIBC_TUNABLES", "LD_PRELOAD", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"}
     env = {name: value for name, value in os.environ.items() if name not in own and not name.startswith("MALLOC_")}
     env |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
@@ -174,7 +174,7 @@ def environment(variant: Variant, threads: int) -> dict[str, str]:
 
 
 def read_rows(name: str, out: Path) -> list[Row]:
-    """A row per optimizer step. This trainer's steps between two logged ones have the mean of these."""
+    """Read a row per optimizer step. This trainer logs means over several steps, which are repeated."""
     if VARIANTS[name].peer:
         return list(json.loads((out / "times.json").read_text()))
     logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -187,31 +187,31 @@ def read_rows(name: str, out: Path) -> list[Row]:
 
 
 def train(name: str, args: argparse.Namespace, run_name: str, steps: int, seed: int | None) -> list[Row]:
-    """One run of a variant in fresh processes."""
+    """Run a variant in new processes. Returns a row per step."""
     out = args.out / run_name
     out.mkdir()
     print(f"{run_name} ...", file=sys.stderr, flush=True)
     words = command(name, args, out, steps, seed)
     run(words, environment(VARIANTS[name], args.threads), out.with_suffix(".log"), args.timeout)
     rows = read_rows(name, out)
-    shutil.rmtree(out)  # it holds the model
+    shutil.rmtree(out)  # models are large
     return rows
 
 
 def timing(rows: Sequence[Row], warmup: int, steps: int, global_batch: int) -> Rates:
-    """Windows/s and, if they were counted, useful tokens/s of `steps` steps after `warmup` untimed ones.
+    """Windows/s and, if counted, useful tokens/s of `steps` steps after `warmup` untimed steps.
 
-    Raises UserError if the run has fewer.
+    Raises UserError if the run has fewer steps.
     """
     timed = rows[warmup : warmup + steps]
     if len(timed) < steps:
-        raise UserError(f"The run has {len(rows)} steps. It needs {warmup} untimed and {steps} timed ones.")
+        raise UserError(f"The run has {len(rows)} steps. It needs {warmup} untimed and {steps} timed steps.")
     seconds, tokens = sum(row["step_s"] for row in timed), [row["tokens"] for row in timed]
     return {WINDOWS: steps * global_batch / seconds} | ({} if None in tokens else {TOKENS: sum(tokens) / seconds})
 
 
 def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float) -> float:
-    """The largest relative difference from the first variant's losses, step by step.
+    """The largest relative difference of a step's loss from the first variant's.
 
     Raises UserError if it is above `tolerance`, or if a loss is missing, NaN or infinite: the speed of variants that
     train differently must not be compared.
@@ -222,18 +222,18 @@ def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float)
         said = "\n".join(f"  {name:12} {' '.join(map(str, values))}" for name, values in losses.items())
         raise UserError(
             f"The losses of the preflight's steps differ by {worst:.1e} (relative), more than --tolerance"
-            f" {tolerance:.1e}: the variants do not train alike, so their speeds are not compared.\n{said}"
+            f" {tolerance:.1e}: the variants train differently, so their speeds are not compared.\n{said}"
         )
     return worst
 
 
 def compare(args: argparse.Namespace) -> dict[str, list[Rates]]:
-    """The rates of each variant, one per round."""
+    """Measure the rates of each variant, one per round."""
     runs: dict[str, list[Rates]] = {name: [] for name in args.variants}
     for number in range(args.repeats):
         for name in in_turns(args.variants, number):
             warmup, steps = args.warmup, args.steps
-            if VARIANTS[name].padded:  # fewer, since all steps do the same work
+            if VARIANTS[name].padded:  # fewer steps are enough, since all do the same work
                 warmup, steps = min(warmup, args.padded_steps), args.padded_steps
             rows = train(name, args, f"round{number + 1}-{name}", warmup + steps, args.seed + number)
             rates = timing(rows, warmup, steps, args.per_device_train_batch_size * args.ranks)
@@ -243,15 +243,15 @@ def compare(args: argparse.Namespace) -> dict[str, list[Rates]]:
 
 
 def ratios(runs: Mapping[str, Sequence[Rates]], peer: str, rate: str) -> list[float]:
-    """This trainer's rate over a peer's, per round. Tokens/s do not depend on which windows the timed steps had."""
+    """This trainer's rate over a peer's, per round. Tokens/s do not depend on the windows of the timed steps."""
     pairs = zip(runs.get("ours", []), runs[peer], strict=False)
     return [mine[rate] / other[rate] for mine, other in pairs if rate in mine and rate in other]
 
 
 def table(runs: Mapping[str, Sequence[Rates]]) -> str:
-    """A Markdown table with a row per variant, in the order of `runs`."""
+    """Format a Markdown table with a row per variant, in the order of `runs`."""
     head = [f"medians of {len(next(iter(runs.values())))} rounds (range)", "windows/s", "useful tokens/s"]
-    head += ["windows/s of this trainer over it", "tokens/s of this trainer over it"]
+    head += ["ratio of this trainer's windows/s", "ratio of this trainer's tokens/s"]
     rows = []
     for name, rounds in runs.items():
         tokens = [rates[TOKENS] for rates in rounds if TOKENS in rates]
@@ -261,12 +261,12 @@ def table(runs: Mapping[str, Sequence[Rates]]) -> str:
     return markdown_table(head, rows)
 
 
-# The HF Trainer sorts 50 batches of a rank at a time by length, the longest first. 25 timed steps of two ranks are one
-# such group, so they have long and short windows in the data's proportions.
+# The HF Trainer sorts groups of 50 batches of a rank by length, the longest first. 25 timed steps of two ranks are a
+# whole group, so they have long and short windows in the data's proportions.
 NUMBERS = (
     ("--repeats", 3, "Rounds."),
     ("--steps", 25, "Timed steps per run."),
-    ("--padded_steps", 10, "Timed steps, and at most as many untimed ones, if every window is padded."),
+    ("--padded_steps", 10, "Timed steps, and maximum of untimed steps, of variants that pad each window."),
     ("--preflight_steps", 4, "Steps whose losses must agree."),
     ("--ranks", 2, "World size."),
     ("--threads", 1, "Threads per rank."),
@@ -277,7 +277,7 @@ NUMBERS = (
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, checked."""
+    """Parse and check the command line."""
     parser = Parser(description="Compare the speed of this trainer with its peers.")
     add = parser.add_argument
     add("--model_name_or_path", required=True, help="Folder or hub name of a BERT.")
@@ -322,5 +322,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the current run ends, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the exit terminates the current run
     end(main)

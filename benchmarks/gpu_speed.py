@@ -1,4 +1,4 @@
-"""How fast the package is on GPUs, next to the HF Trainer. scripts/gpu_acceptance.sh runs it with tests/gpu."""
+"""Measure the speed on GPUs, and compare it with the HF Trainer. scripts/gpu_acceptance.sh runs this with tests/gpu."""
 
 import json
 import math
@@ -15,17 +15,17 @@ from transformers import BertConfig, BertForQuestionAnswering
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.tools.bench.host_time import FIGURES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(0)]  # commands have limits of their own
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(0)]  # each command has a time limit
 STAGES = {"A100": (400, 560, 690), "H100": (650, 1150, 1600), "H200": (650, 1150, 1600)}
-ROUND_S = 600.0  # a later round starts only if this many seconds are left: 250 for it, the rest for the tests below it
-WARMUP = 10  # steps of the peer, which compiles again for other lengths
-# This trainer makes its batches in a thread by itself.
+ROUND_S = 600.0  # minimum of remaining seconds to start a later round: 250 for the round, the rest for later tests
+WARMUP = 10  # untimed steps of the peer, which compiles again for other lengths
+# The peer prepares batches in processes, as this trainer does in a thread.
 PEER_ON_GPU = "--tf32 True --dataloader_num_workers 2 --dataloader_persistent_workers True"
 # The second name is for torch before 2.9.
 EXPANDABLE = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
 MODES = {"eager": "", "compiled": COMPILE, "reduce-overhead": GRAPHS}
 PEERS = {"HF Trainer": "", "HF Trainer compiled": "--torch_compile True"}
-# Others that `hvd-bert bench` measures: its flags, GPUs, and variables.
+# Name -> flags, number of GPUs, and variables of other measurements by `hvd-bert bench`.
 OTHERS = {f"{way}, {gpus} GPUs": (f"--strategy {way}", gpus, {}) for gpus in (2, 4, 8) for way in ("horovod", "ddp")}
 OTHERS |= {"horovod, 2 GPUs, asynchronous completion": ("--strategy horovod", 2, ASYNC)}
 OTHERS |= {"expandable segments": ("", 1, EXPANDABLE)}
@@ -34,7 +34,7 @@ for size in (8, 64):
 
 
 def bench_peer(machine, name, flags):
-    """The HF Trainer's rates with its best flags, on windows as random as the benchmark's and as long."""
+    """Measure the HF Trainer with the best flags, on random windows like the benchmark's."""
     pytest.importorskip("accelerate", reason="needs accelerate (env/setup.sh --dev)")
     steps, batch, length = machine.sized((50, 32, 384), (4, 4, 128))
     peer, out = machine.out / "peer", machine.out / name.replace(" ", "-")
@@ -51,7 +51,7 @@ def bench_peer(machine, name, flags):
 
 @cache
 def in_rounds(machine):
-    """variant -> a record per round, in which the variants take turns; and why some could not be measured."""
+    """Measure all variants in turns. Returns variant -> a record per round, and variant -> error."""
     found, errors = {}, {}
     for number in range(machine.rounds):
         for variant, flags in in_turns(list((MODES | PEERS).items()), number):
@@ -66,7 +66,7 @@ def in_rounds(machine):
 
 
 def measured(machine, *variants):
-    """The records of the fastest of these variants."""
+    """The records of the fastest variant."""
     found, errors = in_rounds(machine)
     if not (records := [found[variant] for variant in variants if variant in found]):
         raise errors[variants[0]]
@@ -78,14 +78,14 @@ def medians(records, figure="windows_per_s"):
 
 
 def staged(values, stages, text):
-    """A result that is right if the median reaches the first of the stages. NaN and infinity reach none."""
+    """A result that passes if the median reaches the first stage. NaN and infinity reach none."""
     middle = median(values) if all(map(math.isfinite, values)) else math.nan
     reached = sum(middle >= stage for stage in stages)
     return (reached > 0, f"{text}: {reached} of the stages {stages}", values) if stages else (None, text, values)
 
 
 def described(machine, records):
-    """The padded-equivalent windows/s, that is, windows/s if all had 384 tokens, by FLOP; and all figures in words."""
+    """The padded-equivalent windows/s (FLOP/s over the FLOP of 384 tokens), and a text with all figures."""
     config = machine.sized(BertConfig(), BertConfig.from_json_file(SMALL))
     flops, record = forward_flops(BertForQuestionAnswering(config)).training([384]), records[0]
     padded = [1e9 * rate / flops for rate in medians(records, "useful_gflops")]
@@ -100,13 +100,13 @@ def described(machine, records):
 
 @pytest.mark.parametrize("name", MODES | OTHERS)
 def test_speed(name, machine):
-    """Padded-equivalent windows/s: A100 400, 560, 690; H100, H200 650, 1,150, 1,600. 2 GPUs: 0.97 of twice eager's."""
+    """Goals in padded-equivalent windows/s: A100 400, 560, 690; H100, H200 650, 1,150, 1,600; 2 GPUs: 0.97 per GPU."""
     flags, gpus, variables = OTHERS.get(name, ("", 1, {}))
     machine.require(gpus if name in OTHERS else 0, "cuda" if gpus == 1 else "cpu")
     variables = variables | ({"ranks": gpus} if gpus > 1 else {})
     records = measured(machine, name) if name in MODES else [machine.bench(name, flags, **variables)]
     values, text = described(machine, records)
-    # Parts of a GPU (MIG) and a GH200 have no published peak, and so no MFU and no goals.
+    # MIG instances and a GH200 have no published peak, hence no MFU and no goals.
     gpu = records[0]["device_name"] if name in MODES and "mfu" in records[0]["figures"] else ""
     stages = next((stages for model, stages in STAGES.items() if model in gpu), ())
     share = median(medians(records)) / gpus / median(medians(measured(machine, "eager")))
@@ -116,16 +116,16 @@ def test_speed(name, machine):
 
 
 def test_over_the_HF_Trainer(machine):
-    """1.3, 1.5, 2 times the useful tokens/s of the faster of its variants."""
-    # By tokens: the peer groups windows by length, so those of its timed steps are not as long as the others'.
+    """Goals: 1.3, 1.5, 2 times the useful tokens/s of the faster variant of the HF Trainer."""
+    # Tokens are compared because the peer groups windows by length, so timed windows have other lengths.
     mine, theirs = (medians(measured(machine, *variants), "tokens_per_s") for variants in (MODES, PEERS))
-    ratios = [one / other for one, other in zip(mine, theirs, strict=False)]
+    ratios = [ours / peers for ours, peers in zip(mine, theirs, strict=False)]
     text = f"{spread(theirs)} useful tokens/s, this trainer {spread(ratios, 2)} x"
     machine.result(*staged(ratios, machine.sized((1.3, 1.5, 2), ()), text))
 
 
 def test_evaluation_over_training(machine):
-    """1.5 times the windows/s."""
+    """Goal: an evaluation has 1.5 times the windows/s of training."""
     record = measured(machine, "eager")[0]
     ratio = record["evaluation_windows_per_s"] / medians([record])[0]
     machine.result(*staged([ratio], machine.sized((1.5,), ()), f"{ratio:.2f} x"))

@@ -1,4 +1,4 @@
-"""What benchmarks share: commands and their environment, hardware and versions, a tiny model, tables."""
+"""Code that benchmarks share: commands and their environment, hardware and versions, a tiny model, tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def machine() -> dict[str, Any]:
 
 
 def launch_environment() -> dict[str, str]:
-    """Variables by which a command finds this Python's programs, and Open MPI runs as root, too."""
+    """Environment variables with which commands find this Python's programs, and Open MPI runs as root."""
     env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     if os.geteuid() == 0:
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -42,8 +42,10 @@ def launch_environment() -> dict[str, str]:
 
 
 def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float, grace_s: float = 30.0) -> None:
-    """Run a command, terminate all its processes if it takes too long, kill them `grace_s` later. Raises UserError if
-    it fails."""
+    """Run a command. After `timeout_s`, terminate all processes, and kill them `grace_s` later.
+
+    Raises UserError if the command fails.
+    """
     with log.open("w") as output:
         process = subprocess.Popen(
             words, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -51,7 +53,7 @@ def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float, 
         try:
             status: int | str = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            status = f"none after {timeout_s:.0f} s"  # it is terminated below
+            status = f"none after {timeout_s:.0f} s"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)  # launchers then terminate their ranks
@@ -68,12 +70,12 @@ def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float, 
 
 
 def small_run(flags: str) -> list[str]:
-    """The trainer's flags for a run on 64 questions, with some more. On 2 ranks it takes 8 steps per epoch."""
+    """The trainer's flags for a run on 64 questions, plus `flags`. An epoch has 8 steps on 2 ranks."""
     return [*SMALL_RUN.split(), *flags.split()]
 
 
 def tiny_bert(folder: Path) -> list[str]:
-    """The trainer's flag for a BERT of one small layer, whose configuration this writes to `folder`."""
+    """Write the configuration of a BERT with a small layer to `folder`. Returns the trainer's flag for the model."""
     config = json.loads((REPOSITORY / "hvd_bert" / "sample" / "config.json").read_text(encoding="utf-8"))
     config |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     (folder / "model").mkdir()
@@ -85,24 +87,24 @@ def make_folder(out: Path) -> Path:
     """Make the folder of --out. Raises UserError if it has files."""
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
-        raise UserError(f"--out {out}: the folder is not empty. Name a new one.")
+        raise UserError(f"--out {out}: the folder is not empty. Name a new folder.")
     return out
 
 
 def in_turns(names: Sequence[str], number: int) -> Sequence[str]:
-    """The order of a round: every second one is reversed, so that a drift of the machine's speed favours no variant."""
+    """The order of a round: every second round is reversed, so that a drift of the machine favours no variant."""
     return names if number % 2 == 0 else names[::-1]
 
 
 def peer_columns(windows: WindowTable, order: Ids) -> dict[str, list[Any]]:
-    """These windows as the peers read them."""
-    import pyarrow as pa  # here, since the campaigns' ranks start without it
+    """Convert windows to the columns that peers read."""
+    import pyarrow as pa  # not at the top, because the campaigns' ranks start without it
 
     rows = pa.Table.from_batches(windows.batches).take(order).to_pydict()
     pairs = list(zip(rows["input_ids"], rows["context_start"], strict=True))
     return {
         "input_ids": rows["input_ids"],
-        "token_type_ids": [[int(place >= start) for place in range(len(ids))] for ids, start in pairs],
+        "token_type_ids": [[int(position >= start) for position in range(len(ids))] for ids, start in pairs],
         "attention_mask": [[1] * len(ids) for ids, _ in pairs],
         "start_positions": rows["start_position"],
         "end_positions": rows["end_position"],
@@ -110,19 +112,19 @@ def peer_columns(windows: WindowTable, order: Ids) -> dict[str, list[Any]]:
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Median and range."""
+    """Format median and range."""
     middle, low, high = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
     return f"{middle} ({low} to {high})"
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column holds words, the others numbers."""
+    """Format a table whose first column is text; the others are numbers."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
 
 
 def end(main: Callable[[], int | None]) -> None:
-    """Run a program, and exit with its status. Bad input is one line."""
+    """Run a program and exit with the returned status. Errors for bad input are printed as a line."""
     try:
         sys.exit(main())
     except UserError as error:

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# The only place that installs system packages, with the reason for each. Sourced by env/setup.sh and
-# env/cluster_packages.sh, which set use_apt=no for --no-apt, and by scripts/demo.sh for the driver.
+# Installs all system packages, with a reason for each. Sourced by env/setup.sh and env/cluster_packages.sh, which set
+# use_apt=no for --no-apt, and by scripts/demo.sh to find the driver.
 
 use_apt=yes
 
@@ -31,7 +31,7 @@ apt_reason() {
   esac
 }
 
-# Prints which packages it installs and why, then installs them. $1: log file; then packages.
+# Prints packages with their reasons, then installs them. $1: log file; then packages.
 apt_install() {
   local log=$1 package reason
   shift

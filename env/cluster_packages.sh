@@ -2,7 +2,7 @@
 # Installs the system packages of the two-host test cluster (tests/cluster): Slurm, munge, PMIx, sshd, ip and tc. Needs
 # root on Debian or Ubuntu. Starts and enables no service. Safe to repeat.
 #   bash env/cluster_packages.sh [--no-apt]    --no-apt: install nothing, only print what is missing
-# Exit status: 0 all packages are installed, 3 some are missing and cannot be installed here (it prints which).
+# Exit status: 0 all packages are installed, 3 some are missing and cannot be installed here; they are printed.
 set -euo pipefail
 # shellcheck source=env/apt.sh
 . "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
@@ -22,7 +22,7 @@ missing() {
   for program in munged slurmctld slurmd srun sbatch scontrol sshd ssh ssh-keygen ip tc pgrep unshare nsenter; do
     command -v "$program" >/dev/null || printf '%s ' "$program"
   done
-  # Slurm's PMIx plugin loads it.
+  # Slurm's PMIx plugin loads libpmix.
   find /usr/lib /usr/lib64 -name 'libpmix.so*' -print -quit 2>/dev/null | grep -q . || printf 'libpmix '
 }
 
@@ -42,7 +42,7 @@ install_packages() {
   for service in "${services[@]}"; do
     enabled "$service" || newcomers+=("$service")
   done
-  if [ ! -e "$policy" ]; then # Debian's way to start no services
+  if [ ! -e "$policy" ]; then # with this file, Debian starts no services
     trap 'rm -f /usr/sbin/policy-rc.d' EXIT
     printf '#!/bin/sh\nexit 101\n' >"$policy"
     chmod 755 "$policy"

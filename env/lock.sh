@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Writes env/locked/: all packages of the requirements files and of what they need, in one version each with the hashes
-# of its files, for Linux and Python 3.10 to 3.13. env/setup.sh --locked installs them. Run it after a change of a
-# requirements file; it needs uv (pip install uv) and the package index.
+# Writes env/locked/: all packages of the requirements files and their dependencies, each with version and hashes, for
+# Linux and Python 3.10 to 3.13. env/setup.sh --locked installs them. Run it after a change of a requirements file; it
+# needs uv (pip install uv) and the package index.
 #   bash env/lock.sh [--upgrade]    --upgrade: also take newer versions of packages that no requirements file pins
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -17,7 +17,7 @@ requires-python = ">=3.10"
 [tool.uv]
 environments = ["sys_platform == 'linux' and python_version < '3.14'"]
 END
-# torch comes first and by itself (env/setup.sh --torch), so no other file may bring one.
+# torch is installed first and separately (env/setup.sh --torch), so no other file may list it.
 printf "%s; sys_platform == 'never'\n" torch >"$work/without.txt"
 
 # $1: name of the file in locked/; then requirements files and options

@@ -1,8 +1,8 @@
-"""Write a trained BERT as an ONNX file (tested with torch 2.13.0 and onnxscript 0.7.2), for any batch and length.
+"""Export a trained BERT to ONNX, for any batch and length (tested with torch 2.13.0 and onnxscript 0.7.2).
 
     python examples/export_onnx.py runs/mine model.onnx
 
-Its inputs are those of the tokenizer; its outputs are `start_logits` and `end_logits`.
+Inputs are the tokenizer's outputs; outputs are `start_logits` and `end_logits`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(folder: str, file: str) -> None:
         dynamo=True,
         dynamic_shapes={name: dict.fromkeys((0, 1), torch.export.Dim.AUTO) for name in inputs},
         output_names=["start_logits", "end_logits"],
-        external_data=False,  # the weights are in the file
+        external_data=False,  # store the weights in the file
     )
 
 

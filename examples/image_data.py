@@ -1,4 +1,4 @@
-"""Labelled grey images for mnist_rnn.py: a data set of the hub, such as MNIST, or the digits of scikit-learn."""
+"""Load labelled grey images for mnist_rnn.py: a data set on the hub, such as MNIST, or scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DIGITS_TO_TEST_ON = 360  # a fifth
 
 @dataclass(frozen=True)
 class Images:
-    """`pixels`: [images, rows, columns], fp32 of 0 to 1; `labels`: [images], int64; `classes`: 1 + the last label."""
+    """Labelled images. `pixels`: [images, rows, columns], fp32 from 0 to 1. `labels`: [images], int64."""
 
     pixels: Tensor
     labels: Tensor
@@ -29,27 +29,27 @@ class Images:
         return len(self.labels)
 
     def take(self, ids: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Pixels and labels of these images, there may be none, on the device."""
+        """Pixels and labels of images on the device. `ids` may be empty."""
         chosen = torch.from_numpy(ids)
         return self.pixels[chosen].to(device), self.labels[chosen].to(device)
 
     def digest(self) -> str:
-        """sha256 of all of them."""
+        """SHA-256 of all pixels and labels."""
         sha256 = hashlib.sha256(self.pixels.numpy().tobytes())
         sha256.update(self.labels.numpy().tobytes())
         return sha256.hexdigest()
 
 
 def load_images(dataset_name: str | None) -> tuple[Images, Images]:
-    """To train on, and to test on. Raises UserError if they are not available."""
-    parts = [_from_hub(dataset_name, split) for split in ("train", "test")] if dataset_name else _digits()
-    shapes = [pixels.shape[1:] for pixels, _ in parts]
+    """Load images for training and for tests. Raises UserError if they are not available."""
+    splits = [_from_hub(dataset_name, split) for split in ("train", "test")] if dataset_name else _digits()
+    shapes = [pixels.shape[1:] for pixels, _ in splits]
     if shapes[0] != shapes[1]:
-        raise UserError(f"The images to train on are {shapes[0]}, those to test on {shapes[1]}: take parts of one set.")
-    classes = 1 + max(int(labels.max()) for _, labels in parts)
+        raise UserError(f"Training images are {shapes[0]}, test images {shapes[1]}: use images of the same size.")
+    classes = 1 + max(int(labels.max()) for _, labels in splits)
     train, test = (
         Images(torch.from_numpy(pixels.astype(np.float32) / 255), torch.from_numpy(labels.astype(np.int64)), classes)
-        for pixels, labels in parts
+        for pixels, labels in splits
     )
     return train, test
 
@@ -65,12 +65,12 @@ def _from_hub(name: str, split: str) -> tuple[Any, Any]:
             " size, and reading them needs Pillow (`pip install pillow`)."
         ) from None
     if pixels.ndim != 3 or pixels.dtype != np.uint8:
-        raise UserError(f"--dataset_name {name}: its images are not grey ones of a byte per pixel.")
+        raise UserError(f"--dataset_name {name}: the images are not grey with a byte per pixel.")
     return pixels, labels
 
 
 def _digits() -> list[tuple[Any, Any]]:
-    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, in an order that is always the same."""
+    """Load scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, in a fixed order."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:

@@ -1,12 +1,12 @@
-"""Train an LSTM that reads images row by row: a task of your own, without a loop, saving or launching.
+"""Train an LSTM that reads images row by row: a custom task, without code for the loop, saving or launching.
 
     export PYTHONPATH=examples
     python -m hvd_bert.train --config examples/mnist_rnn.yaml --strategy none           scikit-learn's digits
     horovodrun -np 4 -H localhost:4 python -m hvd_bert.train --config examples/mnist_rnn.yaml
     torchrun --nproc-per-node 2 -m hvd_bert.train --config examples/mnist_rnn.yaml --strategy ddp
 
-MNIST itself: --dataset_name mnist. All other flags, output files, sweeps and reports are the trainer's. However many
-ranks there are, a step takes the same images.
+For MNIST itself, add --dataset_name mnist. All other flags, output files, sweeps and reports are the trainer's. A step
+takes the same images on any number of ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HIDDEN_SIZE = 64
 
 
 class RowReader(nn.Module):
-    """An LSTM over the rows of an image, and a linear layer on its last state."""
+    """An LSTM over the rows of an image, and a linear layer on the last state."""
 
     def __init__(self, columns: int, hidden_size: int, classes: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class RowReader(nn.Module):
 
 
 class MnistRnn(DatasetTask):
-    """Which digit an image shows."""
+    """Classify images of digits."""
 
     unit: ClassVar[str] = "images"
     metrics: Mapping[str, Literal["max", "min"]] = {"accuracy": "max", "eval_loss": "min"}

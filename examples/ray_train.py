@@ -1,9 +1,9 @@
-"""Fine-tune BERT on the workers of Ray Train: the ranks are those of the process group that Ray has initialized.
+"""Fine-tune BERT on the workers of Ray Train, which are the ranks of Ray's process group.
 
     python examples/ray_train.py 2 config=sample output_dir=runs/ray        NAME=VALUE for the trainer's --NAME VALUE
 
-By default there are 2 workers, and the output folder is runs/ray. On several hosts all must see the output folder and
-the data under the same paths.
+By default there are 2 workers, and the output folder is runs/ray. On several hosts, the output folder and the data must
+have the same paths on all hosts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Classify texts or pairs of texts: a task of your own, on packed texts.
+"""Classify texts or pairs of texts: a custom task on packed texts.
 
     export PYTHONPATH=examples
     python -m hvd_bert.train --task text_classification:TextClassification --strategy none \
@@ -33,7 +33,7 @@ MISSING = ("na", "nan", "none", "null", "<na>")  # words that programs write for
 
 
 def number(text: str) -> float | None:
-    """The number that a text shows; None if it shows none."""
+    """Parse a finite number; None if the text is none."""
     try:
         value = float(text)
     except ValueError:
@@ -42,7 +42,7 @@ def number(text: str) -> float | None:
 
 
 def is_text(cell: str | None) -> bool:
-    """Whether a cell of CSV, in which all are texts, shows neither a number nor true or false."""
+    """Whether a cell of a CSV file is neither a number nor true or false."""
     return number(str(cell)) is None and str(cell).lower() not in ("true", "false")
 
 
@@ -56,9 +56,9 @@ class TextClassification(EncoderTask):
         "eval_loss": "min",
     }
     label_column: ClassVar[str] = "label"
-    # One column or two. By default sentence1 and sentence2, or else the first one or two columns of texts.
+    # One or two columns. Default: sentence1 and sentence2, else the first one or two columns of texts.
     text_columns: ClassVar[Sequence[str]] = ()
-    # Of --dataset_name. By default MNLI is evaluated on validation_matched.
+    # Splits of --dataset_name. Default for MNLI: validation_matched.
     train_split: ClassVar[str] = "train"
     validation_split: ClassVar[str | None] = None
 
@@ -69,14 +69,14 @@ class TextClassification(EncoderTask):
         rows = dev if train is None else train
         self.load_model(AutoModelForSequenceClassification, self.class_names(rows, train is not None))
         if not self.trained:
-            self.model.config.text_columns = self.found_columns(rows)  # config.json keeps them for predictions
+            self.model.config.text_columns = self.found_columns(rows)  # config.json stores them for predictions
         log.info("Texts: %s. Classes: %s.", ", ".join(self.model.config.text_columns), ", ".join(self.classes))
         self.train = None if train is None else self.labelled(train)
         self.dev = None if dev is None else self.labelled(dev)
         self.labels = [] if dev is None else self.targets(dev)
 
     def class_names(self, rows: datasets.Dataset | None, trains: bool) -> list[str]:
-        """Those of the data set on the hub, else all labels of the training data; empty: those of the model."""
+        """The class names of the data set on the hub, else all labels of the training data; else empty."""
         if rows is None:
             return []
         kind = rows.features.get(self.label_column)
@@ -95,7 +95,7 @@ class TextClassification(EncoderTask):
         return names
 
     def given_labels(self, rows: datasets.Dataset) -> list[str]:
-        """The label of each row: a text, or a whole number as text."""
+        """The label of each row as text."""
         labels, kind = column(rows, self.label_column), rows.features[self.label_column]
         if isinstance(kind, datasets.ClassLabel):
             return [kind.names[label] if label >= 0 else str(label) for label in labels]  # GLUE's test sets have -1
@@ -124,7 +124,7 @@ class TextClassification(EncoderTask):
         return ["sentence1", "sentence2"] if {"sentence1", "sentence2"} <= set(found) else found[:2]
 
     def targets(self, rows: datasets.Dataset) -> list[Any]:
-        """What to predict for each row: the number of its class."""
+        """The number of each row's class."""
         labels, numbers = self.given_labels(rows), {name: number for number, name in enumerate(self.classes)}
         for row, label in enumerate(labels, start=1):
             if label not in numbers:

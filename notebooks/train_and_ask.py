@@ -11,7 +11,7 @@
 # %% [markdown]
 # # Train on two ranks, look at the run, ask the model
 #
-# The ranks are processes of their own: the notebook starts them with `horovodrun` and reads what they write. The sample
+# The ranks are separate processes: the notebook starts them with `horovodrun` and reads their output files. The sample
 # trains in about 2 minutes on 2 cores.
 
 # %%
@@ -70,7 +70,7 @@ for sample in samples[:3]:
 # %% [markdown]
 # ## Train in the notebook
 #
-# One rank needs no process of its own. A callback gets the values during the run.
+# A single rank trains in the notebook's process. A callback gets the values during the run.
 
 
 # %%

@@ -21,7 +21,7 @@ options=(${apt[@]+"${apt[@]}"})
 # An environment that exists keeps its torch.
 [ -e .venv/hvd_bert.settings ] || has_nvidia_driver || options+=(--torch cpu)
 bash env/setup.sh ${options[@]+"${options[@]}"} </dev/null
-# Always on the CPU: two ranks would need two GPUs.
+# Train on the CPU: two ranks would need two GPUs.
 export PATH="$PWD/.venv/bin:$PATH" CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
 if [ "$(id -u)" -eq 0 ]; then # Open MPI refuses to run as root otherwise
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
@@ -33,7 +33,7 @@ launcher=(horovodrun -np 2 -H localhost:2)
 command=("${launcher[@]}" python -m hvd_bert.train
   ${preset[@]+"${preset[@]}"} --output_dir runs/demo --overwrite_output_dir ${flags[@]+"${flags[@]}"})
 printf '\n$ %s\n' "${command[*]}"
-# Remove horovodrun's tags of ranks, since only rank 0 prints here, and times.
+# Remove horovodrun's tags of ranks, as only rank 0 prints here, and times.
 "${command[@]}" </dev/null 2>&1 | sed -Eu 's/\[[0-9,]*\]<std[a-z]*>://g; s/^[-0-9]{10} [:0-9]{8} INFO //'
 
 command=(hvd-bert predict runs/demo --input hvd_bert/sample/dev-v1.1.json.gz)

@@ -3,7 +3,7 @@
 #   HVD_BERT_HOSTFILE=hosts horovodrun -np 4 --min-np 2 --max-np 8 --host-discovery-script scripts/discover_hosts.sh \
 #       python -m hvd_bert.train --elastic --output_dir runs/elastic
 # HVD_BERT_HOSTFILE (default: hosts) has lines of HOST:SLOTS, or HOST slots=N as for mpirun. Add and remove lines during
-# the training. Without this file, in a Slurm job: its nodes, with SLURM_NTASKS_PER_NODE slots each.
+# the training. Without this file, prints the nodes of a Slurm job, with SLURM_NTASKS_PER_NODE slots each.
 set -euo pipefail
 
 file=${HVD_BERT_HOSTFILE:-hosts}

@@ -3,7 +3,7 @@
 
     python scripts/families_page.py
 
-Run it after a change to `hvd_bert/model/families.py`. `tests/unit/test_families.py` checks that the page is current.
+Run this after a change to `hvd_bert/model/families.py`. `tests/unit/test_families.py` checks that the page is current.
 """
 
 from __future__ import annotations

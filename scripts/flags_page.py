@@ -3,7 +3,7 @@
 
     python scripts/flags_page.py
 
-Run it after a change to a flag or an exit status. `tests/unit/test_docs.py` checks that the page is current.
+Run this after a change to a flag or an exit status. `tests/unit/test_docs.py` checks that the page is current.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ INTRODUCTION = """\
 
 # Flags
 
-`hvd-bert --help` prints the commands, and `--help` the flags of one: of the training those that are used first.
-`train --help all` prints all, `train --help data` a group, `train --help seed` a flag.
+`hvd-bert --help` prints the commands, and `COMMAND --help` the flags of a command. `train --help` prints the most used
+flags, `train --help all` all, `train --help data` a group, `train --help seed` a flag.
 
 ## Training
 
@@ -72,14 +72,14 @@ def page() -> str:
 
 
 def exit_page() -> str:
-    """The page of exit statuses, with a current table."""
+    """The page of exit statuses with an updated table."""
     rows = [["status", "meaning"], ["---", "---"], *([str(status), text] for status, text in STATUSES.items())]
     table = "\n".join(map(_line, rows))
     return re.sub(r"(?s)(?<=\A# Exit status\n\n).*?(?=\n\n)", lambda _: table, EXIT_PAGE.read_text(encoding="utf-8"))
 
 
 def _tables(parser: argparse.ArgumentParser, resume: bool = False) -> Iterator[str]:
-    """One table of the flags without a group, then a heading and a table per group."""
+    """Make a table of the flags without a group, then a heading and a table per group."""
     header = ["Flag", "Default", "Description"]
     head = [_line(header), _line(["---"] * len(header))]
     without_group: list[str] = []
@@ -115,7 +115,7 @@ def _prose(text: str) -> str:
 
 
 def _as_code(text: str) -> str:
-    """Flags and commands in the text as code."""
+    """Put flags and commands in backticks."""
     spans = r"`[^`]*`|(?:python -m |hvd-bert )\w+(?:\.\w+)*(?: sweep)?(?: --help)?|--[a-z][a-z0-9_]*(?:=\S*[a-z0-9])?"
     return re.sub(spans, lambda match: match[0] if match[0].startswith("`") else f"`{match[0]}`", text)
 

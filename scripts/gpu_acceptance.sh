@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Sets up this clone for the machine's GPUs (Horovod with NCCL, unless it is there), then checks and measures it:
-# tests/gpu and benchmarks/gpu_speed.py (docs/evidence/gpu-acceptance.md). That takes at most 20 minutes. The first set-up
-# takes longer: it downloads torch and builds Horovod. No network is needed once the packages are there.
+# Sets up this clone for the machine's GPUs (builds Horovod with NCCL if needed), then runs the checks of tests/gpu and
+# the measurements of benchmarks/gpu_speed.py (docs/evidence/gpu-acceptance.md) in at most 20 minutes. The first set-up
+# takes longer: it downloads torch and builds Horovod. Once the packages are installed, no network is needed.
 #   bash scripts/gpu_acceptance.sh                      in .venv
 #   bash scripts/gpu_acceptance.sh --torch-in-place     with the torch of python3, or of --python PY, in .venv-in-place
 #   bash scripts/gpu_acceptance.sh --without-mpi        Horovod with Gloo and NCCL only; --with-mpi requires MPI
-#   bash scripts/gpu_acceptance.sh --no-set-up          with python3 (or --python PY) as it is: nothing is installed
-#   bash scripts/gpu_acceptance.sh --device cpu         what needs no GPU
+#   bash scripts/gpu_acceptance.sh --no-set-up          with python3 (or --python PY), installing nothing
+#   bash scripts/gpu_acceptance.sh --device cpu         only the checks that need no GPU
 # Prints a table; DIR/gpu_acceptance.json has all figures. All other arguments go to pytest: --out DIR, --minutes N (for
 # the checks), --rounds N, --only WORD...
-# Exit status: 0 no check failed, 1 one did or ran out of time, 2 bad input or a failed set-up, 3 no GPU.
+# Exit status: 0 no check failed, 1 a check failed or ran out of time, 2 bad input or failed set-up, 3 no GPU.
 set -euo pipefail
 
 device=cuda python='' out='' venv=.venv setup=yes minutes=20 set_up=() words=()
@@ -33,11 +33,11 @@ while [ $# -gt 0 ]; do
 done
 
 if [ "$device" = cuda ] && [ ! -e /proc/driver/nvidia/version ] && [ ! -e /dev/nvidiactl ] && ! nvidia-smi -L >/dev/null 2>&1; then
-  echo "gpu_acceptance: no GPU: this machine has no NVIDIA driver. --device cpu checks what needs none." >&2
+  echo "gpu_acceptance: no GPU: this machine has no NVIDIA driver. --device cpu runs the checks that need no GPU." >&2
   exit 3
 fi
 
-# Relative paths start in the caller's folder. Links stay: an environment's python is one.
+# Relative paths start in the caller's folder. Links are not resolved: an environment's python is a link.
 [ -z "$out" ] || words+=("--out=$(realpath -ms -- "$out")")
 case $python in */*) python=$(realpath -ms -- "$python") ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -50,7 +50,7 @@ if [ "$setup" = yes ]; then
   python=$venv/bin/python
 fi
 status=0
-# Until it knows the options, pytest takes their values for folders with tests: hence -c, and each in one word.
+# Options are passed as single words, and -c is given: else pytest would take values of options for folders with tests.
 "${python:-python3}" -m pytest -c pyproject.toml tests/gpu benchmarks/gpu_speed.py \
   -q --tb=no --no-summary -p no:cacheprovider \
   "--device=$device" "--minutes=$minutes" ${words[@]+"${words[@]}"} </dev/null || status=$?

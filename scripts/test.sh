@@ -3,12 +3,12 @@
 # integration, parallel and cluster. Ends with the slowest tests and the total time.
 #   bash scripts/test.sh                       everything except the campaigns
 #   bash scripts/test.sh --quick               before a commit: static checks, most unit tests, a run stopped and resumed
-#   bash scripts/test.sh --full                everything, the campaigns, which wait for timers (CONTRIBUTING.md), and:
 #   bash scripts/test.sh --versions            the models' tests with the oldest transformers that pyproject.toml allows
 #                                              and with the newest, both from the package index
+#   bash scripts/test.sh --full                everything, the campaigns, which wait for timers, and --versions
 #   bash scripts/test.sh tests/unit -k plan    only pytest, with these arguments
-# The tier cluster (docs/guides/cluster.md) needs root and Debian's Slurm packages, which this script installs, except
-# with --no-apt. Elsewhere it is skipped.
+# The tier cluster (docs/guides/cluster.md) needs root and Debian's Slurm packages, which this script installs unless
+# --no-apt is given. Without root or Debian, the tier is skipped.
 set -euo pipefail
 case ${1:-} in -h | --help) exec sed -n '2,/^set/s/^# //p' "$0" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -23,10 +23,10 @@ case ${1:-} in --quick | --full | --versions) extent=${1#--} && shift ;; esac
 bash env/setup.sh --dev --deepspeed ${apt[@]+"${apt[@]}"} </dev/null
 SECONDS=0
 export PATH="$PWD/.venv/bin:$PATH"
-unset PYTHONDONTWRITEBYTECODE # else each process compiles this package, and each run all tests
+unset PYTHONDONTWRITEBYTECODE # else each process would compile this package, and each run all tests
 # One thread per process: the tests start up to four ranks, often on two cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
-# Kept between runs and shared by clones; mypy looks at the files' content. Without it mypy takes a minute.
+# Clones share this cache, because mypy compares the files' content. Without a cache, mypy takes a minute.
 export MYPY_CACHE_DIR="${MYPY_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/hvd_bert-mypy}"
 # The tests must not depend on a network or on the number of GPUs.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 CUDA_VISIBLE_DEVICES=""
@@ -79,9 +79,9 @@ static_checks >"$reports/checks" 2>&1 & # half a minute, while the tests run
 checks=$!
 campaign='not campaign'
 if [ "$extent" = full ]; then campaign='campaign or not campaign'; fi
-# Three processes at a time where tests do not disturb each other. Those of the cluster, which each process starts for
-# itself, wait more than they compute. The tests of a file stay in one process, because they share runs; the file that
-# takes longest comes first.
+# Three processes run tests that do not disturb each other. Tests of the cluster, which each process starts for itself,
+# wait more than they compute. The tests of a file run in the same process, because they share runs; the tier with the
+# longest files comes first.
 if [ "$extent" = quick ]; then
   stopped="tests/integration/test_resume.py::test_signal_to_one_rank_stops_all[mpi-SIGTERM]"
   tests -n 2 --dist loadfile -m "not slow and not campaign" "$stopped" tests/unit

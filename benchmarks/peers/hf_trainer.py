@@ -1,10 +1,10 @@
-"""The Hugging Face Trainer on SQuAD's windows, as transformers' run_qa example sets it up.
+"""Train with the Hugging Face Trainer on SQuAD's windows, with the settings of transformers' run_qa example.
 
     torchrun --nproc_per_node 2 benchmarks/peers/hf_trainer.py --use_cpu --model_name_or_path MODEL \
         --windows TABLE --times_file TIMES.json --output_dir OUT --max_steps 28
 
-Takes all flags of TrainingArguments, with their defaults. --windows is a data set as run_qa's tokenization makes it and
-`save_to_disk` writes it: padded to --max_seq_length or, with --no_pad_to_max_length, not padded. --times_file gets a
+Takes all flags of TrainingArguments, with their defaults. --windows is a data set of windows tokenized as by run_qa and
+written by `save_to_disk`: padded to --max_seq_length or, with --no_pad_to_max_length, not padded. --times_file gets a
 row per optimizer step.
 """
 
@@ -36,11 +36,11 @@ class PeerArguments:
     windows: str
     times_file: Path
     pad_to_max_length: bool = True
-    count_tokens: bool = False  # without padding; gathers one more number per step
+    count_tokens: bool = False  # without padding; gathers an additional number per step
 
 
 class StepTimes(TrainerCallback):
-    """The seconds of each step, and its tokens if they are counted."""
+    """Records the seconds of each step and, if counted, the tokens."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.rows, self.end, self.seen = [], time.perf_counter(), 0
@@ -54,7 +54,7 @@ class StepTimes(TrainerCallback):
 def main() -> None:
     peer, args = HfArgumentParser((PeerArguments, TrainingArguments)).parse_args_into_dataclasses()
     if peer.count_tokens:
-        args.include_num_input_tokens_seen = "non_padding"  # the flag itself takes only true and false
+        args.include_num_input_tokens_seen = "non_padding"  # the command line accepts only true and false
     tokenizer = AutoTokenizer.from_pretrained(peer.model_name_or_path, trust_remote_code=False)
     times = StepTimes()
     trainer = Trainer(
@@ -70,7 +70,7 @@ def main() -> None:
         losses = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
         rows = [{"step": step, **row, "loss": losses.get(step)} for step, row in enumerate(times.rows, start=1)]
         peer.times_file.write_text(json.dumps(rows))
-    # Without finalizing Python, during which Gloo's threads can abort the process (pytorch#190489, #117762).
+    # Exit without finalizing Python, in which Gloo's threads can abort the process (pytorch#190489, #117762).
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -163,7 +163,8 @@ def pytest_configure(config: pytest.Config) -> None:
     gpus = torch.cuda.device_count() if option.device == "cuda" else 0
     if option.device == "cuda" and not gpus:
         found = f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees none; NVML: {probes.gpus()}"
-        pytest.exit(f"gpu_acceptance: no GPU: {found}. --device cpu checks what needs none.", 30)  # 3 is pytest's own
+        remedy = "--device cpu runs the checks that need no GPU."
+        pytest.exit(f"gpu_acceptance: no GPU: {found}. {remedy}", 30)  # pytest itself uses 3
     try:
         out = make_folder(option.out.resolve())
     except UserError as error:
