@@ -222,7 +222,7 @@ def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float)
         said = "\n".join(f"  {name:12} {' '.join(map(str, values))}" for name, values in losses.items())
         raise UserError(
             f"The losses of the preflight's steps differ by {worst:.1e} (relative), more than --tolerance"
-            f" {tolerance:.1e}: the variants train differently, so their speeds are not compared.\n{said}"
+            f" {tolerance:.1e}: the variants do not train alike, so their speeds are not compared.\n{said}"
         )
     return worst
 
