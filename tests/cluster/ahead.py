@@ -11,7 +11,7 @@ from pathlib import Path
 HIGHEST = -20
 
 os.setpriority(os.PRIO_PROCESS, 0, HIGHEST)
-# Where the kernel groups processes by session, priorities count inside a group only, and the group has one, too.
+# If the kernel groups processes by session, priorities count only inside a group, so the group's is also set.
 with contextlib.suppress(FileNotFoundError):
     Path("/proc/self/autogroup").write_text(str(HIGHEST))
 

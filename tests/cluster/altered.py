@@ -1,16 +1,16 @@
-"""`python -m hvd_bert.train` with what these variables ask for: altered.py -m MODULE ...
+"""Run `python -m hvd_bert.train` with changes that environment variables select: altered.py -m MODULE ...
 
 SLOWED_RANK, SLOWED_S: this rank sleeps so many seconds in each step, before the backward pass.
 WAITING_STEP: before the backward pass of this step, counted from 1, a job's first attempt waits for the time limit's
-  signal, or SIGTERM. One that arrives while the trainer starts is delayed until then, so that the test does not depend
-  on the speed of the machine.
+  signal, or SIGTERM. A signal that arrives earlier is delayed until then, so that the test does not depend on the speed
+  of the machine.
 SIGNALLED_AGAIN: later attempts get the signal as soon as the trainer handles it.
-GATED_FOLDER: where each rank writes its process id to `RANK.pid`; has the pipes `reached` and `go`.
-GATED_STEP: before this step, counted from 1, rank 0 writes to the first and reads from the second; 0: never.
+GATED_FOLDER: folder with the pipes `reached` and `go`, in which each rank writes its process id to `RANK.pid`.
+GATED_STEP: before this step, counted from 1, rank 0 writes to `reached` and reads from `go`; 0: never.
 WATCHED_LOG: file for a line "HOST RANK tokenises" per table of windows that is built, and "failed TIME".
 WATCHED_FAULT: rank 1's failure in its second step: kill (SIGKILL), or stall (it reads from a pipe without a writer); or
   import: a package is missing.
-WATCHED_LISTENERS: folder for a file per rank with what listens on its host in its second step.
+WATCHED_LISTENERS: folder for a file per rank with the listening programs on its host in the second step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def fail(fault: str) -> None:
 
 
 def note_listeners(folder: Path, rank: int) -> None:
-    """Write what listens on this host, by /proc/net/tcp: pairs of program and address."""
+    """Write the listening programs on this host with their addresses, from /proc/net/tcp."""
     rows = [row for row in psutil.net_connections("tcp") if row.status == psutil.CONN_LISTEN]
     (folder / str(rank)).write_text(json.dumps([(program(folder, row.pid or 0), row.laddr.ip) for row in rows]))
 
@@ -113,7 +113,7 @@ def watch(rank: int | None) -> None:
 
 
 def before_each_backward(act: Callable[[int], object]) -> None:
-    """Call `act` with the number of the step, counted from 1, before its backward pass."""
+    """Call `act` with the step's number, counted from 1, before each backward pass."""
     from hvd_bert.strategies.horovod import HorovodStrategy
 
     backward, steps = HorovodStrategy.backward, []

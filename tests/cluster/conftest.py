@@ -1,4 +1,4 @@
-"""Starts a cluster once for the tests of this folder in a process, and always stops it."""
+"""Start a cluster once per process for the tests of this folder, and always stop it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of four steps of SMALL, each of 16 windows, by one process. Tests compare those of four ranks."""
+    """The losses of four steps of SMALL, each of 16 windows, in one process: reference for the losses of four ranks."""
     folder = tmp_path_factory.mktemp("one_process")
     command = f"python -m hvd_bert.train {SMALL} 4 --per_device_train_batch_size 16 --strategy none --output_dir out"
     cluster.on("a100-01", command, folder).expect(0)
@@ -54,7 +54,7 @@ def pretended(tmp_path: Path) -> Callable[[str], dict[str, str]]:
 
 @pytest.fixture
 def listeners(tmp_path: Path) -> Path:
-    """Folder in which each rank notes what listens on its host while it trains (altered.py)."""
+    """Folder for the listening programs on each rank's host during training (altered.py)."""
     folder = tmp_path / "listeners"
     folder.mkdir()
     return folder

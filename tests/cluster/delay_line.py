@@ -1,9 +1,8 @@
-"""Delays packets between the two nodes, for kernels without tc's netem: delay_line.py MILLISECONDS [LOSS]
+"""Delay packets between the two nodes, for kernels without tc's netem: delay_line.py MILLISECONDS [LOSS]
 
-LOSS: the share of the packets that do not arrive, by chance (default: 0). Both nodes get a device `wire`, through which
-they then reach each other. A packet from one arrives at the other after the delay. tc can limit the rate of that
-device. The program ends with its standard input, which removes the devices with their routes and qdiscs. Runs on the
-login host as root; prints "ready".
+LOSS: the share of packets that are lost at random (default: 0). Both nodes get a device `wire`, by which they reach
+each other. Packets arrive after the delay. tc can limit the rate of the device. The program ends when standard input
+ends, and removes the devices with their routes and qdiscs. Runs on the login host as root; prints "ready".
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
 LONGEST = 66_000  # bytes: TCP's segments arrive in bunches of up to 64 KiB, which pass as one
-BUNCHES = 8  # read before packets that are due are sent
+BUNCHES = 8  # number that is read before due packets are sent
 NODES = {"a100-01": "10.77.0.11", "a100-02": "10.77.0.12"}
 
 
 def open_end(own: str, other: str, loss: float) -> int:
-    """Create the device of node `own`. Returns the file for its packets."""
+    """Create the device of node `own`. Returns the file descriptor for packets."""
     end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", b"wire", IFF_TUN | IFF_NO_PI | IFF_VNET_HDR))
     if not loss:  # a bunch would be lost as a whole
@@ -74,7 +73,7 @@ def main() -> None:
     loss = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
     first, second = NODES
     ends = [open_end(first, second, loss), open_end(second, first, loss)]
-    # The ranks keep every core busy; the wire must not wait for them.
+    # The ranks keep all cores busy; the wire must not wait for a core.
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""Trains on two hosts, one rank each, and waits before a step for the test to disturb the hosts."""
+"""Train on two hosts, one rank each, and wait before a step until the test has disturbed the hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launch import Outcome
 STEPS, SAVE_STEPS, GATE = 12, 4, 7  # disturbed before step 7, three steps after a checkpoint
 STALL_S = 20  # the trainer's own limit is 600
 START_S = 400.0  # until the gate, on a loaded machine
-LEFT_S = 60.0  # ranks may outlive their launcher by this time
+LEFT_S = 60.0  # maximum time by which ranks may outlive their launcher
 TRAIN = f"{FOLDER / 'altered.py'} -m hvd_bert.train {SMALL} {STEPS} --save_steps {SAVE_STEPS} --no_do_eval"
 ON_BOTH = "--nodes=2 --ntasks-per-node=1"
 AGENTS = f"srun {ON_BOTH} --mpi=none --kill-on-bad-exit=1 --wait=60"
@@ -43,8 +43,8 @@ class Disturbed:
     """A training in `folder`.
 
     Attributes:
-        out: Its output folder, as the ranks see it.
-        host, launch: Where the launcher starts, and its command up to the program.
+        out: The output folder, as the ranks see it.
+        host, launch: The launcher's host, and the launcher's command up to the program.
         env: Additional environment of the ranks.
     """
 
@@ -62,14 +62,14 @@ class Disturbed:
         self.hosts_environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster.state)}  # on.sh reads it
 
     def _note_agents(self) -> None:
-        """Have each host's torchrun write its process id, as its rank does: it must end, too."""
+        """Make each host's torchrun write its process id like the rank, since torchrun must end, too."""
         start = self.folder / "noted"
         start.write_text(f'#!/bin/sh\necho $$ >"{self.gates}/torchrun on $(hostname).pid"\nexec "$@"\n')
         start.chmod(0o755)
         self.launch = self.launch.replace(" torchrun ", f" {start} torchrun ")
 
     def train(self, gate: int = 0, patience_s: float = START_S) -> Outcome:
-        """Train to the end, or resume. `gate`: the step to wait at."""
+        """Train to the end, or resume. `gate`: the step before which rank 0 waits."""
         for old in self.gates.glob("*.pid"):
             old.unlink()
         flags = f"--output_dir {self.out}" + (" --strategy ddp" if "torchrun" in self.launch else "")
@@ -80,7 +80,7 @@ class Disturbed:
 
     @contextmanager
     def waiting_at_gate(self, patience_s: float) -> Iterator[Future[Outcome]]:
-        """Start a training. Inside, it waits at the gate until `go`."""
+        """Context manager: start a training that waits at the gate until `go`."""
         reached = os.open(self.gates / "reached", os.O_RDONLY | os.O_NONBLOCK)
         with ThreadPoolExecutor(1) as pool:
             training = pool.submit(self.train, GATE, START_S + patience_s + LEFT_S)
@@ -98,7 +98,7 @@ class Disturbed:
         os.write(go, b"g")
 
     def pid(self, rank: int) -> int:
-        """A rank's process, as the hosts see it."""
+        """The process id of a rank on the hosts."""
         return int((self.gates / f"{rank}.pid").read_text())
 
     def on(self, host: str, *words: str | Path) -> str:
@@ -107,7 +107,7 @@ class Disturbed:
 
 
 def ends(folder: Path) -> dict[str, float | None]:
-    """When the launcher and the ranks ended, as until_all_end.py recorded it; None for one that remains."""
+    """The times at which the launcher and the ranks ended, by until_all_end.py; None for a process that remains."""
     path = folder / "ends.json"
     found: dict[str, float | None] = json.loads(path.read_text()) if path.exists() else {"launcher": None}
     return found

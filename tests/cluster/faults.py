@@ -1,4 +1,4 @@
-"""What goes wrong on a cluster, as context managers: each does its damage at the start, and repairs it at the end."""
+"""Faults on a cluster, as context managers: each causes a fault at the start, and repairs it at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEMORY = "/sys/fs/cgroup/memory"
 
 @contextmanager
 def link_down(run: Disturbed) -> Iterator[None]:
-    """The second host's port at the switch passes nothing. The host itself still sees a carrier."""
+    """Block the second host's port at the switch. The host still sees a carrier."""
     # The login host, which is the switch, too, must not answer through the port in place of the switch.
     run.on("login", "ip", "link", "set", "veth02", "nomaster", "arp", "off")
     try:
@@ -33,18 +33,18 @@ def slow_link(
 
 
 def patient(run: Disturbed) -> None:
-    """Steps may take longer on a slow link than the campaign's limit."""
+    """Raise the time limit of steps, for a slow link."""
     run.env["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "300"
 
 
 def cold(run: Disturbed) -> None:
-    """Ranks are descendants of Slurm's tasks, which Slurm kills, and not of the tests' fork server."""
+    """Start ranks below Slurm's tasks, which Slurm kills, and not below the tests' fork server."""
     run.env["HVD_BERT_TEST_COLD"] = "1"
 
 
 @contextmanager
 def stopped(run: Disturbed, rank: int = 1) -> Iterator[None]:
-    """A rank's process does not run."""
+    """Stop a rank's process by SIGSTOP."""
     run.on(SECOND, "kill", "-STOP", str(run.pid(rank)))
     try:
         yield
@@ -54,7 +54,7 @@ def stopped(run: Disturbed, rank: int = 1) -> Iterator[None]:
 
 @contextmanager
 def out_of_memory(run: Disturbed) -> Iterator[None]:
-    """The kernel ends rank 1, since a program on its host takes more memory than there is."""
+    """Let the kernel kill rank 1 because a program on its host allocates too much memory."""
     group = f"{MEMORY}/hvd_bert_{run.folder.name}"
     run.on(SECOND, "mkdir", group)
     try:

@@ -56,7 +56,7 @@ class Ended:
 
 
 def new_environment(folder: Path, python: str) -> Path:
-    """Make an environment whose `python` is this shell script. Returns the folder of its programs."""
+    """Make an environment whose `python` is a shell script. Returns the folder of programs."""
     programs = folder / "bin"
     programs.mkdir(parents=True)
     (programs / "python").write_text(f"#!/usr/bin/env bash\n{python}\n")
@@ -74,9 +74,9 @@ def script(name: str, *arguments: str, **env: str) -> subprocess.CompletedProces
 
 @contextmanager
 def started_cluster(**options: str) -> Iterator[Cluster]:
-    """A cluster in a folder of its own, short because paths of sockets are limited. `options`: up.sh's variables.
+    """Context manager: start a cluster in a new folder with a short path for sockets. `options`: up.sh's variables.
 
-    Skips if it cannot run here. It also stops if this process is killed.
+    Skips the test if the cluster cannot run here. The cluster also stops if this process is killed.
     """
     place = Path(f"/tmp/hvd_{uuid.uuid4().hex[:8]}")
     try:
@@ -91,7 +91,7 @@ def started_cluster(**options: str) -> Iterator[Cluster]:
 
 
 class Cluster:
-    """The running cluster. `state`: its folder. `local`: on each node a separate disk."""
+    """The running cluster. `state`: the cluster's folder. `local`: path of a separate disk on each node."""
 
     def __init__(self, state: Path) -> None:
         self.state = state
@@ -128,7 +128,7 @@ class Cluster:
     def wait(self, job: str, *states: str, restarts: int = 0, timeout: float = TIMEOUT_S) -> dict[str, str]:
         """Wait until the job is in one of `states` (default: ended). Cancels a job that takes longer, and fails.
 
-        `restarts`: minimum number of requeues by then.
+        `restarts`: minimum number of requeues before.
         """
         deadline = time.monotonic() + timeout
         while True:

@@ -49,7 +49,7 @@ ssh_files() {
     ssh-keygen -q -t ed25519 -N '' -f "$state/nodes/$host/host_key"
     echo "$host,${address[$host]} $(cut -d ' ' -f 1,2 "$state/nodes/$host/host_key.pub")" >>"$ssh/known_hosts"
   done
-  # Without the right key it asks for a password, like most servers.
+  # Without the right key, sshd asks for a password, like most servers.
   cat >"$state/sshd_config" <<END
 AuthorizedKeysFile $ssh/authorized_keys
 PermitRootLogin yes

@@ -5,7 +5,7 @@ set -Eeuo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 trap 'echo "node.sh $host: line $LINENO failed: $BASH_COMMAND"; touch "$state/failed"' ERR
 
-# As with Slurm's job_container/tmpfs or a local disk. What the nodes share must be below $state then.
+# A separate /tmp, as with Slurm's job_container/tmpfs or a local disk. The nodes share only $state.
 separate_tmp() {
   local new=$state/nodes/$host/new_tmp
   mkdir "$new"

@@ -1,7 +1,7 @@
-"""Limits the rate and adds a delay to the link between the two nodes, for tests, benchmarks and experiments.
+"""Limit the rate of the link between the two nodes and add a delay, for tests, benchmarks and experiments.
 
     python tests/cluster/shaping.py 1 0.5        1 Gb/s, and each packet 0.5 ms later, until standard input ends
-    python tests/cluster/shaping.py 1 0.5 0.3    the same, and three of ten packets are lost
+    python tests/cluster/shaping.py 1 0.5 0.3    1 Gb/s, 0.5 ms, and three of ten packets are lost
 
 Prints "ready" as soon as the link is shaped. The cluster must be up (up.sh); HVD_BERT_CLUSTER names its folder.
 """
@@ -20,16 +20,15 @@ FOLDER = Path(__file__).resolve().parent
 NODES = ("a100-01", "a100-02")
 QUEUE_MS = 20  # a longer queue loses packets, like a switch
 MIN_BURST = 128 * 1024  # bytes: two bunches of TCP's segments
-TIMER_S = 250e-6  # upper bound for the kernel's interval between two looks at the bucket
+TIMER_S = 250e-6  # upper bound of the interval at which the kernel checks the bucket
 COMMAND_TIMEOUT_S = 30.0
 
 
 @contextmanager
 def shaped(cluster: Path, gbps: float, latency_ms: float = 0.0, loss: float = 0.0) -> Iterator[None]:
-    """Inside, a node sends at most `gbps` gigabits per second, and each packet arrives `latency_ms` later, or is lost
-    with probability `loss`.
+    """Context manager: limit the rate of each node to `gbps` Gb/s, delay packets by `latency_ms`, and lose some.
 
-    `cluster`: the folder of a cluster that is up. Open connections stay open, and the link is always restored.
+    `loss`: probability. `cluster`: folder of a running cluster. Connections stay open, and the link is always restored.
     """
     environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster)}
     if latency_ms or loss:
@@ -79,7 +78,7 @@ def _wire(environ: dict[str, str], latency_ms: float, loss: float) -> Iterator[N
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="Shape the link between the two nodes until standard input ends.")
     parser.add_argument("gbps", type=float, help="rate of each node, in gigabits per second")
     parser.add_argument("latency_ms", type=float, nargs="?", default=0.0, help="delay of each packet (default: none)")

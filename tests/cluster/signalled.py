@@ -1,7 +1,7 @@
-"""Starts a launcher, and signals it alone once its ranks train: `python signalled.py SIGNAL COMMAND...`
+"""Start a launcher, and send only it a signal once the ranks train: `python signalled.py SIGNAL COMMAND...`
 
-Prints the command's output and, when nothing can write to it any more, how long after the signal that was. Exits with
-the launcher's status.
+Prints the command's output and, once all its processes have ended, the seconds since the signal. Exits with the
+launcher's status.
 """
 
 from __future__ import annotations

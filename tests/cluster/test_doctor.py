@@ -1,4 +1,4 @@
-"""The doctor on two hosts: one table of all ranks, their allreduce, one verdict."""
+"""The doctor on two hosts: a table of all ranks, the allreduce, a single verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hvd-bert doctor --hosts` on two hosts by ssh: hosts that pass, and each reason why one does not."""
+"""`hvd-bert doctor --hosts` on two hosts by ssh: hosts that pass, and each kind of failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOTH = "a100-01:2,a100-02:2"
 
 @pytest.fixture
 def without_environment(cluster: Cluster) -> Iterator[None]:
-    """a100-02 lacks the environment."""
+    """Context manager: hide the environment on a100-02."""
     cluster.on("a100-02", ["mount", "-t", "tmpfs", "tmpfs", sys.prefix], Path("/")).expect(0)
     yield
     cluster.on("a100-02", ["umount", "--lazy", sys.prefix], Path("/")).expect(0)
@@ -26,7 +26,7 @@ def without_environment(cluster: Cluster) -> Iterator[None]:
 def failures(
     cluster: Cluster, cwd: Path, arguments: str, env: Environment | None = None
 ) -> list[tuple[str, list[str], str]]:
-    """Name, hosts and finding of each check that fails."""
+    """Name, hosts and finding of each failed check."""
     report = read_report(cluster.on("login", f"{DOCTOR} {arguments} --json", cwd, env).expect(2))
     assert not report["ready"] and not report["command"]
     return [(line["name"], line["hosts"], line["found"]) for line in report["checks"] if line["status"] == "failure"]

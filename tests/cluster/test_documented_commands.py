@@ -1,4 +1,4 @@
-"""The commands of the pages that need a cluster run on this one as they are written; Slurm accepts all of sbatch's.
+"""The pages' commands that need a cluster run on the test cluster as written; Slurm accepts all sbatch commands.
 
 They run with a tiny bert-base-uncased and a few of SQuAD's questions in the hub's cache.
 """
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cluster
 NODES_ELSEWHERE = r"h100|--nodes=4"
 DOCTOR = "hvd-bert doctor --hosts a100-01:2,a100-02:2"
 PRINTED = "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train"
-# One for each way to start ranks. Other tests of this folder start the other commands' ranks with flags of their own.
+# A command for each way to start ranks. Other tests of this folder start the other commands' ranks with other flags.
 RUN_HERE = (
     DOCTOR,
     "sbatch scripts/hvd.slurm",
@@ -47,7 +47,7 @@ def test_sbatch_commands_are_accepted(cluster: Cluster) -> None:
 
 
 def test_commands_run(cluster: Cluster, tmp_path: Path, hub_home: Path) -> None:
-    """They find model and data in `hub_home`, which is their HF_HOME. Each has a folder of its own."""
+    """Model and data are in `hub_home`, the commands' HF_HOME. Each command has a separate folder."""
     assert {*RUN_HERE, PRINTED} <= set(launches())
     assert f"{ALLOCATION}\n" in documented.text_of("docs/guides/cluster.md")
     jobs = {}

@@ -1,4 +1,4 @@
-"""Two hosts on which something goes wrong: training continues, or ends on all ranks, and resumes to the same bits."""
+"""Faults on two hosts: training continues, or ends on all ranks, and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ TIMED_OUT = r"rank \d on a100-0\d: .*HorovodInternalError: .*Timed out waiting 3
 
 @dataclass(frozen=True)
 class Case:
-    """What happens to a training of two ranks, one per host, and what must follow.
+    """A fault during a training of two ranks, one per host, and the expected result.
 
     Attributes:
-        fault: What goes wrong before a step.
-        lasts_s: It is repaired after this time; None: only after the training has ended.
-        first: The first failure that is reported; None: training continues to its end.
-        may_continue: It depends on chance whether that failure comes.
-        within_s: The launcher and the ranks end within this time.
-        remains: A rank that remains until its host is repaired.
+        fault: The fault before a step.
+        lasts_s: Time until the fault is repaired; None: after the training has ended.
+        first: The first reported failure; None: training continues to the end.
+        may_continue: Whether it depends on chance that the failure occurs.
+        within_s: Time within which the launcher and the ranks end.
+        remains: A rank that remains until the host is repaired.
     """
 
     fault: Fault
@@ -79,7 +79,7 @@ ROWS = [(name, launcher) for name, case in CASES.items() for launcher in case.la
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """undisturbed(launcher) -> the output folder of a run in which nothing went wrong."""
+    """undisturbed(launcher) -> the output folder of a run without a fault."""
     made: dict[str, Path] = {}
 
     def make(launcher: str) -> Path:

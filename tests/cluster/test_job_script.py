@@ -26,7 +26,7 @@ COMMENTED = {
 
 
 def script_by(launcher: str, folder: Path) -> Path:
-    """A copy of the job script that starts the ranks by one of its commented lines."""
+    """A copy of the job script in which a commented line starts the ranks."""
     text = JOB_SCRIPT.read_text()
     assert f"# {COMMENTED[launcher]} " in text
     command = text[text.index("srun --mpi=pmix") : text.index("python -m")]

@@ -1,4 +1,4 @@
-"""A launcher is killed or asked to stop, also on a host without ranks: the ranks on all hosts save and end."""
+"""A launcher is killed or stopped by a signal, also on a host without ranks: the ranks on all hosts save and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two hosts without a common /tmp: each launcher trains, and a training whose output folder is there resumes."""
+"""Two hosts without a common /tmp: each launcher trains, and a training with its output folder in /tmp resumes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from harness import HOSTS, Cluster, started_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(1200)]
 BIN = Path(sys.executable).parent
-# The fork server's programs are in /tmp, which the hosts do not share: these start from nothing.
+# The fork server's programs are in /tmp, which the hosts do not share, so these commands do not use it.
 COLD = {"PATH": f"{BIN}:{os.environ['PATH']}", "HVD_BERT_VENV": str(BIN.parent), "HF_HOME": None}
 
 
 @pytest.fixture
 def apart() -> Iterator[Cluster]:
-    """A cluster whose nodes have no common /tmp. They share the cluster's own folder."""
+    """A cluster whose nodes have no common /tmp, but share the cluster's folder."""
     with started_cluster(HVD_BERT_CLUSTER_OWN_TMP="yes") as cluster:
         yield cluster
 

@@ -21,7 +21,7 @@ DROPOUT = f"{SMALL.replace('--dropout 0', '--dropout 0.1')} 12 --per_device_trai
 
 
 def start_again(cluster: Cluster, job: str, folder: Path) -> None:
-    """Wait for the job to requeue itself, and let it start."""
+    """Wait until the job has requeued itself, and start it again."""
     cluster.wait(job, "PENDING", restarts=1)
     # Slurm delays a requeued job by two minutes, because its nodes refuse credentials that are not newer than the end
     # of the first attempt, in whole seconds ("Job credential revoked"). Three seconds are enough.
@@ -43,7 +43,7 @@ def cancel(cluster: Cluster, *words: str) -> None:
 
 @pytest.fixture(scope="module")
 def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder of a run that nothing stopped."""
+    """The output folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     command = f"srun --nodes=2 --ntasks-per-node=1 --mpi=pmix python -m hvd_bert.train {DROPOUT} --output_dir out"
     cluster.on("login", command, folder).expect(0)
@@ -61,7 +61,7 @@ def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stopped_job_requeues_and_resumes(
     cluster: Cluster, tmp_path: Path, altered: dict[str, str], whole: Path, launcher: str, time_limit: bool
 ) -> None:
-    """One `sbatch` trains to the end, bit-identical, though its flags would start again."""
+    """A single `sbatch` trains to the end, bit for bit, although its flags ask for a new start."""
     script = tmp_path / JOB_SCRIPT.name
     script.write_text(script_by(launcher, tmp_path).read_text().replace("ppr:2:node", "ppr:1:node"))
     # Slurm sends the signal up to half a minute early: here after 60 to 90 s, when the ranks wait for it.
@@ -93,7 +93,7 @@ def test_node_failure(cluster: Cluster, tmp_path: Path, altered: dict[str, str],
 
 
 def test_array_of_a_users_own_script(cluster: Cluster, tmp_path: Path, altered: dict[str, str]) -> None:
-    """Without --output_dir: one task of the array is requeued and resumes its run, another one is cancelled."""
+    """Without --output_dir, a requeued task of an array resumes its run, and another task is cancelled."""
     train = f"srun --mpi=pmix python -m hvd_bert.train {SMALL} 4"
     options = ["--array=0-1", "--nodes=1", "--time=60", "--requeue", "--wrap", train]
     job = cluster.submit(options, tmp_path, altered | {"WAITING_STEP": "2"})

@@ -23,7 +23,7 @@ BY_HAND = (
     """ exec env -u SLURM_PROCID -u SLURM_STEP_NUM_TASKS "$@"' bash"""
 )
 SUBNET = "env HVD_BERT_INTERFACE=10.77.0.0/24"
-# The user has chosen an interface on one of the hosts only.
+# The user has chosen an interface on only one host.
 SOME = (
     """bash -c '[ $(hostname) = a100-02 ] || export GLOO_SOCKET_IFNAME=eth0 HOROVOD_GLOO_IFACE=eth0; exec "$@"' bash"""
 )
@@ -35,7 +35,7 @@ STARTED = {
     "torch's variables, horovod": f"{FOUR} --mpi=none {BY_HAND} python -m {{train}}",
     "horovodrun, fsdp": "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m {train} --strategy fsdp",
 }
-# What listens on the host of rank 0 and on the other one, by docs/guides/cluster.md.
+# Listening programs on the host of rank 0 and on the other host, as in docs/guides/cluster.md.
 RANK, LAUNCHER = {("rank", "eth0")}, {("launcher", "all")}
 SLURM, MPI = ({(name, where) for where in ("all", "loopback")} for name in ("slurmstepd", "orted"))
 LISTENING = {
@@ -63,7 +63,7 @@ def test_four_ranks_on_two_hosts(
     check(tmp_path / "out", controller, one_process, tolerance=1e-4)
 
 
-# As in pods: each rank by torch's variables, on a host whose own name does not resolve.
+# Like pods: each rank starts by torch's variables, on a host whose own name does not resolve.
 POD = ["unshare", "--uts", "sh", "-c", 'hostname "pod-$RANK" && exec "$@"', "sh"]
 
 

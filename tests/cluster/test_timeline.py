@@ -63,7 +63,7 @@ def recorded(
 
 @pytest.fixture
 def narrow(tmp_path: Path) -> str:
-    """Flags for a model whose gradients, 12 MB in one message, take 1 s: far longer than a rank waits for a core."""
+    """Flags for a model whose gradients, 12 MB in a message, take 1 s, far longer than a rank waits for a core."""
     model = tmp_path / "narrow.json"
     config = json.loads((SAMPLE / "six_layers.json").read_text())
     model.write_text(json.dumps(config | {"hidden_size": 192, "intermediate_size": 768}))

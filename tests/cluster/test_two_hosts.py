@@ -1,4 +1,4 @@
-"""The commands of the README on two hosts: over ssh and in Slurm jobs, as they are written there."""
+"""The README's commands on two hosts, over ssh and in Slurm jobs, as written there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = f"{SMALL} 4 --per_device_train_batch_size 4"  # the same windows in each
 
 
 def check(folder: Path, controller: str, one_process: list[float], tolerance: float = 1e-5) -> None:
-    """Four ranks on both hosts have trained as one process does."""
+    """Check that four ranks on both hosts have trained as one process does."""
     found = results(folder)
     assert (found["world_size"], found["hosts"], found["controller"]) == (4, HOSTS, controller)
     assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in found["ranks"]] == RANK_INFOS
@@ -23,7 +23,7 @@ def check(folder: Path, controller: str, one_process: list[float], tolerance: fl
 
 
 def tokenised(env: dict[str, str]) -> Counter[str]:
-    """Host -> how many tables of windows were built there."""
+    """Host -> number of tables of windows that were built there."""
     return Counter(line.split()[0] for line in Path(env["WATCHED_LOG"]).read_text().splitlines())
 
 

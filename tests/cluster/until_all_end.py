@@ -1,7 +1,7 @@
-"""Runs a launcher and waits for its ranks, too: until_all_end.py FOLDER LIMIT COMMAND...
+"""Run a launcher and also wait for the ranks: until_all_end.py FOLDER LIMIT COMMAND...
 
-FOLDER: with the ranks' process ids (altered.py). After the launcher has ended, waits at most LIMIT seconds for them.
-Writes FOLDER/ends.json: when the launcher and each rank ended, in time.time(); null for a rank that was still there.
+FOLDER has the ranks' process ids (altered.py). After the launcher has ended, waits at most LIMIT seconds for the ranks.
+Writes FOLDER/ends.json: the times at which the launcher and each rank ended, by time.time(); null for a running rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def has_ended(pid: str) -> bool:
 
 
 def watch(launcher: subprocess.Popen[bytes], folder: Path, limit_s: float) -> dict[str, float | None]:
-    """When each process ended. The ranks are no children of this process."""
+    """The time at which each process ended. The ranks are no child processes."""
     ends: dict[str, float | None] = {"launcher": None}
     deadline = float("inf")
     while None in ends.values() and time.monotonic() < deadline:

@@ -2,9 +2,9 @@
 # Starts a cluster of three hosts on this machine: login, a100-01 and a100-02, with sshd, Slurm, munge and PMIx. With
 # HVD_BERT_CLUSTER_HOSTS=8 there are a100-01 to a100-08. With HVD_BERT_CLUSTER_OWN_INTERFACES=yes their interfaces are
 # eth1, eth2, ... instead of eth0. With HVD_BERT_CLUSTER_OWN_TMP=yes they have no common /tmp.
-#   bash tests/cluster/up.sh [--owner PID]     --owner: it stops when that process ends
+#   bash tests/cluster/up.sh [--owner PID]     --owner: the cluster stops when process PID ends
 #   bash tests/cluster/on.sh login             a shell on the login host (or: on.sh a100-01 COMMAND...)
-#   bash tests/cluster/down.sh                 stops it
+#   bash tests/cluster/down.sh                 stops the cluster
 # The hosts are namespaces inside one PID namespace: their network, mounts, /etc, /run and processes end with its first
 # process, and nothing on this machine changes. Needs root. Exit status: 0 up, 1 failed, 3 cannot run on this machine.
 set -euo pipefail
@@ -43,7 +43,7 @@ bash "$here/down.sh" --quiet # leftovers of a killed cluster
 mkdir -m 700 "$state"
 mkdir "$state/log"
 
-# setsid: a Ctrl-C in the terminal that started it must not end it.
+# setsid: Ctrl-C in the terminal must not end the cluster.
 HVD_BERT_CLUSTER=$state setsid unshare --net --uts --mount --pid --fork --kill-child --mount-proc \
   bash "$here/login.sh" </dev/null >"$state/log/login.log" 2>&1 &
 echo $! >"$state/unshare.pid"

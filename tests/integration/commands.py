@@ -22,13 +22,13 @@ TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING) ", re.MULTILI
 
 
 def skip_without(strategy: str) -> None:
-    """What trains by DeepSpeed is skipped where that is not installed."""
+    """Skip a test of DeepSpeed if it is not installed."""
     if strategy == "deepspeed" and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed (env/setup.sh --deepspeed)")
 
 
 def small_run(size: int, out: Path | str, *flags: str | float | Path, preset: str = "sample") -> list[str]:
-    """A command of 2 epochs of 3 steps, the last of each with one window, then the scores of 7 questions."""
+    """A command that trains 2 epochs of 3 steps, the last of an epoch with a single window, and scores 7 questions."""
     words = [] if "--config" in flags else ["--config", preset]
     words += ["--max_train_samples", 33, "--max_eval_samples", 7, "--num_train_epochs", 2]
     words += ["--per_device_train_batch_size", GLOBAL_BATCH // size, "--logging_steps", 1, "--dropout", 0]
@@ -37,7 +37,7 @@ def small_run(size: int, out: Path | str, *flags: str | float | Path, preset: st
 
 
 def said(outcome: Outcome) -> str:
-    """What the ranks wrote, without times and launchers' marks and, under horovodrun, without its own lines."""
+    """The output of the ranks, without times, launchers' marks and horovodrun's own lines."""
     lines = outcome.output.splitlines(keepends=True)
     if "horovodrun" in outcome.command[0]:
         lines = [line for line in lines if _PREFIX.match(line)]
@@ -45,7 +45,7 @@ def said(outcome: Outcome) -> str:
 
 
 def read_report(outcome: Outcome) -> dict[str, Any]:
-    """The doctor's JSON object in the output; launchers add lines of their own."""
+    """Parse the doctor's JSON object in the output, which may have lines of launchers."""
     (line,) = [line for line in said(outcome).splitlines() if line.startswith("{")]
     report: dict[str, Any] = json.loads(line)
     return report
@@ -56,7 +56,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def losses(out: Path) -> list[float]:
-    """Training losses of a run folder, one per line that was logged."""
+    """The training losses in a run folder, one per log line."""
     return [line["loss"] for line in read_lines(out / "metrics.jsonl") if "loss" in line]
 
 

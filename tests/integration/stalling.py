@@ -19,7 +19,7 @@ HELD_S = 6.0  # the test's inspector warns within 4 s, the watchdog ends a step 
 
 
 def held(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose first call takes HELD_S longer."""
+    """Wrap a function so that the first call takes HELD_S longer."""
     calls: list[int] = []
 
     def holds(*arguments: Any, **options: Any) -> Any:

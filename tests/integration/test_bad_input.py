@@ -1,4 +1,4 @@
-"""Mistakes of users: one message that says what and where, status 2, before any training, and never a hang."""
+"""Mistakes of users: a single message with value and place, status 2, before any training, without a hang."""
 
 from __future__ import annotations
 

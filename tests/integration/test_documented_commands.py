@@ -1,8 +1,8 @@
 """The commands of the README, the quick start and the guides run as they are written.
 
-They run in a folder that has what the pages speak of: the scripts and examples, a tiny bert-base-uncased and a few of
-SQuAD's questions in the hub's cache and as files, and finished runs of a sweep. What takes longer, or needs hosts, is
-marked in the page; tests/unit/test_documented_commands.py checks the arguments of all.
+They run in a folder with all files that the pages name: the scripts and examples, a tiny bert-base-uncased and a few of
+SQuAD's questions in the hub's cache and as files, and finished runs of a sweep. Commands that take longer, or need
+hosts, are marked in the page; tests/unit/test_documented_commands.py checks the arguments of all commands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from made_runs import make_run
 
 pytestmark = pytest.mark.integration
 
-# What `<!-- needs: ... -->` above a fence says -> the commands of the fence that need it.
+# Key of `<!-- needs: KEY -->` above a fence -> pattern of the commands in the fence that are not run.
 NEEDS = {
     "cluster": r"(for|done|s(alloc|batch|info|run))\b|.*(a100-\d|--host(file|-discovery)|tests/cluster|cluster_pack)",
     "containers": r"(docker|apptainer|srun (--[-=\w]+ )+apptainer) ",
@@ -37,7 +37,7 @@ PREPARES = ("source ", "export ")
 
 
 def runs_here(fence: Fence) -> list[str]:
-    """The commands of a fence that its mark does not exempt."""
+    """The commands of a fence, except commands that its mark exempts."""
     exempt = [re.compile(NEEDS[need]) for need in fence.needs]
     return [command for command in fence.commands if not any(pattern.match(command) for pattern in exempt)]
 
@@ -47,7 +47,7 @@ def prepares_only(commands: Sequence[str]) -> bool:
 
 
 class Clone:
-    """The folder that the commands run in, and those that have run there."""
+    """A folder for the commands, and the commands that have run there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class Clone:
         self.environ = {"HVD_BERT_CACHE": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
 
     def run(self, commands: Sequence[str]) -> None:
-        """Run commands in one shell, those left out that ran before; the first that fails fails the test."""
+        """Run commands that have not run before in a shell. The first failure of a command fails the test."""
         new = [command for command in commands if command.startswith(PREPARES) or command not in self.done]
         if not prepares_only(new):
             script = ["bash", "-euxo", "pipefail", "-c", "\n".join(new)]

@@ -1,4 +1,4 @@
-"""Horovod elastic on this machine under two or three host names, as in deadlocks that Horovod's users reported."""
+"""Horovod elastic on this machine under two or three host names, with deadlocks that Horovod's users reported."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ HOSTS = ("localhost", "127.0.0.1", "127.1")  # names of this machine
 def elastic(
     folder: Path, stop: str, *flags: object, slots: int = 1, least: int = 1, discover: str = "", limit_s: int = 30
 ) -> Outcome:
-    """small_run on `slots` ranks for each of two hosts. Each host name has a folder of its own.
+    """Run small_run on `slots` ranks for each of two hosts. Each host name has a separate folder.
 
-    `discover`: the shell commands that print the hosts. `least`: --min-np, and the ranks at the start. `limit_s`:
-    Gloo's, for ranks that do not answer.
+    `discover`: shell commands that print the hosts. `least`: --min-np, and the number of ranks at the start. `limit_s`:
+    Gloo's time limit for ranks that do not answer.
     """
     if "gloo" not in built():
         pytest.skip("this Horovod was built without gloo")
@@ -70,7 +70,7 @@ def test_operation_queued_too_late_ends_its_rank(tmp_path: Path) -> None:
     assert f"lost another rank: {QUEUED_TOO_LATE}" in said(outcome), outcome
 
 
-# Rank 0's host goes in step 3. The third host comes six looks of 1 s later, when the other one has waited for it.
+# Rank 0's host leaves in step 3. The third host joins six polls of 1 s later, while the other host waits.
 ANOTHER_COMES = """
 for host in localhost 127.0.0.1; do [ -e $host/signalled ] && echo >>looks || echo $host:1; done
 [ $(cat looks 2>/dev/null | wc -l) -lt 6 ] || echo 127.1:1
@@ -92,7 +92,7 @@ REPORTED = {
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The weights of a run on one rank."""
+    """The weights after a run on one rank."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run(small_run(1, "out", "--deterministic"), folder).expect(0)
     return weights(folder / "out")
@@ -115,8 +115,8 @@ def test_reported_deadlocks(
 def test_random_kills_change_no_weight(tmp_path: Path) -> None:
     """$HVD_BERT_KILLS kills, each at a random moment in the next phase, of four ranks that evaluate and save.
 
-    A run that ends before its kill does not count. Where Gloo aborts another rank as well, no host is left:
-    $HVD_BERT_ABORTED kills at most. Each kill is a line of the file $HVD_BERT_MEASURED.
+    A run that ends before the kill does not count. If Gloo aborts another rank, too, no host remains: this may happen
+    after $HVD_BERT_ABORTED kills. Each kill adds a line to the file $HVD_BERT_MEASURED.
     """
     flags = ["--max_steps", 40, "--eval_strategy", "steps", "--eval_steps", 10, "--save_steps", 15, "--deterministic"]
     elastic(tmp_path / "whole", "0 0 SIGKILL start", *flags, slots=2).expect(0)
@@ -154,18 +154,18 @@ def test_random_kills_change_no_weight(tmp_path: Path) -> None:
 
 
 def finished(folder: Path) -> Path:
-    """The output folder of a run: the newest, if the first rank 0 was killed after its last write."""
+    """The output folder of a run; the newest of several, if the first rank 0 was killed after the last write."""
     files = folder.glob("*/out/train_results.json")
     return max(files, key=lambda file: file.stat().st_mtime).parent
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    """Without those that change no answer: they shift all logits, and follow only from rounding."""
+    """The weights of a model, without biases that shift all logits: these only have rounding errors."""
     found = safetensors.torch.load_file(out / "model.safetensors")
     shifts = ("key.bias", "qa_outputs.bias", "layer.1.output.LayerNorm.bias")
     return {name: weight for name, weight in found.items() if not name.endswith(shifts)}
 
 
 def largest_difference(out: Path, expected: dict[str, torch.Tensor]) -> float:
-    """Of a tensor from the expected one, relative to its norm."""
+    """The largest difference of a tensor from the expected tensor, relative to its norm."""
     return float(torch.stack([(w - expected[name]).norm() / w.norm() for name, w in weights(out).items()]).max())

@@ -21,7 +21,7 @@ HOST = os.uname().nodename
 
 
 def two_ranks(folder: Path, by: str, *words: object, cold: bool = False) -> Outcome:
-    """Two ranks of `entries.py WORDS...`, which must not hang."""
+    """Run two ranks of `entries.py WORDS...`, which must not hang."""
     program = Path(__file__).with_name("entries.py")
     outcome = run([*launcher(2, by), sys.executable, str(program), *map(str, words)], folder, cold=cold)
     assert not outcome.hung, outcome
@@ -30,7 +30,7 @@ def two_ranks(folder: Path, by: str, *words: object, cold: bool = False) -> Outc
 
 @pytest.mark.parametrize(("by", "strategy", "status"), [("mpirun", "horovod", 0), ("mpirun", "fsdp", 75)])
 def test_rank_finishes_what_it_began(tmp_path: Path, by: str, strategy: str, status: int) -> None:
-    """Python must not be finalized while a thread is in torch: it would abort the process (pytorch#190489)."""
+    """Python waits for a thread that is in torch, which would abort the process in finalization (pytorch#190489)."""
     outcome = two_ranks(tmp_path, by, "ending", strategy, tmp_path, *([status] if status else []), cold=True)
     outcome.expect(status)
     assert said(outcome).count("hvd_bert: all know it") == bool(status), outcome

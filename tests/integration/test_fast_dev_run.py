@@ -1,4 +1,4 @@
-"""--fast_dev_run on two ranks: its estimate, and nothing is left if a rank fails or is killed."""
+"""--fast_dev_run on two ranks: the estimate; no files remain if a rank fails or is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from processes import LIMIT_S
 
 pytestmark = pytest.mark.integration
 
-# Without its mark, the process that removes the folder of a killed rank is not taken for a left one and killed, too.
+# Without a mark, the process that removes the folder of a killed rank is not killed as a leftover of the test.
 PROGRAM = """
 import os, signal, sys
 from hvd_bert import Callback, train

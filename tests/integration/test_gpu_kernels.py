@@ -1,7 +1,7 @@
 """All commands with the attention kernels that a GPU would take, computed on the CPU (tests/gpu_kernels.py).
 
-Not run so: `--strategy dp` and `--fp16`, which need GPUs (the kernels of both: tests/fake_cuda); CUDA's own kernels,
-streams, events, pinned memory, random numbers and NCCL. `scripts/gpu_acceptance.sh` checks these on a GPU.
+Not covered: `--strategy dp` and `--fp16`, which need GPUs (their kernels: tests/fake_cuda); CUDA's kernels, streams,
+events, pinned memory, random numbers and NCCL. `scripts/gpu_acceptance.sh` checks these on a GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_training(tmp_path: Path, baseline: Path, flags: list[str], used: set[st
 
 @pytest.mark.parametrize("strategy", ["horovod", "ddp"])
 def test_reduce_overhead_on_two_ranks(tmp_path: Path, baseline: Path, strategy: str) -> None:
-    """Without CUDA's graphs: the padded batches, and gradients that are kept over the passes of a step."""
+    """Without CUDA graphs: padded batches, and gradients that remain over the micro-batches of a step."""
 
     def train(name: str, *flags: object) -> Path:
         own = ("--strategy", strategy, "--torch_compile_mode", "reduce-overhead", *flags)

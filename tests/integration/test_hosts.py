@@ -1,4 +1,4 @@
-"""A host whose own name does not resolve, whose loopback is down, or whose home is read-only."""
+"""Train on a host whose own name does not resolve, whose loopback is down, or whose home is read-only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commands import small_run
 from launch import TRAIN, Outcome, launcher, programs, run
 
 pytestmark = pytest.mark.integration
-# What is run in new namespaces. In that of the network no interface is up.
+# Commands in new namespaces, where no network interface is up.
 UNRESOLVED, NO_LOOPBACK, NO_HOME = "hostname unresolved", "true", 'mount -t tmpfs -o ro tmpfs "$HOME"'
 NAMESPACE = {UNRESOLVED: "--uts", NO_LOOPBACK: "--net", NO_HOME: "--mount"}
 
@@ -24,7 +24,7 @@ def may_unshare() -> bool:
 
 
 def run_on(host: str, command: list[str], folder: Path) -> Outcome:
-    """Run a command on a host of its own."""
+    """Run a command on a new host (namespaces)."""
     if not may_unshare():
         pytest.skip("needs root, or another right to make namespaces")
     inside = ["unshare", NAMESPACE[host], "sh", "-c", f'{host} && exec "$@"', "sh", *command]

@@ -1,4 +1,4 @@
-"""One world under every launcher: the losses of horovodrun's, a checkpoint at a signal, an end of the resumed run."""
+"""Each launcher starts one world: losses equal horovodrun's, a signal saves a checkpoint, the run resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launch import TRAIN, launcher, run
 
 pytestmark = pytest.mark.integration
 
-# How the ranks are started, with the strategy. tests/cluster has those of several hosts.
+# Ways to start ranks, each with a strategy. tests/cluster tests several hosts.
 STARTED = [("torch", "horovod"), ("deepspeed", "deepspeed"), ("accelerate", "ddp")]
 STARTED += [("JSM", "horovod"), ("FLUX", "ddp"), ("PMIX", "horovod")]
 

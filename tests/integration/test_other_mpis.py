@@ -1,4 +1,4 @@
-"""The real mpirun of Open MPI 5 and mpiexec of MPICH: one world, a stop that saves, and refusals of each other's."""
+"""The real mpirun of Open MPI 5 and mpiexec of MPICH: one world, a stop that saves, refused launchers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of one's own: the guide's on two ranks, stopped, resumed and read by the report; the example learns."""
+"""Custom tasks: the guide's task is stopped, resumed and reported on two ranks; the example learns."""
 
 from __future__ import annotations
 

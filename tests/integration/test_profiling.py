@@ -1,4 +1,4 @@
-"""Recordings of real runs: Horovod's timeline, also as `hvd-bert timeline` analyzes it, and a trace per rank."""
+"""Recordings of real runs: Horovod's timeline and its analysis, and a trace per rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # layers, embeddings, span 
 
 
 def timeline(path: Path) -> tuple[list[dict[str, Any]], Counter[int]]:
-    """The events of a timeline, whose closed file is valid JSON; number of sends of a tensor -> number of tensors."""
+    """Parse a complete timeline. Returns the events, and number of sends of a tensor -> number of tensors."""
     events: list[dict[str, Any]] = json.loads(path.read_text())
     sends = Counter(event["pid"] for event in events if event.get("name") == "ALLREDUCE")
     return events, Counter(sends.values())

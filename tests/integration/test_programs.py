@@ -1,7 +1,4 @@
-"""Programs that train in a group of their own, in a thread, under submitit, `spawn` or Ray: one world each.
-
-programs.py has the programs.
-"""
+"""Programs (programs.py) that train in a process group, in a thread, under submitit, `spawn` or Ray: one world each."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ pytestmark = pytest.mark.integration
 
 
 def start(folder: Path, by: str, kind: str, strategy: str, **options: Any) -> Outcome:
-    """Run one of the programs, on two ranks by a launcher or as one process, into the folder `out`."""
+    """Run a program of programs.py, on two ranks by a launcher or as one process, with `out` as output folder."""
     words = launcher(2, by) if by != "none" else []
     return run([*words, sys.executable, programs.__file__, kind, strategy, "out"], folder, **options).expect(0)
 
 
 def check(folder: Path, expected: list[float], size: int = 2) -> None:
-    """One world has trained to the end, as horovodrun's ranks did."""
+    """Check that one world has trained to the end with the losses of horovodrun's ranks."""
     results = json.loads((folder / "out" / "train_results.json").read_text())
     assert results["world_size"] == size
     assert losses(folder / "out") == pytest.approx(expected, abs=1e-5)
@@ -47,7 +44,7 @@ def test_group_of_the_program(tmp_path: Path, horovodruns: list[float], strategy
 
 
 def test_error_in_a_group_is_raised(tmp_path: Path) -> None:
-    """The process of the rank that failed goes on, and the other one does not wait for it."""
+    """The process of the failed rank continues, and the other rank does not wait."""
     start(tmp_path, "torch", "failing", "ddp")
     one, other = found(tmp_path)
     assert one["alone"] == other["alone"] == EXIT_BAD_INPUT

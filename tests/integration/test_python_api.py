@@ -1,4 +1,4 @@
-"""A program trains twice with a callback, on two ranks under each launcher; a callback that fails on one rank."""
+"""A program trains twice with a callback, on two ranks under each launcher; a callback fails on a rank."""
 
 from __future__ import annotations
 

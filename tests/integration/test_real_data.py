@@ -1,4 +1,4 @@
-"""Two steps on real SQuAD, whose questions and passages have what no made-up sample has."""
+"""Two steps on real SQuAD, which has texts that made-up samples lack."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_two_steps(
 ) -> None:
     from transformers import BertConfig
 
-    # Its words fall into characters, so that most passages have several windows.
+    # A tokenizer that splits words into characters, so that most passages have several windows.
     tokenizer = make_tokenizer("the", "of", "and", "in", "to", "what", "who", "when", "is", "was")
     tokenizer.save_pretrained(tmp_path / "model")
     BertConfig(vocab_size=len(tokenizer), **TINY).save_pretrained(tmp_path / "model")

@@ -30,7 +30,7 @@ STEPS_PER_EPOCH, STEPS = 3, 6  # see small_run
 
 
 def train(folder: Path, size: int, by: str, *flags: object, stop: str = "0 0 SIGTERM start") -> Outcome:
-    """small_run into FOLDER/out. `stop`: step, rank, signal and place of a stop."""
+    """Run small_run with output in FOLDER/out. `stop`: step, rank, signal and place of a stop."""
     own = override_argv([str(word) for word in DROPOUT], [str(flag) for flag in flags])
     words = small_run(size, "out", *own)[len(small_run(1, "")[:3]) :]  # without "python -m hvd_bert.train"
     cache = {"HVD_BERT_CACHE": str(folder.parent / "cache")}
@@ -87,7 +87,7 @@ def test_closed_terminal_stops_and_saves(tmp_path: Path, whole: dict[int, Path])
 
 
 def test_moved_output_folder_stops_the_run(tmp_path: Path, whole: dict[int, Path]) -> None:
-    """All ranks save what they have in a new folder, from which the same command resumes."""
+    """All ranks save their state to a new folder, from which the same command resumes."""
     size, by = 2, "gloo"
     stopped = train(tmp_path / "run", size, by, stop="3 0 move start")
     assert not stopped.hung and stopped.status in (EXIT_STOPPED, 1), stopped
@@ -119,7 +119,7 @@ def test_one_of_two_ranks_killed_and_started_again(tmp_path: Path, whole: dict[i
 
 
 def test_other_world_sizes(tmp_path: Path) -> None:
-    """4 -> 2 -> 1 -> 4 ranks: every window of an epoch once, the same global batch, the same losses."""
+    """4 -> 2 -> 1 -> 4 ranks: each window of an epoch is taken once, with equal global batch and losses."""
     ways = [(4, "gloo", 1), (2, "gloo", 2), (1, "none", 3), (4, "gloo", 0)]
     exact = ("--dropout", 0, "--per_device_train_batch_size")
     for size, by, stop in ways:
@@ -152,7 +152,7 @@ def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stopped(tmp_path: Path, stopped_once: Path) -> Path:
-    """The test's own copy of a stopped run's folder, with checkpoints of steps 2 and 4."""
+    """A copy of a stopped run's folder, with checkpoints of steps 2 and 4."""
     return Path(shutil.copytree(stopped_once, tmp_path / "run"))
 
 

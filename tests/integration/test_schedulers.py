@@ -28,7 +28,7 @@ PROGRAMS = {
 
 
 def make_job(script: str, clone: Path, slots: dict[str, int], **horovodrun: str) -> dict[str, str]:
-    """Makes a clone with the script and an environment, and returns the variables of a job with these slots."""
+    """Make a clone with the script and an environment. Returns the variables of a job with the slots."""
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / script).write_text(SCRIPTS[script])
     for name, text in (PROGRAMS | horovodrun).items():
@@ -49,7 +49,7 @@ def make_job(script: str, clone: Path, slots: dict[str, int], **horovodrun: str)
 
 
 def run_job(script: str, clone: Path, environ: dict[str, str], signalled: str = "") -> tuple[int, str]:
-    """The script's status and output. `signalled`: what gets its scheduler's signal when the first step is logged."""
+    """Run a job. Returns status and output. `signalled`: the process that gets a signal after the first log line."""
     sge = script == "hvd.sge"  # it starts the script in the folder of submission, with its arguments
     words = ["bash", str(clone / script), *(FLAGS.split() if sge else [])]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -105,7 +105,7 @@ def test_a_signalled_job_is_requeued_and_resumes(
     [("hvd.pbs", 75, 75), ("hvd.lsf", 75, 1), ("hvd.sge", 75, 75), *[(script, 2, 2) for script in SCRIPTS]],
 )
 def test_other_ends_are_not_requeued(tmp_path: Path, script: str, launcher_status: int, status: int) -> None:
-    """Also a stop without a new checkpoint. The ranks are those of the scheduler's variable."""
+    """Neither failures nor stops without a new checkpoint requeue. The scheduler's variable gives the ranks."""
     stub = f'#!/bin/sh\nprintf "%s\\n" "$@" >"{tmp_path}/arguments"\nexit {launcher_status}\n'
     environ = make_job(script, tmp_path, {"a100-01": 2, "a100-02": 2}, horovodrun=stub)
     (tmp_path / OUT).mkdir(parents=True)

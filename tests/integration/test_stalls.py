@@ -29,7 +29,7 @@ def train(folder: Path, size: int, by: str, program: list[object], *flags: objec
 
 @pytest.mark.parametrize(("size", "by"), [(2, "gloo"), (3, "mpirun")])
 def test_stalled_rank_ends_the_job_and_is_named(tmp_path: Path, size: int, by: str) -> None:
-    """Its process stops in the fourth step, when Horovod has cached the steps' tensors."""
+    """A rank's process stops in the fourth step, when Horovod has cached the steps' tensors."""
     outcome = train(tmp_path, size, by, [stopping_at.__file__, 4, 1, "SIGSTOP", "start"])
     assert not outcome.hung and outcome.status != 0, outcome
     assert time.time() - float((tmp_path / "signalled").read_text()) < END_S + 30, outcome

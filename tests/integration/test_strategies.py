@@ -1,4 +1,4 @@
-"""Strategies by the real command: they leave what one process leaves, and one resumes another's checkpoint."""
+"""Strategies by the real command: the results equal one process's, and a strategy resumes another's checkpoint."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ def states(folder: Path) -> dict[str, str]:
 
 
 def test_interrupted_resumed_and_reported(tmp_path: Path) -> None:
-    """The baseline alone, Horovod under horovodrun with a flag of its own, DDP under torchrun, and a strategy that
-    cannot run here."""
+    """A sweep of the baseline, Horovod with a flag of its own, DDP under torchrun, and a strategy that cannot run."""
     launcher(2, "gloo")  # skips if there is no launcher
     words = [sys.executable, "-m", "hvd_bert.tools.bench", "sweep"]
     words += ["--strategies", "none,horovod,ddp,dp", "--ranks", "2"]

@@ -17,7 +17,7 @@ pytest.importorskip("optuna")
 
 
 def test_a_search_is_killed_and_resumed(tmp_path: Path) -> None:
-    """Trials on two ranks, one of which is ended early."""
+    """Trials run on two ranks; one trial is pruned."""
     launcher(2, "gloo")  # skips if there is no launcher
     words = [sys.executable, "-m", "hvd_bert.tools.tune", "--ranks", "2", "--config", "sample", "--trials", "4"]
     words += ["--max_train_samples", "300", "--max_eval_samples", "20", "--metric_for_best_model", "eval_loss"]

@@ -1,4 +1,4 @@
-"""No flag at all: bert-base-uncased on SQuAD v1.1 from the hub's cache, or a message that names the ways out."""
+"""Without flags: bert-base-uncased trains on SQuAD v1.1 from the hub's cache, or a message names remedies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch import TRAIN, launcher, programs, run
 
 pytestmark = pytest.mark.integration
 
-# As on a compute node that reaches no hub: not told to be offline, but nobody answers.
+# Like a compute node without access to the hub: offline mode is not set, but no server answers.
 NO_HUB = {"HF_HUB_OFFLINE": None, "HF_DATASETS_OFFLINE": None, "HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "*"}
 NO_HUB |= {"HF_HUB_CACHE": None, "HF_DATASETS_CACHE": None, "TRANSFORMERS_CACHE": None}
 

@@ -1,4 +1,4 @@
-"""Files with which no reader may hang, end in a traceback or use gigabytes: contents, and things that are no files."""
+"""Hostile files: readers must not hang, end in a traceback or use gigabytes of memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALL = CONTENTS | NO_FILES
 
 @contextmanager
 def in_place_of(path: Path, what: str) -> Iterator[None]:
-    """Replace a file by the hostile one of this name, and put it back."""
+    """Context manager: replace a file by a hostile one, and restore it afterwards."""
     before = path.read_bytes() if path.exists() else None
     path.unlink(missing_ok=True)
     ALL[what](path)
@@ -49,7 +49,7 @@ def in_place_of(path: Path, what: str) -> Iterator[None]:
 
 
 def check_message(message: str, *words: str) -> None:
-    """It names what it must, is one line of moderate length, and is no command to a terminal."""
+    """Check that a message has all `words`, is a line of moderate length, and has no control characters."""
     for word in words:
         assert word in message, message
     printed = message.encode(errors="backslashreplace").decode()  # as all commands print
@@ -71,5 +71,5 @@ class Canary:
 
     @property
     def ran(self) -> bool:
-        """Whether somebody has loaded a pickle."""
+        """Whether a pickle was loaded."""
         return self.path.exists()

@@ -1,4 +1,4 @@
-"""Makes run folders like those of a training, with given figures."""
+"""Make run folders with given figures."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def text_of(page: Path) -> str:
 
 
 def make_samples(folder: Path, question: str = "Which box?") -> None:
-    """One right and one wrong answer."""
+    """Write a right and a wrong answer to eval_samples.json."""
     right = {
         "id": "q1",
         "question": question,
@@ -116,11 +116,11 @@ def make_samples(folder: Path, question: str = "Which box?") -> None:
 
 
 class PretendedRuns:
-    """In place of `one_run.start_and_wait`: no rank is started.
+    """Replaces `one_run.start_and_wait`: no rank is started.
 
-    `label_of`: a run's name in `started`, from its folder, words and environment. `make`: makes a finished run in a
-    folder, given the trainer's flags and the label. `ends`: part of a label -> how the run ends instead: a status, None
-    if it takes too long, or an exception.
+    `label_of`: function of folder, command and environment for the name of a run in `started`. `make`: makes a finished
+    run in a folder, from the trainer's flags and the label. `ends`: part of a label -> another end of the run: status,
+    None for a timeout, or an exception.
     """
 
     def __init__(

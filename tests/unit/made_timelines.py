@@ -1,4 +1,4 @@
-"""Makes timelines in the format of Horovod's writer, with given figures."""
+"""Make timelines in the format of Horovod's writer, with given figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ START = (
 
 
 class MadeTimeline:
-    """Grows like a real file: a tensor's metadata before its first event, no line breaks between events."""
+    """A file that grows like Horovod's: a tensor's metadata precede the first event; events have no line breaks."""
 
     def __init__(self) -> None:
         self.text = START + '{"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},\n'
@@ -72,7 +72,7 @@ def training(
     """Steps of three tensors of 1 MiB: a and b are sent together in 20 ms, then c in 10 ms.
 
     a is ready at 20 ms of the step, b at 30, c at 60. a and b are sent from 30 to 50, c from 60 to 70, so 20 of 30 ms
-    are hidden and 10 exposed. Rank `straggler` is `by` us later, and so is everything after it.
+    are hidden and 10 exposed. Rank `straggler` is `by` us late, which delays all later events.
     """
     made = MadeTimeline()
     order = sorted(range(ranks), key=lambda rank: rank == straggler)

@@ -35,7 +35,7 @@ def tiny(tmp_path):
 
 
 def small_training(folder, *flags, callbacks=()):
-    """A training of TINY on random windows, before its first step."""
+    """Set up a training of TINY on random windows."""
     (folder / "config.json").write_text(json.dumps(TINY))
     config, world = parse([f"--model={folder}", "--strategy=none", *flags])[1], make_world()
     start = Start(config, task := RandomWindows(config, world)).in_folder(folder)
@@ -126,7 +126,7 @@ def test_the_host_waits_for_the_gpu_or_the_gpu_for_the_host():
 
 @pytest.mark.slow
 def test_the_hosts_time_is_measured_apart_from_the_sections(tiny, tmp_path, monkeypatch, capsys):
-    """On the CPU, as on a GPU except for the profile's rows."""
+    """The timer runs on the CPU, with pretended rows of the profile."""
     happened, averages = [], torch.profiler.profile.key_averages
 
     def key_averages(profile: Any) -> Any:
@@ -140,7 +140,7 @@ def test_the_hosts_time_is_measured_apart_from_the_sections(tiny, tmp_path, monk
             warnings.warn(text, stacklevel=1)
 
     on_step = host_time.HostTimer.on_step
-    monkeypatch.setattr(starting, "set_up", lambda *_: None)  # it changes the process
+    monkeypatch.setattr(starting, "set_up", lambda *_: None)  # `set_up` changes the process
     monkeypatch.setattr(host_time, "measurable", lambda *_: True)
     monkeypatch.setattr(host_time.HostTimer, "on_step", lambda self, step: (happened.append(step), on_step(self, step)))
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
@@ -158,7 +158,7 @@ def test_the_hosts_time_is_measured_apart_from_the_sections(tiny, tmp_path, monk
     assert (record["host_ms_per_step"], record["launches_per_step"]) == (5000, 37)
     assert record["kernels"][0] == {"name": "gemm", "calls": 300, "seconds": pytest.approx(0.009)}
     assert len(record["host_waits"]) == 1 and record["host_waits"][0].startswith(__file__)
-    assert record["evaluation_windows_per_s"] > 0 and record["memory_reserved_bytes"] is None  # of a GPU only
+    assert record["evaluation_windows_per_s"] > 0 and record["memory_reserved_bytes"] is None  # only GPUs have it
     assert len(record["sections"]) == 2 and record["settings"]["max_steps"] == 12
     printed = capsys.readouterr().out
     assert "launches per step: kernels, graphs, copies" in printed and "The GPU waits for the host" in printed

@@ -1,4 +1,4 @@
-"""Short forms of the campaigns of interrupted runs, and where the time of a training with kills went."""
+"""Short campaigns of interrupted runs, and the division of a training's time with kills."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_goodput_counts_what_the_notes_hold(tmp_path: Path) -> None:
 
 
 def notes(*rows: str) -> list[dict[str, Any]]:
-    """From rows of time, word and, for a step, its number."""
+    """Make notes from texts of time, word and, for a step, the number."""
     split = [row.split() for row in rows]
     return [{"time": float(time), "what": what, "step": int(*number), "windows": 5} for time, what, *number in split]
 

@@ -1,4 +1,4 @@
-"""Charts: what is left of long curves, and how their data get into the page."""
+"""Charts: downsampling of long curves, and data in the page."""
 
 from __future__ import annotations
 

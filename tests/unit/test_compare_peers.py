@@ -1,4 +1,4 @@
-"""benchmarks/compare_peers.py: what it makes of the steps' times, and when it refuses to compare."""
+"""benchmarks/compare_peers.py: rates from times of steps, and refused comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several files, mixed for training and scored apart and together; questions with mistakes are refused or skipped."""
+"""Several files are mixed for training and scored separately and together; mistakes are refused or skipped."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ MISTAKES = {
 
 @pytest.fixture
 def bad_file(tmp_path, make_questions, to_squad) -> Path:
-    """SQuAD's JSON of 12 questions, of which the first 9 have mistakes."""
+    """A SQuAD file of 12 questions; the first 9 have mistakes."""
     content: dict[str, Any] = to_squad(make_questions(12))
     qas = [entry for article in content["data"] for paragraph in article["paragraphs"] for entry in paragraph["qas"]]
     qas[0]["answers"][0]["answer_start"] = -1
@@ -156,7 +156,7 @@ def test_nothing_left(tmp_path, make_questions, to_rows):
 
 
 def test_windows_and_their_record_are_the_same_anywhere(bad_file, tokenizer, tmp_path, caplog, monkeypatch):
-    """Two nodes without a shared cache, and a start that finds the cache."""
+    """Windows are equal on two nodes without a shared cache, and when the cache is read."""
     tables = []
     for node in ("a", "b", "a"):
         monkeypatch.setenv("HVD_BERT_CACHE", str(tmp_path / node))

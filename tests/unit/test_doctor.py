@@ -1,4 +1,4 @@
-"""The doctor's decisions, from made-up facts, and its report."""
+"""The doctor's decisions from made-up facts, and the report."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ START = "\n\n  1 process:\n    python train.py\n"
     ],
 )
 def test_report(capsys, verbose, found, status, first, last):
-    """Without control characters, which may come from another host."""
+    """Control characters, which may come from another host, are removed."""
     for shown in (True, False):  # not shown: another rank's
         report = Report(as_json=False, shown=shown, verbose=verbose)
         report.starts = {"1 process": "python train.py"}
@@ -200,7 +200,7 @@ def test_report(capsys, verbose, found, status, first, last):
 
 
 def diagnose(monkeypatch, join, launcher: Launcher) -> int:
-    """The exit status of a diagnosis whose only check of the host passes."""
+    """Run a diagnosis whose only check of the host passes. Returns the exit status."""
     monkeypatch.setattr(diagnosis.checks, "host_lines", lambda *_: [ok("Python", "3.11")])
     monkeypatch.setattr(diagnosis.HorovodWorld, "join", staticmethod(join))
     report = Report(as_json=False, shown=launcher.rank in (None, 0))

@@ -1,4 +1,4 @@
-"""The doctor's conclusions from the reports of several hosts, and its lines that start a training."""
+"""The doctor's conclusions from the reports of several hosts, and the commands that start a training."""
 
 from __future__ import annotations
 

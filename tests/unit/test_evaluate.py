@@ -1,4 +1,4 @@
-"""The command evaluate, in this process: its settings, scores equal to the trainer's, its files, and comparisons."""
+"""The command `evaluate`: settings, scores equal to the trainer's, files, and comparisons."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hvd_bert.training import loop, start
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SETTINGS = {"max_seq_length": 64, "doc_stride": 8, "n_best_size": 5, "null_score_diff_threshold": 0.25}
-UNUSED = dict.fromkeys(("version_2_with_negative", *SETTINGS.keys() - {"max_seq_length"}))  # by other tasks
+UNUSED = dict.fromkeys(("version_2_with_negative", *SETTINGS.keys() - {"max_seq_length"}))  # not used by other tasks
 QUESTIONS = 12
 
 
 @pytest.fixture
 def make_model(tmp_path, tokenizer, make_questions, write_squad):
-    """make_model(name, **settings) -> a folder as a training leaves it, with random weights."""
+    """make_model(name, **settings) -> an output folder like a training's, with random weights."""
     file = write_squad(make_questions(QUESTIONS, unanswered_every=3))
 
     def make(name: str = "model", **settings: Any) -> Path:
@@ -59,7 +59,7 @@ def evaluate(*words: object) -> None:
 
 
 def evaluated(folder: Path, *words: object) -> dict[str, Any]:
-    """The content of evaluation.json."""
+    """Run the command. Returns the content of evaluation.json."""
     file = folder.parent / "results.json"
     evaluate(folder, *words, "--json", file, "--overwrite")
     found: dict[str, Any] = json.loads(file.read_text())
@@ -138,7 +138,7 @@ def test_scores_and_files_are_the_trainers(make_model, make_questions, write_squ
     assert {path.name for path in ours.glob("[!.]*")} == files
 
     world.leave()
-    (ours / "eval_null_odds.json").touch()  # of an evaluation by other rules
+    (ours / "eval_null_odds.json").touch()  # left by an evaluation with other rules
     loop.run(parse([*words, f"--output_dir={ours}"]), world)
     assert {path.name for path in ours.glob("eval*")} == names | {"eval_config.yaml"}, "others contradict the scores"
 

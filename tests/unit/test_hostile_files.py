@@ -1,4 +1,4 @@
-"""Hostile files, numbers and names: each is skipped with a note, refused or shown as it is, and no code in it runs."""
+"""Hostile files and names are skipped with a note, refused or shown unchanged, and their code never runs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_run_is_shown_and_left_out(run: Path, name: str, what: str) -> None:
             assert reason == "" and shown.results.train_steps == 5
 
 
-# --- files that a run keeps for itself: it continues without them, or says what is in the way ---------
+# --- files that only the run reads: the run continues without them, or reports the path ---------------
 
 KEPT: dict[str, Callable[[Path], object]] = {
     "tracking.json": lambda folder: pytest.importorskip("hvd_bert.output.reporters.wandb").read_run_id(folder),
@@ -110,9 +110,9 @@ NAMES = ["$\\frac{1}$", "$^$", "\x1b]0;title\x07", "a\ud800b", "<script>alert(1)
 
 
 def test_names_of_runs_are_only_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As folder, strategy, device, question and warning: in pictures, page, table and terminal.
+    """Names of folders, strategies, devices, questions and warnings are shown as text everywhere.
 
-    One bad run among them does not end the report.
+    A damaged run among them does not end the report.
     """
     make_run(tmp_path / "runs" / "none", device_name=NAMES[0])
     for number, name in enumerate(NAMES):
@@ -142,7 +142,7 @@ JSON = st.recursive(
 REPOSITORY = Path(hvd_bert.__file__).parent.parent
 FOLDERS = ("hvd_bert", "benchmarks", "examples", "scripts")
 PROGRAMS = [path for folder in FOLDERS for path in sorted((REPOSITORY / folder).rglob("*.py"))]
-# Calls that run what a file holds, and the argument without which they do.
+# Calls that may run code in a file, and the arguments that prevent it.
 FORBIDDEN = {"eval", "exec", "os.system", "os.popen", "tempfile.mktemp", "yaml.unsafe_load", "yaml.full_load"}
 FORBIDDEN |= {"pickle.load", "pickle.loads", "pickle.Unpickler"}  # the module's errors may be named
 MODULES = {"cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "imp"}
@@ -212,7 +212,7 @@ def test_any_data_are_read_or_refused(tmp_path: Path, content: Any) -> None:
         assert "data.json" in str(error) and len(str(error)) < 1000
 
 
-# No code of a model's folder or of a data set runs, and nobody is asked whether it may
+# Code in a model's folder or a data set never runs, and the user is not asked for permission
 
 CODE = """
 import pathlib
@@ -227,7 +227,7 @@ TOKENIZER = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Token
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model's folder whose configuration and tokenizer name code that is next to them."""
+    """A model's folder whose configuration and tokenizer refer to code in the folder."""
     target = tmp_path / "model"
     target.mkdir()
     for name in ("config.json", "tokenizer_config.json", "vocab.txt"):

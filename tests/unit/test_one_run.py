@@ -1,4 +1,4 @@
-"""One run of a sweep or a tuning: its processes end with it, whatever ends it, and a failure has its reason."""
+"""A run of a sweep or a tuning: all processes end with the run, and a failure has a reason."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from processes import started
 from hvd_bert.tools.runs import one_run
 from hvd_bert.tools.runs.one_run import Stopped, failure_in, signals, start_and_wait
 
-# A launcher that does not forward signals, like the shell that horovodrun becomes. It prints its rank's process id.
+# A launcher that does not forward signals, like the shell that horovodrun becomes. Prints the rank's process id.
 LAUNCHER = "sleep 600 & echo $!; {}wait"
 
 
 def ends(number: str) -> bool:
-    """Whether a process that would run for minutes ends now. Its files are closed shortly before it ends."""
+    """Whether a process that would run for minutes ends now."""
     try:
         process = os.pidfd_open(int(number))
     except ProcessLookupError:
@@ -74,7 +74,7 @@ def test_repeated_signals_terminate_the_run_and_are_raised(tmp_path: Path, name:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_during_a_finalizer_terminates_the_run(tmp_path: Path) -> None:
-    """There Python only prints an exception; the same happens in a callback of a fork, such as those of `logging`."""
+    """Python only prints exceptions of finalizers and of callbacks of forks, such as those of `logging`."""
 
     class Kept:
         def __del__(self) -> None:

@@ -44,7 +44,7 @@ def drawn(browser: Any, page: Path, width: int) -> dict[str, list[dict[str, Any]
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     for log in ("browser", "performance"):
-        browser.get_log(log)  # forgets what an earlier page did
+        browser.get_log(log)  # clears the log of an earlier page
     browser.get(page.as_uri())
     return browser.execute_async_script(  # type: ignore[no-any-return]
         """
@@ -66,7 +66,7 @@ def drawn(browser: Any, page: Path, width: int) -> dict[str, list[dict[str, Any]
 
 
 def requests(browser: Any) -> list[str]:
-    """Addresses that the page asked for, other than itself."""
+    """Addresses that the page has requested, except the page's own."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
     addresses = [request["request"]["url"] for request in sent if request.get("type") != "Document"]
@@ -88,7 +88,7 @@ def hostile_run(folder: Path) -> Path:
 
 @pytest.mark.parametrize("several", [False, True])
 def test_a_page(browser: Any, tmp_path: Path, several: bool) -> None:
-    """The page of a run whose texts try to become markup, alone and next to others."""
+    """The page of a run whose texts look like markup, alone or with other runs."""
     hostile_run(tmp_path / "runs")
     for seed in range(3 if several else 0):
         make_run(tmp_path / f"runs/none-{seed}", seed=seed, scores=(60.0, 70.0 + seed))

@@ -1,4 +1,4 @@
-"""Reading runs that are not finished, have failed or are damaged, and the page of one run."""
+"""Read runs that are unfinished, failed or damaged, and make the page of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvd_bert.tools.runs import finding, record
 
 
 def unfinished(folder: Path, *events: dict[str, Any]) -> Path:
-    """A run of 40 steps of which 20 are recorded."""
+    """Make a run of 40 steps of which 20 are recorded."""
     make_run(folder)
     (folder / "train_results.json").unlink()
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -31,7 +31,7 @@ def unfinished(folder: Path, *events: dict[str, Any]) -> Path:
 
 
 def page(folder: Path) -> str:
-    """The text of the page that the command writes."""
+    """Run the command. Returns the text of the page."""
     assert main([str(folder), "--out", str(folder.parent / "page"), "--overwrite"]) == 0
     return text_of(folder.parent / "page" / "report.html")
 

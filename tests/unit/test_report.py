@@ -1,4 +1,4 @@
-"""The report: figures checked by hand, refused input, and the files that it writes."""
+"""The report: figures computed by hand, refused input, and written files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def report(folder: Path, *flags: str) -> list[dict[str, str]]:
-    """The rows of report.csv for the runs in `folder`/runs."""
+    """Run the command on the runs in `folder`/runs. Returns the rows of report.csv."""
     assert main([str(folder / "runs"), "--out", str(folder / "out"), "--overwrite", *flags]) == 0
     return read_csv(folder / "out" / "report.csv")
 
@@ -43,7 +43,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def make_repeats(folder: Path, strategy: str, ranks: int, *speeds: float, **facts: Any) -> list[Path]:
-    """A run per throughput, each with its own seed."""
+    """Make a run per throughput, each with another seed."""
     name = folder / f"runs/{strategy}-{ranks}-"
     return [
         make_run(Path(f"{name}{seed}"), strategy, ranks, windows_per_s=speed, seed=seed, **facts)
@@ -57,7 +57,7 @@ def row(rows: list[dict[str, str]], scaling: str, strategy: str, ranks: int) -> 
 
 
 def page(folder: Path) -> str:
-    """The text of the page that `report` wrote."""
+    """The text of the page written by `report`."""
     return text_of(folder / "out/report.html")
 
 
@@ -132,7 +132,7 @@ def test_runs_of_which_no_two_can_be_compared(tmp_path, capsys):
 
 
 NOISY = {"work": {"--dropout": None}}
-# Lab report B: five times as fast under DDP on two GPUs as on one. None of the possible reasons may give a speed-up.
+# Five times as fast under DDP on two GPUs as on one: none of the possible causes may result in a speed-up.
 ALONE, TWO = {"batch": 8}, {"batch": 16, "windows_per_s": 51.2}
 
 
@@ -165,7 +165,7 @@ def test_only_the_same_work_with_the_same_losses_has_a_speedup(tmp_path, capsys,
 
 
 def test_weak_scaling_compares_losses_on_as_many_devices(tmp_path):
-    # The second has another batch, so other losses; fsdp has the baseline's losses, but another's batch.
+    # The second run has another batch, so other losses; fsdp has the baseline's losses, but the second run's batch.
     losses = {("none", 1): 5.0, ("horovod", 2): 4.5, ("ddp", 2): 4.5, ("fsdp", 2): 5.0, ("horovod", 4): 1.0}
     for (strategy, ranks), loss in losses.items():
         make_run(tmp_path / f"runs/{strategy}-{ranks}", strategy, ranks, 8 * ranks, loss=loss)
@@ -265,7 +265,7 @@ def test_names_of_lines_keep_their_distance():
 def test_refusals(tmp_path, capsys, folder, flags, named):
     checkpoint = make_run(tmp_path / "runs/none") / "checkpoint-5"
     checkpoint.mkdir()
-    (checkpoint / "train_config.yaml").write_text("")  # is no run of its own
+    (checkpoint / "train_config.yaml").write_text("")  # a checkpoint is no run
     assert finding.find([tmp_path, tmp_path / "runs"]) == [tmp_path / "runs/none"]
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path / folder), "--out", str(tmp_path / "not-made"), *flags]) == 2

@@ -1,4 +1,4 @@
-"""Slices of the questions, and whether two models differ on one, against scipy's tests."""
+"""Slices of the questions, and comparisons of two models with scipy's tests as reference."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_question_is_in_one_slice(questions):
 
 
 def scores(model: int, shift: float = 0.0) -> np.ndarray:
-    """F1 in percent of 400 questions, which differs between models on every fourth, by `shift` on average."""
+    """F1 in percent of 400 questions; two models differ on every fourth question, by `shift` on average."""
     common = np.random.default_rng(7).choice([0.0, 40.0, 100 / 3, 100.0], 400)
     own = np.random.default_rng(model).choice([0.0, 50.0, 200 / 3, 100.0], 400) + shift
     return np.where(np.arange(400) % 4, common, own)

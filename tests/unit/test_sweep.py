@@ -1,4 +1,4 @@
-"""The sweep: its plan, its commands, and points that fail, cannot run or are done. No rank is started."""
+"""Sweeps: plans, commands, and points that fail, cannot run or are done. No rank is started."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plan_of(*words: str) -> SweepPlan:
 
 
 def planned(*words: str) -> dict[SweepPoint, Config]:
-    """The points of a sweep with these flags, in their order, with the settings of each training."""
+    """Plan a sweep. Returns the points in order, with the settings of each training."""
     plan = plan_of(*words)
     config, _ = check_flags(plan)
     passes = config.train.gradient_accumulation_steps
@@ -50,7 +50,7 @@ def by(choice: str, machine: Machine = TWO_CORES, hosts: str = "", *words: str) 
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The installed launchers and packages, regardless of this machine: all, unless a test removes one."""
+    """The launchers and packages that are pretended to be installed: all, unless a test removes one."""
     there = {"horovodrun", "mpirun", "srun", "horovod", "deepspeed"}
     monkeypatch.setattr(launching, "program_path", lambda name: f"/bin/{name}" if name in there else None)
     monkeypatch.setattr(known, "find_spec", lambda name: name if name in there else None)
@@ -116,7 +116,7 @@ def test_a_flag_of_one_strategy_is_passed_to_that_strategy_only(tmp_path: Path) 
         given = planned(*flags, "--strategies=none,horovod,deepspeed", "--ranks=1", "--repeats=1").values()
         own = [(config.parallel.zero_stage, config.parallel.fp16_allreduce) for config in given]
         assert own == [(2, False), (2, fp16), (1, False)]
-    _, left_out = check_flags(plan_of("--fp16", "--strategies=none,deepspeed"))  # one refuses it, the others run
+    _, left_out = check_flags(plan_of("--fp16", "--strategies=none,deepspeed"))  # deepspeed refuses it, none runs
     assert left_out.keys() == {"deepspeed"} and "--fp16" in left_out["deepspeed"]
 
 
@@ -130,7 +130,7 @@ def test_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     srun = "srun --mpi=pmix --kill-on-bad-exit=1 --wait=60"
     for launch, strategy, ranks, expected in (
         (by("mpirun"), "ddp", 4, f"mpirun -np 4 -H localhost:4 --bind-to none {PYTHON}"),
-        (gloo, "none", 1, f"horovodrun -np 1 -H {hosts} --gloo {PYTHON}"),  # the baseline runs on those hosts, too
+        (gloo, "none", 1, f"horovodrun -np 1 -H {hosts} --gloo {PYTHON}"),  # the baseline also runs on the given hosts
         (slurm, "none", 1, f"{srun} --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=32 {PYTHON}"),
         (slurm, "horovod", 4, f"{srun} --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=32 {PYTHON}"),
     ):
@@ -201,7 +201,7 @@ def test_ranks_that_share_cores_are_warned_of(capsys: pytest.CaptureFixture[str]
 
 
 class Sweeps(PretendedRuns):
-    """Small sweeps into a folder. No rank is started."""
+    """Starts small sweeps into a folder. No rank is started."""
 
     def __init__(self, out: Path) -> None:
         super().__init__(lambda folder, command, environ: folder.name, self._made)
@@ -213,18 +213,18 @@ class Sweeps(PretendedRuns):
         return make_run(folder, given["strategy"], ranks, batch=int(given["per_device_train_batch_size"]) * ranks)
 
     def start(self, *flags: str) -> int:
-        """The exit status of a sweep. `started` begins empty."""
+        """Run a sweep with an empty `started`. Returns the exit status."""
         self.started = []
         defaults = {"--strategies": "none,horovod", "--ranks": "1,2", "--repeats": "2", "--out": str(self.out)}
         return sweep.main([*(f"{name}={value}" for name, value in defaults.items() if name not in flags), *flags])
 
     @property
     def rows(self) -> dict[str, dict[str, Any]]:
-        """The points in its record."""
+        """The points in sweep.json by name."""
         return {row["name"]: row for row in json.loads((self.out / "sweep.json").read_text())["points"]}
 
     def names(self, state: str) -> list[str]:
-        """The points in a state."""
+        """The names of the points in a state."""
         return [name for name, row in self.rows.items() if row["state"] == state]
 
 
@@ -251,7 +251,7 @@ def test_all_points_are_run_and_recorded(sweeps: Sweeps, tmp_path, monkeypatch, 
     last, by_hand = sweeps.rows["none-1-strong-2"], f"hvd-bert report {sweeps.out}"
     assert last["windows_per_s"] == pytest.approx(10) and "--num_threads=1" in last["command"]
     weights = {path.parent.name for path in sweeps.out.glob("*/model.safetensors")}
-    assert weights == {*ORDER[:3]}  # those of the first repeat are enough
+    assert weights == {*ORDER[:3]}  # only the first repeat's models are retained
     assert "[6/6] none, 1 rank, strong, repeat 2: 10.0 windows/s" in output and by_hand in output
     failed = subprocess.CompletedProcess([], 2)  # such as a full disk
     monkeypatch.setattr(sweep.subprocess, "run", lambda *args, **options: failed)
@@ -297,7 +297,7 @@ def test_points_that_cannot_run_here_are_rows_and_a_failure(sweeps: Sweeps, inst
     assert skipped.keys() == {"deepspeed", "dp"} and "2 GPUs" in skipped["dp"]
     output = capsys.readouterr().out
     assert output.count("deepspeed is not installed") == 1 and "deepspeed-1-strong-1 and 3 more" in output
-    assert sweeps.start("--strategies", "none") == 0  # whatever an earlier plan skipped
+    assert sweeps.start("--strategies", "none") == 0  # points that an earlier plan skipped do not count
 
 
 def test_a_sweep_can_grow_but_not_change(sweeps: Sweeps, capsys) -> None:
@@ -305,7 +305,7 @@ def test_a_sweep_can_grow_but_not_change(sweeps: Sweeps, capsys) -> None:
     assert sweeps.start("--scaling", "both") == 0
     assert len(sweeps.started) == 11  # the finished point is not run again
     assert sweeps.start("--strategies", "deepspeed", "--zero_stage", "1", "--repeats", "1") == 0
-    assert len(sweeps.names("done")) == 14  # points that are not named now stay
+    assert len(sweeps.names("done")) == 14  # points of earlier plans remain
     for flags, named in (
         (["--epochs", "1"], ["--steps was 30", "--epochs was not set and is 1.0"]),
         (["--launcher", "mpirun"], ["auto, one host", "mpirun"]),

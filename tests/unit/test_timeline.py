@@ -1,4 +1,4 @@
-"""The analysis of timelines: reading complete and cut files, and figures of made timelines."""
+"""Timelines: complete and cut files are read, and figures of made timelines are right."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_reads_the_same_as_json(tmp_path, events, block):
 
 
 def test_files_cut_anywhere(tmp_path):
-    """All complete events of a killed run's file are read, wherever it is cut."""
+    """All complete events are read, at whatever byte a kill has cut the file."""
     path, whole = tmp_path / "t.json", training(steps=2).text
     expected = expected_events(whole.removesuffix(",") + "]")
     complete = [match.end() for match in re.finditer(r'\{"ph"[^{}]*(\{[^{}]*\}[^{}]*)?\}', whole)]
@@ -173,7 +173,7 @@ def test_bounds_of_exposed_communication(tmp_path, library, second, took, shape,
 
 
 def test_a_step_with_few_tensors_lengthens_no_other(tmp_path):
-    """Steps of 1 ms. One of them sends only a metric and is left out, and the one before it has no known end.
+    """A step that sends only a metric is left out, and the end of the step before it is unknown.
 
     The next step begins with a tensor that the short step lacks.
     """

@@ -25,7 +25,7 @@ WORDS = [f"--range={text}" for text in RANGES]
 
 
 def f1_of(given: Mapping[str, str]) -> float:
-    """Best with a learning rate of 3e-5."""
+    """A made-up F1, which is best with a learning rate of 3e-5."""
     return 80 - 10 * abs(math.log(float(given.get("learning_rate", 1e-4)) / 3e-5))
 
 
@@ -117,7 +117,7 @@ def test_an_interrupted_tuning_resumes(pretended, start, tmp_path, capsys) -> No
     words, log = (*WORDS, "--trials=4"), tmp_path / "out" / "study.log"
     pretended.during = interrupt
     assert start(*words) == 75
-    log.write_text(log.read_text() + '{"op_code":')  # as a kill cuts a line, and leaves optuna's lock
+    log.write_text(log.read_text() + '{"op_code":')  # a kill leaves an incomplete line and optuna's lock
     log.with_name("study.log.lock").symlink_to("runs/tune/study.log")
     pretended.during, interrupted = None, pretended.started[-1]
     assert start(*words) == 0
