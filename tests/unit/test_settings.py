@@ -139,15 +139,24 @@ PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
 
 
 @pytest.mark.parametrize(
-    ("flags", "name", "value"),
+    ("flags", "expected"),
     [
-        *((flags, "bf16", True) for flags in ("--bf16", "--bf16 True", "--bf16=true")),
-        *((flags, "bf16", False) for flags in ("", "--bf16 --bf16=0")),
-        *((flags, "do_eval", False) for flags in ("--no_do_eval", "--no-do-eval", "--do_eval False")),
+        *((flags, {"bf16": True}) for flags in ("--bf16", "--bf16 True", "--bf16=true")),
+        *((flags, {"bf16": False}) for flags in ("", "--bf16 --bf16=0")),
+        *((flags, {"do_eval": False}) for flags in ("--no_do_eval", "--no-do-eval", "--do_eval False")),
+        ("", {"padding": "none", "pad_to_max_length": False, "pad_to": None}),
+        ("--padding longest", {"padding": "longest", "pad_to_max_length": False, "pad_to": 0}),
+        ("--pad_to_max_length", {"padding": "max_length", "pad_to_max_length": True, "pad_to": 384}),
+        ("", {"dataset_name": "squad", "version_2_with_negative": False, "tokenizer": "bert-base-uncased"}),
+        ("--version_2_with_negative", {"dataset_name": "squad_v2"}),
+        ("--train_file a", {"dataset_name": None, "version_2_with_negative": False}),
+        ("--config squad_v2 --validation_file mine", {"dataset_name": None, "version_2_with_negative": True}),
     ],
 )
-def test_switch(flags, name, value):
-    assert parse(flags.split()).as_flat()[name] is value
+def test_settings_by_flags(flags, expected):
+    config = parse(flags.split())
+    settings = config.as_flat() | {"pad_to": config.data.pad_to, "tokenizer": config.model.tokenizer}
+    assert {name: settings[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -281,40 +290,12 @@ def test_source_on_the_command_line_replaces_the_files(tmp_path, flags, expected
     assert {key: settings[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("flags", "dataset", "v2"),
-    [
-        ([], "squad", False),
-        (["--version_2_with_negative"], "squad_v2", True),
-        (["--train_file", "a"], None, False),
-        (["--config", "squad_v2", "--validation_file", "mine"], None, True),
-    ],
-)
-def test_dataset(flags, dataset, v2):
-    settings = parse(flags)
-    assert (settings.data.dataset_name, settings.data.version_2_with_negative) == (dataset, v2)
-    assert settings.model.model_name_or_path == settings.model.tokenizer == "bert-base-uncased"
-
-
 def test_saved_settings_read_back_the_same(tmp_path):
     flags = ["--null_score_diff_threshold=-1e-5", "--no_do_eval", "--output_dir", "ünter: way", "--eval_strategy=no"]
     settings = parse(flags)
     path = tmp_path / "train_config.yaml"
     save(settings.as_flat(), path)
     assert parse(["--config", str(path)]) == settings
-
-
-@pytest.mark.parametrize(
-    ("flags", "padding", "pad_to"),
-    [
-        ("", "none", None),
-        ("--padding longest", "longest", 0),
-        ("--pad_to_max_length", "max_length", 200),
-    ],
-)
-def test_padding(flags, padding, pad_to):
-    data = parse(["--max_seq_length", "200", *flags.split()]).data
-    assert (data.padding, data.pad_to_max_length, data.pad_to) == (padding, padding == "max_length", pad_to)
 
 
 # --- flags that are given twice or replaced ---------------------------------------------------------
