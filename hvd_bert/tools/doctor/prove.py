@@ -133,9 +133,9 @@ class OneProcess:
 class Proof(Callback):
     """Compares each step on rank 0. `failures`: the first per check. `steps`: in docs/reference/output-files.md."""
 
-    def __init__(self, strategy: Strategy, one: OneProcess | None, config: Config, world: World) -> None:
-        """`one`: None on all ranks except 0."""
-        self.strategy, self.one, self.world = strategy, one, world
+    def __init__(self, strategy: Strategy, reference: OneProcess | None, config: Config, world: World) -> None:
+        """`reference`: None on all ranks except 0."""
+        self.strategy, self.reference, self.world = strategy, reference, world
         self.failures: dict[str, str] = {}
         self.compared: set[str] = set()  # the checks that compared something
         self.steps: list[dict[str, Any]] = []
@@ -159,15 +159,15 @@ class Proof(Callback):
         hashes = {name: digest(t) for name, t in {**self.strategy.gather_model().state_dict(), **slots}.items()}
         rows = self.world.gather(self._row | {"Copies": hashes})
         self._row = {}
-        if self.one:
-            expected, figures = self.one.gradients(step - 1)
+        if self.reference:
+            expected, figures = self.reference.gradients(step - 1)
             short = [row | {"Copies": digest(row["Copies"])} for row in rows]
             self.steps.append({"figures": figures, "hashes": hashes, "ranks": short, "errors": {}})
             for name, value in figures.items():
                 self._bounded("Steps", name, abs(metrics[name] - value), self._bound * abs(value))
-            self._compare_rows(self.one.plan.step_windows(step - 1), expected, rows)
-            self._compare_tensors(self.one, {n: t.detach().cpu() for n, t in {**weights, **slots}.items()})
-            self.one.load(weights, slots)
+            self._compare_rows(self.reference.plan.step_windows(step - 1), expected, rows)
+            self._compare_tensors(self.reference, {n: t.detach().cpu() for n, t in {**weights, **slots}.items()})
+            self.reference.load(weights, slots)
         self.world.allgather(None)  # ranks wait for rank 0 here; in a step, the watchdog would end the wait
 
     def _compare_rows(self, windows: Ids, expected: list[Row], rows: list[Row]) -> None:
@@ -181,21 +181,21 @@ class Proof(Callback):
             self._expect("Copies", not others, f"rank {rank} differs in {len(others)} tensors: {others[:1]}")
         self._expect("Seeds", len({tuple(row["Seeds"]) for row in rows}) == len(rows), "two ranks have the same")
 
-    def _compare_tensors(self, one: OneProcess, ranks: Tensors) -> None:
+    def _compare_tensors(self, reference: OneProcess, ranks: Tensors) -> None:
         """Compare the gradients, then the update that one process makes from the ranks' gradients."""
-        before = one.state()
-        expected = {name: p.grad.cpu() for name, p in one.trained.items() if p.grad is not None}
+        before = reference.state()
+        expected = {name: p.grad.cpu() for name, p in reference.trained.items() if p.grad is not None}
         whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
         for name, gradient in expected.items():
             past, now = (state.get(f"{name}/exp_avg", torch.zeros_like(gradient)) for state in (before, ranks))
             found = (now - (1 - self._share) * past) / self._share
             bound = self._bound * (gradient.norm() + FLOOR * whole) + ROUNDING * past.norm() / self._share
             self._bounded("Gradients", name, (found - gradient).norm(), bound)
-            one.trained[name].grad = found.to(one.device)
-        one.optimizer.step()
-        one.schedule.step()
-        one.optimizer.zero_grad()
-        for name, value in one.state().items():
+            reference.trained[name].grad = found.to(reference.device)
+        reference.optimizer.step()
+        reference.schedule.step()
+        reference.optimizer.zero_grad()
+        for name, value in reference.state().items():
             past, now = (state.get(name, torch.zeros_like(value)) for state in (before, ranks))
             bound = BOUNDS["update"] * (value - past).norm() + ROUNDING * value.norm()
             self._bounded("Updates", name, (now - value).norm(), bound)
@@ -229,10 +229,10 @@ def prove(start: Start, world: World) -> Proof:
         # The third step ends an epoch with one window more than ranks, which they cannot share evenly.
         lengths = task.plan.lengths[: 2 * task.plan.global_batch + world.size + 1]
         task.plan = replace(task.plan, lengths=lengths)
-    one = OneProcess(task, task.plan, config, world) if world.rank == 0 else None
+    reference = OneProcess(task, task.plan, config, world) if world.rank == 0 else None
     prepared = prepare(start, world)
     prepared.batches.close()
-    proof = Proof(prepared.state.strategy, one, config, world)
+    proof = Proof(prepared.state.strategy, reference, config, world)
     batches = Prefetcher(prepared.state.plan, partial(proof.make_batch, task), world.rank, 0)
     metrics_logger = MetricsLogger(Path(), enabled=False, callbacks=[proof])
     with tempfile.TemporaryDirectory() as folder:

@@ -30,14 +30,14 @@ class Group:
     label: str
 
     @property
-    def one(self) -> Record:
+    def first(self) -> Record:
         """A run of the group, for properties that are equal in all runs."""
         return self.runs[0]
 
     @property
     def name(self) -> str:
         """Label, ranks and nodes, for a sentence."""
-        run = self.one
+        run = self.first
         on = f" on {run.nodes} nodes" if run.nodes > 1 else ""
         return f"{self.label}, {counted(run.results.world_size, 'rank')}{on}"
 
@@ -71,13 +71,13 @@ class Group:
 
 def differences(base: Group, other: Group, kind: str) -> list[str]:
     """Describe differences in work or devices between two groups; empty if they are comparable."""
-    theirs, ours = base.one.work, other.one.work
+    theirs, ours = base.first.work, other.first.work
     found = [
         f"{name} is {ours.get(name, 'unknown')}, the baseline's {theirs.get(name, 'unknown')}"
         for name in dict.fromkeys((*theirs, *ours))
         if theirs.get(name) != ours.get(name)
     ]
-    one, two = base.one.results, other.one.results
+    one, two = base.first.results, other.first.results
     if kind == STRONG:
         counts: list[tuple[str, float, float]] = [
             ("steps", two.train_steps, one.train_steps),
@@ -93,7 +93,7 @@ def differences(base: Group, other: Group, kind: str) -> list[str]:
             f" ({two.train_samples}, the baseline's {one.train_samples})"
         )
     threads = two.threads_per_rank, one.threads_per_rank
-    if base.one.on_cpu and other.one.on_cpu and threads[0] != threads[1]:
+    if base.first.on_cpu and other.first.on_cpu and threads[0] != threads[1]:
         found.append(f"{threads[0]} thread(s) per rank, the baseline's {threads[1]}: use the same --num_threads")
     return found
 

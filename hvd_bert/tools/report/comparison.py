@@ -60,12 +60,12 @@ class ScalingTable:
     @property
     def device_counts(self) -> list[int]:
         """The numbers of devices, in increasing order."""
-        return sorted({line.group.one.devices for line in self.lines})
+        return sorted({line.group.first.devices for line in self.lines})
 
     @property
     def title(self) -> str:
         """The kind of scaling and the fixed batch."""
-        unit, devices = self.baseline.one.unit, self.baseline.one.devices
+        unit, devices = self.baseline.first.unit, self.baseline.first.devices
         if self.kind == WEAK:
             unit = unit.removesuffix("s") if self.size == 1 else unit
             return f"Weak scaling: {self.size:g} {unit} per device and step"
@@ -114,7 +114,7 @@ def grouped(runs: Sequence[Record]) -> list[Group]:
 
 
 def _order(group: Group) -> tuple[object, ...]:
-    run, strategy = group.one, group.one.results.strategy
+    run, strategy = group.first, group.first.results.strategy
     position = ["none", *STRATEGIES].index(strategy) if strategy in STRATEGIES else len(STRATEGIES) + 1
     return run.devices, position, strategy, run.nodes, group.label, run.name
 
@@ -136,7 +136,7 @@ def tables(groups: Sequence[Group], baseline: Baseline | None) -> list[ScalingTa
     for kind in (STRONG, WEAK):
         by_size: dict[float, list[Group]] = {}
         for group in groups:
-            size = group.one.results.global_batch / (1 if kind == STRONG else group.one.devices)
+            size = group.first.results.global_batch / (1 if kind == STRONG else group.first.devices)
             by_size.setdefault(size, []).append(group)
         for size in sorted(by_size):
             made += _split_by_work(kind, size, by_size[size], baseline)
@@ -173,13 +173,13 @@ def _split_by_work(kind: str, size: float, groups: Sequence[Group], chosen: Base
 
 
 def _chosen(groups: Sequence[Group], chosen: Baseline) -> Group | None:
-    sizes = [(group.one.results.strategy, group.one.results.world_size) for group in groups]
+    sizes = [(group.first.results.strategy, group.first.results.world_size) for group in groups]
     return groups[sizes.index(chosen)] if chosen in sizes else None
 
 
 def default_baseline(groups: Sequence[Group]) -> Group:
     """Choose strategy none, else Horovod's smallest world, else the smallest world. `groups`: ordered by `grouped`."""
-    return min(groups, key=lambda group: {"none": 0, "horovod": 1}.get(group.one.results.strategy, 2))
+    return min(groups, key=lambda group: {"none": 0, "horovod": 1}.get(group.first.results.strategy, 2))
 
 
 def _line(base: Group, group: Group, rows: Sequence[Group], kind: str) -> Compared:
@@ -187,7 +187,7 @@ def _line(base: Group, group: Group, rows: Sequence[Group], kind: str) -> Compar
     if reason:
         return Compared(group, checked, reason)
     speedup = group.windows_per_s / base.windows_per_s
-    size = group.one.devices / base.one.devices
+    size = group.first.devices / base.first.devices
     ours, theirs = group.figure(_overall_speed), base.figure(_overall_speed)
     total = ours / theirs if ours and theirs else None
     serial = serial_fraction(speedup, size) if kind == STRONG and size > 1 and speedup > 1 else None
@@ -204,7 +204,7 @@ def _check(base: Group, group: Group, rows: Sequence[Group], kind: str) -> tuple
         return "", "the work differs: " + "; ".join(differing)
     if group is not base and losses_differ(base, base):
         return "", "the baseline's own repeats do not agree"
-    peers = [row for row in rows if row.one.results.global_batch == group.one.results.global_batch]
+    peers = [row for row in rows if row.first.results.global_batch == group.first.results.global_batch]
     peers = [peer for peer in peers if not differences(base, peer, kind)]
     reference = base if base in peers else default_baseline(peers)
     name = reference.name

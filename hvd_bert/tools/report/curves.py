@@ -73,7 +73,7 @@ def score_name(name: str) -> str:
 def group_names(groups: Sequence[Group]) -> list[str]:
     """Unique names of the groups: the global batch is added to equal names."""
     names = [group.name for group in groups]
-    batches = [f"{name}, batch {group.one.results.global_batch}" for name, group in zip(names, groups, strict=True)]
+    batches = [f"{name}, batch {group.first.results.global_batch}" for name, group in zip(names, groups, strict=True)]
     return [name if names.count(name) == 1 else batch for name, batch in zip(names, batches, strict=True)]
 
 
@@ -83,12 +83,12 @@ def _named(records: Sequence[Record], groups: Sequence[Group]) -> Sets:
     The index in the palette gives each strategy a color, and each number of devices its dashes.
     """
     labels = list(dict.fromkeys(group.label for group in groups))
-    counts = sorted({group.one.devices for group in groups})
+    counts = sorted({group.first.devices for group in groups})
     sets: dict[str, tuple[int, Sequence[Record]]] = {}
     names = group_names(groups)
     for name, group in zip(names, groups, strict=True):
         if names.count(name) == 1:
-            colour = labels.index(group.label) % len(COLOURS) + len(COLOURS) * counts.index(group.one.devices)
+            colour = labels.index(group.label) % len(COLOURS) + len(COLOURS) * counts.index(group.first.devices)
             while any(colour == other for other, _ in sets.values()):  # taken by a group with another batch
                 colour += len(COLOURS)
             sets[name] = colour, group.runs

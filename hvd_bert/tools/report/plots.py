@@ -57,7 +57,9 @@ def panel(table: ScalingTable, name: str, formats: Sequence[str]) -> dict[str, b
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.subplots()
-        axes.set_title(title.format(base=table.baseline.name, unit=table.baseline.one.unit), size="medium", loc="left")
+        axes.set_title(
+            title.format(base=table.baseline.name, unit=table.baseline.first.unit), size="medium", loc="left"
+        )
         ends = _lines(axes, table, measure)
         _axes(axes, table)
         if name in ("speedup", "efficiency"):
@@ -82,7 +84,7 @@ def _lines(axes: Axes, table: ScalingTable, measure: Measure) -> list[End]:
     for number, label in enumerate(labels):
         shift = (number - (len(labels) - 1) / 2) * (0.008 * (counts[-1] - counts[0]) if linear else 0.03)
         lines = [line for line in table.measured if line.group.label == label]
-        found = [(line.group.one.devices, *figures) for line in lines if (figures := measure(line))]
+        found = [(line.group.first.devices, *figures) for line in lines if (figures := measure(line))]
         if not found:
             continue
         devices, values, low, high = np.array(found, dtype=float).T
@@ -102,7 +104,9 @@ def _axes(axes: Axes, table: ScalingTable) -> None:
     """Set a tick per number of devices, and few ticks on the vertical axis."""
     counts = table.device_counts
     axes.set_xlabel(
-        "ranks" if all(line.group.one.devices == line.group.one.results.world_size for line in table.lines) else "GPUs"
+        "ranks"
+        if all(line.group.first.devices == line.group.first.results.world_size for line in table.lines)
+        else "GPUs"
     )
     margin = 0.06 * (counts[-1] - counts[0])
     if not _is_linear(table):
@@ -118,7 +122,7 @@ def _ideal(axes: Axes, table: ScalingTable, name: str) -> End:
     """Draw the ideal: a speed-up proportional to the number of devices, or an efficiency of 1."""
     counts = table.device_counts
     xs = [counts[0] + (counts[-1] - counts[0]) * part / 200 for part in range(201)]
-    values = [x / table.baseline.one.devices if name == "speedup" else 1.0 for x in xs]
+    values = [x / table.baseline.first.devices if name == "speedup" else 1.0 for x in xs]
     axes.plot(xs, values, color=IDEAL, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1, label="ideal")
     return counts[-1], values[-1], "ideal", IDEAL
 

@@ -113,10 +113,10 @@ def repeats(groups: Sequence[Group]) -> Grid | None:
 
 def _rows(row: str, group: Group) -> list[list[str]]:
     figures: dict[str, list[float | None]] = {
-        name: [run.final_scores.get(name) for run in group.runs] for name in group.one.final_scores
+        name: [run.final_scores.get(name) for run in group.runs] for name in group.first.final_scores
     }
     figures["last loss"] = [run.last_loss for run in group.runs]
-    figures[f"{group.one.unit}/s"] = [run.windows_per_s for run in group.runs]
+    figures[f"{group.first.unit}/s"] = [run.windows_per_s for run in group.runs]
     rows = []
     for name, values in figures.items():
         known = [value for value in values if value is not None]

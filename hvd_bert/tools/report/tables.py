@@ -59,7 +59,7 @@ def _hours(value: float) -> str:
 
 def _device_hours(line: Compared) -> float:
     """GPU-hours of a training, or core-hours on CPUs."""
-    run, seconds = line.group.one, line.group.figure(lambda run: run.results.train_runtime)
+    run, seconds = line.group.first, line.group.figure(lambda run: run.results.train_runtime)
     return float(run.devices * (run.results.threads_per_rank if run.on_cpu else 1) * seconds / 3600)
 
 
@@ -114,7 +114,7 @@ COLUMNS = (
 
 def speedups(table: ScalingTable, brief: bool = False) -> Grid:
     """The table of times, speed-ups and efficiencies. `brief`: with fewer columns, for a terminal."""
-    runs = [line.group.one for line in table.lines]
+    runs = [line.group.first for line in table.lines]
     hidden = {"total speed-up", "serial fraction"} if brief else set()
     hidden |= {"nodes"} if all(run.nodes == 1 for run in runs) else set()
     hidden |= {"GPUs"} if all(run.devices == run.results.world_size for run in runs) else set()
@@ -125,7 +125,7 @@ def speedups(table: ScalingTable, brief: bool = False) -> Grid:
 def costs(table: ScalingTable) -> Grid:
     """The table of process times, memory, losses and scores."""
     columns = [(column.cost, column) for column in COLUMNS if column.cost]
-    scores = dict.fromkeys(name for line in table.lines for name in line.group.one.final_scores)
+    scores = dict.fromkeys(name for line in table.lines for name in line.group.first.final_scores)
     return _grid(table, [*columns, *((SHORT.get(name, name), _score_column(name)) for name in scores)])
 
 
@@ -134,7 +134,7 @@ def _score_column(name: str) -> Column:
 
 
 def _grid(table: ScalingTable, columns: Sequence[tuple[str, Column]]) -> Grid:
-    base = table.baseline.one
+    base = table.baseline.first
     hours = "core-hours" if base.on_cpu else "GPU-hours"
     head = [title.replace("UNIT", base.unit).replace("HOURS", hours) for title, _ in columns]
     rows = [[column.text(column.value(line)) for _, column in columns] for line in table.lines]
@@ -166,9 +166,9 @@ def run_rows(runs: Iterable[Record], excluded: Iterable[Excluded]) -> list[dict[
 def headline(table: ScalingTable) -> Status:
     """The speed-ups on the largest number of devices, the fastest strategy first."""
     rows = [line for line in table.measured if line.group is not table.baseline]
-    rows.sort(key=lambda line: (-line.group.one.devices, -(line.speedup or 0)))
-    best, *others = (line for line in rows if line.group.one.devices == rows[0].group.one.devices)
-    run = best.group.one
+    rows.sort(key=lambda line: (-line.group.first.devices, -(line.speedup or 0)))
+    best, *others = (line for line in rows if line.group.first.devices == rows[0].group.first.devices)
+    run = best.group.first
     devices = counted(run.devices, "rank" if run.devices == run.results.world_size else "GPU")
     text = f"with {best.group.label} compared with {table.baseline.name} (efficiency {best.efficiency:.0%}"
     text += f", {RANGE:.0%} range {_range(best.range)})." if best.range else ")."
@@ -209,8 +209,8 @@ def caveats(tables: Sequence[ScalingTable]) -> list[str]:
                     " whether other programs used the baseline's device."
                 )
         for line in lines:
-            run, cores = line.group.one, converted(line.group.one.results.machine.get("cores"), int, 0)
-            base = max(1.0, table.baseline.one.needed_cores / cores) if cores else 1.0
+            run, cores = line.group.first, converted(line.group.first.results.machine.get("cores"), int, 0)
+            base = max(1.0, table.baseline.first.needed_cores / cores) if cores else 1.0
             if run.on_cpu and 0 < base * cores < run.needed_cores:
                 found.append(
                     f"{line.group.name}{suffix} had {counted(cores, 'core')} per host for {run.needed_cores} threads,"
