@@ -1,4 +1,4 @@
-"""Checkpoints during training: the copy that training waits for, the write in the background."""
+"""Checkpoints during training: training waits while its state is copied, and a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -40,22 +40,21 @@ class Checkpoints:
         folder: Path,
         args: CheckpointArguments,
         settings: dict[str, Any],
-        run: dict[str, Any],
+        facts: dict[str, Any],
     ) -> None:
-        """`folder`: the output folder. `settings`: all of them, by the flags' names. `run`: what all checkpoints hold
-        of the run."""
+        """`folder`: the output folder. `settings`: all settings by flag name. `facts`: of the run, for state.json."""
         self.state, self.folder, self.args = state, folder, args
-        self._task, self._settings, self._run = task, settings, run
+        self._task, self._settings, self._facts = task, settings, facts
         self._writer = ThreadPoolExecutor(1, "checkpoint writer")  # the process ends after its jobs
-        self._running: Future[tuple[Exception | None, float]] | None = None  # its error and seconds
+        self._running: Future[tuple[int, Exception | None, float]] | None = None  # step, error, seconds
         self._first_step = state.step
         self._last_saved = -1  # not the resumed step, which may be in another run's folder
         self._diverged = False
-        self.output_dir_missing = False  # rank 0's finding
-        self.rerun_with = ""  # what the command lacks to resume
+        self.output_dir_missing = False  # on rank 0: as of the last check
+        self.rerun_with = ""  # flags that the command needs in addition to resume
         self.on_save: Callable[[int, Path], None] = lambda step, folder: None  # called on rank 0 after a write
-        self._new: dict[str, float] = {}
-        # Of rank 0: the seconds that training waited, and that the writes took.
+        self._new: dict[str, float] = {}  # seconds since the last log line
+        # On rank 0: the seconds that training waited, and the seconds of the writes.
         self.totals = {"checkpoints": 0, "checkpoint_pause_s": 0.0, "checkpoint_write_s": 0.0}
 
     def save_if_due(self, total_steps: int) -> None:
@@ -67,8 +66,8 @@ class Checkpoints:
     def save(self, whole: bool = False) -> None:
         """Save the state after this step. Training waits for the copy; the write runs alongside the next steps.
 
-        It waits for an earlier write first, so a kill loses at most --save_steps and the steps of one write.
-        `whole`: save everything needed to resume, also with --save_only_model.
+        An earlier write ends first, so a kill loses at most --save_steps and the steps of one write.
+        `whole`: save the whole state, also with --save_only_model.
         """
         model_only = self.args.save_only_model and not whole
         if self.state.step == self._last_saved and not (whole and self.args.save_only_model):
@@ -79,12 +78,12 @@ class Checkpoints:
             self.state.world.allgather(None)
             snapshot = self.state.snapshot()
         self._last_saved = self.state.step
-        self.totals["checkpoints"] += 1
         if snapshot:
             self._diverged = not all(math.isfinite(loss) for loss, *_ in snapshot.state["since_last_look"])
             if self._diverged:
                 log.warning("No checkpoint is saved at step %d: the loss is NaN or infinite.", self.state.step)
                 return
+            self.totals["checkpoints"] += 1
             best = checkpoint_files.checkpoint_name(self.state.best.step)
             keep = {best} if self.args.load_best_model_at_end else set()
             self._running = self._writer.submit(self._write, snapshot, model_only, keep)
@@ -99,20 +98,20 @@ class Checkpoints:
             self._count("checkpoint_pause_s", time.perf_counter() - start)
 
     def _count(self, name: str, seconds: float) -> None:
-        self._new[name] = self._new.get(name, 0.0) + seconds
+        self._new[name] = self._new.get(name, 0.0) + seconds  # type: ignore[assignment]
         self.totals[name] += seconds
 
     @cached_property
     def _description(self) -> dict[str, bytes]:
-        """The model's small files, which all checkpoints share."""
+        """The model's small files, such as its configuration: the same ones in all checkpoints."""
         with tempfile.TemporaryDirectory() as folder:
             self._task.save_description(Path(folder))
             return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
-    def _write(self, snapshot: Contents, model_only: bool, keep: set[str]) -> tuple[Exception | None, float]:
-        """In the background: write a checkpoint. Returns the error, such as a full disk, and the seconds."""
+    def _write(self, snapshot: Contents, model_only: bool, keep: set[str]) -> tuple[int, Exception | None, float]:
+        """Write a checkpoint, in the thread. Returns the step, the error, such as a full disk, and the seconds."""
         start, failure = time.perf_counter(), None
-        step, tensors, state = snapshot.state["step"], snapshot.tensors, snapshot.state | self._run
+        step, tensors, state = snapshot.state["step"], snapshot.tensors, snapshot.state | self._facts
         if model_only:
             tensors, state = {"model": tensors["model"]}, {"step": step, "model_only": True}
         try:
@@ -123,7 +122,7 @@ class Checkpoints:
                 log.warning("An old checkpoint in %s could not be removed: %s.", self.folder, error)
         except Exception as error:
             failure = error
-        return failure, time.perf_counter() - start
+        return step, failure, time.perf_counter() - start
 
     def check_write(self) -> None:
         """Report the write if it has ended. Waits for nothing.
@@ -137,12 +136,12 @@ class Checkpoints:
         """Wait for the write, if there is one, and count its time. Returns its error."""
         if self._running is None:
             return None
-        error, seconds = self._running.result()
+        step, error, seconds = self._running.result()
         self._running = None
         self._count("checkpoint_write_s", seconds)
         if error is None:
-            self.on_save(self._last_saved, self.folder / checkpoint_files.checkpoint_name(self._last_saved))
-        if error is not None and warns and not self.is_output_dir_missing():
+            self.on_save(step, self.folder / checkpoint_files.checkpoint_name(step))
+        elif warns and not self.is_output_dir_missing():
             log.warning("A checkpoint could not be written in %s: %s. Training continues.", self.folder, error)
         return error
 
@@ -156,11 +155,11 @@ class Checkpoints:
         return self.output_dir_missing
 
     def close(self) -> None:
-        """Finish a running write: if the training fails, before the launcher kills this rank because others ended."""
+        """Wait for a running write. If the training failed, the launcher kills this rank once others have ended."""
         self._writer.shutdown()
 
     def metrics(self) -> dict[str, float]:
-        """The sums of seconds since the last call, by key of metrics.jsonl."""
+        """The seconds since the last call, by key of metrics.jsonl."""
         new, self._new = self._new, {}
         return new
 
@@ -196,9 +195,8 @@ class Checkpoints:
         raise CollectiveError(f"{message}.", status=EXIT_STOPPED)
 
     def _requeue(self) -> str | None:
-        """Requeue the Slurm job, or return why not (`slurm.requeue`). The other ranks wait, since srun would end rank 0
-        after the first of them. A collective.
-        """
+        """Requeue the Slurm job, or return why not (`slurm.requeue`). A collective: the other ranks wait, since srun
+        would end rank 0 after the first of them."""
         world, step = self.state.world, self.state.step
         why_not: str | None = None
         with world.raise_on_all_ranks():
@@ -222,7 +220,7 @@ class Checkpoints:
     def load_best(self) -> int:
         """After the training: wait for the last write. With --load_best_model_at_end load the best weights.
 
-        Returns the step of the model that is left.
+        Returns the step of the model's weights.
         """
         best, world = self.state.best, self.state.world
         if self.patience_is_over:

@@ -179,14 +179,16 @@ def test_stop_saves_in_a_new_folder_if_it_was_removed(run, tmp_path):
     folder = tmp_path / "a" / "out"
     checkpoints = run("--output_dir", str(folder))
     folder.mkdir(parents=True)
+    written: list[tuple[int, str]] = []
+    checkpoints.on_save = lambda step, folder: written.append((step, folder.name))
     save(checkpoints, 7)
-    checkpoints.wait_for_write()
+    assert checkpoints._running and checkpoints._running.result()[1] is None  # on disk, but not yet reported
     assert not checkpoints.is_output_dir_missing()
     shutil.rmtree(folder)
     assert checkpoints.is_output_dir_missing() and checkpoints.output_dir_missing
     with pytest.raises(CollectiveError) as stopped:
         checkpoints.save_and_stop("a removal")
-    assert stopped.value.status == EXIT_STOPPED
+    assert stopped.value.status == EXIT_STOPPED and written == [(7, "checkpoint-7")] * 2
     assert saved_state(folder / "checkpoint-7")["step"] == 7 and resume.unfinished(folder)
     shutil.rmtree(folder.parent)  # such as a file system that is gone: nothing is written in its place
     with pytest.raises(CollectiveError, match="No such file") as failed:
@@ -206,6 +208,7 @@ def test_diverged_state_replaces_no_good_one(run, tmp_path, caplog):
         checkpoints.save_and_stop("SIGTERM to rank 0")
     assert diverged.value.status == EXIT_FAILURE
     assert "No checkpoint is saved at step 2" in caplog.text and found(tmp_path) == ["checkpoint-1"]
+    assert checkpoints.totals["checkpoints"] == 1
 
 
 @pytest.mark.parametrize(("every", "steps"), [("4", [4, 8, 10]), ("0", []), ("20", [10])])
