@@ -1,11 +1,11 @@
-"""When a checkpoint is due, which evaluation is the best one, and when a training ends early."""
+"""What is due after a step, and which evaluation is the best one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_bert.config.settings import CheckpointArguments
+from hvd_bert.config.settings import Config
 from hvd_bert.storage.reading import Count
 
 
@@ -41,6 +41,32 @@ class Best:
         return gain
 
 
-def is_due(args: CheckpointArguments, step: int, is_last: bool) -> bool:
-    """Whether to save after step `step`: every --save_steps, and at the end."""
-    return args.save_steps > 0 and (step % args.save_steps == 0 or is_last)
+@dataclass(frozen=True)
+class Due:
+    """What is due after a step, in this order. `ends`: whether the training ends with the step."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+    ends: bool
+
+
+def due(
+    step: int, total_steps: int, steps_per_epoch: int, config: Config, evaluates: bool = True, since: int = 0
+) -> Due:
+    """What is due after step `step` (1, 2, ...).
+
+    The final model is evaluated after it is saved, except with --load_best_model_at_end: it may be the best one.
+    `evaluates`: whether the run evaluates at all. `since`: evaluations since the best one (`Best.since`).
+    """
+    train, args = config.train, config.checkpoint
+    every = {"no": total_steps, "epoch": steps_per_epoch, "steps": train.eval_steps or train.logging_steps}
+    is_last, patience = step == total_steps, args.early_stopping_patience
+    ends = is_last or (patience is not None and since >= patience)
+    evaluate = evaluates and (args.load_best_model_at_end if is_last else step % every[train.eval_strategy] == 0)
+    return Due(
+        log=evaluate or ends or step == 1 or step % train.logging_steps == 0,
+        evaluate=evaluate,
+        save=args.save_steps > 0 and (step % args.save_steps == 0 or ends),
+        ends=ends,
+    )

@@ -208,13 +208,6 @@ class TrainArguments:
         """Optimizer steps of the whole training."""
         return self.max_steps if self.max_steps > 0 else math.ceil(self.num_train_epochs * steps_per_epoch)
 
-    def evaluates_after(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
-        """Whether to evaluate after step `step` (1, 2, ...), before the last; the final model is always evaluated."""
-        every = {"no": total_steps, "epoch": steps_per_epoch, "steps": self.eval_steps or self.logging_steps}[
-            self.eval_strategy
-        ]
-        return step % every == 0 and step < total_steps
-
     @property
     def reporters(self) -> list[str]:
         """The names in report_to without repeats."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hvd_bert.checkpoint.schedule import due
 from hvd_bert.config.settings import Config, from_values
 from hvd_bert.distributed import events
 from hvd_bert.distributed.world import World
@@ -88,7 +89,8 @@ class Estimate(Callback):
             step_s = float(plan.lengths.mean()) * plan.global_batch / self._metrics["tokens_per_s"]
         evaluations, evaluation_s = 0, 0.0
         if "evaluations" in results:
-            evaluations = 1 + sum(args.evaluates_after(n, plan.steps_per_epoch, steps) for n in range(1, steps))
+            before = (due(n, steps, plan.steps_per_epoch, self._config).evaluate for n in range(1, steps))
+            evaluations = 1 + sum(before)
             evaluation_s = results["evaluation_s"] / results["evaluations"] / self._dev_share
         run_s = steps * step_s + evaluations * evaluation_s
         peak = max(rank["memory_peak_bytes"] for rank in results["processes"])

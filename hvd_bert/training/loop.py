@@ -8,10 +8,9 @@ from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
-from hvd_bert.checkpoint import resume
+from hvd_bert.checkpoint import resume, schedule
 from hvd_bert.checkpoint.files import Contents, checkpoint_name
 from hvd_bert.checkpoint.resume import ResumePoint
-from hvd_bert.checkpoint.schedule import is_due
 from hvd_bert.config.settings import Config, from_values
 from hvd_bert.distributed import events
 from hvd_bert.distributed.signals import StopRequests
@@ -68,7 +67,7 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
                 evaluations.record(evaluation, metrics_logger, 0)
             results = trained.results | effective if trained else {}
             results |= facts | (evaluations.results() if evaluations else {})
-            _write_output(start, evaluation, results, world)
+            results = _write_output(start, evaluation, results, world)
         metrics_logger.finished = True
         result = RunResult(start.folder, evaluation.metrics if evaluation else {}, results)
         metrics_logger.notify("on_end", result)
@@ -104,10 +103,12 @@ def _open_logs(start: Start, facts: dict[str, Any], callbacks: Sequence[Callback
         return MetricsLogger(start.folder, writes, started, start.task.unit, callbacks)
 
 
-def _write_output(start: Start, evaluation: EvaluationResult | None, results: dict[str, Any], world: World) -> None:
-    """Write the scores and, after a training, its results. A collective."""
+def _write_output(
+    start: Start, evaluation: EvaluationResult | None, results: dict[str, Any], world: World
+) -> dict[str, Any]:
+    """Write the scores and, after a training, its results. Returns the results as they are written. A collective."""
     task, folder, settings = start.task, start.folder, start.settings
-    results |= {"processes": world.gather({"rank": world.rank} | process_usage(world.device))}
+    results = results | {"processes": world.gather({"rank": world.rank} | process_usage(world.device))}
     with world.writing("--output_dir", folder) as writes:
         if writes and evaluation:
             run_folder.write_evaluation(folder, evaluation)
@@ -115,6 +116,7 @@ def _write_output(start: Start, evaluation: EvaluationResult | None, results: di
             results |= task.facts() | {"work": resume.identity(settings, task.model, task.identity(), task.plan)}
             card.write(folder, settings, results, evaluation.metrics if evaluation else {})
             write_json(folder / "train_results.json", results)  # last: with this file a run is finished
+    return results
 
 
 class Training:
@@ -131,7 +133,7 @@ class Training:
         """A collective. `start`: with the output folder."""
         config, task, folder = start.config, start.task, start.folder
         state, plan, args = prepared.state, prepared.state.plan, config.train
-        self.task, self.args, self.world = task, args, world
+        self.task, self.config, self.world = task, config, world
         self.state, self.plan, self.effective = state, plan, state.effective_settings(args)
         self.batches, self.recording = prepared.batches, prepared.recording
         self.folder, self.evaluations, self.metrics_logger = folder, evaluations, metrics_logger
@@ -164,7 +166,7 @@ class Training:
         """
         state, checkpoints, effective = self.state, self.checkpoints, self.effective
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
-        note = large_batch_note(self.args, self.plan.global_batch, effective["learning_rate"])
+        note = large_batch_note(self.config.train, self.plan.global_batch, effective["learning_rate"])
         if note:
             log.info("%s", note)
         state.strategy.module.train()
@@ -173,9 +175,10 @@ class Training:
         with ExitStack() as closed:
             for part in parts:
                 closed.enter_context(closing(part))
-            if state.eval_pending and self.evaluations and not self._is_final:  # a signal stopped the run before it
-                self._evaluate()
-            while state.step < self.total_steps and not checkpoints.patience_is_over:
+            due = self._due()
+            if state.eval_pending and self.evaluations and (due.evaluate or not due.ends):
+                self._evaluate()  # a signal stopped the run before it
+            while not self._due().ends:
                 self.recording.before(state.step + 1)
                 learning_rate = self._step()
                 stops = self.stop_requests.any_rank_stops()  # the vote is the last message of a recorded step
@@ -197,6 +200,8 @@ class Training:
         state.strategy.gather_model()  # afterwards task.model has the trained weights
         if state.average:
             state.average.swap()
+        if state.step < self.total_steps:
+            log.info("Early stopping: no %s better than at step %d.", state.best.metric, state.best.step)
         self.model_step = self.checkpoints.load_best()
         self.task.merge_adapters()
         if self.model_step != state.step:
@@ -205,7 +210,7 @@ class Training:
     def to_resume(self) -> ResumePoint:
         """This rank's state after its last finished step, for the next world of Horovod elastic."""
         kept = self._final or self.state.local_snapshot()
-        kept.state["rank_batch"] = self.args.rank_batch
+        kept.state["rank_batch"] = self.config.train.rank_batch
         return ResumePoint(self.folder / checkpoint_name(self.state.step), kept)
 
     def _step(self) -> float:
@@ -216,7 +221,7 @@ class Training:
             for batch in meter.timed("data", self.batches.micro_batches(state.step)):
                 self.metrics_logger.notify("on_batch", batch)
                 with meter.phase("compute"):
-                    with autocast(self.world.device, self.args.precision):
+                    with autocast(self.world.device, self.config.train.precision):
                         losses = self.task.losses(strategy.module, batch)[: batch.num_windows]
                     # The strategy averages over the ranks. The factor makes that the mean over the step's windows.
                     loss = losses.sum() * (self.world.size / step_windows)
@@ -253,27 +258,34 @@ class Training:
 
     def _after_step(self, learning_rate: float, stops: bool) -> None:
         """Log, stop, evaluate, save: whatever is due after this step."""
-        state, checkpoints, total_steps = self.state, self.checkpoints, self.total_steps
-        per_epoch, is_last = self.plan.steps_per_epoch, state.step == total_steps
-        evaluates = is_last or self.args.evaluates_after(state.step, per_epoch, total_steps)
-        state.eval_pending = self.evaluations is not None and evaluates
+        state, due = self.state, self._due()
+        state.eval_pending = self.evaluations is not None and (due.evaluate or due.ends)
         self.metrics_logger.notify("on_step", state.step)
         self._log()  # the line of the step before
-        if state.eval_pending or is_last or state.step % self.args.logging_steps == 0 or state.step == 1:
-            self.breakdown.end_line(state.step)
-            self._line = {"epoch": state.step / per_epoch, "learning_rate": learning_rate}
-            needed = stops or state.eval_pending or is_last or is_due(checkpoints.args, state.step, is_last)
-            if needed or not self.logs_late:
-                state.meter.settle()
-                self._log()
-        if is_last:  # before a checkpoint holds the untrained weights
+        if due.log:
+            self._end_line(learning_rate, at_once=stops or due.evaluate or due.save or due.ends)
+        if due.ends:  # before a checkpoint holds the untrained weights
             self.health.check_end()
         if stops:
             self._stop()
-        if state.eval_pending and not self._is_final:
+        if due.evaluate:
             self._evaluate()
-        checkpoints.save_if_due(total_steps)
+        if self._due().save:  # also if the evaluation ends the training
+            self.checkpoints.save()
         state.meter.end_interval("other")
+
+    def _due(self) -> schedule.Due:
+        steps = self.state.step, self.total_steps, self.plan.steps_per_epoch
+        return schedule.due(*steps, self.config, self.evaluations is not None, self.state.best.since)
+
+    def _end_line(self, learning_rate: float, at_once: bool) -> None:
+        """End this step's log line. It is logged now, or on a GPU in the next step unless `at_once`."""
+        step = self.state.step
+        self.breakdown.end_line(step)
+        self._line = {"epoch": step / self.plan.steps_per_epoch, "learning_rate": learning_rate}
+        if at_once or not self.logs_late:
+            self.state.meter.settle()
+            self._log()
 
     def _log(self) -> None:
         """Log the line that has ended, if there is one. A collective."""
@@ -284,11 +296,6 @@ class Training:
         self.health.check(step)
         self.metrics_logger.logged(step, now | means | self.gpus.read(step) | self.checkpoints.metrics())
         self.checkpoints.is_output_dir_missing()  # not at each step: its file system may be slow
-
-    @property
-    def _is_final(self) -> bool:
-        """Whether this step's model is the final one, which is evaluated once it is saved."""
-        return self.state.step == self.total_steps and not self.checkpoints.args.load_best_model_at_end
 
     def _evaluate(self) -> None:
         assert self.evaluations is not None
@@ -301,14 +308,13 @@ class Training:
                 write_json(self.folder / SAMPLES, evaluation.files[SAMPLES])  # while the run continues
         self.state.eval_pending = False
         self.checkpoints.evaluated(evaluation.metrics)
-        is_last = step == self.total_steps or self.checkpoints.patience_is_over
-        self.evaluation = evaluation if is_last else None  # the answers are large
+        self.evaluation = evaluation if self._due().ends else None  # the answers are large
 
 
 def _train(training: Training) -> Trained:
     """Train, and save the model. A collective."""
     # A signal ends a fast dev run at once: there is nothing to save.
-    stops = nullcontext() if training.args.fast_dev_run else training.stop_requests.watched()
+    stops = nullcontext() if training.config.train.fast_dev_run else training.stop_requests.watched()
     with elastic.keep_on_failure(training.world, training.to_resume), stops:
         results = training.run()
         with training.world.writing("--output_dir", training.folder) as writes:

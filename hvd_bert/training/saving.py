@@ -18,7 +18,6 @@ import safetensors.torch
 from hvd_bert.checkpoint import files as checkpoint_files
 from hvd_bert.checkpoint.files import Contents
 from hvd_bert.checkpoint.resume import ResumePoint
-from hvd_bert.checkpoint.schedule import is_due
 from hvd_bert.config.settings import CheckpointArguments
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.distributed import slurm
@@ -57,12 +56,6 @@ class Checkpoints:
         # On rank 0: the seconds that training waited, and the seconds of the writes.
         self.totals = {"checkpoints": 0, "checkpoint_pause_s": 0.0, "checkpoint_write_s": 0.0}
 
-    def save_if_due(self, total_steps: int) -> None:
-        """Save after this step, every --save_steps and at the end."""
-        step = self.state.step
-        if is_due(self.args, step, step == total_steps or self.patience_is_over):
-            self.save()
-
     def save(self, whole: bool = False) -> None:
         """Save the state after this step. Training waits for the copy; the write runs alongside the next steps.
 
@@ -98,7 +91,7 @@ class Checkpoints:
             self._count("checkpoint_pause_s", time.perf_counter() - start)
 
     def _count(self, name: str, seconds: float) -> None:
-        self._new[name] = self._new.get(name, 0.0) + seconds  # type: ignore[assignment]
+        self._new[name] = self._new.get(name, 0.0) + seconds
         self.totals[name] += seconds
 
     @cached_property
@@ -211,20 +204,12 @@ class Checkpoints:
         if self.state.best.update(self.state.step, metrics) and self.args.load_best_model_at_end:
             self.save()
 
-    @property
-    def patience_is_over(self) -> bool:
-        """Whether --early_stopping_patience ends the training here."""
-        patience = self.args.early_stopping_patience
-        return patience is not None and self.state.best.since >= patience
-
     def load_best(self) -> int:
         """After the training: wait for the last write. With --load_best_model_at_end load the best weights.
 
         Returns the step of the model's weights.
         """
         best, world = self.state.best, self.state.world
-        if self.patience_is_over:
-            log.info("Early stopping: no %s better than at step %d.", best.metric, best.step)
         self.wait_for_write()
         if not self.args.load_best_model_at_end or best.step in (0, self.state.step):
             return self.state.step

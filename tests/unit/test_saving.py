@@ -22,7 +22,7 @@ from test_world import make_world
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_bert.checkpoint import files, resume
-from hvd_bert.checkpoint.schedule import Best, is_due
+from hvd_bert.checkpoint.schedule import Best, due
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError
@@ -211,10 +211,28 @@ def test_diverged_state_replaces_no_good_one(run, tmp_path, caplog):
     assert checkpoints.totals["checkpoints"] == 1
 
 
-@pytest.mark.parametrize(("every", "steps"), [("4", [4, 8, 10]), ("0", []), ("20", [10])])
-def test_when_a_checkpoint_is_due(every: str, steps: list[int]) -> None:
-    args = parse(["--save_steps", every]).checkpoint
-    assert [step for step in range(1, 11) if is_due(args, step, step == 10)] == steps
+EACH = [*range(1, 13)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "log", "evaluate", "save", "ends"),
+    [
+        ("", {}, [1, 4, 8, 10, 12], [4, 8], [12], [12]),  # the final model is evaluated later
+        ("", {"evaluates": False}, [1, 10, 12], [], [12], [12]),
+        ("--eval_strategy no --save_steps 0", {}, [1, 10, 12], [], [], [12]),
+        ("--eval_steps 5 --eval_strategy no", {}, [1, 10, 12], [], [12], [12]),  # as in run_qa
+        ("--eval_steps 5 --config sample_v2", {}, [1, 5, 10, 12], [5, 10], [12], [12]),  # a preset with no evaluation
+        ("--eval_strategy steps --logging_steps 5", {}, [1, 5, 10, 12], [5, 10], [12], [12]),
+        ("--load_best_model_at_end --save_steps 5", {}, [1, 4, 8, 10, 12], [4, 8, 12], [5, 10, 12], [12]),
+        ("--early_stopping_patience 2", {"since": 1}, [1, 4, 8, 10, 12], [4, 8], [12], [12]),
+        ("--early_stopping_patience 2", {"since": 2}, EACH, [4, 8], EACH, EACH),
+    ],
+)
+def test_what_is_due(flags, given, log, evaluate, save, ends):
+    """After each of 12 steps, in epochs of four steps."""
+    found = [due(step, 12, 4, parse(flags.split()), **given) for step in EACH]
+    steps = {name: [step for step in EACH if getattr(found[step - 1], name)] for name in vars(found[0])}
+    assert steps == {"log": log, "evaluate": evaluate, "save": save, "ends": ends}
 
 
 def draw() -> list[float]:

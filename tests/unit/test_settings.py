@@ -47,22 +47,6 @@ def test_total_steps(flags, steps):
     assert parse(flags).train.total_steps(steps_per_epoch=10) == steps
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([], [10, 20]),
-        (["--eval_strategy", "no"], []),
-        (["--eval_steps", "12", "--eval_strategy", "no"], []),  # as in run_qa
-        (["--eval_steps", "12", "--config", "sample_v2"], [12, 24]),  # a preset with --eval_strategy no
-        (["--eval_strategy", "steps", "--logging_steps", "15"], [15]),
-        (["--eval_steps", "30"], []),  # the final model is always evaluated
-    ],
-)
-def test_steps_that_are_evaluated(flags, expected):
-    train = parse(flags).train
-    assert [step for step in range(1, 31) if train.evaluates_after(step, 10, 30)] == expected
-
-
 # YAML files of flags: values that YAML would change, and files that are refused
 
 pytestmark = pytest.mark.timeout(60)  # a file that blocks must fail its test soon
