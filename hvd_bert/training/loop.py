@@ -196,7 +196,7 @@ class Training:
             self._stop()
         self.health.check_end()
         if self.world.elastic:
-            self._final = state.local_snapshot(copies=True)  # before the model gets other weights
+            self._final = state.local_snapshot()  # before the model gets other weights
         state.strategy.gather_model()  # afterwards task.model has the trained weights
         if state.average:
             state.average.swap()

@@ -28,30 +28,27 @@ from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.training.meter import Meter
 from hvd_bert.training.optim import WeightAverage, layer_depths, make_optimizer, make_schedule, warmup_steps
 
+Tensors = dict[str, Tensor]
+StrategyState = tuple[Tensors, Tensors, dict[str, Any]]  # of `Strategy.state`
+Sums = list[list[float]]  # of each rank: `Meter.since_last_log`
+
 
 class PinnedBuffers:
-    """Copies tensors into memory that is kept for the next copies: to use new memory takes longer than to copy."""
+    """Copies tensors to the CPU, into memory that later copies reuse: allocating takes longer than copying."""
 
     def __init__(self) -> None:
-        self._memories: dict[tuple[str, str], Tensor] = {}
+        self._memory: dict[tuple[str, str], Tensor] = {}
 
     def copy(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies by name. They replace the group's earlier copies."""
+        for name, tensor in tensors.items():
+            if (group, name) not in self._memory:
+                self._memory[group, name] = _host_memory(tensor.shape, tensor.dtype, pinned=tensor.is_cuda)
         # Non-blocking copies into pinned memory, with one wait at the end, use the whole bandwidth of the bus.
-        copies = {
-            name: self._memory(group, name, tensor).copy_(tensor.detach(), non_blocking=True)
-            for name, tensor in tensors.items()
-        }
+        copies = {name: self._memory[group, name].copy_(t.detach(), non_blocking=True) for name, t in tensors.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copies
-
-    def _memory(self, group: str, name: str, tensor: Tensor) -> Tensor:
-        memory = self._memories.get((group, name))
-        if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
-            memory = _host_memory(tensor.shape, tensor.dtype, pinned=tensor.is_cuda)
-            self._memories[group, name] = memory
-        return memory
 
 
 def _host_memory(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor:
@@ -119,69 +116,60 @@ class TrainState:
         return self.average.applied() if self.average else nullcontext()
 
     def snapshot(self) -> Contents | None:
-        """What a checkpoint holds of the state, copied to the CPU; None on ranks other than 0.
+        """The state for a checkpoint, on rank 0; None on the other ranks. A collective.
 
-        A collective. The next snapshot overwrites the copies.
+        The tensors are copies on the CPU, which the next snapshot overwrites.
         """
-        parts = self.world.gather((random_numbers(self.world.gpus), self.meter.since_last_log()))
-        weights, optimizer, rest = self.strategy.state()
+        ranks = self.world.gather((random_numbers(self.world.gpus), self.meter.since_last_log()))
+        strategy = self.strategy.state()
         if self.world.rank != 0:
             return None
+        rng = {f"rank{rank}.{name}": value for rank, (rng, _) in enumerate(ranks) for name, value in rng.items()}
+        return self._contents(strategy, self.buffers, rng, [sums for _, sums in ranks])
+
+    def local_snapshot(self) -> Contents:
+        """The state after the last finished step, from this rank alone: without random numbers. No collective.
+
+        The sums since the last log line are as those of a world of one rank: the loss is this rank's, the counts are
+        those of all ranks.
+        """
+        loss, _, tokens, positions = self.meter.since_last_log()  # first: it advances the schedule
+        steps = [self.plan.step_windows(step) for step in range(self.meter.last_step, self.step)]
+        all_tokens = sum(int(self.plan.lengths[ids].sum(dtype=np.int64)) for ids in steps)
+        sums = [loss, sum(map(len, steps)), all_tokens, round(all_tokens * (positions / tokens if tokens else 1))]
+        return self._contents(self.strategy.state(), PinnedBuffers(), {}, [sums])
+
+    def _contents(self, strategy: StrategyState, buffers: PinnedBuffers, rng: Tensors, sums: Sums) -> Contents:
+        """The state's format on disk."""
+        weights, optimizer, rest = strategy
         tensors = {
-            "model": self.buffers.copy("model", weights),
-            "optimizer": self.buffers.copy("optimizer", optimizer),
-            "rng": {f"rank{rank}.{name}": value for rank, (rng, _) in enumerate(parts) for name, value in rng.items()},
+            "model": buffers.copy("model", weights),
+            "optimizer": buffers.copy("optimizer", optimizer),
+            "rng": rng,
         }
         if self.average:  # "model" is what was evaluated
             tensors["unaveraged"] = tensors["model"]
             with self.averaged():
-                tensors["model"] = self.buffers.copy("average", self.strategy.model.state_dict())
-        return Contents(tensors, self._rest(rest, [sums for _, sums in parts]))
-
-    def local_snapshot(self, copies: bool = False) -> Contents:
-        """This rank's state after its last finished step, for `restore`. No collective.
-
-        Without `copies`, weights on a CPU are the training's own. The loss since the last log line is this rank's; the
-        counts are of all ranks.
-        """
-        loss, _, tokens, positions = self.meter.since_last_log()  # first: it advances the schedule
-        weights, optimizer, rest = self.strategy.state()
-        windows = [self.plan.step_windows(step) for step in range(self.meter.last_step, self.step)]
-        counts = [sum(map(len, windows)), sum(int(self.plan.lengths[ids].sum(dtype=np.int64)) for ids in windows)]
-        counts.append(round(counts[1] * (positions / tokens if tokens else 1)))
-        tensors = {"model": weights, "optimizer": optimizer, "rng": {}}
-        if self.average:
-            tensors["unaveraged"] = weights
-            with self.averaged():
-                tensors["model"] = dict(self.strategy.model.state_dict())
-        on_host = {
-            file: {name: t.detach().to("cpu", copy=copies and file != "optimizer") for name, t in group.items()}
-            for file, group in tensors.items()
-        }
-        return Contents(on_host, self._rest(rest, [[loss, *counts]]))
-
-    def _rest(self, strategy: dict[str, Any], since_last_log: list[list[float]]) -> dict[str, Any]:
-        """All but the tensors. `since_last_log`: `Meter.since_last_log` of each rank."""
-        schedule = {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"}
-        return {
+                tensors["model"] = buffers.copy("average", self.strategy.model.state_dict())
+        state = {
             "step": self.step,
             "epoch": self.step / self.plan.steps_per_epoch,
-            "world_size": len(since_last_log),
+            "world_size": len(sums),
             "global_batch": self.plan.global_batch,
             "accumulation": self.plan.accumulation,
-            "strategy": strategy,
-            "schedule": schedule,
+            "strategy": rest,
+            "schedule": {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"},
             "meter": self.meter.state(),
-            "since_last_look": since_last_log,
+            "since_last_look": sums,
             "best": self.best.state(),
             "eval_pending": self.eval_pending,
         }
+        return Contents(tensors, state)
 
     def restore(self, contents: Contents, seed: int, root: int = 0) -> None:
-        """Restore what `snapshot` or `local_snapshot` returned. A collective. Rank `root` broadcasts its argument; the
-        other ranks' are ignored, so they need not read the files.
+        """Restore a snapshot of rank `root`, which broadcasts it; the argument of other ranks is ignored. A collective.
 
-        With another world size, and after `local_snapshot`, dropout's random numbers are seeded again by seed and step.
+        Without random numbers for this world size, they are seeded by seed and step.
         """
         world = self.world
         rest, tensors = world.broadcast(contents.state, root), broadcast_groups(contents.tensors, world, root)
@@ -197,13 +185,17 @@ class TrainState:
         if rest["world_size"] == world.size and tensors["rng"]:
             with world.raise_on_all_ranks():
                 set_random_numbers(_rank_tensors(world.rank, tensors["rng"]), world.gpus)
-            since = rest["since_last_look"][world.rank]
-        else:
-            # Sums over the old ranks. `Meter.read` divides the loss by the new world size.
-            loss, *counts = (sum(column) for column in zip(*rest["since_last_look"], strict=True))
-            sums = [loss * world.size / rest["world_size"], *counts]
-            since = sums if world.rank == 0 else [0 for _ in sums]
-        self.meter.restore(rest["meter"], since, self.step)
+        self.meter.restore(rest["meter"], sums_of_rank(world.rank, world.size, rest["since_last_look"]), self.step)
+
+
+def sums_of_rank(rank: int, size: int, saved: Sums) -> list[float]:
+    """The sums with which a rank resumes: its own or, in a world of another size, all of them on rank 0."""
+    if len(saved) == size:
+        return saved[rank]
+    if rank != 0:
+        return [0, 0, 0, 0]
+    loss, *counts = map(sum, zip(*saved, strict=True))
+    return [loss * size / len(saved), *counts]  # `Meter.read` divides the loss by the world size
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
