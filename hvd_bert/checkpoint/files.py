@@ -3,13 +3,12 @@
     OUTPUT_DIR/checkpoint-120/   model.safetensors, config.json, tokenizer: loads as a model
                                  optimizer.safetensors, rng.safetensors, state.json: needed to resume; with --ema_decay
                                  also unaveraged.safetensors
-                                 (their content: `TrainState.snapshot`, training/state.py, and
-                                 `Checkpoints`, training/saving.py)
+                                 (their content: `TrainState.snapshot`, training/state.py)
                                  manifest.json: format version; size and SHA-256 of each file above
-    OUTPUT_DIR/latest            the name of the newest one, for people and scripts
+    OUTPUT_DIR/latest            the name of the newest checkpoint, for people and scripts
 
-A checkpoint is written into a temporary folder, flushed to disk, renamed, and only then named in `latest`. One of the
-same step is renamed meanwhile; `restore_replaced` undoes that after a kill. No file is unpickled.
+A checkpoint is written into a temporary folder, flushed to disk, renamed, and only then named in `latest`. A previous
+checkpoint of the same step is renamed first; `restore_replaced` undoes that after a kill. No file is unpickled.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,24 +47,16 @@ class CorruptCheckpoint(ValueError):
 
 
 @dataclass(frozen=True)
-class File:
-    """Size and SHA-256 of a file."""
-
-    bytes: Count
-    sha256: str
-
-
-@dataclass(frozen=True)
 class Manifest:
-    """manifest.json."""
+    """manifest.json. `files`: size and SHA-256 by name."""
 
     format: Count
-    files: dict[FileName, File]
+    files: dict[FileName, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint's content: `tensors` by file stem and name, the `state` for JSON, and other `files`."""
+    """A checkpoint's content: `tensors` by file stem and name, `state` for state.json, and other `files`."""
 
     tensors: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
@@ -73,23 +64,23 @@ class Contents:
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder's name for optimizer step `step`."""
+    """The name of the checkpoint folder of optimizer step `step`."""
     return f"checkpoint-{step}"
 
 
 def checkpoint_step(folder: Path) -> int:
-    """The step in the name of a checkpoint's folder; -1 for any other folder."""
+    """The step in a checkpoint folder's name; -1 for any other folder."""
     match = _NAME.fullmatch(folder.name)
     return int(match[1]) if match else -1
 
 
 def is_checkpoint(name: str) -> bool:
-    """Whether a name is that of a checkpoint, also of one set aside."""
+    """Whether a name is a checkpoint's; also if the checkpoint was set aside."""
     return _NAME.fullmatch(name.removesuffix(_ASIDE)) is not None
 
 
 def is_written(folder: Path) -> bool:
-    """Whether a run wrote this checkpoint, whole or damaged since. A user's folder may have such a name."""
+    """Whether a run wrote this folder, complete or damaged. A user's own folder may have such a name."""
     return (folder / "manifest.json").is_file()
 
 
@@ -106,7 +97,7 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
         for name, content in contents.files.items():
             (partial / name).write_bytes(content)
         files = {file.name: _fingerprint(file) for file in sorted(partial.iterdir())}
-        manifest = {"format": FORMAT, "step": step, "files": {name: asdict(file) for name, file in files.items()}}
+        manifest = {"format": FORMAT, "step": step, "files": files}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for file in partial.iterdir():
             shutil.copymode(partial / "manifest.json", file)  # safetensors gives nobody else access
@@ -133,8 +124,8 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
 
 
 def restore_replaced(output_dir: Path) -> None:
-    """Give a checkpoint its name back if its writer was killed before the new one had it. The caller must hold the
-    run's lock, or be its writer."""
+    """Rename a replaced checkpoint back if its writer was killed before the new one had its name. The caller must hold
+    the run's lock, or be the writer."""
     for replaced in output_dir.glob(f"{_REPLACED}*"):
         folder = output_dir / replaced.name.removeprefix(_REPLACED)
         if checkpoint_step(folder) >= 0 and not folder.exists():
@@ -157,7 +148,7 @@ def point_to(folder: Path) -> None:
 
 
 def candidates(output_dir: Path) -> list[Path]:
-    """The checkpoints of a folder, newest first, complete or not. Raises OSError if the folder cannot be read."""
+    """A folder's checkpoints, newest first, complete or not. Raises OSError if the folder cannot be read."""
     if not output_dir.exists():
         return []
     found = [path for path in output_dir.iterdir() if checkpoint_step(path) >= 0]
@@ -166,33 +157,22 @@ def candidates(output_dir: Path) -> list[Path]:
 
 def verify(folder: Path) -> Collection[str]:
     """The names of the checkpoint's files. Raises CorruptCheckpoint unless each has its original size and content."""
-    manifest = _manifest(folder)
-    if "state.json" not in manifest:
-        raise CorruptCheckpoint(f"{folder / 'manifest.json'} does not list state.json")
-    for name, expected in manifest.items():
-        path = folder / name
-        try:
-            if _fingerprint(path) != expected:
-                raise CorruptCheckpoint(f"{path} has changed since it was written (its SHA-256 differs)")
-        except OSError as error:
-            raise CorruptCheckpoint(f"{path}: {error.strerror or error}") from None
-    return manifest.keys()
-
-
-def _manifest(folder: Path) -> dict[str, File]:
-    """The files that the checkpoint must have."""
     path = folder / "manifest.json"
     try:
         manifest = convert(read_json(path), Manifest)
+        if manifest.format > FORMAT:
+            raise ValueError(f"its format needs a newer hvd_bert; this one reads up to {FORMAT}")
+        for name, expected in manifest.files.items():
+            path = folder / name
+            if _fingerprint(path) != expected:
+                raise ValueError("it has changed since it was written (its SHA-256 differs)")
     except (OSError, ValueError) as error:
         raise CorruptCheckpoint(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    if manifest.format > FORMAT:
-        raise CorruptCheckpoint(f"{path}: its format needs a newer hvd_bert; this one reads up to {FORMAT}")
-    return manifest.files
+    return manifest.files.keys()
 
 
 def read(folder: Path) -> Contents:
-    """All tensors (on the CPU), and the state. Raises CorruptCheckpoint; verifies first."""
+    """Verify a checkpoint and read its state and its tensors, onto the CPU. Raises CorruptCheckpoint."""
     paths = [folder / name for name in verify(folder) if name.endswith(".safetensors")]
     try:
         tensors = {path.stem: safetensors.torch.load_file(path) for path in paths}
@@ -202,7 +182,7 @@ def read(folder: Path) -> Contents:
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint so that a crash meanwhile leaves no partial one under its name."""
+    """Remove a checkpoint. A crash leaves no partial checkpoint under its name."""
     aside = folder.with_name(f"{_PARTIAL}old-{folder.name}")
     delete(aside)
     folder.rename(aside)
@@ -210,7 +190,7 @@ def discard(folder: Path) -> None:
 
 
 def prune(output_dir: Path, limit: int, keep: Collection[str] = ()) -> None:
-    """Discard the run's checkpoints but the newest `limit` and those named in `keep`."""
+    """Discard the run's checkpoints except the newest `limit` and those named in `keep`."""
     for folder in [*filter(is_written, candidates(output_dir))][limit:]:
         if folder.name not in keep:
             discard(folder)
@@ -224,7 +204,7 @@ def remove_leftovers(output_dir: Path) -> None:
 
 
 def clear(output_dir: Path) -> None:
-    """Remove all checkpoints, also those set aside."""
+    """Remove all checkpoints, including those set aside."""
     remove_leftovers(output_dir)
     for folder in candidates(output_dir):
         discard(folder)
@@ -248,6 +228,6 @@ def set_aside_after(output_dir: Path, step: int) -> list[str]:
     return renamed
 
 
-def _fingerprint(path: Path) -> File:
+def _fingerprint(path: Path) -> dict[str, Any]:
     with open_regular(path) as file:
-        return File(os.fstat(file.fileno()).st_size, sha256_of(file))
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": sha256_of(file)}
