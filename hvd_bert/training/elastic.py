@@ -1,8 +1,7 @@
 """The training's state in the memory of each rank, from which the next world of Horovod elastic resumes.
 
-The weights change only in the optimizer's update, in which no rank waits for another one. So a rank that notices in a
-collective that another one is lost has the whole state of its last finished step. Some ranks may have finished one step
-more than others.
+Weights change only in the optimizer's update, during which no rank waits for another. So a rank that notices a lost
+rank in a collective has the whole state of its last finished step. Some ranks may be one step ahead of others.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hvd_bert.errors import log
 def keep_on_failure(world: World, state: Callable[[], ResumePoint | None]) -> Iterator[None]:
     """Under Horovod elastic, keep `state()` for the next world if the training inside fails.
 
-    What an earlier world left is dropped only here, since a rank may be lost while it is sent.
+    The previous world's state is dropped only here, since a rank may be lost while that state is broadcast.
     """
     world.process.last_state = None
     try:
@@ -32,7 +31,7 @@ def keep_on_failure(world: World, state: Callable[[], ResumePoint | None]) -> It
 
 
 def newest(world: World) -> ResumePoint | None:
-    """The newest state that a rank has kept, or None. Only that rank has its tensors. A collective."""
+    """The state of the most steps in the memory of any rank, or None. Only its rank has the tensors. A collective."""
     if not world.elastic:
         return None
     mine: ResumePoint | None = world.process.last_state

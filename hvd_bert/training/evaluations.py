@@ -1,4 +1,4 @@
-"""Evaluations of a task's models during a run, and what a training leaves for the last one."""
+"""Evaluations during a run, and the results of a training that the final evaluation needs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hvd_bert.tasks.base import EvaluationResult, Task
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training leaves besides the model, which is that of step `step`, in the task.
+    """The results of a training, whose model is in the task and has the weights of step `step`.
 
-    `evaluation`: of this model, if there was one. `is_due`: whether it counts for the best score. `to_resume`: the
-    state, under Horovod elastic.
+    `evaluation`: of this model, if it was evaluated. `eval_pending`: its evaluation still counts for the best score.
+    `to_resume`: the state, under Horovod elastic.
     """
 
     results: dict[str, Any]
     step: int
     evaluation: EvaluationResult | None
-    is_due: bool
+    eval_pending: bool
     to_resume: ResumePoint | None
 
 
 class Evaluations:
-    """Evaluates a task's models, counts and times it, and keeps the best score of a training."""
+    """Evaluates the task's model. Counts and times the evaluations."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -48,17 +48,17 @@ class Evaluations:
         return evaluation
 
     def evaluate_trained(self, trained: Trained, metrics_logger: MetricsLogger) -> EvaluationResult:
-        """The evaluation of the model that a training left. A collective."""
+        """The evaluation of the trained model. A collective."""
         evaluation = trained.evaluation
         if evaluation is None:
             evaluation = self.evaluate(self.task.model)
             self.record(evaluation, metrics_logger, trained.step)
-        if trained.is_due and self.best:
+        if trained.eval_pending and self.best:
             self.best.update(trained.step, evaluation.metrics)
         return evaluation
 
     def record(self, evaluation: EvaluationResult, metrics_logger: MetricsLogger, step: int) -> None:
-        """Record and show the last evaluation, which is of the model of step `step`."""
+        """Record and show the last evaluation. `step`: of the model."""
         metrics = evaluation.metrics | {"eval_s": self._last_s}
         metrics_logger.evaluated(metrics, evaluation.summary, step, evaluation.files.get("eval_samples.json", ()))
 

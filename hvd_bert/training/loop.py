@@ -82,7 +82,7 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
 
 
 def train_only(config: Config, world: World, callbacks: Sequence[Callback], own: type[Task] | None = None) -> Task:
-    """Train without a progress bar, signal handling, evaluations or a saved model, to measure it. Called by all ranks.
+    """Train to measure it: without a progress bar, signals, evaluations or a saved model. Called by all ranks.
 
     Returns the task with the trained model. `callbacks` get batches, steps and log lines only. `own`: as for `run`.
     """
@@ -106,7 +106,7 @@ def _open_logs(start: Start, facts: dict[str, Any], callbacks: Sequence[Callback
 def _write_output(
     start: Start, evaluation: EvaluationResult | None, results: dict[str, Any], world: World
 ) -> dict[str, Any]:
-    """Write the scores and, after a training, its results. Returns the results as they are written. A collective."""
+    """Write the scores and, after a training, its results. Returns the written results. A collective."""
     task, folder, settings = start.task, start.folder, start.settings
     results = results | {"processes": world.gather({"rank": world.rank} | process_usage(world.device))}
     with world.writing("--output_dir", folder) as writes:
@@ -120,7 +120,7 @@ def _write_output(
 
 
 class Training:
-    """The parts of a training, and its loop. After `run`, task.model is the model of step `model_step`."""
+    """A training: its parts and its loop. After `run`, task.model has the weights of step `model_step`."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Training:
         with world.writing("--output_dir", folder, EXIT_BAD_INPUT):
             self.gpus = GpuUsage(world, folder)
         self.logs_late = world.device.type == "cuda"  # while the GPU computes the next step
-        self._line: dict[str, float] | None = None  # has ended, but is not logged yet
+        self._line: dict[str, float] | None = None  # a log line that has ended but is not logged yet
         self.model_step = state.step
         self.evaluation: EvaluationResult | None = None  # of the final model
         self._final: Contents | None = None  # under Horovod elastic: the state after the last step
@@ -189,7 +189,7 @@ class Training:
         return state.meter.results() | {"breakdown": self.breakdown.results()} | checkpoints.totals
 
     def _finish(self) -> None:
-        """After the last step: a last vote and check, then the model of `model_step` in task.model."""
+        """After the last step: the last vote and check, then load the weights of `model_step` into task.model."""
         state = self.state
         self._start_vote()  # a signal may have come since the last step, for example during an evaluation
         if self.stop_requests.any_rank_stops():
@@ -205,13 +205,13 @@ class Training:
         self.model_step = self.checkpoints.load_best()
         self.task.merge_adapters()
         if self.model_step != state.step:
-            self.evaluation = None  # it belongs to the last model, but an earlier one is the best
+            self.evaluation = None  # of the last model, which is not the best
 
     def to_resume(self) -> ResumePoint:
         """This rank's state after its last finished step, for the next world of Horovod elastic."""
-        kept = self._final or self.state.local_snapshot()
-        kept.state["rank_batch"] = self.config.train.rank_batch
-        return ResumePoint(self.folder / checkpoint_name(self.state.step), kept)
+        contents = self._final or self.state.local_snapshot()
+        contents.state["rank_batch"] = self.config.train.rank_batch
+        return ResumePoint(self.folder / checkpoint_name(self.state.step), contents)
 
     def _step(self) -> float:
         """One optimizer step. Returns its learning rate."""
@@ -223,7 +223,7 @@ class Training:
                 with meter.phase("compute"):
                     with autocast(self.world.device, self.config.train.precision):
                         losses = self.task.losses(strategy.module, batch)[: batch.num_windows]
-                    # The strategy averages over the ranks. The factor makes that the mean over the step's windows.
+                    # The strategy averages over the ranks. With this factor, that is the mean over the step's windows.
                     loss = losses.sum() * (self.world.size / step_windows)
                     strategy.backward(loss)
                 meter.add(loss, batch)
@@ -263,7 +263,11 @@ class Training:
         self.metrics_logger.notify("on_step", state.step)
         self._log()  # the line of the step before
         if due.log:
-            self._end_line(learning_rate, at_once=stops or due.evaluate or due.save or due.ends)
+            self.breakdown.end_line(state.step)
+            self._line = {"epoch": state.step / self.plan.steps_per_epoch, "learning_rate": learning_rate}
+            if stops or due.evaluate or due.save or due.ends or not self.logs_late:
+                state.meter.settle()
+                self._log()
         if due.ends:  # before a checkpoint holds the untrained weights
             self.health.check_end()
         if stops:
@@ -277,15 +281,6 @@ class Training:
     def _due(self) -> schedule.Due:
         steps = self.state.step, self.total_steps, self.plan.steps_per_epoch
         return schedule.due(*steps, self.config, self.evaluations is not None, self.state.best.since)
-
-    def _end_line(self, learning_rate: float, at_once: bool) -> None:
-        """End this step's log line. It is logged now, or on a GPU in the next step unless `at_once`."""
-        step = self.state.step
-        self.breakdown.end_line(step)
-        self._line = {"epoch": step / self.plan.steps_per_epoch, "learning_rate": learning_rate}
-        if at_once or not self.logs_late:
-            self.state.meter.settle()
-            self._log()
 
     def _log(self) -> None:
         """Log the line that has ended, if there is one. A collective."""

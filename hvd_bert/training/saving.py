@@ -30,7 +30,7 @@ from hvd_bert.training.state import TrainState
 
 
 class Checkpoints:
-    """Saves a TrainState. Every method is called by all ranks; rank 0 writes."""
+    """Saves a TrainState. All ranks call each method; rank 0 writes."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class Checkpoints:
         return why_not
 
     def evaluated(self, metrics: dict[str, float]) -> None:
-        """Record an evaluation. Save if it is the best one and --load_best_model_at_end is given."""
+        """Record an evaluation. With --load_best_model_at_end, save if it is the best one."""
         if self.state.best.update(self.state.step, metrics) and self.args.load_best_model_at_end:
             self.save()
 

@@ -7,6 +7,7 @@ plan is a function of the seed, the step and the global batch, so resuming repla
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -29,34 +30,29 @@ from hvd_bert.training.meter import Meter
 from hvd_bert.training.optim import WeightAverage, layer_depths, make_optimizer, make_schedule, warmup_steps
 
 Tensors = dict[str, Tensor]
+Buffers = defaultdict[str, Tensors]  # CPU memory by file
 StrategyState = tuple[Tensors, Tensors, dict[str, Any]]  # of `Strategy.state`
 Sums = list[list[float]]  # of each rank: `Meter.since_last_log`
 
 
-class PinnedBuffers:
-    """Copies tensors to the CPU, into memory that later copies reuse: allocating takes longer than copying."""
-
-    def __init__(self) -> None:
-        self._memory: dict[tuple[str, str], Tensor] = {}
-
-    def copy(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies by name. They replace the group's earlier copies."""
-        for name, tensor in tensors.items():
-            if (group, name) not in self._memory:
-                self._memory[group, name] = _host_memory(tensor.shape, tensor.dtype, pinned=tensor.is_cuda)
-        # Non-blocking copies into pinned memory, with one wait at the end, use the whole bandwidth of the bus.
-        copies = {name: self._memory[group, name].copy_(t.detach(), non_blocking=True) for name, t in tensors.items()}
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return copies
+def copy_to_host(tensors: Tensors, memory: Tensors) -> Tensors:
+    """Copy tensors to the CPU, into `memory`, which later copies reuse: allocating takes longer than copying."""
+    for name, tensor in tensors.items():
+        if name not in memory:
+            memory[name] = _host_memory(tensor)
+    # Non-blocking copies into pinned memory, with one wait at the end, use the whole bandwidth of the bus.
+    copies = {name: memory[name].copy_(tensor.detach(), non_blocking=True) for name, tensor in tensors.items()}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copies
 
 
-def _host_memory(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor:
-    """Uninitialized memory. `pinned`: if the system allows that; copies from a GPU into other memory are slower."""
-    if pinned:
+def _host_memory(tensor: Tensor) -> Tensor:
+    """Uninitialized CPU memory for a tensor. Pinned for a GPU's if the system allows it: copies are faster."""
+    if tensor.is_cuda:
         with suppress(RuntimeError):
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
-    return torch.empty(shape, dtype=dtype)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 @dataclass
@@ -70,7 +66,7 @@ class TrainState:
     world: World
     best: Best
     average: WeightAverage | None = None  # moving average of the weights (EMA)
-    buffers: PinnedBuffers = field(default_factory=PinnedBuffers)
+    buffers: Buffers = field(default_factory=lambda: defaultdict(dict))
     step: int = 0
     eval_pending: bool = False  # the evaluation due after this step has not run
 
@@ -116,10 +112,7 @@ class TrainState:
         return self.average.applied() if self.average else nullcontext()
 
     def snapshot(self) -> Contents | None:
-        """The state for a checkpoint, on rank 0; None on the other ranks. A collective.
-
-        The tensors are copies on the CPU, which the next snapshot overwrites.
-        """
+        """The state for a checkpoint on rank 0, None on other ranks. A collective. The next snapshot overwrites it."""
         ranks = self.world.gather((random_numbers(self.world.gpus), self.meter.since_last_log()))
         strategy = self.strategy.state()
         if self.world.rank != 0:
@@ -128,29 +121,28 @@ class TrainState:
         return self._contents(strategy, self.buffers, rng, [sums for _, sums in ranks])
 
     def local_snapshot(self) -> Contents:
-        """The state after the last finished step, from this rank alone: without random numbers. No collective.
+        """The state after the last finished step from this rank alone, without random numbers. No collective.
 
-        The sums since the last log line are as those of a world of one rank: the loss is this rank's, the counts are
-        those of all ranks.
+        The sums since the last log line have this rank's loss, and all ranks' counts.
         """
         loss, _, tokens, positions = self.meter.since_last_log()  # first: it advances the schedule
         steps = [self.plan.step_windows(step) for step in range(self.meter.last_step, self.step)]
         all_tokens = sum(int(self.plan.lengths[ids].sum(dtype=np.int64)) for ids in steps)
         sums = [loss, sum(map(len, steps)), all_tokens, round(all_tokens * (positions / tokens if tokens else 1))]
-        return self._contents(self.strategy.state(), PinnedBuffers(), {}, [sums])
+        return self._contents(self.strategy.state(), defaultdict(dict), {}, [sums])
 
-    def _contents(self, strategy: StrategyState, buffers: PinnedBuffers, rng: Tensors, sums: Sums) -> Contents:
-        """The state's format on disk."""
+    def _contents(self, strategy: StrategyState, buffers: Buffers, rng: Tensors, sums: Sums) -> Contents:
+        """The state as it is written."""
         weights, optimizer, rest = strategy
         tensors = {
-            "model": buffers.copy("model", weights),
-            "optimizer": buffers.copy("optimizer", optimizer),
+            "model": copy_to_host(weights, buffers["model"]),
+            "optimizer": copy_to_host(optimizer, buffers["optimizer"]),
             "rng": rng,
         }
         if self.average:  # "model" is what was evaluated
             tensors["unaveraged"] = tensors["model"]
             with self.averaged():
-                tensors["model"] = buffers.copy("average", self.strategy.model.state_dict())
+                tensors["model"] = copy_to_host(dict(self.strategy.model.state_dict()), buffers["average"])
         state = {
             "step": self.step,
             "epoch": self.step / self.plan.steps_per_epoch,
@@ -167,9 +159,9 @@ class TrainState:
         return Contents(tensors, state)
 
     def restore(self, contents: Contents, seed: int, root: int = 0) -> None:
-        """Restore a snapshot of rank `root`, which broadcasts it; the argument of other ranks is ignored. A collective.
+        """Restore a snapshot that rank `root` broadcasts; other ranks may pass an empty one. A collective.
 
-        Without random numbers for this world size, they are seeded by seed and step.
+        Without random numbers for this world size, the generators are seeded by seed and step.
         """
         world = self.world
         rest, tensors = world.broadcast(contents.state, root), broadcast_groups(contents.tensors, world, root)
@@ -216,10 +208,9 @@ def broadcast_groups(groups: dict[str, dict[str, Tensor]], world: World, root: i
 
 
 def seed_ranks(seed: int, step: int, world: World) -> None:
-    """Seed each rank's random numbers differently: the ranks' dropout must differ.
+    """Seed this rank's generators by a hash of seed, rank and step, so that dropout differs between ranks.
 
-    A hash of seed, rank and step: by `seed + rank`, rank 1 would draw what rank 0 draws with the next seed.
-    `step`: 0 at the start, else the step of the checkpoint.
+    With `seed + rank`, rank 1 would draw the numbers that rank 0 draws with the next seed.
     """
     sequence = np.random.SeedSequence(seed, spawn_key=(world.rank, step))
     number, *others = sequence.generate_state(world.devices, np.uint64).tolist()
@@ -250,7 +241,7 @@ def _rank_tensors(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def _named_gpus(gpus: Sequence[torch.device]) -> Iterator[tuple[str, torch.device]]:
-    """The names of their states in a checkpoint: cuda, cuda1, ..."""
+    """The rank's GPUs with the names of their generators in a checkpoint: cuda, cuda1, ..."""
     return ((f"cuda{number or ''}", gpu) for number, gpu in enumerate(gpus))
 
 
