@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import safetensors.torch
 
-from hvd_bert.checkpoint import files as checkpoint_files
+from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.settings import CheckpointArguments
@@ -77,7 +77,7 @@ class Checkpoints:
                 log.warning("No checkpoint is saved at step %d: the loss is NaN or infinite.", self.state.step)
                 return
             self.totals["checkpoints"] += 1
-            best = checkpoint_files.checkpoint_name(self.state.best.step)
+            best = files.checkpoint_name(self.state.best.step)
             keep = {best} if self.args.load_best_model_at_end else set()
             self._running = self._writer.submit(self._write, snapshot, model_only, keep)
 
@@ -108,9 +108,9 @@ class Checkpoints:
         if model_only:
             tensors, state = {"model": tensors["model"]}, {"step": step, "model_only": True}
         try:
-            checkpoint_files.write(self.folder, step, Contents(tensors, state, self._description))
+            files.write(self.folder, step, Contents(tensors, state, self._description))
             try:
-                checkpoint_files.prune(self.folder, self.args.save_total_limit, keep)
+                files.prune(self.folder, self.args.save_total_limit, keep)
             except OSError as error:
                 log.warning("An old checkpoint in %s could not be removed: %s.", self.folder, error)
         except Exception as error:
@@ -133,7 +133,7 @@ class Checkpoints:
         self._running = None
         self._count("checkpoint_write_s", seconds)
         if error is None:
-            self.on_save(step, self.folder / checkpoint_files.checkpoint_name(step))
+            self.on_save(step, self.folder / files.checkpoint_name(step))
         elif warns and not self.is_output_dir_missing():
             log.warning("A checkpoint could not be written in %s: %s. Training continues.", self.folder, error)
         return error
@@ -177,7 +177,7 @@ class Checkpoints:
                 output_dir.make_again(self.folder, self._settings)
         self.save(whole=True)
         self.wait_for_write()
-        where = self.folder / checkpoint_files.checkpoint_name(self.state.step)
+        where = self.folder / files.checkpoint_name(self.state.step)
         message = f"Stopped by {reason} after step {self.state.step}, saved in {where}"
         by_hand = FOLDER in reason or CTRL_C in reason  # also in an interactive session of a batch job
         why_not = "" if by_hand else self._requeue()
@@ -192,10 +192,9 @@ class Checkpoints:
         would end rank 0 after the first of them."""
         world, step = self.state.world, self.state.step
         why_not: str | None = None
-        with world.raise_on_all_ranks():
-            if world.rank == 0:
-                progress = f"step {step}" if step > self._first_step else ""
-                why_not = slurm.requeue(os.environ, self.args.requeue, progress, log.info)
+        if world.rank == 0:
+            progress = f"step {step}" if step > self._first_step else ""
+            why_not = slurm.requeue(os.environ, self.args.requeue, progress, log.info)
         why_not = world.broadcast(why_not)
         return why_not
 
@@ -213,13 +212,13 @@ class Checkpoints:
         self.wait_for_write()
         if not self.args.load_best_model_at_end or best.step in (0, self.state.step):
             return self.state.step
-        folder = Path(best.folder or self.folder, checkpoint_files.checkpoint_name(best.step))
+        folder = Path(best.folder or self.folder, files.checkpoint_name(best.step))
         model, usable = self._task.model, True
         if world.rank == 0:
             try:
-                checkpoint_files.verify(folder)
+                files.verify(folder)
                 model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
-            except (checkpoint_files.CorruptCheckpoint, OSError) as error:
+            except (files.CorruptCheckpoint, OSError) as error:
                 log.warning("The best model, of step %d, cannot be loaded: %s. The last one is kept.", best.step, error)
                 usable = False
         if not world.broadcast(usable):
