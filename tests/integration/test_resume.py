@@ -102,20 +102,22 @@ def test_moved_output_folder_stops_the_run(tmp_path: Path, whole: dict[int, Path
     assert [name for name in differing if not name.startswith("metrics.jsonl")] == []
 
 
-def test_killed_before_a_checkpoint_and_started_again(tmp_path: Path, whole: dict[int, Path]) -> None:
-    killed = train(tmp_path / "run", 1, "none", stop="1 0 SIGKILL start")
-    assert killed.status == -9, killed
-    train(tmp_path / "run", 1, "none").expect(0)
-    assert resuming.differences(whole[1], tmp_path / "run" / "out") == []
-
-
-@pytest.mark.parametrize(("by", "rank"), [("mpi", 0), ("gloo", 1)])
-def test_one_of_two_ranks_killed_and_started_again(tmp_path: Path, whole: dict[int, Path], by: str, rank: int) -> None:
-    killed = train(tmp_path / "run", 2, by, stop=f"5 {rank} SIGKILL start")
+@pytest.mark.parametrize(
+    ("size", "by", "stop", "resumed"),
+    [
+        (1, "none", "1 0 SIGKILL start", "Training: "),  # before the first checkpoint
+        (2, "mpi", "5 0 SIGKILL start", "Resuming from step [24]:"),  # the last save may not have been on disk yet
+        (2, "gloo", "5 1 SIGKILL start", "Resuming from step [24]:"),
+    ],
+)
+def test_killed_and_started_again(
+    tmp_path: Path, whole: dict[int, Path], size: int, by: str, stop: str, resumed: str
+) -> None:
+    killed = train(tmp_path / "run", size, by, stop=stop)
     assert not killed.hung and killed.status != 0, killed
-    again = said(train(tmp_path / "run", 2, by).expect(0))
-    assert re.search(r"Resuming from step [24]:", again), again  # the last save may not have been on disk yet
-    assert resuming.differences(whole[2], tmp_path / "run" / "out") == []
+    again = said(train(tmp_path / "run", size, by).expect(0))
+    assert re.search(resumed, again), again
+    assert resuming.differences(whole[size], tmp_path / "run" / "out") == []
 
 
 def test_other_world_sizes(tmp_path: Path) -> None:
@@ -162,36 +164,28 @@ def test_from_a_named_checkpoint_into_a_new_folder(stopped: Path, whole: dict[in
     assert resuming.rows(stopped / "new") == [row for row in resuming.rows(whole[1]) if row["step"] > 2]
 
 
-def test_best_model_and_early_end(tmp_path: Path) -> None:
-    flags = ("--eval_steps", 1, "--metric_for_best_model", "eval_loss", "--learning_rate", 0.5, "--warmup_ratio", 0.0)
-    flags += ("--load_best_model_at_end", "--early_stopping_patience", 2, "--num_train_epochs", 4)
-    outcome = train(tmp_path / "run", 1, "none", *flags).expect(0)
+@pytest.mark.parametrize(
+    ("flags", "early", "reloaded"),
+    [
+        (["--load_best_model_at_end", "--early_stopping_patience", 2, "--learning_rate", 0.5], True, True),
+        (["--load_best_model_at_end", "--learning_rate", 1e-3, "--num_train_epochs", 1], False, False),
+        (["--early_stopping_patience", 1, "--learning_rate", 0.5], True, False),
+    ],
+    ids=["best and early end", "best is last", "early end"],
+)
+def test_best_model_and_early_end(tmp_path: Path, flags: list[object], early: bool, reloaded: bool) -> None:
+    every_step = ("--eval_steps", 1, "--metric_for_best_model", "eval_loss", "--warmup_ratio", 0.0)
+    outcome = train(tmp_path / "run", 1, "none", *every_step, "--num_train_epochs", 4, *flags).expect(0)
     out = tmp_path / "run" / "out"
     evaluated = [row for row in resuming.rows(out) if "eval_loss" in row]
     best = min(evaluated, key=lambda row: row["eval_loss"])
-    assert evaluated[-2]["step"] == best["step"] + 2 < 12, outcome
-    assert evaluated[-1] == best, "the score of the saved model is recorded at its step"
-    assert "Early stopping: no eval_loss better than at step" in outcome.output
-    results = json.loads((out / "eval_results.json").read_text())
-    assert results["eval_loss"] == best["eval_loss"]  # the saved model is the best one
-    assert (out / f"checkpoint-{best['step']}").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("flags", "said_at_end"),
-    [
-        (["--load_best_model_at_end", "--learning_rate", 1e-3, "--max_steps", 3], ""),
-        (["--early_stopping_patience", 1, "--learning_rate", 0.5], "Early stopping: no eval_loss better than"),
-    ],
-    ids=["best is last", "stopped early"],
-)
-def test_model_of_the_last_evaluation_is_evaluated_once(tmp_path: Path, flags: list[object], said_at_end: str) -> None:
-    every_step = ("--eval_steps", 1, "--metric_for_best_model", "eval_loss", "--warmup_ratio", 0.0)
-    outcome = train(tmp_path / "run", 1, "none", *every_step, *flags).expect(0)
-    out = tmp_path / "run" / "out"
-    evaluated = [row for row in resuming.rows(out) if "eval_loss" in row]
-    assert said_at_end in outcome.output and "The model is the best one, of step" not in outcome.output, outcome
-    assert [row["step"] for row in evaluated] == list(range(1, len(evaluated) + 1)), outcome
+    assert ("Early stopping: no eval_loss better than at step" in outcome.output) == early
+    trained = evaluated[:-1] if reloaded else evaluated
+    assert [row["step"] for row in trained] == list(range(1, len(trained) + 1)), outcome
+    assert (len(trained) < 12) and (not reloaded or trained[-1]["step"] == best["step"] + 2), outcome
+    if reloaded:
+        assert evaluated[-1] == best, "the score of the saved model is recorded at its step"
+        assert (out / f"checkpoint-{best['step']}").is_dir()
     assert json.loads((out / "eval_results.json").read_text())["eval_loss"] == evaluated[-1]["eval_loss"]
     assert json.loads((out / "train_results.json").read_text())["evaluations"] == len(evaluated)
 
