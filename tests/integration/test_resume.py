@@ -1,4 +1,4 @@
-"""The real command, stopped and resumed: by signals, by SIGKILL, in other worlds, from damaged checkpoints."""
+"""The real command, stopped by signals or killed, and resumed, also in other worlds and on full disks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS_PER_EPOCH, STEPS = 3, 6  # see small_run
 
 
 def train(folder: Path, size: int, by: str, *flags: object, stop: str = "0 0 SIGTERM start") -> Outcome:
-    """Run small_run with output in FOLDER/out. `stop`: step, rank, signal and place of a stop."""
+    """Run small_run into FOLDER/out. `stop`: step, rank, signal and moment, as for stopping_at.py."""
     own = override_argv([str(word) for word in DROPOUT], [str(flag) for flag in flags])
     words = small_run(size, "out", *own)[len(small_run(1, "")[:3]) :]  # without "python -m hvd_bert.train"
     cache = {"HVD_BERT_CACHE": str(folder.parent / "cache")}
@@ -64,7 +64,7 @@ def test_signal_to_one_rank_stops_all(tmp_path: Path, whole: dict[int, Path], by
     assert resuming.differences(whole[2], tmp_path / "run" / "out") == []
 
 
-# Starts a command in a terminal of its own, and closes that as soon as the command stops itself.
+# Starts a command in a new terminal, and closes the terminal once the command has stopped itself.
 CLOSED_TERMINAL = """
 import os, pty, select, sys
 pid, terminal = pty.fork()
@@ -87,7 +87,7 @@ def test_closed_terminal_stops_and_saves(tmp_path: Path, whole: dict[int, Path])
 
 
 def test_moved_output_folder_stops_the_run(tmp_path: Path, whole: dict[int, Path]) -> None:
-    """All ranks save their state to a new folder, from which the same command resumes."""
+    """The state is saved in a new folder, from which the same command resumes."""
     size, by = 2, "gloo"
     stopped = train(tmp_path / "run", size, by, stop="3 0 move start")
     assert not stopped.hung and stopped.status in (EXIT_STOPPED, 1), stopped

@@ -1,4 +1,4 @@
-"""Stopped and gone on with is never stopped: equal to the bit, with dropout, wherever the stop falls."""
+"""A stopped and resumed run equals an uninterrupted one bit for bit, with dropout, at any stop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
 from hvd_bert.errors import EXIT_STOPPED
 from hvd_bert.training.api import main as train
 
-STEPS = 6  # each has 2 passes, if the rank's batch allows; an epoch has 2 steps, the last has one window
+STEPS = 6  # of 2 micro-batches, if the rank's batch allows; an epoch has 2 steps, the second has one window
 
 
 def flags(world: World, strategy: str, out: Path) -> list[str]:
@@ -36,7 +36,7 @@ def flags(world: World, strategy: str, out: Path) -> list[str]:
 
 
 def run(world: World, words: list[str]) -> int:
-    """The command's own main; its exit status."""
+    """Run the trainer's main. Returns the exit status."""
     try:
         call(train, world, words)
     except CollectiveError as error:
@@ -52,9 +52,9 @@ def stopped_run_ends_as_one_never_stopped(ranks: Ranks) -> None:
     whole, stopped, records = (ranks.folder / name for name in ("whole", "stopped", "records"))
     records.mkdir(exist_ok=True)
     assert run(world, flags(world, ranks.strategy, whole)) == 0
-    # (step, place): mid-epoch inside an accumulation; at an epoch's end, right after an evaluation
-    for step, place in ((1, "inside"), (4, "start")):
-        with signal_at(step, world.size - 1, signal.SIGTERM, place, records=records):
+    # In an accumulation in the middle of an epoch; at an epoch's end, right after an evaluation.
+    for step, moment in ((1, "inside"), (4, "start")):
+        with signal_at(step, world.size - 1, signal.SIGTERM, moment, records=records):
             assert run(world, flags(world, ranks.strategy, stopped)) == EXIT_STOPPED
         if world.rank == 0:
             assert resuming.newest(stopped).name == f"checkpoint-{step}"
@@ -63,7 +63,7 @@ def stopped_run_ends_as_one_never_stopped(ranks: Ranks) -> None:
         assert run(world, flags(world, ranks.strategy, stopped)) == 0
     taken = (records / f"windows-{world.rank}.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line)["step"] for line in taken]
-    assert steps == sorted([*range(1, STEPS + 1)] * 2), "a run began anew, or did a step again"
+    assert steps == sorted([*range(1, STEPS + 1)] * 2), "a run started again, or repeated a step"
     if world.rank == 0:
         assert resuming.differences(whole, stopped) == []
 
@@ -71,7 +71,7 @@ def stopped_run_ends_as_one_never_stopped(ranks: Ranks) -> None:
 @expensive
 @check_every_strategy
 def when_steps_are_logged_changes_nothing(ranks: Ranks) -> None:
-    """Whether a step was applied, on which the next learning rate depends, is known one step later, or when logged."""
+    """The next learning rate depends on whether a step was applied, which is known one step later, or when logged."""
     world, found = ranks.world, []
     for steps in (1, STEPS):
         out = ranks.folder / f"logged_{steps}"
@@ -84,7 +84,7 @@ def when_steps_are_logged_changes_nothing(ranks: Ranks) -> None:
 
 @check
 def newest_state_in_memory_is_resumed_by_all_ranks(ranks: Ranks) -> None:
-    """The last rank has finished a step more than the others, and rank 0 is new: these are three kinds of ranks."""
+    """The last rank is one step ahead, rank 0 is new, and the other ranks are one step behind."""
     if ranks.world.size < 4:
         return
     world, last = ranks.world, ranks.world.size - 1

@@ -1,4 +1,4 @@
-"""What two runs must have in common to count as the same: to the bit, every tensor, every logged number but times."""
+"""Compare two runs bit for bit: every tensor, and every logged number except times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_TIMES = ("padding_share",)
 
 
 def newest(out: Path) -> Path:
-    """The checkpoint that the folder points to."""
+    """The checkpoint that `latest` names."""
     return out / (out / "latest").read_text(encoding="utf-8").strip()
 
 
@@ -26,7 +26,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Where the last checkpoints and the records of two runs differ, at zero tolerance; empty: nowhere."""
+    """The differences between the last checkpoints and the metrics of two runs, at zero tolerance."""
     found = []
     for name in {file.name for out in (one, other) for file in newest(out).glob("*.safetensors")}:
         mine, theirs = (load_file(newest(out) / name) for out in (one, other))

@@ -1,13 +1,12 @@
-"""Signals at an exact place of a training: `python stopping_at.py STEP RANK SIGNAL PLACE TRAIN'S ARGUMENTS...`.
+"""A signal at an exact moment of a training: `python stopping_at.py STEP RANK SIGNAL MOMENT TRAIN'S ARGUMENTS...`.
 
-SIGNAL: a name such as SIGTERM, "hosts" to wait, on rank 0, until Horovod elastic has other hosts, or "move" to rename
-the folder `out` to `moved`.
-PLACE: "start" of the step, or "inside" it, after the first of its passes, or so many seconds after its start (SIGSTOP:
-for so many seconds), or from its start on a random moment in a phase (SIGKILL), or "queued": once another rank waits
-for an operation that Horovod never finishes. Steps count from 1; with 0 none comes.
-RANK may be several, as 2,3. In the folder it was started in each rank notes the windows that it takes in
-windows-RANK.jsonl, when it was signalled, or began to wait for a phase, in `signalled`, and when it began its first
-step in another world in `resumed`.
+STEP: counts from 1; 0: no signal. RANK: one or several, such as 2,3.
+SIGNAL: a name such as SIGTERM, "hosts" to wait until Horovod elastic has other hosts, or "move" to rename the folder
+`out` to `moved`.
+MOMENT: the "start" of the step; "inside" it, after its first micro-batch; a number: SIGSTOP for so many seconds; a name
+in PHASES: SIGKILL at a random moment of that phase; "queued": once another rank waits for an operation that Horovod
+never finishes.
+In its working directory each rank records its windows in windows-RANK.jsonl, and a signal by the file `signalled`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.training.loop import Evaluations
 from hvd_bert.training.saving import Checkpoints
 
-# The trainer's functions that a thread is in during a phase. A checkpoint's write runs alongside the next steps.
+# The trainer's functions that run in a phase. A checkpoint's write runs alongside the next steps.
 PHASES = {
     "saving": (Checkpoints.save, files.write, run_folder.save_model),
     "evaluation": (Evaluations.evaluate,),
@@ -50,40 +49,35 @@ PHASES = {
 
 @contextmanager
 def signal_at(
-    step: int, rank: int | set[int], number: int | str, place: str = "start", records: Path | None = None
+    step: int, rank: int | set[int], number: int | str, moment: str = "start", records: Path | None = None
 ) -> Iterator[None]:
-    """Inside, the training of this process signals itself as it begins `step`, if it is `rank`."""
+    """Context manager: the training of this process, if it is `rank`, signals itself in `step`."""
     original = Prefetcher.micro_batches
     signalled = rank if isinstance(rank, set) else {rank}
     worlds: list[Prefetcher] = []  # one per world of Horovod elastic
 
     def micro_batches(self: Prefetcher, number_of_step: int) -> Iterator[Batch]:
-        own_rank, begins = self.rank, self not in worlds
-        if begins:
+        own_rank = self.rank
+        if self not in worlds:
             worlds.append(self)
-            if records and len(worlds) > 1:
-                (records / "resumed").write_text(str(time.time()), encoding="utf-8")
         windows = self.plan.rank_windows(number_of_step, own_rank)
         record = records / f"windows-{own_rank}.jsonl" if records else None
         for index, (ids, batch) in enumerate(zip(windows, original(self, number_of_step), strict=True)):
-            here = (number_of_step + 1, index) == (step, 1 if place == "inside" else 0)
+            here = (number_of_step + 1, index) == (step, 1 if moment == "inside" else 0)
             if here and own_rank in signalled and len(worlds) == 1:
                 if records:
-                    (records / "signalled").write_text(str(time.time()), encoding="utf-8")
+                    (records / "signalled").touch()
                 if number == "hosts":
                     assert notified.wait(90), "Horovod elastic has notified of no other hosts"
                 elif number == "move":
                     os.rename("out", "moved")
-                elif place in PHASES:
-                    threading.Thread(target=die_during, args=(place,), daemon=True).start()
-                elif place not in ("start", "inside", "queued"):
-                    name = str(number).removeprefix("SIG")
-                    later = f"sleep {place} && kill -{name} {os.getpid()}"
-                    if name == "STOP":
-                        later = f"kill -STOP {os.getpid()}; sleep {place}; kill -CONT {os.getpid()}"
-                    subprocess.Popen(["sh", "-c", later], start_new_session=True, stdout=-3, stderr=-3)  # DEVNULL
+                elif moment in PHASES:
+                    threading.Thread(target=die_during, args=(moment,), daemon=True).start()
+                elif moment.isdigit():
+                    stop = f"kill -STOP {os.getpid()}; sleep {moment}; kill -CONT {os.getpid()}"
+                    subprocess.Popen(["sh", "-c", stop], start_new_session=True, stdout=-3, stderr=-3)  # DEVNULL
                 else:
-                    while place == "queued" and records and not [*records.parent.glob("*/waiting")]:
+                    while moment == "queued" and records and not [*records.parent.glob("*/waiting")]:
                         time.sleep(0.01)
                     os.kill(os.getpid(), signal.Signals[number] if isinstance(number, str) else number)
             if record:
@@ -101,12 +95,12 @@ def signal_at(
 
 
 def notes(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks noted of their passes, with the number of the rank's world from 1 on."""
+    """The ranks' records of their micro-batches. `world`: 1 is the first world, 2 the next one."""
     return [json.loads(line) for path in folder.rglob("windows-*.jsonl") for line in path.read_text().splitlines()]
 
 
 def taken(folder: Path, last: int) -> dict[int, Counter[int]]:
-    """The windows of each step: up to step `last` those that the first world took, then those of the next."""
+    """Windows per step: up to step `last` of the first world, then of the next one."""
     found: dict[int, Counter[int]] = {}
     for row in notes(folder):
         if (row["world"] > 1) == (row["step"] > last):
@@ -115,22 +109,22 @@ def taken(folder: Path, last: int) -> dict[int, Counter[int]]:
 
 
 def current_phase() -> str | None:
-    """The phase that this process is in."""
+    """The phase that this process is in, or None."""
     stacks = sys._current_frames().values()
     codes = {frame.f_code for stack in stacks for frame, _ in traceback.walk_stack(stack)}
     return next((phase for phase, within in PHASES.items() if codes & {f.__code__ for f in within}), None)
 
 
 def die_during(phase: str, mean_s: float = 0.01) -> None:
-    """End this process by SIGKILL at a random moment: the first of a Poisson process that falls into the phase."""
-    dice = random.Random(os.getpid())  # leaves the training's random numbers alone
+    """Kill this process by SIGKILL at a random moment: the first event of a Poisson process within the phase."""
+    dice = random.Random(os.getpid())  # does not change the training's random numbers
     while current_phase() != phase:
         time.sleep(dice.expovariate(1 / mean_s))
     os.kill(os.getpid(), signal.SIGKILL)  # the interpreter's lock is still this thread's
 
 
 def queue_too_late(folder: Path) -> None:
-    """The operation that this process waits for when a rank is signalled stays unfinished."""
+    """Never finish the operation that this process waits for once a rank is signalled."""
     from horovod.torch.mpi_ops import mpi_lib
 
     poll = mpi_lib.horovod_torch_poll
@@ -146,7 +140,7 @@ def queue_too_late(folder: Path) -> None:
 
 @contextmanager
 def noted_hosts() -> Iterator[threading.Event]:
-    """Inside, the event is set as soon as Horovod elastic has notified this process of other hosts."""
+    """Context manager: the event is set once Horovod elastic has notified this process of other hosts."""
     notified, original = threading.Event(), ProcessState.on_hosts_updated
 
     def on_hosts_updated(self: ProcessState, *given: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints during training, as they lie on disk, however slow the write, and the state that they hold."""
+"""Checkpoints during training with slow and failed writes; what is due after a step; the saved state."""
 
 from __future__ import annotations
 
