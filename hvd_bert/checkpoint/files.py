@@ -38,7 +38,7 @@ _ASIDE = ".aside"
 _PARTIAL = ".partial-"
 _REPLACED = ".replaced-"  # complete checkpoints, unlike those being discarded
 _LEFTOVER = re.compile(rf"({re.escape(_PARTIAL)}(old-)?|{re.escape(_REPLACED)})checkpoint-[0-9]+({re.escape(_ASIDE)})?")
-# A name inside the folder, without control characters and halves of characters.
+# A name inside the folder, without control characters and lone surrogates.
 FileName = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z")]
 
 

@@ -13,8 +13,8 @@ from hvd_bert.storage.reading import Count
 class Best:
     """The best evaluation so far: its value, its step, and how many evaluations since were not better.
 
-    `mode`: whether the "max" or the "min" of the metric is best. `folder`: on rank 0, the run's that has the step's
-    checkpoint, if it is another one, which was resumed from.
+    `mode`: whether the "max" or the "min" of the metric is best. `folder`: on rank 0, the output folder that has the
+    step's checkpoint; "" for the run's own folder.
     """
 
     metric: str
@@ -25,7 +25,7 @@ class Best:
     folder: str = ""
 
     def state(self) -> dict[str, Any]:
-        """A copy for a checkpoint, without the mode, which follows from the task."""
+        """The fields for a checkpoint. The mode is left out: it follows from the task."""
         return {name: value for name, value in vars(self).items() if name != "mode" and value != ""}
 
     def update(self, step: int, metrics: dict[str, float]) -> bool:

@@ -38,7 +38,7 @@ LONG_S = 60.0  # training time from which the step-time summary is printed
 
 
 def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: type[Task] | None = None) -> RunResult:
-    """A whole run: load, train, evaluate, write. Called by all ranks, under Horovod elastic in each world.
+    """Load, train, evaluate and write the output. Called by all ranks; under Horovod elastic again in each world.
 
     `own`: the task's class, if a program gives it.
     """
@@ -86,7 +86,7 @@ def train_only(config: Config, world: World, callbacks: Sequence[Callback], own:
 
     Returns the task with the trained model. `callbacks` get batches, steps and log lines only. `own`: as for `run`.
     """
-    with tempfile.TemporaryDirectory() as folder:  # GPU usage is recorded in rank 0's
+    with tempfile.TemporaryDirectory() as folder:  # GpuUsage writes into rank 0's
         changed = {"output_dir": world.broadcast(folder), "resume_from_checkpoint": None, "elastic": False}
         changed["early_stopping_patience"] = None  # it needs evaluations
         start = load(from_values(config.as_flat() | changed), world, own)
@@ -185,7 +185,7 @@ class Training:
                 self.recording.after(state.step, self.folder)
                 self._after_step(learning_rate, stops)
             self._finish()
-        state.meter.on_applied = None  # the weights' hooks have the meter, which would keep the optimizer
+        state.meter.on_applied = None  # the weights' hooks refer to the meter, which would keep the optimizer in memory
         return state.meter.results() | {"breakdown": self.breakdown.results()} | checkpoints.totals
 
     def _finish(self) -> None:

@@ -44,7 +44,7 @@ class Checkpoints:
         """`folder`: the output folder. `settings`: all settings by flag name. `facts`: of the run, for state.json."""
         self.state, self.folder, self.args = state, folder, args
         self._task, self._settings, self._facts = task, settings, facts
-        self._writer = ThreadPoolExecutor(1, "checkpoint writer")  # the process ends after its jobs
+        self._writer = ThreadPoolExecutor(1, "checkpoint writer")  # Python waits for its jobs at exit
         self._running: Future[tuple[int, Exception | None, float]] | None = None  # step, error, seconds
         self._first_step = state.step
         self._last_saved = -1  # not the resumed step, which may be in another run's folder

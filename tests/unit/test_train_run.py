@@ -315,7 +315,7 @@ def test_timeline_that_cannot_be_recorded_is_a_warning(tmp_path, monkeypatch, ca
 
 
 class LogsLate(loop.Training):
-    """As on a GPU."""
+    """A training that logs one step late, as on a GPU."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -324,7 +324,7 @@ class LogsLate(loop.Training):
 
 @pytest.mark.parametrize("every", ["1", "3"])
 def test_lines_logged_one_step_late_are_the_same(base, tmp_path, monkeypatch, every):
-    """Except for times, also after a stop, and the checkpoints have the same sums."""
+    """The metrics except times, and the checkpoints' sums, are equal, also after a stop."""
 
     def written(out: Path) -> list[Any]:
         when = f"--logging_steps {every} --eval_steps 4 --save_steps 5 --max_steps 11"
