@@ -302,7 +302,9 @@ class Training:
             if writes and not self.checkpoints.is_output_dir_missing() and SAMPLES in evaluation.files:
                 write_json(self.folder / SAMPLES, evaluation.files[SAMPLES])  # while the run continues
         self.state.eval_pending = False
-        self.checkpoints.evaluated(evaluation.metrics)
+        is_best = self.state.best.update(step, evaluation.metrics)
+        if is_best and self.config.checkpoint.load_best_model_at_end:
+            self.checkpoints.save()
         self.evaluation = evaluation if self._due().ends else None  # the answers are large
 
 

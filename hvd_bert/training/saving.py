@@ -198,11 +198,6 @@ class Checkpoints:
         why_not = world.broadcast(why_not)
         return why_not
 
-    def evaluated(self, metrics: dict[str, float]) -> None:
-        """Record an evaluation. With --load_best_model_at_end, save if it is the best one."""
-        if self.state.best.update(self.state.step, metrics) and self.args.load_best_model_at_end:
-            self.save()
-
     def load_best(self) -> int:
         """After the training: wait for the last write. With --load_best_model_at_end load the best weights.
 

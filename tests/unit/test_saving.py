@@ -109,7 +109,7 @@ def test_slow_write_holds_what_was_there(run, disk, tmp_path):
     with torch.no_grad():  # training continues
         state.strategy.weight.add_(1)
         state.strategy.moment.add_(1)
-    checkpoints.evaluated({"f1": 50.0})
+    state.best.update(4, {"f1": 50.0})
     state.step = 5
     disk.go.set()
     checkpoints.wait_for_write()
@@ -158,12 +158,7 @@ def test_stop_reports_how_to_resume(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "reason", "asked"),
-    [
-        (7, "SIGUSR1", ["step 7"]),
-        (0, "SIGUSR1", [""]),
-        (7, "Ctrl-C", []),
-    ],
+    ("steps", "reason", "asked"), [(7, "SIGUSR1", ["step 7"]), (0, "SIGUSR1", [""]), (7, "Ctrl-C", [])]
 )
 def test_stop_requeues(run, monkeypatch, steps, reason, asked):
     progress: list[str] = []
