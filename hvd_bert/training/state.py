@@ -190,17 +190,14 @@ def sums_of_rank(rank: int, size: int, saved: Sums) -> list[float]:
     return [loss * size / len(saved), *counts]  # `Meter.read` divides the loss by the world size
 
 
-def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-
-def broadcast_groups(groups: dict[str, dict[str, Tensor]], world: World, root: int) -> dict[str, dict[str, Tensor]]:
+def broadcast_groups(groups: dict[str, Tensors], world: World, root: int) -> dict[str, Tensors]:
     """The tensors of rank `root`, by group and name, on the CPU of every rank. A collective."""
-    shapes = world.broadcast({group: _kinds(tensors) for group, tensors in groups.items()}, root)
+    shapes = {group: {name: (t.shape, t.dtype) for name, t in tensors.items()} for group, tensors in groups.items()}
+    shapes = world.broadcast(shapes, root)
     if world.rank != root:
         groups = {
-            g: {n: torch.empty(shape, dtype=kind) for n, (shape, kind) in of_group.items()}
-            for g, of_group in shapes.items()
+            group: {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()}
+            for group, tensors in shapes.items()
         }
     for tensors in groups.values():
         world.broadcast_tensors(tensors, root)
