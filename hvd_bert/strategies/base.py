@@ -1,12 +1,12 @@
 """A strategy: how the ranks of a world train a model. The base class is a single process (--strategy none).
 
-One optimizer step of the loop is `backward` once per micro-batch, inside `passes`, then `synchronize`, `clip`, `step`.
+In a step, the loop calls `backward` per micro-batch, inside `micro_batches`, then `synchronize`, `clip` and `step`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
@@ -30,7 +30,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 class StrategyOptions:
     """Settings that strategies read.
 
-    `accumulation`: backward passes per step. Their gradients are summed, so each loss is a share of the step's loss.
+    `accumulation`: micro-batches per step. Their gradients are summed, so each loss is a share of the step's loss.
     """
 
     train: TrainArguments
@@ -38,9 +38,42 @@ class StrategyOptions:
     accumulation: int
 
 
+class FusedClip:
+    """Lets a fused optimizer clip the gradients and skip a step on the device. The host does not wait for the norm.
+
+    As `GradScaler.step` does (torch/amp/grad_scaler.py, torch 2.6 to 2.13): the optimizer divides the gradients by
+    grad_scale, and skips the step if found_inf is not 0. An enabled scaler would read the gradients once more.
+    """
+
+    skips_step = False
+
+    def __init__(self, optimizer: Any, args: TrainArguments) -> None:
+        self._optimizer, self.limit, self._fp16 = optimizer, args.max_grad_norm, args.fp16
+
+    def clip(self, norm: Tensor) -> None:
+        """Prepare the optimizer's next step."""
+        if self.limit:
+            self._optimizer.grad_scale = ((norm + 1e-6) / self.limit).clamp(min=1.0)  # clip_grad_norm_'s, inverted
+        if not self._fp16:  # under fp16 the scaler sets it
+            self._optimizer.found_inf = torch.logical_not(norm < torch.inf).float()  # isfinite would be 4 kernels
+
+
+class HostClip:
+    """Clips the gradients of a module. The host waits for the norm, unless fp16's scaler checks it, to skip a step."""
+
+    def __init__(self, module: nn.Module, args: TrainArguments) -> None:
+        self._module, self.limit, self._fp16 = module, args.max_grad_norm, args.fp16
+        self.skips_step = False
+
+    def clip(self, norm: Tensor) -> None:
+        """Clip the gradients by their norm."""
+        self.skips_step = not self._fp16 and not torch.isfinite(norm)
+        if self.limit:
+            nn.utils.clip_grads_with_norm_(self._module.parameters(), self.limit, norm)
+
+
 class Strategy:
-    """Trains `model` with the gradients averaged over all ranks, which each subclass does in its own way. Gradients are
-    fp32, also with autocast.
+    """Trains `model` with gradients averaged over all ranks. Gradients are fp32, also with autocast.
 
     Attributes:
         module: The module that the loop calls for the forward pass.
@@ -55,26 +88,34 @@ class Strategy:
         self.model = model
         self.options = options
         self._world = world
-        self.module = self._distribute(model, world)
-        self.optimizer: Any = make_optimizer(self.module)
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.train.fp16)
-        self._passes = 0
+        self._micro_batches = 0  # of this step, whose backward pass is done
         self._has_stepped = False
-        self._fused = bool(self.optimizer.param_groups[0].get("fused"))
-        self._finite = True  # the norm, as far as the host waits for it: a fused optimizer skips a step by itself
-        # Autograd takes over the first gradient that it gets: a CUDA graph's own memory, which the next pass overwrites
-        # (pytorch#169545).
+        self.module = self._distribute(model, world)
+        optimizer: Any = make_optimizer(self.module)
+        fused = bool(optimizer.param_groups[0].get("fused"))
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.train.fp16)
+        # Autograd stores the first gradient without a copy: a CUDA graph's own memory, which the next micro-batch
+        # overwrites (pytorch#169545). Later gradients are added in place.
         self._keeps_gradients = options.accumulation > 1 and options.train.captures_graphs
         for parameter in self._trained() if self._keeps_gradients else ():
             parameter.grad = torch.zeros_like(parameter)
         self._average_next(options.accumulation == 1)
-        self._word_rows = self._make_word_rows()
+        self._word_rows = self._make_word_rows() if fused else None  # LARS writes into gradients whose zeros are reused
+        self.optimizer = self._wrap(optimizer)
+        args = options.train
+        self.clipping = FusedClip(self.optimizer, args) if fused else HostClip(self.module, args)
+
+    def _distribute(self, model: nn.Module, world: World) -> nn.Module:
+        """Give all ranks rank 0's weights. Returns `module`."""
+        return model
+
+    def _wrap(self, optimizer: Any) -> Any:
+        """The optimizer that averages gradients, if the strategy has one."""
+        return optimizer
 
     def _make_word_rows(self) -> WordRows | None:
-        """On CPUs, where it was measured. A compiled model has dense gradients. LARS writes into the gradients, whose
-        zeros are kept."""
-        args = self.options.train
-        dense = args.deterministic or args.torch_compile or not self._fused
+        """Make the word embedding's gradient sparse, on CPUs, where it was measured. torch.compile makes dense ones."""
+        dense = self.options.train.deterministic or self.options.train.torch_compile
         if dense or self._world.device.type != "cpu" or not self._has_word_rows():
             return None
         embedding = word_embedding(self.model)
@@ -82,9 +123,6 @@ class Strategy:
 
     def _has_word_rows(self) -> bool:
         return type(self) is Strategy
-
-    def _distribute(self, model: nn.Module, world: World) -> nn.Module:
-        return model
 
     @property
     def trained(self) -> nn.Module:
@@ -95,38 +133,24 @@ class Strategy:
         """Register `mark`, called when the last gradient is ready, if `backward` also waits for other ranks."""
 
     def _guard(self, name: str = "the step's gradients") -> AbstractContextManager[None]:
-        """Around a call that also waits for other ranks: if one stalls, the job ends.
+        """Context manager around a call that also waits for other ranks: if one stalls, the job ends.
 
-        Not in the first step, in which the call may compile the model, for minutes.
+        It does nothing in the first step, in which the call may compile the model, for minutes.
         """
         return self._world.limit_wait(lambda: [name]) if self._has_stepped else nullcontext()
 
-    def _guard_forward(self) -> None:
-        """Guard the forward pass of `module`."""
-        inside = ExitStack()
-
-        def begin(*_: object) -> None:
-            inside.enter_context(self._guard("the step's weights"))
-
-        def end(*_: object) -> None:
-            inside.close()
-
-        uncompiled: Callable[..., Any] = torch.compiler.disable
-        self.module.register_forward_pre_hook(uncompiled(begin), prepend=True)
-        self.module.register_forward_hook(uncompiled(end), always_call=True)
-
-    def passes(self) -> AbstractContextManager[Any]:
-        """Context manager around the passes of a step, whose weights stay the same: autocast casts them once."""
+    def micro_batches(self) -> AbstractContextManager[Any]:
+        """Context manager around the micro-batches of a step: autocast casts the weights once for all of them."""
         return keep_casts(self._world.device)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a share of the step's loss. The last pass of a step starts the averaging."""
+        """Add the gradients of a share of the step's loss. The step's last call starts the averaging."""
         self.scaler.scale(loss).backward()
-        self._passes = (self._passes + 1) % self.options.accumulation
-        self._average_next(self._passes == self.options.accumulation - 1)
+        self._micro_batches = (self._micro_batches + 1) % self.options.accumulation
+        self._average_next(self._micro_batches == self.options.accumulation - 1)
 
     def _average_next(self, averages: bool) -> None:
-        """Called before each pass. `averages`: it is the last one of a step, whose backward pass averages."""
+        """Called before each micro-batch. `averages`: it is the last one of a step."""
 
     def synchronize(self) -> None:
         """Wait for the averaged gradients, which `clip` needs."""
@@ -136,33 +160,21 @@ class Strategy:
     def clip(self) -> Tensor:
         """Clip the averaged gradients. Returns their norm before clipping (0-dim, on the device).
 
-        A norm that is NaN or infinite is so on all ranks. Then `step` leaves the weights as they are. A fused optimizer
-        clips in `step`.
+        A norm that is NaN or infinite is so on all ranks. Then `step` leaves the weights unchanged.
         """
         self.scaler.unscale_(self.optimizer)
-        norm, limit = self._norm(), self.options.train.max_grad_norm
-        if not self._fused:
-            self._finite = self.options.train.fp16 or bool(torch.isfinite(norm))
-            if limit:
-                nn.utils.clip_grads_with_norm_(self.module.parameters(), limit, norm)
-            return norm
-        # As `GradScaler.step` does (torch/amp/grad_scaler.py, torch 2.6 to 2.13). A fused optimizer reads both on the
-        # device: it divides the gradients by grad_scale, and skips the step if found_inf is not 0. An enabled scaler
-        # in its place would pass over the gradients once more.
-        if limit:
-            self.optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0)  # clip_grad_norm_'s factor, inverted
-        if not self.options.train.fp16:  # under fp16 the scaler sets it
-            self.optimizer.found_inf = torch.logical_not(norm < torch.inf).float()  # isfinite would be 4 kernels
+        norm = self._norm()
+        self.clipping.clip(norm)
         return norm
 
     def _norm(self) -> Tensor:
         return nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
 
     def step(self) -> None:
-        """Apply and clear the clipped gradients. With a fused optimizer, the host does not wait to learn whether the
-        step was skipped."""
+        """Apply and clear the clipped gradients."""
         with self._guard():
-            self._apply()
+            if not self.clipping.skips_step:
+                self._apply()
         self._has_stepped = True
         if self._keeps_gradients:
             gradients: Any = [parameter.grad for parameter in self._trained()]
@@ -170,20 +182,19 @@ class Strategy:
         else:
             self.optimizer.zero_grad()
 
+    def _apply(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    def _apply(self) -> None:
-        if self._finite:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
 
     def gather_model(self) -> nn.Module:
         """The model with current weights, whole on every rank, to evaluate or save. A collective."""
         return self.model
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-        """State for a checkpoint, whole on rank 0: weights, the optimizer's tensors as "parameter/slot", and the rest
+        """State for a checkpoint, whole on rank 0: weights, the optimizer's tensors as "parameter/name", and the rest
         for JSON. A collective."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         rest = {"groups": groups, "scaler": self.scaler.state_dict()}
@@ -208,30 +219,27 @@ class Strategy:
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         names = self._names()
         return {
-            f"{names[id(parameter)]}/{slot}": value
-            for parameter, slots in self.optimizer.state.items()
-            for slot, value in slots.items()
+            f"{names[id(parameter)]}/{name}": value
+            for parameter, state in self.optimizer.state.items()
+            for name, value in state.items()
         }
 
     def _load(self, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
         self.model.load_state_dict(weights)
-        names = self._names()
-        number_of: dict[str, int] = {}
-        numbered = []
-        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
-            first = len(number_of)
-            number_of |= {names[id(parameter)]: first + i for i, parameter in enumerate(group["params"])}
-            numbered.append({**saved, "params": list(range(first, len(number_of)))})
-        state = {number_of[name]: slots for name, slots in optimizer_slots(tensors).items()}
+        names, states = self._names(), optimizer_states(tensors)
+        order = [names[id(parameter)] for group in groups for parameter in group["params"]]
+        own = self.optimizer.state_dict()["param_groups"]  # with numbers in place of parameters
+        numbered = [{**group, "params": mine["params"]} for group, mine in zip(groups, own, strict=True)]
+        state = {number: states[name] for number, name in enumerate(order) if name in states}
         self.optimizer.load_state_dict({"state": state, "param_groups": numbered})
 
 
-def optimizer_slots(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's tensors by "parameter/slot" -> parameter -> slot -> tensor."""
+def optimizer_states(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's tensors by "parameter/name" -> parameter -> name -> tensor."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
-        name, _, slot = key.rpartition("/")
-        found.setdefault(name, {})[slot] = value
+        parameter, _, name = key.rpartition("/")
+        found.setdefault(parameter, {})[name] = value
     return found
 
 

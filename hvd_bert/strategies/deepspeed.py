@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO shards the optimizer's state (stage 1), also gradients (2). An optional package.
+"""DeepSpeed's ZeRO shards the optimizer state (stage 1), also gradients (2). An optional package.
 
 Forward and backward pass are those of the other strategies, in fp32 or torch's autocast.
 """
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from hvd_bert.distributed.world import World
-from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
+from hvd_bert.strategies.base import Strategy
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 
 
 class DeepSpeedStrategy(Strategy):
@@ -25,13 +27,13 @@ class DeepSpeedStrategy(Strategy):
     module: Any
     separates_comm = False  # it waits inside backward and step
 
-    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
+    def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # else it probes for one, and logs that
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         # Our users cannot act on torch's warnings about DeepSpeed's calls.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        deepspeed = import_module("deepspeed")  # imported late: it takes seconds and probes for accelerators
-        self._utils: Any = deepspeed.utils
+        # Imported late: it takes seconds and probes for accelerators.
+        self._deepspeed = deepspeed = import_module("deepspeed")
         world.broadcast_tensors(model.state_dict())
         # DeepSpeed would compile an allreduce for one host's ranks. A rank killed meanwhile leaves a lock that blocks
         # all later ones.
@@ -40,14 +42,17 @@ class DeepSpeedStrategy(Strategy):
         os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
         os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
         deepspeed.init_distributed(dist_backend="nccl" if world.device.type == "cuda" else "gloo")
-        super().__init__(model, make_optimizer, options, world)
+        return model
+
+    def _wrap(self, optimizer: Any) -> Any:
+        options, self.optimizer = self.options, optimizer
         # DeepSpeed's, but no more than there are: it allocates a whole bucket, of 2 GB, in every backward pass.
-        bucket = min(500_000_000, sum(parameter.numel() for parameter in model.parameters()))
-        self.module, *_ = deepspeed.initialize(
+        bucket = min(500_000_000, sum(parameter.numel() for parameter in self.model.parameters()))
+        self.module, *_ = self._deepspeed.initialize(
             model=self.module,
-            optimizer=self.optimizer,
+            optimizer=optimizer,
             config={
-                "train_micro_batch_size_per_gpu": 1,  # it only counts passes: the loop makes the batches
+                "train_micro_batch_size_per_gpu": 1,  # it only counts micro-batches: the loop makes them
                 "gradient_accumulation_steps": options.accumulation,
                 "gradient_clipping": options.train.max_grad_norm,
                 "zero_optimization": {"stage": options.parallel.zero_stage, "reduce_bucket_size": bucket},
@@ -61,17 +66,18 @@ class DeepSpeedStrategy(Strategy):
             },
         )
         self._zero: Any = self.module.optimizer
-        self._make_slots(torch.zeros(()))
+        self._make_state(torch.zeros(()))
+        return optimizer
 
     def backward(self, loss: Tensor) -> None:
         with self._guard():
             self.module.backward(loss * self.options.accumulation)  # DeepSpeed divides the loss by the accumulation
-        self._passes += 1
-        if self._passes < self.options.accumulation:
-            self.module.step()  # only counts the pass
+        self._micro_batches += 1
+        if self._micro_batches < self.options.accumulation:
+            self.module.step()  # only counts the micro-batch
 
     def clip(self) -> Tensor:
-        self._passes = 0
+        self._micro_batches = 0
         with self._guard():
             self.module.step()
         return torch.as_tensor(self.module.get_global_grad_norm())
@@ -83,37 +89,33 @@ class DeepSpeedStrategy(Strategy):
         """The parameters by name, without frozen ones, of which `model` has the weights and the optimizer nothing."""
         return {name: parameter for name, parameter in self.trained.named_parameters() if parameter.requires_grad}
 
-    def _slots(self) -> dict[str, Tensor]:
-        """AdamW's state of one of this rank's flat partitions."""
-        slots: dict[str, Tensor] = next(iter(self.optimizer.state.values()))
-        return slots
-
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        whole = self._utils.safe_get_full_optimizer_state
-        return {
-            f"{name}/{slot}": value.clone() if slot == "step" else whole(parameter, slot)
-            for name, parameter in self._sharded().items()
-            for slot, value in self._slots().items()
-        }
+        whole = self._deepspeed.utils.safe_get_full_optimizer_state
+        step = next(iter(self.optimizer.state.values()))["step"]
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._sharded().items():
+            tensors[f"{name}/step"] = step.clone()
+            tensors |= {f"{name}/{moment}": whole(parameter, moment) for moment in MOMENTS}
+        return tensors
 
     def _load(self, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(saved)
-        self._make_slots(next(value for name, value in tensors.items() if name.endswith("/step")))
+        self._make_state(next(value for name, value in tensors.items() if name.endswith("/step")))
         self.model.load_state_dict(weights)
+        utils = self._deepspeed.utils
         for name, parameter in self._sharded().items():
-            self._utils.safe_set_full_fp32_param(parameter, weights[name].to(parameter.device))
-            for slot in (slot for slot in self._slots() if slot != "step"):
-                whole = tensors[f"{name}/{slot}"].to(parameter.device)
-                self._utils.safe_set_full_optimizer_state(parameter, whole, slot)
+            utils.safe_set_full_fp32_param(parameter, weights[name].to(parameter.device))
+            for moment in MOMENTS:
+                utils.safe_set_full_optimizer_state(parameter, tensors[f"{name}/{moment}"].to(parameter.device), moment)
 
-    def _make_slots(self, step: Tensor) -> None:
+    def _make_state(self, step: Tensor) -> None:
         """Create AdamW's state as of `step`, with moments of zero.
 
         DeepSpeed 0.19 itself would make it available for the first parameter group only, and after the first step.
         """
         for part in self._zero.single_partition_of_fp32_groups:
-            moments = {slot: torch.zeros_like(part) for slot in ("exp_avg", "exp_avg_sq")}
+            moments = {name: torch.zeros_like(part) for name in MOMENTS}
             self.optimizer.state[part] = {"step": step.to(part.device, torch.float32).clone(), **moments}
         self._zero._hp_optimizer_states_linked = False
         self._zero._lazy_init_hp_params_optimizer_state()

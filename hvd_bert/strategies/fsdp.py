@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hvd_bert.distributed.world import World
-from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions, optimizer_slots
+from hvd_bert.strategies.base import Strategy, optimizer_states
 
 WHOLE_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -35,21 +36,33 @@ class FSDPStrategy(Strategy):
     module: Any
     separates_comm = False  # it waits inside forward and backward
 
-    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
-        super().__init__(model, make_optimizer, options, world)
-        self._guard_forward()
-
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         world.broadcast_tensors(model.state_dict())
-        return sharded_copy(model, init_device_mesh(world.device.type, (world.size,)))
+        module = sharded_copy(model, init_device_mesh(world.device.type, (world.size,)))
+        self._guard_forward(module)
+        return module
+
+    def _guard_forward(self, module: nn.Module) -> None:
+        """Limit the waits for weights in the forward pass."""
+        waits = ExitStack()
+
+        def begin(*_: object) -> None:
+            waits.enter_context(self._guard("the step's weights"))
+
+        def end(*_: object) -> None:
+            waits.close()
+
+        uncompiled: Callable[..., Any] = torch.compiler.disable
+        module.register_forward_pre_hook(uncompiled(begin), prepend=True)
+        module.register_forward_hook(uncompiled(end), always_call=True)
 
     @property
     def trained(self) -> nn.Module:
         trained: nn.Module = self.module
         return trained
 
-    def passes(self) -> AbstractContextManager[Any]:
-        # Each pass gathers the weights again. Through casts of an earlier pass, their gradients would be lost.
+    def micro_batches(self) -> AbstractContextManager[Any]:
+        # Each micro-batch gathers the weights again. Through casts of an earlier one, their gradients would be lost.
         return nullcontext()
 
     def _average_next(self, averages: bool) -> None:
@@ -73,28 +86,27 @@ class FSDPStrategy(Strategy):
         return weights
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        state: Any = get_optimizer_state_dict(self.module, self.optimizer, options=WHOLE_ON_RANK_0)
+        states: Any = get_optimizer_state_dict(self.module, self.optimizer, options=WHOLE_ON_RANK_0)
         return {
-            f"{name}/{slot}": value for name, slots in state.get("state", {}).items() for slot, value in slots.items()
+            f"{parameter}/{name}": value
+            for parameter, state in states.get("state", {}).items()
+            for name, value in state.items()
         }
 
     def _load(self, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
         set_model_state_dict(self.module, dict(weights), options=WHOLE)
         names = self._names()
-        numbered = [
-            {**saved, "params": [names[id(parameter)] for parameter in group["params"]]}
-            for group, saved in zip(self.optimizer.param_groups, groups, strict=True)
-        ]
-        saved_state: dict[str, Any] = {"state": optimizer_slots(tensors), "param_groups": numbered}
-        set_optimizer_state_dict(self.module, self.optimizer, saved_state, options=WHOLE)
+        named = [{**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in groups]
+        saved: dict[str, Any] = {"state": optimizer_states(tensors), "param_groups": named}
+        set_optimizer_state_dict(self.module, self.optimizer, saved, options=WHOLE)
 
 
 def sharded_copy(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """A copy of the model, with each layer sharded."""
-    module = copy.deepcopy(model)
-    # In reverse: lists inside a layer, as ALBERT's, come first.
-    for layers in reversed([part for part in module.modules() if isinstance(part, nn.ModuleList)]):
+    """Copy a model and shard each layer of the copy."""
+    copied = copy.deepcopy(model)
+    # In reverse order: lists inside a layer, as ALBERT's, come first.
+    for layers in reversed([module for module in copied.modules() if isinstance(module, nn.ModuleList)]):
         for layer in layers:
             fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    return module
+    fully_shard(copied, mesh=mesh)
+    return copied

@@ -7,13 +7,14 @@ Comments name the pitfalls of Horovod 0.28 that the code avoids.
 from __future__ import annotations
 
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
+from hvd_bert.strategies.base import Strategy
 
 # With more ranks, all their words' rows together may be more bytes than a ring-allreduce of all rows sends.
 MAX_GATHERING = 16
@@ -72,32 +73,36 @@ def backward_groups(model: nn.Module, limit: int) -> list[list[nn.Parameter]]:
 class HorovodStrategy(Strategy):
     """Wraps the optimizer, which sends each gradient as soon as the backward pass has computed it."""
 
-    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
-        import horovod.torch as hvd
-
-        if options.parallel.bf16_allreduce:
+    def _distribute(self, model: nn.Module, world: World) -> nn.Module:
+        if self.options.parallel.bf16_allreduce:
             with world.raise_on_all_ranks():
                 check_bf16(world.device)
-        half = Bf16Compression if options.parallel.bf16_allreduce else hvd.Compression.fp16
-        super().__init__(model, make_optimizer, options, world)
-        limit = options.parallel.num_groups
-        # The optimizer must have its final parameter groups: groups added later would get the class defaults.
-        self.optimizer = hvd.DistributedOptimizer(
-            self.optimizer,
-            named_parameters=model.named_parameters(),
-            op=hvd.Average,
-            backward_passes_per_step=options.accumulation,
-            compression=half if self._is_compressed else hvd.Compression.none,
-            # Gradients are put into buffers in the order in which they become ready. From 3 ranks on, a gradient's
-            # place in its buffer decides the order of its sum, and so the rounding. A single group always has the
-            # same buffer, but no overlap.
-            groups=1 if options.train.deterministic else backward_groups(model, limit) if limit else None,
-        )
         # Only the parameters: broadcasting a fresh AdamW's state takes a hidden step that decays every weight.
         world.broadcast_tensors(model.state_dict())  # one GPU needs no Horovod with NCCL for this
-        # DistributedOptimizer lacks this attribute of fused optimizers. Without it, `GradScaler.step` (as in `clip`)
-        # waits for the device to decide whether to skip a step.
-        self.optimizer._step_supports_amp_scaling = self._fused
+        return model
+
+    def _wrap(self, optimizer: Any) -> Any:
+        import horovod.torch as hvd
+
+        parallel = self.options.parallel
+        half = Bf16Compression if parallel.bf16_allreduce else hvd.Compression.fp16
+        groups = backward_groups(self.model, parallel.num_groups) if parallel.num_groups else None
+        # The optimizer must have its final parameter groups: groups added later would get the class defaults.
+        wrapped = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=self.model.named_parameters(),
+            op=hvd.Average,
+            backward_passes_per_step=self.options.accumulation,
+            compression=half if self._is_compressed else hvd.Compression.none,
+            # Gradients are put into buffers in the order in which they become ready. From 3 ranks on, a gradient's
+            # position in its buffer decides the order of its sum, and so the rounding. A single group always has the
+            # same buffer, but no overlap.
+            groups=1 if self.options.train.deterministic else groups,
+        )
+        # Fused optimizers have this attribute. Without it, `GradScaler.step` (see `FusedClip`) waits for the device to
+        # decide whether to skip a step.
+        wrapped._step_supports_amp_scaling = getattr(optimizer, "_step_supports_amp_scaling", False)
+        return wrapped
 
     @property
     def _is_compressed(self) -> bool:

@@ -217,7 +217,7 @@ class Training:
         """One optimizer step. Returns its learning rate."""
         state, strategy, meter = self.state, self.state.strategy, self.state.meter
         step_windows = len(self.plan.step_windows(state.step))
-        with strategy.passes():
+        with strategy.micro_batches():
             for batch in meter.timed("data", self.batches.micro_batches(state.step)):
                 self.metrics_logger.notify("on_batch", batch)
                 with meter.phase("compute"):

@@ -115,7 +115,7 @@ class Mutant(HorovodStrategy):
         self.mutate("average", self.weight.grad)
 
     def clip_to(self, norm: float) -> None:
-        self.options = replace(self.options, train=replace(self.options.train, max_grad_norm=norm))
+        self.clipping.limit = norm
 
     def add(self, key: str, value: float) -> None:
         for group in self.optimizer.param_groups:

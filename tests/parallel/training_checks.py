@@ -89,7 +89,7 @@ class Training:
             yield losses.sum() * (self.world.size / len(self.plan.step_windows(step)))
 
     def backward(self, step: int, factor: float = 1.0) -> None:
-        with self.strategy.passes():
+        with self.strategy.micro_batches():
             for loss in self.shares(step):
                 self.strategy.backward(loss * factor)
 

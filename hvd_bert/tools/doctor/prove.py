@@ -31,7 +31,7 @@ from hvd_bert.model.precision import autocast
 from hvd_bert.output import run_folder
 from hvd_bert.output.callback import Callback
 from hvd_bert.output.metrics_log import MetricsLogger
-from hvd_bert.strategies.base import Strategy, optimizer_slots
+from hvd_bert.strategies.base import Strategy, optimizer_states
 from hvd_bert.tasks.base import MicroBatch, Task
 from hvd_bert.tools.doctor.lines import CheckResult, Report, failure, ok
 from hvd_bert.training.loop import Training
@@ -125,7 +125,7 @@ class OneProcess:
     def load(self, weights: Tensors, slots: Tensors) -> None:
         """Load the ranks' state."""
         self.model.load_state_dict(weights)
-        for name, tensors in optimizer_slots(slots).items():
+        for name, tensors in optimizer_states(slots).items():
             parameter = self.trained[name]
             self.optimizer.state[parameter] = {s: t.to(parameter.device, copy=True) for s, t in tensors.items()}
 
