@@ -72,7 +72,7 @@ def measure(flags: argparse.Namespace) -> Seconds:
     torch.set_num_threads(1)
     if flags.child == ALL:
         keep_memory()
-    choice = kernels.default_choice()
+    choice = kernels.select("auto")
     step, batches = steps(flags)
     seconds: Seconds = defaultdict(list)
     for precision, chosen in {"fp32": choice.fp32, "bf16": choice.bf16}.items():
@@ -122,7 +122,7 @@ def main() -> None:
         print(json.dumps(measure(flags)))
         return
     rounds = [child(ALL) | child(ALLOCATOR) for _ in range(flags.rounds)]
-    print(f"{kernels.own_cpu_kind()}; {machine()}\n\n{table(rounds)}")
+    print(f"{kernels.cpu_model()}; {machine()}\n\n{table(rounds)}")
 
 
 if __name__ == "__main__":

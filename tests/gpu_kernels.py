@@ -142,7 +142,7 @@ def install(file: str) -> None:
         return kernel
 
     attention.choose = choose
-    attention.fused = lambda _: frozenset({attention.by_flash, attention.by_efficient})  # type: ignore[assignment]
+    attention.gpu_kernels = lambda _: frozenset({attention.by_flash, attention.by_efficient})  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -13,126 +13,112 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hvd_bert.model.cpu import fused as fused_kernels
 from hvd_bert.model.cpu import kernels
-from hvd_bert.model.cpu.attention import Attention, drop_threshold, near, split_by_window
+from hvd_bert.model.cpu.attention import Attention, drop_threshold, local_mask, split_by_window
 
 NAME = "packed_windows"
 # The first arguments of torch's operations as by_flash and by_efficient pass them. torch's public functions above these
 # operations have no dropout (varlen_attn), or are not developed any more (jagged tensors, pytorch#155065).
-FLASH: tuple[str, ...] = (
-    "query",
-    "key",
-    "value",
-    "cum_seq_q",
-    "cum_seq_k",
-    "max_q",
-    "max_k",
-    "dropout_p",
-    "is_causal",
-    "return_debug_mask",
-    "scale",
-    "window_size_left",
-    "window_size_right",
+FLASH = (
+    "query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale,"
+    " window_size_left, window_size_right"
 )
-EFFICIENT: tuple[str, ...] = (
-    "query",
-    "key",
-    "value",
-    "bias",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "dropout_p",
-    "custom_mask_type",
-    "compute_log_sumexp",
-    "scale",
+EFFICIENT = (
+    "query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, custom_mask_type,"
+    " compute_log_sumexp, scale"
 )
 
 
 @dataclass  # not frozen, nor a tuple: --torch_compile would compile again for each number of windows
 class Windows:
-    """Borders of the windows in a row: tokens per window, int32 [B + 1] on the device (0 and each window's end), and
-    tokens of the longest window.
+    """Borders of the windows in a row.
 
-    `reach`: local attention, as in ModernBERT: tokens that are farther apart do not attend to each other. None: all do.
+    Attributes:
+        lengths: Tokens per window.
+        cu_seqlens: int32 [B + 1] on the device: 0 and each window's end.
+        longest: Tokens of the longest window.
+        window_size: Of local attention, as in ModernBERT: tokens that are farther apart do not attend to each other.
     """
 
     lengths: list[int]
-    cu_seqlens: torch.Tensor
+    cu_seqlens: Tensor
     longest: int
-    reach: int | None = None
+    window_size: int | None = None
 
 
-def make_windows(lengths: list[int], device: torch.device, reach: int | None = None) -> Windows:
+def make_windows(lengths: list[int], device: torch.device, window_size: int | None = None) -> Windows:
     """Windows of these lengths."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
-    return Windows(lengths, cu_seqlens, max(lengths), reach)
+    return Windows(lengths, cu_seqlens, max(lengths), window_size)
 
 
 # (query, key, value, windows, dropout, scaling) -> output; tensors are [N, heads, head size].
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Windows, float, float], torch.Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Windows, float, float], Tensor]
 
 
 def attend_within_windows(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     windows: Windows | None = None,
     sliding_window: int | None = None,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention inside each window, for transformers' AttentionInterface.
 
-    `query`, `key`, `value`: [1, heads, N, head size]. Without `windows`, the row is one window. `sliding_window`: the
-    distance from which on tokens do not attend to each other. Groups of heads may share a key and a value. Returns
+    `query`, `key`, `value`: [1, heads, N, head size]. Without `windows`, the row is one window. Tokens that are
+    `sliding_window` or more apart do not attend to each other. Groups of heads may share a key and a value. Returns
     [1, N, heads, head size] and no attention weights.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions are always computed in fp32
     if windows is None:
         windows = make_windows([query.shape[2]], query.device)
     if sliding_window and windows.longest > sliding_window:
-        windows = replace(windows, reach=sliding_window - 1)
+        windows = replace(windows, window_size=sliding_window - 1)
     drop = dropout if module.training else 0.0
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [0] would copy the gradients
     size = query.shape[-1]
-    kind = (query.device, query.dtype, drop, size, windows.reach is not None)
+    options = (query.device, query.dtype, drop, size, windows.window_size is not None)
     inputs = (q, k, v, windows, drop, size**-0.5 if scaling is None else scaling)
-    output = by_flash(*inputs) if _is_flash(*kind) else _by_another(kind, *inputs)
+    output = by_flash(*inputs) if _is_flash(*options) else _by_other_kernel(options, *inputs)
     return output[None], None
 
 
-# --torch_compile takes flash into a layer's graph, and calls the others between two graphs: they read the lengths, or
-# torch cannot trace their backward pass (by_efficient, 2.13).
+# --torch_compile traces flash as part of a layer's graph, and calls other kernels between two graphs: they read the
+# lengths, or torch cannot trace their backward pass (by_efficient, 2.13).
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_flash(*kind: Any) -> bool:
-    return _chosen(*kind) is by_flash
+def _is_flash(*options: Any) -> bool:
+    return _chosen(*options) is by_flash
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _by_another(kind: tuple[Any, ...], *inputs: Any) -> torch.Tensor:
-    return _chosen(*kind)(*inputs)
+def _by_other_kernel(options: tuple[Any, ...], *inputs: Any) -> Tensor:
+    return _chosen(*options)(*inputs)
 
 
 def _chosen(device: torch.device, dtype: torch.dtype, dropout: float, head_size: int, local: bool) -> Kernel:
-    return choose(device.type, dtype, dropout, head_size, fused(device), local)
+    return choose(device.type, dtype, dropout, head_size, gpu_kernels(device), local)
 
 
 def choose(
     device: str, dtype: torch.dtype, dropout: float, head_size: int, fused: frozenset[Kernel], local: bool = False
 ) -> Kernel:
-    """The kernel for a device type, a dtype and a dropout probability. `fused`: those that the GPU has."""
+    """The kernel for a device type, a dtype and a dropout probability.
+
+    `fused`: the GPU's, from `gpu_kernels`. `local`: whether the attention is local.
+    """
     if device == "cuda":
         aligned, half = head_size % 8 == 0, dtype in (torch.float16, torch.bfloat16)
         if by_flash in fused and half and aligned and head_size <= 192:  # some GPUs have no larger ones
@@ -141,17 +127,15 @@ def choose(
             return by_window
         fits = aligned and dtype in (torch.float16, torch.float32)
         return by_efficient if by_efficient in fused and fits else by_jagged
-    own = kernels.active(dtype).attention if device == "cpu" and dropout else kernels.TORCH
-    if own == kernels.FUSED and not local and head_size % fused_kernels.MULTIPLE == 0:
+    on_cpu = kernels.active(dtype).attention if device == "cpu" and dropout else kernels.TORCH
+    if on_cpu == kernels.FUSED and not local and head_size % fused_kernels.MULTIPLE == 0:
         return by_fused
-    if own != kernels.TORCH:
-        return by_probabilities
-    return by_window
+    return by_window if on_cpu == kernels.TORCH else by_probabilities
 
 
 @cache
-def fused(device: torch.device) -> frozenset[Kernel]:
-    """Those of by_flash and by_efficient that torch and the GPU have. Flash needs an Ampere (8.0) or later."""
+def gpu_kernels(device: torch.device) -> frozenset[Kernel]:
+    """The fused kernels that this torch has for this GPU. Flash needs an Ampere (8.0) or later."""
     if device.type != "cuda":
         return frozenset()
     flash = torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -160,19 +144,17 @@ def fused(device: torch.device) -> frozenset[Kernel]:
     return frozenset(kernel for kernel, (name, arguments) in needed.items() if _takes(name, arguments))
 
 
-def _takes(name: str, arguments: tuple[str, ...]) -> bool:
-    """Whether torch has an operation of this name whose first arguments are these."""
+def _takes(name: str, arguments: str) -> bool:
+    """Whether torch has an operation `name` whose first arguments are `arguments`."""
     operation = getattr(torch.ops.aten, name, None)
     found = operation.default._schema.arguments if operation else ()
-    return tuple(argument.name for argument in found[: len(arguments)]) == arguments
+    return ", ".join(argument.name for argument in found).startswith(arguments)
 
 
-def by_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
-) -> torch.Tensor:
+def by_flash(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropout: float, scaling: float) -> Tensor:
     """torch's flash attention over all windows at once: GPU, half precision."""
     cu_seqlens, longest = windows.cu_seqlens, windows.longest  # both known on the host, so nothing waits for the device
-    output: torch.Tensor = torch.ops.aten._flash_attention_forward(
+    output: Tensor = torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
@@ -184,20 +166,18 @@ def by_flash(
         is_causal=False,
         return_debug_mask=False,
         scale=scaling,
-        window_size_left=windows.reach,
-        window_size_right=windows.reach,
+        window_size_left=windows.window_size,
+        window_size_right=windows.window_size,
     )[0]
     return output
 
 
-def by_efficient(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
-) -> torch.Tensor:
+def by_efficient(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropout: float, scaling: float) -> Tensor:
     """torch's memory-efficient attention over all windows at once: GPU, fp32 and fp16."""
-    assert windows.reach is None
+    assert windows.window_size is None
     cu_seqlens, longest = windows.cu_seqlens, windows.longest
     needs_sums = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    output: torch.Tensor = torch.ops.aten._efficient_attention_forward(
+    output: Tensor = torch.ops.aten._efficient_attention_forward(
         query[None],
         key[None],
         value[None],
@@ -214,12 +194,9 @@ def by_efficient(
     return output.squeeze(0)
 
 
-def by_jagged(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
-) -> torch.Tensor:
-    """torch's attention over a jagged tensor: GPU, any precision and head size, also where torch has changed the
-    operations above."""
-    assert windows.reach is None
+def by_jagged(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropout: float, scaling: float) -> Tensor:
+    """torch's attention over a jagged tensor: GPU, any precision and head size. Needs no operation named above."""
+    assert windows.window_size is None
     shortest = min(windows.lengths)
     q, k, v = (
         torch.nested.nested_tensor_from_jagged(
@@ -228,17 +205,15 @@ def by_jagged(
         for tensor in (query, key, value)
     )
     output = scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
-    values: torch.Tensor = output.transpose(1, 2).values()
+    values: Tensor = output.transpose(1, 2).values()
     return values
 
 
-def by_window(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
-) -> torch.Tensor:
+def by_window(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropout: float, scaling: float) -> Tensor:
     """One call of torch's attention per window; works everywhere, and is the fastest on CPUs without dropout."""
     outputs = [
         scaled_dot_product_attention(
-            q[None], k[None], v[None], near(q, windows.reach), dropout_p=dropout, scale=scaling
+            q[None], k[None], v[None], local_mask(q, windows.window_size), dropout_p=dropout, scale=scaling
         )[0].transpose(0, 1)
         for q, k, v in split_by_window(windows.lengths, query, key, value)
     ]
@@ -246,26 +221,24 @@ def by_window(
 
 
 def by_probabilities(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
-) -> torch.Tensor:
-    """Attention with dropout on the CPU, fp32 or bf16. torch's own draws slowly and keeps the probabilities thrice."""
-    inputs = (query, key, value, windows.lengths, windows.reach, dropout, scaling)
-    output: torch.Tensor = Attention.apply(*inputs)  # type: ignore[no-untyped-call]
+    query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropout: float, scaling: float
+) -> Tensor:
+    """Attention with dropout on the CPU, fp32 or bf16. torch's own draws slowly and stores the probabilities thrice."""
+    inputs = (query, key, value, windows.lengths, windows.window_size, dropout, scaling)
+    output: Tensor = Attention.apply(*inputs)  # type: ignore[no-untyped-call]
     return output
 
 
-def by_fused(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
-) -> torch.Tensor:
-    """The same by compiled operations, which keep one bit per probability."""
-    assert windows.reach is None
+def by_fused(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropout: float, scaling: float) -> Tensor:
+    """Attention by the compiled CPU kernel; it stores the dropout mask as bits."""
+    assert windows.window_size is None
     inputs = (query, key, value, windows.lengths, drop_threshold(dropout), scaling)
-    output: torch.Tensor = fused_kernels.Attention.apply(*inputs)  # type: ignore[no-untyped-call]
+    output: Tensor = fused_kernels.Attention.apply(*inputs)  # type: ignore[no-untyped-call]
     return output
 
 
-def _mask(make: Callable[..., Any], attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
-    """transformers' mask of padded windows, which it omits without padding: the host would wait for a GPU to know."""
+def _mask(make: Callable[..., Any], attention_mask: Tensor | None = None, **options: Any) -> Any:
+    """transformers' mask of padded windows, also without padding: to omit it, the host would wait for the GPU."""
     if attention_mask is not None:
         options["allow_is_bidirectional_skip"] = False
     return make(attention_mask=attention_mask, **options)
@@ -273,5 +246,5 @@ def _mask(make: Callable[..., Any], attention_mask: torch.Tensor | None = None, 
 
 AttentionInterface.register(NAME, attend_within_windows)
 AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # the kernels separate the windows
-for own in ("sdpa", "eager"):
-    AttentionMaskInterface.register(own, partial(_mask, AttentionMaskInterface()[own]))
+for name in ("sdpa", "eager"):
+    AttentionMaskInterface.register(name, partial(_mask, AttentionMaskInterface()[name]))

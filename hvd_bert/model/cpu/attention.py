@@ -1,8 +1,8 @@
-"""Attention with dropout inside packed windows on CPUs without the compiled one, in fp32 and bf16.
+"""Attention with dropout inside packed windows on CPUs without the compiled kernel, in fp32 and bf16.
 
-torch draws one random number per probability and keeps the probabilities thrice. Here 8 random bits per probability
-decide, 16 where these do not, and 5 bytes of it are kept. The random bits come from torch's own generator, so a
-checkpoint's random state covers them.
+torch draws one random number per probability and stores the probabilities thrice. Here 8 random bits per probability
+decide, or 16 where 8 are not enough, and 5 bytes per probability are stored. The random bits come from torch's own
+generator, so a checkpoint's random state covers them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LEVELS = 2**16  # p is rounded to a multiple of 1 / LEVELS
@@ -19,10 +20,10 @@ WORD_BITS = 64
 BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
-def keep_mask(shape: torch.Size, p: float) -> torch.Tensor:
+def keep_mask(shape: torch.Size, p: float) -> Tensor:
     """int8 [shape]: 0 with probability `p` (rounded), else -1, all bits set; from torch's default CPU generator.
 
-    One element in 256 needs 8 more bits than the first 8. The result is as exact as with 16 bits for each.
+    One element in 256 needs 8 more bits. The result is as exact as with 16 bits per element.
     """
     count = shape.numel()
     high, low = divmod(drop_threshold(p), 256)
@@ -36,7 +37,7 @@ def keep_mask(shape: torch.Size, p: float) -> torch.Tensor:
     return keep.view(torch.int8).neg_()
 
 
-def masked(values: torch.Tensor, keep: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def masked(values: Tensor, keep: Tensor, out: Tensor) -> Tensor:
     """Write `values`, 0 where `keep` is 0, to `out`, which may be `values`. torch would copy `keep` to a wider type."""
     bits = BITS_OF[values.dtype]
     np.bitwise_and(values.detach().view(bits).numpy(), keep.numpy(), out=out.view(bits).numpy())
@@ -53,18 +54,18 @@ def drop_threshold(p: float) -> int:
     return min(round(p * LEVELS), LEVELS - 1)
 
 
-def split_by_window(windows: list[int], *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The part of each window, as views [heads, T, head size]."""
+def split_by_window(windows: list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors [N, heads, head size] into views [heads, T, head size] of each window."""
     return zip(*(tensor.transpose(0, 1).split(windows, 1) for tensor in tensors), strict=True)
 
 
-def near(query: torch.Tensor, reach: int | None) -> torch.Tensor | None:
+def local_mask(query: Tensor, window_size: int | None) -> Tensor | None:
     """bool [T, T]: which tokens of a window attend to each other; None if all do. `query`: [heads, T, head size]."""
     length = query.shape[1]
-    if reach is None or length <= reach + 1:
+    if window_size is None or length <= window_size + 1:
         return None
-    places = torch.arange(length, device=query.device)
-    return (places[:, None] - places).abs() <= reach
+    positions = torch.arange(length, device=query.device)
+    return (positions[:, None] - positions).abs() <= window_size
 
 
 class Attention(torch.autograd.Function):
@@ -77,38 +78,38 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         lengths: list[int],
-        reach: int | None,
+        window_size: int | None,
         dropout: float,
         scaling: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         query, key, value = query * scaling, key.detach(), value.detach()
         output = torch.empty_like(value, memory_format=torch.contiguous_format)
         scratch = _for_pairs(query, lengths)
-        kept = []
+        saved = []
         for q, k, v, out in split_by_window(lengths, query, key, value, output):
-            scores, attended = torch.bmm(q, k.transpose(1, 2), out=_pairs(scratch, q)), near(q, reach)
+            scores, attended = torch.bmm(q, k.transpose(1, 2), out=_pairs(scratch, q)), local_mask(q, window_size)
             if attended is not None:
                 scores.masked_fill_(~attended, float("-inf"))
             probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
             keep = keep_mask(probabilities.shape, dropout)
             torch.bmm(masked(probabilities, keep, out=scores), v, out=out)
-            kept += [probabilities, keep]
-        ctx.save_for_backward(query, key, value, *kept)
+            saved += [probabilities, keep]
+        ctx.save_for_backward(query, key, value, *saved)
         ctx.lengths, ctx.scale, ctx.scaling = lengths, kept_scale(dropout), scaling
         return output.mul_(ctx.scale)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, *kept = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *saved = ctx.saved_tensors
         gradients = [torch.empty_like(key, memory_format=torch.contiguous_format) for _ in range(3)]
-        parts = split_by_window(ctx.lengths, query, key, value, gradient * ctx.scale, *gradients)
+        windows = split_by_window(ctx.lengths, query, key, value, gradient * ctx.scale, *gradients)
         first, second = _for_pairs(query, ctx.lengths), _for_pairs(query, ctx.lengths)
-        for (q, k, v, g, of_q, of_k, of_v), probabilities, keep in zip(parts, kept[::2], kept[1::2], strict=True):
+        for (q, k, v, g, of_q, of_k, of_v), probabilities, keep in zip(windows, saved[::2], saved[1::2], strict=True):
             of_probabilities = torch.bmm(g, v.transpose(1, 2), out=_pairs(first, q))
             masked(of_probabilities, keep, out=of_probabilities)
             of_scores = _pairs(second, q)  # at first the masked probabilities
@@ -120,12 +121,12 @@ class Attention(torch.autograd.Function):
         return *gradients, None, None, None, None
 
 
-def _for_pairs(query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Memory for a number per head and pair of tokens, for one window after the other: it stays in the CPU's cache."""
+def _for_pairs(query: Tensor, lengths: list[int]) -> Tensor:
+    """Memory for a number per head and pair of tokens. Each window uses it in turn, so it stays in the CPU's cache."""
     return query.new_empty(query.shape[1] * max(lengths) ** 2)
 
 
-def _pairs(memory: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _pairs(memory: Tensor, tokens: Tensor) -> Tensor:
     """[heads, T, T], uninitialized, at the start of `memory`. `tokens`: [heads, T, head size]."""
     heads, length, _ = tokens.shape
     return memory[: heads * length**2].view(heads, length, length)

@@ -1,6 +1,6 @@
 """The operations of fused.cpp: attention with dropout, dropout + residual + layer norm, and linear layers in bf16.
 
-`python -m hvd_bert.model.cpu.fused` compiles them, as env/setup.sh does. Without them, others compute the same.
+`python -m hvd_bert.model.cpu.fused` compiles them, as env/setup.sh does. Without them, other kernels are used.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hvd_bert import machine
@@ -23,28 +24,15 @@ from hvd_bert.errors import log
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 MULTIPLE = 32  # sizes of heads and layers must be multiples of this
-FLAGS = [
-    "-O3",
-    "-std=c++20",
-    "-fPIC",
-    "-fopenmp",
-    "-fno-strict-aliasing",
-    "-mfma",
-    "-mvaes",
-    "-mf16c",
-    "-mavx512f",
-    "-mavx512bw",
-    "-mavx512vl",
-    "-mavx512dq",
-    "-mavx512bf16",
-    "-DCPU_CAPABILITY_AVX512",
-    "-DCPU_CAPABILITY=AVX512",
-]
+FLAGS = (
+    "-O3 -std=c++20 -fPIC -fopenmp -fno-strict-aliasing -mfma -mvaes -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq"
+    " -mavx512bf16 -DCPU_CAPABILITY_AVX512 -DCPU_CAPABILITY=AVX512"
+)
 
 
 def library() -> Path:
-    """Where the compiled operations are: in the environment, by source, flags and torch."""
-    digest = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {FLAGS}".encode()).hexdigest()[:12]
+    """Path of the compiled operations in the Python environment. Its name has a hash of source, torch and flags."""
+    digest = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {FLAGS.split()}".encode()).hexdigest()[:12]
     return Path(sysconfig.get_path("platlib")) / f"hvd_bert_fused-{digest}.so"
 
 
@@ -55,7 +43,7 @@ def build() -> None:
     compiler, folder = os.environ.get("CXX", "g++"), library().parent
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        subprocess.run([compiler, *FLAGS, *includes, "-c", str(SOURCE)], check=True, cwd=scratch)
+        subprocess.run([compiler, *FLAGS.split(), *includes, "-c", str(SOURCE)], check=True, cwd=scratch)
         # Not with -fopenmp: then the threads are those of torch's own OpenMP.
         libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
         subprocess.run([compiler, "-shared", "fused.o", "-o", "fused.so", *libraries], check=True, cwd=scratch)
@@ -80,7 +68,7 @@ def available() -> bool:
 class _Operation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.of_inputs(gradient.contiguous(), *ctx.saved_tensors, *ctx.options)
         return tuple(one if needed else None for one, needed in zip_longest(gradients, ctx.needs_input_grad))
 
@@ -90,7 +78,7 @@ class Attention(_Operation):
     [N, heads, head size], fp32 or bf16."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         *heads, lengths, dropped, scaling = inputs
         heads = [tensor.detach() if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in heads]
         ctx.of_inputs, ctx.options = torch.ops.hvd_bert.attention_backward, (lengths, dropped, scaling)
@@ -103,7 +91,7 @@ class LinearInBf16(_Operation):
     """rows [..., in], fp32 or bf16, times weight [out, in] transposed, plus bias, both fp32: [..., out] in bf16."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.of_inputs, ctx.options = torch.ops.hvd_bert.linear_backward, (rows.dtype,)
         rows = rows.detach().to(torch.bfloat16).contiguous()
         ctx.save_for_backward(rows, weight)
@@ -115,7 +103,7 @@ class AddNorm(_Operation):
     """layer_norm(dropout(rows) + residual): rows [..., size], fp32 or bf16; residual, weight, bias and result fp32."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         *tensors, epsilon, dropped = inputs
         tensors = [tensor.detach().contiguous() for tensor in tensors]
         ctx.of_inputs, ctx.options = torch.ops.hvd_bert.add_norm_backward, (dropped, tensors[0].dtype)
