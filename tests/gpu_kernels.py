@@ -3,7 +3,7 @@
     python gpu_kernels.py MODULE_OR_FILE ARGUMENTS...      a line per kernel and dtype is added to $GPU_KERNELS
 
 torch's operations below these kernels (flash, memory-efficient), which a CPU build lacks, are written out here. The
-dropout of a pass follows from the seed that the forward pass returns, as on a GPU.
+dropout follows from the seed that the forward pass returns, as on a GPU.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def check(limits: bool, cu: Tensor, cu_k: Tensor, longest: tuple[int, int], *ten
         assert tensors[0].dtype in HALF and tensors[0].shape[-1] % 8 == 0
 
 
-def parts(cu: Tensor, dropout: float, seed: Tensor, reach: Any, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Per window: its place in the row, the mask of dropout, and the tensors as [heads, T, head size] in fp32."""
+def parts(cu: Tensor, dropout: float, seed: Tensor, window_size: Any, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Per window: its slice of the row, the mask of dropout, and the tensors as [heads, T, head size] in fp32."""
     generator = torch.Generator().manual_seed(int(seed))
     for start, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
         heads, length = tensors[0].shape[1], end - start
         keep = (torch.rand(heads, length, length, generator=generator) >= dropout) / (1 - dropout)
         far = torch.zeros(length, length, dtype=torch.bool)
-        if reach is not None and reach >= 0:
-            far = (torch.arange(length)[:, None] - torch.arange(length)).abs() > reach
+        if window_size is not None and window_size >= 0:
+            far = (torch.arange(length)[:, None] - torch.arange(length)).abs() > window_size
         yield slice(start, end), keep, far, *(t[start:end].transpose(0, 1).float() for t in tensors)
 
 
@@ -57,12 +57,12 @@ def probabilities(q: Tensor, k: Tensor, far: Tensor, scale: float | None) -> Ten
 
 @torch.autocast("cpu", enabled=False)  # inside a kernel nothing is cast
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, dropout: float, scale: float | None, reach: Any = None
+    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, dropout: float, scale: float | None, window_size: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed = torch.randint(2**62, ()) if dropout else torch.zeros((), dtype=torch.int64)
     output = torch.empty_like(value)
-    for place, keep, far, q, k, v in parts(cu, dropout, seed, reach, query, key, value):
-        output[place] = (probabilities(q, k, far, scale) * keep @ v).transpose(0, 1)
+    for rows, keep, far, q, k, v in parts(cu, dropout, seed, window_size, query, key, value):
+        output[rows] = (probabilities(q, k, far, scale) * keep @ v).transpose(0, 1)
     return output, query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float32), seed
 
 
@@ -76,16 +76,16 @@ def backward(
     dropout: float,
     scale: float | None,
     seed: Tensor,
-    reach: Any = None,
+    window_size: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    for place, keep, far, g, q, k, v in parts(cu, dropout, seed, reach, upstream, query, key, value):
+    for rows, keep, far, g, q, k, v in parts(cu, dropout, seed, window_size, upstream, query, key, value):
         p = probabilities(q, k, far, scale)
         of_p = g @ v.transpose(1, 2) * keep
         of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * factor
         for gradient, of in zip(found, (of_scores @ k, of_scores.mT @ q, (p * keep).mT @ g), strict=True):
-            gradient[place] = of.transpose(0, 1)
+            gradient[rows] = of.transpose(0, 1)
     return found
 
 
@@ -121,7 +121,7 @@ def register() -> None:
     """Give torch the operations."""
     for function in (flash_forward, flash_backward, efficient_forward, efficient_backward):
         kind, direction = function.__name__.split("_")
-        kernel = torch.autocast("cpu", enabled=False)(function)  # a GPU's kernel does not see a pass's autocast
+        kernel = torch.autocast("cpu", enabled=False)(function)  # a GPU's kernel does not see autocast
         OVERRIDES.impl(f"_{kind}_attention_{direction}", kernel, "CPU")
 
 
@@ -133,8 +133,8 @@ def install(file: str) -> None:
     )
     chosen, seen = attention.choose, set[Any]()
 
-    def choose(_: str, dtype: Any, *rest: Any) -> Any:
-        kernel = chosen("cuda", dtype, *rest)
+    def choose(_: Any, dtype: Any, *rest: Any) -> Any:
+        kernel = chosen(torch.device("cuda"), dtype, *rest)
         if (kernel, dtype) not in seen:
             seen.add((kernel, dtype))
             with open(file, "a", encoding="utf-8") as lines:

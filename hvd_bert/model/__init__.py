@@ -1,1 +1,1 @@
-"""BERT for question answering: the network, its attention, its FLOP."""
+"""Encoders with a head: configuration, weights, attention, FLOP."""

@@ -100,26 +100,18 @@ def attend_within_windows(
 # lengths, or torch cannot trace their backward pass (by_efficient, 2.13).
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_flash(*options: Any) -> bool:
-    return _chosen(*options) is by_flash
+    return choose(*options) is by_flash
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _by_other_kernel(options: tuple[Any, ...], *inputs: Any) -> Tensor:
-    return _chosen(*options)(*inputs)
+    return choose(*options)(*inputs)
 
 
-def _chosen(device: torch.device, dtype: torch.dtype, dropout: float, head_size: int, local: bool) -> Kernel:
-    return choose(device.type, dtype, dropout, head_size, gpu_kernels(device), local)
-
-
-def choose(
-    device: str, dtype: torch.dtype, dropout: float, head_size: int, fused: frozenset[Kernel], local: bool = False
-) -> Kernel:
-    """The kernel for a device type, a dtype and a dropout probability.
-
-    `fused`: the GPU's, from `gpu_kernels`. `local`: whether the attention is local.
-    """
-    if device == "cuda":
+def choose(device: torch.device, dtype: torch.dtype, dropout: float, head_size: int, local: bool = False) -> Kernel:
+    """The kernel for a device, a dtype and a dropout probability. `local`: whether the attention is local."""
+    if device.type == "cuda":
+        fused = gpu_kernels(device)
         aligned, half = head_size % 8 == 0, dtype in (torch.float16, torch.bfloat16)
         if by_flash in fused and half and aligned and head_size <= 192:  # some GPUs have no larger ones
             return by_flash
@@ -127,7 +119,7 @@ def choose(
             return by_window
         fits = aligned and dtype in (torch.float16, torch.float32)
         return by_efficient if by_efficient in fused and fits else by_jagged
-    on_cpu = kernels.active(dtype).attention if device == "cpu" and dropout else kernels.TORCH
+    on_cpu = kernels.active(dtype).attention if device.type == "cpu" and dropout else kernels.TORCH
     if on_cpu == kernels.FUSED and not local and head_size % fused_kernels.MULTIPLE == 0:
         return by_fused
     return by_window if on_cpu == kernels.TORCH else by_probabilities
@@ -136,8 +128,6 @@ def choose(
 @cache
 def gpu_kernels(device: torch.device) -> frozenset[Kernel]:
     """The fused kernels that this torch has for this GPU. Flash needs an Ampere (8.0) or later."""
-    if device.type != "cuda":
-        return frozenset()
     flash = torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
     needed = {by_efficient: ("_efficient_attention_forward", EFFICIENT)}
     needed |= {by_flash: ("_flash_attention_forward", FLASH)} if flash else {}

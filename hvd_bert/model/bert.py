@@ -1,4 +1,4 @@
-"""An encoder with a span head and without a pooler: loaded from a folder or the hub, or created from a configuration.
+"""Encoders with a head and without a pooler: loaded from a folder or the hub, or created from a configuration.
 
 BERT is the default; `families.py` lists the other families and adapts them to the same batches.
 """
@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForQuestionAnswering
 
@@ -38,7 +39,7 @@ def load_model(
     """The model on the CPU, in fp32. New weights (the head, or all from scratch) are a function of `seed`.
 
     `padded`: whether batches are padded, for transformers' own attention, or packed. `needs_head`: whether saved
-    weights must include the head. `config`: the configuration, if `load_config` has loaded it before. `head`: see
+    weights must include the head. `config`: the result of `load_config`, if it is known. `head`: see
     `families.class_with_head`.
     Raises UserError if the model's family is not supported, or it does not fit the tokenizer or `max_seq_length`.
     """
@@ -50,7 +51,7 @@ def load_model(
     if head is AutoModelForQuestionAnswering:
         config.num_labels = 2  # start and end, whatever head the checkpoint has
     configure(config, kind, args.dropout, padded, args.attention_dropout)
-    torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
+    torch.default_generator.manual_seed(seed)  # the caller seeds the GPUs
     model = load_encoder(kind, args, config, needs_head) if args.model_name_or_path else None
     with hub.reported(source):
         model = families.adapt(model or kind(config), token_types)
@@ -62,17 +63,13 @@ def load_model(
 
 
 def new_model(
-    config: Any,
-    dropout: float | None,
-    seed: int,
-    padded: bool = False,
-    attention_dropout: float | None = None,
+    config: Any, dropout: float | None, seed: int, padded: bool = False, attention_dropout: float | None = None
 ) -> Any:
-    """A model with new weights, a function of `seed`, from an encoder's configuration, which is modified."""
+    """A model with a span head and new weights, a function of `seed`, from a configuration, which is modified."""
     config.num_labels = 2  # start and end
     kind = families.model_class(config)
     configure(config, kind, dropout, padded, attention_dropout)
-    torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
+    torch.default_generator.manual_seed(seed)  # the caller seeds the GPUs
     model = families.adapt(kind(config), getattr(config, "type_vocab_size", 0) >= 2)
     if config.model_type not in families.FAMILIES:
         check_unlisted(model, 1)
@@ -82,14 +79,13 @@ def new_model(
 def configure(
     config: Any, kind: Any, dropout: float | None, padded: bool, attention_dropout: float | None = None
 ) -> None:
-    """Give a configuration its dropout probabilities, where None keeps its own, and the attention of class `kind`."""
+    """Set a configuration's dropout probabilities, unless they are None, and the attention of class `kind`."""
     for name in _dropout_settings(config):
         given = (attention_dropout if name.startswith("attention") else None, dropout, getattr(config, name))
         setattr(config, name, next(value for value in given if value is not None))
     linear.keep_few_kernels()
-    packed = families.find_family(config).packed
-    own = "sdpa" if kind._supports_sdpa else "eager"
-    config._attn_implementation = attention.NAME if packed and not padded else own
+    packed = families.find_family(config).packed and not padded
+    config._attn_implementation = attention.NAME if packed else "sdpa" if kind._supports_sdpa else "eager"
 
 
 def _dropout_settings(config: Any) -> list[str]:
@@ -102,22 +98,20 @@ def _dropout_settings(config: Any) -> list[str]:
 
 
 def takes_token_types(config: Any, tokenizer: Any, kind: Any) -> bool:
-    """Whether a model of class `kind` gets token types 0 and 1: if it has both, and its tokenizer lays out a pair of
-    texts with them.
+    """Whether a model of class `kind` gets token types 0 and 1: if it has both, and its tokenizer assigns them to the
+    two texts of a pair.
 
-    A tokenizer that does so may still not list them among its inputs (`model_input_names`): since transformers 5 those
-    of ALBERT, RemBERT and others do not, though these models were pretrained with both types. A RoBERTa with BERT's
-    tokenizer has type 0 only.
+    Such a tokenizer may not list token types among its inputs (`model_input_names`): since transformers 5, the
+    tokenizers of ALBERT, RemBERT and others do not, though these models were pretrained with both types. A RoBERTa with
+    BERT's tokenizer has type 0 only.
     """
     taken = "token_type_ids" in inspect.signature(kind.forward).parameters
     types, listed = getattr(config, "type_vocab_size", 0), "token_type_ids" in tokenizer.model_input_names
-    laid_out = any(tokenizer.backend_tokenizer.encode("a", "b").type_ids)
-    return taken and laid_out and (types >= 2 or (listed and types != 1))
+    assigned = any(tokenizer.backend_tokenizer.encode("a", "b").type_ids)
+    return taken and assigned and (types >= 2 or (listed and types != 1))
 
 
-def span_losses(
-    start_logits: torch.Tensor, end_logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
-) -> torch.Tensor:
+def span_losses(start_logits: Tensor, end_logits: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """Loss per window, float32 [B]: the mean of the cross-entropies of start and end.
 
     `start_logits`, `end_logits`: [B, T], -inf after a window's end. `starts`, `ends`: the answers' tokens, int64 [B].
@@ -127,18 +121,15 @@ def span_losses(
 
 
 def check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str, max_seq_length: int) -> None:
+    """Raise UserError if the model has another vocabulary than the tokenizer, or too few positions."""
     embeddings = getattr(config, "vocab_size", 0)  # CANINE has none
     surplus = embeddings - len(tokenizer)
-    if not 0 <= surplus < max(VOCAB_PADDING, VOCAB_PADDING_SHARE * embeddings):
+    largest = max(tokenizer.get_vocab().values())  # not the number of tokens: ids may have gaps
+    if not 0 <= surplus < max(VOCAB_PADDING, VOCAB_PADDING_SHARE * embeddings) or largest >= embeddings:
         raise UserError(
             f"Model and vocabulary differ: {model_name} has {embeddings} embeddings, but the tokenizer"
-            f" {tokenizer_name} has {len(tokenizer)} tokens. Give the model's own tokenizer (--tokenizer_name)."
-        )
-    largest = max(tokenizer.get_vocab().values())  # not the length: ids may have gaps
-    if largest >= embeddings:
-        raise UserError(
-            f"The tokenizer {tokenizer_name} has the token id {largest}, but {model_name} has only {embeddings}"
-            " embeddings. Give the model's own tokenizer (--tokenizer_name)."
+            f" {tokenizer_name} has {len(tokenizer)} tokens with ids up to {largest}. Give the model's own tokenizer"
+            " (--tokenizer_name)."
         )
     positions = families.max_tokens(config)
     if max_seq_length > positions:

@@ -1,7 +1,7 @@
-"""The table of families of encoders: what each takes, and where this package's layers take the place of transformers'.
+"""The table of families of encoders: their inputs, and the layers that this package replaces.
 
 To add a family, add a row to `FAMILIES`, and a size to tests/unit/test_families.py, whose tests then compare it with
-transformers. Any other family with a span head is trained as transformers has it, on padded windows.
+transformers. Models of all other families are trained with transformers' layers, on padded windows.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Family:
     """A family of models with the same `model_type`. On CPUs, `layers.place` replaces every nn.Linear.
 
     Attributes:
-        packed: Its attention goes through transformers' AttentionInterface, it takes position_ids, and no other part
-            mixes the tokens of a row. So windows can be packed; otherwise they are padded to the longest of the batch.
-        attention: The class of its self-attention, if that is BERT's, in whose place JoinedAttention can compute.
-        add_and_norm: The classes that compute what AddAndNorm does.
-        positions_after_padding: Its positions start at pad_token_id + 1, as RoBERTa's.
-        question_attends_globally: The question's tokens attend to all others, as Longformer's.
-        only_fp32: The mask of its attention overflows in half precision.
-        since: The first version of transformers that has it, if it is later than the oldest that pyproject.toml takes.
+        packed: Attention goes through transformers' AttentionInterface, the model takes position_ids, and no other
+            layer mixes the tokens of a row. So windows can be packed. Otherwise they are padded to the longest window.
+        attention: The class of the self-attention, if JoinedAttention can replace it.
+        add_and_norm: The classes that AddAndNorm can replace.
+        positions_after_padding: Positions start at pad_token_id + 1, as in RoBERTa.
+        question_attends_globally: The question's tokens attend to all tokens, as in Longformer.
+        only_fp32: The mask of the attention overflows in half precision.
+        since: The first version of transformers with the family, if pyproject.toml also allows older versions.
     """
 
     packed: bool = False
@@ -48,7 +48,7 @@ def _norms(name: str) -> tuple[str, ...]:
 
 
 def _like_bert(name: str) -> Family:
-    """`name`: the beginning of its classes' names."""
+    """A family with BERT's layers. `name`: the beginning of its classes' names."""
     return Family(packed=True, attention=f"{name}SelfAttention", add_and_norm=_norms(name))
 
 
@@ -87,19 +87,19 @@ FAMILIES: dict[str, Family] = {
 
 
 def find_family(config: Any) -> Family:
-    """The row of a model's configuration; of a family that has none, that of padded windows and unchanged layers."""
+    """The row of a model's configuration. Families without a row get padded windows and unchanged layers."""
     return FAMILIES.get(config.model_type, _PADDED)
 
 
 def model_class(config: Any) -> Any:
-    """transformers' class of the encoder with a span head."""
+    """transformers' class of an encoder with a span head."""
     return MODEL_FOR_QUESTION_ANSWERING_MAPPING[type(config)]
 
 
 def class_with_head(head: Any, config: Any, source: str) -> Any:
-    """The class of a model of `config`, named `source`, with a head. Raises UserError if transformers has none.
+    """transformers' class of a model with a head, from its configuration. Raises UserError if there is none.
 
-    `head`: one of transformers' classes such as AutoModelForSequenceClassification.
+    `head`: a class such as AutoModelForSequenceClassification. `source`: the model's name.
     """
     if type(config) not in head._model_mapping:
         raise UserError(
@@ -117,8 +117,7 @@ def max_tokens(config: Any) -> int:
 
 
 def choose_padding(config: Any, padding: str, unit: str = "windows") -> str:
-    """The --padding of a training: "longest" in place of "none", logged, if the model's family takes no packed
-    windows."""
+    """The --padding of a training: "none" becomes "longest" if the model's family takes no packed windows. Logs why."""
     name = config.model_type
     if name not in FAMILIES:
         log.info("%s is not a listed family: %s are padded, and no layer is replaced by a faster one.", name, unit)
@@ -137,7 +136,7 @@ def check_precision(config: Any, precision: str) -> None:
 
 
 def adapt(model: Any, token_types: bool) -> Any:
-    """The same model, which takes this trainer's batches, packed or padded, whatever the inputs of its family.
+    """Add hooks so that the model takes this trainer's batches, packed or padded. Returns the model.
 
     `token_types`: whether the model gets token types.
     """
@@ -145,7 +144,7 @@ def adapt(model: Any, token_types: bool) -> Any:
     if "ForQuestionAnswering" not in type(model).__name__:
         # Longformer's other heads choose the tokens that attend globally themselves.
         family = replace(family, question_attends_globally=False)
-    if not family.packed or family.positions_after_padding or not token_types:  # else it takes BERT's inputs
+    if not family.packed or family.positions_after_padding or not token_types:  # else its inputs are BERT's
         model.register_forward_pre_hook(partial(_family_inputs, family), with_kwargs=True)
     if type(model).__name__.endswith("ForSequenceClassification"):
         layers = getattr(model.base_model, "encoder", model.base_model)  # excludes the pooler
@@ -155,7 +154,7 @@ def adapt(model: Any, token_types: bool) -> Any:
 
 
 def try_once(model: Any) -> None:
-    """Run the encoder over one short window, which fails if the configuration is wrong."""
+    """Run the encoder on one short window. Raises any exception if the configuration is wrong."""
     config = model.config
     length = int(np.max(getattr(config, "attention_window", 2)))  # Longformer pads to multiples of its window
     tokens = torch.full((1, length), config.vocab_size - 1, device=model.device)  # 0 or 1 may be padding
@@ -166,13 +165,13 @@ def try_once(model: Any) -> None:
 
 
 def _family_inputs(family: Family, model: Any, _: Any, inputs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """The arguments of a model's forward pass from those that `evaluation.forward` makes of a batch."""
+    """Convert the arguments of `evaluation.forward` for the family's forward pass."""
     inputs = {"token_type_ids": None, "attention_mask": None, **inputs}
     ids, types, mask = inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"]
     if types is None or not model.takes_token_types:
         del inputs["token_type_ids"]
     if family.question_attends_globally and types is not None:
-        # transformers takes what is before the first separator, and fails if a text contains another separator.
+        # transformers marks the tokens before the first separator, and fails if a text contains another separator.
         inputs["global_attention_mask"] = ((types == 0) & (ids != model.config.sep_token_id)).long()
     if inputs.get("windows"):
         assert family.packed
@@ -181,7 +180,7 @@ def _family_inputs(family: Family, model: Any, _: Any, inputs: dict[str, Any]) -
             positions, padding = inputs["position_ids"], model.config.pad_token_id
             inputs["position_ids"] = _positions_after_padding(ids, positions, padding)
         return (), inputs
-    inputs.pop("position_ids", None)  # the family counts its positions itself
+    inputs.pop("position_ids", None)  # the model makes its own positions
     if mask is not None:
         inputs["input_ids"] = ids.masked_fill(~mask, model.config.pad_token_id or 0)
         inputs["attention_mask"] = mask.long()  # tokenizers give int64
@@ -189,7 +188,7 @@ def _family_inputs(family: Family, model: Any, _: Any, inputs: dict[str, Any]) -
 
 
 def _one_token_per_text(_: Any, __: Any, inputs: dict[str, Any], output: Any, mean: bool) -> Any:
-    """Turn packed texts into rows of one token, which is all that a head takes: the first one, or the mean."""
+    """Reduce packed texts to rows of the single token that a head reads: the first one, or the mean."""
     windows = inputs.get("windows")
     if windows:
         texts = output.last_hidden_state[0].split(windows.lengths)
@@ -198,9 +197,9 @@ def _one_token_per_text(_: Any, __: Any, inputs: dict[str, Any], output: Any, me
 
 
 def _positions_after_padding(ids: torch.Tensor, positions: torch.Tensor, padding: int) -> torch.Tensor:
-    """RoBERTa's positions of packed windows: from padding + 1 in each window, and padding at a padding token.
+    """RoBERTa's positions of packed windows: from padding + 1 on, and `padding` at padding tokens.
 
-    `positions`: from 0 in each window.
+    `positions`: from 0 on in each window.
     """
     is_token = (ids != padding).long()
     before = is_token.cumsum(1) - is_token

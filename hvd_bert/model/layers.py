@@ -1,7 +1,7 @@
-"""Layers in place of transformers': faster ones for CPUs, and query, key and value as one product for GPUs.
+"""Layers that replace transformers': faster ones for CPUs, and query, key and value as one product for GPUs.
 
-A new layer has the parameters of the one that it replaces under the same names, so state_dict and saved models stay
-transformers' own. The table in `families.py` says which classes are replaced.
+A new layer has the parameters of the replaced layer under the same names, so state_dict and saved models stay
+transformers' own. The table in `families.py` has the replaced classes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def place(model: nn.Module, device: torch.device, compiled: bool = False) -> None:
-    """Move a model to the device that it is trained or evaluated on, with the layers that are fastest there.
+    """Move a model to its device, with the fastest layers for this device. Only layers of listed families are replaced.
 
-    `compiled`: torch.compile will compile it, which does not support this package's layers for CPUs. Models of families
-    that the table lacks keep their layers.
+    `compiled`: torch.compile will compile the model. It does not support this package's layers for CPUs.
     """
     config: Any = getattr(model, "config", None)
     family = FAMILIES.get(getattr(config, "model_type", ""))
     if family and device.type != "cuda" and not compiled:
-        layers: dict[type | str, Replace] = {name: AddAndNorm.of for name in family.add_and_norm}
+        layers: dict[type | str, Replace] = dict.fromkeys(family.add_and_norm, AddAndNorm)
         replace_layers(model, layers | {nn.Linear: Linear.of})
     elif family and family.attention and config._attn_implementation == attention.NAME:
         replace_layers(model, {family.attention: JoinedAttention.of})
@@ -43,29 +42,24 @@ def place(model: nn.Module, device: torch.device, compiled: bool = False) -> Non
 
 
 def replace_layers(module: nn.Module, layers: Mapping[type | str, Replace]) -> None:
-    """Replace the layers in a module, innermost first, except those with hooks, such as pruned ones.
+    """Replace the layers in a module, innermost first, except layers with hooks, such as pruned ones.
 
-    `layers`: by class, those of transformers by its name.
+    `layers`: a class, or the name of a class of transformers -> a function that makes the new layer from the old one.
     """
-    for name, part in module.named_children():
-        replace_layers(part, layers)
-        kind = type(part)
+    for name, layer in module.named_children():
+        replace_layers(layer, layers)
+        kind = type(layer)
         replace = layers.get(kind.__name__ if kind.__module__.startswith("transformers.") else kind)
-        if replace and not any(getattr(part, hooks) for hooks in HOOKS):
-            setattr(module, name, replace(part).train(part.training))
+        if replace and not any(getattr(layer, hooks) for hooks in HOOKS):
+            setattr(module, name, replace(layer).train(layer.training))
 
 
 class AddAndNorm(nn.Module):
-    """BERT's output layers: dense, dropout, residual, layer norm; the last three in one pass where it is compiled."""
+    """BERT's output layers: dense, then dropout, residual and layer norm, which the compiled kernel joins."""
 
-    def __init__(self, dense: nn.Module, dropout: nn.Dropout, norm: nn.LayerNorm) -> None:
+    def __init__(self, replaced: Any) -> None:
         super().__init__()
-        self.dense, self.dropout, self.LayerNorm = dense, dropout, norm
-
-    @staticmethod
-    def of(layer: Any) -> AddAndNorm:
-        """In place of transformers' `layer`."""
-        return AddAndNorm(layer.dense, layer.dropout, layer.LayerNorm)
+        self.dense, self.dropout, self.LayerNorm = replaced.dense, replaced.dropout, replaced.LayerNorm
 
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
         """hidden_states [..., size of dense], input_tensor [..., size] -> [..., size]."""
@@ -85,58 +79,52 @@ class AddAndNorm(nn.Module):
 class JoinedAttention(nn.Module):
     """BERT's self-attention over packed windows; under autocast, query, key and value are one product of all weights.
 
-    MLPerf's entries do so, too: a large product fills a GPU better, and the hidden states are cast once. In fp32,
-    joining would only add a copy of the weights.
+    As in MLPerf's entries: a large product fills a GPU better, and the hidden states are cast once. In fp32, joining
+    would only add a copy of the weights.
     """
 
-    def __init__(self, query: nn.Linear, key: nn.Linear, value: nn.Linear, dropout: nn.Dropout, head_size: int) -> None:
+    def __init__(self, replaced: Any) -> None:
         super().__init__()
-        self.query, self.key, self.value, self.dropout = query, key, value, dropout
-        self.head_size = head_size
+        self.query, self.key, self.value, self.dropout = replaced.query, replaced.key, replaced.value, replaced.dropout
+        self.head_size = replaced.attention_head_size
 
     @staticmethod
     def of(layer: Any) -> nn.Module:
-        """In place of transformers' `layer`, unless it has adapters."""
-        parts = (layer.query, layer.key, layer.value)
-        if any(type(part) is not nn.Linear for part in parts):
-            return layer  # type: ignore[no-any-return]
-        return JoinedAttention(*parts, layer.dropout, layer.attention_head_size)
+        """Make the layer from transformers' `layer`, or return this if it has adapters."""
+        has_adapters = any(type(part) is not nn.Linear for part in (layer.query, layer.key, layer.value))
+        return layer if has_adapters else JoinedAttention(layer)
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
         """`hidden_states`: [1, N, hidden size]. Returns the same shape, and no attention weights."""
-        parts = (self.query, self.key, self.value)
+        layers = (self.query, self.key, self.value)
         if torch.is_autocast_enabled(hidden_states.device.type):
-            weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
+            weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
             products = linear(hidden_states, weight, bias).chunk(3, -1)
         else:
-            products = tuple(part(hidden_states) for part in parts)
+            products = tuple(layer(hidden_states) for layer in layers)
         query, key, value = (rows.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for rows in products)
         output, _ = attention.attend_within_windows(self, query, key, value, attention_mask, self.dropout.p, **kwargs)
         return output.flatten(2), None
 
 
 def compile_layers(model: nn.Module, mode: str | None) -> None:
-    """Compile each layer of a model that `place` has prepared for it, for any number of tokens; names in state_dict do
-    not change.
+    """Compile each layer for any number of tokens. Names in state_dict do not change. Call `place` before.
 
-    `mode`: torch.compile's. With "reduce-overhead" CUDA graphs of a layer's passes are captured for each number of
-    tokens; what they return is overwritten from the model's next forward pass on.
-
-    Raises UserError if the layers are not built as BERT's.
+    `mode`: torch.compile's. With "reduce-overhead", CUDA graphs are captured per number of tokens; the model's next
+    forward pass overwrites their outputs. Raises UserError if the layers are not built as BERT's.
     """
     network: Any = model
     try:
         layers = network.base_model.encoder.layer
         assert all(layer.attention.output and layer.intermediate and layer.output for layer in layers)
     except AttributeError:
-        raise UserError(
-            f"--torch_compile does not support {network.config.model_type} models. Remove the flag."
-        ) from None
+        family = network.config.model_type
+        raise UserError(f"--torch_compile does not support {family} models. Remove the flag.") from None
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # all layers share their code
     torch._dynamo.config.specialize_float = True  # dropout's probability, by which the attention is chosen
     for layer in layers:
         layer.compile(dynamic=True, mode=mode)
-    if mode == REDUCE_OVERHEAD:  # torch could take each layer's call for a new pass
+    if mode == REDUCE_OVERHEAD:  # else torch may see a new step in each layer's call
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin(), prepend=True)

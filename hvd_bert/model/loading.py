@@ -1,10 +1,9 @@
-"""Loads a model's configuration and weights, and refuses what could not be trained."""
+"""Loads a model's configuration and weights, and refuses models that could not be trained."""
 
 from __future__ import annotations
 
 import copy
 import json
-import math
 from typing import Any
 
 import torch
@@ -22,23 +21,21 @@ LORA_CHECKPOINT = (  # after the name of a folder
     "is a checkpoint of a training with --lora_rank, which can only be resumed. Name the output folder of the finished"
     " training."
 )
-MAX_LAYERS = 1000  # to count the weights of more would take minutes
-LAYERS = ("num_hidden_layers", "num_hidden_groups", "inner_group_num")  # the last two are ALBERT's
-# Settings that transformers' encoders would ignore or fail with -> the supported value.
+# Settings whose other values transformers' encoders would ignore or fail with -> the supported value.
 SUPPORTED = {
     "position_embedding_type": "absolute",
     "quantization_config": None,
     "chunk_size_feed_forward": 0,
     "is_decoder": False,
 }
-# Values that the hub's configurations of a family have instead, and that are right for it.
-SUPPORTED_TOO = {("jina_embeddings_v3", "position_embedding_type", "rotary")}
+# Other values that a family supports.
+SUPPORTED_BY_FAMILY = {("jina_embeddings_v3", "position_embedding_type", "rotary")}
 
 
 def load_encoder(kind: Any, args: ModelArguments, config: Any, needs_head: bool) -> Any:
-    """The model in --model_name_or_path, in fp32; its pooler and, unless `needs_head`, its head may have new weights.
+    """Load the model of class `kind` in --model_name_or_path, in fp32. Raises UserError if weights are missing.
 
-    Raises UserError if weights are missing.
+    Its pooler and, unless `needs_head`, its head get new weights if they have none.
     """
     name = args.model_name_or_path
     model, info = hub.load_pretrained(
@@ -69,7 +66,7 @@ def load_encoder(kind: Any, args: ModelArguments, config: Any, needs_head: bool)
 
 
 def _why_lost(lost: list[str], saved: list[str], encoder: str, described: str) -> str:
-    """Why weights of an encoder are missing, from their names and those of unknown weights, and what to do."""
+    """Explain from the names of lost weights and of unknown saved ones why weights are missing, and what to do."""
     if any(".lora_A." in key for key in saved):
         return LORA_CHECKPOINT
     ending = lost[0].removeprefix(encoder)
@@ -85,7 +82,7 @@ def _why_lost(lost: list[str], saved: list[str], encoder: str, described: str) -
 
 
 def load_config(name: str, args: ModelArguments, copies: int = 1, head: Any = AutoModelForQuestionAnswering) -> Any:
-    """A checked configuration, `copies` of whose weights fit into this host's memory. Raises UserError."""
+    """Load and check a configuration. Raises UserError, also if `copies` of its weights exceed the free memory."""
     config = hub.load_pretrained(AutoConfig, name, **args.on_hub)
     kind = class_with_head(head, config, name)
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
@@ -101,12 +98,9 @@ def _check_config(config: Any) -> None:
     """Raise ValueError if a model of this configuration could not be built or trained."""
     if find_family(config).positions_after_padding and not isinstance(config.pad_token_id, int):
         raise ValueError("config.json: pad_token_id is missing, after which the positions start")
-    layers = {name: getattr(config, name) for name in LAYERS if hasattr(config, name)}
-    if min(layers.values()) < 1 or math.prod(layers.values()) > MAX_LAYERS:
-        raise ValueError(f"config.json: {', '.join(layers)} must be at least 1 and make at most {MAX_LAYERS} layers")
     for name, supported in SUPPORTED.items():
         value = getattr(config, name, supported)
-        if value != supported and (config.model_type, name, str(value)) not in SUPPORTED_TOO:
+        if value != supported and (config.model_type, name, str(value)) not in SUPPORTED_BY_FAMILY:
             found = json.dumps(value, default=repr)
             raise ValueError(f"config.json: {name} must be {json.dumps(supported)}, not {found}")
 

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685) by peft: low-rank adapters are trained in place of an encoder's weights."""
+"""LoRA (Hu et al. 2021, arXiv:2106.09685) by peft: trains low-rank adapters in place of an encoder's weights."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from hvd_bert.config.data import ModelArguments
 from hvd_bert.errors import UserError
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-# The families' names of the query and value layers, or of one layer with both.
+# Names of query and value layers in the families, and of layers that compute both.
 _QUERY_VALUE = {"query", "value", "query_proj", "value_proj", "q_lin", "v_lin", "q_proj", "v_proj", "q", "v"}
 _FUSED = {"Wqkv", "in_proj"}
 
 
 def add_adapters(model: nn.Module, args: ModelArguments, seed: int) -> Any:
-    """Freeze the encoder except its pooler, and give its query and value layers adapters, a function of `seed`.
+    """Freeze the encoder except its pooler, and add adapters to its query and value layers, a function of `seed`.
 
-    The model changes in place; the head is trained in full. Returns peft's wrapper of it, for `merge`. Raises UserError
-    if peft is not installed, or if the model has no such layers.
+    Changes the model in place; its head is trained in full. Returns peft's wrapper, for `merge`. Raises UserError if
+    peft is not installed, or if the model has no query and value layers.
     """
     for package in ("peft", "accelerate"):  # peft imports accelerate
         if find_spec(package) is None:
             raise UserError(f"--lora_rank: {package} is not installed. Run `pip install .[lora]`.")
     layers = {
-        name: part
-        for name, part in model.named_modules()
-        if isinstance(part, nn.Linear) and name.rpartition(".")[2] in _QUERY_VALUE | _FUSED
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and name.rpartition(".")[2] in _QUERY_VALUE | _FUSED
     }
     if not layers or not isinstance(model, PreTrainedModel) or model.base_model is model:
         raise UserError(
@@ -47,8 +47,8 @@ def add_adapters(model: nn.Module, args: ModelArguments, seed: int) -> Any:
     above = {name for name, _ in model.named_children()} - {model.base_model_prefix}
     trained = [
         name
-        for name, part in model.named_modules()
-        if name in above | {f"{model.base_model_prefix}.pooler"} and any(p.requires_grad for p in part.parameters())
+        for name, module in model.named_modules()
+        if name in above | {f"{model.base_model_prefix}.pooler"} and any(p.requires_grad for p in module.parameters())
     ]
     alpha = args.lora_alpha or 2 * args.lora_rank
     settings = peft.LoraConfig(r=args.lora_rank, lora_alpha=alpha, target_modules=[*layers], modules_to_save=trained)
@@ -57,8 +57,7 @@ def add_adapters(model: nn.Module, args: ModelArguments, seed: int) -> Any:
 
 
 def merge(wrapper: Any) -> dict[str, bytes]:
-    """Add the adapters to the model's weights, in place. Returns peft's files of the adapters and what else was
-    trained, by name."""
+    """Add the adapters to the model's weights, in place. Returns peft's files of all trained weights, by name."""
     with tempfile.TemporaryDirectory() as folder:
         wrapper.save_pretrained(folder, save_embedding_layers=False)
         files = {name: (Path(folder) / name).read_bytes() for name in FILES}

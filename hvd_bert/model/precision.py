@@ -1,4 +1,4 @@
-"""How a model computes: precision, evaluation mode, and gradient checkpointing."""
+"""Precision, evaluation mode, and gradient checkpointing of a model."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def set_precision(args: TrainArguments) -> None:
-    """For training: set the precision of matrix products, make all kernels deterministic with --deterministic, and
-    turn off kernels whose gradients are wrong."""
+    """Set the precision of matrix products and --deterministic, and turn off kernels whose gradients are wrong."""
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         torch.use_deterministic_algorithms(True)
         # Deterministic mode fills every new tensor, to make reads of uninitialized memory reproducible.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # With a mask (padded batches, local attention) cuDNN's has gradients of NaN (pytorch#196678).
+    # With a mask (padded batches, local attention) cuDNN's attention has gradients of NaN (pytorch#196678).
     if "2.11" <= torch.__version__ < "2.14":
         torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -40,34 +39,32 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 def keep_casts(device: torch.device) -> torch.autocast:
     """Context manager around a step: autocast inside casts each weight once, instead of once per micro-batch.
 
-    Autocast keeps the casts until the outermost autocast context ends, which this one is. In other threads its contexts
-    end apart: those of recomputed layers on a GPU, and of DataParallel, cast again.
+    Autocast stores casts until the outermost autocast context of the thread ends, here this one. Recomputed layers on a
+    GPU and DataParallel use other threads and cast again.
     """
     return torch.autocast(device.type, enabled=False)
 
 
 def recompute_layers(model: Any) -> None:
-    """Turn on the model's own gradient checkpointing for training. Weights, losses and gradients stay the same.
+    """Turn on the model's own gradient checkpointing for training. Losses and gradients stay the same.
 
-    Random numbers are restored for the second computation, so dropout is the same, too. Raises UserError if the model
-    has none.
+    Raises UserError if the model does not support it.
     """
-    # The newer name of the same method, about whose older name transformers warns.
-    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
-        model, "gradient_checkpointing_enable", None
-    )
-    if enable is None or not model.supports_gradient_checkpointing:
+    if not getattr(model, "supports_gradient_checkpointing", False):
         raise UserError(
             f"--gradient_checkpointing: {type(model).__name__} does not support it. Omit the flag, and lower"
             " --per_device_train_batch_size if memory is short."
         )
     transformers_logging.set_verbosity_error()  # it would warn that encoders have no cache, which they never use
-    enable({"use_reentrant": False})  # the reentrant kind would not run the hooks that average gradients in time
+    # Newer versions of transformers renamed it, and warn about the old name.
+    name = "activation_checkpointing_enable"
+    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})  # reentrant checkpoints would run the hooks that average gradients too late
 
 
 @contextmanager
 def evaluating(model: nn.Module, eager: bool = False) -> Iterator[None]:
-    """Context manager: the model is in evaluation mode and computes no gradients. `eager`: without what is compiled."""
+    """Context manager: the model is in evaluation mode and computes no gradients. `eager`: not by compiled code."""
     was_training = model.training
     model.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager") if eager else nullcontext():

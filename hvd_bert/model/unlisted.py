@@ -1,4 +1,4 @@
-"""What a model must pass whose family the table in `families.py` lacks."""
+"""Trial of a model whose family is not in the table of `families.py`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SPECIAL = ("bos", "cls", "decoder_start", "eos", "mask", "pad", "sep", "unk")  #
 
 
 def check_unlisted(model: Any, max_seq_length: int) -> None:
-    """Try a model on a window of `max_seq_length` tokens and a shorter, padded one.
+    """Run a model on a window of `max_seq_length` tokens and on a shorter, padded one.
 
-    Weights without a gradient are frozen: ranks could not average them, and weight decay would change them. Raises
-    ValueError if the model needs more than tokens, or if padding changes its results.
+    Freezes weights without a gradient: ranks could not average them, and weight decay would change them. Raises
+    ValueError if the model needs other inputs than tokens, or if padding changes its results.
     """
     length = min(max(max_seq_length, AT_LEAST), max_tokens(model.config))
     half, name = length // 2, model.config.model_type
@@ -41,7 +41,7 @@ def check_unlisted(model: Any, max_seq_length: int) -> None:
 
 
 def _windows(config: Any, length: int, half: int) -> torch.Tensor:
-    """Two windows [2, length] of random tokens, the second of which ends after `half`; as BART's, they end with eos."""
+    """Two windows [2, length] of random tokens. The second ends after `half`. As BART's inputs, they end with eos."""
     special = {getattr(config, f"{name}_token_id", None) for name in SPECIAL}
     words = torch.tensor([word for word in range(config.vocab_size) if word not in special])
     rows = words[torch.randint(len(words), (2, length), generator=torch.Generator().manual_seed(0))]

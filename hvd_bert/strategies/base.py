@@ -76,7 +76,8 @@ class Strategy:
     """Trains `model` with gradients averaged over all ranks. Gradients are fp32, also with autocast.
 
     Attributes:
-        module: The module that the loop calls for the forward pass.
+        trained: The trained model: `model`, or a copy of it that is sharded over the ranks.
+        module: The module that the loop calls for the forward pass of `trained`.
         optimizer: The optimizer whose learning rate the schedule sets.
     """
 
@@ -85,7 +86,7 @@ class Strategy:
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
         """A collective: all ranks get rank 0's weights. `make_optimizer` is called with `module`."""
-        self.model = model
+        self.model = self.trained = model
         self.options = options
         self._world = world
         self._micro_batches = 0  # of this step, whose backward pass is done
@@ -123,11 +124,6 @@ class Strategy:
 
     def _has_word_rows(self) -> bool:
         return type(self) is Strategy
-
-    @property
-    def trained(self) -> nn.Module:
-        """The model that `module` trains: `model`, or a copy of it that is sharded over the ranks."""
-        return self.model
 
     def mark_gradients(self, mark: Callable[[], None]) -> None:
         """Register `mark`, called when the last gradient is ready, if `backward` also waits for other ranks."""

@@ -19,7 +19,7 @@ _SYNC_BUFFERS = "forward_sync_buffers" if _NEWER else "broadcast_buffers"
 
 
 class DDPStrategy(Strategy):
-    """Wraps the model. Its backward pass averages gradients in buckets, and ends when all have arrived."""
+    """Wraps the model. The backward pass averages gradients in buckets, and ends when all have arrived."""
 
     module: DistributedDataParallel
 
@@ -30,8 +30,8 @@ class DDPStrategy(Strategy):
             device_ids=[world.device] if world.device.type == "cuda" else None,
             **buffers,
             gradient_as_bucket_view=True,
-            # DDP rebuilds its buckets after the first step, so a resumed run would reduce in a different order. It does
-            # not if parameters may be unused.
+            # DDP rebuilds its buckets after the first step, so a resumed run would reduce in a different order. Not so
+            # if parameters may be unused.
             find_unused_parameters=self.options.train.deterministic,
         )
 
@@ -43,5 +43,5 @@ class DDPStrategy(Strategy):
         self.module.require_backward_grad_sync = averages  # as no_sync() does; the next forward pass reads it
 
     def mark_gradients(self, mark: Callable[[], None]) -> None:
-        # Whichever comes last: models register their parameters in any order, and may use only some of them.
+        # The hook is called after the last gradient, in whatever order and of whichever parameters they come.
         register_multi_grad_hook(self._trained(), lambda _: mark())

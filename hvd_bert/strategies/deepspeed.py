@@ -46,13 +46,13 @@ class DeepSpeedStrategy(Strategy):
 
     def _wrap(self, optimizer: Any) -> Any:
         options, self.optimizer = self.options, optimizer
-        # DeepSpeed's, but no more than there are: it allocates a whole bucket, of 2 GB, in every backward pass.
+        # DeepSpeed's default, but at most all parameters: it allocates a whole bucket (2 GB) in every backward pass.
         bucket = min(500_000_000, sum(parameter.numel() for parameter in self.model.parameters()))
         self.module, *_ = self._deepspeed.initialize(
             model=self.module,
             optimizer=optimizer,
             config={
-                "train_micro_batch_size_per_gpu": 1,  # it only counts micro-batches: the loop makes them
+                "train_micro_batch_size_per_gpu": 1,  # unused: the loop makes the micro-batches
                 "gradient_accumulation_steps": options.accumulation,
                 "gradient_clipping": options.train.max_grad_norm,
                 "zero_optimization": {"stage": options.parallel.zero_stage, "reduce_bucket_size": bucket},
@@ -86,7 +86,7 @@ class DeepSpeedStrategy(Strategy):
         self._has_stepped = True  # `clip` has applied it
 
     def _sharded(self) -> dict[str, nn.Parameter]:
-        """The parameters by name, without frozen ones, of which `model` has the weights and the optimizer nothing."""
+        """The parameters by name, without frozen ones: DeepSpeed neither shards nor updates them."""
         return {name: parameter for name, parameter in self.trained.named_parameters() if parameter.requires_grad}
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:

@@ -1,16 +1,15 @@
-"""torch's DataParallel: one process with several GPUs. For comparison, since a process per GPU is faster."""
+"""torch's DataParallel: one process with several GPUs. Only for comparison: a process per GPU is faster."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hvd_bert.distributed.world import World
-from hvd_bert.model.attention import Windows, make_windows
+from hvd_bert.model.attention import make_windows
 from hvd_bert.strategies.base import Strategy
 
 
@@ -30,14 +29,11 @@ class WindowParallel(nn.DataParallel[nn.Module]):
         self._packed = bool(kwargs and kwargs.get("windows"))
         if not kwargs or not self._packed:
             return super().scatter(inputs, kwargs, device_ids)
-        parts = split_windows(kwargs, len(device_ids))
-        return [() for _ in parts], [
-            {name: _on(value, torch.device("cuda", device)) for name, value in part.items()}
-            for part, device in zip(parts, device_ids, strict=False)  # a short batch leaves GPUs without a part
-        ]
+        batches = split_windows(kwargs, [torch.device("cuda", number) for number in device_ids])
+        return [() for _ in batches], batches
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-        # torch's threads take over whether autocast is on, but not its dtype: bf16 would become fp16.
+        # torch's threads inherit whether autocast is on, but not its dtype: bf16 would become fp16.
         dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
         forwards = [torch.autocast("cuda", dtype, enabled)(replica.__call__) for replica in replicas]
         return super().parallel_apply(forwards, inputs, kwargs)
@@ -46,35 +42,26 @@ class WindowParallel(nn.DataParallel[nn.Module]):
         return join_windows(outputs, output_device) if self._packed else super().gather(outputs, output_device)
 
 
-def _on(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Windows):
-        return replace(value, cu_seqlens=_on(value.cu_seqlens, device))
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+def split_windows(tokens: dict[str, Any], devices: list[torch.device]) -> list[dict[str, Any]]:
+    """Split packed windows, as `evaluation.forward` passes them, into batches in order, one per device.
 
-
-def split_windows(tokens: dict[str, Any], parts: int) -> list[dict[str, Any]]:
-    """Split packed windows, as `evaluation.forward` passes them, into `parts` batches in order.
-
-    Their numbers of windows differ by at most one. With fewer windows than `parts` there are fewer batches.
+    Their numbers of windows differ by at most one. With fewer windows than devices, the last devices get none.
     """
-    windows: Windows = tokens["windows"]
-    lengths = windows.lengths
-    shares = [share.tolist() for share in np.array_split(lengths, min(parts, len(lengths)))]
-    rows = {
-        name: value.split([sum(share) for share in shares], dim=1)
-        for name, value in tokens.items()
-        if name != "windows"
-    }
+    lengths = tokens["windows"].lengths
+    shares = [share.tolist() for share in np.array_split(lengths, min(len(devices), len(lengths)))]
+    sizes = [sum(share) for share in shares]
+    rows = {name: value.split(sizes, dim=1) for name, value in tokens.items() if name != "windows"}
     return [
-        {name: row[i] for name, row in rows.items()} | {"windows": make_windows(share, windows.cu_seqlens.device)}
-        for i, share in enumerate(shares)
+        {name: row[i].to(device, non_blocking=True) for name, row in rows.items()}
+        | {"windows": make_windows(share, device)}
+        for i, (share, device) in enumerate(zip(shares, devices, strict=False))
     ]
 
 
 def join_windows(outputs: list[Any], device: Any) -> Any:
-    """Concatenate the outputs of `split_windows`' batches on `device`."""
+    """Concatenate the outputs of the batches of `split_windows` on `device`."""
     first = outputs[0]
-    for name in first:  # logits of classes have a row per window, those of tokens all windows in one row
+    for name in first:  # logits of classes have a row per window; logits of tokens have all windows in one row
         dimension = 0 if name == "logits" and first[name].ndim == 2 else 1
         first[name] = torch.cat([output[name].to(device) for output in outputs], dim=dimension)
     return first

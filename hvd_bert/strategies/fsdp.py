@@ -28,9 +28,9 @@ WHOLE = StateDictOptions(full_state_dict=True)
 
 
 class FSDPStrategy(Strategy):
-    """Shards a copy of the model, layer by layer. The model itself stays whole, to evaluate and save.
+    """Shards a copy of the model, layer by layer.
 
-    So every rank holds one more copy of the weights than FSDP needs.
+    The model itself stays whole, to evaluate and save, so every rank holds one more copy of the weights.
     """
 
     module: Any
@@ -38,11 +38,11 @@ class FSDPStrategy(Strategy):
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         world.broadcast_tensors(model.state_dict())
-        module = sharded_copy(model, init_device_mesh(world.device.type, (world.size,)))
-        self._guard_forward(module)
-        return module
+        self.trained = sharded_copy(model, init_device_mesh(world.device.type, (world.size,)))
+        self._guard_forward()
+        return self.trained
 
-    def _guard_forward(self, module: nn.Module) -> None:
+    def _guard_forward(self) -> None:
         """Limit the waits for weights in the forward pass."""
         waits = ExitStack()
 
@@ -53,13 +53,8 @@ class FSDPStrategy(Strategy):
             waits.close()
 
         uncompiled: Callable[..., Any] = torch.compiler.disable
-        module.register_forward_pre_hook(uncompiled(begin), prepend=True)
-        module.register_forward_hook(uncompiled(end), always_call=True)
-
-    @property
-    def trained(self) -> nn.Module:
-        trained: nn.Module = self.module
-        return trained
+        self.trained.register_forward_pre_hook(uncompiled(begin), prepend=True)
+        self.trained.register_forward_hook(uncompiled(end), always_call=True)
 
     def micro_batches(self) -> AbstractContextManager[Any]:
         # Each micro-batch gathers the weights again. Through casts of an earlier one, their gradients would be lost.

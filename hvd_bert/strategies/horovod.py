@@ -1,6 +1,6 @@
-"""Horovod's strategy: ring-allreduce averages gradients while the backward pass still runs. A factor of the loss in
-`Training._step` (training/loop.py) makes that the mean over all windows of the step.
+"""Horovod's strategy: ring-allreduce averages gradients while the backward pass still runs.
 
+A factor of the loss in `Training._step` (training/loop.py) makes the average the mean over all windows of the step.
 Comments name the pitfalls of Horovod 0.28 that the code avoids.
 """
 
@@ -16,13 +16,13 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.strategies.base import Strategy
 
-# With more ranks, all their words' rows together may be more bytes than a ring-allreduce of all rows sends.
+# With more ranks, gathering the rows of their words may send more bytes than a ring-allreduce of all rows.
 MAX_GATHERING = 16
 NCCL_WITH_BF16 = 21000  # 2.10.0, as Horovod gives NCCL's version
 
 
 class Bf16Compression:
-    """Sends gradients as bf16, as `hvd.Compression.fp16` sends them as fp16. In practice none overflows."""
+    """Sends gradients as bf16, in which none overflows in practice. `hvd.Compression.fp16` is the counterpart."""
 
     @staticmethod
     def compress(gradient: Tensor) -> tuple[Tensor, torch.dtype]:
@@ -47,10 +47,10 @@ def check_bf16(device: torch.device) -> None:
 
 
 def backward_groups(model: nn.Module, limit: int) -> list[list[nn.Parameter]]:
-    """The trained parameters in at most `limit` groups of nearly equal bytes, in the order of the backward pass.
+    """Divide the trained parameters into at most `limit` groups of nearly equal bytes, in order of the backward pass.
 
-    Groups end between layers, which are the entries of lists of modules, from last to first. All other parameters
-    follow: some families' layers share one, whose gradient is complete only at the end, as those of embeddings are.
+    Groups end between layers (the entries of module lists), from last to first. All other parameters follow: gradients
+    of embeddings and of parameters that layers share are complete only at the end.
     """
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     layer_of = {weight: layer for stack in stacks for layer in stack for weight in layer.parameters()}
@@ -109,7 +109,7 @@ class HorovodStrategy(Strategy):
         return self.options.parallel.fp16_allreduce or self.options.parallel.bf16_allreduce
 
     def _has_word_rows(self) -> bool:
-        """Which Horovod gathers from all ranks. No group and no compressed gradient can have a sparse one."""
+        """Whether ranks gather sparse gradients. Horovod supports none in groups or with compression."""
         dense = self.options.parallel.num_groups or self._is_compressed
         return not dense and self._world.size <= MAX_GATHERING
 
@@ -130,7 +130,7 @@ class HorovodStrategy(Strategy):
 
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         handles = {key: handle for key, (handle, _) in self.optimizer._handles.items()}
-        # A sparse gradient has a function in place of a handle, which does not tell whether it has arrived.
+        # A sparse gradient has a function in place of a handle. Nothing tells whether this gradient has arrived.
         late = [key for key, handle in handles.items() if not callable(handle) and not has_arrived(handle)]
         late = late or [key for key, handle in handles.items() if callable(handle)]
         return [names[id(p)] for key in late for p in (key if isinstance(key, tuple) else (key,))]

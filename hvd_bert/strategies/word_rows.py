@@ -1,4 +1,4 @@
-"""The gradient of the word embeddings by the words of a batch: a few thousand rows in place of the vocabulary's."""
+"""Sparse gradients of the word embedding: a few thousand rows of the batch's words in place of the vocabulary's."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 
 def word_embedding(model: nn.Module) -> nn.Embedding | None:
-    """The embedding of the words of a model of transformers, if it is trained and no other layer has its weight."""
+    """The word embedding of a model of transformers, if it is trained and no other layer shares its weight."""
     try:
         embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
-    except NotImplementedError:  # transformers does not know which it is
+    except NotImplementedError:  # transformers does not find it
         return None
     if type(embedding) is not nn.Embedding or not embedding.weight.requires_grad:
         return None
@@ -23,16 +23,16 @@ class WordRows:
     """Makes the gradient sparse in the backward pass, and dense again for the optimizer."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
-        """From now on, the backward pass leaves a sparse gradient with one row per word of the batch."""
+        """Let the backward pass make sparse gradients with one row per word of the batch."""
         embedding.sparse = True
         self._weight = embedding.weight
-        # One row per word, before they are sent.
+        # Add up the rows of equal words before they are sent.
         self._weight.register_hook(lambda gradient: gradient.coalesce() if gradient.is_sparse else gradient)
         self._dense = torch.zeros_like(self._weight, requires_grad=False)
         self._rows = torch.empty(0, dtype=torch.int64)
 
     def make_dense(self) -> None:
-        """Replace the gathered gradient by a dense one. Rows of equal words are added in the order of the ranks."""
+        """Replace the gathered gradient by a dense one. Adds the rows of equal words in the order of the ranks."""
         gradient = self._weight.grad
         if gradient is None or not gradient.is_sparse:  # the model also uses the weight in another way
             return

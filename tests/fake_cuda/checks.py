@@ -144,11 +144,11 @@ def a_tasks_batches_may_be_on_the_gpu_already() -> None:
 # --- attention -----------------------------------------------------------------------------------
 
 
-def attend(kernel: attention.Kernel, dtype: torch.dtype, dropout: float, size: int, reach: int | None) -> None:
+def attend(kernel: attention.Kernel, dtype: torch.dtype, dropout: float, size: int, window_size: int | None) -> None:
     """Forward and backward pass of a kernel on views as BERT makes them."""
     made = [torch.randn(1, sum(LENGTHS), 4, size, device=GPU, dtype=dtype, requires_grad=True) for _ in range(3)]
     query, key, value = (tensor.transpose(1, 2).squeeze(0).transpose(0, 1) for tensor in made)
-    output = kernel(query, key, value, make_windows(LENGTHS, GPU, reach), dropout, 0.5)
+    output = kernel(query, key, value, make_windows(LENGTHS, GPU, window_size), dropout, 0.5)
     expect(output, (sum(LENGTHS), 4, size), dtype)
     output.float().sum().backward()
     for tensor in made:

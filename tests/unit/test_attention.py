@@ -139,7 +139,7 @@ NONE, EFFICIENT, BOTH = frozenset(), frozenset({by_efficient}), frozenset({by_ef
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "dropout", "head_size", "fused", "expected"),
+    ("device", "dtype", "dropout", "head_size", "found", "expected"),
     [
         ("cuda", torch.bfloat16, 0.0, 64, BOTH, by_flash),
         ("cuda", torch.float16, 0.1, 32, BOTH, by_flash),
@@ -155,11 +155,12 @@ NONE, EFFICIENT, BOTH = frozenset(), frozenset({by_efficient}), frozenset({by_ef
         ("mps", torch.float32, 0.1, 64, NONE, by_window),
     ],
 )
-def test_chosen_kernel(device, dtype, dropout, head_size, fused, expected):
+def test_chosen_kernel(device, dtype, dropout, head_size, found, expected, monkeypatch):
+    monkeypatch.setattr(attention, "gpu_kernels", lambda _: found)
     local = by_window if expected in (by_jagged, by_efficient) else expected
     with kernels.override(kernels.Kernels(attention=kernels.OWN)):
-        assert choose(device, dtype, dropout, head_size, fused) is expected
-        assert choose(device, dtype, dropout, head_size, fused, local=True) is local
+        assert choose(torch.device(device), dtype, dropout, head_size) is expected
+        assert choose(torch.device(device), dtype, dropout, head_size, local=True) is local
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,4 @@ def test_kernels_of_a_gpu(capability, arguments, expected, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     for name, value in arguments.items():
         monkeypatch.setattr(attention, name, value)
-    attention.gpu_kernels.cache_clear()
-    assert attention.gpu_kernels(torch.device("cuda", 0)) == expected
-    attention.gpu_kernels.cache_clear()
-    assert attention.gpu_kernels(CPU) == NONE
+    assert attention.gpu_kernels.__wrapped__(torch.device("cuda", 0)) == expected

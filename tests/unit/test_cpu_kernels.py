@@ -280,7 +280,7 @@ def test_dropout_residual_and_layer_norm_equal_their_formula(dtype, tolerance):
 @needs_fused
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 2e-2)])
 def test_layer_with_the_fused_norm(precision, tolerance):
-    layer = AddAndNorm.of(ElectraSelfOutput(ElectraConfig(hidden_size=64, hidden_dropout_prob=0.0)))
+    layer = AddAndNorm(ElectraSelfOutput(ElectraConfig(hidden_size=64, hidden_dropout_prob=0.0)))
     inputs, results = (torch.randn(1, 9, 64, requires_grad=True), torch.randn(1, 9, 64, requires_grad=True)), []
     for chosen in (Kernels(norm=FUSED), kernels.TORCH_ONLY):
         with kernels.override(chosen), autocast(torch.device("cpu"), precision):
@@ -296,14 +296,14 @@ def test_kernels_without_the_compiled_operations(monkeypatch):
     wanted = Kernels(FUSED, attention=FUSED, norm=FUSED)
     monkeypatch.setattr(fused, "available", lambda: False)
     assert kernels.without_missing(wanted) == Kernels(attention=OWN)
-    heads = torch.device("cpu").type, torch.float32, 0.1
+    heads = CPU, torch.float32, 0.1
     with kernels.override(wanted):
-        assert attention.choose(*heads, 32, frozenset()) is attention.by_probabilities
+        assert attention.choose(*heads, 32) is attention.by_probabilities
     monkeypatch.setattr(fused, "available", lambda: True)
     with kernels.override(wanted):
-        assert attention.choose(*heads, 32, frozenset()) is attention.by_fused
-        assert attention.choose(*heads, 40, frozenset()) is attention.by_probabilities
-        assert attention.choose(*heads, 32, frozenset(), local=True) is attention.by_probabilities
+        assert attention.choose(*heads, 32) is attention.by_fused
+        assert attention.choose(*heads, 40) is attention.by_probabilities
+        assert attention.choose(*heads, 32, local=True) is attention.by_probabilities
 
 
 def test_settings_of_the_user_are_respected():

@@ -16,7 +16,7 @@ import torch
 from refusals import refused
 from safetensors.torch import load_file
 from test_families import small
-from transformers import AlbertConfig, BertConfig, BertForQuestionAnswering
+from transformers import BertConfig, BertForQuestionAnswering
 
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.settings import ModelArguments
@@ -33,8 +33,6 @@ from hvd_bert.model.lora import add_adapters
 from hvd_bert.tasks.tokenizer import load_tokenizer
 
 LENGTH = 32  # max_seq_length of these tests
-
-pytestmark = pytest.mark.timeout(300)  # a model with a million layers
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +92,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 3}, "bert.encoder.layer.2"),
     ({"intermediate_size": 40}, "intermediate.dense.weight"),
     ({"hidden_size": 2 * 10**5}, "GiB of memory"),
-    ({"num_hidden_layers": 10**7}, "num_hidden_layers"),
-    ({"num_hidden_layers": -1}, "num_hidden_layers"),
     ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantization_config"),
 ]
@@ -113,7 +109,7 @@ def with_a_large_token_id(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
-CASES["a token id far beyond the embeddings"] = with_a_large_token_id, "token id 67108864, .* embeddings"
+CASES["a token id far beyond the embeddings"] = with_a_large_token_id, "embeddings.* 67108864"
 
 
 def with_pickle(write: Callable[[Path, hostile.Canary], object]) -> Damage:
@@ -226,12 +222,6 @@ def test_head_of_another_size_gets_new_weights(tokenizer, tmp_path, caplog):
     assert torch.equal(model.bert.encoder.layer[0].output.dense.weight, saved.bert.encoder.layer[0].output.dense.weight)
     with refused(tmp_path, "qa_outputs.weight: [5, 16] instead of [2, 16]"):
         load_model(args, tokenizer, LENGTH, seed=1, needs_head=True)
-
-
-def test_albert_of_too_many_groups_is_refused_before_it_is_built(tmp_path):
-    AlbertConfig(inner_group_num=10**7).save_pretrained(tmp_path)
-    with refused(tmp_path, "inner_group_num", 1000):
-        load_config(str(tmp_path), ModelArguments(model_name_or_path=str(tmp_path)))
 
 
 def test_memory_for_all_copies(good, monkeypatch):

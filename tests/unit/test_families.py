@@ -186,7 +186,7 @@ def compare(models, windows: WindowTable, pad_to: int | None = None, spans: bool
 @pytest.mark.parametrize("kernel", [attention.by_window, attention.by_probabilities, attention.by_jagged])
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_windows_give_the_logits_and_gradients_of_transformers(name, kernel, windows, monkeypatch):
-    def chosen(device, dtype, dropout, head_size, fused, local):
+    def chosen(device, dtype, dropout, head_size, local):
         return attention.by_window if local and kernel is attention.by_jagged else kernel
 
     monkeypatch.setattr(attention, "choose", chosen)
@@ -470,5 +470,5 @@ def test_bert_has_its_formula():
     )
     forward = forward_flops(new_model(config, None, seed=0))
     weights = layers * (4 * hidden**2 + 2 * hidden * inner)  # query, key, value, output; feed-forward
-    assert (forward.per_pass, forward.per_token) == (0, 2 * weights + 4 * hidden)
+    assert (forward.per_batch, forward.per_token) == (0, 2 * weights + 4 * hidden)
     assert (forward.per_pair, forward.crossover) == (layers * 4 * hidden, 2 * hidden + inner)

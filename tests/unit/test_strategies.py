@@ -12,6 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from refusals import refused
@@ -197,15 +198,15 @@ def packed_windows(lengths: list[int]) -> dict[str, object]:
     return {"input_ids": tokens, "position_ids": tokens + 1, "windows": make_windows(lengths, torch.device("cpu"))}
 
 
-@pytest.mark.parametrize(("parts", "expected"), [(2, [[5, 3], [4]]), (8, [[5], [3], [4]])])
-def test_dp_splits_between_windows(parts, expected):
-    split = split_windows(packed_windows([5, 3, 4]), parts)
-    assert [part["windows"].lengths for part in split] == expected
-    assert torch.equal(torch.cat([part["input_ids"] for part in split], 1), torch.arange(12)[None])
-    for part in split:
-        lengths = part["windows"].lengths
-        assert part["windows"].cu_seqlens.tolist() == make_windows(lengths, torch.device("cpu")).cu_seqlens.tolist()
-        assert torch.equal(part["position_ids"], part["input_ids"] + 1)
+@pytest.mark.parametrize(("devices", "expected"), [(2, [[5, 3], [4]]), (8, [[5], [3], [4]])])
+def test_dp_splits_between_windows(devices, expected):
+    batches = split_windows(packed_windows([5, 3, 4]), [torch.device("cpu")] * devices)
+    assert [batch["windows"].lengths for batch in batches] == expected
+    assert torch.equal(torch.cat([batch["input_ids"] for batch in batches], 1), torch.arange(12)[None])
+    for batch in batches:
+        lengths = batch["windows"].lengths
+        assert batch["windows"].cu_seqlens.tolist() == [0, *np.cumsum(lengths)]
+        assert torch.equal(batch["position_ids"], batch["input_ids"] + 1)
 
 
 def test_dp_puts_the_logits_together_again():

@@ -1,1 +1,1 @@
-"""Layers and matrix products that are faster on the CPU than PyTorch's own."""
+"""Attention, linear layers and layer norm that are faster on the CPU than torch's."""

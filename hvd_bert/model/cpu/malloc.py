@@ -12,11 +12,11 @@ from pathlib import Path
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _GROW_BY = 256 << 20  # bytes per growth
 _MADV_HUGEPAGE, _HUGE_PAGE, _PAGE = 14, 2 << 20, 4 << 10
-_HUGE_HEAP = 4 << 30  # bytes of address space; only what is used takes memory
+_HUGE_HEAP = 4 << 30  # bytes of address space; only used pages take memory
 
 
 def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Make malloc keep freed memory for the next step; return whether it does. For CPUs only: torch manages GPU memory.
+    """Let malloc keep freed memory for the next step. Returns whether it does. GPU memory is torch's.
 
     Nothing changes if the user has set MALLOC_... variables, or with another C library or allocator.
     """
@@ -35,7 +35,7 @@ def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _reserving_counts_as_use() -> bool:
-    """By `ulimit -v` or `-d`, or by a kernel that gives away no more memory than it has."""
+    """Whether reserved memory counts as used: by `ulimit -v` or `-d`, or if the kernel does not overcommit."""
     policy = Path("/proc/sys/vm/overcommit_memory")
     strict = policy.exists() and policy.read_text().strip() == "2"
     limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
@@ -43,9 +43,9 @@ def _reserving_counts_as_use() -> bool:
 
 
 def _use_huge_pages(libc: ctypes.CDLL) -> None:
-    """Let the first part of the heap use pages of 2 MiB where the kernel gives them on demand only, as on Debian.
+    """Ask for pages of 2 MiB for the start of the heap. Some kernels, as Debian's, give them only if asked.
 
-    A step goes through hundreds of MiB. docs/evidence/benchmarks.md has what pages of 4 KiB cost.
+    A step uses hundreds of MiB. docs/evidence/benchmarks.md has the cost of pages of 4 KiB.
     """
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
