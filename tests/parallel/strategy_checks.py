@@ -1,6 +1,6 @@
-"""Every strategy computes what one process computes, and leaves what any other can take up.
+"""Every strategy computes the gradients and steps of one process, and its state can be loaded.
 
-Gradients are read from AdamW's first moments after one step, which every strategy hands out whole.
+Gradients are derived from AdamW's first moments after one step, which `Strategy.state` returns whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hvd_bert.training.optim import check_optimizer, make_optimizer
 
 
 def applied_gradients(training: Training, step: int) -> Gradients:
-    """Make the first optimizer step, on the windows of `step`; the gradients it took, on rank 0 (else nothing)."""
+    """Make the first optimizer step, on the windows of `step`. Returns its gradients on rank 0, {} on others."""
     training.averaged_step(step)
     _, tensors, rest = training.strategy.state()
     if training.world.rank != 0:
@@ -46,9 +46,9 @@ def first_step(
     tolerance: float = 1e-5,
     recompute: bool = False,
 ) -> tuple[Gradients, Gradients]:
-    """One step by the strategy, held to what one process computes for all of its windows.
+    """Compare the gradients of the strategy's first step with those of one process for all of its windows.
 
-    The gradients that it took, and that process's. Both on rank 0 only, else none.
+    Returns both on rank 0, {} and {} on others.
     """
     is_first = ranks.world.rank == 0
     training = Training(ranks.world, "--max_grad_norm", clip, *flags, accumulation=accumulation)
@@ -74,7 +74,7 @@ def first_gradients_are_those_of_one_process(ranks: Ranks) -> None:
 @expensive
 @check_every_strategy
 def first_gradients_of_every_packed_family_are_those_of_one_process(ranks: Ranks) -> None:
-    """As one vector: each family has other weights whose gradients are zero in theory.
+    """Compared as one vector: the weights whose gradients are zero in theory depend on the family.
 
     FSDP shards by a family's layers, and DDP needs a gradient of each weight.
     """
@@ -96,17 +96,12 @@ def first_gradients_of_every_packed_family_are_those_of_one_process(ranks: Ranks
 
 
 @check_every_strategy
-def padded_and_clipped_gradients_of_several_passes_are_those_of_one_process(ranks: Ranks) -> None:
-    first_step(ranks, "--padding", "max_length", "--max_seq_length", 64, accumulation=4, clip=0.01)
+def padded_clipped_and_recomputed_gradients_of_micro_batches_are_those_of_one_process(ranks: Ranks) -> None:
+    first_step(ranks, "--padding", "max_length", "--max_seq_length", 64, accumulation=4, clip=0.01, recompute=True)
 
 
 @check_every_strategy
-def clipped_gradients_of_recomputed_layers_in_several_passes_are_those_of_one_process(ranks: Ranks) -> None:
-    first_step(ranks, accumulation=4, clip=0.01, recompute=True)
-
-
-@check_every_strategy
-def gradients_of_several_passes_in_bf16_are_near_those_of_one_process(ranks: Ranks) -> None:
+def gradients_of_micro_batches_in_bf16_are_near_those_of_one_process(ranks: Ranks) -> None:
     found, expected = first_step(ranks, "--bf16", accumulation=4, tolerance=0.15)
     if found:
         with pytest.raises(AssertionError, match="off by"):  # fp32 would be nearer
@@ -138,7 +133,7 @@ def a_step_in_which_most_ranks_have_no_window_is_that_of_one_process(ranks: Rank
 
 @check_every_strategy
 def gathered_model_is_what_was_trained(ranks: Ranks) -> None:
-    """The weights to score and to save are those of now, the same on every rank."""
+    """The gathered weights are current, and equal on every rank."""
     training = Training(ranks.world, "--learning_rate", 1e-3)
     before = training.weights()
     strategy = training.wrap()
@@ -199,7 +194,7 @@ def state_with_frozen_weights_is_loaded_by_another(ranks: Ranks) -> None:
 
 
 def state_makes_the_same_next_step(ranks: Ranks, frozen: str, *flags: str | float) -> None:
-    """A second strategy of the kind, given the first one's state, makes the same next step, to the bit."""
+    """A second strategy that loads the first one's state makes the same next step, to the bit."""
     world, exact = ranks.world, ["--deterministic"] if ranks.world.size > 2 else []
     flags = ("--learning_rate", 1e-3, *exact, *flags)
     first, second = Training(world, *flags, frozen=frozen), Training(world, *flags, frozen=frozen)

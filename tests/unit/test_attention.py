@@ -41,7 +41,7 @@ def reference(query, key, value, lengths, scaling, window_size=99):
     params=[by_flash, by_efficient, by_jagged, by_window, by_probabilities], ids=lambda kernel: kernel.__name__
 )
 def kernel(request, monkeypatch):
-    """Each kernel in turn, instead of the one for this machine; tests/gpu_kernels.py computes those of a GPU."""
+    """Each kernel in turn; tests/gpu_kernels.py computes a GPU's kernels."""
     gpu_kernels.register()
     monkeypatch.setattr(gpu_kernels, "LIMITS", False)
     monkeypatch.setattr(attention, "choose", lambda *_: request.param)
@@ -71,7 +71,7 @@ def test_each_token_attends_to_its_own_window(kernel, lengths, scaling):
 
 @pytest.mark.parametrize("kernel", [by_flash, by_window, by_probabilities], indirect=True)
 @pytest.mark.parametrize("sliding_window", [1, 3, 4, 9])
-def test_local_attention_reaches_less_than_the_sliding_window(kernel, sliding_window):
+def test_local_attention_is_narrower_than_the_sliding_window(kernel, sliding_window):
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3))
     found, _ = attend_within_windows(
@@ -89,7 +89,7 @@ def test_groups_of_heads_share_their_key_and_value_and_without_lengths_there_is_
         torch.testing.assert_close(found, reference(query, *shared, lengths, 0.5))
 
 
-def test_dropout_in_training_only_and_both_passes_drop_the_same(kernel):
+def test_dropout_in_training_only_and_equal_in_forward_and_backward_pass(kernel):
     """The output is linear in the values: <output, upstream> = <values, their gradient>."""
     module, windows = torch.nn.Identity(), make_windows([4, 5], CPU)
     query, key, value = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
@@ -123,12 +123,12 @@ def test_bf16_is_near_fp32_with_the_same_dropout():
     rounded = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
     upstream = torch.randn(65, 3, 8).bfloat16()
 
-    def both_passes(tensors):
+    def output_and_gradients(tensors):
         torch.manual_seed(1)
         output = by_probabilities(*tensors, make_windows(lengths, CPU), 0.1, 8**-0.5)
         return [output, *torch.autograd.grad(output, tensors, upstream.to(output.dtype))]
 
-    for found, expected in zip(both_passes(rounded), both_passes(exact), strict=True):
+    for found, expected in zip(output_and_gradients(rounded), output_and_gradients(exact), strict=True):
         assert found.dtype == torch.bfloat16
         # Four roundings follow each other; the sum of their errors is far below its bound.
         bound = 4 * torch.finfo(torch.bfloat16).eps * expected.norm() / 2

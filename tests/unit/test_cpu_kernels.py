@@ -1,4 +1,4 @@
-"""The CPU's kernels: which ones a CPU uses, and their results next to torch's or to their formulas."""
+"""Kernels for CPUs: the choice for a CPU model, and results compared with torch's or with formulas."""
 
 from __future__ import annotations
 
@@ -157,10 +157,10 @@ def test_unsupported_input_uses_torchs_own_layer(monkeypatch):
         layer(values)
 
 
-MANY = 4_000_000  # so many that 1 / 512, what 8 bits would be wrong by, is 7 standard deviations or more
+MANY = 4_000_000  # with so many, the error of 8 bits, 1 / 512, is at least 7 standard deviations
 
 
-# 8 bits do not decide on some.
+# Some of these need more than 8 bits.
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.003, 1 / 512, 0.5 + 1 / 512, 1 - 1 / 512])
 def test_rate_and_scale(p):
     torch.manual_seed(0)
@@ -169,20 +169,12 @@ def test_rate_and_scale(p):
     assert 1 / kept_scale(p) == pytest.approx(1 - p, abs=0.5 / LEVELS)
 
 
-def test_random_bits_come_from_torchs_generator():
-    torch.manual_seed(3)
-    first, second = (keep_mask(torch.Size([1000]), 0.5) for _ in range(2))
-    torch.manual_seed(3)
-    assert all(torch.equal(keep_mask(torch.Size([1000]), 0.5), found) for found in (first, second))
-    assert not torch.equal(first, second)
-
-
 HEADS, DROPPED = 3, 6554
 needs_fused = pytest.mark.skipif(not fused.available(), reason="not compiled, or a CPU without the instructions")
 
 
 def kept(bits: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-    """float64 [heads, T, T] of each window: 0 or the scale of what is kept, from the operation's bits."""
+    """The dropout factors of each window, float64 [heads, T, T], from the operation's bits."""
     masks, bits = [], bits.view(torch.int32)
     for length in lengths:
         words = -(-length // 32)
@@ -320,14 +312,14 @@ def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     tensors = [torch.ones(12 << 20) for _ in range(2)]  # more than glibc keeps by itself, 32 MiB each at most
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-for _ in range(10):  # until the heap has a place for each
+for _ in range(10):  # until the heap has memory for each
     faults()
 print(kept, min(faults() for _ in range(5)))
 """
 
 
 def printed_by(program: str, *words: str) -> list[str]:
-    """What a new process prints, which no variable of glibc keeps from its defaults."""
+    """The words that a new process prints, without variables that change glibc's defaults."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     words = (sys.executable, "-c", program, *words)
     return subprocess.run(words, env=environ, capture_output=True, text=True, check=True).stdout.split()

@@ -46,7 +46,7 @@ def good(tmp_path_factory, tokenizer) -> Path:
 
 
 def load_all(folder: Path, make_questions: Callable[..., list[squad.Question]]) -> None:
-    """What a run does with a model before it trains."""
+    """Load a model as a run does before it trains."""
     args = ModelArguments(model_name_or_path=str(folder))
     tokenizer = load_tokenizer(args)
     load_model(args, tokenizer, LENGTH, seed=1)
@@ -295,4 +295,6 @@ def test_settings_that_a_family_needs_or_refuses(tokenizer, tmp_path):
     load("jina_embeddings_v3", position_embedding_type="rotary")
     with refused("position_embedding_type"):
         load("roberta", position_embedding_type="rotary")
+    with refused("pad_token_id"):
+        load("roberta", pad_token_id=None)
     load("longformer", attention_window=128)  # more than it has positions

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 def trained(tmp_path, *flags):
-    """The losses, weights and AdamW's state of a short training, and the bytes that a pass saves."""
+    """The losses, weights and AdamW's state of a short training, and the bytes that a forward pass saves."""
     words = ["--per_device_train_batch_size=3", "--gradient_accumulation_steps=2", "--steps=2", "--repeats=1", *flags]
     training = small_training(tmp_path, *words, callbacks=[recorder := Recorder()])
     training.run()
@@ -84,7 +84,7 @@ MIB = 2**20
 
 
 class Wide(DatasetTask):
-    """A window needs 48 MiB: its output, the gradient of that, and what `exp` makes of it."""
+    """A window needs 48 MiB: its output, the output's gradient, and the gradient's product in `exp`."""
 
     def load(self, config: Any) -> None:
         self.model = nn.Linear(1, 1)
@@ -99,7 +99,7 @@ class Wide(DatasetTask):
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, free_mib: int, *flags: str, other_rank: int | None = None) -> int:
-    """`other_rank`: how many windows fit there."""
+    """The batch that `auto` chooses. `other_rank`: the number of windows that fit on another rank."""
     monkeypatch.setattr(machine, "free_memory", lambda: free_mib * MIB)
     config, world = parse([f"--task={task_name(Wide)}", "--per_device_train_batch_size=auto", *flags]), make_world()
     world.set_up_device()

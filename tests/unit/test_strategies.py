@@ -1,4 +1,4 @@
-"""The strategies' table and requirements, and their parts that need no second process."""
+"""The strategies' table and requirements, and their code that needs no second process."""
 
 from __future__ import annotations
 
@@ -38,14 +38,8 @@ from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.bench.points import SweepPlan, check_flags
 
 
-def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with refused("`bash env/setup.sh --deepspeed`"):
-        strategy_class("deepspeed")
-
-
 def test_horovod_that_cannot_send_bf16_names_the_line_that_builds_one(monkeypatch):
-    functions = {f"horovod_torch_allreduce_async_torch_{place}BFloat16Tensor": print for place in ("", "cuda_")}
+    functions = {f"horovod_torch_allreduce_async_torch_{device}BFloat16Tensor": print for device in ("", "cuda_")}
     for device, old, nccl in (("cpu", True, 0), ("cuda", True, 22809), ("cuda", False, 20800), ("cpu", False, 0)):
         library = SimpleNamespace(**({} if old else functions))
         made = SimpleNamespace(mpi_ops=SimpleNamespace(mpi_lib=library), rocm_built=bool, nccl_built=lambda n=nccl: n)
@@ -71,7 +65,7 @@ def test_settings_that_do_not_go_together(flags, named):
         parse(flags)
 
 
-# A flag that some strategies refuse -> those.
+# A flag -> the strategies that refuse it.
 REFUSED = {
     "--timeline_file t.json": "ddp fsdp deepspeed dp none",
     "--ema_decay 0.5": "fsdp deepspeed",
@@ -143,7 +137,7 @@ def test_strategies_of_one_process(monkeypatch):
             runner.join(strategy)
 
 
-LAYER = re.compile(r"\.(\d+)\.")  # its number in a parameter's name
+LAYER = re.compile(r"\.(\d+)\.")  # a layer's number in a parameter's name
 
 
 @pytest.mark.parametrize("family", TRAINED)
@@ -161,8 +155,8 @@ def test_each_group_of_horovod_is_complete_before_the_layers_of_the_next(family)
             weight.register_post_accumulate_grad_hook(lambda _, entry=entry: arrived.append(entry))
     outputs = model(input_ids=torch.tensor([[CLS, QUESTION, SEP, SEP, *range(FIRST_TOKEN, 20), SEP]]))
     (outputs.start_logits.square().sum() + outputs.end_logits.square().sum()).backward()
-    for place, (number, in_layer) in enumerate(arrived):
-        assert not in_layer or min(arrived[place:])[0] == number
+    for i, (number, in_layer) in enumerate(arrived):
+        assert not in_layer or min(arrived[i:])[0] == number
 
 
 @pytest.mark.parametrize(
@@ -189,7 +183,7 @@ def test_groups_of_horovod_need_no_list_of_layers():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
     groups = backward_groups(model, 3)
     assert [{id(weight) for weight in group} for group in groups] == [
-        {id(weight) for weight in model[place].parameters()} for place in (3, 2, 0)
+        {id(weight) for weight in model[i].parameters()} for i in (3, 2, 0)
     ]
 
 
@@ -219,7 +213,7 @@ def test_dp_puts_the_logits_together_again():
 
 
 def step_and_state(strategy: Strategy, factor: float) -> tuple[float, dict[str, torch.Tensor]]:
-    """The gradient's norm, and weights and optimizer state after the step."""
+    """Make a step. Returns the gradient's norm, and copies of the weights and the optimizer state."""
     strategy.backward(strategy.module(torch.ones(4, 3)).square().sum() * factor)
     norm = float(strategy.clip())
     strategy.step()
@@ -255,13 +249,13 @@ def made() -> nn.Embedding:
 
 
 def backward(embedding: nn.Embedding, tokens: list[int]) -> None:
-    places = torch.arange(1.0, len(tokens) + 1)[:, None]
-    (embedding(torch.tensor(tokens)).square() * places).sum().backward()
+    positions = torch.arange(1.0, len(tokens) + 1)[:, None]
+    (embedding(torch.tensor(tokens)).square() * positions).sum().backward()
 
 
-def dense_gradient(*passes: list[int]) -> torch.Tensor:
+def dense_gradient(*micro_batches: list[int]) -> torch.Tensor:
     embedding = made()
-    for tokens in passes:
+    for tokens in micro_batches:
         backward(embedding, tokens)
     return embedding.weight.grad
 
@@ -269,12 +263,12 @@ def dense_gradient(*passes: list[int]) -> torch.Tensor:
 def test_the_gradient_is_torchs_and_has_no_rows_of_earlier_steps():
     embedding = made()
     rows = WordRows(embedding)
-    for passes in ([[4, 7, 4, 0]], [[1, 2], [2, 10, 2]], [[4]]):
-        for tokens in passes:
+    for micro_batches in ([[4, 7, 4, 0]], [[1, 2], [2, 10, 2]], [[4]]):
+        for tokens in micro_batches:
             backward(embedding, tokens)
         assert embedding.weight.grad.is_sparse
         rows.make_dense()
-        torch.testing.assert_close(embedding.weight.grad, dense_gradient(*passes))
+        torch.testing.assert_close(embedding.weight.grad, dense_gradient(*micro_batches))
         embedding.zero_grad()
 
 
@@ -298,7 +292,7 @@ def test_words_whose_weight_has_another_use_stay_dense():
 
 
 class Waits(World):
-    """A world of one rank that records around what it is asked to watch, and which calls of the model are inside."""
+    """A world of one rank that records the watched waits: `inside` while they last, `ended` afterwards."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""--torch_compile_mode reduce-overhead, as far as it shows without a GPU: tests/gpu has the rest."""
+"""--torch_compile_mode reduce-overhead without a GPU. tests/gpu tests it with one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ STEPS = 50
 
 @pytest.fixture
 def training(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
-    """A small BERT's, without dropout, on windows as long as SQuAD's. The compiler's last stage, of which CUDA graphs
-    are a part, is left out: it takes most of the time. `request.param`: further flags."""
+    """A training of a small BERT without dropout, on windows as long as SQuAD's. `request.param`: further flags.
+
+    The compiler's last stage, which captures CUDA graphs, is left out: it takes most of the time.
+    """
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -34,9 +36,9 @@ def training(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [["--per_device_train_batch_size=32"]], indirect=True)
 def test_batches_have_few_sizes_and_the_losses_of_others(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A size more would be another graph to capture, a compilation more would take minutes."""
-    passes: list[None] = []
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: passes.append(None))
+    """Each further size would be another graph to capture, and each further compilation would take minutes."""
+    marks: list[None] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(None))
     task, sizes, graphs = training.task, set[int](), set[int]()
     collate = Collator(task.train.windows, torch.device("cpu"))  # type: ignore[attr-defined]
     for step in range(STEPS):
@@ -49,19 +51,19 @@ def test_batches_have_few_sizes_and_the_losses_of_others(training: Training, mon
             torch.testing.assert_close(losses, window_losses(task.model, collate(ids)), rtol=1e-5, atol=1e-5)
         graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(sizes) <= 6 and all(size % BUCKET == 0 for size in sizes)
-    assert len(graphs) == 1  # which the first batch has compiled, and no evaluation
-    assert len(passes) == 2 * STEPS
+    assert len(graphs) == 1  # compiled by the first batch; evaluations compile nothing
+    assert len(marks) == 2 * STEPS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [["--gradient_accumulation_steps=2"]], indirect=True)
 def test_no_gradient_is_a_graphs_own_memory(training: Training) -> None:
-    """The second pass of a step would overwrite the sum's first part."""
-    kept = {name: weight.grad for name, weight in training.task.model.named_parameters()}
+    """A step's second micro-batch would overwrite the first one's gradients."""
+    before = {name: weight.grad for name, weight in training.task.model.named_parameters()}
     training.state.strategy.module.train()
     training._step()
-    assert all(weight.grad is kept[name] is not None for name, weight in training.task.model.named_parameters())
-    assert not any(gradient.any() for gradient in kept.values())  # cleared for the next step
+    assert all(weight.grad is before[name] is not None for name, weight in training.task.model.named_parameters())
+    assert not any(gradient.any() for gradient in before.values())  # cleared for the next step
 
 
 def test_the_mode_implies_the_flag() -> None:
