@@ -188,7 +188,7 @@ def _family_inputs(family: Family, model: Any, _: Any, inputs: dict[str, Any]) -
 
 
 def _one_token_per_text(_: Any, __: Any, inputs: dict[str, Any], output: Any, mean: bool) -> Any:
-    """Reduce packed texts to rows of the single token that a head reads: the first one, or the mean."""
+    """Reduce each packed text to one token for the head: the first one, or the mean."""
     windows = inputs.get("windows")
     if windows:
         texts = output.last_hidden_state[0].split(windows.lengths)

@@ -45,7 +45,7 @@ def load_encoder(kind: Any, args: ModelArguments, config: Any, needs_head: bool)
         config=config,
         dtype=torch.float32,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # refused below with a better message
+        ignore_mismatched_sizes=True,  # the error below is clearer
     )
     sizes = {key: f"{key}: {[*saved]} instead of {[*needed]}" for key, saved, needed in info["mismatched_keys"]}
     new, encoder = sizes.keys() | info["missing_keys"], f"{model.base_model_prefix}."
@@ -66,7 +66,7 @@ def load_encoder(kind: Any, args: ModelArguments, config: Any, needs_head: bool)
 
 
 def _why_lost(lost: list[str], saved: list[str], encoder: str, described: str) -> str:
-    """Explain from the names of lost weights and of unknown saved ones why weights are missing, and what to do."""
+    """Explain why weights are missing, and what to do. `lost`: missing names. `saved`: unknown names."""
     if any(".lora_A." in key for key in saved):
         return LORA_CHECKPOINT
     ending = lost[0].removeprefix(encoder)

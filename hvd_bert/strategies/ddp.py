@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hvd_bert.distributed.world import World
 from hvd_bert.strategies.base import Strategy
 
-# Newer versions of torch renamed it, and warn about the old name.
+# Newer versions of torch renamed this argument, and warn about the old name.
 _NEWER = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if _NEWER else "broadcast_buffers"
 
@@ -43,5 +43,5 @@ class DDPStrategy(Strategy):
         self.module.require_backward_grad_sync = averages  # as no_sync() does; the next forward pass reads it
 
     def mark_gradients(self, mark: Callable[[], None]) -> None:
-        # The hook is called after the last gradient, in whatever order and of whichever parameters they come.
+        # Called after the last gradient: models register parameters in any order, and may use only some of them.
         register_multi_grad_hook(self._trained(), lambda _: mark())

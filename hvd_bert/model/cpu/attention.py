@@ -38,14 +38,14 @@ def keep_mask(shape: torch.Size, p: float) -> Tensor:
 
 
 def masked(values: Tensor, keep: Tensor, out: Tensor) -> Tensor:
-    """Write `values`, 0 where `keep` is 0, to `out`, which may be `values`. torch would copy `keep` to a wider type."""
+    """Write `values`, or 0 where `keep` is 0, to `out`. torch would copy `keep` to a wider type."""
     bits = BITS_OF[values.dtype]
     np.bitwise_and(values.detach().view(bits).numpy(), keep.numpy(), out=out.view(bits).numpy())
     return out
 
 
 def kept_scale(p: float) -> float:
-    """The factor of the kept elements: 1 / (1 - p), p rounded."""
+    """The factor of the elements that are not dropped: 1 / (1 - p), p rounded."""
     return LEVELS / (LEVELS - drop_threshold(p))
 
 
@@ -71,8 +71,8 @@ def local_mask(query: Tensor, window_size: int | None) -> Tensor | None:
 class Attention(torch.autograd.Function):
     """dropout(softmax(scaling q k^T)) v in each window; tensors are [N, heads, head size].
 
-    One function for all windows, so that products are written in place and nothing is concatenated afterwards. The
-    scaling of the scores and that of dropout are applied to the tokens, which are fewer than the pairs of tokens.
+    One function for all windows, so that products are written in place and nothing is concatenated afterwards. Scores
+    and dropout are scaled by scaling the tokens, which are fewer than the pairs of tokens.
     """
 
     @staticmethod

@@ -44,7 +44,7 @@ def build() -> None:
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         subprocess.run([compiler, *FLAGS.split(), *includes, "-c", str(SOURCE)], check=True, cwd=scratch)
-        # Not with -fopenmp: then the threads are those of torch's own OpenMP.
+        # Not with -fopenmp, so that torch's own OpenMP runs the threads.
         libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
         subprocess.run([compiler, "-shared", "fused.o", "-o", "fused.so", *libraries], check=True, cwd=scratch)
         os.replace(f"{scratch}/fused.so", library())
@@ -100,7 +100,7 @@ class LinearInBf16(_Operation):
 
 
 class AddNorm(_Operation):
-    """layer_norm(dropout(rows) + residual): rows [..., size], fp32 or bf16; residual, weight, bias and result fp32."""
+    """layer_norm(dropout(rows) + residual): rows [..., size], fp32 or bf16; all other tensors fp32."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The choice of kernels on the CPU: a function of the CPU model, so that a resumed run uses the kernels it began with.
+"""The choice of kernels on the CPU: a function of the CPU model, so that a resumed run uses equal kernels.
 
 `TABLE` has the measured choices. On other CPU models, torch's own kernels compute. benchmarks/cpu_kernels.py measures a
 machine.
