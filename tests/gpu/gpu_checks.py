@@ -18,24 +18,24 @@ from hvd_bert.strategies.horovod import check_bf16
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ROUNDINGS = {torch.float32: 24, torch.float16: 9, torch.bfloat16: 9}  # torch's own kernels need at most 6 and 1.3
 LENGTHS = {"cuda": [384, 17, 128, 1, 250, 96, 63, 300], "cpu": [40, 7, 1, 33]}
-HEADS, HEAD_SIZE, REACH, DROPOUT = 12, 64, 16, 0.1
+HEADS, HEAD_SIZE, WINDOW_SIZE, DROPOUT = 12, 64, 16, 0.1
 SIGMAS = 6.0  # allowed deviation of a mean over random numbers
 
 
 def kernels(device, dtype):
-    """The device's kernels for a dtype, each with its `reach` (local attention; None: all tokens attend)."""
-    half, fused = dtype != torch.float32, ours.fused(device)
+    """The device's kernels for a dtype, each with its `window_size` (local attention; None: all tokens attend)."""
+    half, fused = dtype != torch.float32, ours.gpu_kernels(device) if device.type == "cuda" else set()
     fits = {ours.by_window: True, ours.by_jagged: True, ours.by_flash: half and ours.by_flash in fused}
     fits |= {ours.by_efficient: dtype != torch.bfloat16 and ours.by_efficient in fused}
     fits |= {ours.by_probabilities: not half and device.type == "cpu"}
-    local = [(kernel, REACH) for kernel in (ours.by_window, ours.by_flash) if fits[kernel]]
+    local = [(kernel, WINDOW_SIZE) for kernel in (ours.by_window, ours.by_flash) if fits[kernel]]
     return [(kernel, None) for kernel in fits if fits[kernel]] + local
 
 
-def errors(kernel, reach, device, dtype):
+def errors(kernel, window_size, device, dtype):
     """Errors of a kernel on random tensors [N, heads, head size], over what is allowed. NaN is wrong."""
     lengths, eps, generator = LENGTHS[device.type], torch.finfo(dtype).eps, torch.Generator().manual_seed(0)
-    windows, allowed = make_windows(lengths, device, reach), ROUNDINGS[dtype] * eps
+    windows, allowed = make_windows(lengths, device, window_size), ROUNDINGS[dtype] * eps
     shape = (sum(lengths), HEADS, HEAD_SIZE)
     *tensors, upstream = (torch.randn(shape, generator=generator).to(device, dtype) for _ in "qkvg")
 
@@ -43,7 +43,7 @@ def errors(kernel, reach, device, dtype):
         inputs = [(tensor.double() if exact else tensor).detach().requires_grad_() for tensor in tensors]
         if exact:
             rows = [tensor.transpose(0, 1)[None] for tensor in inputs]
-            output = reference(*rows, lengths, HEAD_SIZE**-0.5, 384 if reach is None else reach)[0]
+            output = reference(*rows, lengths, HEAD_SIZE**-0.5, 384 if window_size is None else window_size)[0]
         else:
             output = kernel(*inputs, windows, dropout, HEAD_SIZE**-0.5)
         gradients = torch.autograd.grad(output, inputs, upstream.to(output.dtype))
@@ -52,7 +52,7 @@ def errors(kernel, reach, device, dtype):
     pairs = zip(both_passes(0.0), both_passes(0.0, exact=True), strict=True)
     shares = [(found - right).abs().max() / (allowed * right.abs().max()) for found, right in pairs]
     found = {"both passes": float(torch.stack(shares).max())}  # NaN if one is
-    if reach is not None:
+    if window_size is not None:
         return found
     # With values of 1 a head's output is the sum of the kept probabilities over 1 - p, whose mean over all tokens is 1.
     equal = torch.zeros_like(upstream)  # a token attends to all of its window alike
@@ -73,8 +73,8 @@ def attention(precision, device_type):
     set_precision(TrainArguments())  # turns off kernels that training does not use
     torch.manual_seed(0)
     device, dtype, found = torch.device(device_type), DTYPES[precision], {}
-    for kernel, reach in kernels(device, dtype):
-        found[kernel.__name__ + ", local" * (reach is not None)] = errors(kernel, reach, device, dtype)
+    for kernel, window_size in kernels(device, dtype):
+        found[kernel.__name__ + ", local" * (window_size is not None)] = errors(kernel, window_size, device, dtype)
     wrong = [f"{name}: {what}" for name, of in found.items() for what, share in of.items() if not share <= 1]
     largest = max(max(of.values()) for of in found.values())
     return not wrong, f"wrong: {'; '.join(wrong)}" if wrong else f"{', '.join(found)}: {largest:.2f} of it", found
