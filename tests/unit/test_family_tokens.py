@@ -1,4 +1,4 @@
-"""Windows of other families: the tokens of their fast tokenizers, labels, and token types."""
+"""Windows of families other than BERT: tokens of their fast tokenizers, labels, and token types."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def byte_level(kind: Any, special: list[str]) -> Any:
 
 
 def modernbert(vocab: dict[str, int], merges: list[tuple[str, ...]], model_max_length: int) -> Any:
-    """As the published ModernBERT's tokenizer.json: it has no class of its own, and its offsets include spaces."""
+    """The published ModernBERT's tokenizer. It has no class, and its offsets include spaces."""
     backend = Tokenizer(models.BPE(vocab, merges))
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -86,7 +86,7 @@ def unigram(kind: Any, *special: str) -> Any:
 
 def word_pieces() -> Any:
     pieces = [*BERT_TOKENS, *WORDS, *CHARACTERS, *(f"##{character}" for character in CHARACTERS)]
-    return SplinterTokenizer(vocab={piece: place for place, piece in enumerate(pieces)}, model_max_length=512)
+    return SplinterTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, model_max_length=512)
 
 
 MAKERS = {
@@ -109,7 +109,7 @@ def family_tokenizer(request, tokenizer):
     return tokenizer if request.param == "bert" else MAKERS[request.param]()
 
 
-def own_windows(tokenizer, questions, length, stride):
+def tokenizers_windows(tokenizer, questions, length, stride):
     """The tokenizer's windows, as run_qa makes them."""
     return tokenizer(
         [question.question.lstrip() for question in questions],
@@ -129,12 +129,12 @@ def test_windows_equal_those_of_the_tokenizer(family_tokenizer, tokenizer, case)
     questions, length, stride = case
     length += 15 * (family_tokenizer is not tokenizer)  # six words in single bytes must not be truncated
     rows, counts = to_windows(family_tokenizer, questions, length, stride)
-    expected = own_windows(family_tokenizer, questions, length, stride)
+    expected = tokenizers_windows(family_tokenizer, questions, length, stride)
     assert (counts.questions, counts.windows, counts.shortened_questions) == (len(questions), len(rows), 0)
     assert [row["input_ids"] for row in rows] == expected["input_ids"]
     assert [row["question"] for row in rows] == expected["overflow_to_sample_mapping"]
     for number, (row, offsets) in enumerate(zip(rows, expected["offset_mapping"], strict=True)):
-        context = [place for place, text in enumerate(expected.sequence_ids(number)) if text == 1]
+        context = [token for token, text in enumerate(expected.sequence_ids(number)) if text == 1]
         if context:
             assert [row["context_start"], row["context_end"]] == [context[0], context[-1] + 1]
         assert spans_of(row) == offsets[row["context_start"] : row["context_end"]]
@@ -168,7 +168,7 @@ def typed(config, tokenizer, tmp_path) -> bool:
 
 
 def test_model_that_was_pretrained_with_token_types_gets_them(tmp_path, make_questions, write_squad):
-    """Whatever its tokenizer returns by default, and the saved tokenizer then returns them."""
+    """Even if its tokenizer returns none by default. The saved tokenizer returns them."""
     tokenizer, folder = MAKERS["albert"](), tmp_path / "model"
     assert "token_type_ids" not in tokenizer.model_input_names
     AlbertConfig(vocab_size=len(tokenizer), embedding_size=16, **SPACES).save_pretrained(folder)
