@@ -52,14 +52,14 @@ class FusedClip:
 
     def clip(self, norm: Tensor) -> None:
         """Prepare the optimizer's next step."""
-        if self.limit:
-            self._optimizer.grad_scale = ((norm + 1e-6) / self.limit).clamp(min=1.0)  # clip_grad_norm_'s, inverted
+        if self.limit:  # the inverse of clip_grad_norm_'s factor
+            self._optimizer.grad_scale = ((norm + 1e-6) / self.limit).clamp(min=1.0)
         if not self._fp16:  # under fp16 the scaler sets it
             self._optimizer.found_inf = torch.logical_not(norm < torch.inf).float()  # isfinite would be 4 kernels
 
 
 class HostClip:
-    """Clips the gradients of a module. The host waits for the norm, unless fp16's scaler checks it, to skip a step."""
+    """Clips the gradients of a module. The host waits for the norm, to skip a step; under fp16 the scaler skips it."""
 
     def __init__(self, module: nn.Module, args: TrainArguments) -> None:
         self._module, self.limit, self._fp16 = module, args.max_grad_norm, args.fp16
@@ -89,7 +89,7 @@ class Strategy:
         self.model = self.trained = model
         self.options = options
         self._world = world
-        self._micro_batches = 0  # of this step, whose backward pass is done
+        self._micro_batches = 0  # finished ones of the current step
         self._has_stepped = False
         self.module = self._distribute(model, world)
         optimizer: Any = make_optimizer(self.module)
