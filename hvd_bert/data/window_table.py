@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 from hvd_bert.data import cache
 from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.data.sources.squad import Findings, Question, Source
-from hvd_bert.data.window_cutting import SCHEMA, CutQuestions, WindowCounts, WindowOptions, WindowTokenizer
+from hvd_bert.data.window_cutting import SCHEMA, WindowCounts, WindowOptions, WindowTokenizer, cut
 from hvd_bert.errors import UserError, log
 from hvd_bert.storage.reading import convert, read_json
 
@@ -166,8 +166,8 @@ def prepare(
 
 def in_memory(questions: Sequence[Question], window_tokenizer: WindowTokenizer) -> WindowTable:
     """The windows of a few questions, without the cache. Call `check_lengths` before."""
-    batch = CutQuestions(window_tokenizer, questions, 0)
-    return WindowTable(list(batch.record_batches()), batch.counts)
+    batches, counts = cut(window_tokenizer, questions, 0)
+    return WindowTable(list(batches), counts)
 
 
 def _log_findings(name: str, findings: Findings) -> None:
@@ -243,10 +243,10 @@ def _write(folder: Path, source: Source, window_tokenizer: WindowTokenizer, show
     ):
         for first in range(0, len(questions), _QUESTIONS_AT_ONCE):
             some = questions[first : first + _QUESTIONS_AT_ONCE]
-            batch = CutQuestions(window_tokenizer, some, first)
-            for table_batch in batch.record_batches():
-                writer.write_batch(table_batch)
-            total += batch.counts
+            batches, counts = cut(window_tokenizer, some, first)
+            for batch in batches:
+                writer.write_batch(batch)
+            total += counts
             bar.update(len(some))
     (folder / _META).write_text(json.dumps(asdict(_Meta(total, findings))))
 

@@ -11,13 +11,13 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from hvd_bert.data.sources.squad import Question
-from hvd_bert.data.window_cutting import CutQuestions, WindowOptions, WindowTokenizer
+from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer, cut
 
 
 def to_windows(tokenizer, questions, length=384, stride=128):
     """(rows of the table, counts)"""
-    batch = CutQuestions(WindowTokenizer(tokenizer, WindowOptions(length, stride)), questions, 0)
-    return [row for part in batch.record_batches() for row in part.to_pylist()], batch.counts
+    batches, counts = cut(WindowTokenizer(tokenizer, WindowOptions(length, stride)), questions, 0)
+    return [row for batch in batches for row in batch.to_pylist()], counts
 
 
 def ask(context, answer=None, question="what?", start=None) -> Question:
