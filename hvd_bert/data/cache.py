@@ -1,7 +1,7 @@
 """A folder cache: one folder per key, built by the first process that needs it and used by all others.
 
-An entry is built in a temporary folder next to it, flushed to disk and renamed, so an entry is always complete. Each
-process compares its files with their SHA-256. One that was damaged later is built again.
+An entry is built in a temporary folder next to it, flushed to disk and renamed, so an entry is always complete. One
+process per host compares its files with their SHA-256: an entry that was damaged later is refused.
 
 Processes that miss at the same time wait for a file lock, which the kernel frees if its holder dies. They do not wait
 in a collective: tokenization may take longer than a collective's timeout. If two nodes share a file system whose
@@ -17,9 +17,10 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from hvd_bert.errors import UserError, log
+from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.storage import locks
 from hvd_bert.storage.reading import open_regular, read_json, sha256_of
 from hvd_bert.storage.writing import flush
@@ -35,41 +36,41 @@ def default_cache_dir() -> Path:
     return root / "windows"
 
 
-def entry(cache_dir: Path, key: str, build: Callable[[Path], None]) -> Path:
-    """The folder of `key`. If it is missing or damaged, `build(empty_folder)` fills it.
+def entry(cache_dir: Path, key: str, build: Callable[[Path], None], verify: bool = True) -> Path:
+    """The folder of `key`. If it is missing, `build(empty_folder)` fills it.
 
-    Raises `UserError` if `cache_dir` cannot be written. Other errors of `build` propagate, and its partial output is
-    removed.
+    `verify`: compare the files with their checksums. One process per host is enough.
+
+    Raises `UserError` if the folder is damaged, or `cache_dir` cannot be written. Other errors of `build` propagate,
+    and its partial output is removed.
     """
     folder = cache_dir / key
-    if _is_whole(folder):  # needs no lock, so that a filled read-only cache works
-        return folder
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with locks.acquire(cache_dir / f"{key}.lock", wait=True):
-            if not _is_whole(folder):
-                if folder.exists():
-                    log.warning("%s is damaged: tokenizing again.", folder)
-                _remove_leftovers(cache_dir)
-                _build(folder, build)
-                if not _is_whole(folder):
-                    raise UserError(
-                        f"{folder}: damaged while it was written. Set HVD_BERT_CACHE to a folder on another disk."
-                    )
-    except OSError as error:
-        why = f" to replace {key}, which is damaged" if folder.exists() else ""
-        raise UserError(
-            f"{cache_dir}: the cache of tokenized questions cannot be written{why}: {error.strerror or error}. "
-            "Set HVD_BERT_CACHE to a writable folder with free space."
-        ) from error
+    if not folder.exists():  # a filled read-only cache needs no lock
+        try:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            with locks.acquire(cache_dir / f"{key}.lock", wait=True):
+                if not folder.exists():
+                    _remove_leftovers(cache_dir)
+                    _build(folder, build)
+        except OSError as error:
+            raise UserError(
+                f"{cache_dir}: the cache of tokenized questions cannot be written: {error.strerror or error}. "
+                "Set HVD_BERT_CACHE to a writable folder with free space."
+            ) from error
+    if verify:
+        with reading(folder):
+            if read_json(folder / SUMS) != _sums(folder):
+                raise ValueError("its checksums differ")
     return folder
 
 
-def _is_whole(folder: Path) -> bool:
-    try:
-        return bool(read_json(folder / SUMS) == _sums(folder))
-    except (OSError, ValueError):
-        return False
+def reading(folder: Path) -> AbstractContextManager[None]:
+    """Context manager: turn errors of reading a folder of the cache into a UserError."""
+    return as_user_error(
+        lambda reason: (
+            f"{folder} is damaged or cannot be read ({reason}). Remove this folder: the next run makes it again."
+        )
+    )
 
 
 def _sums(folder: Path) -> dict[str, str]:
@@ -90,12 +91,10 @@ def _build(entry: Path, build: Callable[[Path], None]) -> None:
         for file in building.iterdir():
             flush(file)
         flush(building)
-        if entry.exists():  # the entry is damaged
-            shutil.rmtree(entry, ignore_errors=True)
         try:
             building.rename(entry)
         except OSError:
-            if not _is_whole(entry):  # otherwise another node was first, with the same content
+            if not entry.exists():  # otherwise another node was first, with the same content
                 raise
         flush(entry.parent)
     finally:

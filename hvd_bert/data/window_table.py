@@ -146,10 +146,10 @@ def prepare(
 ) -> WindowTable:
     """The windows of `source`, from the cache or built now. Call it on every rank; it is no collective.
 
-    The `leader` logs truncated questions and lost answers. Only the building process shows a progress bar, so
-    `show_progress` may be true on all ranks of a node.
+    `leader`: one rank per host, which verifies the cached windows, and logs truncated questions and lost answers. Only
+    the building process shows a progress bar, so `show_progress` may be true on all ranks of a host.
 
-    Raises `UserError` for unusable options, tokenizers or questions, and for a cache that cannot be written.
+    Raises `UserError` for unusable options, tokenizers or questions, and for a cache that is damaged or read-only.
     """
     check_lengths(options, tokenizer)
     window_tokenizer = WindowTokenizer(tokenizer, options)
@@ -157,7 +157,7 @@ def prepare(
     def build(folder: Path) -> None:
         _write(folder, source, window_tokenizer, show_progress)
 
-    table = _opened(cache.entry(default_cache_dir(), _key(source, window_tokenizer), build))
+    table = _opened(cache.entry(default_cache_dir(), _key(source, window_tokenizer), build, leader))
     if leader:
         _log_findings(source.name, table.findings)
         _log_losses(source.name, table.counts)
@@ -252,7 +252,11 @@ def _write(folder: Path, source: Source, window_tokenizer: WindowTokenizer, show
 
 
 def _opened(entry: Path) -> WindowTable:
-    """The table in a folder of the cache."""
-    meta = convert(read_json(entry / _META), _Meta)
-    with pa.ipc.open_stream(pa.memory_map(str(entry / _DATA))) as stream:
-        return WindowTable(list(stream), meta.counts, meta.findings)
+    """The table in a folder of the cache. Raises UserError if it is damaged, as far as its shape shows."""
+    with cache.reading(entry):
+        meta = convert(read_json(entry / _META), _Meta)
+        with pa.ipc.open_stream(pa.memory_map(str(entry / _DATA))) as stream:
+            table = WindowTable(list(stream), meta.counts, meta.findings)
+        if len(table) != meta.counts.windows:
+            raise ValueError(f"{len(table)} windows in place of {meta.counts.windows}")
+    return table
