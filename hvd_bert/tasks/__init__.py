@@ -1,2 +1,1 @@
-"""Tasks: what is trained, on what, and how it is evaluated. `base.py` is the interface, `dataset.py` a base for own
-tasks (`--task MODULE:CLASS`); `TASKS` in config/data.py lists those of the package."""
+"""Tasks: model, data, loss and evaluation. `base.py` is the interface, `dataset.py` the base class of custom tasks."""

@@ -18,7 +18,7 @@ import safetensors.torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hvd_bert.config.data import TASKS
+from hvd_bert.config.data import QUESTION_ANSWERING
 from hvd_bert.config.parser import AUTO
 from hvd_bert.config.settings import Config
 from hvd_bert.config.strategies import STRATEGIES
@@ -28,6 +28,8 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.flops import ForwardFlops, forward_flops
 from hvd_bert.model.lora import add_adapters, merge
+
+QUESTION_ANSWERING_CLASS = "hvd_bert.tasks.question_answering:QuestionAnswering"
 
 
 @dataclass(frozen=True)
@@ -176,15 +178,15 @@ def task_name(task: type[Task]) -> str:
     return f"{Path(script).stem if script else task.__module__}:{task.__qualname__}"
 
 
-def task_class(name: str, own: type[Task] | None = None) -> type[Task]:
-    """The class of a task by its name in TASKS, or by MODULE:CLASS. Raises UserError if there is none.
+def task_class(name: str, custom: type[Task] | None = None) -> type[Task]:
+    """Import the class of question answering, or of a custom task by MODULE:CLASS. Raises UserError if there is none.
 
-    `own`: the class itself, if a program gives it. Its name need not be importable.
+    `custom`: the class itself, if a program gives it. Its name need not be importable.
     """
     try:
-        found = own or resolve_name(TASKS.get(name, name))
+        found = custom or resolve_name(QUESTION_ANSWERING_CLASS if name == QUESTION_ANSWERING else name)
     except (Exception, SystemExit) as error:
-        if name in TASKS or isinstance(error, UserError):  # this package or one that it needs is damaged
+        if name == QUESTION_ANSWERING or isinstance(error, UserError):  # this package or one that it needs is damaged
             raise
         raise UserError(
             f"--task {name}: cannot be imported ({type(error).__name__}: {error}). Give MODULE:CLASS, such as"
@@ -199,13 +201,13 @@ def task_class(name: str, own: type[Task] | None = None) -> type[Task]:
     return found
 
 
-def load_task(config: Config, world: World, own: type[Task] | None = None) -> Task:
-    """The task of --task with its model and data, loaded and checked, without collectives. Raises UserError.
+def load_task(config: Config, world: World, custom: type[Task] | None = None) -> Task:
+    """Load and check the task of --task with its model and data, without collectives. Raises UserError.
 
-    `own`: see `task_class`.
+    `custom`: see `task_class`.
     """
     name, metric = config.data.task, config.checkpoint.metric_for_best_model
-    task = task_class(name, own)(config, world)
+    task = task_class(name, custom)(config, world)
     task.add_adapters(config)
     if task.plan and not any(parameter.requires_grad for parameter in task.model.parameters()):
         raise UserError(f"--task {name}: all parameters of its model are frozen. Set requires_grad on those to train.")

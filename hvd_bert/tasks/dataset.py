@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
-from hvd_bert.config.data import DEFAULT_MODEL, TASKS, DataArguments
+from hvd_bert.config.data import DEFAULT_MODEL, QUESTION_ANSWERING, DataArguments
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, Lengths, Parts, balanced_partition, window_costs
 from hvd_bert.distributed.world import World
@@ -88,13 +88,14 @@ class DatasetTask(Task):
 
     def __init__(self, config: Config, world: World) -> None:
         name = config.model.model_name_or_path
-        evaluates_own = not config.train.do_train and config.data.task not in TASKS  # others load weights themselves
-        of_training = as_trained(config) if evaluates_own else None
+        # Question answering loads its weights itself.
+        evaluates = not config.train.do_train and config.data.task != QUESTION_ANSWERING
+        of_training = as_trained(config) if evaluates else None
         self.config, self.world = of_training or config, world
         self.trained = name if of_training else None
         torch.manual_seed(self.config.train.seed)  # seeds weights that are not loaded
         self.load(self.config)
-        if evaluates_own and (self.trained or not isinstance(self.model, PreTrainedModel)):
+        if evaluates and (self.trained or not isinstance(self.model, PreTrainedModel)):
             if name in (None, DEFAULT_MODEL):
                 raise UserError("--no_do_train: name the output folder of a training with --model_name_or_path.")
             load_weights(self.model, str(name))

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_bert.config.data import TASKS
 from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.data.batch_plan import BatchPlan, Ids
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.distributed.world import World
 from hvd_bert.strategies.horovod import HorovodStrategy
+from hvd_bert.tasks import base
 from hvd_bert.tasks.base import MicroBatch, load_task
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.doctor import __main__ as doctor
@@ -161,7 +161,7 @@ def main(world: World) -> None:
     folder, stride = Path(sys.argv[1]), int(sys.argv[2])
     sys.argv[1:] = FLAGS
     STRATEGIES["horovod"] = replace(STRATEGIES["horovod"], path="mutations:Mutant")
-    TASKS["question-answering"] = "mutations:MutantTask"
+    base.QUESTION_ANSWERING_CLASS = "mutations:MutantTask"
     _, config = doctor.parse_proof(sys.argv[1:])
     loaded, found, right = load_task(config, world), {}, None
     for kind, (Now.rank, Now.step, Now.tensor) in [("none", PLACES[0]), *MUTATIONS[::stride]]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_bert.config import command_line
 from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.data import TASKS
+from hvd_bert.config.data import QUESTION_ANSWERING
 from hvd_bert.config.parser import HELP, Limits, Parser, add_number
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import UserError
@@ -83,7 +83,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     named = command_line.flag_names(words) & {"config", "dataset_name", "validation_file"}
     defaults, shared, accepted = TRAINED - DATA if named else TRAINED, SHARED, ACCEPTED
     config = _config(own.model, words, trained, defaults)
-    if config.data.task not in TASKS:  # a custom task may need the training file, for example to build its model
+    if (
+        config.data.task != QUESTION_ANSWERING
+    ):  # a custom task may need the training file, for example to build its model
         defaults, shared, accepted = (names | {"train_file"} for names in (defaults, shared, accepted))
         config = _config(own.model, words, trained, defaults)
     elif trained.get("train_file") and not trained.get("validation_file") and not named:
