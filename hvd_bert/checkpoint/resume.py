@@ -139,7 +139,7 @@ def identity(
         "the model": model_shape(model),
         **learned,
         "the number of training windows": plan.num_windows,
-        **({"the windows per epoch of each file": str([n for _, n in plan.parts])} if plan.parts else {}),
+        **({"the windows per epoch of each file": str([n for _, n in plan.mixture])} if plan.mixture else {}),
     }
 
 
@@ -227,9 +227,9 @@ def keep_global_batch(plan: BatchPlan, resume_point: ResumePoint | None, world: 
     global_batch = world.broadcast(resume_point.state["global_batch"] if resume_point else None)
     if global_batch is None and plan.global_batch > plan.num_windows:
         raise CollectiveError(
-            f"The global batch is {plan.global_batch} windows ({plan.size} rank(s), {plan.accumulation} pass(es) of"
-            f" {plan.global_batch // plan.total_passes}), but the training data has only {plan.num_windows}. Lower"
-            f" --per_device_train_batch_size, give --global_batch {plan.num_windows} or less, or use more data."
+            f"The global batch is {plan.global_batch} windows ({plan.size} rank(s), {plan.accumulation} micro-batch(es)"
+            f" of {plan.global_batch // plan.total_micro_batches}), but the training data has only {plan.num_windows}."
+            f" Lower --per_device_train_batch_size, give --global_batch {plan.num_windows} or less, or use more data."
         )
     if global_batch in (None, plan.global_batch):
         return plan

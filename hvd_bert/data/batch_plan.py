@@ -1,9 +1,9 @@
-"""The batch plan: which windows a step trains on, and which rank takes which of them.
+"""The batch plan: the windows of each step, and each rank's share of them.
 
-Which windows a step takes depends only on the seed, the step and the global batch; which rank takes them, also on the
-world size. So a resume replays nothing, and worlds of different size with the same global batch train on the same
-windows in each step. Each step's windows are balanced over the ranks, since all ranks wait for the slowest one: the
-numbers of windows differ by at most one, and the costs are nearly equal.
+A step's windows depend only on the seed, the step and the global batch; a rank's share also on the world size. So a
+resume replays nothing, and worlds of different size with the same global batch train on the same windows in each step.
+Shares are balanced, since all ranks wait for the slowest one: the numbers of windows differ by at most one, and the
+costs are nearly equal.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from hvd_bert.errors import UserError
 
 Ids = NDArray[np.int64]
 Lengths = NDArray[np.int32]
-Parts = tuple[tuple[int, int], ...]
-_CANDIDATES = 32  # items per part to try for a swap; larger parts are nearly even without swaps
+Mixture = tuple[tuple[int, int], ...]  # per data file: its windows, and how many of them an epoch takes
+_CANDIDATES = 32  # items per part to try for a swap: larger parts are nearly even without swaps
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity, for lru_cache
 class BatchPlan:
     """Assigns windows to `size` ranks: `global_batch` per step, over all ranks and `accumulation` micro-batches.
 
-    `lengths`: tokens per window, the same on all ranks. `crossover`: see `window_costs`.
-    `parts`: of each data file, its windows and how many of them an epoch takes; empty: each window once per epoch.
+    `lengths`: tokens per window. `crossover`: see `window_costs`. `mixture`: empty if an epoch takes each window once.
     """
 
     lengths: Lengths
@@ -38,7 +37,7 @@ class BatchPlan:
     size: int
     seed: int
     crossover: int
-    parts: Parts = ()
+    mixture: Mixture = ()
 
     def __post_init__(self) -> None:
         if self.num_windows < self.size:
@@ -48,7 +47,7 @@ class BatchPlan:
             )
 
     def with_global_batch(self, global_batch: int) -> BatchPlan:
-        """The plan with another `global_batch`, with enough micro-batches that none is larger than now."""
+        """Copy the plan with another `global_batch`, and enough micro-batches that none is larger than before."""
         rank_batch = self.global_batch // (self.size * self.accumulation)
         accumulation = math.ceil(global_batch / (self.size * rank_batch))
         return replace(self, global_batch=global_batch, accumulation=accumulation)
@@ -56,7 +55,7 @@ class BatchPlan:
     @property
     def num_windows(self) -> int:
         """Windows per epoch."""
-        return sum(taken for _, taken in self.parts) if self.parts else len(self.lengths)
+        return sum(taken for _, taken in self.mixture) if self.mixture else len(self.lengths)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -64,7 +63,7 @@ class BatchPlan:
         return math.ceil(self.num_windows / self.global_batch)
 
     @property
-    def total_passes(self) -> int:
+    def total_micro_batches(self) -> int:
         """Micro-batches per step over all ranks."""
         return self.size * self.accumulation
 
@@ -72,16 +71,15 @@ class BatchPlan:
         """Ids of the windows of optimizer step `step` (0, 1, ... across epochs), over all ranks."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         first = step_in_epoch * self.global_batch
-        parts = self.parts or ((self.num_windows, self.num_windows),)
-        return _epoch_order(parts, self.seed, epoch)[first : first + self.global_batch]
+        mixture = self.mixture or ((self.num_windows, self.num_windows),)
+        return _epoch_order(mixture, self.seed, epoch)[first : first + self.global_batch]
 
     def rank_windows(self, step: int, rank: int) -> list[Ids]:
-        """Ids of the windows that `rank` takes in each of the step's `accumulation` micro-batches.
+        """Ids of the windows of `rank` in each of the step's `accumulation` micro-batches.
 
-        All ranks have the same number of micro-batches: a rank with fewer would leave the others waiting forever. In an
-        epoch's last step, some micro-batches have fewer windows or none. The ranks' totals are balanced first, since
-        ranks wait for each other once per step. Each rank's micro-batches are balanced next, since the largest needs
-        the most memory.
+        All ranks have the same number of micro-batches, or some would wait forever: in an epoch's last step, some
+        micro-batches may be empty. The ranks' totals are balanced first, since ranks wait for each other once per step.
+        Each rank's micro-batches are balanced next, since the largest needs the most memory.
         """
         ids = _shares(self, step)[rank]
         return [ids[part] for part in balanced_partition(self._costs(ids), self.accumulation)]
@@ -100,7 +98,7 @@ class BatchPlan:
 
 
 class HeaviestFirst(BatchPlan):
-    """A plan whose first step is the one with the most tokens in an epoch, which needs the most memory."""
+    """A plan that begins with an epoch's step with the most tokens, which needs the most memory."""
 
     def step_windows(self, step: int) -> Ids:
         return super().step_windows(step or self._heaviest)
@@ -113,15 +111,15 @@ class HeaviestFirst(BatchPlan):
 
 @lru_cache(maxsize=8)  # several steps: batches are prefetched
 def _shares(plan: BatchPlan, step: int) -> list[Ids]:
-    """The windows of each rank, in the step's order."""
+    """Ids of the windows of each rank, in the step's order."""
     windows = plan.step_windows(step)
     return [windows[part] for part in balanced_partition(plan._costs(windows), plan.size)]
 
 
 @lru_cache(maxsize=2)
-def _epoch_order(parts: Parts, seed: int, epoch: int) -> Ids:
+def _epoch_order(mixture: Mixture, seed: int, epoch: int) -> Ids:
     chosen, first = [], 0
-    for file, (windows, taken) in enumerate(parts):
+    for file, (windows, taken) in enumerate(mixture):
         # The file's series of windows has all of them, shuffled, before any of them again.
         begin = epoch * taken
         rounds = range(begin // windows, -(-(begin + taken) // windows))
@@ -138,14 +136,14 @@ def _shuffled(count: int, *seeds: int) -> Ids:
     return np.random.Generator(np.random.PCG64(seeds)).permutation(count)
 
 
-def mixture(windows: Sequence[int], weights: Sequence[float]) -> Parts:
-    """`BatchPlan.parts` of files with so many windows each."""
-    parts = tuple((n, max(1, round(weight * n))) for n, weight in zip(windows, weights, strict=True))
-    return () if all(weight == 1 for weight in weights) else parts
+def mix(windows: Sequence[int], weights: Sequence[float]) -> Mixture:
+    """Make `BatchPlan.mixture` from the number of windows and the weight of each file."""
+    mixture = tuple((n, max(1, round(weight * n))) for n, weight in zip(windows, weights, strict=True))
+    return () if all(weight == 1 for weight in weights) else mixture
 
 
 def window_costs(lengths: ArrayLike, crossover: int) -> Ids:
-    """The cost of windows of n tokens: n * (crossover + n), the encoder's FLOP in units of attention's per pair.
+    """Costs of windows of n tokens: n * (crossover + n), the encoder's FLOP divided by attention's FLOP per pair.
 
     `crossover`: the length at which attention costs as much as the rest of the encoder (`model.flops.ForwardFlops`).
     """
@@ -158,10 +156,10 @@ def balanced_partition(costs: Ids, parts: int) -> list[Ids]:
 
     Costs are whole numbers, so that all hosts compute the same: sums of floats may differ in the last bits.
 
-    Lengths differ by at most one; the first lists are the longer ones. The items are first assigned in snake order,
-    the most expensive first. Then the most loaded part swaps one item with the least loaded part, the second most
-    loaded with the second least loaded, and so on, so that each pair's costs become as close as possible. This
-    repeats until no swap helps. Ties are broken by index, so the result is deterministic.
+    Lengths differ by at most one; the first lists are the longer ones. Items are first assigned in snake order, the
+    most expensive first. Then the most loaded part swaps one item with the least loaded part, the second most loaded
+    with the second least loaded, and so on, so that each pair's costs become as close as possible. This repeats until
+    no swap helps. Ties are broken by index, so the result is deterministic.
     """
     order = np.argsort(-costs, kind="stable")
     members = _snake(order, parts)  # [parts, size of the largest part], -1: empty slot

@@ -1,11 +1,11 @@
 """A folder cache: one folder per key, built by the first process that needs it and used by all others.
 
-An entry is built in a temporary folder next to it, flushed to disk and renamed, so an entry is always complete. One
-process per host compares its files with their SHA-256: an entry that was damaged later is refused.
+An entry is built in a temporary folder next to it, flushed to disk and renamed, so it is always complete. One process
+per host compares its files with their SHA-256: an entry that was damaged later is refused.
 
 Processes that miss at the same time wait for a file lock, which the kernel frees if its holder dies. They do not wait
-in a collective: tokenization may take longer than a collective's timeout. If two nodes share a file system whose
-locks do not reach across nodes, each builds its own copy and the first rename wins.
+in a collective, since tokenization may exceed a collective's timeout. If two hosts share a file system whose locks do
+not reach across hosts, each builds its own copy and the first rename wins.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ _LEFTOVER_AGE_S = 24 * 3600.0
 
 
 def default_cache_dir() -> Path:
-    """Windows in `$HVD_BERT_CACHE`, else in `$XDG_CACHE_HOME/hvd_bert`, else in `~/.cache/hvd_bert`."""
-    own = os.environ.get("HVD_BERT_CACHE")
-    root = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert"
-    return root / "windows"
+    """The folder `windows` in `$HVD_BERT_CACHE`, else in `$XDG_CACHE_HOME/hvd_bert`, else in `~/.cache/hvd_bert`."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("HVD_BERT_CACHE") or Path(caches) / "hvd_bert") / "windows"
 
 
 def entry(cache_dir: Path, key: str, build: Callable[[Path], None], verify: bool = True) -> Path:
-    """The folder of `key`. If it is missing, `build(empty_folder)` fills it.
+    """Find the folder of `key`, or make it by `build(empty_folder)`.
 
     `verify`: compare the files with their checksums. One process per host is enough.
 
-    Raises `UserError` if the folder is damaged, or `cache_dir` cannot be written. Other errors of `build` propagate,
-    and its partial output is removed.
+    Raises UserError if the folder is damaged, or `cache_dir` cannot be written. Other errors of `build` propagate, and
+    its partial output is removed.
     """
     folder = cache_dir / key
     if not folder.exists():  # a filled read-only cache needs no lock
@@ -94,7 +93,7 @@ def _build(entry: Path, build: Callable[[Path], None]) -> None:
         try:
             building.rename(entry)
         except OSError:
-            if not entry.exists():  # otherwise another node was first, with the same content
+            if not entry.exists():  # otherwise another host was first, with the same content
                 raise
         flush(entry.parent)
     finally:

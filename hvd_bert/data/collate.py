@@ -1,4 +1,4 @@
-"""Windows to tensors: the model's batches, packed without padding, or padded, and made ahead of their use."""
+"""Windows to tensors: the model's batches, packed without padding, or padded. They are prefetched."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ BUCKET = 512  # tokens
 
 @dataclass(frozen=True)
 class Bucket:
-    """Packed batches of few shapes, for CUDA graphs, which have fixed ones: the tokens are a multiple of BUCKET.
+    """Limits the shapes of packed batches, since a CUDA graph has a fixed one: tokens are a multiple of BUCKET.
 
-    `windows`: the most of a batch. `longest`: the most tokens of a window.
+    `windows`: maximum windows per batch. `longest`: maximum tokens per window.
     """
 
     windows: int
     longest: int
 
     def padding(self, tokens: int) -> list[int]:
-        """Tokens of each of the windows that pad a batch, which come after its own."""
+        """Lengths of the padding windows that follow a batch's own windows."""
         whole, rest = divmod(-tokens % BUCKET, self.longest)
         return [self.longest] * whole + [rest] * (rest > 0)
 
     @property
     def borders(self) -> int:
-        """Size of cu_seqlens: there is room for all windows, those that pad included."""
+        """Size of cu_seqlens, with room for all windows and padding windows."""
         return self.windows + -(-(BUCKET - 1) // self.longest) + 1
 
 
@@ -46,43 +46,42 @@ class Batch:
     """B windows, N tokens in total: packed into one row, or padded to T tokens with one row each.
 
     Attributes:
-        lengths: Tokens of each window, and after these of the windows that pad the row to a bucket's size.
+        lengths: Tokens per window, then per padding window of a bucket.
         input_ids, token_type_ids, position_ids: int64, [1, N] packed or [B, T] padded; positions restart in each
             window.
         attention_mask: bool [B, T], false at padding; None if packed.
         cu_seqlens: int32 [B + 1], 0 and the end of each window in the row; None if padded. With a bucket, [borders],
-            whose last entries are N.
-        cells: int64 [N], the index of each token in a matrix of all `lengths` with T columns, T: tokens of the longest;
-            None if padded.
+            filled up with N.
+        cells: int64 [N], each token's index in a matrix of len(lengths) rows and max(lengths) columns; None if padded.
         longest: At least the tokens of the longest window; with a bucket, equal in all batches.
         starts, ends: int64 [B], first and last token of the answer, counted from the window's start; 0, 0 if the
             window has no answer.
-        num_windows: Windows that count: B, or 0 if the rank has none left. Then B is 1 and its loss must count as 0.
+        num_windows: Windows that count: B, or 0 for an empty share. Then B is 1 and its loss must count as 0.
     """
 
     input_ids: torch.Tensor
     token_type_ids: torch.Tensor
     position_ids: torch.Tensor
     lengths: list[int]
-    attention_mask: torch.Tensor | None
-    cu_seqlens: torch.Tensor | None
-    cells: torch.Tensor | None
     longest: int
     starts: torch.Tensor
     ends: torch.Tensor
     num_windows: int
+    attention_mask: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    cells: torch.Tensor | None = None
 
     @property
     def num_positions(self) -> int:
-        """Tokens in the windows that count, padding included."""
+        """Token positions of the windows that count, padding included."""
         return self.input_ids.numel() if self.num_windows else 0
 
 
 class Collator:
     """Makes batches on a device from a table of windows (columns: see `hvd_bert.data.window_table`).
 
-    `pad_to`: None for packed windows, else the length to pad to; longer windows raise it to the batch's longest.
-    `bucket`: of packed windows; None: the row is not padded.
+    `pad_to`: None for packed windows, else the minimum length of padded ones. `bucket`: limits the shapes of packed
+    batches.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Collator:
         self.bucket = bucket
 
     def __call__(self, ids: Sequence[int] | np.ndarray) -> Batch:
-        """The windows `ids` as one batch. Without ids, it has one window that does not count."""
+        """Make a batch of the windows `ids`. Without ids, it has one window that does not count."""
         rows = ids if len(ids) else [0]
         input_ids = self.windows.lists("input_ids", rows)
         context_start = self.windows.numbers("context_start", rows)
@@ -132,22 +131,10 @@ class Collator:
             "ends": self.windows.numbers("end_position", rows),
         }
         sent = self._send({name: np.asarray(values, np.int64) for name, values in numbers.items()} | narrow)
-        return Batch(
-            input_ids=sent["input_ids"],
-            token_type_ids=sent["token_type_ids"],
-            position_ids=sent["position_ids"],
-            lengths=lengths,
-            attention_mask=sent.get("attention_mask"),
-            cu_seqlens=sent.get("cu_seqlens"),
-            cells=sent.get("cells"),
-            longest=longest,
-            starts=sent["starts"],
-            ends=sent["ends"],
-            num_windows=len(ids),
-        )
+        return Batch(**sent, lengths=lengths, longest=longest, num_windows=len(ids))
 
     def _send(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """The arrays on the device by one copy, each from a multiple of 16 bytes, as compiled kernels need it."""
+        """Copy all arrays to the device at once. Each is aligned to 16 bytes, as compiled kernels need it."""
         tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
         parts = [pad(tensor.flatten().view(torch.uint8), (0, -tensor.nbytes % 16)) for tensor in tensors.values()]
         buffer = torch.cat(parts)
@@ -163,12 +150,11 @@ class Collator:
 class Prefetcher:
     """A rank's batches in the plan's order, starting at optimizer step `first`.
 
-    The next ones are made, and copied to the device, while the current one is trained on.
+    A thread makes the next batches and copies them to the device during the training on the current one.
     """
 
     def __init__(self, plan: BatchPlan, collate: Callable[[Ids], Any], rank: int, first: int) -> None:
-        self.plan = plan
-        self.rank = rank
+        self._plan = plan
         self._collate = collate
         self._ids = (ids for step in itertools.count(first) for ids in plan.rank_windows(step, rank))
         self._next = first
@@ -177,10 +163,10 @@ class Prefetcher:
         self._fill()  # a step that cannot be shared out fails here, before training starts
 
     def micro_batches(self, step: int) -> Iterator[Any]:
-        """The micro-batches of a step. Steps must be requested in order."""
+        """Yield the micro-batches of a step. Steps must be requested in order."""
         assert step == self._next, f"step {step} instead of {self._next}"
         self._next += 1
-        for _ in range(self.plan.accumulation):
+        for _ in range(self._plan.accumulation):
             self._fill()
             yield self._ahead.popleft().result()
 

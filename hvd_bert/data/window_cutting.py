@@ -44,9 +44,9 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """Options of the split into windows. Lengths are in tokens; `max_seq_length` includes special tokens.
+    """Options of the windows, in tokens. `max_seq_length` includes special tokens.
 
-    `doc_stride` is run_qa's: the overlap of neighboring windows. `max_samples` keeps only the first questions.
+    `doc_stride` is run_qa's: the overlap of neighboring windows. `max_samples`: use only the first questions.
     """
 
     max_seq_length: int = 384
@@ -56,7 +56,7 @@ class WindowOptions:
 
 @dataclass(frozen=True)
 class WindowCounts:
-    """Statistics of the split."""
+    """Statistics of the windows of some questions."""
 
     questions: int = 0
     windows: int = 0
@@ -71,15 +71,11 @@ class WindowCounts:
 
 @dataclass(frozen=True)
 class Layout:
-    """The special tokens before the question, between question and context, and after the context, as ids.
-
-    `token_types`: whether the tokens from the context's first on have type 1. If not, all have type 0.
-    """
+    """Ids of the special tokens before the question, between question and context, and after the context."""
 
     before: tuple[int, ...]
     between: tuple[int, ...]
     after: tuple[int, ...]
-    token_types: bool
 
     @property
     def size(self) -> int:
@@ -88,7 +84,7 @@ class Layout:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase) -> Layout:
-        """The layout that a tokenizer gives a pair of texts. Raises UserError if this package does not support it."""
+        """Find the layout that a tokenizer gives a pair of texts. Raises UserError if it is not supported."""
         name = tokenizer.name_or_path or type(tokenizer).__name__
         if not tokenizer.is_fast:
             raise UserError(
@@ -105,12 +101,12 @@ class Layout:
             backend = _plain_copy(tokenizer)
             texts = [backend.encode(text, add_special_tokens=False).ids for text in "ab"]
             pair = backend.encode("a", "b")
-            (first, middle), (second, last) = (_place(pair.sequence_ids, text) for text in range(2))
+            (first, middle), (second, last) = (_range(pair.sequence_ids, text) for text in range(2))
         ids, types = pair.ids, pair.type_ids
-        layout = Layout(tuple(ids[:first]), tuple(ids[middle:second]), tuple(ids[last:]), any(types))
+        layout = Layout(tuple(ids[:first]), tuple(ids[middle:second]), tuple(ids[last:]))
         if (
             ids != [*layout.before, *texts[0], *layout.between, *texts[1], *layout.after]
-            or types != [0] * second + [int(layout.token_types)] * (len(ids) - second)
+            or types not in ([0] * len(ids), [0] * second + [1] * (len(ids) - second))
             or not layout.before
             or tokenizer.cls_token_id not in (None, layout.before[0])  # "no answer" is the window's first token
             or len(layout.after) != 1
@@ -125,7 +121,7 @@ class Layout:
 
 
 class WindowTokenizer:
-    """A tokenizer's backend without truncation and padding, and its layout. Raises `UserError` if not supported."""
+    """A tokenizer's backend without truncation and padding, and its layout. Raises UserError if not supported."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: WindowOptions) -> None:
         self.layout = Layout.of(tokenizer)
@@ -135,7 +131,7 @@ class WindowTokenizer:
 
 
 class _Tokens:
-    """The concatenated tokens of several texts: text i has [begins[i], begins[i] + lengths[i])."""
+    """Concatenated tokens of several texts: text i has [begins[i], begins[i] + lengths[i])."""
 
     def __init__(self, backend: tokenizers.Tokenizer, texts: list[str]) -> None:
         encodings = backend.encode_batch(texts, add_special_tokens=False)
@@ -303,14 +299,14 @@ def _record_batch(
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)  # pa.record_batch would import pandas
 
 
-def _place(sequence_ids: list[int | None], text: int) -> tuple[int, int]:
+def _range(sequence_ids: list[int | None], text: int) -> tuple[int, int]:
     """Index of the first token of one text of a pair, and the index after its last."""
-    places = [place for place, sequence in enumerate(sequence_ids) if sequence == text]
-    return places[0], places[-1] + 1
+    indices = [index for index, sequence in enumerate(sequence_ids) if sequence == text]
+    return indices[0], indices[-1] + 1
 
 
 def _plain_copy(tokenizer: Any) -> tokenizers.Tokenizer:
-    """A copy of the backend without truncation and padding: the original keeps them, and the cache key ignores them."""
+    """Copy the backend without truncation and padding, which the original keeps and the cache key ignores."""
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.encode_special_tokens = tokenizer.backend_tokenizer.encode_special_tokens
     backend.no_truncation()
@@ -319,7 +315,7 @@ def _plain_copy(tokenizer: Any) -> tokenizers.Tokenizer:
 
 
 def _ranges(begins: _Ints, lengths: _Ints) -> _Ints:
-    """The indices begins[i], ..., begins[i] + lengths[i] - 1 for each i, concatenated."""
+    """Concatenate the indices begins[i], ..., begins[i] + lengths[i] - 1 of all i."""
     ends = np.cumsum(lengths)
     return np.repeat(begins - (ends - lengths), lengths) + np.arange(lengths.sum())
 

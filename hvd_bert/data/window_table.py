@@ -1,16 +1,14 @@
-"""Questions -> windows of tokens, kept in memory-mapped Arrow.
+"""Tables of windows in memory-mapped Arrow, for training and evaluation. window_cutting.py makes the rows:
 
-One table serves training and evaluation. A row is one window, which window_cutting.py makes. Its columns:
-
-    question        int32        index into `source.questions()`
-    input_ids       list<int32>  the window's tokens, without padding
-    context_start   int32        index in input_ids of the first token of the context piece
-    context_end     int32        index after its last token: the final [SEP], or the special token in its place
-    start_position, end_position
-                    int32        first and last token (inclusive, indices in input_ids) of the first answer;
-                                 0, 0 (the [CLS]) if this window does not contain the whole answer
-    char_starts, char_ends
-                    list<int32>  for each token of the piece, its characters [start, end) in the context
+question        int32        index into `source.questions()`
+input_ids       list<int32>  the window's tokens, without padding
+context_start   int32        index in input_ids of the first token of the context piece
+context_end     int32        index after its last token: the final [SEP], or the special token in its place
+start_position, end_position
+                int32        first and last token (inclusive, indices in input_ids) of the first answer;
+                             0, 0 (the [CLS]) if this window does not contain the whole answer
+char_starts, char_ends
+                list<int32>  for each token of the piece, its characters [start, end) in the context
 """
 
 from __future__ import annotations
@@ -46,10 +44,7 @@ _DATA, _META = "windows.arrow", "windows.json"
 
 
 class WindowTable:
-    """Windows as Arrow record batches with the columns above, memory-mapped if they come from the cache.
-
-    `counts`: statistics of the tokenization. `findings`: of the source.
-    """
+    """Windows as Arrow record batches with the columns above, memory-mapped if they come from the cache."""
 
     def __init__(
         self,
@@ -74,13 +69,13 @@ class WindowTable:
 
     @staticmethod
     def from_columns(columns: dict[str, Any]) -> WindowTable:
-        """A table in memory from some of the columns."""
+        """Make a table in memory from some of the columns."""
         batches = pa.table(columns).cast(pa.schema([SCHEMA.field(name) for name in columns])).to_batches()
         return WindowTable(batches)
 
     @staticmethod
     def joined(tables: Sequence[WindowTable]) -> WindowTable:
-        """The windows of several tables, whose questions are numbered consecutively."""
+        """Join tables. Questions are numbered consecutively."""
         if len(tables) == 1:
             return tables[0]
         findings = Findings.joined([table.findings for table in tables])
@@ -102,11 +97,11 @@ class WindowTable:
         return self._numbers[name]
 
     def numbers(self, name: str, ids: Sequence[int] | npt.NDArray[np.int64]) -> _Int32s:
-        """A numeric column for the windows `ids`, int32 [len(ids)]."""
+        """Values of a numeric column for the windows `ids`, int32 [len(ids)]."""
         return self._numbers[name][np.asarray(ids, dtype=np.int64)]
 
     def lists(self, name: str, ids: Sequence[int] | npt.NDArray[np.int64]) -> list[_Int32s]:
-        """A list column for the windows `ids`: int32 arrays, which are views of the file."""
+        """Values of a list column for the windows `ids`: int32 arrays, which are views of the file."""
         found = []
         for number, id_ in zip(np.searchsorted(self._ends, ids, side="right"), ids, strict=True):
             offsets, values = self._lists[name][number]
@@ -116,7 +111,7 @@ class WindowTable:
 
 
 def _view(numbers: pa.Array) -> _Int32s:
-    """A numpy array on the same memory. Arrow's to_numpy would import pandas: 0.2 s."""
+    """View an Arrow array as a numpy array. Arrow's to_numpy would import pandas: 0.2 s."""
     whole = np.frombuffer(numbers.buffers()[1] or b"", dtype=np.int32)
     return whole[numbers.offset : numbers.offset + len(numbers)]
 
@@ -144,12 +139,13 @@ def prepare(
     leader: bool = True,
     show_progress: bool = False,
 ) -> WindowTable:
-    """The windows of `source`, from the cache or built now. Call it on every rank; it is no collective.
+    """Load the windows of `source` from the cache, or build them. Called by every rank, without collectives.
 
     `leader`: one rank per host, which verifies the cached windows, and logs truncated questions and lost answers. Only
     the building process shows a progress bar, so `show_progress` may be true on all ranks of a host.
 
-    Raises `UserError` for unusable options, tokenizers or questions, and for a cache that is damaged or read-only.
+    Raises `UserError` for unusable options, tokenizers or questions, for a damaged cache, and for one that cannot
+    be written.
     """
     check_lengths(options, tokenizer)
     window_tokenizer = WindowTokenizer(tokenizer, options)
@@ -159,18 +155,17 @@ def prepare(
 
     table = _opened(cache.entry(default_cache_dir(), _key(source, window_tokenizer), build, leader))
     if leader:
-        _log_findings(source.name, table.findings)
-        _log_losses(source.name, table.counts)
+        _log_findings(source.name, table.findings, table.counts)
     return table
 
 
 def in_memory(questions: Sequence[Question], window_tokenizer: WindowTokenizer) -> WindowTable:
-    """The windows of a few questions, without the cache. Call `check_lengths` before."""
+    """Cut a few questions into windows, without the cache. Call `check_lengths` before."""
     batches, counts = cut(window_tokenizer, questions, 0)
     return WindowTable(list(batches), counts)
 
 
-def _log_findings(name: str, findings: Findings) -> None:
+def _log_findings(name: str, findings: Findings, counts: WindowCounts) -> None:
     if findings.columns:
         log.info("%s: columns %s.", name, findings.columns)
     if findings.mistakes:
@@ -186,25 +181,22 @@ def _log_findings(name: str, findings: Findings) -> None:
             scored,
             "; ".join(findings.first),
         )
-
-
-def _log_losses(name: str, counted: WindowCounts) -> None:
-    if counted.shortened_questions:
+    if counts.shortened_questions:
         log.warning(
             "%s: %d of %d questions were truncated to leave room for the context (raise --max_seq_length or lower "
             "--doc_stride)",
             name,
-            counted.shortened_questions,
-            counted.questions,
+            counts.shortened_questions,
+            counts.questions,
         )
-    lost = counted.cut_answers + counted.tokenless_answers
+    lost = counts.cut_answers + counts.tokenless_answers
     if lost:
         log.warning(
             "%s: %d of %d answers are not completely inside any window; training treats them as missing (raise "
             "--doc_stride to keep longer answers whole)",
             name,
             lost,
-            counted.answerable_questions,
+            counts.answerable_questions,
         )
 
 
@@ -213,7 +205,7 @@ def _log_losses(name: str, counted: WindowCounts) -> None:
 
 @dataclass(frozen=True)
 class _Meta:
-    """What the table's file does not hold."""
+    """Content of the table's second file."""
 
     counts: WindowCounts
     findings: Findings

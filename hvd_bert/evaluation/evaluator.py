@@ -1,11 +1,10 @@
-"""Losses and outputs of a model, batch by batch, and its logits of windows."""
+"""A model's losses and outputs, batch by batch, and the logits of each window."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from hvd_bert.evaluation.postprocess import SpanOptions, WindowLogits
 from hvd_bert.model.bert import span_losses
 from hvd_bert.model.precision import autocast
 
-Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor, ...])
+Outputs = tuple[Ids, torch.Tensor, torch.Tensor]  # ids, losses and outputs of a batch
 
 
 @torch.no_grad()
@@ -32,37 +31,59 @@ def batch_outputs(
     device: torch.device,
     precision: str,
     show_progress: bool = False,
-) -> Iterator[tuple[Ids, torch.Tensor, torch.Tensor]]:
-    """The examples `ids` in batches: their ids, and the losses and outputs that `forward` returns, on the CPU."""
+) -> Iterator[Outputs]:
+    """Yield the ids of each batch of `ids`, and the losses and outputs that `forward` returns, on the CPU.
+
+    A batch is read only after the next one is queued, so that a GPU also works while the caller uses the outputs.
+    """
     parts = [ids[first : first + batch_size] for first in range(0, len(ids), batch_size)]
+    previous = None
+    for part in tqdm(parts, "Evaluating", unit="batch", leave=False, disable=not show_progress):
+        batch = collate(part)
+        with autocast(device, precision):
+            losses, outputs = forward(batch)
+        copies, copied = _queue_copies(losses.float(), outputs)
+        if previous:
+            yield _read(*previous)
+        previous = part, copies, copied
+    if previous:
+        yield _read(*previous)
 
-    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for part in tqdm(parts, "Evaluating", unit="batch", leave=False, disable=not show_progress):
-            batch = collate(part)
-            with autocast(device, precision):
-                losses, outputs = forward(batch)
-            yield losses.float(), outputs
 
-    for part, (losses, outputs) in zip(parts, read_late(batches()), strict=True):
-        yield part, losses, outputs
+def _queue_copies(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+    """Start copies to the CPU. The event: when they are complete; None from a CPU."""
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # into pinned memory
+    if not tensors[0].is_cuda:
+        return copies, None
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(tensors[0].device))
+    return copies, copied
+
+
+def _read(ids: Ids, copies: list[torch.Tensor], copied: torch.cuda.Event | None) -> Outputs:
+    if copied:
+        copied.synchronize()
+        copies = [copy.clone() for copy in copies]  # the next copies use the pinned memory again: allocating it is slow
+    losses, outputs = copies
+    return ids, losses, outputs
 
 
 # --- spans ---------------------------------------------------------------------------------------
 
 
 def span_options(data: DataArguments) -> SpanOptions:
-    """The settings that define what counts as an answer."""
+    """Select the settings of answers."""
     return SpanOptions(**{field.name: getattr(data, field.name) for field in dataclasses.fields(SpanOptions)})
 
 
 def span_outputs(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each window [B], and its start and end logits, one after the other [B, 2T]."""
+    """Compute the loss of each window [B], and its start logits followed by its end logits [B, 2T]."""
     starts, ends = span_logits(model, batch)
     return span_losses(starts, ends, batch.starts, batch.ends), torch.cat((starts, ends), 1)
 
 
 def window_logits(windows: WindowTable, outputs: Iterable[tuple[Ids, torch.Tensor]]) -> Iterator[WindowLogits]:
-    """The logits of each window, from the ids of batches and what `span_outputs` returned for them."""
+    """Yield the logits of each window. `outputs`: ids of batches and their outputs by `span_outputs`."""
     lengths = windows.lengths
     for ids, values in outputs:
         start_rows, end_rows = (side.numpy() for side in values.chunk(2, 1))
@@ -77,32 +98,3 @@ def window_logits(windows: WindowTable, outputs: Iterable[tuple[Ids, torch.Tenso
                 start_logits=start_rows[i, :length],
                 end_logits=end_rows[i, :length],
             )
-
-
-# --- copies --------------------------------------------------------------------------------------
-
-
-def read_late(batches: Iterable[Tensors]) -> Iterator[Tensors]:
-    """The tensors of each batch on the host.
-
-    A batch is read only after the next one is queued, so that a GPU also works while the caller uses the tensors.
-    """
-    queued = deque[tuple[Tensors, Any]]()
-    for tensors in batches:
-        copies: Any = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)  # into pinned memory
-        copied = torch.cuda.Event() if tensors[0].is_cuda else None
-        if copied:
-            copied.record(torch.cuda.current_stream(tensors[0].device))
-        queued.append((copies, copied))
-        if len(queued) > 1:
-            yield _read(*queued.popleft())
-    if queued:
-        yield _read(*queued.popleft())
-
-
-def _read(copies: Any, copied: Any) -> Any:
-    if copied is None:
-        return copies
-    copied.synchronize()
-    # The next copies use the pinned memory again: to allocate it is slow.
-    return tuple(copy.clone() for copy in copies)

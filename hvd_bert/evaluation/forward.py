@@ -1,4 +1,4 @@
-"""A batch through the model: its inputs, its logits, and the loss of each window."""
+"""Forward pass of a batch: inputs, logits, and the loss of each window."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hvd_bert.model.bert import span_losses
 
 
 def window_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Loss per window of the batch, float32 [B]: the mean of the cross-entropies of start and end."""
+    """Compute the loss of each window, float32 [B]: the mean of the cross-entropies of start and end."""
     starts, ends = span_logits(model, batch)
     return span_losses(starts, ends, batch.starts, batch.ends)
 
 
 def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Start and end logits of the B windows, float32 [B, T]; T: tokens of the longest; -inf after a window's end."""
+    """Compute start and end logits, float32 [B, T], -inf after a window's end. T: tokens of the longest window."""
     output = model(**model_inputs(batch))
     logits = output.start_logits.float(), output.end_logits.float()
     if batch.attention_mask is not None:
@@ -31,7 +31,7 @@ def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Ten
 
 
 def head_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The logits of a batch in float32: [B, classes], or of a head for tokens [B, T, classes].
+    """Compute logits in float32: [B, classes], or for a head for tokens [B, T, classes].
 
     `model`: as wrapped by the strategy. T: tokens of the longest text.
     """
@@ -47,7 +47,7 @@ def head_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _window_rows(row: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The values [N] of a packed batch's tokens as [B, T]. One operation: a kernel per window is slow on a GPU."""
+    """Pad values [N] of a packed batch's tokens to [B, T]. One operation: a kernel per window is slow on a GPU."""
     assert batch.cells is not None
     shape, count = (len(batch.lengths), max(batch.lengths)), len(batch.starts)
     rows = row.new_full((shape[0] * shape[1],), float("-inf")).scatter_(0, batch.cells, row).view(shape)
@@ -55,7 +55,7 @@ def _window_rows(row: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def model_inputs(batch: Batch) -> dict[str, Any]:
-    """A batch as arguments of the model's forward pass, packed or padded."""
+    """Make the arguments of the model's forward pass."""
     inputs: dict[str, Any] = {
         "input_ids": batch.input_ids,
         "token_type_ids": batch.token_type_ids,

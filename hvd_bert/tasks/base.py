@@ -1,6 +1,6 @@
-"""The interface of a task: what is trained, on what, and how it is evaluated. The training loop knows nothing more.
+"""The interface between the training loop and a task: model, data, loss and evaluation.
 
-`DatasetTask` (dataset.py) implements most of it for independent examples: start there for a task of your own.
+`DatasetTask` (dataset.py) implements most of it for independent examples: start there for a custom task.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvd_bert.config.parser import AUTO
 from hvd_bert.config.settings import Config
 from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.config.training import TrainArguments
-from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths, Parts
+from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths, Mixture
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.flops import ForwardFlops, forward_flops
@@ -34,10 +34,10 @@ QUESTION_ANSWERING_CLASS = "hvd_bert.tasks.question_answering:QuestionAnswering"
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`content` on the rank's device, of so many windows, tokens, and tokens with padding.
+    """`content` on the rank's device. `num_positions`: token positions, including padding.
 
-    With 0 windows the rank has none left in this step: the batch holds one whose loss must not count, so that all
-    ranks run the same passes.
+    With `num_windows` 0, the rank's share of the step is empty. The batch then holds one window whose loss must not
+    count, so that all ranks run the same number of forward and backward passes.
     """
 
     content: Any
@@ -48,8 +48,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """`metrics`: on every rank. `summary`: one line for the log. `files`: names and JSON content of further output
-    files (of `run_folder.RUN_FILES`) on rank 0. `outputs`: what was scored, on rank 0."""
+    """Metrics and a line for the log, on every rank.
+
+    On rank 0 also `files`, the JSON content of output files by name (of `run_folder.RUN_FILES`), and `outputs`, the
+    argument of `score`.
+    """
 
     metrics: dict[str, float]
     summary: str
@@ -61,17 +64,17 @@ class Task(ABC):
     """A model with its data. Creating it loads and checks everything, without collectives; it raises UserError.
 
     Attributes:
-        unit: What a step takes, for messages; the code says "window" for all tasks.
-        metrics: Metrics for --metric_for_best_model and the report, the default first -> whether "max" or "min" is
-            best. `evaluate` returns them. A task may set its own when it is created.
+        unit: Name of the examples in messages. The code says "window" for all tasks.
+        metrics: Metrics for --metric_for_best_model and the report -> whether "max" or "min" is best; the first is the
+            default. `evaluate` returns them. A task may set them when it is created.
         model: On the CPU at first; with the same weights on all ranks.
         tokenizer: Saved with the model; None without one.
-        plan: Which training windows each step and rank takes; None without training.
+        plan: Assigns training windows to steps and ranks; None without training.
         padding: The --padding that the model needs; None: as given.
         evaluates: Whether there is data to evaluate on.
         dev_share: The share of the validation data that --fast_dev_run evaluates.
-        forward_flops: The FLOP of the model; None: unknown.
-        lora: peft's wrapper of `model`, whose adapters are trained and not merged yet; None without --lora_rank.
+        forward_flops: FLOP of the model; None: unknown.
+        lora: peft's wrapper of `model`, until the adapters are merged; None without --lora_rank.
         adapter_files: The trained adapters, after they were merged.
     """
 
@@ -92,7 +95,7 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, ids: Ids) -> MicroBatch:
-        """The training windows `ids` as a micro-batch on this rank's device. Runs in a background thread.
+        """Make a micro-batch of the training windows `ids` on this rank's device. Runs in a background thread.
 
         It must be a function of `ids`, or a resumed run differs. For random numbers, use a generator seeded by the ids:
         checkpoints do not hold what this thread has drawn from the global generators.
@@ -100,7 +103,7 @@ class Task(ABC):
 
     @abstractmethod
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of each window of a batch. `model`: as wrapped by the strategy."""
+        """Compute the loss of each window of a batch. `model`: as wrapped by the strategy."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> EvaluationResult:
@@ -108,36 +111,36 @@ class Task(ABC):
 
     @abstractmethod
     def fingerprint(self) -> dict[str, object]:
-        """What must be equal on all ranks besides the settings, such as the content of the data."""
+        """Facts that must be equal on all ranks in addition to the settings, such as the content of the data."""
 
     def facts(self) -> dict[str, object]:
-        """What train_results.json records of the task besides, on rank 0."""
+        """Further facts for train_results.json, on rank 0."""
         return {}
 
     @abstractmethod
     def identity(self) -> dict[str, object]:
-        """What must not change on resume besides the settings and the model's shape, such as the training data."""
+        """Facts that must not change on resume in addition to settings and model shape, such as the training data."""
 
     def window_names(self, ids: Ids) -> list[str]:
-        """Names by which a user finds the training windows `ids` in the data, for messages."""
+        """Names for messages, by which a user finds the training windows `ids` in the data."""
         return [f"number {id_}" for id_ in ids.tolist()]
 
-    def flops(self, lengths: Lengths, passes: int) -> float | None:
-        """Useful FLOP of training on windows of these lengths in `passes` passes, without padding; None: unknown."""
-        return self.forward_flops.training(lengths, passes) if self.forward_flops else None
+    def flops(self, lengths: Lengths, micro_batches: int) -> float | None:
+        """Useful FLOP of training on windows of these lengths, without padding; None: unknown."""
+        return self.forward_flops.training(lengths, micro_batches) if self.forward_flops else None
 
     def compile(self, model: nn.Module, mode: str | None) -> None:
         """Compile `model` in place, for --torch_compile. `mode`: --torch_compile_mode."""
         model.compile(dynamic=True, mode=mode)
 
     def save_description(self, folder: Path) -> None:
-        """Write the files besides the weights that make a folder load as the model: none, except of transformers'."""
+        """Write configuration and tokenizer, without which transformers cannot load the weights of a folder."""
         if isinstance(self.model, PreTrainedModel):
             self.model.config.save_pretrained(folder)
         self._save_tokenizer(folder)
 
     def save(self, folder: Path) -> None:
-        """Write the trained model into an empty folder, so that `from_pretrained` or `load_state_dict` can load it."""
+        """Write the trained model into an empty folder for `from_pretrained` or `load_state_dict`."""
         for name, content in self.adapter_files.items():
             (folder / "adapter").mkdir(exist_ok=True)
             (folder / "adapter" / name).write_bytes(content)
@@ -150,18 +153,18 @@ class Task(ABC):
         self._save_tokenizer(folder)
 
     def add_adapters(self, config: Config) -> None:
-        """Have a training with --lora_rank train adapters in place of the encoder. Raises UserError."""
+        """With --lora_rank, train adapters in place of the encoder. Raises UserError."""
         if self.plan and config.model.lora_rank:
             self.lora = add_adapters(self.model, config.model, config.train.seed)
             self.forward_flops = self.forward_flops and forward_flops(self.model)
 
     def merge_adapters(self) -> None:
-        """Add what --lora_rank has trained to the model's weights."""
+        """Add the trained adapters to the model's weights."""
         if self.lora:
             self.adapter_files, self.lora = merge(self.lora), None
 
     def _save_tokenizer(self, folder: Path) -> None:
-        """Save the tokenizer, so that `from_pretrained` loads one that gives the inputs the model was trained with."""
+        """Save the tokenizer with the names of the inputs that the model was trained with."""
         if self.tokenizer is None:
             return
         types, inputs = "token_type_ids", self.tokenizer.model_input_names
@@ -173,7 +176,7 @@ class Task(ABC):
 
 
 def task_name(task: type[Task]) -> str:
-    """The --task of a program's own class. For a script's, the name by which other commands can import it."""
+    """The --task by which other commands can import a program's class, which may be a script's."""
     script = task.__module__ == "__main__" and getattr(sys.modules["__main__"], "__file__", None)
     return f"{Path(script).stem if script else task.__module__}:{task.__qualname__}"
 
@@ -222,22 +225,22 @@ def load_task(config: Config, world: World, custom: type[Task] | None = None) ->
     return task
 
 
-def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: World, parts: Parts = ()) -> BatchPlan:
-    """The batch plan of the settings. Raises UserError if the global batch does not fit the ranks.
+def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: World, mixture: Mixture = ()) -> BatchPlan:
+    """Make the batch plan of the settings. Raises UserError if the global batch does not fit the ranks.
 
     A fixed global batch need not divide evenly: ranks may differ by one window, as in the last step of an epoch.
     """
     if not len(lengths):
         raise UserError("The training data have no examples. Give data with examples.")
-    if args.gradient_accumulation_steps > len(lengths):
+    accumulation = args.gradient_accumulation_steps
+    if accumulation > len(lengths):
         raise UserError(
-            f"--gradient_accumulation_steps {args.gradient_accumulation_steps}: a step would have more micro-batches"
-            f" than the {len(lengths)} windows of the training data. Use a smaller number or more data."
+            f"--gradient_accumulation_steps {accumulation}: a step would have more micro-batches than the"
+            f" {len(lengths)} windows of the training data. Use a smaller number or more data."
         )
-    rank_batch, passes = args.per_device_train_batch_size * world.devices, args.gradient_accumulation_steps
-    rank_batch = rank_batch or 1  # not chosen yet: see training/batch_size.py
-    global_batch = rank_batch * passes * world.size
-    plan = BatchPlan(lengths, global_batch, passes, world.size, args.seed, crossover, parts)
+    rank_batch = args.per_device_train_batch_size * world.devices or 1  # 0: training/batch_size.py will choose it
+    global_batch = rank_batch * accumulation * world.size
+    plan = BatchPlan(lengths, global_batch, accumulation, world.size, args.seed, crossover, mixture)
     if args.global_batch == -1:
         return plan
     devices = world.size * world.devices
@@ -246,17 +249,17 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
             f"--global_batch {args.global_batch}: fewer windows than the {devices} devices. Use fewer ranks."
         )
     plan = plan.with_global_batch(args.global_batch)
-    if args.per_device_train_batch_size != AUTO and passes not in (1, plan.accumulation):
+    if args.per_device_train_batch_size != AUTO and accumulation not in (1, plan.accumulation):
         raise UserError(
-            f"--gradient_accumulation_steps {passes}: --global_batch {args.global_batch} takes {plan.accumulation}"
-            f" pass(es) of at most {rank_batch} windows on each of {world.size} rank(s). Omit the flag, or change"
-            " --per_device_train_batch_size."
+            f"--gradient_accumulation_steps {accumulation}: --global_batch {args.global_batch} takes"
+            f" {plan.accumulation} micro-batch(es) of at most {rank_batch} windows on each of {world.size} rank(s)."
+            " Omit the flag, or change --per_device_train_batch_size."
         )
     return plan
 
 
 def weight_copies(trains: bool, strategy: str, world: World) -> int:
-    """How many arrays of the weights' size a rank needs in this host's free memory, at least."""
+    """Minimum number of arrays of the weights' size that a rank needs in this host's free memory."""
     if world.process.generation > 0:
         return 0  # this process still has the memory of its previous world
     whole = not STRATEGIES[strategy].shards

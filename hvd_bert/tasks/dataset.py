@@ -1,4 +1,4 @@
-"""A task of independent examples. A subclass supplies the model, the examples and the loss; this does the rest."""
+"""A task of independent examples: a subclass supplies the model, the examples and the loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hvd_bert.config.data import DEFAULT_MODEL, QUESTION_ANSWERING, DataArguments
 from hvd_bert.config.settings import Config
-from hvd_bert.data.batch_plan import Ids, Lengths, Parts, balanced_partition, window_costs
+from hvd_bert.data.batch_plan import Ids, Lengths, Mixture, balanced_partition, window_costs
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE, UserError, short_reason
 from hvd_bert.evaluation.evaluator import batch_outputs
@@ -37,19 +37,18 @@ class Examples:
     """A training or validation set.
 
     Attributes:
-        collate: From ids, of which there is at least one, to a batch on the CPU or the rank's device. See `Task.batch`
-            for random numbers.
-        lengths: Tokens per example, or any other whole number that its cost grows with.
-        digest: A hash of the content. A resumed run must have the same, and all ranks.
-        parts: For training on several files, as in `BatchPlan`.
-        groups: The number of each example's group, from 0. A group, such as the windows of a question, is evaluated by
-            one rank. None: each example is one.
+        collate: Makes a batch of at least one id, on the CPU or the rank's device. See `Task.batch` for random numbers.
+        lengths: Tokens per example, or another whole number that its cost grows with.
+        digest: A hash of the content, which must be equal on all ranks and on resume.
+        mixture: For training on several files, as in `BatchPlan`.
+        groups: Each example's group, from 0. One rank evaluates a group, such as the windows of a question. None: each
+            example is a group.
     """
 
     collate: Callable[[Ids], Any]
     lengths: Lengths
     digest: str
-    parts: Parts = ()
+    mixture: Mixture = ()
     groups: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
@@ -57,7 +56,7 @@ class Examples:
 
     @classmethod
     def of_tensors(cls, *tensors: Tensor) -> Examples:
-        """Examples that are rows of tensors, all of the same cost."""
+        """Make an example of each row of the tensors. All cost the same."""
         digest = hashlib.sha256()
         for tensor in tensors:
             digest.update(tensor.contiguous().numpy().tobytes())
@@ -66,25 +65,25 @@ class Examples:
 
     @classmethod
     def of_dataset(cls, dataset: Any, digest: str, lengths: Lengths | None = None) -> Examples:
-        """The items of a map-style data set, such as torch's, put together by torch's default_collate."""
+        """Make an example of each item of a map-style data set. torch's default_collate makes the batches."""
         lengths = np.ones(len(dataset), dtype=np.int32) if lengths is None else lengths
         return cls(lambda ids: default_collate([dataset[int(i)] for i in ids]), lengths, digest)
 
 
 Result = TypeVar("Result")
-Share = tuple[Ids, Tensor, Any]  # a rank's examples of the validation set, their losses and what `collect` returned
+Share = tuple[Ids, Tensor, Any]  # a rank's validation examples, their losses, and the result of `collect`
 
 
 class DatasetTask(Task):
     """Subclass it, create `model`, `train` and `dev` in `load`, and define `forward` and `score`.
 
-    `trained`: when a model is evaluated, the folder of its training, whose weights it gets after `load`.
+    `trained`: the folder of the training whose weights are loaded after `load`, to evaluate them.
     """
 
     train: Examples | None = None
     dev: Examples | None = None
     trained: str | None = None
-    crossover: int = 1  # where the cost of an example begins to grow faster than its length (`batch_plan.window_costs`)
+    crossover: int = 1  # length from which the cost of an example grows faster than its length: see `window_costs`
 
     def __init__(self, config: Config, world: World) -> None:
         name = config.model.model_name_or_path
@@ -101,7 +100,7 @@ class DatasetTask(Task):
             load_weights(self.model, str(name))
         self.limit(config.data)
         if self.train is not None and config.train.do_train:
-            self.plan = make_plan(self.train.lengths, config.train, self.crossover, world, self.train.parts)
+            self.plan = make_plan(self.train.lengths, config.train, self.crossover, world, self.train.mixture)
         self.evaluates = self.dev is not None and config.train.do_eval
         if self.evaluates:
             self._check_not_empty("`dev`")
@@ -111,10 +110,10 @@ class DatasetTask(Task):
             raise UserError(f"--task {self.config.data.task}: {source} has no examples. Give data with examples.")
 
     def limit(self, data: DataArguments) -> None:
-        """Apply --max_train_samples. `load` has to apply --max_eval_samples, since `score` knows the examples."""
+        """Apply --max_train_samples. `load` must apply --max_eval_samples, since `score` knows the examples."""
         count = data.max_train_samples
         if self.train is not None and count is not None:
-            self.train = replace(self.train, lengths=self.train.lengths[:count], parts=())
+            self.train = replace(self.train, lengths=self.train.lengths[:count], mixture=())
         limit = data.max_eval_samples
         if self.dev is not None and limit is not None and len(self.dev) > limit:
             raise UserError(f"--max_eval_samples {limit}: --task {data.task} does not support it. Remove it.")
@@ -123,41 +122,40 @@ class DatasetTask(Task):
     def load(self, config: Config) -> None:
         """Create `model`, `train` (for training) and `dev` (for evaluations). Called by every rank, by itself.
 
-        When a trained model is evaluated, `config` has its training's --model_name_or_path, --train_file and so on, and
-        the model then gets the trained weights.
+        To evaluate a trained model, `config` has its training's --model_name_or_path, --train_file and so on, and the
+        trained weights are loaded afterwards.
         """
 
     @abstractmethod
     def forward(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """The loss of each example of a batch [n], and the model's output for each [n, ...], such as its class."""
+        """Compute the losses of a batch's n examples, [n], and their outputs, [n, ...], such as their classes."""
 
     @abstractmethod
     def score(self, outputs: Any) -> dict[str, float]:
-        """The metrics, from the outputs for all examples of `dev` in their order. Called on rank 0."""
+        """Compute the metrics from the outputs of all examples of `dev`, in their order. Called on rank 0."""
 
     def predictions(self, outputs: Any) -> Any:
-        """What eval_predictions.json holds, tensors as lists; None: no such file. Called on rank 0.
+        """Content of eval_predictions.json, in which tensors become lists; None: no file. Called on rank 0.
 
-        For `hvd-bert predict`: a dict of columns, which are lists with a value for each example, or one such list.
+        For `hvd-bert predict`: a list with a value for each example, or a dict of such lists.
         """
         return None
 
     def inputs(self, rows: Dataset) -> Examples:
-        """The rows of a file as examples, for `hvd-bert predict`. Any labels will do: the losses do not count."""
+        """Make examples of a file's rows, for `hvd-bert predict`. Labels are arbitrary: the losses do not count."""
         raise UserError(f"--task {self.config.data.task}: to predict, it needs a method `inputs`. Add it.")
 
     def predict(self, rows: Dataset) -> Any:
-        """The `predictions` for the rows of a file, on rank 0. A collective."""
+        """Return the `predictions` for the rows of a file on rank 0. A collective."""
         with self.world.raise_on_all_ranks():
             self.dev = self.inputs(rows)
             self._check_not_empty("the result of `inputs`")
         vars(self).pop("_share", None)  # computed for other rows
         self.world.check_same(self.fingerprint())
-
         return self._on_rank_0(self.model, lambda shares: as_lists(self.predictions(self._joined(shares)[0])))
 
     def positions(self, batch: Any, tokens: int) -> int:
-        """The `tokens` of a batch, with padding."""
+        """Number of token positions of a batch, including padding. `tokens`: without."""
         return tokens
 
     def batch(self, ids: Ids) -> MicroBatch:
@@ -184,9 +182,9 @@ class DatasetTask(Task):
         return result or EvaluationResult(metrics, self.summary(metrics))
 
     def _on_rank_0(self, model: nn.Module, use: Callable[[list[Share]], Result]) -> Result | None:
-        """What `use` makes of the shares of all ranks, on rank 0. A collective.
+        """Call `use` on rank 0 with the shares of all ranks. A collective.
 
-        There is none while a rank evaluates its share, so ranks may have different numbers of batches, or none.
+        The forward passes need none, so ranks may have different numbers of batches, or none.
         """
         with self.world.raise_on_all_ranks(EXIT_FAILURE):  # NaN weights, for example
             share = self._evaluate_share(model)
@@ -197,7 +195,7 @@ class DatasetTask(Task):
 
     @cached_property
     def _share(self) -> Ids:
-        """This rank's examples of `dev`, as expensive as the others'.
+        """Ids of this rank's examples of `dev`. All shares have nearly the same cost.
 
         Examples of similar length share a batch, the longest first: if memory runs out, it does so at once.
         """
@@ -227,16 +225,16 @@ class DatasetTask(Task):
                 all_losses.append(losses)
                 yield part, outputs
 
-        with evaluating(model, eager=self.config.train.captures_graphs):  # which batches of any size would be
+        with evaluating(model, eager=self.config.train.captures_graphs):  # not captured: batches have any size
             collected = self.collect(predict_batches()) if len(ids) else None
         return ids, torch.cat(all_losses), collected
 
     def collect(self, outputs: Iterable[tuple[Ids, Tensor]]) -> Any:
-        """What rank 0 gets of this rank's outputs, which come batch by batch with their ids: all, as one tensor."""
+        """Collect this rank's outputs for rank 0, which come batch by batch with their ids: all, in one tensor."""
         return self._concatenated([values for _, values in outputs])
 
     def join(self, collected: Sequence[Any], order: Tensor) -> Any:
-        """What `score` gets, from what the ranks have collected. `order`: sorts their examples by id."""
+        """Make the argument of `score` from the ranks' results of `collect`. `order`: sorts the examples by id."""
         return self._concatenated(collected)[order]
 
     def _concatenated(self, outputs: Sequence[Tensor]) -> Tensor:
@@ -266,13 +264,13 @@ class DatasetTask(Task):
         return EvaluationResult(metrics, self.summary(metrics), self.files(outputs), outputs)
 
     def _joined(self, shares: list[Share]) -> tuple[Any, Tensor]:
-        """Outputs and losses of all examples in their order, from the shares of all ranks."""
+        """Join the shares of all ranks: outputs and losses of all examples in their order."""
         ids, losses, collected = zip(*(share for share in shares if len(share[0])), strict=True)
         order = torch.from_numpy(np.argsort(np.concatenate(ids)))
         return self.join(collected, order), torch.cat(losses)[order]
 
     def files(self, outputs: Any) -> dict[str, Any]:
-        """Names and content of output files (`EvaluationResult.files`). Called on rank 0."""
+        """Output files by name, as in `EvaluationResult.files`. Called on rank 0."""
         predictions = as_lists(self.predictions(outputs))
         if predictions is None:
             return {}
@@ -288,7 +286,7 @@ class DatasetTask(Task):
         return f"--task {self.config.data.task}: `{method}` must return {needed}, but {problem}."
 
     def summary(self, metrics: dict[str, float]) -> str:
-        """An evaluation in one line."""
+        """Format an evaluation in one line."""
         assert self.dev is not None
         scores = [f"{name} {metrics[name]:.4f}" for name in self.metrics if not name.startswith("eval_loss")]
         return "  ".join([*scores, f"loss {metrics['eval_loss']:.3f}", f"on {len(self.dev)} {self.unit}"])
@@ -307,7 +305,7 @@ class DatasetTask(Task):
 
 
 def as_lists(content: Any) -> Any:
-    """The same content with lists in place of the tensors and arrays in it."""
+    """Convert tensors and arrays, also nested ones, to lists."""
     if isinstance(content, dict):
         return {key: as_lists(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
@@ -316,7 +314,7 @@ def as_lists(content: Any) -> Any:
 
 
 def to_device(content: Any, device: torch.device) -> Any:
-    """The same content with all tensors in it on the device."""
+    """Copy tensors, also nested ones, to the device."""
     if isinstance(content, Tensor):
         if device.type == "cuda" and content.device.type == "cpu":
             content = content.pin_memory()  # otherwise the thread that makes batches would wait for the copy

@@ -1,4 +1,4 @@
-"""A task of an encoder with a head of transformers for texts or for tokens, on packed or padded texts."""
+"""A task of an encoder with one of transformers' heads for texts or tokens, on packed or padded texts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from hvd_bert.tasks.base import weight_copies
 from hvd_bert.tasks.dataset import DatasetTask, Examples
 from hvd_bert.tasks.tokenizer import load_tokenizer, tokenizer_digest
 
-SEEN = 200  # steps whose batches are looked at to say how much is padded
-IGNORED = -100  # the label of a token without a loss, as torch's cross_entropy has it
-Labelled = tuple[Batch, Tensor]  # texts, and a label for each or for each of their tokens
+SEEN = 200  # steps whose padding is reported
+IGNORED = -100  # label of a token without a loss, the default of torch's cross_entropy
+Labelled = tuple[Batch, Tensor]  # texts, and a label per text or per token
 
 
 class EncoderTask(DatasetTask):
@@ -37,14 +37,14 @@ class EncoderTask(DatasetTask):
 
     unit: ClassVar[str] = "texts"
     model: Any
-    classes: Sequence[str] = ()  # the model's classes: one for regression, none for spans
+    classes: Sequence[str] = ()  # one for regression, none for spans
 
     def load_model(self, head: Any, classes: Sequence[str] = ()) -> None:
         """Create `tokenizer`, `model` and `classes` from the settings. Raises UserError.
 
-        `head`: transformers' AutoModelForSequenceClassification or AutoModelForTokenClassification. `classes`: names,
-        which config.json keeps; in the model's own order if it has the same, whatever their case. Without names, and
-        for a trained model, they are the model's.
+        `head`: transformers' AutoModelForSequenceClassification or AutoModelForTokenClassification. `classes`: names
+        for config.json, by default the model's. If the model has these names, whatever their case, its order is used.
+        A trained model keeps its names.
         """
         args, train = self.config.model, self.config.train
         if self.trained:
@@ -72,7 +72,7 @@ class EncoderTask(DatasetTask):
             self.crossover = self.forward_flops.crossover
 
     def encode(self, *texts: Any, **options: Any) -> Any:
-        """Texts, or texts and their second parts, as the tokenizer returns them, cut off at --max_seq_length."""
+        """Tokenize texts, or pairs of texts, and truncate them to --max_seq_length."""
         length = self.config.data.max_seq_length
         special = self.tokenizer.num_special_tokens_to_add(pair=len(texts) > 1)
         if length <= special:
@@ -82,7 +82,7 @@ class EncoderTask(DatasetTask):
             return self.tokenizer(*texts, truncation=True, max_length=length, return_token_type_ids=True, **options)
 
     def examples(self, encoded: Any, labels: Sequence[Any]) -> Examples:
-        """Examples of what `encode` returned. `labels`: a number for each text, or a list of one for each token."""
+        """Make examples of the result of `encode`. `labels`: a number per text, or a list with one per token."""
         ids, types = encoded["input_ids"], encoded["token_type_ids"]
         starts = [row.index(1) if 1 in row else len(row) for row in types]
         none = np.zeros(len(ids), dtype=np.int32)
@@ -98,7 +98,7 @@ class EncoderTask(DatasetTask):
         return Examples(batch, table.lengths, digest)
 
     def collator(self, table: WindowTable) -> Collator:
-        """Makes batches of a table of windows, by the settings."""
+        """Make the collator of a table of windows, by the settings."""
         data, train = self.config.data, self.config.train
         longest = min(data.max_seq_length, max_tokens(self.model.config))
         bucket = Bucket(train.per_device_train_batch_size, longest) if train.captures_graphs else None
@@ -122,7 +122,7 @@ class EncoderTask(DatasetTask):
         plan, packed = self.plan, self.config.data.pad_to is None
         if plan and packed and self.config.train.captures_graphs:
             seen = (plan.rank_windows(step, self.world.rank) for step in range(min(SEEN, plan.steps_per_epoch)))
-            tokens = np.array([plan.lengths[ids].sum() for passes in seen for ids in passes])
+            tokens = np.array([plan.lengths[ids].sum() for micro_batches in seen for ids in micro_batches])
             padded = -(-tokens // BUCKET) * BUCKET
             log.info(
                 "Batches are padded to a multiple of %d tokens: %.1f%% more tokens, %d size(s) in %d batches.",
@@ -134,11 +134,11 @@ class EncoderTask(DatasetTask):
 
 
 def _named_classes(config: Any, classes: Sequence[str]) -> list[str]:
-    """The names of the classes, which become those of the configuration."""
-    own = [str(config.id2label[i]) for i in range(config.num_labels)]
-    order = [name.lower() for name in own]
+    """Set the classes of the configuration, by default its own, and return their names."""
+    before = [str(config.id2label[i]) for i in range(config.num_labels)]
+    order = [name.lower() for name in before]
     if not classes:
-        classes = own
+        classes = before
     elif sorted(map(str.lower, classes)) == sorted(order):  # run_glue does the same
         classes = sorted(classes, key=lambda name: order.index(name.lower()))
     config.num_labels = len(classes)

@@ -1,4 +1,4 @@
-"""Question answering on data like SQuAD's: the model marks the answer in the passage."""
+"""Extractive question answering on data like SQuAD's: the model marks the answer in the context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_bert.config.command_line import trained_settings
 from hvd_bert.config.data import QUESTION_ANSWERING, DataArguments
 from hvd_bert.config.data_files import DataFile
 from hvd_bert.config.settings import Config
-from hvd_bert.data.batch_plan import Ids, mixture
+from hvd_bert.data.batch_plan import Ids, mix
 from hvd_bert.data.collate import Batch
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Source
@@ -36,15 +36,12 @@ from hvd_bert.tasks.encoder import EncoderTask
 
 SCORES = ("exact_match", "f1")
 DEV_BATCHES = 16  # per rank, which --fast_dev_run evaluates
-ENTRY = ("text", "start_logit", "end_logit", "probability")  # columns of a candidate in run_qa's file
+ENTRY = ("text", "start_logit", "end_logit", "probability")  # keys of a candidate in run_qa's file
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QuestionSet(Examples):
-    """Questions and their windows, of all files.
-
-    `questions`: only of those to evaluate on. `sets`: their `members`.
-    """
+    """Questions and their windows, of all files. `questions` and `sets` (see `members`): only of validation data."""
 
     source: Source
     windows: WindowTable
@@ -72,16 +69,16 @@ class QuestionAnswering(EncoderTask):
         elif args.do_eval:
             self.dev = self._load_split("validation")
             if len(self.dev.sets) > 1:
-                names = [metric_key(name, part) for part in ("macro", *self.dev.sets) for name in SCORES]
+                names = [metric_key(name, data) for data in ("macro", *self.dev.sets) for name in SCORES]
                 self.metrics = {**self.metrics, **dict.fromkeys(names, "max")}
 
     def question_set(self, source: Source, windows: WindowTable, **more: Any) -> QuestionSet:
-        """The windows of these questions as examples. `more`: of `QuestionSet`."""
+        """Make examples of windows. `more`: fields of `QuestionSet`."""
         collate = self.collator(windows)
         return QuestionSet(collate, windows.lengths, source.digest, source=source, windows=windows, **more)
 
     def _load_split(self, split: str) -> QuestionSet:
-        """The "train" or "validation" questions. The ranks of a host tokenize once. Raises UserError."""
+        """Load the "train" or "validation" questions. The ranks of a host tokenize once. Raises UserError."""
         data, world, cache_dir = self.config.data, self.world, self.config.model.cache_dir
         files, sources = zip(*open_split(data, split, cache_dir), strict=True)
         limit = data.max_train_samples if split == "train" else data.max_eval_samples
@@ -93,8 +90,8 @@ class QuestionAnswering(EncoderTask):
             tables.append(table)
         source, windows = squad.joined(sources, limit), WindowTable.joined(tables)
         if split == "train":
-            parts = mixture([*map(len, tables)], [file.weight for file in files])
-            return self.question_set(source, windows, parts=parts)
+            mixture = mix([*map(len, tables)], [file.weight for file in files])
+            return self.question_set(source, windows, mixture=mixture)
         questions = [source.questions()[:limit] for source in sources]
         squad.check_ids(sources, questions)
         if self.config.train.fast_dev_run:
@@ -119,17 +116,17 @@ class QuestionAnswering(EncoderTask):
         return span_outputs(model, batch)
 
     def collect(self, outputs: Iterable[tuple[Ids, Tensor]]) -> dict[int, Answer]:
-        """The answers to this rank's questions, by the question's number."""
+        """Answer this rank's questions. The keys are the questions' numbers."""
         assert self.dev is not None
         windows = self.dev.windows
         mine = np.unique(windows.numbers("question", self._share))
-        # `question` becomes the index in this rank's own list.
+        # `question` becomes the index in this rank's list.
         logits = (replace(w, question=int(np.searchsorted(mine, w.question))) for w in window_logits(windows, outputs))
         answers = answers_of([self.dev.questions[i] for i in mine], logits, span_options(self.config.data))
         return dict(zip(mine.tolist(), answers, strict=True))
 
     def join(self, collected: Sequence[dict[int, Answer]], order: Tensor) -> list[Answer]:
-        """The answers in the order of the questions."""
+        """Join the answers of all ranks, in the order of the questions."""
         answers = dict(ChainMap(*collected))
         return [answers[number] for number in range(len(answers))]
 
@@ -141,8 +138,8 @@ class QuestionAnswering(EncoderTask):
         texts = {answer.id: answer.best_span if v2 else answer.text for answer in outputs}
         odds = {answer.id: answer.null_odds for answer in outputs if answer.null_odds is not None} if v2 else None
         metrics: dict[str, float] = {}
-        for name, part in sets.items():
-            questions = self.dev.questions[part.start : part.stop]
+        for name, members in sets.items():
+            questions = self.dev.questions[members.start : members.stop]
             scores = score(questions, texts, odds, v2, data.null_score_diff_threshold)
             metrics |= {metric_key(metric, name): value for metric, value in scores.items()}
         files = [name for name in sets if name]
@@ -171,19 +168,19 @@ class QuestionAnswering(EncoderTask):
 
     @cached_property
     def _question_ids(self) -> list[str]:
-        """Ids of the training questions, read once more when a message needs them."""
+        """Ids of the training questions, read again once a message needs them."""
         assert self.train is not None
         return [question.id for question in self.train.source.questions()]
 
     def facts(self) -> dict[str, object]:
         sets = {"training": self.train, "validation": self.dev}
-        findings = {name: part.windows.findings for name, part in sets.items() if part}
+        findings = {name: questions.windows.findings for name, questions in sets.items() if questions}
         counts = {name: {"left_out": found.left_out, "mistakes": found.mistakes} for name, found in findings.items()}
         return {"bad_examples": counts} if self.config.data.bad_examples == "skip" else {}
 
 
 def files(answers: list[Answer]) -> dict[str, Any]:
-    """run_qa's files: predictions, n best answers per question and, for v2.0, the odds of "no answer"."""
+    """Make run_qa's files: predictions, n best answers per question and, for v2.0, the odds of "no answer"."""
     contents: dict[str, Any] = {
         "eval_predictions.json": {answer.id: answer.text for answer in answers},
         "eval_nbest_predictions.json": {
@@ -196,19 +193,19 @@ def files(answers: list[Answer]) -> dict[str, Any]:
 
 
 def metric_key(name: str, data: str) -> str:
-    """The name of a metric of the validation set `data`; "": of all of them."""
+    """Name a metric of the validation set `data`; "": of all sets."""
     return f"{data}_{name}" if data else name
 
 
 def members(sizes: Mapping[str, int]) -> dict[str, range]:
-    """The examples of each validation set by its name, and by "" all of them unless a set has that name."""
+    """Indices of the questions of each validation set by its name; "" has all of them, unless a set has that name."""
     ends = list(accumulate(sizes.values()))
     sets = {name: range(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
     return {"": range(ends[-1])} | sets
 
 
 def open_split(data: DataArguments, split: str, cache_dir: str | None) -> list[tuple[DataFile, Source]]:
-    """The "train" or "validation" questions, from files or from the hub."""
+    """Open the "train" or "validation" questions, from files or from the hub."""
     columns = data.question_column, data.context_column, data.answer_column
     reading = squad.Reading(*columns, data.bad_examples, "training" if split == "train" else "evaluation")
     if data.dataset_name:

@@ -1,4 +1,4 @@
-"""Rows of data files and of the hub's data sets, as `datasets.Dataset`, for tasks of one's own."""
+"""Rows of data files and of the hub's data sets, as `datasets.Dataset`, for custom tasks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def load_rows(config: Config, name: Literal["train", "validation"], split: str | None = None) -> Dataset | None:
-    """The rows of --train_file or --validation_file, or those of --dataset_name in its `split` (default: `name`).
+    """Load the rows of --train_file or --validation_file, or of --dataset_name's `split` (default: `name`).
 
-    None if the run does not train or does not evaluate, or has no validation data. Index columns of pandas are left
-    out. Of the validation rows there are at most --max_eval_samples. Raises UserError.
+    Returns None if the run does not need them, or has no validation data. Leaves out index columns of pandas, and
+    validation rows after the first --max_eval_samples. Raises UserError.
     """
     from datasets import Split, concatenate_datasets
 
@@ -50,7 +50,7 @@ def load_rows(config: Config, name: Literal["train", "validation"], split: str |
 
 
 def read_rows(path: str, flag: str) -> Dataset:
-    """The rows of a file that `flag` names, in memory, with the types of Parquet or JSON. Cells of CSV are texts.
+    """Read the rows of a file, which `flag` names, with the types of Parquet or JSON. Cells of CSV are texts.
 
     Raises UserError.
     """
@@ -66,7 +66,7 @@ def read_rows(path: str, flag: str) -> Dataset:
         with files.parquet_file(name, content) as parquet:
             table = parquet.read(choose(parquet.schema_arrow.names))
     else:
-        as_glue = Path(path.lower().removesuffix(".gz")).suffix == ".tsv"  # whose texts have unpaired quotes
+        as_glue = Path(path.lower().removesuffix(".gz")).suffix == ".tsv"  # GLUE's texts have unpaired quotes
         columns: dict[str, list[Any]] = {}
         for count, row in enumerate(_objects(name, files.parsed(name, content, choose, as_glue))):
             for key in row:
@@ -91,7 +91,7 @@ def _check_columns(name: str, columns: list[str]) -> list[str]:
 
 
 def _objects(name: str, placed: Iterable[files.Placed]) -> Iterator[dict[str, Any]]:
-    """The rows of `files.parsed`. Raises UserError for the first that is none."""
+    """Yield the rows of `files.parsed`. Raises UserError for the first value that is no row."""
     for where, value in placed:
         if isinstance(value, Mistake):
             raise UserError(f"{name}: {value}. Fix the file.")
@@ -105,7 +105,7 @@ def _objects(name: str, placed: Iterable[files.Placed]) -> Iterator[dict[str, An
 
 
 def _array(name: str, column: str, values: list[Any]) -> pa.Array:
-    """The values of one type. Raises UserError for the first that Arrow cannot add, such as a number after texts."""
+    """Make an array of one type. Raises UserError for the first value of another type, such as a number after texts."""
     import pyarrow as pa
 
     def problem(count: int) -> str:
@@ -124,7 +124,7 @@ def _array(name: str, column: str, values: list[Any]) -> pa.Array:
 
 
 def column(rows: Dataset, name: str) -> list[Any]:
-    """The values of a column. Raises UserError without the column, or if a value is missing."""
+    """Return the values of a column. Raises UserError without the column, or if a value is missing."""
     if name not in rows.column_names:
         found = ", ".join(rows.column_names)
         raise UserError(f"The {rows.split} data have no column `{name}`, only {found}. Rename one.")
@@ -138,7 +138,7 @@ def column(rows: Dataset, name: str) -> list[Any]:
 
 
 def text_column(rows: Dataset, name: str) -> list[str]:
-    """The texts of a column. Whole numbers become texts, as in the reader of questions. Raises UserError."""
+    """Return the texts of a column. Whole numbers become texts, as in the reader of questions. Raises UserError."""
     texts = []
     for number, value in enumerate(column(rows, name), start=1):
         try:

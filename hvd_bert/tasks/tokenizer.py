@@ -19,29 +19,24 @@ _UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # ignores special tokens suc
 
 
 def load_tokenizer(args: ModelArguments) -> Any:
-    """The model's fast tokenizer. Raises UserError if there is none, or its layout of windows is not supported."""
+    """Load the model's fast tokenizer. Raises UserError if there is none, or its layout of windows is not supported."""
     extra: dict[str, Any] = {"use_fast": True}
-    if args.config_name and hub.lacks_model_type(args.tokenizer):  # the configuration names the kind of tokenizer
+    if args.config_name and hub.lacks_model_type(args.tokenizer):  # the configuration names the tokenizer's class
         extra["config"] = hub.load_pretrained(AutoConfig, args.config_name, **args.on_hub)
     tokenizer = _load_with_case(args, **extra)
     # transformers returns a tokenizer for a folder without a vocabulary, too.
     if len(tokenizer) <= len(tokenizer.all_special_tokens) or hub.LFS_POINTER in tokenizer.get_vocab():
         found = hub.lfs_pointers(args.tokenizer) or "Name a tokenizer's folder (--tokenizer_name FOLDER)"
         raise UserError(f"'{args.tokenizer}' has no vocabulary. {found}.")
-    if not isinstance(tokenizer.model_max_length, int | float):
-        raise UserError(
-            f"'{args.tokenizer}': tokenizer_config.json: model_max_length must be a number, not"
-            f" {tokenizer.model_max_length!r:.80}."
-        )
     Layout.of(tokenizer)
     return tokenizer
 
 
 def _load_with_case(args: ModelArguments, **extra: Any) -> Any:
-    """The tokenizer in --tokenizer_name, which keeps upper-case letters if its files say so. Raises UserError.
+    """Load the tokenizer, with lower-casing as its files have it. Raises UserError.
 
-    Without "do_lower_case" in tokenizer_config.json, transformers lower-cases texts for BERT's vocabularies, and thus
-    splits each word with an upper-case letter. Then tokenizer.json decides, and without one the vocabulary.
+    Without "do_lower_case" in tokenizer_config.json, transformers lower-cases texts for BERT's vocabularies. A cased
+    vocabulary would then lack most words, so tokenizer.json decides, or else the vocabulary.
     """
     name, options = args.tokenizer, args.on_hub
     tokenizer = hub.load_pretrained(AutoTokenizer, name, **options, **extra)
@@ -63,5 +58,5 @@ def _load_with_case(args: ModelArguments, **extra: Any) -> Any:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Hash of a tokenizer's vocabulary and rules."""
+    """Hash a tokenizer's vocabulary and rules."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""An evaluation of a trained model by a task of one's own: the settings of its training, and its weights."""
+"""Settings and weights of a training, for an evaluation by a custom task."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _TRAINING_FLAGS -= {"task", "max_eval_samples", "pad_to_max_length"}  # the last
 
 
 def as_trained(config: Config) -> Config | None:
-    """The settings with those of the training in --model_name_or_path for the model, the data and the seed.
+    """Complete the settings of model, data and seed by those of the training in --model_name_or_path.
 
-    Settings that are given stay, and given data replace other data. None if no training left its settings there.
+    Given settings stay, and given data replace all data of the training. None without a training's settings there.
     """
     trained = trained_settings(str(config.model.model_name_or_path))
     if not trained:
@@ -33,12 +33,15 @@ def as_trained(config: Config) -> Config | None:
         replaced = _HUB
     given = config.as_flat()
     unset = {name for name in _TRAINING_FLAGS - replaced if given[name] == FLAGS[name].default}
-    of_training = {name: trained[name] for name in unset & trained.keys()}
-    return from_flags(given | of_training | {"model_name_or_path": trained.get("model_name_or_path")})
+    return from_flags(
+        given
+        | {name: trained[name] for name in unset & trained.keys()}
+        | {"model_name_or_path": trained.get("model_name_or_path")}
+    )
 
 
 def load_weights(model: nn.Module, folder: str) -> None:
-    """Load the weights that a run saved in its folder. Raises UserError if there are none, or others."""
+    """Load the weights that a run saved in its folder. Raises UserError if they are missing or do not fit."""
     file = Path(folder) / "model.safetensors"
     with as_user_error(
         lambda reason: f"{file} cannot be loaded ({reason}). Name the output folder of a training with this task."

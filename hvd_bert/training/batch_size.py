@@ -43,7 +43,7 @@ def choose(task: Task, args: TrainArguments, resume_point: ResumePoint | None, w
         number = min(world.allgather(fits))
         log.info("--per_device_train_batch_size auto: %d windows fit into the memory of every rank", number)
     plan, chosen = task.plan, replace(args, per_device_train_batch_size=number)
-    task.plan = make_plan(plan.lengths, chosen, plan.crossover, world, plan.parts)
+    task.plan = make_plan(plan.lengths, chosen, plan.crossover, world, plan.mixture)
     return number
 
 

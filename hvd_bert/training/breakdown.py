@@ -52,7 +52,7 @@ class Breakdown:
         before, row = self.meter.last_step, self.meter.read()
         steps = range(before, self.meter.last_step)
         windows = np.concatenate([self.plan.step_windows(before) for before in steps])
-        flops = self.flops(self.plan.lengths[windows], len(steps) * self.plan.total_passes)
+        flops = self.flops(self.plan.lengths[windows], len(steps) * self.plan.total_micro_batches)
         if self._lines == 1:
             self._sums.clear()
             self._phases.zero_()

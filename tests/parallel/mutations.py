@@ -167,7 +167,7 @@ def main(world: World) -> None:
     for kind, (Now.rank, Now.step, Now.tensor) in [("none", PLACES[0]), *MUTATIONS[::stride]]:
         Now.kind = kind
         task = copy.copy(loaded)
-        task.model, task.plan = copy.deepcopy(loaded.model), MutantPlan(**vars(loaded.plan) | {"parts": FILES})
+        task.model, task.plan = copy.deepcopy(loaded.model), MutantPlan(**vars(loaded.plan) | {"mixture": FILES})
         proof = prove.prove(Start(config, task), world)
         after = [[row["Copies"] for row in step["ranks"]] for step in proof.steps[-1:]]
         right = right or after

@@ -13,7 +13,7 @@ from refusals import refused
 from test_world import make_world
 
 from hvd_bert.config.command_line import parse
-from hvd_bert.data.batch_plan import BatchPlan, mixture
+from hvd_bert.data.batch_plan import BatchPlan, mix
 from hvd_bert.tasks.base import make_plan
 from hvd_bert.training.optim import scaled_learning_rate
 
@@ -133,17 +133,17 @@ def test_epochs_and_seeds_differ():
 
 def test_order_stays_the_same():
     """A resumed run takes the same windows as before. With equal weights, that is the order of one file."""
-    assert not mixture((2, 4), (1, 1))
+    assert not mix((2, 4), (1, 1))
     for weights, epoch_1 in (((1, 1), [1, 2, 0, 4, 5, 3]), ((0.5, 1.5), [3, 2, 4, 1, 4, 5, 3])):
-        plan = BatchPlan(lengths(6), 7, 1, 1, seed=3, crossover=1, parts=mixture((2, 4), weights))
+        plan = BatchPlan(lengths(6), 7, 1, 1, seed=3, crossover=1, mixture=mix((2, 4), weights))
         assert plan.step_windows(1).tolist() == epoch_1
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (1, 2, 0.5), (0.3, 2.5, 1), (0.001, 1, 0.1)])
 def test_each_window_once_before_any_twice(weights):
     sizes = (7, 20, 31)
-    parts = mixture(sizes, weights)
-    plan = BatchPlan(lengths(sum(sizes)), 8, 1, 2, seed=3, crossover=1, parts=parts)
+    mixture = mix(sizes, weights)
+    plan = BatchPlan(lengths(sum(sizes)), 8, 1, 2, seed=3, crossover=1, mixture=mixture)
     assert plan.num_windows == sum(max(1, round(n * weight)) for n, weight in zip(sizes, weights, strict=True))
     counts = np.zeros(sum(sizes), int)
     for epoch in range(12):
@@ -151,7 +151,7 @@ def test_each_window_once_before_any_twice(weights):
         taken = np.concatenate([plan.step_windows(step) for step in steps])
         counts += np.bincount(taken, minlength=sum(sizes))
         by_file = np.split(counts, np.cumsum(sizes)[:-1])
-        for (size, each_epoch), found in zip(parts or [(n, n) for n in sizes], by_file, strict=True):
+        for (size, each_epoch), found in zip(mixture or [(n, n) for n in sizes], by_file, strict=True):
             assert found.sum() == each_epoch * (epoch + 1) and found.max() - found.min() <= 1, size
 
 
@@ -169,7 +169,7 @@ def test_fewer_windows_than_ranks_are_refused(num_windows, size):
 def test_another_global_batch_never_takes_larger_micro_batches(size, accumulation, before, after, passes):
     plan = BatchPlan(lengths(50), before, accumulation, size, 0, MINILM)
     changed = plan.with_global_batch(after)
-    assert (changed.global_batch, changed.accumulation, changed.total_passes) == (after, passes, size * passes)
+    assert (changed.global_batch, changed.accumulation, changed.total_micro_batches) == (after, passes, size * passes)
 
 
 def test_imbalance_is_that_of_the_most_loaded_rank():

@@ -119,8 +119,8 @@ def test_latest_needs_a_folder_with_a_checkpoint(tmp_path):
 # --- settings --------------------------------------------------------------------------------------
 
 
-def identity(*flags: str, parts: Any = ()) -> dict[str, Any]:
-    plan: Any = SimpleNamespace(num_windows=7, parts=parts)
+def identity(*flags: str, mixture: Any = ()) -> dict[str, Any]:
+    plan: Any = SimpleNamespace(num_windows=7, mixture=mixture)
     return resume.identity(parse(list(flags)).as_flat(), MODEL, {"the data": "SQuAD"}, plan)
 
 
@@ -141,7 +141,7 @@ def test_identity_has_model_data_and_the_flags_that_affect_learning():
     data = {"the model": model_shape(MODEL), "the data": "SQuAD", "the number of training windows": 7}
     assert {name: found[name] for name in found.keys() - learned_by} == data
     assert learned_by < found.keys() and found["--learning_rate"] == 3e-5
-    assert identity(parts=((4, 4), (4, 8)))["the windows per epoch of each file"] == "[4, 8]"
+    assert identity(mixture=((4, 4), (4, 8)))["the windows per epoch of each file"] == "[4, 8]"
 
 
 def test_shape_of_a_model_is_part_of_the_checkpoint_format():

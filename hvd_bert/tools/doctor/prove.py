@@ -225,7 +225,7 @@ def prove(start: Start, world: World) -> Proof:
     """Train, and compare each step. A collective; only rank 0's proof has results."""
     task, config = start.task, start.config
     assert task.plan is not None
-    if not task.plan.parts:  # a mixture of files is not shortened
+    if not task.plan.mixture:  # a mixture of files is not shortened
         # The third step ends an epoch with one window more than ranks, which they cannot share evenly.
         lengths = task.plan.lengths[: 2 * task.plan.global_batch + world.size + 1]
         task.plan = replace(task.plan, lengths=lengths)
