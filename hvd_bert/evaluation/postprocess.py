@@ -1,4 +1,4 @@
-"""Logits to spans: the n best answers of each question from the logits of its windows.
+"""Logits to answers: the n best spans of each question from the logits of its windows.
 
 Rules and file entries are those of `postprocess_qa_predictions` in transformers' run_qa example, with one
 difference: run_qa pairs the `n_best_size` highest starts of a window with its `n_best_size` highest ends, and
@@ -28,13 +28,13 @@ FloatArray = npt.NDArray[np.float32]
 _Columns = npt.NDArray[np.float64]  # candidates: score, first character, end, start logit and end logit, [5, n]
 _Row = tuple[float, int | None, int | None, float, float]  # one candidate: the values of `_Columns`
 
-# The null odds if there is no span to compare with: above any threshold and, unlike infinity, valid JSON.
+# The null odds of a question without a span: above any threshold and, unlike infinity, valid JSON.
 CERTAINLY_NO_ANSWER = sys.float_info.max
 
 
 @dataclass(frozen=True)
 class SpanOptions:
-    """Defines what counts as an answer, with run_qa's names and defaults."""
+    """Settings of answers, with run_qa's names and defaults."""
 
     n_best_size: int = 20
     max_answer_length: int = 30  # tokens
@@ -44,10 +44,7 @@ class SpanOptions:
 
 @dataclass(frozen=True, slots=True)
 class WindowLogits:
-    """One window, [CLS] question [SEP] context piece [SEP] without padding, and its logits.
-
-    T is the number of context tokens; the window has `context_start + T + 1` tokens in total.
-    """
+    """A window, [CLS] question [SEP] context piece [SEP] without padding, and its logits. T: tokens of the piece."""
 
     question: int  # index into the questions passed to `answers_of`, which may be one rank's share
     context_start: int  # index of the first context token
@@ -59,10 +56,10 @@ class WindowLogits:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible answer: the characters [start, end) of the context, or "no answer": "" without a place.
+    """A possible answer: the characters [start, end) of the context, or "no answer" with text "" and None, None.
 
-    `probability`: among the n best, which sum to 1. Also read by the keys of transformers' former pipeline: answer,
-    start, end, score.
+    `probability`: among the n best, which sum to 1. The keys of transformers' former pipeline also work: answer, start,
+    end, score.
     """
 
     text: str
@@ -99,32 +96,31 @@ class Answer(Candidate):
 
 
 def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], options: SpanOptions) -> list[Answer]:
-    """One answer per question, in the order of `questions`; the windows may be in any order.
+    """Answer each question, in the order of `questions`. The windows may be in any order.
 
-    A candidate is a start and an end in the context of one window, with end >= start and at most
-    `max_answer_length` tokens; its score is the sum of the two logits. The `n_best_size` best over all windows
-    of a question are kept. Equal texts from two windows or two spans stay two entries, as in run_qa.
+    A candidate is a start and an end in the context of one window, with end >= start and at most `max_answer_length`
+    tokens. Its score is the sum of the two logits. The n best are the `n_best_size` best over a question's windows.
+    Equal texts from two windows or two spans are two entries, as in run_qa.
 
     v1.1: the best candidate is the answer. v2.0: the null score is the minimum of start[CLS] + end[CLS] over the
-    windows. Its entry (text "") is among the n best by its score, or last if its score is too low. The best span
-    is always included, too. A question without a candidate (no context token in any window, or no window) gets
-    the answer "" with probability 1; run_qa gives the word "empty".
+    windows. Its entry (text "") is among the n best by its score, or last if its score is too low. The best span is
+    always included. A question without a candidate gets the answer "" with probability 1; run_qa gives "empty".
 
     Raises UserError if a logit is not finite.
     """
     found: list[tuple[list[_Columns], list[_Row]]] = [([], []) for _ in questions]
     for window in windows:  # at once: a GPU computes the next batch meanwhile
         _check(window, questions[window.question].id)
-        parts, nulls = found[window.question]
+        candidates, nulls = found[window.question]
         start_logit, end_logit = window.start_logits[0], window.end_logits[0]
         nulls.append((float(start_logit + end_logit), None, None, float(start_logit), float(end_logit)))
         if len(window.char_starts):
-            parts.append(_best_candidates(window, options))
-    return [_answer(q, parts, nulls, options) for q, (parts, nulls) in zip(questions, found, strict=True)]
+            candidates.append(_best_candidates(window, options))
+    return [_answer(q, *of_question, options) for q, of_question in zip(questions, found, strict=True)]
 
 
-def _answer(question: Question, parts: Sequence[_Columns], nulls: Sequence[_Row], options: SpanOptions) -> Answer:
-    rows = _best(np.concatenate(parts, axis=1), options.n_best_size) if parts else []
+def _answer(question: Question, candidates: Sequence[_Columns], nulls: Sequence[_Row], options: SpanOptions) -> Answer:
+    rows = _best(np.concatenate(candidates, axis=1), options.n_best_size) if candidates else []
     is_answered, null_odds = bool(rows), None
     if options.version_2_with_negative or not rows:
         null: _Row = (0.0, None, None, 0.0, 0.0)
@@ -135,8 +131,8 @@ def _answer(question: Question, parts: Sequence[_Columns], nulls: Sequence[_Row]
             is_answered = is_answered and not null_odds > options.null_score_diff_threshold
         # On equal scores, the span comes first. The null entry replaces the worst span, but not the only one.
         rank = sum(score >= null[0] for score, *_ in rows)
-        kept = max(1, options.n_best_size - 1) if rank < options.n_best_size else options.n_best_size
-        rows = rows[:kept]
+        spans = max(1, options.n_best_size - 1) if rank < options.n_best_size else options.n_best_size
+        rows = rows[:spans]
         rows.insert(rank, null)
 
     scores = np.array([score for score, *_ in rows])
@@ -145,13 +141,13 @@ def _answer(question: Question, parts: Sequence[_Columns], nulls: Sequence[_Row]
         Candidate("" if start is None else question.context[start:end], start, end, probability, *logits)
         for (_, start, end, *logits), probability in zip(rows, (weights / weights.sum()).tolist(), strict=True)
     )
-    # Not always the first: the threshold for "no answer" may prefer another.
+    # Not always the first candidate: the threshold decides between "no answer" and the best span.
     chosen = next(candidate for candidate in nbest if bool(candidate.text) == is_answered)
     return Answer(**vars(chosen), id=question.id, null_odds=null_odds, nbest=nbest)
 
 
 def _best(candidates: _Columns, count: int) -> list[_Row]:
-    """The `count` best, best first."""
+    """Select the `count` best candidates, best first."""
     score, start, end, start_logit, _ = candidates
     # The last sort key only orders duplicates: one span in two windows.
     order = np.lexsort((-start_logit, end, start, -score))[:count]
@@ -159,9 +155,9 @@ def _best(candidates: _Columns, count: int) -> list[_Row]:
 
 
 def _best_candidates(window: WindowLogits, options: SpanOptions) -> _Columns:
-    """The candidates of a window that may be among the n best of its question, unordered; T >= 1.
+    """Select a window's candidates that may be among the n best of its question, unordered. T >= 1.
 
-    All ties with the n-th best are kept, since only the comparison of all windows can break them.
+    They include all ties with the n-th best, since only the comparison of all windows can break them.
     """
     num_tokens = len(window.char_starts)
     context = slice(window.context_start, window.context_start + num_tokens)

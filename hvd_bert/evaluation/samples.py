@@ -1,4 +1,4 @@
-"""A few right and wrong answers of an evaluation, for people to read."""
+"""Samples of an evaluation's right and wrong answers, for people to read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 def sample_answers(
     questions: Sequence[Question], answers: Sequence[Answer], version_2_with_negative: bool
 ) -> list[dict[str, Any]]:
-    """Up to `PER_KIND` right answers and as many wrong ones, each in the order of the questions.
+    """Choose up to `PER_KIND` right answers and as many wrong ones, each in the order of the questions.
 
-    They depend only on the questions and answers, and are spread evenly over the questions.
+    The choice depends only on the questions and answers, and is spread evenly over the questions.
     """
     found: dict[bool, dict[int, dict[str, Any]]] = {True: {}, False: {}}
-    # Any first part of this order is spread evenly, so that few questions have to be scored.
+    # The first n of this order are spread evenly for each n, so that few questions have to be scored.
     for i in sorted(range(len(answers)), key=lambda number: number * GOLDEN_RATIO % 1):
         exact, f1 = question_scores(questions[i], answers[i].text, version_2_with_negative)
         if len(found[exact == 1]) < PER_KIND:
@@ -34,29 +34,29 @@ def sample_answers(
 
 
 def sample(question: Question, answer: Answer) -> dict[str, Any]:
-    """An answer with its question, for people to read."""
-    excerpt, place = _excerpt(question, answer)
+    """Describe an answer and its question."""
+    excerpt, start = _excerpt(question, answer)
     return {
         "id": question.id,
         "question": question.question,
         "context": excerpt,
         "answers": list(dict.fromkeys(question.answer_texts)),
-        "answer_start": place,
+        "answer_start": start,
         "prediction": answer.text,
-        # The digits after these depend on the number of ranks.
+        # Further digits depend on the number of ranks.
         "probability": round(answer.probability, 4),
     }
 
 
 def _excerpt(question: Question, answer: Answer) -> tuple[str, int | None]:
-    """The context around the gold answer, else around the predicted one, and the first gold answer's place in it.
+    """Cut the context around the first gold answer, else around the prediction. Returns also the gold answer's start.
 
     "…" marks an omission.
     """
     context = question.context
-    place = question.answer_starts[0] if question.answer_starts else None
-    middle = context.find(answer.text) if place is None else place
+    gold = question.answer_starts[0] if question.answer_starts else None
+    middle = context.find(answer.text) if gold is None else gold
     start = max(0, min(middle - EXCERPT // 2, len(context) - EXCERPT))
-    cut = context[start : start + EXCERPT]
-    excerpt = "…" * (start > 0) + cut + "…" * (start + EXCERPT < len(context))
-    return excerpt, None if place is None else place - start + (start > 0)
+    before, after = "…" if start > 0 else "", "…" if start + EXCERPT < len(context) else ""
+    excerpt = f"{before}{context[start : start + EXCERPT]}{after}"
+    return excerpt, None if gold is None else gold - start + len(before)

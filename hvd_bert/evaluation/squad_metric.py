@@ -4,7 +4,7 @@ Both scripts compare normalized texts and take the best value over a question's 
 that have no words after the normalization:
 - v1.1: two texts without words have F1 0 but exact match 1, so F1 can be below exact match.
 - v2.0: F1 is 1 if both texts have no words, 0 if one of them has none. Gold answers without words are ignored.
-  If none is left, as for a question without an answer, only a prediction without words is right.
+  Without a remaining gold answer, only a prediction without words is right.
 
 Sources: evaluate-v1.1.py (Rajpurkar et al. 2016) and evaluate-v2.0.py (Rajpurkar et al. 2018). The tests compare
 with these scripts.
@@ -24,7 +24,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def normalize(text: str) -> str:
-    """Lower case, no ASCII punctuation, no articles, single spaces."""
+    """Lower-case a text, and remove ASCII punctuation, articles and repeated spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -45,20 +45,18 @@ def score(
     version_2_with_negative: bool = False,
     null_score_diff_threshold: float = 0.0,
 ) -> dict[str, float]:
-    """The official metrics in percent; `predictions` and `null_odds` map question ids to texts and odds.
+    """Compute the official metrics in percent. `predictions` and `null_odds` map question ids to texts and odds.
 
     v1.1: exact_match, f1, total (the number of questions).
 
-    v2.0: the same three; `exact_match` is `exact` of evaluate-v2.0.py, so that both versions share the names of
-    their main metrics. Also HasAns_exact, HasAns_f1, HasAns_total, NoAns_exact, NoAns_f1 and NoAns_total, omitted
-    if there is no such question. With `null_odds`, which replace that script's probability of "no answer"
-    (--na-prob-file), also best_exact, best_exact_thresh, best_f1 and best_f1_thresh: the highest values that any
-    threshold on the odds gives, and those thresholds. Questions with odds above `null_score_diff_threshold`
-    (--na-prob-thresh) count as answered with "". The answers of `hvd_bert.evaluation.postprocess` already have
-    empty texts there.
+    v2.0: also HasAns_exact, HasAns_f1, HasAns_total, NoAns_exact, NoAns_f1 and NoAns_total, omitted without such a
+    question. `exact_match` is evaluate-v2.0.py's `exact`. With `null_odds`, which replace that script's probability of
+    "no answer" (--na-prob-file), also best_exact, best_exact_thresh, best_f1 and best_f1_thresh: the best values over
+    all thresholds on the odds, and their thresholds. Questions with odds above `null_score_diff_threshold`
+    (--na-prob-thresh) count as answered with "".
 
-    For exact best thresholds, predict `Answer.best_span`, the best text that is not empty, for every question: no
-    threshold can restore the text where "" was predicted. The other metrics do not change.
+    For exact best thresholds, predict `Answer.best_span` for every question: no threshold can restore the text of a
+    prediction "". The other metrics do not change.
 
     Every question needs a prediction and odds, and for v1.1 an answer. Entries for other ids are ignored. Equal odds
     are processed in the order of `questions`.
@@ -86,7 +84,7 @@ def score(
 
 
 def question_scores(question: Question, prediction: str, version_2_with_negative: bool) -> tuple[float, float]:
-    """Exact match and F1 of one prediction, from 0 to 1."""
+    """Compute exact match and F1 of one prediction, from 0 to 1."""
     prediction = normalize(prediction)
     golds = [normalize(text) for text in question.answer_texts]
     if version_2_with_negative:
@@ -115,11 +113,10 @@ def _means_v2(exact: Sequence[float], f1: Sequence[float], has_answer: Sequence[
 def _best_threshold(
     scores: Sequence[float], odds: Sequence[float], has_answer: Sequence[bool], empty: Sequence[bool]
 ) -> tuple[float, float]:
-    """The highest mean score in percent over all thresholds, and its threshold.
+    """Find the highest mean score in percent over all thresholds, and its threshold.
 
-    As in the official script, every question first counts as unanswered, at threshold 0.0. Then the predictions
-    are added one by one, in the order of rising odds. A text for an unanswerable question loses the point that ""
-    had.
+    As in the official script, every question first counts as unanswered, at threshold 0.0. Then predictions are added
+    one by one, in the order of rising odds. A text for an unanswerable question loses the point of "".
     """
     current = best = float(has_answer.count(False))
     best_threshold = 0.0

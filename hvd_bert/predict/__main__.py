@@ -1,4 +1,4 @@
-"""Answer questions with a trained model, or predict with a task of one's own.
+"""Answer questions with a trained model, or predict with a custom task.
 
     hvd-bert predict MODEL --context "Ada was born in London." --question "Where was Ada born?"
     hvd-bert predict MODEL --input dev-v1.1.json                   prints a few answers
@@ -101,7 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--input",
         metavar="FILE",
         type=str,
-        help="File of questions, or of rows for a task of your own, in any format that the trainer reads. It needs no"
+        help="File of questions, or of rows for a custom task, in any format that the trainer reads. It needs no"
         " answers or labels. (default: none)",
     )
     parser.add_argument(

@@ -1,7 +1,7 @@
 """`QuestionAnswerer`: a trained model that answers questions, for Python programs and for `hvd-bert predict`.
 
-Questions are answered in blocks, which bounds the memory. A block depends on nothing but the questions, so that the
-answers are the same on any number of ranks.
+Questions are answered in blocks, which bounds the memory. Blocks depend only on the questions, so that any number of
+ranks gives the same answers.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ class QuestionAnswerer:
         answer = qa(question="Where was Ada born?", context="Ada was born in London.")
         answer.text, answer.start, answer.end, answer.score
 
-    The settings are those of the training (train_config.yaml) unless they are given. Without that file, windows have at
-    most 384 tokens.
-    `device`: the first GPU, or else the CPU. `precision`: fp32, bf16 or fp16. `batch_size`: windows that the model
-    takes at once.
+    The default settings are those of the training (train_config.yaml). Without that file, windows have at most 384
+    tokens. `device`: by default the first GPU, or else the CPU. `precision`: fp32, bf16 or fp16. `batch_size`: windows
+    per forward pass.
 
-    Raises UserError, which is a ValueError, for a model or a setting that cannot be used.
+    Raises UserError, a ValueError, for a model or a setting that cannot be used.
     """
 
     def __init__(
@@ -105,11 +104,11 @@ class QuestionAnswerer:
         *,
         top_k: int | None = None,
     ) -> Any:
-        """The Answer to one question, or a list of them in the order of the questions.
+        """Answer one question, or a list of questions. Returns an Answer, or a list in the order of the questions.
 
-        Lists have a question and a context each, or one of the two is a single text for all. Or the first argument has
-        both, as `{"question": ..., "context": ...}` or a list of such. `top_k`: in place of each answer, a list of its
-        best Candidates, at most this many and at most the n best.
+        Either argument may be a single text for all elements of the other. Or the first argument is
+        `{"question": ..., "context": ...}`, or a list of such. `top_k`: in place of each Answer, return a list of the
+        best Candidates, at most `top_k` and at most the n best.
         """
         check_types(locals(), get_type_hints(QuestionAnswerer.__call__))
         require(top_k is None or top_k >= 1, f"top_k {top_k}: must be at least 1.")
@@ -119,12 +118,12 @@ class QuestionAnswerer:
         return found[0] if single else found
 
     def answers(self, questions: Iterable[Question]) -> Iterator[Answer]:
-        """The answers in the order of the questions, which are used without checks."""
+        """Answer questions in their order, without checking them."""
         for block in blocks(questions):
             yield from self.answer_block(block)
 
     def answer_block(self, block: Sequence[Question]) -> list[Answer]:
-        """The answers to questions whose windows all fit into memory. Windows of similar length share a batch."""
+        """Answer questions whose windows all fit into memory. Windows of similar length share a batch."""
         windows = in_memory(block, self._window_tokenizer)
         if windows.counts.shortened_questions and not self._warned:
             self._warned = True
@@ -146,7 +145,7 @@ class QuestionAnswerer:
 
 
 def blocks(questions: Iterable[Question]) -> Iterator[list[Question]]:
-    """The questions in their order, in parts of limited size."""
+    """Split questions into blocks of limited size."""
     block: list[Question] = []
     characters = 0
     for question in questions:
@@ -160,7 +159,7 @@ def blocks(questions: Iterable[Question]) -> Iterator[list[Question]]:
 
 
 def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The settings that are given, or else those of the model's training if it recorded them."""
+    """Complete the given settings by those of the model's training, if it recorded them."""
     trained = trained_settings(model)
     task = trained.get("task", QUESTION_ANSWERING)
     if task != QUESTION_ANSWERING:
@@ -176,27 +175,26 @@ def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _questions(question: Any, context: Any) -> list[Question]:
-    """Raises UserError for a missing context, for lists of different lengths and for a text that cannot be used."""
+    """Pair questions with contexts. Raises UserError if they do not match or a text cannot be used."""
     asked = [question] if isinstance(question, str | Mapping) else list(question)
-    both = [one for one in asked if isinstance(one, Mapping) and {"question", "context"} <= one.keys()]
+    both = [item for item in asked if isinstance(item, Mapping) and {"question", "context"} <= item.keys()]
     if context is None or both:
         require(
             context is None and len(both) == len(asked),
             'Each question needs one context: give context=..., or dicts as {"question": ..., "context": ...}.',
         )
-        question, context = [one["question"] for one in both], [one["context"] for one in both]
+        question, context = [item["question"] for item in both], [item["context"] for item in both]
     check_types({"question": question, "context": context}, dict.fromkeys(("question", "context"), Texts))
-    counts = {len(texts) for texts in (question, context) if not isinstance(texts, str)} or {1}
-    if len(counts) > 1:
-        raise UserError(
-            f"{len(question)} questions, but {len(context)} contexts: give one context for each question, or one for"
-            " all."
-        )
-    (count,) = counts
+    lengths = {len(texts) for texts in (question, context) if not isinstance(texts, str)} or {1}
+    require(
+        len(lengths) == 1,
+        f"{len(question)} questions, but {len(context)} contexts: give one context for each question, or one for all.",
+    )
+    (count,) = lengths
     texts, contexts = ([given] * count if isinstance(given, str) else list(given) for given in (question, context))
     questions = [Question(str(n), "", contexts[n], texts[n], (), ()) for n in range(count)]
-    for number, one in enumerate(questions):
-        if mistake := text_mistake(one):
+    for number, made in enumerate(questions):
+        if mistake := text_mistake(made):
             which = f"question {number}" if count > 1 else "the question"
             raise UserError(f"{which} cannot be answered: {mistake}. Change it.")
     return questions

@@ -1,4 +1,4 @@
-"""Answers that are printed by one process, or written to a file by all ranks.
+"""Print answers in one process, or write them to a file by all ranks.
 
 For a file, every rank answers one block of questions per round, and rank 0 writes the round's answers.
 """
@@ -51,7 +51,7 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def load_model(flags: argparse.Namespace, device: torch.device) -> QuestionAnswerer:
-    """The model with the settings of the command line."""
+    """Load the model with the settings of the command line."""
     settings = {name: getattr(flags, name) for name in ANSWERING}
     precision, batch_size = "bf16" if flags.bf16 else "fp32", flags.per_device_eval_batch_size
     kernels.start(flags.cpu_kernels, precision, device)
@@ -59,7 +59,7 @@ def load_model(flags: argparse.Namespace, device: torch.device) -> QuestionAnswe
 
 
 def open_input(flags: argparse.Namespace, qa: QuestionAnswerer) -> Source:
-    """The questions of --input."""
+    """Open the questions of --input."""
     columns = flags.question_column, flags.context_column, flags.answer_column
     reading = squad.Reading(*columns, purpose="prediction")
     return squad.open_file(flags.input, qa.span_options.version_2_with_negative, reading)
@@ -79,7 +79,7 @@ def _print_some(flags: argparse.Namespace, qa: QuestionAnswerer) -> None:
 
 
 def _show(context: str, question: str, answer: Answer) -> None:
-    """Print an answer, so that the passage is no command to the terminal."""
+    """Print an answer. Control characters in the texts do not reach the terminal."""
     passage = textwrap.fill(context, WIDTH, initial_indent="  ", subsequent_indent="  ")
     said = f"{answer.text or '(no answer)'}  (probability {answer.score:.2f})"
     print(visible(f"{passage}\n  Q: {question}\n  A: {said}"))
@@ -93,7 +93,7 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
         source = open_input(flags, qa)
         questions = source.questions()
     world.check_same(_common_inputs(qa, source))
-    parts = list(blocks(questions))
+    all_blocks = list(blocks(questions))
     quiet = world.rank > 0 or not sys.stderr.isatty()
     with ExitStack() as stack, tqdm(total=len(questions), desc="Answering", unit="question", disable=quiet) as bar:
         write: Write | None = None
@@ -103,12 +103,12 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
                 schema = pa.schema(list(columns.items()))
                 new = stack.enter_context(reserved(flags.output, flags.overwrite))
                 write = stack.enter_context(written(new, flags.output.suffix, schema))
-        for first in range(0, len(parts), world.size):
-            mine = parts[first : first + world.size][world.rank :][:1]  # in the last round some ranks may have no part
+        for first in range(0, len(all_blocks), world.size):
             rows: list[Row] = []
             with world.raise_on_all_ranks(EXIT_FAILURE):
-                for part in mine:
-                    rows += map(partial(_row, flags), part, qa.answer_block(part))
+                if first + world.rank < len(all_blocks):  # in the last round, some ranks may have no block
+                    block = all_blocks[first + world.rank]
+                    rows += map(partial(_row, flags), block, qa.answer_block(block))
             gathered = list(chain.from_iterable(world.gather(rows)))  # complete on rank 0 only
             with world.writing("--output", flags.output):
                 if write:
@@ -120,7 +120,7 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
 
 
 def _common_inputs(qa: QuestionAnswerer, source: Source) -> dict[str, object]:
-    """What must be equal on all ranks."""
+    """Facts that must be equal on all ranks."""
     digest = hashlib.sha256(qa.model.config.to_json_string().encode())
     for weights in qa.model.state_dict().values():
         digest.update(weights.cpu().contiguous().numpy())

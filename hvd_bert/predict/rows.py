@@ -1,4 +1,4 @@
-"""Predictions of a task of one's own for the rows of a file, by all ranks."""
+"""Predictions of a custom task for the rows of a file, by all ranks."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from hvd_bert.tasks.rows import read_rows
 
 
 def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> None:
-    """Predict for the rows of --input and write them, with the predictions as columns, to --output. A collective."""
+    """Predict for the rows of --input, and write them with the predictions as columns to --output. A collective."""
     check(flags, world)
     with world.raise_on_all_ranks():
-        # As the trainer evaluates the model.
+        # As in an evaluation by the trainer.
         config = command_line.parse(["--no_do_train", "--no_do_eval"], _settings(flags, task_name))
         set_precision(config.train)
         kernels.start(config.train.cpu_kernels, config.train.precision, world.device)
-        kind = task_class(task_name)
-        if not issubclass(kind, DatasetTask):
+        cls = task_class(task_name)
+        if not issubclass(cls, DatasetTask):
             raise UserError(f"--task {task_name} is no subclass of DatasetTask, so it cannot predict.")
         rows = read_rows(flags.input, "--input")
         check_columns(flags.output, rows.features.arrow_schema)
-        task = kind(config, world)
+        task = cls(config, world)
     world.check_same({f"--{name}": value for name, value in config.as_flat().items()})
     place(task.model, world.device)
     with ExitStack() as output:
@@ -65,7 +65,7 @@ def _settings(flags: argparse.Namespace, task_name: str) -> dict[str, Any]:
 
 
 def _with_columns(table: pa.Table, task_name: str, found: Any) -> pa.Table:
-    """The rows of the input with the predictions, in place of columns of the same names."""
+    """Add the predictions to the rows of the input. They replace columns of the same names."""
     columns = {"prediction": found} if isinstance(found, list) else found
     lists = isinstance(columns, dict) and all(isinstance(values, list) for values in columns.values())
     if not lists or any(len(values) != len(table) for values in columns.values()):

@@ -49,7 +49,7 @@ def _has_bytes(kind: pa.DataType) -> bool:
 def reserved(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield a temporary file that replaces `path`, or its target, unless the block raises. Raises OSError.
 
-    Another process that writes `path` meanwhile is refused.
+    Another process cannot write `path` meanwhile.
     """
     with replacing(path.resolve(), durable=True) as new:
         check_output(path, overwrite)  # again: another process may have written it since
@@ -72,7 +72,7 @@ def written(new: Path, suffix: str, schema: pa.Schema) -> Iterator[Write]:
     try:
         yield write
     except BaseException:
-        with suppress(OSError):  # closing may fail on what is still buffered
+        with suppress(OSError):  # closing may fail to write the buffer
             file.close()
         raise
     file.close()
@@ -87,7 +87,7 @@ def _flat(kind: pa.DataType) -> pa.DataType:
 
 
 def _write_csv(writer: CSVWriter, table: pa.Table) -> None:
-    """Write rows whose lists and structures become JSON."""
+    """Write rows. Lists and structures become JSON."""
     for number, field in enumerate(table.schema):
         if pa.types.is_nested(field.type):
             texts = [_json(value) for value in table.column(number).to_pylist()]
@@ -96,5 +96,5 @@ def _write_csv(writer: CSVWriter, table: pa.Table) -> None:
 
 
 def _json(value: Any) -> str:
-    """JSON, in which dates, times and decimals are texts."""
+    """Format as JSON, with dates, times and decimals as texts."""
     return json.dumps(value, ensure_ascii=False, default=lambda other: getattr(other, "isoformat", other.__str__)())

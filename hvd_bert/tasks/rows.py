@@ -90,9 +90,9 @@ def _check_columns(name: str, columns: list[str]) -> list[str]:
     return columns
 
 
-def _objects(name: str, placed: Iterable[files.Placed]) -> Iterator[dict[str, Any]]:
+def _objects(name: str, located: Iterable[files.Located]) -> Iterator[dict[str, Any]]:
     """Yield the rows of `files.parsed`. Raises UserError for the first value that is no row."""
-    for where, value in placed:
+    for where, value in located:
         if isinstance(value, Mistake):
             raise UserError(f"{name}: {value}. Fix the file.")
         inner = value.get("data") if isinstance(value, dict) and not where else None  # {"data": [ROW, ...]}

@@ -1,4 +1,4 @@
-"""Rows and nested entries of data files -> `Question`s, or the mistake in each."""
+"""Rows and nested entries of data files -> a `Question` or a `Mistake` each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WHOLE = re.compile(r"\A(-?[0-9]+)\.0\Z")  # as pandas writes the ids of a colum
 _NUMPY = re.compile(r"\b(?:np\.\w+|array)(?=\()|, dtype=[^)]+(?=\))")  # numpy's notation in objects that pandas writes
 _NAN = re.compile(r"(?<=[ (\[])nan(?=[,)\]}])")
 _NO_COMMA = re.compile(r"(['\"])\s+\1")
-_KINDS = {"answer_start": "a whole number", "is_impossible": "true or false"}  # kinds of values that are not text
+_TYPES = {"answer_start": "a whole number", "is_impossible": "true or false"}  # of fields that are not text
 _EXAMPLE = '{"text": ["London"], "answer_start": [16]}'
 
 
@@ -39,15 +39,15 @@ class _Entry(msgspec.Struct):
 
 
 def read_questions(where: str, node: Any, reading: Reading, outer: Mapping[str, Any] | None = None) -> Iterator[Found]:
-    """The questions of a row or of a part of SQuAD's nesting, in which levels may be missing or repeated.
+    """Yield the questions of a row or of a level of SQuAD's nesting, in which levels may be missing or repeated.
 
-    `outer`: the title and the context of the levels above.
+    `outer`: title and context of the levels above.
     """
     outer = outer or {}
     names = SQUAD if "context" in outer else reading.names
     if isinstance(node, list):
-        for number, part in enumerate(node):
-            yield from read_questions(f"{where}[{number}]", part, reading, outer)
+        for number, item in enumerate(node):
+            yield from read_questions(f"{where}[{number}]", item, reading, outer)
     elif not isinstance(node, dict):
         yield where, Mistake("wrong structure", f"should be an object or a list ({shown(node)})", where)
     elif isinstance(node.get(names["question"]), dict | list):
@@ -71,16 +71,16 @@ def read_questions(where: str, node: Any, reading: Reading, outer: Mapping[str, 
 
 
 def is_nested(node: Mapping[str, Any]) -> bool:
-    """Whether an object has a level of SQuAD's nesting, perhaps by another name; answers have texts."""
-    parts = (part for value in node.values() for part in (value if isinstance(value, list) else [value]))
-    return bool(set(LEVELS) & set(node)) or any(isinstance(part, dict) and "text" not in part for part in parts)
+    """Whether an object has a level of SQuAD's nesting, perhaps by another name. Answers have texts."""
+    items = (item for value in node.values() for item in (value if isinstance(value, list) else [value]))
+    return bool(set(LEVELS) & set(node)) or any(isinstance(item, dict) and "text" not in item for item in items)
 
 
 # --- questions and answers -----------------------------------------------------------------------
 
 
 def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], reading: Reading) -> Question:
-    """A question with its answers. Raises Mistake, with its place and what an evaluation can use."""
+    """Make a question with its answers. Raises Mistake with its path and, if it can be scored, the question."""
     given = {field: row[name] for field, name in names.items() if name in row}
     values = {field: value for field, value in given.items() if value == value and value not in (None, "")}  # not NaN
     if reading.purpose == "prediction" or _is_missing(values.get("is_impossible")):
@@ -103,25 +103,25 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
             raise Mistake("empty answer", "an answer's text is empty", "answers")
         if texted and entry.is_impossible:
             raise Mistake("contradiction", "is true, but there are answers. Remove one", "is_impossible")
-        found = [_located(f"answers[{number}]", context, *pair) for number, pair in enumerate(texted)]
+        found = [_find(f"answers[{number}]", context, *pair) for number, pair in enumerate(texted)]
         return asked(tuple(text for text, _ in found), tuple(start for _, start in found))
     except Mistake as mistake:
         if question and reading.purpose == "prediction":
             return question
         mistake.question = question if question and question.answer_texts else None
-        path = mistake.place
+        path = mistake.path
         if "answer_start" in given and path.endswith(".answer_start"):
             path = "answer_start"
         field = re.split(r"\b", path)[1]
         path = path.replace(field, names.get(field, field), 1)
-        mistake.place = f"{where}, column {path}" if re.fullmatch(r"\w+ \d+", where) else f"{where}.{path}"
+        mistake.path = f"{where}, column {path}" if re.fullmatch(r"\w+ \d+", where) else f"{where}.{path}"
         if question and question.id != where:
-            mistake.place = f"question {SHORT.repr(question.id)} ({mistake.place})"
+            mistake.path = f"question {SHORT.repr(question.id)} ({mistake.path})"
         raise
 
 
 def _pairs(at: str, answers: Any, starts: Any) -> list[tuple[Any, Any]]:
-    """Texts and starts of answers: an object, a text or a list of either, and a start or a list of them."""
+    """Pair texts with starts. `answers`: an object, a text or a list of either. `starts`: one or a list."""
     if isinstance(answers, dict):
         if "text" not in answers:
             raise Mistake("wrong structure", f'has no "text" ({shown(answers)})', at)
@@ -136,16 +136,16 @@ def _pairs(at: str, answers: Any, starts: Any) -> list[tuple[Any, Any]]:
     return list(zip_longest(texts, starts))
 
 
-def _located(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None]:
-    """The text of an answer in the context's Unicode form, and its place. Raises Mistake."""
+def _find(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None]:
+    """Find an answer in its context. Returns its text in the context's Unicode form, and its start. Raises Mistake."""
     text = as_text(f"{at}.text", text)
     start = None if _is_missing(start) else _converted(f"{at}.answer_start", start, int)
     for form in (None, "NFC", "NFD"):
         answer = normalize(form, text) if form else text
-        place = context.find(answer) if start is None else start
-        if place >= 0 and context.startswith(answer, place):
-            if start is not None or context.find(answer, place + 1) < 0:
-                return answer, place
+        position = context.find(answer) if start is None else start
+        if position >= 0 and context.startswith(answer, position):
+            if start is not None or context.find(answer, position + 1) < 0:
+                return answer, position
             break
     if start is None and at != "answers[0]":
         return text, None  # the metric compares texts only
@@ -164,7 +164,7 @@ def _located(at: str, context: str, text: Any, start: Any) -> tuple[str, int | N
 
 
 def _parsed(field: str, value: Any, context: str) -> Any:
-    """The content of a text cell in the notation of JSON, Python or numpy; another text as it is. Raises Mistake."""
+    """Parse a cell in the notation of JSON, Python or numpy. Returns another text unchanged. Raises Mistake."""
     if not isinstance(value, str) or not value.startswith(("{", "[")):
         return value
     if value in context and value.strip("[{}] "):  # such as [1], the number of a footnote
@@ -178,30 +178,30 @@ def _parsed(field: str, value: Any, context: str) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """The value of a literal in Python's notation. Raises ValueError or what ast.literal_eval raises."""
+    """Parse a literal in Python's notation. Raises ValueError and the errors of ast.literal_eval."""
     if _NO_COMMA.search(text):
         raise ValueError("texts without a comma between them, as in numpy's arrays, which Python would join")
     return ast.literal_eval(text)
 
 
 def _converted(path: str, value: Any, kind: Any) -> Any:
-    """The value as msgspec reads it: "16" and 16.0 are 16, "False" is False. Raises Mistake."""
+    """Convert a value by msgspec: "16" and 16.0 become 16, "False" becomes False. Raises Mistake."""
     try:
         return msgspec.convert(value.strip() if kind is int and isinstance(value, str) else value, kind, strict=False)
     except msgspec.ValidationError as error:
         field = path or str(error).partition(" - at ")[2].strip("`$.")
-        expected = _KINDS.get(field.rpartition(".")[2], "text")
+        expected = _TYPES.get(field.rpartition(".")[2], "text")
         found = shown(value if path else value[field])
         raise Mistake("wrong type", f"should be {expected} ({found})", field) from None
 
 
 def as_text(path: str, value: Any) -> str:
-    """The value as text, if it is a text or a whole number. Raises Mistake."""
+    """Convert a text or a whole number to text. Raises Mistake."""
     return str(_converted(path, value, _Text))
 
 
 def _is_missing(value: Any, context: str = "") -> bool:
-    """Whether a value is None, NaN, empty or, unless the context has it, a program's word for these."""
+    """Whether a value is None, NaN, empty or a program's word for these. Words in the context are answers."""
     if isinstance(value, str):
         word = value.strip().lower()
         return not word or (word in ("nan", "none", "null", "na", "<na>") and value not in context)
@@ -209,7 +209,7 @@ def _is_missing(value: Any, context: str = "") -> bool:
 
 
 def shown(value: Any) -> str:
-    """The start of a value, for messages."""
+    """Quote the start of a value, for messages."""
     if isinstance(value, dict):
         return f"found an object with {', '.join(map(SHORT.repr, list(value)[:5])) or 'nothing in it'}"
     text = json.dumps(value, ensure_ascii=False, default=str)

@@ -1,4 +1,4 @@
-"""Data files -> objects with their places. Content that is no data gets a message that names it and the remedy.
+"""Data files -> objects with their paths. Content that is no data is refused with its likely format and a remedy.
 
 The readers of `datasets` turn texts that look like numbers or dates into these, move the cells of CSV rows that are
 longer than the first line, and report no lines. msgspec decides the types of questions (entries.py).
@@ -25,8 +25,8 @@ from hvd_bert.storage.reading import GIB, open_regular
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
-Placed = tuple[str, Any]  # a place, and an object or the mistake in it
-Choose = Callable[[list[str]], list[str]]  # the columns of a file -> those to read; raises UserError
+Located = tuple[str, Any]  # a path in the file, and the object or mistake there
+Choose = Callable[[list[str]], list[str]]  # all columns of a file -> the columns to read; raises UserError
 _GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
 _JSON = re.compile(r"\s*[\[{]")
 _DELIMITERS = ",\t;"
@@ -36,23 +36,23 @@ MAX_RATIO = 100  # largest ratio of unpacked to packed size; gzip itself allows 
 
 @contextlib.contextmanager
 def opened(path: str, name: str = "") -> Iterator[BinaryIO]:
-    """Open a data file for reading; errors inside the block become a UserError. `name`: of the file, for messages."""
+    """Open a data file. OSError inside the block becomes UserError. `name`: for messages."""
     try:
         with open_regular(path) as file:
             yield file
     except OSError as error:
         reason = str(error.strerror or error).lower()
-        place = f"working directory: {os.getcwd()}"
-        raise UserError(f"{name or path}: {reason} ({place}). Give a readable data file.") from error
+        message = f"{name or path}: {reason} (working directory: {os.getcwd()}). Give a readable data file."
+        raise UserError(message) from error
 
 
 def is_index(column: str) -> bool:
-    """Whether a column has this name because pandas wrote its index, which is never data."""
+    """Whether a column's name shows that it is an index, which pandas wrote."""
     return column in ("", "__index_level_0__") or column.startswith("Unnamed: ")
 
 
 def unpacked(name: str, content: bytes) -> bytes:
-    """The content, decompressed if it is gzipped. Raises UserError."""
+    """Decompress the content if it is gzipped. Raises UserError."""
     if not content.startswith(_GZIP):
         return content
     with as_user_error(lambda reason: f"{name}: damaged gzip file ({reason}). Copy or download it again."):
@@ -64,8 +64,8 @@ def unpacked(name: str, content: bytes) -> bytes:
     return content
 
 
-def parsed(name: str, content: bytes, choose: Choose, tsv: bool = False) -> Iterable[Placed]:
-    """The rows of CSV or Parquet, the lines of JSON Lines, or the one value of JSON. Raises UserError.
+def parsed(name: str, content: bytes, choose: Choose, tsv: bool = False) -> Iterable[Located]:
+    """Parse the rows of CSV or Parquet, the lines of JSON Lines, or the one value of JSON. Raises UserError.
 
     `tsv`: cells are separated by tabs, and quotes are text.
     """
@@ -87,12 +87,12 @@ def parsed(name: str, content: bytes, choose: Choose, tsv: bool = False) -> Iter
     return _json_values(name, text, choose) if _JSON.match(text) else _csv_rows(name, text, choose, tsv)
 
 
-def _json_values(name: str, text: str, choose: Choose) -> list[Placed]:
-    """The one value of JSON, or the lines of JSON Lines. Flat rows must have the columns to choose."""
+def _json_values(name: str, text: str, choose: Choose) -> list[Located]:
+    """Parse JSON or JSON Lines. `choose` checks the columns of flat rows."""
     try:
         values = [("", json.loads(text))]
     except (ValueError, RecursionError) as error:
-        if getattr(error, "msg", "") != "Extra data":  # a whole value, then more: one per line
+        if getattr(error, "msg", "") != "Extra data":  # not JSON Lines: a whole value is followed by more
             raise UserError(f"{name}: not JSON: {error}. Fix the file.") from error
         values = list(_json_lines(name, text))
     rows = values[0][1] if isinstance(values[0][1], list) else [value for _, value in values]
@@ -103,7 +103,7 @@ def _json_values(name: str, text: str, choose: Choose) -> list[Placed]:
     return values
 
 
-def _json_lines(name: str, text: str) -> Iterator[Placed]:
+def _json_lines(name: str, text: str) -> Iterator[Located]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
@@ -113,8 +113,8 @@ def _json_lines(name: str, text: str) -> Iterator[Placed]:
                 raise UserError(f"{name}: line {number}: not JSON: {reason}. Fix the file.") from error
 
 
-def _csv_rows(name: str, text: str, choose: Choose, tsv: bool) -> Iterator[Placed]:
-    """Rows under the names in the first line. Strict: pandas and pyarrow read `"a" b` as `a b`, which moves offsets."""
+def _csv_rows(name: str, text: str, choose: Choose, tsv: bool) -> Iterator[Located]:
+    """Parse CSV with names in the first line. Strict: pandas and pyarrow read `"a" b` as `a b`, which moves offsets."""
     csv.field_size_limit(2**31 - 1)  # a long text is not an error
     text = text.lstrip("\r\n")
     header = re.split(r"[\r\n]", text[:_MAX_HEADER], maxsplit=1)[0]
@@ -141,7 +141,7 @@ def _csv_rows(name: str, text: str, choose: Choose, tsv: bool) -> Iterator[Place
 
 @contextlib.contextmanager
 def parquet_file(name: str, content: bytes) -> Iterator[ParquetFile]:
-    """Open Parquet. What cannot be read of it, also inside the block, raises UserError."""
+    """Open Parquet. Errors inside the block become UserError."""
     from pyarrow import BufferReader
     from pyarrow.parquet import ParquetFile
 
@@ -149,7 +149,7 @@ def parquet_file(name: str, content: bytes) -> Iterator[ParquetFile]:
         yield ParquetFile(BufferReader(content))
 
 
-def _parquet_rows(name: str, content: bytes, choose: Choose) -> Iterator[Placed]:
+def _parquet_rows(name: str, content: bytes, choose: Choose) -> Iterator[Located]:
     with parquet_file(name, content) as file:
         batches = file.iter_batches(columns=choose(file.schema_arrow.names))
         for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):

@@ -1,4 +1,4 @@
-"""Questions, how they are read, and which of them are refused or left out because of a mistake."""
+"""Questions, how they are read, and the mistakes for which they are refused or left out."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ UNANSWERED = "unanswered question"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question about one context.
+    """A question about a context.
 
-    `answer_texts[i]` starts at character `answer_starts[i]` of `context`; None: unknown, and only the metric uses the
-    text. Both are empty if the question has no answer (SQuAD v2.0).
+    `answer_texts[i]` starts at character `answer_starts[i]` of `context`. None: unknown, so that only the metric uses
+    the text. Both are empty if the question has no answer (SQuAD v2.0).
     """
 
     id: str
@@ -37,10 +37,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the questions of a source are read. The columns are those of flat rows.
+    """Settings for reading a source. The columns are those of flat rows.
 
-    `bad_examples`: "error", or "skip" to leave out questions with a mistake. `purpose`: "training" needs the places of
-    the answers, "evaluation" their texts, "prediction" neither.
+    `bad_examples`: "error", or "skip" to leave out questions with a mistake. `purpose`: "training" needs the positions
+    of the answers, "evaluation" their texts, "prediction" neither.
     """
 
     question_column: str = "question"
@@ -51,15 +51,15 @@ class Reading:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """SQuAD's keys -> the columns of flat rows. The order is a part of the digest of hub data sets."""
+        """Columns of flat rows by SQuAD's keys. The digest of hub data sets depends on the order."""
         names = ("id", "title", "context", "question", "answers", "answer_start", "is_impossible")
-        own = {"context": self.context_column, "question": self.question_column, "answers": self.answer_column}
-        return {name: own.get(name, name) for name in names}
+        given = {"context": self.context_column, "question": self.question_column, "answers": self.answer_column}
+        return {name: given.get(name, name) for name in names}
 
     def digest(self, content_digest: str, version_2_with_negative: bool) -> str:
-        """SHA-256 of a content and of everything that decides which questions it gives, or whether it is refused.
+        """SHA-256 of the content and of the settings that decide which questions are used, or refused.
 
-        Otherwise windows that were cached by a run with one setting would hide an error from a run with another.
+        Without the settings, windows cached by one run would hide an error from a run with other settings.
         """
         text = f"{content_digest} {version_2_with_negative}"
         same_questions = self.bad_examples == "error" and self.purpose == "evaluation"
@@ -70,30 +70,30 @@ class Reading:
 
 
 class Mistake(Exception):
-    """A mistake in the data. `kind`: for counts. `question`: with the answers by which an evaluation can score it."""
+    """A mistake in the data. `kind`: for counts. `path`: in the file. `question`: if an evaluation can score it."""
 
     question: Question | None = None
 
-    def __init__(self, kind: str, reason: str, place: str) -> None:
+    def __init__(self, kind: str, reason: str, path: str) -> None:
         super().__init__()
-        self.kind, self.reason, self.place = kind, reason, place
+        self.kind, self.reason, self.path = kind, reason, path
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.reason}" if self.place else self.reason
+        return f"{self.path}: {self.reason}" if self.path else self.reason
 
 
-Found = tuple[str, Question | Mistake]  # a place of the data, and what is there
+Found = tuple[str, Question | Mistake]  # with its path in the file
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What the reader of a source found besides its questions.
+    """Facts about a source for the log.
 
     Attributes:
-        columns: Which columns of flat rows are used as what; "" if they are SQuAD's.
-        mistakes: How many questions have each kind of mistake, with `--bad_examples skip`.
-        first: The first of them, with their places.
-        left_out: How many questions are left out.
+        columns: The columns of flat rows and their use; "" if they have SQuAD's names.
+        mistakes: Number of questions by kind of mistake, with `--bad_examples skip`.
+        first: The first mistakes, with their paths.
+        left_out: Number of questions left out.
     """
 
     columns: str = ""
@@ -103,7 +103,7 @@ class Findings:
 
     @staticmethod
     def joined(several: Sequence[Findings]) -> Findings:
-        """The counts of several sources."""
+        """Add the counts of several sources."""
         mistakes: Counter[str] = Counter()
         for findings in several:
             mistakes.update(findings.mistakes)
@@ -113,14 +113,14 @@ class Findings:
 def checked(
     name: str, found: Iterable[Found], version_2_with_negative: bool, reading: Reading
 ) -> tuple[list[Question], Findings]:
-    """The questions to use, and what is wrong. Raises UserError for mistakes unless they are to be skipped."""
+    """Select the questions without mistakes. Raises UserError for mistakes unless `reading` skips them."""
     questions: list[Question] = []
     mistakes: list[Mistake] = []
-    places: dict[str, str] = {}  # first place of each id
+    paths: dict[str, str] = {}  # first path of each id
     left_out = 0
     for where, item in found:
         mistake, question = (item, item.question) if isinstance(item, Mistake) else (None, item)
-        unusable = _unusable(where, question, places, version_2_with_negative, reading) if question else mistake
+        unusable = _unusable(where, question, paths, version_2_with_negative, reading) if question else mistake
         mistake = unusable or mistake
         if mistake:
             mistakes.append(mistake)
@@ -145,15 +145,15 @@ def checked(
 
 
 def _unusable(
-    where: str, question: Question, places: dict[str, str], version_2_with_negative: bool, reading: Reading
+    where: str, question: Question, paths: dict[str, str], version_2_with_negative: bool, reading: Reading
 ) -> Mistake | None:
-    """A mistake with which a question can be neither trained on nor scored."""
+    """Find the mistake that makes a question unusable for training and scoring, or None."""
     label = where if question.id == where else f"question {SHORT.repr(question.id)} ({where})"
     if reason := text_mistake(question):
         return Mistake("unusable text", reason, label)
     if reading.purpose == "prediction":
         return None
-    if (first := places.setdefault(question.id, where)) != where:
+    if (first := paths.setdefault(question.id, where)) != where:
         return Mistake("duplicate id", f"{first} has the same id", label)
     if not question.answer_texts and not version_2_with_negative:
         return Mistake(UNANSWERED, "it has no answer", label)
@@ -161,16 +161,16 @@ def _unusable(
 
 
 def text_mistake(question: Question) -> str:
-    """A mistake that makes the question unusable; "" if there is none."""
+    """Describe a mistake in the question's texts; "" if there is none."""
     if not question.context.strip():
         return "its context is empty or missing"
-    # A question of blanks has no tokens but does no harm, so it is accepted.
+    # A question of blanks, which has no tokens, is accepted: it does no harm.
     if not question.question:
         return "its question is empty or missing"
     answers = [("answer", text) for text in question.answer_texts]
-    for part, text in (("id", question.id), ("context", question.context), ("question", question.question), *answers):
+    for name, text in (("id", question.id), ("context", question.context), ("question", question.question), *answers):
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            return f"its {part} contains an unpaired surrogate ({text[error.start]!a}), which is not a character"
+            return f"its {name} contains an unpaired surrogate ({text[error.start]!a}), which is not a character"
     return ""

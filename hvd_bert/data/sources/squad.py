@@ -1,10 +1,10 @@
-"""Data files and hub data sets -> `Question`s, all of them checked.
+"""Data files and hub data sets -> checked `Question`s.
 
-A file is SQuAD's JSON, JSON Lines, CSV or Parquet: the content decides, not the name. Opening is fast:
-the content is parsed and checked only when `Source.questions()` is called, on the rank that needs it.
+A file is SQuAD's JSON, JSON Lines, CSV or Parquet: the content decides, not the name. Opening is fast: the content is
+parsed and checked only by `Source.questions()`, on the rank that needs it.
 
-Character offsets count Unicode code points from the start of the unstripped context: some of SQuAD's
-contexts begin with a space, and their offsets count it.
+Character offsets count Unicode code points from the start of the unstripped context: some of SQuAD's contexts begin
+with a space, which counts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ _DEFAULT = Reading()
 class Source:
     """A source of questions.
 
-    `name` appears in messages (a path, or `squad[train]`). `digest` is the SHA-256 of the content and of
-    the options that it is read with, so that equal digests mean equal questions.
-    `load` parses and checks the content again at each call, since tokenization needs the questions once and training
-    runs for hours. It raises `UserError` if the content is wrong.
+    `name` appears in messages (a path, or `squad[train]`). `digest` is the SHA-256 of the content and its reading, so
+    that equal digests mean equal questions. `load` parses and checks the content again at each call, since tokenization
+    needs the questions once and training runs for hours. It raises UserError if the content is wrong.
     """
 
     name: str
@@ -47,12 +46,12 @@ class Source:
 
 
 def open_file(path: str | os.PathLike[str], version_2_with_negative: bool, reading: Reading = _DEFAULT) -> Source:
-    """Open a data file. Raises `UserError` if it cannot be read; `questions()` checks its content."""
+    """Open a data file. Raises UserError if it cannot be read; `questions()` checks the content."""
     name = os.fspath(path)
     digest = _digest(name)
     columns = Columns(name, reading)
 
-    def parsed() -> Iterable[files.Placed]:
+    def parsed() -> Iterable[files.Located]:
         with files.opened(name) as file:
             content = file.read()
         if hashlib.sha256(content).hexdigest() != digest:
@@ -70,27 +69,24 @@ def open_hub(
     cache_dir: str | None = None,
     reading: Reading = _DEFAULT,
 ) -> Source:
-    """Open a split of a data set from the Hugging Face hub or its local cache (`cache_dir`).
-
-    Raises `UserError` if it is not available or has other columns.
-    """
+    """Open a split of a data set from the hub or its local cache. Raises UserError if it or a column is missing."""
     columns = Columns(f"{dataset_name}[{split}]", reading)
     rows = hub.load_split(dataset_name, split, dataset_config_name, cache_dir)
     rows = rows.select_columns(columns.choose(rows.column_names))
 
-    def placed() -> Iterable[files.Placed]:
+    def located() -> Iterable[files.Located]:
         return ((f"row {number}", row) for number, row in enumerate(rows))
 
-    return _source(columns, hub.digest(rows), placed, version_2_with_negative)
+    return _source(columns, hub.digest(rows), located, version_2_with_negative)
 
 
 def _source(
-    columns: Columns, digest: str, placed: Callable[[], Iterable[files.Placed]], version_2_with_negative: bool
+    columns: Columns, digest: str, located: Callable[[], Iterable[files.Located]], version_2_with_negative: bool
 ) -> Source:
     name, reading = columns.name, columns.reading
 
     def found() -> Iterator[Found]:
-        for where, node in placed():
+        for where, node in located():
             yield from [(where, node)] if isinstance(node, Mistake) else read_questions(where, node, reading)
 
     def load() -> tuple[list[Question], Findings]:
@@ -101,14 +97,14 @@ def _source(
 
 
 def from_questions(name: str, questions: Iterable[Question]) -> Source:
-    """Questions in memory (from a test, or typed by a user), used without checks."""
-    kept = list(questions)
-    content = json.dumps([astuple(question) for question in kept]).encode()
-    return Source(name, hashlib.sha256(content).hexdigest(), lambda: (kept, Findings()))
+    """Make a source of questions in memory, which are not checked."""
+    given = list(questions)
+    content = json.dumps([astuple(question) for question in given]).encode()
+    return Source(name, hashlib.sha256(content).hexdigest(), lambda: (given, Findings()))
 
 
 def joined(sources: Sequence[Source], limit: int | None = None) -> Source:
-    """The first `limit` questions of each source, as one source; a single source as it is."""
+    """Join the first `limit` questions of each source. Returns a single source unchanged."""
     if len(sources) == 1:
         return sources[0]
     digest = hashlib.sha256(" ".join(source.digest for source in sources).encode()).hexdigest()
@@ -130,19 +126,19 @@ def check_ids(sources: Sequence[Source], questions: Sequence[Sequence[Question]]
 
 
 def _digest(name: str) -> str:
-    """SHA-256 of a file, which every rank computes at each start."""
+    """SHA-256 of a file."""
     with files.opened(name) as file:
         return sha256_of(file)
 
 
 class Columns:
-    """The columns of flat rows. `used`: what they are used as, once they are chosen; "" if they are SQuAD's."""
+    """The columns of flat rows. `used`: description of the chosen columns; "" if they have SQuAD's names."""
 
     def __init__(self, name: str, reading: Reading) -> None:
         self.name, self.reading, self.used = name, reading, ""
 
     def choose(self, present: list[str]) -> list[str]:
-        """Those to read of the columns of a file. Raises UserError if one is missing, or is there twice."""
+        """Choose the columns of a file to read. Raises UserError if one is missing, or occurs twice."""
         names = self.reading.names
         if names["question"] not in present and not set(LEVELS).isdisjoint(present):
             return present  # nested rows
