@@ -82,7 +82,8 @@ class BatchPlan:
         Each rank's micro-batches are balanced next, since the largest needs the most memory.
         """
         ids = _shares(self, step)[rank]
-        return [ids[part] for part in balanced_partition(self._costs(ids), self.accumulation)]
+        costs = window_costs(self.lengths[ids], self.crossover)
+        return [ids[part] for part in balanced_partition(costs, self.accumulation)]
 
     def rank_tokens(self, step: int) -> Ids:
         """Tokens per rank in a step, [size]."""
@@ -92,9 +93,6 @@ class BatchPlan:
         """Tokens of the most loaded rank in a step, divided by the mean over the ranks."""
         tokens = self.rank_tokens(step)
         return float(tokens.max() * self.size / tokens.sum())
-
-    def _costs(self, ids: Ids) -> Ids:
-        return window_costs(self.lengths[ids], self.crossover)
 
 
 class HeaviestFirst(BatchPlan):
@@ -113,7 +111,8 @@ class HeaviestFirst(BatchPlan):
 def _shares(plan: BatchPlan, step: int) -> list[Ids]:
     """Ids of the windows of each rank, in the step's order."""
     windows = plan.step_windows(step)
-    return [windows[part] for part in balanced_partition(plan._costs(windows), plan.size)]
+    costs = window_costs(plan.lengths[windows], plan.crossover)
+    return [windows[part] for part in balanced_partition(costs, plan.size)]
 
 
 @lru_cache(maxsize=2)

@@ -49,7 +49,7 @@ def _has_bytes(kind: pa.DataType) -> bool:
 def reserved(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield a temporary file that replaces `path`, or its target, unless the block raises. Raises OSError.
 
-    Another process cannot write `path` meanwhile.
+    A file that another process writes meanwhile is replaced with `overwrite` only.
     """
     with replacing(path.resolve(), durable=True) as new:
         check_output(path, overwrite)  # again: another process may have written it since

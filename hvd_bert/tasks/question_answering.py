@@ -155,9 +155,18 @@ class QuestionAnswering(EncoderTask):
         return "  ".join([f"{scores}  on {metrics['total']:.0f} questions", *of_files])
 
     def files(self, outputs: list[Answer]) -> dict[str, Any]:
+        """Make run_qa's files and the samples. The odds of "no answer" are only in those of v2.0."""
         assert self.dev is not None
         v2 = self.config.data.version_2_with_negative
-        return files(outputs) | {"eval_samples.json": sample_answers(self.dev.questions, outputs, v2)}
+        odds = {answer.id: answer.null_odds for answer in outputs if answer.null_odds is not None}
+        return {
+            "eval_predictions.json": {answer.id: answer.text for answer in outputs},
+            "eval_nbest_predictions.json": {
+                answer.id: [{name: getattr(candidate, name) for name in ENTRY} for candidate in answer.nbest]
+                for answer in outputs
+            },
+            "eval_samples.json": sample_answers(self.dev.questions, outputs, v2),
+        } | ({"eval_null_odds.json": odds} if odds else {})
 
     def window_names(self, ids: Ids) -> list[str]:
         assert self.train is not None
@@ -177,19 +186,6 @@ class QuestionAnswering(EncoderTask):
         findings = {name: questions.windows.findings for name, questions in sets.items() if questions}
         counts = {name: {"left_out": found.left_out, "mistakes": found.mistakes} for name, found in findings.items()}
         return {"bad_examples": counts} if self.config.data.bad_examples == "skip" else {}
-
-
-def files(answers: list[Answer]) -> dict[str, Any]:
-    """Make run_qa's files: predictions, n best answers per question and, for v2.0, the odds of "no answer"."""
-    contents: dict[str, Any] = {
-        "eval_predictions.json": {answer.id: answer.text for answer in answers},
-        "eval_nbest_predictions.json": {
-            answer.id: [{name: getattr(candidate, name) for name in ENTRY} for candidate in answer.nbest]
-            for answer in answers
-        },
-    }
-    odds = {answer.id: answer.null_odds for answer in answers if answer.null_odds is not None}
-    return contents | ({"eval_null_odds.json": odds} if odds else {})
 
 
 def metric_key(name: str, data: str) -> str:

@@ -48,7 +48,8 @@ class Source:
 def open_file(path: str | os.PathLike[str], version_2_with_negative: bool, reading: Reading = _DEFAULT) -> Source:
     """Open a data file. Raises UserError if it cannot be read; `questions()` checks the content."""
     name = os.fspath(path)
-    digest = _digest(name)
+    with files.opened(name) as opened:
+        digest = sha256_of(opened)
     columns = Columns(name, reading)
 
     def parsed() -> Iterable[files.Located]:
@@ -123,12 +124,6 @@ def check_ids(sources: Sequence[Source], questions: Sequence[Sequence[Question]]
         other = next((q for q in some if first.setdefault(q.id, source.name) != source.name), None)
         if other:
             raise UserError(f"{first[other.id]} and {source.name} share the id {SHORT.repr(other.id)}. Change one.")
-
-
-def _digest(name: str) -> str:
-    """SHA-256 of a file."""
-    with files.opened(name) as file:
-        return sha256_of(file)
 
 
 class Columns:
