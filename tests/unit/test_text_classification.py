@@ -1,4 +1,4 @@
-"""The example for text classification, as a user's own task, and its variations in the guide."""
+"""The example for text classification, a custom task, and its variations in the guide."""
 
 from __future__ import annotations
 

@@ -57,12 +57,12 @@ def test_questions_of_joined_tables_are_numbered_consecutively(make_questions, t
     np.testing.assert_array_equal(joined.lengths, whole.lengths)
 
 
-@pytest.mark.parametrize(("name", "place"), [("windows.arrow", 0.8), ("windows.json", 0.5), ("sha256.json", 0.2)])
-def test_a_flipped_bit_in_the_cache_is_not_trained_on(source, tokenizer, own_cache, name, place):
+@pytest.mark.parametrize(("name", "position"), [("windows.arrow", 0.8), ("windows.json", 0.5), ("sha256.json", 0.2)])
+def test_a_flipped_bit_in_the_cache_is_not_trained_on(source, tokenizer, own_cache, name, position):
     prepare(source, tokenizer, SMALL)
     path = cached_table(own_cache)[0].with_name(name)
     content = bytearray(path.read_bytes())
-    content[int(place * len(content))] ^= 1
+    content[int(position * len(content))] ^= 1
     path.write_bytes(content)
     with refused(path.parent, "damaged"):
         prepare(source, tokenizer, SMALL)
@@ -107,25 +107,19 @@ def test_windows_of_several_pieces_are_found_by_number(source, tokenizer, own_ca
     assert dataset.numbers("question", []).dtype == np.int32
 
 
-def test_batch_sizes_do_not_change_the_table(make_questions, tokenizer, tmp_path, monkeypatch):
+def test_tables_are_equal_with_other_batch_sizes_and_in_memory(make_questions, tokenizer, tmp_path, monkeypatch):
     source = squad.from_questions("small", make_questions(25, unanswered_every=4))
     whole = prepare(source, tokenizer, SMALL)
     monkeypatch.setattr(window_table, "_QUESTIONS_AT_ONCE", 7)
     monkeypatch.setattr(window_cutting, "_WINDOWS_AT_ONCE", 3)
     monkeypatch.setenv("HVD_BERT_CACHE", str(tmp_path / "b"))
     parts = prepare(source, tokenizer, SMALL)
-    assert rows(whole) == rows(parts)
-    assert whole.counts == parts.counts
+    memory = window_table.in_memory(source.questions(), window_cutting.WindowTokenizer(tokenizer, SMALL))
+    for table in (parts, memory):
+        assert rows(table) == rows(whole) and table.counts == whole.counts
 
 
-def test_windows_in_memory_are_those_of_the_cache(source, tokenizer):
-    dataset, questions = prepare(source, tokenizer, SMALL), source.questions()
-    table = window_table.in_memory(questions, window_cutting.WindowTokenizer(tokenizer, SMALL))
-    assert rows(table) == rows(dataset)
-    assert table.counts == dataset.counts
-
-
-def test_max_samples_keeps_the_first_questions(source, tokenizer, own_cache):
+def test_max_samples_uses_the_first_questions(source, tokenizer, own_cache):
     every = prepare(source, tokenizer, SMALL)
     some = prepare(source, tokenizer, WindowOptions(32, 8, max_samples=3))
     assert rows(some) == rows(every).filter(pc.field("question") < 3)
@@ -156,8 +150,8 @@ def test_same_call_finds_the_table_without_reading_the_questions(source, tokeniz
 
     prepare(source, tokenizer, SMALL)
     first = cached_table(own_cache)
-    unread = squad.Source("elsewhere", source.digest, never)
-    prepare(unread, tokenizer, SMALL)
+    tokenizer("what is", "red box in the hall", truncation="only_second", max_length=9, padding="max_length")
+    prepare(squad.Source("elsewhere", source.digest, never), tokenizer, SMALL)
     assert cached_table(own_cache) == first
 
 
@@ -183,14 +177,6 @@ def test_key_covers_every_option_the_text_and_the_tokenizer(
     monkeypatch.setattr(window_table, "_FORMAT", 10**6)
     prepare(source, tokenizer, SMALL)
     assert len(list(own_cache.glob("*.lock"))) == 11
-
-
-def test_using_the_tokenizer_does_not_change_the_key(source, tokenizer, own_cache):
-    prepare(source, tokenizer, SMALL)
-    first = cached_table(own_cache)
-    tokenizer("what is", "red box in the hall", truncation="only_second", max_length=9, padding="max_length")
-    prepare(source, tokenizer, SMALL)
-    assert cached_table(own_cache) == first
 
 
 # --- wrong values ----------------------------------------------------------------------------------
