@@ -1,4 +1,4 @@
-"""Checks of the scoring over the ranks: each question once, whatever the number of ranks."""
+"""Checks of evaluations on several ranks: each question is scored once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRESETS = ("sample", "sample_v2")
 
 
 def evaluation_name(preset: str, num_questions: int) -> str:
-    """The file that an evaluation leaves for test_worlds.py."""
+    """Name the file of an evaluation for test_worlds.py."""
     return f"evaluation-{preset}-{num_questions}.json"
 
 

@@ -1,4 +1,4 @@
-"""Examples over the ranks: stopped and resumed to the bit. test_worlds.py compares the worlds' losses and scores."""
+"""Custom tasks on several ranks. test_worlds.py compares the worlds' losses and scores."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def classification_ends_well(ranks: Ranks) -> None:
 
 @check_every_strategy
 def work_is_that_of_one_process(ranks: Ranks) -> None:
-    """With uneven shares of a step in bf16; in one world of a strategy in fp32 in several passes; Horovod's of another
-    task, which the strategies do not know."""
+    """Prove uneven shares of a step in bf16. One world per strategy also proves several micro-batches in fp32, and
+    Horovod's a custom task."""
     uneven = ["--per_device_train_batch_size", 2, "--global_batch", 2 * ranks.world.size - 1, "--max_grad_norm", 0.01]
     call(doctor.prove, ranks.world, ["--prove", *sample(*uneven, "--bf16", "--dropout", 0.1)])
     if not ranks.runs_expensive_checks:
         return
-    passes = ["--gradient_accumulation_steps", 2, "--per_device_train_batch_size", 2, "--dropout", 0.1]
-    call(doctor.prove, ranks.world, ["--prove", *sample(*passes)])
+    accumulated = ["--gradient_accumulation_steps", 2, "--per_device_train_batch_size", 2, "--dropout", 0.1]
+    call(doctor.prove, ranks.world, ["--prove", *sample(*accumulated)])
     if ranks.strategy != "horovod":
         return
     left_out = ("max_steps", "eval_steps", "save_steps", "logging_steps", "output_dir")
@@ -89,7 +89,7 @@ def stopped_classification_ends_as_one_never_stopped(ranks: Ranks) -> None:
 @expensive
 @check
 def texts_of_a_file_are_predicted(ranks: Ranks) -> None:
-    """As in the training's last evaluation."""
+    """Predictions are those of the training's last evaluation."""
     folder, world = ranks.folder, ranks.world
     words = [folder / "classified", "--input", folder / "dev.jsonl", "--output", folder / "predicted_texts.jsonl"]
     arguments = parse_flags([str(word) for word in words], Launcher("test", world.size, world.rank))
@@ -104,8 +104,8 @@ def texts_of_a_file_are_predicted(ranks: Ranks) -> None:
 
 
 @check
-def task_of_ones_own_ends_well(ranks: Ranks) -> None:
-    """An epoch of examples/mnist_rnn.py: an LSTM, without tokens and layers."""
+def custom_task_ends_well(ranks: Ranks) -> None:
+    """Train an epoch of examples/mnist_rnn.py: an LSTM, without tokens and layers."""
     strategy, _, stage = sys.argv[3].partition(":")
     words = ["--config", str(EXAMPLES / "mnist_rnn.yaml"), "--num_train_epochs=1", "--logging_steps=1"]
     words += [f"--strategy={strategy}", *([f"--zero_stage={stage}"] if stage else []), "--eval_strategy=no"]

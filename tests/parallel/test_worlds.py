@@ -212,7 +212,7 @@ def test_classification_is_that_of_one_rank(launch: Launch, alone: Launch) -> No
 @horovod_worlds
 def test_losses_of_a_task_of_ones_own_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
     for one in (launch, alone):
-        one.expect("task_of_ones_own_ends_well")
+        one.expect("custom_task_ends_well")
     found, expected = ([line["loss"] for line in resuming.rows(one.folder / "digits")[:-1]] for one in (launch, alone))
     assert len(found) == 23 and expected[-1] < expected[0]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)

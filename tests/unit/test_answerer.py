@@ -34,7 +34,7 @@ SETTINGS = {"max_seq_length": 40, "doc_stride": 8, "n_best_size": 5, "max_answer
 
 @pytest.fixture(scope="module")
 def model(tokenizer, tmp_path_factory) -> Path:
-    """The folder of a "trained" model with settings of its own; its large weights make large differences of logits."""
+    """The folder of a "trained" model. Its large weights make large differences of logits."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(1)
     config = BertConfig(vocab_size=len(tokenizer), initializer_range=0.3, **SHAPE)
@@ -84,14 +84,14 @@ def test_questions_and_answers_in_the_shape_of_a_pipeline(qa, questions):
 
 
 def same(found: list[Answer], expected: list[Answer]) -> None:
-    """The same texts and places; numbers to the last bit where products do not depend on the other rows."""
-    assert [places(answer) for answer in found] == [places(answer) for answer in expected]
+    """Compare texts and positions; numbers to the last bit where products do not depend on the other rows."""
+    assert [positions(answer) for answer in found] == [positions(answer) for answer in expected]
     if kernels.active("fp32").linear == kernels.ONEDNN:
         assert found == expected
     assert [answer.score for answer in found] == pytest.approx([answer.score for answer in expected], abs=1e-5)
 
 
-def places(answer: Answer) -> list[tuple[str, int | None, int | None]]:
+def positions(answer: Answer) -> list[tuple[str, int | None, int | None]]:
     return [(one.text, one.start, one.end) for one in (answer, *answer.nbest)]
 
 

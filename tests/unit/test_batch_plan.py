@@ -45,8 +45,8 @@ def by_rank(plan: BatchPlan, step: int) -> list[list[np.ndarray]]:
 
 
 def rank_costs(plan: BatchPlan, step: int) -> np.ndarray:
-    """What the plan balances, attention included, [size]."""
-    taken = [plan.lengths[np.concatenate(passes)].astype(np.int64) for passes in by_rank(plan, step)]
+    """Costs that the plan balances, attention included, [size]."""
+    taken = [plan.lengths[np.concatenate(batches)].astype(np.int64) for batches in by_rank(plan, step)]
     return np.array([(tokens * (plan.crossover + tokens)).sum() for tokens in taken])
 
 
@@ -59,7 +59,7 @@ def imbalance(totals: np.ndarray) -> float:
 @given(plans(), st.integers(0, 3))
 def test_each_window_once_per_epoch_in_full_steps(plan, epoch):
     steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
-    taken = [[ids for passes in by_rank(plan, step) for ids in passes] for step in steps]
+    taken = [[ids for batches in by_rank(plan, step) for ids in batches] for step in steps]
     assert sorted(i for parts in taken for ids in parts for i in ids.tolist()) == list(range(plan.num_windows))
     assert {sum(map(len, parts)) for parts in taken[:-1]} <= {plan.global_batch}
     assert sum(map(len, taken[-1]))  # no step without windows
@@ -69,13 +69,13 @@ def test_each_window_once_per_epoch_in_full_steps(plan, epoch):
 @given(plans(), st.integers(0, 50))
 def test_ranks_share_a_step_evenly(plan, step):
     ranks = by_rank(plan, step)
-    assert {len(passes) for passes in ranks} == {plan.accumulation}  # otherwise some would wait forever
-    sizes = [sum(map(len, passes)) for passes in ranks]
+    assert {len(batches) for batches in ranks} == {plan.accumulation}  # or some would wait forever
+    sizes = [sum(map(len, batches)) for batches in ranks]
     assert max(sizes) - min(sizes) <= 1
-    each = [len(ids) for passes in ranks for ids in passes]
+    each = [len(ids) for batches in ranks for ids in batches]
     assert max(each) - min(each) <= 1
     assert max(each) <= math.ceil(plan.global_batch / plan.size / plan.accumulation)
-    taken = [np.concatenate(passes) for passes in ranks]
+    taken = [np.concatenate(batches) for batches in ranks]
     assert sorted(np.concatenate(taken)) == sorted(plan.step_windows(step))
     assert plan.rank_tokens(step).tolist() == [plan.lengths[ids].sum() for ids in taken]
     costs, tokens = rank_costs(plan, step), plan.lengths[plan.step_windows(step)].astype(np.int64)
@@ -97,10 +97,10 @@ def test_step_does_not_depend_on_the_world(num_windows, step):
 @given(plans(), st.integers(0, 50))
 def test_plan_is_pure(plan, step):
     again = replace(plan, lengths=plan.lengths.copy())
-    assigned = [ids.tolist() for passes in by_rank(plan, step) for ids in passes]
+    assigned = [ids.tolist() for batches in by_rank(plan, step) for ids in batches]
     for other in (0, step + plan.steps_per_epoch):
         again.rank_windows(other, 0)  # other calls in between do not matter
-    assert [ids.tolist() for passes in by_rank(again, step) for ids in passes] == assigned
+    assert [ids.tolist() for batches in by_rank(again, step) for ids in batches] == assigned
 
 
 @pytest.mark.parametrize("crossover", [MINILM, BERT_BASE])
@@ -113,12 +113,12 @@ def test_ranks_take_nearly_the_same_number_of_tokens(size, batch, crossover):
     assert max(costs) <= 1.02
 
 
-def test_passes_of_a_rank_are_balanced():
+def test_micro_batches_of_a_rank_are_balanced():
     plan = BatchPlan(lengths(2000), 128, 4, 4, seed=1, crossover=MINILM)
     for step in range(plan.steps_per_epoch - 1):
         assert imbalance(plan.rank_tokens(step)) <= 1.02
-        for passes in by_rank(plan, step):
-            assert imbalance(np.array([plan.lengths[ids].sum() for ids in passes])) <= 1.03
+        for batches in by_rank(plan, step):
+            assert imbalance(np.array([plan.lengths[ids].sum() for ids in batches])) <= 1.03
 
 
 def test_epochs_and_seeds_differ():
@@ -163,13 +163,13 @@ def test_fewer_windows_than_ranks_are_refused(num_windows, size):
 
 
 @pytest.mark.parametrize(
-    ("size", "accumulation", "before", "after", "passes"),
+    ("size", "accumulation", "before", "after", "batches"),
     [(3, 1, 8, 16, 3), (2, 2, 12, 24, 4), (4, 1, 8, 4, 1), (1, 2, 16, 17, 3)],
 )
-def test_another_global_batch_never_takes_larger_micro_batches(size, accumulation, before, after, passes):
+def test_another_global_batch_never_takes_larger_micro_batches(size, accumulation, before, after, batches):
     plan = BatchPlan(lengths(50), before, accumulation, size, 0, MINILM)
     changed = plan.with_global_batch(after)
-    assert (changed.global_batch, changed.accumulation, changed.total_micro_batches) == (after, passes, size * passes)
+    assert (changed.global_batch, changed.accumulation, changed.total_micro_batches) == (after, batches, size * batches)
 
 
 def test_imbalance_is_that_of_the_most_loaded_rank():
@@ -187,12 +187,12 @@ def plan_on(size: int, *flags: str) -> BatchPlan:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 32])
-def test_global_batch_is_kept_on_any_number_of_ranks(size):
+def test_global_batch_is_the_same_on_any_number_of_ranks(size):
     plan = plan_on(size, "--global_batch", "32", "--per_device_train_batch_size", "8")
     taken = [[len(ids) for ids in plan.rank_windows(0, rank)] for rank in range(size)]
     assert sum(map(sum, taken)) == plan.global_batch == 32
     assert max(map(max, taken)) <= 8 and all(map(sum, taken))
-    assert len({len(passes) for passes in taken}) == 1
+    assert len({len(batches) for batches in taken}) == 1
 
 
 @pytest.mark.parametrize(

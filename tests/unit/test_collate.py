@@ -1,4 +1,4 @@
-"""Windows to tensors, compared with a reference of one token at a time; prefetching in the order of the plan."""
+"""Windows to tensors, compared with a reference that takes single tokens; prefetching in the order of the plan."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def windows(rows) -> WindowTable:
 def test_batch(rows, windows, ids):
     chosen = [rows[i] for i in ids]
     lengths = [len(row["input_ids"]) for row in chosen]
-    places = [(row, place) for row in chosen for place in range(len(row["input_ids"]))]
+    tokens = [(row, position) for row in chosen for position in range(len(row["input_ids"]))]
     batch = Collator(windows, CPU)(ids)
-    assert batch.input_ids.tolist() == [[row["input_ids"][place] for row, place in places]]
-    assert batch.token_type_ids.tolist() == [[int(place >= row["context_start"]) for row, place in places]]
-    assert batch.position_ids.tolist() == [[place for _, place in places]]
+    assert batch.input_ids.tolist() == [[row["input_ids"][position] for row, position in tokens]]
+    assert batch.token_type_ids.tolist() == [[int(position >= row["context_start"]) for row, position in tokens]]
+    assert batch.position_ids.tolist() == [[position for _, position in tokens]]
     assert batch.starts.tolist() == [rows[i]["start_position"] for i in ids]
     assert batch.ends.tolist() == [rows[i]["end_position"] for i in ids]
     assert batch.lengths == lengths

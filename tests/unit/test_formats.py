@@ -1,4 +1,4 @@
-"""Questions from files in the formats, and from the hub in the columns, that people have."""
+"""Questions from files of all formats, and from the hub with other columns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def as_lines(rows: Rows) -> bytes:
 
 
 def as_csv(rows: Rows, delimiter: str = ",") -> bytes:
-    """Objects are JSON in their cells."""
+    """Write CSV with objects as JSON."""
     out = io.StringIO()
     writer = csv.writer(out, delimiter=delimiter)
     writer.writerow(rows[0])
@@ -62,7 +62,7 @@ def read(tmp_path: Path, content: Any, reading: Reading = Reading(), v2: bool = 
 
 @pytest.fixture
 def questions(make_questions) -> list[Question]:
-    """With commas, quotes, line breaks and other characters than ASCII, and one without an answer."""
+    """Questions with commas, quotes, line breaks and other characters than ASCII, and one without an answer."""
     odd = 'He said, "東京\r\nis a;\tcity", and left.'
     made = [dataclasses.replace(question, context=f"{question.context} {odd}") for question in make_questions(5)]
     first = Question("first", 'A "title"', odd, 'Which "city"?', ("東京",), (odd.index("東京"),))
@@ -89,7 +89,7 @@ def test_missing_columns_are_named_with_the_flags(tmp_path, make_questions, to_r
 
 
 @pytest.mark.parametrize("name", ["JSON", "CSV", "Parquet", "SQuAD"])
-def test_questions_without_an_id_get_their_place(tmp_path, make_questions, to_rows, to_squad, name):
+def test_questions_without_an_id_get_their_path(tmp_path, make_questions, to_rows, to_squad, name):
     questions = make_questions(3)
     for keys in ([None, None, None], [None, "", "mine"]):
         rows, document = to_rows(questions), to_squad(questions)
@@ -118,15 +118,10 @@ def test_rows_of_csv_that_cannot_be_read(tmp_path, make_questions, to_rows):
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
-def test_line_ends_of_csv(tmp_path, make_questions, to_rows, end):
-    content = as_csv(to_rows(make_questions(3))).replace(b"\r\n", end)
-    assert read(tmp_path, content) == make_questions(3)
-
-
-def test_contexts_of_200_000_characters(tmp_path, make_questions, to_rows):
-    (question,) = make_questions(1)
-    long = dataclasses.replace(question, context=question.context + " x" * 100_000)
-    assert read(tmp_path, as_csv(to_rows([long]))) == [long]
+def test_line_ends_and_long_texts_of_csv(tmp_path, make_questions, to_rows, end):
+    questions = make_questions(3)
+    questions[1] = dataclasses.replace(questions[1], context=questions[1].context + " x" * 100_000)
+    assert read(tmp_path, as_csv(to_rows(questions)).replace(b"\r\n", end)) == questions
 
 
 # --- the hub, and prediction ---------------------------------------------------------------------
@@ -182,7 +177,7 @@ ROW = {"id": "q", "context": CONTEXT, "question": "Where?"}
 EXPECTED = Question("q", "", CONTEXT, "Where?", ("London",), (16,))
 
 
-def placed(questions: list[Question]) -> list[tuple[str, tuple[str, ...], tuple[int | None, ...]]]:
+def answers_of(questions: list[Question]) -> list[tuple[str, tuple[str, ...], tuple[int | None, ...]]]:
     return [(question.id, question.answer_texts, question.answer_starts) for question in questions]
 
 
@@ -201,19 +196,15 @@ NESTED = {
 
 @pytest.mark.parametrize("name", NESTED)
 def test_levels_that_are_missing_or_repeated(tmp_path, name):
-    assert placed(read(tmp_path, NESTED[name])) == [("q", ("London",), (16,))]
+    assert answers_of(read(tmp_path, NESTED[name])) == [("q", ("London",), (16,))]
 
 
 @pytest.mark.parametrize("name", ["JSON", "JSON Lines", "Parquet"])
 def test_nested_rows_keep_squads_names(tmp_path, name):
-    content = FORMATS[name]([ARTICLE])
-    assert placed(read(tmp_path, content, Reading(question_column="query"))) == [("q", ("London",), (16,))]
-
-
-@pytest.mark.parametrize("copies", [ARTICLE, PARAGRAPH], ids=["articles", "paragraphs"])
-def test_several_lines(tmp_path, copies):
-    lines = [json.dumps(copies).replace('"q"', f'"q{n}"') for n in range(3)]
-    assert [q.id for q in read(tmp_path, "\n".join(lines))] == ["q0", "q1", "q2"]
+    second = {"paragraphs": [{"context": CONTEXT, "qas": [{**ENTRY, "id": "second"}]}]}
+    content = FORMATS[name]([ARTICLE, {"title": "", **second}])
+    found = answers_of(read(tmp_path, content, Reading(question_column="query")))
+    assert found == [("q", ("London",), (16,)), ("second", ("London",), (16,))]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +227,7 @@ def test_missing_levels_are_named_without_flags(tmp_path, content, named):
 def test_unanswered(tmp_path, name, answers):
     entry = {**ROW, "answers": answers}
     content = [{"context": CONTEXT, "qas": [entry]}] if name == "nested" else FORMATS[name]([entry])
-    assert placed(read(tmp_path, content, v2=True)) == [("q", (), ())]
+    assert answers_of(read(tmp_path, content, v2=True)) == [("q", (), ())]
     with refused("no answer", "--version_2_with_negative"):
         read(tmp_path, content)
 
@@ -249,7 +240,7 @@ def test_is_impossible_as_other_types(tmp_path, name, yes, no):
     with refused("is_impossible"):
         read(tmp_path, FORMATS[name]([{**row, "is_impossible": yes}]), v2=True)
     unanswered = FORMATS[name]([{**row, "is_impossible": yes, "answers": "", "answer_start": ""}])
-    assert placed(read(tmp_path, unanswered, v2=True)) == [("q", (), ())]
+    assert answers_of(read(tmp_path, unanswered, v2=True)) == [("q", (), ())]
 
 
 # --- pandas' habits ------------------------------------------------------------------------------
@@ -260,7 +251,7 @@ def test_csv_of_pandas(tmp_path, caplog, index, missing):
     text = f"{index},id,context,question,answers,answer_start\n0,7.0,{CONTEXT},Where?,London,16.0\n"
     source = squad.open_file(write(tmp_path, text + f"1,,{CONTEXT},Who cooked?,{missing},{missing}\n"), True)
     questions, findings = source.load()
-    assert placed(questions) == [("7", ("London",), (16,)), ("line 3", (), ())]
+    assert answers_of(questions) == [("7", ("London",), (16,)), ("line 3", (), ())]
     assert findings.columns == f"id, context, question, answers, answer_start; the index column {index!r} is ignored"
 
 
@@ -276,12 +267,12 @@ def test_numbers_of_pandas(tmp_path, name):
     with refused("answers[0].text", "2.5"):
         read(tmp_path, FORMATS[name]([{**first, "answers": 2.5}]))
     years = [{**ROW, "context": "In 1912.", "answers": 1912.0, "answer_start": 3}]  # a column of years
-    assert placed(read(tmp_path, FORMATS[name](years))) == [("q", ("1912",), (3,))]
+    assert answers_of(read(tmp_path, FORMATS[name](years))) == [("q", ("1912",), (3,))]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_texts_stay_texts(tmp_path, name):
-    """No format turns words for missing values, numbers or dates into something else."""
+    """No format converts words for missing values, numbers or dates."""
     texts = {"007": "123", "1e3": "NA", "None": "None", "v1.0-3": "true", "z": "[1]", "set": "{1}"}
     rows = [
         {"id": id_, "context": f"{text} it", "question": "2020-01-01", "answers": text} for id_, text in texts.items()
@@ -306,7 +297,7 @@ def test_objects_in_cells(tmp_path, cell):
         read(tmp_path, FORMATS["CSV"]([{**ROW, "answers": "['London' 'Ada']"}]))
 
 
-def test_one_text_with_a_list_of_places(tmp_path):
+def test_one_text_with_a_list_of_starts(tmp_path):
     context = "Ada met Ada."
     (question,) = read(tmp_path, [{**ROW, "context": context, "answers": "Ada", "answer_start": [8, 0]}])
     assert (question.answer_texts, question.answer_starts) == (("Ada", "Ada"), (8, 0))
@@ -319,11 +310,11 @@ def test_columns_by_other_names_are_logged(tmp_path):
     assert squad.open_file(write(tmp_path, [{**ROW, "answers": "London"}]), False).load()[1].columns == ""
 
 
-# --- answers without a place, and Unicode --------------------------------------------------------
+# --- answers without a start, and Unicode --------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_answers_without_a_place_are_found(tmp_path, name):
+def test_answers_without_a_start_are_found(tmp_path, name):
     rows = [{**ROW, "answers": "London"}]
     assert read(tmp_path, FORMATS[name](rows)) == [EXPECTED]
     for context, reason in (("London and London", "more than once"), ("aLonLondo", "not in its context")):
@@ -331,18 +322,18 @@ def test_answers_without_a_place_are_found(tmp_path, name):
             read(tmp_path, FORMATS[name]([{**ROW, "context": context, "answers": "London"}]))
 
 
-def test_further_answers_need_no_place(tmp_path):
+def test_further_answers_need_no_start(tmp_path):
     rows = [{**ROW, "answers": ["London", "n", "Paris"]}]
-    assert placed(read(tmp_path, rows)) == [("q", ("London", "n", "Paris"), (16, None, None))]
+    assert answers_of(read(tmp_path, rows)) == [("q", ("London", "n", "Paris"), (16, None, None))]
 
 
 @pytest.mark.parametrize(("of_context", "of_answer"), [("NFC", "NFD"), ("NFD", "NFC")])
 def test_unicode_forms(tmp_path, of_context, of_answer):
     context, answer = normalize(of_context, "Le café Émile."), normalize(of_answer, "Émile")
     start = context.index(normalize(of_context, answer))
-    for place in (start, None):
-        rows = [{**ROW, "context": context, "answers": {"text": [answer], "answer_start": [place]}}]
-        assert placed(read(tmp_path, rows)) == [("q", (normalize(of_context, answer),), (start,))]
+    for given in (start, None):
+        rows = [{**ROW, "context": context, "answers": {"text": [answer], "answer_start": [given]}}]
+        assert answers_of(read(tmp_path, rows)) == [("q", (normalize(of_context, answer),), (start,))]
     rows[0]["answers"]["answer_start"] = [normalize(of_answer, context).index(answer)]
     with refused("'q'", "Unicode forms differ", "NFC"):
         read(tmp_path, rows)

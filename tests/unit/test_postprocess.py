@@ -48,7 +48,7 @@ def window(
 
 
 def reference(q: Question, windows: list[WindowLogits], options: SpanOptions) -> Answer:
-    """Sorts all pairs of all windows, then follows run_qa's last steps."""
+    """Sort all pairs of all windows, then follow run_qa's last steps."""
     spans: list[tuple[float, int, int, float, float]] = []
     for w in windows:
         for s in range(len(w.char_starts)):

@@ -158,7 +158,7 @@ def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):  # 
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of answers, as others read them."""
+    """Read a file of answers by other libraries."""
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in path.read_bytes().decode().splitlines()]
     rows = {".csv": pandas.read_csv, ".parquet": pandas.read_parquet}[path.suffix](path, dtype_backend="pyarrow")

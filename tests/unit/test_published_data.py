@@ -1,4 +1,4 @@
-"""Published data sets in their own shapes, and with mistakes as they have them: all are read, to the same windows."""
+"""Published data sets with their layouts and mistakes: the windows have the right answers."""
 # ruff: noqa: RUF001  # other scripts
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Entry = dict[str, Any]
 
 
 def nested(entries: list[Entry], context: str, **keys: Any) -> Any:
-    """SQuAD's own layout. `keys`: further ones of a paragraph."""
+    """SQuAD's nested layout. `keys`: further keys of a paragraph."""
     return {"version": "1.1", "data": [{"title": "t", "paragraphs": [{"context": context, "qas": entries, **keys}]}]}
 
 
@@ -34,7 +34,7 @@ def flat(entries: list[Entry], context: str, **keys: Any) -> Any:
 
 
 def off_by(number: int) -> Callable[[Entry], None]:
-    """Answers whose places are wrong."""
+    """Shift the start of an answer."""
 
     def change(answer: Entry) -> None:
         answer["answer_start"] += number
@@ -43,7 +43,7 @@ def off_by(number: int) -> Callable[[Entry], None]:
 
 
 def text(change_text: Callable[[str], str]) -> Callable[[Entry], None]:
-    """Answers whose texts are not as in the context."""
+    """Change the text of an answer."""
 
     def change(answer: Entry) -> None:
         answer["text"] = change_text(answer["text"])
@@ -94,7 +94,7 @@ SETS = {
     ),
     "TQuAD": Published(nested, "Fatih 1453 yılında aldı.", (["1453"], ["Fatih"]), change=off_by(400)),
     "PersianQA": Published(nested, "شرکت در تهران است.", (["تهران"], ["شرکت"]), (9318, 9319), off_by(2), v2=True),
-    "PIAF": Published(nested, "Il naît à Paris.", (["Il"], ["Paris"]), ("p1", "p2"), text(lambda place: f"{place} ")),
+    "PIAF": Published(nested, "Il naît à Paris.", (["Il"], ["Paris"]), ("p1", "p2"), text(lambda city: f"{city} ")),
     "GermanQuAD": Published(
         nested,
         "Köln liegt am Rhein.",

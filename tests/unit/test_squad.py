@@ -1,4 +1,4 @@
-"""Questions from SQuAD's layouts, nested and flat, and what is refused, with its place."""
+"""Questions from SQuAD's layouts, nested and flat, and refused files with the paths of their mistakes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(tmp_path: Path, content: object, name: str = "data.any") -> Path:  # t
 
 
 def check(path: Path, *named: str) -> None:
-    """The file is refused with a message that names it and these."""
+    """Expect that the file is refused with a message that begins with its path and has these values."""
     with pytest.raises(UserError) as caught:
         squad.open_file(path, False).questions()
     assert str(caught.value).startswith(f"{path}: ")
@@ -132,7 +132,7 @@ def test_files_that_are_not_questions(tmp_path, content, named):
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "named"),
+    ("keys", "value", "named"),
     [
         (("paragraphs", 2, "context"), ["a"], "data[1].paragraphs[2].qas[0].context"),
         (("paragraphs", 2, "qas", 0), "text", "data[1].paragraphs[2].qas[0]"),
@@ -141,12 +141,12 @@ def test_files_that_are_not_questions(tmp_path, content, named):
         (("paragraphs", 2, "qas", 0, "is_impossible"), "maybe", '"maybe"'),
     ],
 )
-def test_wrong_structure_names_the_place(tmp_path, make_questions, to_squad, place, value, named):
+def test_wrong_structure_names_the_path(tmp_path, make_questions, to_squad, keys, value, named):
     content = to_squad(make_questions(10))
     parent = content["data"][1]
-    for key in place[:-1]:
+    for key in keys[:-1]:
         parent = parent[key]
-    parent[place[-1]] = value
+    parent[keys[-1]] = value
     check(write(tmp_path, content), named)
 
 
@@ -175,7 +175,7 @@ def test_wrong_answers_in_a_flat_row(tmp_path, make_questions, to_rows, answers,
         ({"id": "q0"}, ["[0]"]),
     ],
 )
-def test_mistakes_name_the_question_and_its_place(tmp_path, make_questions, to_rows, change, named):
+def test_mistakes_name_the_question_and_its_path(tmp_path, make_questions, to_rows, change, named):
     questions = make_questions(3)
     questions[2] = dataclasses.replace(questions[2], **change)
     check(write(tmp_path, to_rows(questions)), f"question {questions[2].id!r} ([2]", *named)

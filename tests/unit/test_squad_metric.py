@@ -139,6 +139,6 @@ def test_best_threshold_above_the_used_one_needs_the_best_spans() -> None:
 
 @pytest.mark.parametrize(("threshold", "exact"), [({"null_score_diff_threshold": 0.5}, 100.0), ({}, 0.0)])
 def test_odds_must_exceed_the_threshold(threshold: dict[str, float], exact: float) -> None:
-    """By default it is 0."""
+    """The default threshold is 0."""
     scores = score([question("q", ["Ada"])], {"q": "Ada"}, {"q": 0.5}, True, **threshold)
     assert scores["exact_match"] == exact

@@ -157,7 +157,7 @@ def test_evaluation_gets_the_settings_of_the_training_and_its_weights(base_model
 
 
 def test_evaluation_of_a_model_from_elsewhere(base_model):
-    """No training has left its settings there: a model of transformers stays as `load` made it."""
+    """Without the settings of a training, a model of transformers has the weights that `load` gave it."""
     task = evaluating("masked:Masked", "base", "--train_file=texts.txt")
     assert task.trained is None and task.settings.model.model_name_or_path == "base"
 

@@ -41,7 +41,7 @@ FILES = ("--train_file=train.jsonl", "--validation_file=train.jsonl")
 
 @pytest.fixture
 def workdir(tmp_path, tokenizer, monkeypatch):
-    """A folder with a tiny model, with 12 pairs of texts, and with the variations of the guide."""
+    """A folder with a tiny model, 12 pairs of texts, and the variations of the guide."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(documented.REPOSITORY / "examples")
@@ -63,7 +63,7 @@ def made(*flags, task=TASK, files=FILES, model="--config_name=model"):
 
 
 def saved(task, name="saved"):
-    """The task's model in a folder as a training leaves it."""
+    """Save the task's model as a training does."""
     Path(name).mkdir()
     run_folder.save_model(Path(name), task)
     save(task.config.as_flat(), Path(name) / "train_config.yaml")
@@ -71,7 +71,7 @@ def saved(task, name="saved"):
 
 
 def predicted(run, file, task=TASK):
-    """The rows that `hvd-bert predict` writes."""
+    """Run `hvd-bert predict` and read the rows that it writes."""
     words = (run, "--input", file, "--output", "out.parquet", "--overwrite")
     answered(*words, by=lambda flags, world: predict_file(flags, task, world))
     return read_rows(Path("out.parquet"))
@@ -205,7 +205,7 @@ def test_words_that_are_no_texts_are_refused(workdir):
 
 
 def test_labels_and_columns_of_csv(workdir):
-    """Numbers, which are texts in CSV: in their order, in both notations, and never the texts to classify."""
+    """Numbers, which are texts in CSV, are ordered labels in both notations, and never the texts to classify."""
     lines = [f"{n},{n}.5,True,word {n},{label}\n" for n, label in enumerate(("10", "9.0", "9", "10.0", "-1"))]
     Path("t.csv").write_text("".join(["uid,price,ok,note,label\n", *lines]))
     task = made(files=["--train_file=t.csv", "--validation_file=t.csv"])

@@ -1,4 +1,4 @@
-"""The split into windows: compared with the tokenizer's own windows, and properties of all windows."""
+"""The split into windows: labels compared with a slow search, single cases, and unsupported tokenizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer, cut
 
 
 def to_windows(tokenizer, questions, length=384, stride=128):
-    """(rows of the table, counts)"""
+    """Cut questions. Returns the rows of the table, and the counts."""
     batches, counts = cut(WindowTokenizer(tokenizer, WindowOptions(length, stride)), questions, 0)
     return [row for batch in batches for row in batch.to_pylist()], counts
 
@@ -50,7 +50,7 @@ texts = st.lists(st.sampled_from(PIECES), min_size=1, max_size=80).map("".join).
 
 @st.composite
 def cases(draw):
-    """(questions, length, stride), where each context occurs in up to three questions."""
+    """Draw questions, length and stride. Each context occurs in up to three questions."""
     questions = []
     for context in draw(st.lists(texts, min_size=1, max_size=3)):
         for _ in range(draw(st.integers(1, 3))):

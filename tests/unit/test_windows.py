@@ -1,4 +1,4 @@
-"""The table of windows: its content, when it is rebuilt, and by which rank."""
+"""The table of windows: its content, its cache, and the ranks that check it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def source(make_questions):
 
 
 def cached_table(cache: Path) -> tuple[Path, int]:
-    """The cache's only table, and the file's inode: another one was built again."""
+    """The path of the cache's only table, and its inode, which changes if it is built again."""
     (file,) = cache.glob("*/windows.arrow")
     return file, file.stat().st_ino
 
