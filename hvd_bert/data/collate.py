@@ -77,6 +77,7 @@ class Batch:
         return self.input_ids.numel() if self.num_windows else 0
 
 
+@dataclass(frozen=True, eq=False)
 class Collator:
     """Makes batches on a device from a table of windows (columns: see `hvd_bert.data.window_table`).
 
@@ -84,13 +85,10 @@ class Collator:
     batches.
     """
 
-    def __init__(
-        self, windows: WindowTable, device: torch.device, pad_to: int | None = None, bucket: Bucket | None = None
-    ) -> None:
-        self.windows = windows
-        self.device = device
-        self.pad_to = pad_to
-        self.bucket = bucket
+    windows: WindowTable
+    device: torch.device
+    pad_to: int | None = None
+    bucket: Bucket | None = None
 
     def __call__(self, ids: Sequence[int] | np.ndarray) -> Batch:
         """Make a batch of the windows `ids`. Without ids, it has one window that does not count."""

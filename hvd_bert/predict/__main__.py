@@ -21,7 +21,6 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from hvd_bert.config.command_line import add_flag, trained_settings
 from hvd_bert.config.data import ANSWERING, QUESTION_ANSWERING
@@ -46,28 +45,17 @@ def _predict(argv: list[str] | None) -> None:
     launcher = find_launcher(os.environ)
     flags = parse_flags(argv, launcher)
     task = trained_settings(flags.model).get("task", QUESTION_ANSWERING)
-    if flags.output:
-        _on_all_ranks(flags, task, launcher)
-    with collector_paused():
-        from hvd_bert.predict import answering
-    answering.run(flags)
-
-
-def _on_all_ranks(flags: argparse.Namespace, task: str, launcher: Launcher) -> NoReturn:
-    # torch.distributed joins the ranks of any launcher, and a single process needs neither it nor Horovod.
-    flags.strategy = "none" if launcher.is_alone else "ddp"
     with collector_paused():
         from hvd_bert.distributed.runner import run_as_rank
-
-        if task == QUESTION_ANSWERING:
-            from hvd_bert.predict.answering import answer_file
-
-            predict = partial(answer_file, flags)
-        else:
-            from hvd_bert.predict.rows import predict_file
-
-            predict = partial(predict_file, flags, task)
-    run_as_rank(predict, flags.strategy)
+        from hvd_bert.predict.answering import answer_file, run
+        from hvd_bert.predict.rows import predict_file
+    if not flags.output:
+        run(flags)
+        return
+    # torch.distributed joins the ranks of any launcher, and a single process needs neither it nor Horovod.
+    flags.strategy = "none" if launcher.is_alone else "ddp"
+    answers = task == QUESTION_ANSWERING
+    run_as_rank(partial(answer_file, flags) if answers else partial(predict_file, flags, task), flags.strategy)
 
 
 def parse_flags(argv: list[str] | None, launcher: Launcher) -> argparse.Namespace:

@@ -67,7 +67,8 @@ def written(new: Path, suffix: str, schema: pa.Schema) -> Iterator[Write]:
         file = ParquetWriter(new, schema)
         write = file.write_table
     else:
-        file = CSVWriter(new, pa.schema([(field.name, _flat(field.type)) for field in schema]))
+        types = [pa.string() if pa.types.is_nested(kind) else kind for kind in schema.types]
+        file = CSVWriter(new, pa.schema(list(zip(schema.names, types, strict=True))))
         write = partial(_write_csv, file)
     try:
         yield write
@@ -80,10 +81,6 @@ def written(new: Path, suffix: str, schema: pa.Schema) -> Iterator[Write]:
 
 def _write_lines(file: Any, table: pa.Table) -> None:
     file.writelines(f"{_json(row)}\n" for row in table.to_pylist())
-
-
-def _flat(kind: pa.DataType) -> pa.DataType:
-    return pa.string() if pa.types.is_nested(kind) else kind
 
 
 def _write_csv(writer: CSVWriter, table: pa.Table) -> None:

@@ -126,11 +126,13 @@ def check_ids(sources: Sequence[Source], questions: Sequence[Sequence[Question]]
             raise UserError(f"{first[other.id]} and {source.name} share the id {SHORT.repr(other.id)}. Change one.")
 
 
+@dataclass
 class Columns:
     """The columns of flat rows. `used`: description of the chosen columns; "" if they have SQuAD's names."""
 
-    def __init__(self, name: str, reading: Reading) -> None:
-        self.name, self.reading, self.used = name, reading, ""
+    name: str
+    reading: Reading
+    used: str = ""
 
     def choose(self, present: list[str]) -> list[str]:
         """Choose the columns of a file to read. Raises UserError if one is missing, or occurs twice."""
