@@ -96,7 +96,7 @@ class BatchPlan:
 
 
 class HeaviestFirst(BatchPlan):
-    """A plan that begins with an epoch's step with the most tokens, which needs the most memory."""
+    """A plan whose first step is the epoch's step with the most tokens: it needs the most memory."""
 
     def step_windows(self, step: int) -> Ids:
         return super().step_windows(step or self._heaviest)

@@ -152,7 +152,8 @@ class Prefetcher:
     """
 
     def __init__(self, plan: BatchPlan, collate: Callable[[Ids], Any], rank: int, first: int) -> None:
-        self._plan = plan
+        self.plan = plan
+        self.rank = rank
         self._collate = collate
         self._ids = (ids for step in itertools.count(first) for ids in plan.rank_windows(step, rank))
         self._next = first
@@ -164,7 +165,7 @@ class Prefetcher:
         """Yield the micro-batches of a step. Steps must be requested in order."""
         assert step == self._next, f"step {step} instead of {self._next}"
         self._next += 1
-        for _ in range(self._plan.accumulation):
+        for _ in range(self.plan.accumulation):
             self._fill()
             yield self._ahead.popleft().result()
 

@@ -244,7 +244,7 @@ def _write(folder: Path, source: Source, window_tokenizer: WindowTokenizer, show
 
 
 def _opened(entry: Path) -> WindowTable:
-    """The table in a folder of the cache. Raises UserError if it is damaged, as far as its shape shows."""
+    """Open the table in a folder of the cache. Raises UserError if it is truncated or malformed."""
     with cache.reading(entry):
         meta = convert(read_json(entry / _META), _Meta)
         with pa.ipc.open_stream(pa.memory_map(str(entry / _DATA))) as stream:

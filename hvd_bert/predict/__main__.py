@@ -77,7 +77,7 @@ def parse_flags(argv: list[str] | None, launcher: Launcher) -> argparse.Namespac
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command's flags."""
+    """Make the parser of the command's flags."""
     description = "Answer questions with a trained model, or predict."
     parser = Parser(prog="hvd-bert predict", description=description, formatter_class=HelpFormatter)
     parser.add_argument(

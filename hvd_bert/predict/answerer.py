@@ -159,7 +159,7 @@ def blocks(questions: Iterable[Question]) -> Iterator[list[Question]]:
 
 
 def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Complete the given settings by those of the model's training, if it recorded them."""
+    """Complete the given settings by the recorded settings of the training."""
     trained = trained_settings(model)
     task = trained.get("task", QUESTION_ANSWERING)
     if task != QUESTION_ANSWERING:

@@ -139,7 +139,7 @@ def _named_classes(config: Any, classes: Sequence[str]) -> list[str]:
     order = [name.lower() for name in before]
     if not classes:
         classes = before
-    elif sorted(map(str.lower, classes)) == sorted(order):  # run_glue does the same
+    elif sorted(map(str.lower, classes)) == sorted(order):  # as in run_glue
         classes = sorted(classes, key=lambda name: order.index(name.lower()))
     config.num_labels = len(classes)
     config.problem_type = "regression" if len(classes) == 1 else None

@@ -155,7 +155,7 @@ class QuestionAnswering(EncoderTask):
         return "  ".join([f"{scores}  on {metrics['total']:.0f} questions", *of_files])
 
     def files(self, outputs: list[Answer]) -> dict[str, Any]:
-        """Make run_qa's files and the samples. The odds of "no answer" are only in those of v2.0."""
+        """Make run_qa's files and the samples. Only v2.0 has odds of "no answer"."""
         assert self.dev is not None
         v2 = self.config.data.version_2_with_negative
         odds = {answer.id: answer.null_odds for answer in outputs if answer.null_odds is not None}

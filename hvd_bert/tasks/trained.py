@@ -19,7 +19,7 @@ _TRAINING_FLAGS -= {"task", "max_eval_samples", "pad_to_max_length"}  # the last
 
 
 def as_trained(config: Config) -> Config | None:
-    """Complete the settings of model, data and seed by those of the training in --model_name_or_path.
+    """Complete the settings of model, data and seed by the training's, from --model_name_or_path.
 
     Given settings stay, and given data replace all data of the training. None without a training's settings there.
     """

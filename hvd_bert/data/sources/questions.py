@@ -37,7 +37,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings for reading a source. The columns are those of flat rows.
+    """Settings for reading a source. Only flat rows have columns.
 
     `bad_examples`: "error", or "skip" to leave out questions with a mistake. `purpose`: "training" needs the positions
     of the answers, "evaluation" their texts, "prediction" neither.

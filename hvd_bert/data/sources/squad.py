@@ -41,7 +41,7 @@ class Source:
     load: Callable[[], tuple[list[Question], Findings]] = field(repr=False, compare=False)
 
     def questions(self) -> list[Question]:
-        """The questions that `load` returns."""
+        """Load the questions only."""
         return self.load()[0]
 
 
