@@ -30,7 +30,7 @@ _LEFTOVER_AGE_S = 24 * 3600.0
 
 
 def default_cache_dir() -> Path:
-    """Folder of the cached windows: `windows` in `$HVD_BERT_CACHE`, else in `$XDG_CACHE_HOME/hvd_bert`, else in `~/.cache/hvd_bert`."""
+    """Folder of the cached windows, in $HVD_BERT_CACHE, $XDG_CACHE_HOME/hvd_bert or ~/.cache/hvd_bert."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("HVD_BERT_CACHE") or Path(caches) / "hvd_bert") / "windows"
 
