@@ -135,7 +135,7 @@ class Mutant(HorovodStrategy):
 
 class MutantPlan(BatchPlan):
     def rank_windows(self, step: int, rank: int) -> list[Ids]:
-        (other,) = BatchPlan(**vars(self) | {"parts": OTHER_FILES}).rank_windows(step, rank)
+        (other,) = BatchPlan(**vars(self) | {"mixture": OTHER_FILES}).rank_windows(step, rank)
         return [Now.mutated("plan", rank, step + 1, other, ids) for ids in super().rank_windows(step, rank)]
 
 
