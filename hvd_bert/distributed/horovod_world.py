@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import torch
 
-from hvd_bert.distributed import mpi, rendezvous, watchdog
+from hvd_bert.distributed import mpi, watchdog
+from hvd_bert.distributed.horovod_rendezvous import join_horovodrun, serve_horovod
 from hvd_bert.distributed.interfaces import (
     address_towards,
     apply_setting,
@@ -31,6 +32,7 @@ from hvd_bert.distributed.launch import (
     is_elastic,
     number,
 )
+from hvd_bert.distributed.rendezvous import world_store
 from hvd_bert.distributed.world import CollectiveError, ProcessState, World
 from hvd_bert.errors import UserError, log
 
@@ -76,12 +78,11 @@ class HorovodWorld(World):
             import horovod.torch.mpi_ops  # noqa: F401  # horovod.torch hides an error of its library
         served = launcher.has_store and not launcher.row.by_mpi and not launcher.is_alone
         if served:
-            rendezvous.serve_horovod(launcher)
+            os.environ.update(serve_horovod(launcher))
         else:
             apply_setting(os.environ)
         if launcher.name == "horovodrun":
-            rendezvous.check_horovodrun()
-            rendezvous.serve_again()
+            os.environ.update(join_horovodrun())
         by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi"
         with _loading():
             comm = mpi.join(launcher) if by_mpi else None
@@ -89,7 +90,7 @@ class HorovodWorld(World):
         if elastic:
             process.watch_hosts()
         stalled_after_s = watchdog.configure_stall_limits(os.environ, elastic)
-        if not by_mpi and not served:  # `serve_horovod` has checked it
+        if not by_mpi and not served:  # else `meet` has checked it
             _check_own_name()
         before = _connections_now() if elastic else set()
         hvd.init()
@@ -116,12 +117,8 @@ class HorovodWorld(World):
 
     def _store(self) -> Any:
         """A key-value store for the watchdog; None if a rank cannot reach it."""
-        chosen = interface_address(os.environ.get("HOROVOD_GLOO_IFACE"))
-        # A host may resolve its own name to the loopback, where other hosts do not reach it.
-        others = [host for host in self.hosts if host != self.host]
-        address = chosen or (address_towards(others[0]) if others else None) or self.host
         try:
-            return rendezvous.world_store(self, address)
+            return world_store(self, "HOROVOD_GLOO_IFACE")
         except CollectiveError as error:  # on all ranks; training works without it
             if self.rank == 0:
                 log.warning("If a rank stalls, it cannot be named: %s", error)

@@ -1,17 +1,13 @@
-"""Rendezvous of the ranks for torch.distributed and Horovod, from what each launcher provides.
+"""Rendezvous of the ranks in a key-value store, by what each launcher provides.
 
-What is served here listens only on the address through which the other ranks come, unless that is another's: a
-service's in Kubernetes.
+Servers bind only to the address that the other ranks use, or to all if MASTER_ADDR is a Kubernetes service's.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -32,9 +28,7 @@ from hvd_bert.distributed.interfaces import (
 from hvd_bert.distributed.launch import (
     Launcher,
     gloo_timeout_s,
-    horovodrun_address,
     host_name,
-    is_elastic,
     number,
 )
 from hvd_bert.distributed.launchers import AGENT, FIRST_NODE
@@ -52,32 +46,32 @@ SAME_ADDRESS = (
     " must run."
 )
 
-_joins = count()  # a process may join several worlds, one after another
+joins = count()  # numbers the worlds that this process joins, one after another
 
 
 def program_group() -> Launcher | None:
     """The process group of torch.distributed that the program has initialized, with its store; None without one.
 
-    It stays when a run ends. Call this once per join: the store has other keys each time.
+    The program's group stays when a run ends. Call this once per join: each call gives the store other keys.
     """
     if not distributed.is_initialized():
         return None
     rank, store = distributed.get_rank(), distributed.distributed_c10d._get_default_store()
-    # Counted in the store: the processes of a group need not have joined equally many worlds before.
-    joins = store.add(f"hvd_bert.joins.{rank}", 1)
-    return Launcher("a process group", distributed.get_world_size(), rank, PrefixStore(f"hvd_bert/{joins}", store))
+    # Counted in the store: the processes of a group may have joined different numbers of worlds before.
+    join = store.add(f"hvd_bert.joins.{rank}", 1)
+    return Launcher("a process group", distributed.get_world_size(), rank, PrefixStore(f"hvd_bert/{join}", store))
 
 
 def serve_store(address: str | None, port: int = 0) -> Any:
-    """A key-value store that this process serves at `address` only, a name or an IP address; port 0: at a free port.
+    """Serve a key-value store at `address` only, a name or an IP address; None: at all addresses. Port 0: a free port.
 
-    None: at all addresses. Raises UserError if it cannot.
+    Raises UserError if this host cannot.
     """
     both = address is None and socket.has_dualstack_ipv6()
     named = address or ("::" if both else "0.0.0.0")
     try:
-        family, _, _, _, place = socket.getaddrinfo(named, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(place[:2], family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
+        family, *_, found = socket.getaddrinfo(named, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(found[:2], family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
     except OSError as error:
         raise UserError(
             f"{socket.gethostname()} cannot serve the other ranks at {named}{f':{port}' if port else ''} ({error})."
@@ -90,7 +84,7 @@ def serve_store(address: str | None, port: int = 0) -> Any:
 
 
 def reach_store(host: str, port: int, patience_s: float, hint: str = SAME_ADDRESS) -> Any:
-    """A key-value store that another process serves. Raises UserError if nothing answers there in `patience_s`."""
+    """Connect to another process's key-value store. Raises CollectiveError if nothing answers in `patience_s`."""
     start, noted = time.monotonic(), False
     while True:
         try:  # a TCPStore would print its stack
@@ -117,9 +111,10 @@ def _store(host: str, port: int, hint: str = SAME_ADDRESS, **serving: Any) -> An
     return store
 
 
-def _unreachable(host: str, port: int, error: Exception, hint: str) -> UserError:
+def _unreachable(host: str, port: int, error: Exception, hint: str) -> CollectiveError:
+    """An error that this rank reports, since rank 0 does not find it."""
     here, reason = socket.gethostname(), str(error).splitlines()[0]
-    return UserError(f"{here} cannot reach the other ranks at {host}:{port} ({reason}). {hint}")
+    return CollectiveError(f"{here} cannot reach the other ranks at {host}:{port} ({reason}). {hint}", mine=True)
 
 
 def _start_s() -> int:
@@ -127,7 +122,7 @@ def _start_s() -> int:
 
 
 def exchange(store: Any, rank: int, size: int, name: str, value: str) -> list[str]:
-    """The value of every rank, once all have started. A collective. Raises CollectiveError if some do not start."""
+    """Gather a value of every rank, once all have started. Raises CollectiveError if some do not start."""
     keys = [f"hvd_bert.{name}.{other}" for other in range(size)]
 
     def missing() -> str:
@@ -152,54 +147,53 @@ def exchange(store: Any, rank: int, size: int, name: str, value: str) -> list[st
 
 
 def meet(store: Any, launcher: Launcher, variable: str) -> list[str]:
-    """The host of every rank, once all have started. Sets a library's variable to the interface towards other hosts.
+    """Gather the hosts of all ranks, and set a library's `variable` to this host's interface towards the other hosts.
 
-    The hosts' names need not resolve: each rank gives the address through which it reaches the store. Raises
-    CollectiveError on all ranks if some do not start, or one has no such interface.
+    Host names need not resolve: each rank gives the address through which it reaches the store. Raises CollectiveError
+    on all ranks if some ranks do not start or have no such interface, or if Horovod's Gloo cannot listen on some host.
     """
-    rank, size, here, server = launcher.rank or 0, launcher.size or 1, socket.gethostname(), _store_host(store)
-    places = exchange(store, rank, size, "place", f"{size} {here} {address_towards(server) or ''}")
-    sizes, hosts, addresses = zip(*(place.split(" ") for place in places), strict=True)
+    rank, size, here, server = launcher.rank or 0, launcher.size or 1, socket.gethostname(), store_host(store)
+    described = exchange(store, rank, size, "host", f"{size} {here} {address_towards(server) or ''}")
+    sizes, hosts, addresses = zip(*(text.split(" ") for text in described), strict=True)
     if len(set(sizes)) > 1:
-        raise UserError(f"The ranks were started for worlds of {' and '.join(sorted(set(sizes)))}. Give all one size.")
+        wrong = f"The ranks were started for worlds of {' and '.join(sorted(set(sizes)))}. Give all one size."
+        raise CollectiveError(wrong, mine=rank == 0)
     # Rank 0 may reach the store by the loopback: the others know a better address of it.
     others = [server] if hosts[0] != here else []
     others += [address for host, address in zip(hosts[1:], addresses[1:], strict=True) if host != here and address]
-    with _raise_on_all_ranks(store, rank, size, "interface"):
+    problem = ""
+    try:
         apply_setting(os.environ)
         choose_interface(os.environ, variable, others)
+        if variable == "HOROVOD_GLOO_IFACE":
+            check_own_name(interface_address(os.environ[variable]), beyond_this_host=len(set(hosts)) > 1)
+    except UserError as error:
+        problem = str(error)
+    for other, text in enumerate(exchange(store, rank, size, "problem", problem)):
+        if text:
+            raise CollectiveError(f"rank {other}: {text}", mine=rank == other)
     return list(hosts)
 
 
-@contextmanager
-def _raise_on_all_ranks(store: Any, rank: int, size: int, name: str) -> Iterator[None]:
-    """Turn a UserError of one rank inside into a CollectiveError on all ranks. `name`: of what is done inside."""
-    problem = ""
-    try:
-        yield
-    except UserError as error:
-        problem = str(error)
-    for other, text in enumerate(exchange(store, rank, size, name, problem)):
-        if text:
-            raise CollectiveError(f"rank {other}: {text}", mine=rank == other)
-
-
-def _store_host(store: Any) -> str:
-    """Where the store is served; for a file's, that a program's group may have, the host of this process."""
+def store_host(store: Any) -> str:
+    """The host that serves a store; this one for a FileStore, which a program's group may have."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return str(getattr(store, "host", None) or socket.gethostname())
 
 
-def world_store(world: World, address: str) -> Any:
-    """A key-value store for a world's ranks, which rank 0 serves at its `address` and a free port.
+def world_store(world: World, variable: str) -> Any:
+    """A key-value store for a world's ranks, which rank 0 serves at a free port, at its interface of `variable`.
 
-    Raises CollectiveError on all ranks if one of them cannot reach it.
+    Raises CollectiveError on all ranks if one of them cannot reach the store.
     """
+    others = [host for host in world.allgather(world.host) if host != world.host]
     store = None
     with world.raise_on_all_ranks():
         if world.rank == 0:
-            store = serve_store(address)
+            # A host may resolve its own name to the loopback, where other hosts do not reach it.
+            towards = address_towards(others[0]) if others else None
+            store = serve_store(interface_address(os.environ.get(variable)) or towards or world.host)
     host, port = world.broadcast((store and store.host, store and store.port))
     with world.raise_on_all_ranks():
         return store or reach_store(host, port, gloo_timeout_s(os.environ))
@@ -207,7 +201,7 @@ def world_store(world: World, address: str) -> Any:
 
 @cache
 def _slurm_store(rank: int, nodes: str, port: int) -> Any:
-    """A key-value store for the tasks of a Slurm step, which rank 0 serves on the first of the step's `nodes`."""
+    """A key-value store for the tasks of a Slurm step. Rank 0 serves it on the first of the step's `nodes`."""
     first, *others = expand_hosts(nodes)
     if others and os.environ.get("SLURMD_NODENAME", socket.gethostname()) == first:
         # A host may resolve its own name to the loopback, where other hosts do not reach it.
@@ -216,9 +210,10 @@ def _slurm_store(rank: int, nodes: str, port: int) -> Any:
 
 
 def launcher_store(launcher: Launcher) -> Any:
-    """A key-value store for the ranks of a launcher that has one. Raises UserError if it is not reached.
+    """The key-value store of a launcher's ranks. Raises UserError if this rank cannot reach or serve it.
 
-    Rank 0 serves it to the end of its process, except under torchrun and in a group: a slower rank may still use it.
+    Except under torchrun and in a program's group, rank 0 serves the store to the end of its process: a slower rank may
+    still use it.
     """
     rank = launcher.rank or 0
     if launcher.store:
@@ -229,11 +224,11 @@ def launcher_store(launcher: Launcher) -> Any:
         store = _slurm_store(rank, step_nodes(os.environ), step_port(os.environ))
     else:
         store = _master_store(rank, *_master())
-    return PrefixStore(str(next(_joins)), store)  # separates the keys of successive worlds in this process
+    return PrefixStore(str(next(joins)), store)  # other keys for each world of this process
 
 
 def _torchrun_store() -> Any:
-    """The key-value store of torchrun's agent, with other keys after each restart. Raises UserError if it is gone."""
+    """The key-value store of torchrun's agent, with other keys after each restart of the ranks."""
     host, port = _master()
     hint = "Start with torchrun. If its variables are left over from another job, unset TORCHELASTIC_RUN_ID."
     store = reach_store(host, port, 0, hint)  # the agent serves before it starts ranks
@@ -242,7 +237,7 @@ def _torchrun_store() -> Any:
 
 @cache
 def _master_store(rank: int, host: str, port: int) -> Any:
-    """A key-value store that rank 0 serves at MASTER_ADDR and MASTER_PORT, as torch's env:// rendezvous does."""
+    """A key-value store at MASTER_ADDR and MASTER_PORT. Rank 0 serves it, as in torch's env:// rendezvous."""
     if rank == 0:
         return serve_store(host if _is_own(host) else None, port)
     hint = f"Rank 0 must serve at MASTER_ADDR={host}, MASTER_PORT={port}, and no other program: set both for all ranks."
@@ -250,9 +245,9 @@ def _master_store(rank: int, host: str, port: int) -> Any:
 
 
 def _is_own(host: str) -> bool:
-    """Whether the other ranks reach this host at the address that `host` has here.
+    """Whether the other ranks reach this host at the address to which `host` resolves here.
 
-    Not if it is the address of a service (Kubernetes), or the loopback as which many hosts resolve their own name.
+    They do not if that is a Kubernetes service's address, or the loopback, to which many hosts resolve their own name.
     """
     address = own_address_at(host)
     return address is not None and (host in ("localhost", address) or not is_loopback(address))
@@ -263,73 +258,3 @@ def _master() -> tuple[str, int]:
     if port > MAX_PORT:
         raise UserError(f"MASTER_PORT={port}: must be at most {MAX_PORT}. Set another, the same for all ranks.")
     return host_name(host, "MASTER_ADDR"), port
-
-
-def check_horovodrun() -> None:
-    """Raise UserError if this is a rank of horovodrun over Gloo and does not reach horovodrun: Horovod would abort."""
-    address = horovodrun_address(os.environ)
-    if address is None:  # MPI
-        return
-    try:
-        socket.create_connection(address, gloo_timeout_s(os.environ)).close()
-    except OSError as error:
-        raise UserError(
-            f"{socket.gethostname()} cannot reach horovodrun at {address[0]}:{address[1]} ({error}). Start `horovodrun"
-            " --gloo` on one of the hosts of the run, with --network-interfaces NAME. If its variables are left over"
-            " from another job, unset HOROVOD_RANK and HOROVOD_SIZE."
-        ) from None
-
-
-def serve_again() -> None:
-    """Replace horovodrun's store, in which a process finds the addresses of its last world, by another one's."""
-    number, address = next(_joins), horovodrun_address(os.environ)
-    if not number or address is None or is_elastic(os.environ):
-        return
-    from horovod.runner.http.http_client import put_data_into_kvstore, read_data_from_kvstore
-
-    place = (*address, f"hvd_bert.{number}", "address")
-    if os.environ["HOROVOD_RANK"] == "0":
-        put_data_into_kvstore(*place, _serve_addresses(address[0]))
-    while True:
-        try:
-            return _set_address(*read_data_from_kvstore(*place))
-        except RuntimeError:  # rank 0 may be busy with work of the program's own
-            time.sleep(0.05)
-
-
-def _serve_addresses(otherwise: str) -> tuple[str, int]:
-    """Serve Horovod's ranks to the end of this process, at the chosen interface or `otherwise`."""
-    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-
-    own = interface_address(os.environ.get("HOROVOD_GLOO_IFACE")) or otherwise
-    server = RendezvousHTTPServer((own, 0), RendezvousHandler, verbose=0)  # RendezvousServer listens everywhere
-    server.init([])  # it needs no list of ranks
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return own, server.server_port
-
-
-def _set_address(address: str, port: int | str) -> None:
-    os.environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR=address, HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
-
-
-def serve_horovod(launcher: Launcher) -> None:
-    """Set what horovodrun --gloo would set, for a rank that has a `launcher_store`: its place, and where to rendezvous.
-
-    Rank 0 serves the addresses of the ranks until its process ends.
-    """
-    rank = launcher.rank or 0
-    store = launcher_store(launcher)
-    hosts = meet(store, launcher, "HOROVOD_GLOO_IFACE")
-    with _raise_on_all_ranks(store, rank, len(hosts), "name"):
-        check_own_name(interface_address(os.environ["HOROVOD_GLOO_IFACE"]), beyond_this_host=len(set(hosts)) > 1)
-    if rank == 0:
-        own, its_port = _serve_addresses(address_towards(_store_host(store)) or "127.0.0.1")
-        store.set("hvd_bert.horovod", f"{own} {its_port}")
-    address, port = store.get("hvd_bert.horovod").decode().split()
-    local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
-    across = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank]  # the hosts with this local rank
-    places = {"RANK": rank, "SIZE": len(hosts), "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
-    places |= {"CROSS_RANK": across.index(hosts[rank]), "CROSS_SIZE": len(across)}
-    os.environ.update({f"HOROVOD_{name}": str(number) for name, number in places.items()})
-    os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo", HOROVOD_HOSTNAME=socket.gethostname())
-    _set_address(address, port)

@@ -13,7 +13,7 @@ from torch import distributed
 
 from hvd_bert.distributed import rendezvous, watchdog
 from hvd_bert.distributed.horovod_world import HorovodWorld
-from hvd_bert.distributed.interfaces import apply_setting, choose_interface, interface_address
+from hvd_bert.distributed.interfaces import apply_setting, choose_interface
 from hvd_bert.distributed.launch import Launcher, checked_launcher, is_elastic
 from hvd_bert.distributed.world import World
 
@@ -55,7 +55,7 @@ class DistributedWorld(World):
             others = [host for host in meeting.allgather(meeting.host) if host != meeting.host]
             with meeting.raise_on_all_ranks():
                 choose_interface(os.environ, interface, others)
-            store = rendezvous.world_store(meeting, interface_address(os.environ.get(interface)) or meeting.host)
+            store = rendezvous.world_store(meeting, interface)
             meeting.close()
         if group is not None:
             # Gradients go through the program's group, which may be NCCL's alone, or have a short timeout.

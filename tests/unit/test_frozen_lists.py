@@ -51,8 +51,8 @@ MODULES = {
     "data": "batch_plan cache collate window_cutting window_table",
     "data/sources": "entries files questions squad",
     "distributed": """
-        devices events horovod_world interfaces launch launchers logs mpi rendezvous runner signals slurm
-        torch_world watchdog world
+        devices events horovod_rendezvous horovod_world interfaces launch launchers logs mpi rendezvous
+        runner signals slurm torch_world watchdog world
     """,
     "evaluation": "evaluator forward postprocess samples squad_metric",
     "model": "attention bert families flops layers loading lora precision unlisted",

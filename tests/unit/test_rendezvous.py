@@ -15,7 +15,7 @@ import pytest
 from by_variables import free_port
 from refusals import refused
 
-from hvd_bert.distributed import interfaces, rendezvous, slurm
+from hvd_bert.distributed import horovod_rendezvous, interfaces, rendezvous, slurm
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import CollectiveError
 
@@ -28,7 +28,8 @@ LAUNCHER = Launcher("torchrun", 1, 0)
 def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The environment that the module sees."""
     variables = {"PATH": os.environ["PATH"]}
-    monkeypatch.setattr(rendezvous, "os", SimpleNamespace(environ=variables))
+    for module in (rendezvous, horovod_rendezvous):
+        monkeypatch.setattr(module, "os", SimpleNamespace(environ=variables))
     return variables
 
 
@@ -112,29 +113,28 @@ def test_next_world_of_a_process_has_other_keys(environ):
 
 def test_ranks_of_worlds_of_different_sizes(environ):
     store = rendezvous.serve_store("127.0.0.1")
-    store.set("hvd_bert.place.1", "3 pod-1 10.77.0.12")
-    with refused("2 and 3"):
+    store.set("hvd_bert.host.1", "3 pod-1 10.77.0.12")
+    with refused("2 and 3", error=CollectiveError):
         rendezvous.meet(store, Launcher("torch's variables", 2, 0), "GLOO_SOCKET_IFNAME")
 
 
 def test_launcher_that_is_gone_is_reported_at_once(environ):
-    rendezvous.check_horovodrun()  # over MPI it serves nothing
+    assert horovod_rendezvous.join_horovodrun() == {}  # over MPI it serves nothing
     port = free_port()
     environ.update(TORCHRUN, MASTER_PORT=str(port))
     with refused(f"127.0.0.1:{port}", "TORCHELASTIC_RUN_ID"):
         rendezvous.launcher_store(LAUNCHER)
     environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
     with refused(f"127.0.0.1:{port}"):
-        rendezvous.check_horovodrun()
+        horovod_rendezvous.join_horovodrun()
 
 
 def test_under_torchrun_nothing_listens_on_all_interfaces(environ):
     served = rendezvous.serve_store("127.0.0.1")  # by the agent
     environ.update(TORCHRUN, MASTER_PORT=str(served.port))
-    rendezvous.serve_horovod(LAUNCHER)
-    assert environ["HOROVOD_GLOO_IFACE"] == "lo" and environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
-    assert listening(served.port) == listening(int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])) == {"127.0.0.1"}
-    rendezvous.check_horovodrun()
+    found = horovod_rendezvous.serve_horovod(LAUNCHER)
+    assert environ["HOROVOD_GLOO_IFACE"] == "lo" and found["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
+    assert listening(served.port) == listening(int(found["HOROVOD_GLOO_RENDEZVOUS_PORT"])) == {"127.0.0.1"}
 
 
 def test_ranks_that_torchrun_restarts_have_other_keys(environ):
@@ -163,8 +163,8 @@ def test_store_of_slurm_tasks_listens_towards_the_other_nodes(environ):
 
 def test_host_without_an_interface_to_the_others_is_refused_on_all_ranks(environ):
     store = rendezvous.serve_store("127.0.0.1")
-    store.set("hvd_bert.place.1", "2 pod-1 127.0.0.1")
-    store.set("hvd_bert.interface.1", "pod-1 has no route. Set HVD_BERT_INTERFACE")
+    store.set("hvd_bert.host.1", "2 pod-1 127.0.0.1")
+    store.set("hvd_bert.problem.1", "pod-1 has no route. Set HVD_BERT_INTERFACE")
     with refused("rank 1", "pod-1", "HVD_BERT_INTERFACE", error=CollectiveError):
         rendezvous.meet(store, Launcher("torchrun", 2, 0), "GLOO_SOCKET_IFNAME")
     environ["HVD_BERT_INTERFACE"] = "ib7"
@@ -172,19 +172,14 @@ def test_host_without_an_interface_to_the_others_is_refused_on_all_ranks(environ
         rendezvous.meet(rendezvous.serve_store("127.0.0.1"), LAUNCHER, "GLOO_SOCKET_IFNAME")
 
 
-def test_places_of_ranks_on_uneven_hosts(environ, monkeypatch):
-    store, here = rendezvous.serve_store("127.0.0.1"), socket.gethostname()
-    monkeypatch.setattr(rendezvous, "launcher_store", lambda launcher: store)
-    monkeypatch.setattr(rendezvous, "check_own_name", lambda address, beyond_this_host: None)
-    environ["HOROVOD_GLOO_IFACE"] = "lo"
-    for rank, place in enumerate((f"{here} 127.0.0.1", "another 10.77.0.12")):
-        store.set(f"hvd_bert.place.{rank}", f"3 {place}")
-        store.set(f"hvd_bert.interface.{rank}", "")
-        store.set(f"hvd_bert.name.{rank}", "")
-    store.set("hvd_bert.horovod", "127.0.0.1 29500")
-    rendezvous.serve_horovod(Launcher("torchrun", 3, 2))
-    places = {"LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
-    assert {name: environ[f"HOROVOD_{name}"] for name in places} == places
+def test_horovods_variables_on_uneven_hosts():
+    ranks = [horovod_rendezvous.horovod_env(["a", "b", "a"], rank, ("10.1.0.7", 29500)) for rank in range(3)]
+    names = ["RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME"]
+    found = [[env[f"HOROVOD_{name}"] for name in names] for env in ranks]
+    assert found == [[*"030202", "a"], [*"130112", "b"], [*"231201", "a"]]
+    assert (
+        ranks[1]["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.1.0.7" and ranks[1]["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "29500"
+    )
 
 
 ADDRESSES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.77.0.11", "fe80::1%eth0"], "ib0": ["192.168.4.11"], "down": []}
