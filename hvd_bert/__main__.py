@@ -13,8 +13,10 @@ import difflib
 import os
 import sys
 
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, STATUSES
-from hvd_bert.startup import start_command
+from hvd_bert.config.parser import HELP
+from hvd_bert.distributed.launch import speaks_first
+from hvd_bert.errors import STATUSES, UserError
+from hvd_bert.startup import run_command, start_command
 from hvd_bert.streams import end_when_lost
 from hvd_bert.version import __version__
 
@@ -22,14 +24,13 @@ COMMANDS = {
     "bench": "Measure the trainer's throughput, or run a sweep.",
     "doctor": "Preflight check: find problems of hosts, ranks and network before a training starts.",
     "evaluate": "Evaluate a trained model: scores, where it fails, and whether it is better than another model.",
-    "predict": "Answer questions with a trained model, or predict with a task of one's own.",
+    "predict": "Answer questions with a trained model, or predict with a custom task.",
     "report": "Show one run, or compare several: what differs, and the speed-up of those that did the same work.",
     "timeline": "Analyze a Horovod timeline: phases, messages, bandwidth, exposed communication, stragglers, advice.",
     "train": "Train a task on all ranks of the world; by default, fine-tune BERT on SQuAD.",
     "tune": "Search for a better learning rate, batch, length or other flags, by trainings.",
 }
-HELP = ("-h", "--help")
-# Other words for what the project has.
+# What to do in place of commands that other projects have.
 ELSEWHERE = {
     "export": "A training's output folder is a model of transformers; examples/export_onnx.py writes it as ONNX"
     " (docs/guides/sharing.md).",
@@ -47,20 +48,20 @@ def main() -> int:
         folder = "" if word in ("predict", "train") else "tools."
         os.execv(sys.executable, [sys.executable, "-m", f"hvd_bert.{folder}{word}", *sys.argv[2:]])
 
-    from hvd_bert.distributed.launch import speaks_first
-
-    if not speaks_first(os.environ):
-        return EXIT_OK  # rank 0 prints, and its status counts
     end_when_lost()
-    if word in (*HELP, "--version"):
+    return run_command(lambda: _show(word))
+
+
+def _show(word: str) -> None:
+    """Print the help or the version on one rank. Raises UserError for an unknown command."""
+    if word not in (*HELP, "--version"):
+        raise UserError(f"unknown command {word!a}.{_hint(word)} `hvd-bert --help` lists the commands.")
+    if speaks_first(os.environ):
         print(f"hvd-bert {__version__}" if word == "--version" else description())
-        return EXIT_OK
-    print(f"hvd_bert: unknown command {word!a}.{_hint(word)} `hvd-bert --help` lists the commands.", file=sys.stderr)
-    return EXIT_BAD_INPUT
 
 
 def _hint(word: str) -> str:
-    """What to do in place of an unknown command: "eval" and "benchmark" stand for the commands that begin so."""
+    """Advice for an unknown command: a table's, or the command that begins like it ("eval", "benchmark")."""
     if word in ELSEWHERE:
         return f" {ELSEWHERE[word]}"
     close = [name for name in COMMANDS if len(word) > 2 and (name.startswith(word) or word.startswith(name))]
@@ -69,7 +70,7 @@ def _hint(word: str) -> str:
 
 
 def description() -> str:
-    """What `--help` prints."""
+    """The text of `hvd-bert --help`."""
     lines = ["usage: hvd-bert [-h] [--version] COMMAND ...", "", "commands:"]
     lines += [f"  {name:<8}  {purpose}" for name, purpose in COMMANDS.items()]
     lines += ["", "exit status:", *(f"{status:5}  {meaning}." for status, meaning in STATUSES.items())]

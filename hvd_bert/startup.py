@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from hvd_bert.config.parser import HELP
-from hvd_bert.distributed.launch import speaks_first
+from hvd_bert.distributed.launch import silent_status, speaks_first, speaks_for_host
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, find_user_error
 from hvd_bert.streams import end_when_interrupted, end_when_lost
 
@@ -32,8 +32,9 @@ def _end_without_package(kind: type[BaseException], error: BaseException, traceb
     if mistake is None:
         sys.__excepthook__(kind, error, traceback)
         return
-    if speaks_first(os.environ):
-        print(f"hvd_bert: {mistake}", file=sys.stderr, flush=True)
+    if not speaks_for_host(os.environ):
+        os._exit(silent_status(os.environ, EXIT_BAD_INPUT))
+    print(f"hvd_bert: {mistake}", file=sys.stderr, flush=True)
     os._exit(EXIT_BAD_INPUT)
 
 
@@ -65,7 +66,7 @@ def run_command(command: Callable[[], int | None]) -> int:
         if mistake is None:
             raise
         if not speaks_first(os.environ):
-            return EXIT_OK
+            return silent_status(os.environ, EXIT_BAD_INPUT)
         print(f"hvd_bert: {mistake}", file=sys.stderr)
         return EXIT_BAD_INPUT
 

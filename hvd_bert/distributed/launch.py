@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_bert.distributed.launchers import BY_TORCH, LAUNCHERS, LauncherRow, launcher_row
-from hvd_bert.errors import UserError
+from hvd_bert.errors import EXIT_OK, UserError
 
 
 class LaunchError(UserError):
@@ -48,6 +48,9 @@ ASKS_MPI = "MPI"
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torch's variables
 # Ranks set without a size, by PRRTE, Hydra with -pmi-port, PALS and ALPS: MPI knows the size.
 _MPI_RANKS = ("PMIX_RANK", "PMI_ID", "PALS_RANKID", "ALPS_APP_PE")
+# A rank's number on its host, by launcher, most specific first.
+_LOCAL_RANKS = ["HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"]
+_LOCAL_RANKS += ["LOCAL_RANK", "FLUX_TASK_LOCAL_ID", "SLURM_LOCALID"]
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 PTY = "SLURM_PTY_PORT"  # set by `srun --pty bash`, whose first task alone has a terminal
 WITH_PMIX = "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun or horovodrun."
@@ -122,6 +125,24 @@ def speaks_first(environ: Mapping[str, str]) -> bool:
         return launcher.rank in (None, 0) and (environ.get("SLURM_PROCID") == "0" or not is_nested(launcher, environ))
     except UserError:
         return True  # its rank is unknown
+
+
+def speaks_for_host(environ: Mapping[str, str]) -> bool:
+    """Whether this process reports what all ranks of its host find before they have joined: their first one."""
+    try:
+        alone = find_launcher(environ).is_alone
+    except UserError:
+        return True
+    local_rank = next((environ[name] for name in _LOCAL_RANKS if name in environ), None)
+    return alone or (local_rank == "0" if local_rank else speaks_first(environ))
+
+
+def silent_status(environ: Mapping[str, str], status: int) -> int:
+    """The exit status of a rank that has failed, before it has joined, with an error that another rank reports.
+
+    0 under launchers that end all ranks at the first failure: the other rank may not have reported yet.
+    """
+    return status if find_launcher(environ).row.each_status_counts else EXIT_OK
 
 
 def ancestors() -> set[str]:

@@ -28,7 +28,9 @@ from hvd_bert.distributed.launch import (
     find_launcher,
     is_elastic,
     note_on_one_process,
+    silent_status,
     speaks_first,
+    speaks_for_host,
 )
 from hvd_bert.distributed.signals import watch_launcher
 from hvd_bert.distributed.slurm import check_tasks, requested_tasks
@@ -58,6 +60,14 @@ ENDS: tuple[tuple[type[BaseException], int, str], ...] = (
     ),
     (Exception, EXIT_FAILURE, "rank {rank} on {host} {failure}"),
 )
+# What a process does after an error: that all ranks have, or that it has alone.
+RAISE, EXIT, EXIT_SILENTLY, ABORT = "raise", "exit", "exit silently", "abort"
+ACTIONS = {
+    "program": (RAISE, RAISE),
+    "thread of a program": (RAISE, ABORT),  # sys.exit would end this thread only
+    "rank that reports": (EXIT, ABORT),
+    "rank that does not report": (EXIT_SILENTLY, ABORT),
+}
 # Mismatched collectives are a defect, which would repeat in the next world.
 _NOT_REPAIRED = ("ismatched", QUEUED_TOO_LATE)
 # From Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
@@ -138,13 +148,17 @@ def _leave_for_next_world(world: World, error: BaseException) -> bool:
 
 
 def _end(error: BaseException, world: World | None, raises: bool) -> None:
-    """End this process, or raise the error in a program's, after one rank's report. The other ranks end, too.
+    """End this process by ACTIONS, after one rank's report. The other ranks end, too.
 
     `raises`: whether the program decides what ends. `world`: None before it was joined.
     """
-    shared = isinstance(error, CollectiveError if world else UserError)  # all ranks have it, and end by themselves
+    shared = isinstance(error, CollectiveError if world else UserError)
     status, report = _status_and_report(error, world)
-    if raises or (shared and not in_main_thread()):  # sys.exit would end this thread only
+    process = "rank that reports" if report else "rank that does not report"
+    if raises or not in_main_thread():
+        process = "program" if raises else "thread of a program"
+    action = ACTIONS[process][0 if shared else 1]
+    if action == RAISE:
         if report:
             events.failed(short_reason(error))
         if world:
@@ -152,25 +166,28 @@ def _end(error: BaseException, world: World | None, raises: bool) -> None:
         raise error
     if report:
         logs.report(report)
-    if not shared:
+    if action == ABORT:
         (world or World()).abort(status)  # before joining: ranks that have initialized MPI would wait for this one
     if world:
         world.end(status)
-    # Another rank's failure could make the launcher kill those that report it, before they have.
-    sys.exit(status if report or find_launcher(os.environ).row.each_status_counts else EXIT_OK)
+    sys.exit(silent_status(os.environ, status) if action == EXIT_SILENTLY else status)
 
 
 def _status_and_report(error: BaseException, world: World | None) -> tuple[int, str]:
-    """The exit status of a rank with this error, by ENDS, and its report: "" if another rank reports it."""
+    """The exit status of a rank with this error, by ENDS, and its report: "" if another rank reports the error."""
     rank, host = (world.rank, world.host) if world else ("?", socket.gethostname())
     if isinstance(error, ImportError):
         error = find_user_error(error) or error
     status, report = next((status, report) for kind, status, report in ENDS if isinstance(error, kind))
-    shown = not isinstance(error, LaunchError) or speaks_first(os.environ)
+    reports = True
     if isinstance(error, CollectiveError):
-        status, shown = error.status, error.mine if error.mine is not None else world is None or world.rank == 0
+        status, reports = error.status, error.mine if error.mine is not None else world is None or world.rank == 0
+    elif isinstance(error, LaunchError):
+        reports = speaks_first(os.environ)
+    elif isinstance(error, UserError) and world is None:
+        reports = speaks_for_host(os.environ)
     place, failure = f"rank {rank} on {host}: " if world else "", _failure(error)
-    return status, report.format(error=error, rank=rank, host=host, place=place, failure=failure) if shown else ""
+    return status, report.format(error=error, rank=rank, host=host, place=place, failure=failure) if reports else ""
 
 
 def _failure(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import LaunchError
 from hvd_bert.distributed.runner import run_as_rank, run_in_program
 from hvd_bert.distributed.world import CollectiveError, World
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, world: World, entry) -> int | str | None:
@@ -58,6 +58,7 @@ def raising(error: BaseException):
     return entry
 
 
+TORCH_RANK_1 = {"WORLD_SIZE": "2", "RANK": "1"}
 SHAPES, CLOSED = "Mismatched allreduce tensor shapes", "Connection closed by peer"
 
 
@@ -78,15 +79,30 @@ def test_status_and_message_of_an_error(monkeypatch, capsys, elastic, error, sta
     assert said in capsys.readouterr().err
 
 
-def test_ranks_without_a_launcher_each_have_the_status(monkeypatch):
-    """With torch's variables no launcher sees the status of another rank."""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for error in (LaunchError("no world"), CollectiveError("no world", mine=False)):
-        monkeypatch.setattr(module, "join", lambda strategy, process, error=error: raising(error)(make_world()))
-        with pytest.raises(SystemExit) as left:
-            run_as_rank(lambda world: None)
-        assert left.value.code == EXIT_BAD_INPUT
+def horovodrun(rank: int, local_rank: int) -> dict[str, str]:
+    return {"HOROVOD_SIZE": "4", "HOROVOD_RANK": str(rank), "HOROVOD_LOCAL_RANK": str(local_rank)}
+
+
+@pytest.mark.parametrize(
+    ("environ", "error", "status", "reports"),
+    [
+        (horovodrun(2, 0), UserError("no Horovod"), EXIT_BAD_INPUT, True),  # perhaps on this host only
+        (horovodrun(3, 1), UserError("no Horovod"), EXIT_OK, False),  # or horovodrun would end rank 2 before its report
+        (horovodrun(2, 0), LaunchError("no world"), EXIT_OK, False),
+        # No launcher ends the other ranks, so that each has its status.
+        (TORCH_RANK_1, UserError("no Horovod"), EXIT_BAD_INPUT, False),
+        (TORCH_RANK_1, CollectiveError("no world", mine=False), EXIT_BAD_INPUT, False),
+        (TORCH_RANK_1 | {"RANK": "2"}, UserError("RANK=2"), EXIT_BAD_INPUT, True),
+        ({"LOCAL_RANK": "1"}, UserError("no Horovod"), EXIT_BAD_INPUT, True),  # left over: there is no launcher
+    ],
+)
+def test_error_before_joining_is_reported_once(monkeypatch, capsys, environ, error, status, reports):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(module, "join", lambda strategy, process: raising(error)(make_world()))
+    with pytest.raises(SystemExit) as left:
+        run_as_rank(lambda world: None)
+    assert (left.value.code, str(error) in capsys.readouterr().err) == (status, reports)
 
 
 def test_error_of_all_ranks_is_raised_in_a_thread(monkeypatch):

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from functools import partial
 
 from hvd_bert.distributed.horovod_world import HorovodWorld
-from hvd_bert.distributed.launch import Launcher, LaunchError
+from hvd_bert.distributed.launch import Launcher, LaunchError, silent_status
 from hvd_bert.distributed.slurm import check_tasks
 from hvd_bert.distributed.world import CollectiveError, World
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.tools.doctor import checks, collective, launch_line, probes
 from hvd_bert.tools.doctor.lines import Report, failure, merged, ok, warning
 from hvd_bert.tools.doctor.ranks import add_ranks, rank_here
@@ -109,7 +109,8 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
     found_by_all = isinstance(error, LaunchError) or (isinstance(error, CollectiveError) and not error.mine)
     if no_horovod or not found_by_all:
         print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {reason}", file=sys.stderr, flush=True)
-    return EXIT_OK if found_by_all or (no_horovod and is_mistake) else EXIT_BAD_INPUT
+    is_reported = found_by_all or (no_horovod and is_mistake)
+    return silent_status(os.environ, EXIT_BAD_INPUT) if is_reported else EXIT_BAD_INPUT
 
 
 def _examine_hosts(flags: argparse.Namespace, launcher: Launcher, world: World, report: Report) -> None:
