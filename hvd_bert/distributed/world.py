@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -226,9 +227,10 @@ class World:
     def check_same(self, values: Mapping[str, object]) -> None:
         """Raise CollectiveError if a value differs between ranks, for example because their hosts' files differ."""
         everyone = self.allgather(dict(values))
-        for name, value in everyone[0].items():
+        for name in dict.fromkeys(chain(*everyone)):  # a rank with other settings may have other names
+            value = everyone[0].get(name)
             for info, values_there in zip(self.rank_infos, everyone, strict=True):
-                theirs = values_there.get(name)  # a rank with other settings may have other names
+                theirs = values_there.get(name)
                 if theirs != value:
                     raise CollectiveError(
                         f"{name} differs: {value} on {self.rank_infos[0].host} (rank 0), {theirs} on {info.host}"

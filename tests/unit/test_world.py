@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 
 from hvd_bert import machine
 from hvd_bert.distributed.devices import RankInfo
@@ -69,6 +70,13 @@ def test_training_files_that_differ_between_hosts(path, digest, message):
     world.rank_infos = on_hosts("a", "b")
     with pytest.raises(CollectiveError, match=message):
         world.check_same(values("/a/train.json", "1" * 12))
+
+
+def test_value_that_only_another_rank_has():
+    world = heard(make_world(size=2), [None, {"both": 1, "the added tokens": 2}])
+    world.rank_infos = on_hosts("a", "b")
+    with refused("the added tokens", "None on a", "2 on b", error=CollectiveError):
+        world.check_same({"both": 1})
 
 
 def test_limits_of_the_cgroup_and_its_parents(tmp_path, monkeypatch):
