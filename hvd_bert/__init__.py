@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Callback", "QuestionAnswerer", "__version__", "train"]
 
-_PLACES = {
+_MODULES = {
     "Callback": "hvd_bert.output.callback",
     "QuestionAnswerer": "hvd_bert.predict.answerer",
     "train": "hvd_bert.training.api",
@@ -21,6 +21,6 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     """Import on first use: every command imports this file, and torch takes seconds."""
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

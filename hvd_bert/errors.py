@@ -1,4 +1,4 @@
-"""Mistakes that users can fix, the exit statuses of all commands, the logger, and texts of users shown as they are."""
+"""Mistakes that users can fix, the exit statuses of all commands, and the logger."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 log = logging.getLogger("hvd_bert")  # one logger for all modules
 MAX_REASON = 400
-# Commands to a terminal, not allowed in HTML; and lone surrogates, which no file can hold.
+# Terminals obey control characters, HTML forbids them, and no file can hold a lone surrogate.
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 EXIT_OK = 0
@@ -37,15 +37,15 @@ STATUSES = {
 
 
 def visible(text: str) -> str:
-    """The text with Python's escapes for control characters and lone surrogates."""
+    """Replace control characters and lone surrogates by Python's escapes."""
     return _INVISIBLE.sub(lambda character: repr(character[0])[1:-1], text)
 
 
 class UserError(ValueError):
     """A mistake that the user can fix.
 
-    The message states what is wrong, where it is and what to do. The entry point prints it once,
-    on one rank and without a traceback, and exits with `status`.
+    The message states what is wrong, where it is and what to do. The entry point prints it once, without a traceback,
+    and exits with `status`.
     """
 
     status = EXIT_BAD_INPUT
@@ -54,7 +54,7 @@ class UserError(ValueError):
         super().__init__(visible(message))  # it may quote a file
 
 
-# What the system says about a path that was given, not about its disk.
+# Errors of a given path, not of its disk.
 _PATH_ERRORS = {
     errno.EACCES,
     errno.EISDIR,
@@ -69,7 +69,7 @@ _CLONE = Path(__file__).parents[1]
 
 
 def find_user_error(error: BaseException) -> UserError | None:
-    """The UserError that an exception is or stands for: a path that cannot be used, a package that cannot be loaded."""
+    """Convert an exception that a user can fix, such as an unusable path or a missing package; None for others."""
     if isinstance(error, UserError):
         return error
     while isinstance(error.__cause__, ImportError):  # transformers and numpy hide the name
@@ -95,7 +95,7 @@ def _environment_remedy() -> str:
 
 
 def short_reason(error: BaseException) -> str:
-    """What a library's error says, as one line of at most 400 characters that ends with a sentence or with "..."."""
+    """Shorten a library's error to one line of at most 400 characters, which ends with a sentence or with "..."."""
     text = " ".join(str(error).split()).removesuffix(".")
     if len(text) > MAX_REASON:
         text = text[:MAX_REASON].rpartition(". ")[0] or text[:MAX_REASON] + "..."
@@ -106,7 +106,7 @@ def short_reason(error: BaseException) -> str:
 
 @contextmanager
 def as_user_error(message: Callable[[str], str]) -> Iterator[None]:
-    """Turn whatever a library raises inside into a UserError with `message(reason)`."""
+    """Context manager: turn any error of a library into a UserError with `message(reason)`."""
     try:
         yield
     except UserError:

@@ -1,8 +1,7 @@
-"""Loads data sets, configurations, tokenizers and models: from a folder, else from the Hugging Face hub's cache on this
-machine, which needs no network, else from the hub. N ranks do not all contact the hub.
+"""Load data sets, configurations, tokenizers and models from a folder, the Hugging Face cache or the Hugging Face hub.
 
-The only place that calls `from_pretrained`: whatever that raises becomes one UserError, and no code in a model's folder
-ever runs.
+The hub is contacted only for data that is not cached. Only this module calls `from_pretrained`: its errors become one
+UserError, and no code in a model's folder ever runs.
 """
 
 from __future__ import annotations
@@ -21,16 +20,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # The hub moved these data sets and models to their authors' namespaces; a local cache may have either name.
-_OWNERS = {
-    "rajpurkar": ("squad", "squad_v2"),
-    "ylecun": ("mnist",),
-    "nyu-mll": ("glue",),
-    "google-bert": ("bert-base-uncased", "bert-base-cased", "bert-large-uncased"),
-    "FacebookAI": ("roberta-base", "roberta-large", "xlm-roberta-base", "xlm-roberta-large"),
-    "distilbert": ("distilbert-base-uncased", "distilbert-base-cased"),
-    "albert": ("albert-base-v2", "albert-large-v2"),
-    "almanach": ("camembert-base",),
-}
+_MOVED = """
+rajpurkar/squad rajpurkar/squad_v2 ylecun/mnist nyu-mll/glue google-bert/bert-base-uncased google-bert/bert-base-cased
+google-bert/bert-large-uncased FacebookAI/roberta-base FacebookAI/roberta-large FacebookAI/xlm-roberta-base
+FacebookAI/xlm-roberta-large distilbert/distilbert-base-uncased distilbert/distilbert-base-cased albert/albert-base-v2
+albert/albert-large-v2 almanach/camembert-base
+"""
 _REACH_TIMEOUT_S = 10.0
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1"  # the first line of one
 _WAYS_OUT = (
@@ -40,7 +35,7 @@ _WAYS_OUT = (
 
 def hub_names(name: str) -> list[str]:
     """The names under which a cache may have a data set or model, the given one first."""
-    pairs = [(old, f"{owner}/{old}") for owner, names in _OWNERS.items() for old in names]
+    pairs = [(moved, moved.partition("/")[2]) for moved in _MOVED.split()]
     return [name, *(other for pair in pairs if name in pair for other in pair if other != name)]
 
 
@@ -62,7 +57,7 @@ def load_split(
     cache_dir: str | None = None,
     ways_out: str = _WAYS_OUT,
 ) -> Dataset:
-    """One split of a data set. Raises `UserError` with `ways_out` if it is not available."""
+    """Load one split of a data set. Raises UserError with `ways_out` if the split is not available."""
     import datasets  # slow to import, and not needed for files
 
     flag = f"--dataset_name {dataset_name}"
@@ -105,7 +100,7 @@ def _cached(name: str, split: str, config_name: str | None, cache_dir: str | Non
 
 
 def digest(rows: Dataset) -> str:
-    """SHA-256 of the rows; the fingerprint of `datasets` also depends on the path of its cache."""
+    """Hash the rows by SHA-256; the fingerprint of `datasets` also depends on the path of its cache."""
     table = rows.data.table.replace_schema_metadata(None)
     sha256 = hashlib.sha256(table.schema.serialize())
     for batch in table.to_batches(max_chunksize=1000):
@@ -118,10 +113,10 @@ def digest(rows: Dataset) -> str:
 
 
 def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
-    """`kind.from_pretrained(name, **options)`. Raises UserError."""
+    """Call `kind.from_pretrained(name, **options)`. Raises UserError."""
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.set_verbosity_error()  # our checks replace its warnings, which every rank would print
+    transformers_logging.set_verbosity_error()  # every rank would print its warnings; our own checks replace them
     transformers_logging.disable_progress_bar()
     with reported(name):
         try:
@@ -162,7 +157,7 @@ def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
 
 
 def reported(name: str) -> contextlib.AbstractContextManager[None]:
-    """Turn any error inside into a UserError that says that `name` cannot be loaded, why, and what to do."""
+    """Context manager: turn any error into a UserError with the reason why `name` cannot be loaded, and a remedy."""
     return as_user_error(
         lambda reason: (
             f"'{name}' cannot be loaded ({lfs_pointers(name) or reason}). Check the name and the files, name another"
@@ -172,7 +167,7 @@ def reported(name: str) -> contextlib.AbstractContextManager[None]:
 
 
 def lfs_pointers(name: str) -> str:
-    """Names the files of a folder that git-lfs has not downloaded; "" if there are none."""
+    """Name the files of a folder that git-lfs has not downloaded; "" if there are none."""
     paths = sorted(Path(name).glob("*")) if os.path.isdir(name) else []
     files = (path for path in paths if path.is_file() and os.access(path, os.R_OK))
     found = [path.name for path in files if path.open("rb").read(len(LFS_POINTER)) == LFS_POINTER.encode()]
@@ -180,14 +175,14 @@ def lfs_pointers(name: str) -> str:
 
 
 def lacks_model_type(name: str) -> bool:
-    """Whether `name` is a folder whose config.json does not name the family, as those of old models."""
+    """Whether `name` is a folder whose config.json does not name the family, as in old models."""
     path = Path(name) / "config.json"
     with reported(name):
         return path.is_file() and "model_type" not in _json_object(path)
 
 
 def json_file(name: str, file: str, cache_dir: str | None, revision: str) -> dict[str, Any]:
-    """A JSON file in a folder or, without loading it, in the hub's cache; {} if there is none. Raises ValueError."""
+    """Read a JSON file from a folder or from the hub's cache; {} if there is none. Raises ValueError."""
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(name)
@@ -214,7 +209,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def reach() -> None:
-    """Raise any Exception if the hub does not answer within seconds; its libraries' loaders retry for minutes."""
+    """Raise an exception if the hub does not answer within seconds; the libraries' loaders retry for minutes."""
     import datasets
     import huggingface_hub
 

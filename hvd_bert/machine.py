@@ -26,18 +26,18 @@ def cpu_name() -> str:
 
 
 def host_facts() -> dict[str, Any]:
-    """This host's processor, its number of cores, and its memory."""
+    """Describe this host's processor, cores and memory."""
     return {"processor": cpu_name(), "cores": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total}
 
 
 def cpuinfo() -> dict[str, str]:
-    """The first processor's entries of CPUINFO."""
+    """Read the first processor's entries of CPUINFO."""
     lines = CPUINFO.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def cpu_flags(entries: Mapping[str, str] | None = None) -> set[str]:
-    """The instructions that a processor has, by its entries of CPUINFO; None: this machine's."""
+    """The instruction sets of a processor, by its `entries` of CPUINFO; None: of this machine's."""
     entries = cpuinfo() if entries is None else entries
     return set(entries.get("flags", entries.get("Features", "")).split())
 
@@ -51,7 +51,7 @@ def package_version(package: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of this package, Python and PACKAGES; None for what is not installed."""
+    """The versions of this package, Python and PACKAGES; None for a package that is not installed."""
     found = {"hvd_bert": __version__, "python": platform.python_version()}
     return found | {package: package_version(package) for package in PACKAGES}
 
@@ -68,26 +68,26 @@ def total_memory() -> int:
 
 
 def cpu_limit() -> float | None:
-    """The cores' worth of time that the job's cgroup allows, as a container's limit on CPUs; None without a limit."""
+    """The job's limit on CPU time by its cgroup (a container's limit on CPUs), in cores; None without a limit."""
     return min(_cgroup_cores(_cgroup()), default=None)
 
 
 def _cgroup() -> Path:
-    """This process's cgroup. Only of version 2: with version 1 the folder of all."""
+    """The folder of this process's cgroup; under version 1, the folder of all cgroups."""
     lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     own = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
     return Path("/sys/fs/cgroup") / own
 
 
 def _cgroup_files(folder: Path, *names: str) -> Iterator[list[str]]:
-    """The content of these files, of a cgroup and of each of its parents that has them."""
+    """Read the named files of a cgroup and of its parents, where they exist."""
     for group in (folder, *folder.parents):
         with suppress(OSError):  # no limit here
             yield [(group / name).read_text(encoding="ascii") for name in names]
 
 
 def _cgroup_cores(folder: Path) -> list[float]:
-    """The limits of a cgroup and its parents on CPU time, in cores."""
+    """The limits on CPU time of a cgroup and its parents, in cores."""
     limits = (text.split() for [text] in _cgroup_files(folder, "cpu.max"))
     return [int(quota) / int(period) for quota, period in limits if quota != "max"]
 

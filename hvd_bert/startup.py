@@ -1,4 +1,4 @@
-"""The first steps of every command: print --help once, import large libraries late and without garbage collection."""
+"""First steps of every command: print --help once, import large libraries late and without garbage collection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def start_command() -> None:
-    """From now on, SIGINT and a failed import end this process without a traceback. Before the other imports."""
+    """End this process without a traceback at SIGINT and at a failed import. Call before the other imports."""
     end_when_interrupted()
     sys.excepthook = _end_without_package
 
@@ -58,7 +58,7 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Run a command of one process. Returns its exit status, after a report of a user's mistake on one rank."""
+    """Run a command of one process, report a user's mistake on one rank, and return the exit status."""
     try:
         return command() or EXIT_OK
     except Exception as error:
@@ -97,10 +97,10 @@ def print_on_one_rank(argv: Sequence[str]) -> None:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector around large imports, in a command's entry point only: it would find nothing.
+    """Context manager: pause the garbage collector around large imports, in a command's entry point only.
 
-    The imported objects are then frozen, so that later collections skip them. For torch and transformers this
-    saves 2 s of CPU time per process, half of it at exit.
+    Then freeze the imported objects, so that later collections skip them. For torch and transformers this saves 2 s of
+    CPU time per process, half of it at exit.
     """
     gc.disable()
     try:

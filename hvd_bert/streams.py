@@ -1,7 +1,8 @@
-"""Standard output and error that may get lost: a reader that ended (`| head`), a full disk, a closed stream (`>&-`).
+"""Lost standard streams and Ctrl-C in commands.
 
-Python would raise an error in whatever prints next, and for characters that the locale cannot encode, which are printed
-as \\u20ac. And Ctrl-C in a command: one line and status 130, without a traceback.
+A stream is lost if its reader ends (`| head`), its disk is full or it is closed (`>&-`). Python would raise an error at
+the next print, and at characters that the locale cannot encode; here \\u20ac is printed. Ctrl-C gives one line and
+status 130, without a traceback.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ INTERRUPTED = "hvd_bert: interrupted"
 
 
 def keep_running() -> None:
-    """From now on, drop what cannot be printed, with one warning. For commands that do more than print."""
+    """From now on, drop output that cannot be printed, with one warning. For commands that do more than print."""
     _replace_streams(ends=False)
 
 
@@ -37,7 +38,7 @@ def end_when_lost() -> None:
 
 
 class _Stream(io.FileIO):
-    """A standard stream. `ends`: its loss ends the process; else what cannot be written is dropped."""
+    """A standard stream. `ends`: whether its loss ends the process; else output that cannot be written is dropped."""
 
     ends = lost = False
 
@@ -45,8 +46,7 @@ class _Stream(io.FileIO):
         left = memoryview(data)
         size = left.nbytes
         try:
-            # A pipe that is ready takes this many bytes at once, unless other processes fill it meanwhile. A longer
-            # write can wait for its reader without end.
+            # A pipe that is ready takes this many bytes without waiting for its reader.
             at_once = size if stat.S_ISREG(os.fstat(self.fileno()).st_mode) else select.PIPE_BUF
             patience_s = None if self.ends else 0 if self.lost else PATIENCE_S
             while left:
@@ -55,14 +55,14 @@ class _Stream(io.FileIO):
                 written = super().write(left[:at_once])
                 left = left[written or 0 :]  # None: a non-blocking stream is full
         except OSError as error:
-            if self.ends:  # at once: an exception would be printed with a traceback, or be ignored at Python's exit
+            if self.ends:  # an exception would be printed with a traceback, or be ignored at Python's exit
                 if error.errno != errno.EPIPE:
                     _write_error(f"hvd_bert: standard output cannot be written: {error.strerror}.\n")
                 os._exit(EXIT_BROKEN_PIPE if error.errno == errno.EPIPE else EXIT_FAILURE)
             if not self.lost and self.fileno() == 1:
                 reason = f"standard output cannot be written ({error.strerror or error})"
                 _write_error(f"warning: {reason}: the command continues without it.\n")
-            self.lost = True  # later writes are tried: the disk may have space again
+            self.lost = True  # later writes still try: the disk may have space again
         return size
 
 
@@ -73,7 +73,7 @@ def _write_error(line: str) -> None:
 
 def _replace_streams(ends: bool) -> None:
     """Replace sys.stdout and sys.stderr, unless a program has done so. `ends`: the loss of stdout ends the process."""
-    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file could be opened as number 1, and printed into
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:  # else prints would go into the next file that is opened
         pass
     os.close(spare)
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -104,9 +104,9 @@ def _is_standard(stream: object, number: int) -> bool:
 
 
 def end_when_interrupted() -> None:
-    """End this process, a command's, at SIGINT. One that ignores it (nohup, a shell's `&`) still does.
+    """End this command's process at SIGINT, unless it ignores SIGINT (nohup, a shell's `&`).
 
-    At once, because an exception could be caught by a library that is being imported.
+    A KeyboardInterrupt could be caught by a library that is being imported.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, partial(_end_interrupted, os.getpid()))
@@ -125,7 +125,7 @@ def in_main_thread() -> bool:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, SIGINT raises KeyboardInterrupt in a command, whose code must clean up. A program's handler stays."""
+    """Context manager: SIGINT raises KeyboardInterrupt in a command, whose code must clean up. Not in a program."""
     before = signal.getsignal(signal.SIGINT)
     if getattr(before, "func", None) is not _end_interrupted:
         yield

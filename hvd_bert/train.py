@@ -4,11 +4,8 @@
     horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train         four ranks on two hosts
     srun --mpi=pmix python -m hvd_bert.train                                 every task of a Slurm job
 
-Exit status: 0 done, 1 failure, 2 bad input (reported once, before any training), 75 stopped by a signal with everything
-saved (rerun with the same --output_dir, without --overwrite_output_dir, to resume), 130 interrupted without saving.
-
-It calls `hvd_bert.training.api`, and imports late, so that --help and a mistyped flag do not wait for torch. No module
-imports this one: that would replace the function `hvd_bert.train`.
+Exit status: `hvd_bert.errors.STATUSES`. Imports torch late, so that --help and a mistyped flag do not wait for it.
+No module imports this one: that would replace the function `hvd_bert.train`.
 """
 
 if __name__ == "__main__":  # before the other imports, which take seconds

@@ -1,4 +1,4 @@
-"""The world of Horovod's ranks: any launcher's, a program's process group's, or one process."""
+"""The world of Horovod's ranks: of any launcher, of a program's process group, or a single process."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from hvd_bert.distributed.rendezvous import world_store
 from hvd_bert.distributed.world import CollectiveError, ProcessState, World
 from hvd_bert.errors import UserError, log
 
-ASK_S = 5.0  # seconds of waiting for an operation before each look whether Horovod's thread runs
-# The operation would disturb the next world of this process: Horovod keeps it, with the number of this rank.
+ASK_S = 5.0  # a wait for an operation checks in these intervals whether Horovod's thread runs
+# A run with this error is not repaired: Horovod keeps the operation, which would disturb this process's next world.
 QUEUED_TOO_LATE = "Horovod has been shut down while this rank queued an operation"
 
 
 def ready_for_timeline(environ: MutableMapping[str, str]) -> None:
-    """Prepare Horovod, before it starts, for a timeline of some steps. Keeps what the user has set."""
+    """Prepare Horovod, before it starts, for a timeline of some steps. Variables that the user has set stay."""
     environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     # With Horovod's response cache, timelines lack the times at which each rank was ready (docs/guides/profiling.md).
     environ.setdefault("HOROVOD_CACHE_CAPACITY", "0")
 
 
 class HorovodWorld(World):
-    """Horovod's ranks. `node`: under MPI the communicator of this host's ranks (mpi4py), after `set_up_device`."""
+    """The world of Horovod's ranks."""
 
     def __init__(self, hvd: Any, controller: str, comm: Any, stalled_after_s: float) -> None:
         self._hvd = hvd
@@ -60,7 +60,6 @@ class HorovodWorld(World):
         self.local_rank = hvd.local_rank()
         self.local_size = hvd.local_size()
         self.cross_rank = hvd.cross_rank()
-        self.node: Any = None
         self._stalled_after_s = stalled_after_s
         super().__init__()
 
@@ -107,11 +106,6 @@ class HorovodWorld(World):
 
     def set_up_device(self) -> None:
         super().set_up_device()
-        if self._comm is not None:
-            from mpi4py import MPI
-
-            self.node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-            self.host_ranks = tuple(self.node.allgather(self.rank))
         if self.size > 1 and not self.elastic:
             self.watch(self._stalled_after_s, self._store())
 
@@ -174,7 +168,7 @@ class HorovodWorld(World):
         return count
 
     def _guard_slow_wait(self) -> AbstractContextManager[None]:
-        """Around a wait for work that ranks do independently, such as tokenizing: it may take long."""
+        """Context manager for a wait for work that ranks do independently, such as tokenizing: it may take long."""
         return self.limit_wait(lambda: ["the next collective"], watchdog.LONGEST_S)
 
     def start_timeline(self, path: Path) -> None:
@@ -198,7 +192,7 @@ class HorovodWorld(World):
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """Turn errors of loading Horovod or MPI into a UserError."""
+    """Context manager: turn an error of loading Horovod or MPI into a UserError."""
     try:
         yield
     except (ImportError, OSError, RuntimeError) as error:
@@ -211,10 +205,10 @@ def _loading() -> Iterator[None]:
 
 
 def disconnect(process: ProcessState) -> None:
-    """Under Horovod elastic, let the other ranks notice that a rank is lost.
+    """Close Gloo's connections under Horovod elastic, so that ranks that wait for this one notice a lost rank.
 
-    Horovod 0.28 keeps Gloo's connections until it joins the next world (`ProcessSet::Finalize` does nothing). Ranks
-    that wait for this one, and not for the lost one, would notice only after HOROVOD_GLOO_TIMEOUT_SECONDS.
+    Horovod 0.28 does not close them before it joins the next world (`ProcessSet::Finalize` does nothing). Those ranks
+    would wait for HOROVOD_GLOO_TIMEOUT_SECONDS.
     """
     for descriptor, *_ in process.connections & _connections_now():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -222,28 +216,25 @@ def disconnect(process: ProcessState) -> None:
 
 
 def _connections_now() -> set[tuple[Any, ...]]:
-    """Descriptor and addresses of this process's TCP connections."""
+    """List the TCP connections of this process: descriptor, own address, other address."""
     return {(tcp.fd, tcp.laddr, tcp.raddr) for tcp in psutil.Process().net_connections("tcp")}
 
 
 def _check_own_name() -> None:
-    """Raise an error, which one rank per host reports, if Horovod's Gloo cannot listen at this host's own name."""
+    """Raise UserError if Horovod's Gloo cannot listen at this host's own name."""
     where = horovodrun_address(os.environ)
     address = interface_address(os.environ.get("HOROVOD_GLOO_IFACE")) or (where and address_towards(where[0]))
-    several = (number(os.environ, "HOROVOD_CROSS_SIZE") or 1) > 1  # which may be names of one host
-    try:
-        check_own_name(address, beyond_this_host=several and address is not None and not is_loopback(address))
-    except UserError as error:
-        raise CollectiveError(str(error), mine=os.environ.get("HOROVOD_LOCAL_RANK", "0") == "0") from None
+    several = (number(os.environ, "HOROVOD_CROSS_SIZE") or 1) > 1  # perhaps several names of one host
+    check_own_name(address, beyond_this_host=several and address is not None and not is_loopback(address))
 
 
 def _pause_between_polls(process: ProcessState) -> None:
-    """Replace the function by which all of Horovod's operations wait with one that sleeps between two polls.
+    """Replace Horovod's function that waits for an operation with one that sleeps between two polls.
 
     At v0.28.1 of github.com/horovod/horovod, `WaitAndClear` in horovod/torch/mpi_ops_v2.cc polls in a loop and has no
-    setting for it; `synchronize` in horovod/torch/mpi_ops.py calls it. On CPUs it takes that time from its own thread,
-    which sends the gradients, and from other ranks on the same cores. Not for MPI, whose thread polls as well: there
-    the pauses cost more than they free (tests of four ranks on two cores: Gloo 72 to 41 s, MPI 50 to 63 s).
+    setting for it; `synchronize` in horovod/torch/mpi_ops.py calls it. On CPUs the loop takes time from Horovod's own
+    thread, which sends the gradients, and from other ranks on the same cores. MPI's thread polls as well, and pauses
+    cost more than they free (tests of four ranks on two cores: Gloo 72 to 41 s, MPI 50 to 63 s).
     """
     from horovod.torch.mpi_ops import mpi_lib
 
@@ -262,7 +253,7 @@ def _pause_between_polls(process: ProcessState) -> None:
                     asked, ended = time.monotonic(), not _is_running()
             wait(handle)
         except RuntimeError:
-            # Before this rank's files are closed, which waits for a checkpoint's write: others may wait for this rank.
+            # At once: closing this rank's files waits for a checkpoint's write, and other ranks wait for this one.
             disconnect(process)
             raise
 
@@ -270,10 +261,10 @@ def _pause_between_polls(process: ProcessState) -> None:
 
 
 def _is_running() -> bool:
-    """Whether Horovod's thread runs. It ends when a rank is lost.
+    """Whether Horovod's thread runs, which ends when a rank is lost.
 
-    If it ends between two lines of `EnqueueTensorAllreduces` (horovod/common/operations.cc), the operation stays in the
-    queue for good. `EnqueueTensorAlltoall` first fails if it has ended, and then refuses these splits.
+    If the thread ends between two lines of `EnqueueTensorAllreduces` (horovod/common/operations.cc), the operation
+    stays in the queue for good. `EnqueueTensorAlltoall` checks the thread first, and then refuses these splits.
     """
     from horovod.torch.mpi_ops import alltoall_async
 

@@ -1,6 +1,6 @@
 """Start and end of a rank's process. Commands call `run_as_rank(entry)`, programs `run_in_program(entry)`.
 
-ENDS has the exit status for each kind of error. An error is reported once.
+ENDS has the exit status and the report for each kind of error, ACTIONS how the process ends.
 
 Under Horovod elastic (`horovodrun --min-np ... --host-discovery-script ...`) a rank that loses other ranks, or is
 notified of new hosts, joins the new world and calls `entry` again, which resumes after the last finished step.
@@ -60,7 +60,7 @@ ENDS: tuple[tuple[type[BaseException], int, str], ...] = (
     ),
     (Exception, EXIT_FAILURE, "rank {rank} on {host} {failure}"),
 )
-# What a process does after an error: that all ranks have, or that it has alone.
+# How a process ends after an error that all ranks have, and after an error of its own.
 RAISE, EXIT, EXIT_SILENTLY, ABORT = "raise", "exit", "exit silently", "abort"
 ACTIONS = {
     "program": (RAISE, RAISE),
@@ -68,26 +68,25 @@ ACTIONS = {
     "rank that reports": (EXIT, ABORT),
     "rank that does not report": (EXIT_SILENTLY, ABORT),
 }
-# Mismatched collectives are a defect, which would repeat in the next world.
+# Mismatched collectives are a defect and would recur in the next world.
 _NOT_REPAIRED = ("ismatched", QUEUED_TOO_LATE)
-# From Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
+# In Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", records_timeline: bool = False) -> NoReturn:
     """Join the world, call `entry(world)` and exit with 0. After an error, report it once and end all ranks.
 
-    It does not return. `entry` must clean up itself, and close its files: an error of one rank alone skips `finally`
-    blocks around this call, and Python is not finalized. A caller that catches SystemExit (IPython) still ends so.
-
-    `records_timeline`: whether Horovod records a timeline of some steps. It prepares for that when it starts.
+    `entry` must clean up itself, and close its files: an error of one rank alone skips `finally` blocks around this
+    call, and Python is not finalized. `records_timeline`: whether to prepare Horovod for a timeline of some steps.
     """
     _run(entry, strategy, records_timeline).end(EXIT_OK)
 
 
 def run_in_program(entry: Callable[[World], None], strategy: str = "horovod", records_timeline: bool = False) -> None:
-    """As `run_as_rank`, but return afterwards. Errors are raised, and not reported, by a single process and by the
-    ranks of a process group that the program has initialized: whoever started them decides what ends.
+    """Run `entry` as `run_as_rank` does, but return afterwards.
+
+    A single process, and ranks of a process group that the program has initialized, raise errors without a report.
     """
     launcher = None if distributed.is_initialized() else find_launcher(os.environ)
     raises = launcher is None or (launcher.is_alone and not is_elastic(os.environ))
@@ -100,9 +99,9 @@ def run_in_program(entry: Callable[[World], None], strategy: str = "horovod", re
 
 
 def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, raises: bool = False) -> World:
-    """Run `entry` to its end. Returns its world, which is still open."""
+    """Run `entry` to its end. Returns the world, which is still open. `raises`: errors are left to the program."""
     keep_running()
-    with suppress(UserError):  # reported when joining
+    with suppress(UserError):  # `join` reports it
         watch_launcher(find_launcher(os.environ).row.is_watched)
     if records_timeline:
         ready_for_timeline(os.environ)
@@ -113,7 +112,7 @@ def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, 
             in_group = distributed.is_initialized()
             logs.start(distributed.get_rank() if in_group else find_launcher(os.environ).rank or 0)
             world = join(strategy, process)
-            logs.start(world.rank)  # which may differ from the launcher's rank
+            logs.start(world.rank)  # may differ from the launcher's rank
             with interruptible():  # the other ranks must not wait for this one
                 world.set_up_device()
                 try:
@@ -131,12 +130,12 @@ def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool, 
 
 
 def _leave_for_next_world(world: World, error: BaseException) -> bool:
-    """Under Horovod elastic: whether the ranks that are left make a new world. This rank then has left the old one."""
+    """Leave a world of Horovod elastic if the remaining ranks form a new one after this error. Returns whether."""
     from horovod.common.exceptions import HorovodInternalError
 
     if isinstance(error, HostsChanged):
         log.info("The hosts have changed: joining the new world.")
-    # Another rank may be lost: any failed collective, whatever its message.
+    # Any failed collective may mean a lost rank.
     elif isinstance(error, HorovodInternalError) and not any(words in str(error) for words in _NOT_REPAIRED):
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         logs.report(f"rank {world.rank} on {world.host}: {reason}. Joining the world of the remaining ranks.")
@@ -148,10 +147,7 @@ def _leave_for_next_world(world: World, error: BaseException) -> bool:
 
 
 def _end(error: BaseException, world: World | None, raises: bool) -> None:
-    """End this process by ACTIONS, after one rank's report. The other ranks end, too.
-
-    `raises`: whether the program decides what ends. `world`: None before it was joined.
-    """
+    """End this process by ACTIONS, after a report by one rank. `world`: None before this process has joined."""
     shared = isinstance(error, CollectiveError if world else UserError)
     status, report = _status_and_report(error, world)
     process = "rank that reports" if report else "rank that does not report"
@@ -167,7 +163,7 @@ def _end(error: BaseException, world: World | None, raises: bool) -> None:
     if report:
         logs.report(report)
     if action == ABORT:
-        (world or World()).abort(status)  # before joining: ranks that have initialized MPI would wait for this one
+        (world or World()).abort(status)  # ranks that have initialized MPI would wait for this one
     if world:
         world.end(status)
     sys.exit(silent_status(os.environ, status) if action == EXIT_SILENTLY else status)
@@ -176,9 +172,8 @@ def _end(error: BaseException, world: World | None, raises: bool) -> None:
 def _status_and_report(error: BaseException, world: World | None) -> tuple[int, str]:
     """The exit status of a rank with this error, by ENDS, and its report: "" if another rank reports the error."""
     rank, host = (world.rank, world.host) if world else ("?", socket.gethostname())
-    if isinstance(error, ImportError):
-        error = find_user_error(error) or error
-    status, report = next((status, report) for kind, status, report in ENDS if isinstance(error, kind))
+    shown = (find_user_error(error) if isinstance(error, ImportError) else None) or error
+    status, report = next((status, report) for kind, status, report in ENDS if isinstance(shown, kind))
     reports = True
     if isinstance(error, CollectiveError):
         status, reports = error.status, error.mine if error.mine is not None else world is None or world.rank == 0
@@ -187,11 +182,11 @@ def _status_and_report(error: BaseException, world: World | None) -> tuple[int, 
     elif isinstance(error, UserError) and world is None:
         reports = speaks_for_host(os.environ)
     place, failure = f"rank {rank} on {host}: " if world else "", _failure(error)
-    return status, report.format(error=error, rank=rank, host=host, place=place, failure=failure) if reports else ""
+    return status, report.format(error=shown, rank=rank, host=host, place=place, failure=failure) if reports else ""
 
 
 def _failure(error: BaseException) -> str:
-    """What happened to a rank that failed: without a traceback if another rank is gone."""
+    """Describe a failed rank's error, with a traceback unless another rank is gone."""
     text = str(error)
     if isinstance(error, RuntimeError) and any(words in text for words in _PEER_IS_GONE):
         return f"lost another rank: {text.splitlines()[0]}"

@@ -1,4 +1,4 @@
-"""The world of torch.distributed's ranks, for strategies other than Horovod's: any launcher's, or a program's group."""
+"""The world of torch.distributed's ranks, of any launcher or a program's group, for strategies other than Horovod's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DistributedWorld(World):
     controller = "torch.distributed"
 
     def __init__(self, rank: int, size: int, comm: Any = None, store: Any = None, own: Any = None) -> None:
-        """`store`: a key-value store of all ranks. `own`: in a program's group, ours for what lies on the CPU."""
+        """`store`: a key-value store of all ranks. `own`: a Gloo group for CPU tensors in a program's process group."""
         self.rank, self.size, self._comm, self._store, self._own = rank, size, comm, store, own
         super().__init__()
         hosts = self.allgather(self.host)
@@ -58,7 +58,7 @@ class DistributedWorld(World):
             store = rendezvous.world_store(meeting, interface)
             meeting.close()
         if group is not None:
-            # Gradients go through the program's group, which may be NCCL's alone, or have a short timeout.
+            # Only gradients go through the program's group, which may lack Gloo, or have a short timeout.
             own = distributed.new_group(backend="gloo", timeout=TIMEOUT)
             return DistributedWorld(rank, size, store=store, own=own)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -69,7 +69,7 @@ class DistributedWorld(World):
     def set_up_device(self) -> None:
         super().set_up_device()
         if self.size > 1:
-            # A connection of its own, since another thread may wait in the first one.
+            # The watchdog needs another connection, since a thread may wait in the first one.
             store = distributed.PrefixStore("hvd_bert.waits", self._store.clone())  # type: ignore[attr-defined]
             self.watch(watchdog.configure_stall_limits(os.environ, elastic=False), store)
         if self.device.type == "cuda" and self._own is None:
@@ -77,12 +77,12 @@ class DistributedWorld(World):
                 self._join_again("cpu:gloo,cuda:nccl", self.device)
 
     def _join_again(self, backend: str, device: torch.device | None) -> None:
-        """Join with the device of this rank, to which NCCL is bound, so that it connects now.
+        """Join again, now with this rank's device, so that NCCL connects at once.
 
-        Not at first: NCCL would fail if two ranks have one GPU, which `set_up_device` reports with their names.
+        The first group has no NCCL, which would fail if two ranks have one GPU: `set_up_device` names these ranks.
         """
         store = distributed.PrefixStore("hvd_bert.devices", self._store)  # type: ignore[attr-defined]
-        rendezvous.exchange(store, self.rank, self.size, "host", "")  # none leaves while another uses the first group
+        rendezvous.exchange(store, self.rank, self.size, "host", "")  # all ranks are done with the first group
         distributed.destroy_process_group()
         distributed.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT, device_id=device
@@ -108,7 +108,7 @@ class DistributedWorld(World):
             distributed.broadcast(tensor, src=root, group=self._group_for(tensor))
 
     def _group_for(self, tensor: torch.Tensor) -> Any:
-        """None: the default group."""
+        """The group for a tensor; None for the default group."""
         return self._own if tensor.device.type == "cpu" else None
 
     def any_rank_async(self, mine: bool) -> Callable[[], bool]:

@@ -1,6 +1,6 @@
 """The world: rank, size and device of this process, and the collectives.
 
-The base class is the world of a single process. `horovod_world.py` and `torch_world.py` have those of several ranks.
+The base class is the world of a single process; `horovod_world.py` and `torch_world.py` have subclasses for ranks.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ ABORT_S = 20  # seconds that MPI_Abort may take
 
 
 class CollectiveError(UserError):
-    """An error that all ranks raise, so that they can leave the world together.
-
-    `mine`: whether this rank reports it. None: rank 0 does.
+    """An error that all ranks raise, so that they leave the world together. `mine`: whether this rank reports it; None:
+    rank 0 does.
     """
 
     def __init__(self, message: str, status: int = EXIT_BAD_INPUT, mine: bool | None = None) -> None:
@@ -50,19 +49,19 @@ class CollectiveError(UserError):
 
 
 class HostsChanged(Exception):
-    """Horovod elastic has hosts to add or remove. Raised on all ranks after the same step."""
+    """Horovod elastic has hosts to add or remove. All ranks raise this after the same step."""
 
 
 @dataclass(eq=False)
 class ProcessState:
-    """What this process keeps from one world of Horovod elastic to the next.
+    """State of a process that outlives a world of Horovod elastic.
 
     Attributes:
-        generation: In how many worlds it was before.
-        hosts_changed: Whether Horovod has hosts to add or remove. It notifies rank 0 once, from its own thread.
-        connections: Gloo's, in this world.
-        locks: Those of the output folders that it holds.
-        last_state: The training's, of the last finished step.
+        generation: Number of earlier worlds.
+        hosts_changed: Whether Horovod has hosts to add or remove. Horovod notifies rank 0 once, from its own thread.
+        connections: TCP connections that Gloo has made in this world.
+        locks: Locks of the output folders in use.
+        last_state: The training's state after the last finished step.
     """
 
     generation: int = 0
@@ -72,11 +71,11 @@ class ProcessState:
     last_state: Any = None
 
     def watch_hosts(self) -> None:
-        """Listen for changes of hosts from now on. Earlier ones are part of the next world."""
+        """Listen for changes of hosts from now on. Horovod knows earlier changes when a world forms."""
         from horovod.common.elastic import notification_manager
 
         self.hosts_changed = False
-        notification_manager.init()  # once, and also registers this listener once
+        notification_manager.init()  # like the next call, without effect the second time
         notification_manager.register_listener(self)
 
     def on_hosts_updated(self, time: float, kind: int) -> None:
@@ -88,14 +87,13 @@ class World:
     """Rank, size, device and collectives, here of a single process. All ranks must call a collective.
 
     Attributes:
-        rank, size: This rank, and the number of ranks.
-        local_rank, local_size: The same among the ranks of this host.
-        cross_rank: The number of this host.
-        launcher: What started the ranks, by launch.py's names.
-        controller: What the ranks communicate through: "mpi", "gloo", "torch.distributed" or "none".
-        device, devices: The device of this rank, and the number of GPUs that it uses.
+        rank, size: Number of this rank, and of all ranks.
+        local_rank, local_size: Number of this rank on its host, and of the host's ranks.
+        cross_rank: Number of this host.
+        launcher: The launcher's name (launchers.py).
+        controller: The library of the collectives: "mpi", "gloo", "torch.distributed" or "none".
+        device, devices: The device of this rank, and the number of GPUs that this rank uses.
         elastic: Whether ranks may be lost or added.
-        process: What this process keeps from one world of Horovod elastic to the next.
         rank_infos: One RankInfo per rank.
         host_ranks: The ranks on this host.
     """
@@ -150,7 +148,7 @@ class World:
 
     @property
     def gpus(self) -> list[torch.device]:
-        """The GPUs of this rank: with --strategy dp all of its process, the first one first; none on CPUs."""
+        """The GPUs of this rank, its `device` first. With --strategy dp there may be several."""
         if self.device.type != "cuda":
             return []
         return [self.device, *(torch.device("cuda", number) for number in range(1, self.devices))]
@@ -166,7 +164,7 @@ class World:
         return find_job(os.environ)
 
     def describe(self) -> list[str]:
-        """Log lines: the world, the Slurm job, and per host its ranks with their devices."""
+        """Describe the world, the Slurm job, and the ranks and devices of each host, as lines for the log."""
         lines = [f"{self.size} rank(s) on {', '.join(self.hosts)}, {self.device.type}, controller {self.controller}"]
         if self.job:
             lines.append("Slurm job " + ", ".join(f"{key} {value}" for key, value in self.job.items()))
@@ -176,56 +174,54 @@ class World:
         return lines
 
     def allgather(self, value: Any) -> list[Any]:
-        """The value of every rank, in rank order."""
+        """Gather a value from every rank, in rank order, on every rank."""
         return [value]
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """The value of rank `root`, on every rank."""
+        """Send the value of rank `root` to every rank."""
         return self.allgather(value if self.rank == root else None)[root]
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in rank order, on rank 0; an empty list on the others."""
+        """Gather a value from every rank, in rank order, on rank 0. Other ranks get an empty list."""
         values = self.allgather(value)
         return values if self.rank == 0 else []
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise sum over the ranks; of one shape and type on all of them."""
+        """Add up the ranks' tensors, which have the same shape and type."""
         return values
 
     def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor], root: int = 0) -> None:
-        """The tensors of rank `root`, in place, into those of every rank; all have the same names, shapes and types."""
+        """Copy the tensors of rank `root` into those of the other ranks. Names, shapes and types must be equal."""
 
     def any_rank_async(self, mine: bool) -> Callable[[], bool]:
-        """Start a vote: calling the result returns whether `mine` is true on any rank. One vote at a time.
+        """Start a vote, one at a time: calling the result waits, and returns whether `mine` is true on any rank.
 
-        It runs alongside the step's gradients, and never in one buffer with them, since its type differs.
+        The vote runs alongside the step's gradients, and not in a buffer with them, since its type differs.
         """
         return lambda: mine
 
     def start_timeline(self, path: Path) -> None:
-        """On rank 0 only: have Horovod record its timeline in a new file from now on."""
-        raise NotImplementedError("only Horovod has a timeline")
+        """Have Horovod record its timeline in a new file. On rank 0 only, and only with Horovod."""
 
     def stop_timeline(self) -> None:
-        """On rank 0 only: close the timeline. Returns when it is written."""
-        raise NotImplementedError("only Horovod has a timeline")
+        """Close the timeline, and return when it is written. On rank 0 only."""
 
     def watch(self, stalled_after_s: float, store: Any) -> None:
-        """From now on, a rank that does not reach a step's collective ends the job. `store`: see `Watchdog`."""
+        """End the job, from now on, if a rank does not reach a step's collective. `store`: see `Watchdog`."""
         hosts = [info.host for info in self.rank_infos]
         self._watchdog = watchdog.Watchdog(self.rank, hosts, stalled_after_s, store, self.abort)
 
     def limit_wait(self, names: Callable[[], Sequence[str]], at_least_s: float = 0.0) -> AbstractContextManager[None]:
-        """Around a wait for other ranks, by default in a step's collective, of at most the watchdog's limit.
+        """Context manager: limit a wait for other ranks to the watchdog's time for a step, or `at_least_s`.
 
-        `names`: what has not arrived yet, for the message.
+        `names` returns the missing tensors for the message.
         """
         if self._watchdog is None:
             return nullcontext()
         return self._watchdog.limit_wait(max(at_least_s, self._watchdog.step_s), names)
 
     def check_same(self, values: Mapping[str, object]) -> None:
-        """Raise CollectiveError if a value differs between ranks, for example because their hosts' files differ."""
+        """Raise CollectiveError if a value differs between ranks, for example because hosts have different files."""
         everyone = self.allgather(dict(values))
         for name in dict.fromkeys(chain(*everyone)):  # a rank with other settings may have other names
             value = everyone[0].get(name)
@@ -239,10 +235,10 @@ class World:
 
     @contextmanager
     def raise_on_all_ranks(self, status: int = EXIT_BAD_INPUT) -> Iterator[None]:
-        """Turn a user's mistake that one rank finds inside into a CollectiveError on all, with exit status `status`.
+        """Context manager: turn a user's mistake that one rank finds into a CollectiveError on all ranks.
 
-        No collective may be inside: a rank that fails would leave the others waiting in it. Equal warnings of several
-        ranks inside become one line with the list of ranks.
+        The block must not contain a collective, in which the other ranks would wait for the failed rank. Equal warnings
+        of several ranks become one line with the list of ranks.
         """
         message = None
         with logs.collected() as warnings:
@@ -268,7 +264,7 @@ class World:
 
     @contextmanager
     def writing(self, flag: str, path: Path, status: int = EXIT_FAILURE) -> Iterator[bool]:
-        """Around rank 0's writes (yields True there) to what a flag names: an OSError (a full disk) ends all ranks."""
+        """Context manager for writes to a flag's path by rank 0, where it yields True. An OSError ends all ranks."""
         with self.raise_on_all_ranks(status), writing_to(flag, path):
             yield self.rank == 0
 
@@ -284,46 +280,46 @@ class World:
             self.process.locks.popitem()[1].release()
 
     def end(self, status: int) -> NoReturn:
-        """Leave the world, once all ranks have called this, and end this process, but without finalizing Python.
+        """Leave the world, once all ranks have called this, and end this process without finalizing Python.
 
-        Python aborts a process (status 134) in which a thread comes back from torch, or frees its last tensor, during
-        finalization (pytorch#117762, pytorch#190489). Torch's Gloo has such threads as long as anything holds a group,
-        as FSDP's mesh does.
+        During finalization, Python aborts the process (status 134) if a thread returns from torch or frees its last
+        tensor (pytorch#117762, pytorch#190489). Torch's Gloo has such threads while anything holds a group, as FSDP's
+        mesh does.
         """
         self.close()
         atexit.register(end_process, status)
         sys.exit(status)
 
     def abort(self, status: int) -> NoReturn:
-        """End all ranks now, which must not wait for one that failed alone: all that MPI or the launcher knows."""
+        """Kill all ranks at once: by MPI_Abort, or by exiting, upon which the launcher kills the others."""
         logs.flush()
         sys.stdout.flush()
         sys.stderr.flush()
         if mpi := running_mpi():
-            signal.alarm(ABORT_S)  # ends a rank whose host has lost the network, and which would stay in MPI_Abort
+            signal.alarm(ABORT_S)  # without a network, MPI_Abort would not return
             try:
-                # MPI_Abort makes Slurm kill the step at once. srun then drops what it has not yet received, often the
-                # last lines of a traceback (seen with Slurm 22.05), and nothing shows a task what it has received.
+                # MPI_Abort makes Slurm kill the step at once. srun then drops output that has not reached it, often the
+                # last lines of a traceback (seen with Slurm 22.05).
                 if "SLURM_STEP_ID" in os.environ:
                     time.sleep(1)
             finally:  # also after Ctrl-C
                 mpi.COMM_WORLD.Abort(status)
-        os._exit(status)  # the launcher sees the status and ends the others
+        os._exit(status)
 
 
 def running_mpi() -> Any:
-    """mpi4py's module, if this process has initialized MPI and not finalized it; else None."""
+    """The module mpi4py.MPI, if this process has initialized MPI and not finalized it; else None."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
 
 
 def end_process(status: int) -> NoReturn:
-    """The last exit function: end this process once the others have run. Open files are not flushed."""
+    """End this process after all other exit functions have run. Open files are not flushed."""
     atexit.unregister(end_process)
     try:
         atexit._run_exitfuncs()
         if mpi := running_mpi():
-            mpi.Finalize()  # mpi4py would after Python's end; mpirun reports a rank without it as crashed
+            mpi.Finalize()  # else mpirun reports this rank as crashed
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
