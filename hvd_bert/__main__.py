@@ -30,14 +30,6 @@ COMMANDS = {
     "train": "Train a task on all ranks of the world; by default, fine-tune BERT on SQuAD.",
     "tune": "Search for a better learning rate, batch, length or other flags, by trainings.",
 }
-# What to do in place of commands that other projects have.
-ELSEWHERE = {
-    "export": "A training's output folder is a model of transformers; examples/export_onnx.py writes it as ONNX"
-    " (docs/guides/sharing.md).",
-    "goodput": "Use `python benchmarks/campaign.py goodput`.",
-    "publish": "Upload the output folder with `hf upload` (docs/guides/sharing.md).",
-    "sweep": "Use `hvd-bert bench sweep`.",
-}
 
 
 def main() -> int:
@@ -61,9 +53,7 @@ def _show(word: str) -> None:
 
 
 def _hint(word: str) -> str:
-    """Advice for an unknown command: a table's, or the command that begins like it ("eval", "benchmark")."""
-    if word in ELSEWHERE:
-        return f" {ELSEWHERE[word]}"
+    """Suggest a command for an unknown word: one that begins like it ("eval", "benchmark"), or is spelled like it."""
     close = [name for name in COMMANDS if len(word) > 2 and (name.startswith(word) or word.startswith(name))]
     close += difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.8)  # typing errors, not other words
     return f" Did you mean {close[0]}?" if close else ""

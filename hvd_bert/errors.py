@@ -25,8 +25,8 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h
 STATUSES = {
     EXIT_OK: "Done",
     EXIT_FAILURE: "Failure. All ranks are terminated",
-    EXIT_BAD_INPUT: "Bad input: a flag, a file, a model, a launcher or a device that cannot be used. One message,"
-    " before any training",
+    EXIT_BAD_INPUT: "Bad input: a flag, a file, a model, a launcher or a device that cannot be used. One message"
+    " (one per host for its environment), before any training",
     EXIT_STOPPED: "Stopped by a signal or the loss of the output folder, and everything is saved. Rerun the command to"
     " resume",
     EXIT_INTERRUPTED: "Interrupted by Ctrl-C, where that does not stop and save: any command before it trains, a"
@@ -54,17 +54,9 @@ class UserError(ValueError):
         super().__init__(visible(message))  # it may quote a file
 
 
-# Errors of a given path, not of its disk.
-_PATH_ERRORS = {
-    errno.EACCES,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-}
+# Errors of a given path, not of its disk; ELOOP, ENAMETOOLONG and EROFS have no class of their own.
+_PATH_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_PATH_CODES = {errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
 _CLONE = Path(__file__).parents[1]
 
 
@@ -80,7 +72,8 @@ def find_user_error(error: BaseException) -> UserError | None:
     if isinstance(error, ImportError | OSError) and library.endswith(".so"):
         remedy = "Load the modules that were loaded at set-up, or reinstall this package."
         return UserError(f"{library} cannot be loaded ({error}). {remedy}")
-    if isinstance(error, OSError) and error.errno in _PATH_ERRORS and error.filename is not None:
+    is_of_path = isinstance(error, _PATH_ERRORS) or (isinstance(error, OSError) and error.errno in _PATH_CODES)
+    if isinstance(error, OSError) and is_of_path and error.filename is not None:
         return UserError(f"{str(error.filename)[:MAX_REASON]}: {error.strerror}. Check this path.")
     return None
 

@@ -48,3 +48,9 @@ def test_file_that_one_rank_alone_misses(tmp_path: Path) -> None:
     script = 'exec "$@" --train_file "${OMPI_COMM_WORLD_RANK:-$HOROVOD_RANK}.json"'
     command = [*launcher(2, "gloo"), "bash", "-c", script, "bash", *small_run(2, "out")]
     check(command, tmp_path, [f"rank 1 on {os.uname().nodename}: ", "1.json: no such file"], 1)
+
+
+def test_interface_that_the_host_lacks(tmp_path: Path) -> None:
+    """Each rank finds this before it joins the others."""
+    command = ["env", "HVD_BERT_INTERFACE=ib7", *launcher(2, "mpirun"), *small_run(2, "out")]
+    check(command, tmp_path, ["HVD_BERT_INTERFACE=ib7", os.uname().nodename])

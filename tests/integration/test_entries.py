@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -36,18 +34,6 @@ def test_rank_finishes_what_it_began(tmp_path: Path, by: str, strategy: str, sta
     assert said(outcome).count("hvd_bert: all know it") == bool(status), outcome
     for rank in range(2):
         assert (tmp_path / f"rank{rank}").read_text().splitlines() == ["thread", "atexit"], outcome
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(4 * 3600)
-def test_all_of_200_runs_end_with_0_on_a_busy_machine(tmp_path: Path) -> None:
-    train = [sys.executable, "-m", "hvd_bert.train", "--config", "sample", "--max_steps", "4", "--output_dir"]
-    with ExitStack() as busy:
-        for _ in range(8):
-            process = busy.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
-            busy.callback(process.kill)
-        for number in range(200):
-            run([*launcher(2, "mpi"), *train, f"out{number}"], tmp_path, cold=True).expect(0)
 
 
 @pytest.mark.parametrize(

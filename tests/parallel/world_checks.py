@@ -43,15 +43,6 @@ def on_cpus_who_waits_for_mpi_lets_others_go_first(ranks: Ranks) -> None:
         assert os.environ["OMPI_MCA_mpi_yield_when_idle"] == "1"  # noqa: SIM112  # its own spelling
 
 
-@check
-def mpi_gives_a_communicator_of_the_node(ranks: Ranks) -> None:
-    world = ranks.world
-    if ranks.controller != "mpi":
-        return
-    assert (world.node.Get_rank(), world.node.Get_size()) == (world.local_rank, world.local_size)
-    assert world.node.allgather(world.rank) == list(world.host_ranks)
-
-
 @check_every_strategy
 def allgather_takes_values_of_different_types(ranks: Ranks) -> None:
     # Under Gloo, Horovod names the collective of an object by its type: unnamed, this hung.

@@ -13,7 +13,6 @@ import pytest
 from refusals import check_refusal
 
 import hvd_bert
-from hvd_bert.__main__ import ELSEWHERE
 from hvd_bert.config.settings import PACKAGE
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
 
@@ -81,8 +80,6 @@ def test_a_command_runs_as_by_its_module() -> None:
         ("eval", " Did you mean evaluate?"),
         ("benchmark", " Did you mean bench?"),
         ("import", ""),  # another word than report
-        ("export", f" {ELSEWHERE['export']}"),
-        ("goodput", " Use `python benchmarks/campaign.py goodput`."),
     ],
 )
 def test_unknown_command_is_named_by_rank_0(word: str, hint: str) -> None:
