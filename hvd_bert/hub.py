@@ -68,11 +68,10 @@ def load_split(
             f"{flag}: {dataset_name} is a folder in the working directory. To load the hub's data set, run the command"
             f" in another one. {ways_out}"
         )
-    names = [name for name in hub_names(dataset_name) if not os.path.isdir(name)]
     reason: Exception | None = None
     datasets.disable_progress_bars()  # else every rank would show them
     datasets.logging.set_verbosity_error()
-    for name, cached in [*((name, True) for name in names), (dataset_name, False)]:
+    for name, cached in [*((name, True) for name in hub_names(dataset_name)), (dataset_name, False)]:
         try:
             if cached:
                 return _cached(name, split, dataset_config_name, cache_dir)

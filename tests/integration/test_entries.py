@@ -1,4 +1,4 @@
-"""Ranks of entries.py: the end of their processes, a rank that fails alone, warnings, ranks that cannot meet."""
+"""Ends of ranks, by entries.py: threads that still run, a rank that fails alone, warnings, ranks that cannot meet."""
 
 from __future__ import annotations
 

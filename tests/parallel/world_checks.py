@@ -1,4 +1,4 @@
-"""Checks of World: who is there, and what all do together."""
+"""Checks of World: ranks, devices and collectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvd_bert.errors import UserError
 
 @check_every_strategy
 def ranks_join_again_once_their_devices_are_known(ranks: Ranks) -> None:
-    """As with GPUs, to which torch.distributed's ranks bind NCCL."""
+    """As on GPUs, where ranks join again to bind NCCL to their device."""
     if isinstance(ranks.world, DistributedWorld):
         ranks.world._join_again("gloo", None)
 
@@ -37,8 +37,8 @@ def every_rank_has_its_rank_info(ranks: Ranks) -> None:
 
 
 @check
-def on_cpus_who_waits_for_mpi_lets_others_go_first(ranks: Ranks) -> None:
-    """Else Horovod's thread takes the core from the training of its rank; Open MPI reads this as it starts."""
+def waits_in_mpi_yield_the_core_on_cpus(ranks: Ranks) -> None:
+    """Horovod's thread would take the core from its rank's training. Open MPI reads the variable at its start."""
     if ranks.controller == "mpi":
         assert os.environ["OMPI_MCA_mpi_yield_when_idle"] == "1"  # noqa: SIM112  # its own spelling
 
@@ -74,7 +74,7 @@ def sum_adds_up_over_the_ranks(ranks: Ranks) -> None:
 
 @check
 def sums_of_a_shape_have_one_name(ranks: Ranks) -> None:
-    """Else each fills a place of Horovod's response cache."""
+    """With a name per call, the sums would fill Horovod's response cache."""
     import horovod.torch as hvd
 
     world = ranks.world

@@ -1,4 +1,4 @@
-"""How ranks find each other: stores on the loopback, network interfaces, and Slurm's lists of hosts."""
+"""Rendezvous of ranks: stores on the loopback, network interfaces, and Slurm's lists of hosts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from hvd_bert.distributed import horovod_rendezvous, interfaces, rendezvous, slu
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import CollectiveError
 
-TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-TORCHRUN |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
 LAUNCHER = Launcher("torchrun", 1, 0)
 
 
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The environment that the module sees."""
+    """The environment variables that the modules see."""
     variables = {"PATH": os.environ["PATH"]}
     for module in (rendezvous, horovod_rendezvous):
         monkeypatch.setattr(module, "os", SimpleNamespace(environ=variables))
@@ -48,11 +46,6 @@ def test_store_listens_at_its_address_only(environ):
     assert reached.timeout.total_seconds() == rendezvous.START_S, "a slower rank may still start"
 
 
-def test_address_that_is_not_this_hosts(environ):
-    with refused(socket.gethostname(), "192.0.2.77"):
-        rendezvous.serve_store("192.0.2.77")
-
-
 def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):
     monkeypatch.setattr(rendezvous, "NOTICE_S", 0.1)
     monkeypatch.setattr(rendezvous, "START_S", 0.2)
@@ -65,8 +58,10 @@ def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):
 
 
 def test_rank_0_serves_where_the_others_come_from(environ, monkeypatch):
-    """At its own address; at all of them where MASTER_ADDR is a service's, or the loopback for the host's own name."""
+    """At MASTER_ADDR; at all addresses if it is a service's, or if the host's own name resolves to the loopback."""
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolving({"localhost": "127.0.0.1", "here": "127.0.1.1"}))
+    with refused(socket.gethostname(), "192.0.2.77"):
+        rendezvous.serve_store("192.0.2.77")  # another host's
     own = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1"}
     for name, address in (own | dict.fromkeys(["192.0.2.77", "service.invalid", "here"], "::")).items():
         store = rendezvous._master_store(0, name, free_port())
@@ -75,7 +70,7 @@ def test_rank_0_serves_where_the_others_come_from(environ, monkeypatch):
 
 
 def resolving(names: dict[str, str]) -> Any:
-    """getaddrinfo with other names."""
+    """Make a getaddrinfo that knows these names."""
     real = socket.getaddrinfo
     return lambda host, *arguments, **options: real(names.get(host, host), *arguments, **options)
 
@@ -87,7 +82,7 @@ def test_another_program_at_the_port(environ):
 
 
 @pytest.mark.parametrize(("name", "value"), [("MASTER_PORT", "70000"), ("MASTER_ADDR", "a..b")])
-def test_place_of_rank_0_that_cannot_be(environ, name, value):
+def test_impossible_address_of_rank_0(environ, name, value):
     environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} | {name: value})
     with refused(name, value):
         rendezvous.launcher_store(Launcher("torch's variables", 2, 1))
@@ -121,7 +116,7 @@ def test_ranks_of_worlds_of_different_sizes(environ):
 def test_launcher_that_is_gone_is_reported_at_once(environ):
     assert horovod_rendezvous.join_horovodrun() == {}  # over MPI it serves nothing
     port = free_port()
-    environ.update(TORCHRUN, MASTER_PORT=str(port))
+    environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with refused(f"127.0.0.1:{port}", "TORCHELASTIC_RUN_ID"):
         rendezvous.launcher_store(LAUNCHER)
     environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
@@ -131,7 +126,7 @@ def test_launcher_that_is_gone_is_reported_at_once(environ):
 
 def test_under_torchrun_nothing_listens_on_all_interfaces(environ):
     served = rendezvous.serve_store("127.0.0.1")  # by the agent
-    environ.update(TORCHRUN, MASTER_PORT=str(served.port))
+    environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(served.port))
     found = horovod_rendezvous.serve_horovod(LAUNCHER)
     assert environ["HOROVOD_GLOO_IFACE"] == "lo" and found["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
     assert listening(served.port) == listening(int(found["HOROVOD_GLOO_RENDEZVOUS_PORT"])) == {"127.0.0.1"}
@@ -139,7 +134,7 @@ def test_under_torchrun_nothing_listens_on_all_interfaces(environ):
 
 def test_ranks_that_torchrun_restarts_have_other_keys(environ):
     served = rendezvous.serve_store("127.0.0.1")  # by the agent
-    environ.update(TORCHRUN, MASTER_PORT=str(served.port))
+    environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(served.port))
     rendezvous._torchrun_store().set("key", "of the first start")
     environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     assert not rendezvous._torchrun_store().check(["key"])
@@ -246,7 +241,7 @@ BRIDGES = ["docker0", "br-0123456789ab", "virbr0", "cni-podman0"]
     ],
 )
 def test_open_mpi_avoids_networks_of_containers(inner, environ, site, excluded, tmp_path, monkeypatch):
-    """With the parameters that a user's file gives to Open MPI."""
+    """`site`: Open MPI's parameters in a user's file."""
     monkeypatch.setattr(interfaces, "host_addresses", lambda: {**ADDRESSES, **{name: ["172.17.0.1"] for name in inner}})
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".openmpi").mkdir()

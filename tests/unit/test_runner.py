@@ -41,7 +41,7 @@ def test_without_horovod_other_strategies_are_named(monkeypatch):
 
 
 def test_horovod_without_its_library(monkeypatch):
-    """Then horovod.torch prints a warning, and has no function."""
+    """Without its library, horovod.torch prints a warning and has no functions."""
     cut = ModuleType("horovod.torch")
     cut.__path__ = []
     monkeypatch.setattr(horovod, "torch", cut)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from hvd_bert.distributed.horovod_world import HorovodWorld
-from hvd_bert.distributed.launch import Launcher, LaunchError, silent_status
+from hvd_bert.distributed.launch import Launcher, LaunchError, silent_status, speaks_for_host
 from hvd_bert.distributed.slurm import check_tasks
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
@@ -106,7 +106,10 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
         return report.close()
     # Rank 0 reports problems of all ranks, and other ranks must not fail earlier; they print only their own problems.
     no_horovod = bool(probes.horovod().error)
-    found_by_all = isinstance(error, LaunchError) or (isinstance(error, CollectiveError) and not error.mine)
+    if isinstance(error, CollectiveError):
+        found_by_all = not error.mine
+    else:
+        found_by_all = isinstance(error, LaunchError) or (is_mistake and not speaks_for_host(os.environ))
     if no_horovod or not found_by_all:
         print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {reason}", file=sys.stderr, flush=True)
     is_reported = found_by_all or (no_horovod and is_mistake)
