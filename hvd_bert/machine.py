@@ -57,19 +57,26 @@ def versions() -> dict[str, str | None]:
 
 
 def free_memory() -> int:
-    """Bytes of free memory on the host or, if less, in the job's cgroup."""
-    return min([int(psutil.virtual_memory().available), *_cgroup_free(_cgroup())])
+    """Bytes of free memory on the host or, if less, in the job's cgroup. Cached files count as free."""
+    free = [int(psutil.virtual_memory().available)]
+    for maximum, used, lines in _cgroup_files("memory.max", "memory.current", "memory.stat"):
+        if maximum.strip() != "max":
+            stat = dict(line.split() for line in lines.splitlines())
+            cached = int(stat["active_file"]) + int(stat["inactive_file"])  # the kernel drops them if memory is short
+            free.append(max(0, int(maximum) - int(used) + cached))
+    return min(free)
 
 
 def total_memory() -> int:
     """Bytes of memory of the host or, if less, of the job's cgroup."""
-    limits = (text.strip() for [text] in _cgroup_files(_cgroup(), "memory.max"))
+    limits = (text.strip() for [text] in _cgroup_files("memory.max"))
     return min([int(psutil.virtual_memory().total), *(int(limit) for limit in limits if limit != "max")])
 
 
 def cpu_limit() -> float | None:
     """The job's limit on CPU time by its cgroup (a container's limit on CPUs), in cores; None without a limit."""
-    return min(_cgroup_cores(_cgroup()), default=None)
+    limits = (text.split() for [text] in _cgroup_files("cpu.max"))
+    return min((int(quota) / int(period) for quota, period in limits if quota != "max"), default=None)
 
 
 def _cgroup() -> Path:
@@ -79,25 +86,9 @@ def _cgroup() -> Path:
     return Path("/sys/fs/cgroup") / own
 
 
-def _cgroup_files(folder: Path, *names: str) -> Iterator[list[str]]:
-    """Read the named files of a cgroup and of its parents, where they exist."""
+def _cgroup_files(*names: str) -> Iterator[list[str]]:
+    """Read the named files of this process's cgroup and of its parents, where they exist."""
+    folder = _cgroup()
     for group in (folder, *folder.parents):
         with suppress(OSError):  # no limit here
             yield [(group / name).read_text(encoding="ascii") for name in names]
-
-
-def _cgroup_cores(folder: Path) -> list[float]:
-    """The limits on CPU time of a cgroup and its parents, in cores."""
-    limits = (text.split() for [text] in _cgroup_files(folder, "cpu.max"))
-    return [int(quota) / int(period) for quota, period in limits if quota != "max"]
-
-
-def _cgroup_free(folder: Path) -> list[int]:
-    """Free bytes under the limits of a cgroup and its parents. Cached files count as free: the kernel drops them."""
-    free = []
-    for maximum, used, lines in _cgroup_files(folder, "memory.max", "memory.current", "memory.stat"):
-        if maximum.strip() != "max":
-            stat = dict(line.split() for line in lines.splitlines())
-            cached = int(stat["active_file"]) + int(stat["inactive_file"])
-            free.append(max(0, int(maximum) - int(used) + cached))
-    return free

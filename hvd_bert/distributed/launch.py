@@ -50,7 +50,7 @@ RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torch's var
 _MPI_RANKS = ("PMIX_RANK", "PMI_ID", "PALS_RANKID", "ALPS_APP_PE")
 # A rank's number on its host, by launcher, most specific first.
 _LOCAL_RANKS = ["HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"]
-_LOCAL_RANKS += ["LOCAL_RANK", "FLUX_TASK_LOCAL_ID", "SLURM_LOCALID"]
+_LOCAL_RANKS += ["LOCAL_RANK", "JSM_NAMESPACE_LOCAL_RANK", "FLUX_TASK_LOCAL_ID", "SLURM_LOCALID"]
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 PTY = "SLURM_PTY_PORT"  # set by `srun --pty bash`, whose first task alone has a terminal
 WITH_PMIX = "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun or horovodrun."

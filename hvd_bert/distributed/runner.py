@@ -50,7 +50,7 @@ from hvd_bert.streams import INTERRUPTED, in_main_thread, interruptible, keep_ru
 # An error, the rank's exit status, and its report: the first row that fits. A CollectiveError may have another status.
 ENDS: tuple[tuple[type[BaseException], int, str], ...] = (
     (CollectiveError, EXIT_BAD_INPUT, "hvd_bert: {error}"),
-    (UserError, EXIT_BAD_INPUT, "hvd_bert: {place}{error}"),
+    (UserError, EXIT_BAD_INPUT, "hvd_bert: {where}{error}"),
     (KeyboardInterrupt, EXIT_INTERRUPTED, INTERRUPTED),
     (
         torch.OutOfMemoryError,
@@ -181,8 +181,8 @@ def _status_and_report(error: BaseException, world: World | None) -> tuple[int, 
         reports = speaks_first(os.environ)
     elif isinstance(error, UserError) and world is None:
         reports = speaks_for_host(os.environ)
-    place, failure = f"rank {rank} on {host}: " if world else "", _failure(error)
-    return status, report.format(error=shown, rank=rank, host=host, place=place, failure=failure) if reports else ""
+    where, failure = f"rank {rank} on {host}: " if world else "", _failure(error)
+    return status, report.format(error=shown, rank=rank, host=host, where=where, failure=failure) if reports else ""
 
 
 def _failure(error: BaseException) -> str:

@@ -99,6 +99,7 @@ def horovodrun(rank: int, local_rank: int) -> dict[str, str]:
 def test_error_before_joining_is_reported_once(monkeypatch, capsys, environ, error, status, reports):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(module, "watch_launcher", lambda is_watched: None)
     monkeypatch.setattr(module, "join", lambda strategy, process: raising(error)(make_world()))
     with pytest.raises(SystemExit) as left:
         run_as_rank(lambda world: None)
