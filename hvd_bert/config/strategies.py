@@ -45,6 +45,8 @@ class StrategyRow:
 _SHARDED = {
     "ema_decay": "it needs whole weights. Use ddp.",
     "torch_compile_mode=reduce-overhead": "the weights move. Use ddp.",
+    "optim=lamb": "it needs the norms of whole weights. Use ddp.",
+    "optim=lars": "it needs the norms of whole weights. Use ddp.",
 }
 _COPIED = "the layers are copied. Use ddp."
 STRATEGIES = {

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from transformers.optimization import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.errors import UserError
 
@@ -56,16 +55,9 @@ def large_batch_note(args: TrainArguments, global_batch: int, peak: float) -> st
     )
 
 
-def check_optimizer(optim: str, strategy: str) -> None:
-    """Raise UserError if an optimizer is not installed, or does not work with the strategy."""
-    if optim == "adamw_torch_fused":
-        return
-    if STRATEGIES[strategy].shards:
-        raise UserError(
-            f"--optim {optim} needs the norms of whole weights; with --strategy {strategy} each rank holds a shard."
-            " Choose --strategy horovod or ddp, or leave --optim out."
-        )
-    if find_spec("pytorch_optimizer") is None:
+def check_optimizer(optim: str) -> None:
+    """Raise UserError if an optimizer is not installed."""
+    if optim != "adamw_torch_fused" and find_spec("pytorch_optimizer") is None:
         install = "pip install .[pytorch_optimizer]"
         raise UserError(f"--optim {optim}: pytorch_optimizer is not installed. Run `{install}`.")
 

@@ -180,7 +180,7 @@ def check_requirements(config: Config, world: World) -> None:
             "--elastic needs Horovod's elastic launcher. Start horovodrun -np N --min-np M --host-discovery-script"
             " scripts/discover_hosts.sh python -m hvd_bert.train --elastic ..."
         )
-    check_optimizer(config.train.optim, strategy)
+    check_optimizer(config.train.optim)
     if world.rank == 0:
         check_reporters(config.train.reporters)
     strategy_class(strategy)  # raises if it is not installed

@@ -76,7 +76,7 @@ def test_settings_reach_the_optimizer(optim):
 def test_optimizer_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with refused("--optim lamb", "pip install .[pytorch_optimizer]"):
-        check_optimizer("lamb", "horovod")
+        check_optimizer("lamb")
 
 
 @pytest.mark.parametrize(

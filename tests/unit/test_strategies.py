@@ -57,7 +57,6 @@ def test_horovod_that_cannot_send_bf16_names_the_line_that_builds_one(monkeypatc
         (["--strategy", "ddp", "--fp16_allreduce"], ["--fp16_allreduce", "--strategy horovod"]),
         (["--bf16_allreduce", "--fp16_allreduce"], ["--bf16_allreduce", "choose one"]),
         (["--strategy", "fsdp", "--zero_stage", "1"], ["--zero_stage", "--strategy deepspeed"]),
-        (["--num_groups", "2", "--deterministic"], ["--deterministic", "--num_groups"]),
     ],
 )
 def test_settings_that_do_not_go_together(flags, named):
@@ -70,6 +69,7 @@ REFUSED = {
     "--timeline_file t.json": "ddp fsdp deepspeed dp none",
     "--ema_decay 0.5": "fsdp deepspeed",
     "--fp16": "deepspeed",
+    "--optim lamb": "fsdp deepspeed",
     "--torch_compile_mode reduce-overhead": "fsdp deepspeed dp",
     "--torch_compile": "dp",
     "--gradient_checkpointing": "dp",
