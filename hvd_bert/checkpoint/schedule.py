@@ -1,7 +1,8 @@
-"""What is due after a step, and which evaluation is the best one."""
+"""The schedule of log lines, evaluations and checkpoints, and the best evaluation so far."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,19 +32,21 @@ class Best:
     def update(self, step: int, metrics: dict[str, float]) -> bool:
         """Record an evaluation. Returns whether it is the best so far; NaN never is."""
         value = metrics[self.metric]
-        gain = value == value and (
-            self.value is None or (value < self.value if self.mode == "min" else value > self.value)
-        )
-        if gain:
+        if self._is_better(value):
             self.value, self.step, self.since, self.folder = value, step, 0, ""
-        else:
-            self.since += 1
-        return gain
+            return True
+        self.since += 1
+        return False
+
+    def _is_better(self, value: float) -> bool:
+        if self.value is None:
+            return not math.isnan(value)
+        return value < self.value if self.mode == "min" else value > self.value
 
 
 @dataclass(frozen=True)
 class Due:
-    """What is due after a step, in this order. `ends`: whether the training ends with the step."""
+    """The work that is due after a step, in this order. `ends`: whether the training ends with the step."""
 
     log: bool
     evaluate: bool
@@ -54,7 +57,7 @@ class Due:
 def due(
     step: int, total_steps: int, steps_per_epoch: int, config: Config, evaluates: bool = True, since: int = 0
 ) -> Due:
-    """What is due after step `step` (1, 2, ...).
+    """Decide what is due after step `step` (1, 2, ...).
 
     The final model is evaluated after it is saved, except with --load_best_model_at_end: it may be the best one.
     `evaluates`: whether the run evaluates at all. `since`: evaluations since the best one (`Best.since`).

@@ -132,7 +132,7 @@ def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = No
 def read_values(argv: Sequence[str], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Parse a command line into the values of all flags, without checking whether they fit together. See `parse`."""
     if HELP & set(argv):
-        topic = next(after for word, after in zip(argv, [*argv[1:], ""], strict=True) if word in HELP)
+        topic = [*argv, ""][min(argv.index(word) for word in HELP & set(argv)) + 1]
         print(help_text("" if topic.startswith("-") else topic), end="")
         sys.exit(EXIT_OK)
     parser = make_parser()

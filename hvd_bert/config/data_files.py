@@ -43,16 +43,25 @@ def data_files(flag: str, given: str | Sequence[str] | None) -> list[DataFile]:
 
 
 def _parsed(flag: str, text: str, several: bool) -> DataFile:
-    exists = os.path.exists(text)
-    if flag == "validation_file":
-        name, equals, path = text.partition("=")
-        if equals and path and "/" not in name and not exists:
-            return DataFile(path, name)
-        return DataFile(text, Path(text).name.split(".")[0] or "." if several else "")
+    if flag == "train_file":
+        return _weighted(text)
+    return _named(text, several) if flag == "validation_file" else DataFile(text)
+
+
+def _named(text: str, several: bool) -> DataFile:
+    """Parse FILE or NAME=FILE. Without NAME, each of several files has its own name without endings."""
+    name, equals, path = text.partition("=")
+    if equals and path and "/" not in name and not os.path.exists(text):
+        return DataFile(path, name)
+    return DataFile(text, Path(text).name.split(".")[0] or "." if several else "")
+
+
+def _weighted(text: str) -> DataFile:
+    """Parse FILE or FILE:WEIGHT. A word after the colon is a weight if it is a number, or FILE exists."""
     path, _, weight = text.rpartition(":")
-    number = re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", weight, re.ASCII)
-    if flag != "train_file" or exists or not path or not (number or os.path.exists(path)):
+    is_number = re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", weight, re.ASCII)
+    if os.path.exists(text) or not path or not (is_number or os.path.exists(path)):
         return DataFile(text)
-    valid = number and 0 < float(weight) <= 1000
-    require(bool(valid), f"--{flag} {text}: the weight {weight} is not a number above 0 and at most 1000.")
+    valid = is_number and 0 < float(weight) <= 1000
+    require(bool(valid), f"--train_file {text}: the weight {weight} is not a number above 0 and at most 1000.")
     return DataFile(path, weight=float(weight))

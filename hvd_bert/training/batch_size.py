@@ -47,19 +47,24 @@ def choose(task: Task, args: TrainArguments, resume_point: ResumePoint | None, w
     return number
 
 
+def _free_memory(world: World) -> int:
+    """This rank's share of the device's free memory in bytes."""
+    if world.device.type == "cuda":
+        return torch.cuda.mem_get_info(world.device)[0]
+    free = machine.free_memory() // len(world.host_ranks)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc's allocator retains freed memory, which would hide a batch's growth
+        libc.malloc_trim(0)
+    return free
+
+
 def _largest(task: Task, args: TrainArguments, world: World) -> int:
     """Return how many of the longest windows fit on this rank. Raises UserError if one does not."""
     plan, device = task.plan, world.device
     assert plan is not None
     if args.gradient_checkpointing:
         recompute_layers(task.model)
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = machine.free_memory() // len(world.host_ranks)
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):  # glibc's allocator retains freed memory, which would hide the growth
-            libc.malloc_trim(0)
+    free = _free_memory(world)
     # Reserved besides the memory of a micro-batch: optimizer state, averaged weights, communication buffers and, on
     # CPUs, rank 0's copy for checkpoints (docs/guides/memory.md).
     gradients = 4 * sum(weight.numel() for weight in task.model.parameters() if weight.requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import tempfile
@@ -115,6 +116,8 @@ class Estimate(Callback):
         """The run's largest disk space in bytes: an old checkpoint is removed once a new one is written, and before the
         model is written."""
         args = self._config.checkpoint
-        saves = 0 if not args.save_steps else steps if args.load_best_model_at_end else -(-steps // args.save_steps)
+        saves = math.ceil(steps / args.save_steps) if args.save_steps else 0
+        if args.load_best_model_at_end:  # each evaluation may save one
+            saves = steps
         retained = args.save_total_limit + args.load_best_model_at_end
         return min(saves * self._checkpoint + self._weights, (retained + 1) * self._checkpoint)
