@@ -71,7 +71,7 @@ class Breakdown:
         return rates if self.peak_flops is None else rates | {"mfu": flops_per_s / self.peak_flops}
 
     def results(self) -> dict[str, Any]:
-        """For train_results.json (docs/reference/output-files.md); empty without a line."""
+        """The key `breakdown` of train_results.json (docs/reference/output-files.md); empty without a line."""
         if not self._lines:
             return {}
         sums = self._sums
@@ -107,17 +107,11 @@ def describe_steps(results: Mapping[str, Any]) -> list[str]:
     lines = [f"Step time by phase, mean of {found['steps']} step(s):"]
     lines.append(f"  {'':<24}{'ms':>10}" + (f"{'min':>10}{'max':>10}" if of_ranks else "") + f"{'share':>9}")
 
-    def row(name: str, ms: float, share: float, minimum: float | None = None, maximum: float | None = None) -> None:
-        ends = "".join(f"{'' if end is None else f'{end:.1f}':>10}" for end in (minimum, maximum))
-        lines.append(f"  {name:<24}{ms:>10.1f}{ends if of_ranks else ''}{share:>9.1%}")
-
     names = PHASES if "exposed_comm" in found["phases"] else PHASES | {"compute": "forward, backward, waiting"}
-    for phase, figures in found["phases"].items():
-        row(names[phase], figures["ms"], figures["share"], figures["min_ms"], figures["max_ms"])
-    row("step", found["step"]["ms"], 1.0, found["step"]["min_ms"], found["step"]["max_ms"])
-    if results.get("evaluations"):
-        per_step = 1000 * results["evaluation_s"] / found["taken_steps"]
-        row("evaluation (additional)", per_step, per_step / found["step"]["ms"])
+    rows = {names[phase]: figures for phase, figures in found["phases"].items()} | {"step": found["step"]}
+    for name, figures in rows.items():
+        ends = f"{figures['min_ms']:>10.1f}{figures['max_ms']:>10.1f}" if of_ranks else ""
+        lines.append(f"  {name:<24}{figures['ms']:>10.1f}{ends}{figures['share']:>9.1%}")
     return [*lines, *_totals(results, found)]
 
 

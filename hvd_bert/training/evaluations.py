@@ -63,5 +63,5 @@ class Evaluations:
         metrics_logger.evaluated(metrics, evaluation.summary, step, evaluation.files.get("eval_samples.json", ()))
 
     def results(self) -> dict[str, Any]:
-        """For train_results.json."""
+        """The evaluations' keys of train_results.json."""
         return self._totals | ({"best": self.best.state()} if self.best else {})

@@ -210,12 +210,7 @@ class Meter:
         The line's last step must be the last settled one.
         """
         step, end, intervals, mine_counts = self._line
-        phase_s = dict.fromkeys(PHASES, 0.0)
-        for phase, *interval in intervals:
-            phase_s[phase] += seconds_between(*interval)
-        if "exposed_comm" not in self.phases:
-            phase_s["compute"] += phase_s.pop("exposed_comm")
-        mine = [self._loss, *mine_counts.tolist(), *phase_s.values()]
+        mine = [self._loss, *mine_counts.tolist(), *self._seconds_per_phase(intervals)]
         table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
         table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
         table = self.world.sum(table)  # raises under Horovod elastic if a rank is lost: the sums must not change before
@@ -243,6 +238,15 @@ class Meter:
             "padding_share": 1 - tokens / positions,
             "step_s": seconds / steps,
         } | _spread(self.phases, self.phase_s / watched)
+
+    def _seconds_per_phase(self, intervals: list[Interval]) -> list[float]:
+        """Sum the intervals per phase, in the order of `phases`. Waits until the device has reached the last one."""
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for phase, start, end in intervals:
+            seconds[phase] += seconds_between(start, end)
+        if "exposed_comm" not in self.phases:
+            seconds["compute"] += seconds.pop("exposed_comm")
+        return list(seconds.values())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
