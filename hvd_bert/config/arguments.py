@@ -14,7 +14,10 @@ from hvd_bert.errors import UserError
 
 
 def check_types(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Raise UserError for a value that is not of its type, if it has one. A path is a text, a whole number a float."""
+    """Raise UserError for a value that is not of the type that `kinds` has for its name, if any.
+
+    A path counts as str, a whole number as float.
+    """
     for name, value in values.items():
         kind = kinds.get(name, Any)
         try:

@@ -119,7 +119,7 @@ def path_problem(path: str) -> str:
 
 
 def name_or_path(text: str) -> str:
-    """A name or path that can be opened, written to UTF-8 files, and passed to libraries."""
+    """Parse a name or path that can be opened, written to UTF-8 files, and passed to libraries."""
     problem = path_problem(text)
     if problem:
         raise argparse.ArgumentTypeError(f"{shortened(ascii(text))} {problem}")

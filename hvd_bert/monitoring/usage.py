@@ -44,7 +44,7 @@ def summarise(samples: list[Sample]) -> Sample:
 
 
 class GpuUsage:
-    """GPU usage of all ranks, in rank 0's gpu_usage.jsonl; the metrics have rank 0's own GPU.
+    """Records GPU usage of all ranks in gpu_usage.jsonl, on rank 0. metrics.jsonl has rank 0's GPU only.
 
     A thread of each rank samples its GPUs once a second, without delaying steps. Without GPUs nothing is started.
     """

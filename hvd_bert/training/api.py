@@ -42,7 +42,8 @@ def train(
     The ranks are those of the process group of torch.distributed that the program has initialized, which stays, or else
     the launcher's. `settings`: the command's flags; None stands for the default. `task`: a name, or a custom class.
 
-    Raises UserError, which is a ValueError, and what a callback raises. A launcher's ranks end instead, after a report.
+    Raises UserError, which is a ValueError, and the errors of callbacks. Under a launcher, the ranks report the error
+    and end instead.
     """
     if _TRAINING.locked():  # also by a callback of that training
         raise UserError("train() runs already in this process: wait for its end, or start another process.")

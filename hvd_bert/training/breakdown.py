@@ -18,7 +18,7 @@ from hvd_bert.training.meter import Meter
 class Breakdown:
     """Reads the meter's lines, adds figures that follow from the windows' lengths, and sums up the lines.
 
-    Of several lines the sums exclude the first, whose steps (usually one) are warm-up.
+    With several lines, the sums exclude the first one, whose steps (usually one) are warm-up.
     """
 
     def __init__(

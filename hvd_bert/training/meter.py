@@ -104,7 +104,7 @@ class Meter:
     Attributes:
         phases: The phases that are told apart.
         sums: Sums over the last line and all ranks; the seconds are this rank's.
-        phase_s: Seconds per rank and phase, [ranks, phases], of the last line's `watched` steps, all after a resume.
+        phase_s: Seconds per rank and phase, [ranks, phases], in the last line's `watched` steps: those since a resume.
         on_step: Called when a step is settled, with this rank's loss and the norm of the averaged gradient.
         on_applied: Called when a step with a finite norm is settled; the strategy has skipped any other step.
         skipped_steps: Number of skipped steps.
@@ -146,7 +146,8 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context manager: the block is of phase `name`. Phases leave no gaps: each starts where the last one ended."""
+        """Context manager: count the block's time for phase `name`. Phases leave no gaps: each starts where the
+        previous one ended."""
         outer, self._phase = self._phase, name
         with self.annotate(name):
             yield

@@ -134,7 +134,8 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._weights: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._averages: list[Tensor] = [weight.detach().clone() for weight in self._weights]
-        # A step with the gradient `average - weight`, as weight decay minus weight: few kernels, skipped by found_inf.
+        # average -= lr x (average - weight), by few kernels: maximize negates the gradient, which is the weight, and
+        # weight decay adds the average.
         self._sgd: Any = torch.optim.SGD(self._averages, lr=1 - decay, weight_decay=1, maximize=True, fused=True)
 
     @torch.no_grad()

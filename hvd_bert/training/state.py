@@ -139,7 +139,7 @@ class TrainState:
             "optimizer": copy_to_host(optimizer, buffers["optimizer"]),
             "rng": rng,
         }
-        if self.average:  # "model" is what was evaluated
+        if self.average:  # the averages are evaluated, so they are the checkpoint's model
             tensors["unaveraged"] = tensors["model"]
             with self.averaged():
                 tensors["model"] = copy_to_host(dict(self.strategy.model.state_dict()), buffers["average"])

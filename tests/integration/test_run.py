@@ -129,7 +129,7 @@ def test_every_key_is_documented(finished: Run) -> None:
     assert undocumented(read("eval_samples.json"), "eval_samples.json") == []
     events = read_lines(finished.out / "events.jsonl")
     assert undocumented(events, "events.jsonl", "train_results.json", without=("decided",)) == []
-    settings = ("identity", "meter", "schedule", "strategy")
+    settings = ("cpu_kernels", "identity", "meter", "schedule", "strategy")
     assert undocumented(read("checkpoint-6/state.json"), "state.json", without=settings) == []
     manifest = read("checkpoint-6/manifest.json")
     assert undocumented([manifest, *manifest["files"].values()], "Checkpoints", without=("files",)) == []
