@@ -38,11 +38,11 @@ def make_run(
     exposed_comm_s: float | None = 0.0,
     **results: Any,
 ) -> Path:
-    """`batch`: the global batch. The first step is slow; the others take batch / `windows_per_s` seconds each.
+    """Make the folder of a finished run. The first step is slow; others take `batch` / `windows_per_s` seconds each.
 
-    The loss falls linearly from `loss` (step 1) to `last_loss` (last step); metrics.jsonl has a line with the mean
-    loss every `every` steps. The optimizer takes a tenth of each step, computation and exposed communication the rest.
-    `scores`: EM and F1, or another task's by name.
+    `batch`: the global batch. The loss falls linearly from `loss` (step 1) to `last_loss` (last step); metrics.jsonl
+    has a line with the mean loss every `every` steps. The optimizer takes a tenth of each step, computation and
+    exposed communication the rest. `scores`: EM and F1, or scores of another task by name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     losses = [loss + (last_loss - loss) * step / (steps - 1) for step in range(steps)]
@@ -118,9 +118,9 @@ def make_samples(folder: Path, question: str = "Which box?") -> None:
 class PretendedRuns:
     """Replaces `one_run.start_and_wait`: no rank is started.
 
-    `label_of`: function of folder, command and environment for the name of a run in `started`. `make`: makes a finished
-    run in a folder, from the trainer's flags and the label. `ends`: part of a label -> another end of the run: status,
-    None for a timeout, or an exception.
+    `label_of`: function of folder, command and environment that returns the label of a run in `started`. `make`: writes
+    a finished run into a folder, given the trainer's flags and the label. `ends`: part of a label -> another end of the
+    run: exit status, None for a timeout, or an exception. `during`: writes the files of a run that is not finished.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class PretendedRuns:
         self.label_of, self.make = label_of, make
         self.started: list[str] = []
         self.ends: dict[str, int | Exception | None] = {}
-        self.during: Callable[[Path, dict[str, str]], None] | None = None  # writes what a run has written half-way
+        self.during: Callable[[Path, dict[str, str]], None] | None = None
 
     def __call__(
         self, command: Sequence[str], environ: Mapping[str, str], log: object, timeout: float, watch: Callable[[], None]

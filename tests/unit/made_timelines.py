@@ -13,7 +13,7 @@ START = (
 
 
 class MadeTimeline:
-    """A file that grows like Horovod's: a tensor's metadata precede the first event; events have no line breaks."""
+    """A timeline as Horovod writes it: a tensor's metadata precedes its events; events have no line breaks."""
 
     def __init__(self) -> None:
         self.text = START + '{"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},\n'
@@ -29,11 +29,11 @@ class MadeTimeline:
         self.text += json.dumps(event) + ","
 
     def negotiate(
-        self, tensor: str, first: int, last: int = 0, ranks: Sequence[int] = (), what: str = "ALLREDUCE"
+        self, tensor: str, first: int, last: int = 0, ranks: Sequence[int] = (), collective: str = "ALLREDUCE"
     ) -> None:
-        """Add a negotiation. `ranks`: all in the order in which they are ready, the last of them at `last`."""
+        """Add a negotiation. `ranks`: in the order in which they are ready; the last is ready at `last`."""
         last = last or first
-        self.event("B", first, tensor, f"NEGOTIATE_{what}")
+        self.event("B", first, tensor, f"NEGOTIATE_{collective}")
         for rank in ranks:
             self.event("X", last if rank == ranks[-1] else first, tensor, str(rank), dur=0)
         self.event("E", last, tensor)
@@ -41,12 +41,12 @@ class MadeTimeline:
     def send(
         self, tensors: str, start: int, end: int, library: str = "MPI_ALLREDUCE", shape: Any = (256, 1024)
     ) -> None:
-        """Add a message of tensors named by a letter. With several of them it has copies of 10 us at both ends."""
-        copy, what = 10 if len(tensors) > 1 else 0, library.split("_")[1].replace("BCAST", "BROADCAST")
+        """Add a message of tensors with names of one letter. Several tensors are copied in and out, in 10 us each."""
+        copy, collective = 10 if len(tensors) > 1 else 0, library.split("_")[1].replace("BCAST", "BROADCAST")
         spans = [("MEMCPY_IN_FUSION_BUFFER", start, start + copy), (library, start + copy, end - copy)]
         spans.append(("MEMCPY_OUT_FUSION_BUFFER", end - copy, end))
         for tensor in tensors:
-            self.event("B", start, tensor, what)
+            self.event("B", start, tensor, collective)
         for name, begin, over in spans if copy else spans[1:2]:
             for phase, ts in (("B", begin), ("E", over)):
                 for tensor in tensors:
@@ -69,7 +69,7 @@ def training(
     step_us: int = 100_000,
     library: str = "MPI_ALLREDUCE",
 ) -> MadeTimeline:
-    """Steps of three tensors of 1 MiB: a and b are sent together in 20 ms, then c in 10 ms.
+    """Make steps of three tensors of 1 MiB: a and b are sent together in 20 ms, then c in 10 ms.
 
     a is ready at 20 ms of the step, b at 30, c at 60. a and b are sent from 30 to 50, c from 60 to 70, so 20 of 30 ms
     are hidden and 10 exposed. Rank `straggler` is `by` us late, which delays all later events.
@@ -77,7 +77,7 @@ def training(
     made = MadeTimeline()
     order = sorted(range(ranks), key=lambda rank: rank == straggler)
     for tensor in "wv":
-        made.negotiate(tensor, 1000, ranks=order, what="BROADCAST")
+        made.negotiate(tensor, 1000, ranks=order, collective="BROADCAST")
         made.send(tensor, 1000, 2000, library.replace("ALLREDUCE", "BCAST"))
     for start in range(1_000_000, 1_000_000 + steps * (step_us + by), step_us + by):
         for tensor, ready in (("a", start + 20_000), ("b", start + 30_000), ("c", start + 60_000)):

@@ -45,7 +45,7 @@ def folder() -> Path:
         try:
             staged.rename(target)  # atomic
         except OSError:
-            if not target.is_dir():  # otherwise another process was first
+            if not target.is_dir():  # else another process was first
                 raise
     return target
 
@@ -79,12 +79,12 @@ def _download(work: Path) -> Path:
 @functools.cache
 def scripts() -> tuple[types.ModuleType, types.ModuleType]:
     """The modules of v1.1 and v2.0. Raises NotReachableError."""
-    where = folder()
+    scripts_folder = folder()
     if importlib.util.find_spec("absl") is None:  # only used for logging.error; tensorboard installs it
         absl = types.ModuleType("absl")
         absl.logging = logging  # type: ignore[attr-defined]
         sys.modules["absl"] = absl
-    v1, v2 = (_load(where / f"{name}.py") for name in NAMES)
+    v1, v2 = (_load(scripts_folder / f"{name}.py") for name in NAMES)
     return v1, v2
 
 

@@ -57,7 +57,7 @@ def test_meter(clock):
 
     def steps(*losses):
         for loss in losses:
-            for _ in range(2):  # each is a share of the step's loss, as for the strategy
+            for _ in range(2):  # a micro-batch's loss is its share of the step's loss
                 meter.add(torch.tensor(loss / 2, requires_grad=True), batch(4, 100))
             meter.end_step(FINITE)
             clock.now += 0.5
@@ -76,7 +76,7 @@ def test_meter(clock):
 
 @pytest.mark.parametrize("ends", [True, False], ids=["read late", "lost before"])
 def test_line_that_ended_before_a_later_step(clock, ends):
-    """The line excludes the later step. If Horovod elastic loses a rank before `read`, the next line has both."""
+    """The line excludes the later step. If Horovod elastic loses a rank before `read`, the next line has all steps."""
     meter, resumed = Meter(equal_ranks(2)), Meter(equal_ranks(2))
 
     def step(meter: Meter, loss: float) -> None:
@@ -115,7 +115,7 @@ def test_waits_for_the_device_are_watched_except_the_first():
 
 
 def test_phases_leave_no_gaps(clock):
-    """A step of two micro-batches, one of which waits for other ranks, and a checkpoint."""
+    """A step of two micro-batches, the second of which waits for other ranks, and a checkpoint."""
     meter = Meter(equal_ranks(1))
 
     def waited_for():
@@ -132,7 +132,7 @@ def test_phases_leave_no_gaps(clock):
             if item == "b":
                 meter.gradients_computed()
                 after(0.25)
-                meter.gradients_computed()  # of the last parameter
+                meter.gradients_computed()  # again, for the last parameter
             after(0.5)
         meter.add(torch.tensor(1.0), batch(1, 1))
     with meter.phase("other"):

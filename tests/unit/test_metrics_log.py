@@ -50,7 +50,7 @@ def metrics(step: int) -> dict[str, float]:
 
 
 def run(folder: Path, clock: Clock, enabled: bool = True) -> None:
-    """Eight steps of 4 s each, with evaluations in the middle and at the end."""
+    """Log eight steps of 4 s each, with evaluations in the middle and at the end."""
     metrics_logger = MetricsLogger(folder, enabled)
     metrics_logger.begin(8, step=0, steps_per_epoch=4)
     for step in range(1, 9):
@@ -100,7 +100,7 @@ def test_progress_on_a_terminal(tmp_path, clock, capsys, monkeypatch):
     assert "8/8" in bar and "loss=0.500" in bar and "lr=1.00e-04" in bar
 
 
-def test_evaluations_of_an_earlier_model_and_without_training(tmp_path, clock, capsys):
+def test_evaluations_before_training_and_of_an_earlier_step(tmp_path, clock, capsys):
     metrics_logger = MetricsLogger(tmp_path, enabled=True)
     metrics_logger.evaluated(SCORES, QuestionAnswering.summary(SCORES), 0)
     assert capsys.readouterr().out == "EM 50.00  F1 61.25  loss 1.500  on 8 questions\n"

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from documented import undocumented
-from refusals import refused
 from test_world import make_world
 
 from hvd_bert.config.command_line import parse
@@ -40,7 +39,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_usage(folder: Path, rank: int, *gpus: int) -> dict[str, float]:
-    """Usage as read by rank `rank` of two, with these GPUs, after its first sample. The other rank is 90 % busy."""
+    """Read the usage on rank `rank` of two, with these GPUs, after the first sample. The other rank is 90 % busy."""
     devices = [torch.device("cuda", gpu) for gpu in gpus]
     other = [{"device": "cuda:0", "gpu_util_percent": 90.0}]
     world = SimpleNamespace(
@@ -58,13 +57,13 @@ def read_usage(folder: Path, rank: int, *gpus: int) -> dict[str, float]:
 
 
 def test_usage_of_all_ranks(tmp_path):
-    own = {"gpu_util_percent": 40.0, "gpu_memory_gib": 3.0, "gpu_power_w": 250.5}
-    assert read_usage(tmp_path, 0, 0, 1, 2) == own
+    usage = {"gpu_util_percent": 40.0, "gpu_memory_gib": 3.0, "gpu_power_w": 250.5}
+    assert read_usage(tmp_path, 0, 0, 1, 2) == usage
     lines = [json.loads(line) for line in (tmp_path / "gpu_usage.jsonl").read_text().splitlines()]
-    assert undocumented(lines, "gpu_usage.jsonl") == undocumented(own, "metrics.jsonl") == []
+    assert undocumented(lines, "gpu_usage.jsonl") == undocumented(usage, "metrics.jsonl") == []
     assert all(line.pop("seconds") >= 0 for line in lines)
     assert lines == [
-        {"step": 7, "rank": 0, "host": "a", "device": "cuda:0", **own},
+        {"step": 7, "rank": 0, "host": "a", "device": "cuda:0", **usage},
         {"step": 7, "rank": 0, "host": "a", "device": "cuda:1", "gpu_memory_gib": 3.0},  # --strategy dp
         {"step": 7, "rank": 0, "host": "a", "device": "cuda:2", "gpu_memory_gib": 3.0},
         {"step": 7, "rank": 1, "host": "a", "device": "cuda:0", "gpu_util_percent": 90.0},
@@ -77,12 +76,6 @@ def test_other_ranks_read_the_usage_of_rank_0(tmp_path):
 
 
 BASE = ["--config", "sample"]
-
-
-@pytest.mark.parametrize("steps", ["3", "0:4", "5:4", "a:b", "1:2:3", "1:999999999999"])
-def test_invalid_steps_are_refused(steps):
-    with refused(f"--timeline_steps {steps}"):
-        parse([*BASE, f"--timeline_steps={steps}"])
 
 
 def test_steps_to_record():
@@ -116,7 +109,7 @@ def test_trace_of_each_rank(tmp_path):
     assert marks == {"ProfilerStep#0": 1, "ProfilerStep#1": 1, "data": 4, "compute": 2}
 
 
-def test_durations_do_not_depend_on_the_clock_of_the_day(monkeypatch):
+def test_durations_do_not_depend_on_the_system_clock(monkeypatch):
     backwards = itertools.count(10**9, -1)
     monkeypatch.setattr(time, "time", lambda: next(backwards))
     assert 0 < process_usage(torch.device("cpu"))["real_s"] < 24 * 3600

@@ -26,7 +26,7 @@ import os, shlex, sys
 from horovod.runner import mpirun_process
 sys.exit(mpirun_process.run(shlex.join(sys.argv[1:]), dict(os.environ)))
 """
-# A rank that prints the signals that it gets, and ends after a number of them with a status.
+# A rank that prints each signal, and exits with a status after a number of signals.
 RANK = """
 import os, signal, sys
 signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
@@ -47,7 +47,7 @@ class Started(subprocess.Popen[str]):
         return self.stdout.readline().rstrip()
 
     def lines(self) -> list[str]:
-        """What the rank prints until it has ended."""
+        """The words that the rank prints until it ends."""
         assert self.stdout
         return self.stdout.read().split()
 
@@ -58,7 +58,7 @@ def parent(process_id: int) -> int:
 
 @contextmanager
 def started(signals: int, status: int = EXIT_STOPPED, **streams: int) -> Iterator[Started]:
-    """A horovodrun whose only rank ends with `status` after a number of signals."""
+    """Start a horovodrun whose only rank exits with `status` after a number of signals."""
     rank = [sys.executable, "-c", RANK, str(signals), str(status)]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     options = ["--tag-output", "-mca", "orte_tag_output", "0", "-np", "1"]  # horovodrun's, but without the tags
@@ -72,16 +72,25 @@ def started(signals: int, status: int = EXIT_STOPPED, **streams: int) -> Iterato
         yield process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_ranks_get_a_signal_that_lets_them_save(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "to_horovodrun", "status"),
+    [
+        (signal.SIGTERM, True, EXIT_STOPPED),
+        (signal.SIGUSR1, True, EXIT_STOPPED),
+        (signal.SIGHUP, True, -signal.SIGHUP),
+        (signal.SIGUSR2, False, EXIT_STOPPED),
+        (signal.SIGKILL, False, 128 + signal.SIGKILL),
+    ],
+)
+def test_ranks_get_a_signal_that_lets_them_save(number: signal.Signals, to_horovodrun: bool, status: int) -> None:
     with started(1) as process:
-        process.send_signal(number)
+        os.kill(process.pid if to_horovodrun else process.between, number)
         assert process.lines() == ["SIGUSR1"]
-    assert process.returncode == (EXIT_STOPPED if number != signal.SIGHUP else -number)
+    assert process.returncode == status
 
 
 def test_signal_is_repeated_after_a_kill() -> None:
-    """mpirun does not forward the first one if it is still starting the ranks."""
+    """mpirun does not forward a signal while it starts the ranks."""
     with started(2) as process:
         process.kill()
         assert process.lines() == ["SIGUSR1", "SIGUSR1"]
@@ -93,7 +102,7 @@ def test_second_request_ends_the_ranks() -> None:
         process.send_signal(number)
         assert process.line() == "SIGUSR1"
         process.send_signal(number)  # `timeout` sends each signal twice
-        assert process.line() == "SIGUSR1"  # the first one's repetition, 2 s later
+        assert process.line() == "SIGUSR1"  # the first signal again, 2 s later
         process.send_signal(number)
         assert process.lines() == ["SIGTERM"]
     assert process.returncode != 0
@@ -109,16 +118,8 @@ def test_signal_before_the_ranks_save_is_the_status(number: str, passed: str, st
 
 
 @pytest.mark.parametrize("status", [EXIT_STOPPED, 1])
-def test_what_mpirun_says_of_a_stop_is_shown_if_it_failed(status: int) -> None:
+def test_output_of_mpirun_is_shown_only_after_a_failure(status: int) -> None:
     with started(1, status, stderr=subprocess.PIPE) as process:
         process.send_signal(signal.SIGINT)
         assert process.lines() == ["SIGUSR2"]
         assert process.stderr and ("exited with non-zero status" in process.stderr.read()) == (status != EXIT_STOPPED)
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGKILL])
-def test_ranks_save_if_the_process_between_is_signalled(number: signal.Signals) -> None:
-    with started(1) as process:
-        os.kill(process.between, number)
-        assert process.lines() == ["SIGUSR1"]
-    assert process.returncode == (EXIT_STOPPED if number != signal.SIGKILL else 128 + number)

@@ -21,7 +21,7 @@ LAUNCHER = "sleep 600 & echo $!; {}wait"
 
 
 def ends(number: str) -> bool:
-    """Whether a process that would run for minutes ends now."""
+    """Wait up to 30 s for a process to end. Returns whether it has ended."""
     try:
         process = os.pidfd_open(int(number))
     except ProcessLookupError:
@@ -53,7 +53,7 @@ def test_ranks_of_a_launcher_that_was_killed_are_terminated(tmp_path: Path, grou
     assert not psutil.pid_exists(int((tmp_path / "log").read_text()))  # before the next run starts
 
 
-def test_what_ran_before_a_run_is_not_terminated(tmp_path: Path) -> None:
+def test_earlier_child_processes_are_not_terminated(tmp_path: Path) -> None:
     with started(["sleep", "600"]) as other, (tmp_path / "log").open("w") as log:
         assert start_and_wait(["sh", "-c", "sleep 600 & kill -9 $$"], os.environ, log, 60, lambda: None) == -9
         assert other.poll() is None
@@ -63,7 +63,7 @@ def test_what_ran_before_a_run_is_not_terminated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["INT", "USR1"])
 def test_repeated_signals_terminate_the_run_and_are_raised(tmp_path: Path, name: str) -> None:
     before, waiting = signal.getsignal(signal.SIGINT), tmp_path / "waiting"
-    # Not during the fork: an exception in a callback of `logging` there could leave its lock to this thread for good.
+    # Sent after the fork: an exception in a callback of `logging` during the fork could leave a lock acquired.
     kills = f"until [ -e {waiting} ]; do :; done; for i in 1 2 3 4 5; do kill -{name} {os.getpid()}; done; "
     with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match=f"SIG{name}"), signals() as check:
         command = ["sh", "-c", LAUNCHER.format(kills)]
@@ -74,14 +74,14 @@ def test_repeated_signals_terminate_the_run_and_are_raised(tmp_path: Path, name:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_during_a_finalizer_terminates_the_run(tmp_path: Path) -> None:
-    """Python only prints exceptions of finalizers and of callbacks of forks, such as those of `logging`."""
+    """Python prints exceptions of finalizers, and of callbacks of a fork, instead of raising them."""
 
-    class Kept:
+    class Finalized:
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
 
     with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match="SIGINT"), signals() as check:
-        start_and_wait(["sleep", "600"], os.environ, log, 20, watch=lambda: check() or (Kept() and None))
+        start_and_wait(["sleep", "600"], os.environ, log, 20, watch=lambda: check() or (Finalized() and None))
     with (tmp_path / "log").open("w") as log, signals() as check:
         assert start_and_wait(["true"], os.environ, log, 60, check) == 0  # the earlier signal does not stop it
 

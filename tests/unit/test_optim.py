@@ -36,7 +36,7 @@ def make_model(family):
         ("modernbert", ["head", "model.layers.1", "model.layers.0", "model.embeddings"]),
     ],
 )
-def test_rates_of_the_layers(family, modules):
+def test_learning_rates_of_the_layers(family, modules):
     model = make_model(family)
     args = TrainArguments(learning_rate=1.0, layerwise_lr_decay=0.5, weight_decay=0.1)
     groups = make_optimizer(model, args, 1).param_groups
@@ -85,7 +85,7 @@ def test_optimizer_that_is_not_installed_is_refused(monkeypatch):
         ("none", {}, 8, 1),
         ("linear", {"lr_scaling_limit": math.inf}, 8, 8),
         ("linear", {}, 1024, 4),  # the default limit
-        ("linear", {"global_batch": 32}, 3, 1),  # one global batch has one rate, whatever the split over ranks
+        ("linear", {"global_batch": 32}, 3, 1),  # the rate depends on the global batch only
         ("sqrt", {"lr_base_batch_size": 32, "gradient_accumulation_steps": 2}, 8, 2),
     ],
 )
@@ -121,7 +121,7 @@ def test_warmup_steps(settings, steps):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_on_offer(name):
+def test_schedule(name):
     args = TrainArguments(learning_rate=1.0, warmup_steps=4, lr_scheduler_type=name)
     optimizer = make_optimizer(nn.Linear(2, 2), args, devices=1)
     schedule, rates = make_schedule(optimizer, args, 12), []

@@ -47,11 +47,12 @@ def begin(settings: Config, resume_point: resume.ResumePoint | None = None) -> P
 
 
 def test_folder_is_made_with_the_settings(tmp_path):
-    wanted = config(tmp_path / "a" / "b")
+    folder = tmp_path / "a" / "ünter: way"
+    wanted = config(folder, "--null_score_diff_threshold=-1e-5", "--no_do_eval", "--eval_strategy=no")
     check(wanted)
     assert list(tmp_path.iterdir()) == []
     begin(wanted)
-    assert parse(["--config", str(tmp_path / "a" / "b" / "train_config.yaml")]) == wanted
+    assert parse(["--config", str(folder / "train_config.yaml")]) == wanted
 
 
 def test_dated_folders_are_never_shared(tmp_path, monkeypatch):
@@ -78,7 +79,7 @@ FINISHED = ["train_config.yaml", "train_results.json"]
         *((["a", "b", "config.json", "d"], flags, "(a, b, config.json, ...)") for flags in ([], RESUMES, EVALUATES)),
     ],
 )
-def test_which_folders_are_refused(tmp_path, files, flags, named):
+def test_folders_with_other_content_are_refused(tmp_path, files, flags, named):
     make_run(tmp_path, *files)
     with refused(f"--output_dir {tmp_path}", named) if named else nullcontext():
         check(config(tmp_path, *flags))
@@ -119,7 +120,7 @@ def test_timeline_that_would_replace_another_file_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "irectory"), (b"a\xff", "UTF-8"), (b"seed: 1\n", "run wrote")])
-def test_settings_of_no_run_are_named(tmp_path, content, reason):
+def test_settings_that_no_run_wrote_are_named(tmp_path, content, reason):
     file = tmp_path / "train_config.yaml"  # written by another trainer
     file.mkdir() if content is None else file.write_bytes(content)
     with refused(f"--output_dir {tmp_path}", "(train_config.yaml: ", reason, "eval_config.yaml: No such"):
@@ -128,7 +129,7 @@ def test_settings_of_no_run_are_named(tmp_path, content, reason):
 
 
 def make_run(folder: Path, *names: str) -> None:
-    """The files of an earlier run."""
+    """Write the files of an earlier run."""
     folder.mkdir(exist_ok=True)
     for name in names:
         if name == "tb" or name.startswith("checkpoint-"):
@@ -192,7 +193,7 @@ def test_evaluation_is_replaced_also_after_a_kill(tmp_path, monkeypatch):
     make_run(tmp_path, "eval_config.yaml", "eval_results.json", "notes.txt")
     wanted = config(tmp_path, OVERWRITE)
     check(wanted)
-    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):  # killed before the folder is a training's
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):  # killed before it writes the settings
         patched.setattr(output_dir, "_save_settings", lambda *_: 1 / 0)
         begin(wanted)
     HELD.clear()
@@ -228,7 +229,7 @@ def test_next_elastic_world_resumes_only_what_an_earlier_one_began(tmp_path, beg
 
 
 def test_rank_0_of_a_next_elastic_world_replaces_another_runs_folder(tmp_path):
-    """The rank was on a host without rank 0, where the folder of this name belongs to another run."""
+    """The new rank 0 is on a host that had no rank 0, where the folder of this name belongs to another run."""
     wanted, world = config(tmp_path, OVERWRITE), make_world(1, 2)
     make_run(tmp_path, "train_config.yaml", "train_results.json", "checkpoint-2")
     world.allgather = lambda mine: [(None, []) if isinstance(mine, tuple) else str(tmp_path), mine]  # type: ignore
@@ -263,16 +264,16 @@ def recording(file: Path, replaces: bool = False) -> Recording:
     return Recording(wanted.profiling, 3, Meter(make_world()), world, replaces)
 
 
-def test_timeline_replaces_only_that_of_the_run(tmp_path):
+def test_timeline_replaces_only_an_earlier_timeline_of_the_run(tmp_path):
     file, pipe, link = (tmp_path / name for name in ("t.json", "pipe", "link"))
     os.mkfifo(pipe)
     link.symlink_to(file)
     recording(file)
     assert not file.exists()  # a check creates nothing
     file.write_text("mine")
-    refused = [(file, False), (pipe, True), (link, True), (tmp_path, True), (file / "t.json", True)]
-    refused += [(Path("/proc/none/t.json"), True), (Path("/proc/version"), True)]  # where not even root can write
-    for path, replaces in refused:
+    wrong = [(file, False), (pipe, True), (link, True), (tmp_path, True), (file / "t.json", True)]
+    wrong += [(Path("/proc/none/t.json"), True), (Path("/proc/version"), True)]  # where not even root can write
+    for path, replaces in wrong:
         with pytest.raises(CollectiveError, match=f"{path} cannot be written: "):
             recording(path, replaces)
     recording(file, replaces=True).before(1)

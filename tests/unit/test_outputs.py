@@ -48,14 +48,14 @@ OBSTACLES = {
 EXISTING = {"file": lambda path: path.write_text("mine"), "link": lambda path: path.symlink_to("nowhere")}
 
 
-CASES = [*((what, ["--overwrite"]) for what in OBSTACLES), *((what, []) for what in EXISTING)]
+CASES = [*((name, ["--overwrite"]) for name in OBSTACLES), *((name, []) for name in EXISTING)]
 
 
-@pytest.mark.parametrize(("what", "flags"), CASES, ids=str)
-def test_outputs_are_refused_before_the_work(tmp_path, monkeypatch, capsys, what, flags):
+@pytest.mark.parametrize(("obstacle", "flags"), CASES, ids=str)
+def test_outputs_are_refused_before_the_work(tmp_path, monkeypatch, capsys, obstacle, flags):
     monkeypatch.setattr(evaluation, "set_up", lambda config, world: None)
-    path = tmp_path / ("sub/out.json" if what in ("below a file", "in no folder") else "out.json")
-    (OBSTACLES | EXISTING)[what](path)
+    path = tmp_path / ("sub/out.json" if obstacle in ("below a file", "in no folder") else "out.json")
+    (OBSTACLES | EXISTING)[obstacle](path)
     before = state(path)
     words = ["--json", str(path), *flags]
     refusal = rf"--json {path} cannot be written: .*" + ("" if flags else "add --overwrite")
@@ -69,7 +69,7 @@ def test_outputs_are_refused_before_the_work(tmp_path, monkeypatch, capsys, what
     assert state(path) == before
 
 
-def test_inputs_are_no_outputs(tmp_path, monkeypatch, capsys):
+def test_outputs_that_would_replace_an_input_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluation, "set_up", lambda config, world: None)
     file, run = tmp_path / "in.jsonl", tmp_path / "run"
     file.write_text("mine")
@@ -89,7 +89,7 @@ def test_inputs_are_no_outputs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", ["timeline", "report"])
-def test_outputs_that_appear_meanwhile_stay(tmp_path, monkeypatch, capsys, command):
+def test_files_that_another_process_writes_meanwhile_stay(tmp_path, monkeypatch, capsys, command):
     source, out = test_timeline.training(4).write(tmp_path / "t.json"), tmp_path / "out" / "report.html"
     out.parent.mkdir()
     run, read = make_run(tmp_path / "run"), {"timeline": timeline_module.read, "report": record.read}[command]
@@ -136,18 +136,18 @@ def test_a_report_replaces_an_earlier_one_with_overwrite(tmp_path, capsys):
     assert {(out / name).read_text() for name in others} == {"earlier"}
 
 
-@pytest.mark.parametrize("what", ["file", "fifo", "link"])
-def test_a_report_refuses_what_is_no_file(tmp_path, capsys, what):
+@pytest.mark.parametrize("kind", ["file", "fifo", "link"])
+def test_a_report_refuses_paths_that_are_not_files(tmp_path, capsys, kind):
     run, out = make_run(tmp_path / "run"), tmp_path / "out"
-    bad = out if what == "file" else out / "runs.csv"
+    bad = out if kind == "file" else out / "runs.csv"
     bad.parent.mkdir(exist_ok=True)
-    {"file": lambda path: path.write_text(""), "link": lambda path: path.symlink_to("x"), **hostile.NO_FILES}[what](bad)
+    {"file": lambda path: path.write_text(""), "link": lambda path: path.symlink_to("x"), **hostile.NO_FILES}[kind](bad)
     before = state(bad)
     assert report([str(run), "--out", str(out), "--overwrite"]) == 2
     assert f"--out {out} cannot be written" in capsys.readouterr().err
     assert sweep.main(["--report", str(out), "--out", "new", "--overwrite"]) == 2
     assert f"--report {out} cannot be written" in capsys.readouterr().err
-    assert state(bad) == before and (what == "file" or os.listdir(out) == ["runs.csv"])
+    assert state(bad) == before and (kind == "file" or os.listdir(out) == ["runs.csv"])
 
 
 LONG = "n" * 300
@@ -168,7 +168,7 @@ DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
         pytest.param(doctor, ["--hostfile", LONG], id="doctor --hostfile"),
     ],
 )
-def test_name_that_is_too_long(command, words, capsys, tmp_path, monkeypatch):
+def test_names_that_are_too_long(command, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(make_run(tmp_path / "run").parent)
     assert command(words) == EXIT_BAD_INPUT
     printed = capsys.readouterr()
@@ -177,7 +177,7 @@ def test_name_that_is_too_long(command, words, capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flag", ["model_name_or_path", "config_name", "tokenizer_name", "train_file", "output_dir"])
-def test_name_that_a_program_gives_to_train(flag: str, tmp_path: Path) -> None:
+def test_impossible_names_given_to_train(flag: str, tmp_path: Path) -> None:
     given = {"config": "sample", "max_steps": 1, "output_dir": tmp_path / "run", flag: LONG}
     with refused(LONG):
         train(**given)

@@ -18,9 +18,9 @@ from hvd_bert.tools.report.__main__ import main
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (env/setup.sh --dev)")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
-without_one = CHROMIUM is None or DRIVER is None
+missing = CHROMIUM is None or DRIVER is None
 reason = "needs Debian's packages chromium and chromium-driver"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(without_one, reason=reason)]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing, reason=reason)]
 HOSTILE = "a</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\x1b[31m"
 
 
@@ -55,7 +55,7 @@ def drawn(browser: Any, page: Path, width: int) -> dict[str, list[dict[str, Any]
             figure.scrollIntoView();
             const plot = figure.querySelector(".plot");
             while (!plot.data || !plot.querySelector(".main-svg")) await new Promise(requestAnimationFrame);
-            const logged = plot.data.filter(({ hoverinfo }) => hoverinfo !== "skip");  // not the smoothed ones
+            const logged = plot.data.filter(({ hoverinfo }) => hoverinfo !== "skip");  // not the smoothed curves
             const traces = logged.map(({ name, x, y }) => ({ name, x: [...x], y: [...y] }));
             found[figure.querySelector("figcaption").textContent] = traces;
           }
@@ -100,8 +100,8 @@ def test_a_page(browser: Any, tmp_path: Path, several: bool) -> None:
     buttons = run(
         "return [...document.querySelectorAll('.modebar')[0].querySelectorAll('button')].map(b => b.ariaLabel)"
     )
-    assert buttons == ["Download plot as a PNG", "Zoom", "Pan", "Reset axes"], "one could upload the data"
-    # Texts stay texts.
+    assert buttons == ["Download plot as a PNG", "Zoom", "Pan", "Reset axes"], "no button uploads the data"
+    # Texts are not markup.
     assert browser.title.startswith("Report on 4 runs" if several else "Run ")
     assert run("return document.querySelectorAll('img:not([src^=\"data:\"]), main b').length") == 0
     text = run("return document.body.textContent")

@@ -72,7 +72,7 @@ def test_a_few_answers_are_printed(model, questions, write_squad, capsys):  # no
     assert printed.endswith("3 of 30 questions. To answer all of them, name a file with --output.\n")
 
 
-def test_printed_texts_are_no_commands_to_the_terminal(model, make_questions, write_squad, capsys, monkeypatch):  # noqa: F811
+def test_escape_sequences_in_texts_are_not_printed(model, make_questions, write_squad, capsys, monkeypatch):  # noqa: F811
     asked = [replace(q, question="Who\x1b[31m?", context=f"{q.context}\x1b[31m") for q in make_questions(1)]
     answers = [SimpleNamespace(text="a\x1b]0;b", score=1.0)]
     monkeypatch.setattr(QuestionAnswerer, "answers", lambda *_: answers)
@@ -93,21 +93,21 @@ def one_rank() -> World:
     return world
 
 
-@pytest.mark.parametrize("what", ["the model", "the tokenizer", "the settings", "the input"])
-def test_ranks_with_other_inputs_are_refused(model, tmp_path, monkeypatch, what):  # noqa: F811
+@pytest.mark.parametrize("differing", ["the model", "the tokenizer", "the settings", "the input"])
+def test_ranks_with_other_inputs_are_refused(model, tmp_path, monkeypatch, differing):  # noqa: F811
     (tmp_path / "asked.jsonl").write_text(json.dumps({"question": "Who?", "context": "Ada."}) + "\n")
     world = one_rank()
     world.rank_infos *= 2
 
     def gathered(value: object) -> list[object]:
-        return [value, value | {what: "another"} if isinstance(value, dict) else value]
+        return [value, value | {differing: "another"} if isinstance(value, dict) else value]
 
     monkeypatch.setattr(world, "allgather", gathered)
-    with refused(what, "rank 0", error=CollectiveError):
+    with refused(differing, "rank 0", error=CollectiveError):
         answered(model, "--input", tmp_path / "asked.jsonl", "--output", tmp_path / "a.jsonl", world=world)
 
 
-def test_files_of_others_stay_and_a_full_disk_leaves_none(model, tmp_path):  # noqa: F811
+def test_existing_files_stay_and_a_full_disk_leaves_no_file(model, tmp_path):  # noqa: F811
     (tmp_path / "asked.jsonl").write_text(json.dumps({"question": "Who?", "context": "Ada." + " " * 9000}) + "\n")
     words = (model, "--input", tmp_path / "asked.jsonl", "--output")
     (tmp_path / "mine.jsonl").write_text("mine")
@@ -133,7 +133,7 @@ def test_file_that_appears_meanwhile_is_replaced_with_overwrite_only(tmp_path, o
         path.write_text("another's")
     assert path.read_text() == ("mine" if overwrite else "another's")
     assert os.listdir(tmp_path) == ["a.csv"]
-    if not overwrite:  # written between the check at the start and this
+    if not overwrite:  # written after the check at the start
         with pytest.raises(FileExistsError), reserved(path, overwrite):
             pytest.fail("the work began")
 
@@ -148,7 +148,7 @@ def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):  # 
     words = (model, "--input", file, "--output", output, "--question_column", "query", "--context_column", "passage")
     answered(*words, "--n_best", "0")
     assert [*read_rows(output)[0]] == [*COLUMNS]
-    answered(*words, "--overwrite")  # the first
+    answered(*words, "--overwrite")  # replaces the first answers
     rows = read_rows(output)
     for row, question, found in zip(rows, questions, QuestionAnswerer(model).answers(questions), strict=True):
         values = (question.id, question.question, question.context, found.text)
@@ -158,7 +158,7 @@ def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):  # 
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read a file of answers by other libraries."""
+    """Read a file of answers with other libraries."""
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in path.read_bytes().decode().splitlines()]
     rows = {".csv": pandas.read_csv, ".parquet": pandas.read_parquet}[path.suffix](path, dtype_backend="pyarrow")

@@ -52,9 +52,10 @@ def text(change_text: Callable[[str], str]) -> Callable[[Entry], None]:
 
 
 class Published(NamedTuple):
-    """`answers`: of two questions; [] if the second has none. `change`: of an answer of the second.
+    """Two questions in the form of a published data set.
 
-    `ids`: of both. `mistake`: of the second with that change. `of_answers`, `others`: further keys.
+    `answers`: texts per question. `change`: applied to each answer of the second question, which makes it a `mistake`.
+    `answer_keys`, `other_keys`: further keys of the answers, and of the paragraphs or rows.
     """
 
     layout: Callable[..., Any]
@@ -62,8 +63,8 @@ class Published(NamedTuple):
     answers: tuple[list[str], list[str]]
     ids: tuple[Any, Any] = ("a1", "a2")
     change: Callable[[Entry], None] | None = None
-    of_answers: Mapping[str, Any] = MappingProxyType({})
-    others: Mapping[str, Any] = MappingProxyType({})
+    answer_keys: Mapping[str, Any] = MappingProxyType({})
+    other_keys: Mapping[str, Any] = MappingProxyType({})
     v2: bool = False
     mistake: str = "misplaced answer"
 
@@ -71,16 +72,13 @@ class Published(NamedTuple):
 SETS = {
     "SQuAD 1.1": Published(nested, "In 1858 Ada met Bernadette.", (["1858", "In 1858"], ["Bernadette"])),
     "SQuAD 2.0": Published(nested, "In 1858 Ada met Bernadette.", (["1858"], []), v2=True),
-    "DRCD": Published(
-        nested, "梵語在社交中口耳相傳。", (["口耳相傳"], ["梵語"]), of_answers={"id": "1"}, others={"id": "1001-10"}
-    ),
     "JaQuAD": Published(
         flat,
         "東京 都知事 は 2020 年",
         (["東京"], ["2020"]),
         ("tr-0", "tr-1"),
         text(lambda year: year.replace("0", "０")),
-        of_answers={"answer_type": "Location"},
+        answer_keys={"answer_type": "Location"},
     ),
     "ARCD": Published(
         nested, "جمال عبد الناصر رئيس مصر.", (["جمال"], ["رئيس مصر"]), (969331847642, 115150665555), off_by(1)
@@ -93,17 +91,15 @@ SETS = {
         mistake="unanswered question",
     ),
     "TQuAD": Published(nested, "Fatih 1453 yılında aldı.", (["1453"], ["Fatih"]), change=off_by(400)),
-    "PersianQA": Published(nested, "شرکت در تهران است.", (["تهران"], ["شرکت"]), (9318, 9319), off_by(2), v2=True),
     "PIAF": Published(nested, "Il naît à Paris.", (["Il"], ["Paris"]), ("p1", "p2"), text(lambda city: f"{city} ")),
     "GermanQuAD": Published(
         nested,
         "Köln liegt am Rhein.",
         (["Rhein"], ["Köln"]),
         (38544, 38545),
-        others={"document_id": 43958},
-        of_answers={"answer_id": 53778, "document_id": 43958, "answer_category": None},
+        other_keys={"document_id": 43958},
+        answer_keys={"answer_id": 53778, "document_id": 43958, "answer_category": None},
     ),
-    "UIT-ViQuAD 2.0": Published(nested, "Hà Nội là thủ đô.", (["Hà Nội"], []), ("0001-1", "0001-2"), v2=True),
 }
 
 
@@ -135,11 +131,11 @@ def test_published_data_set(tmp_path, tokenizer, name):
 def write(tmp_path: Path, published: Published) -> Path:
     entries: list[Entry] = []
     for id_, texts in zip(published.ids, published.answers, strict=True):
-        answers = [{"text": t, "answer_start": published.context.index(t), **published.of_answers} for t in texts]
+        answers = [{"text": t, "answer_start": published.context.index(t), **published.answer_keys} for t in texts]
         entry = {"id": id_, "question": "what is it?", "answers": answers}
         entries.append(entry | ({"is_impossible": not texts, "plausible_answers": []} if published.v2 else {}))
     for answer in entries[1]["answers"] if published.change else ():
         published.change(answer)
     path = tmp_path / "published.json"
-    path.write_text(json.dumps(published.layout(entries, published.context, **published.others)))
+    path.write_text(json.dumps(published.layout(entries, published.context, **published.other_keys)))
     return path

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 def trained(tmp_path, *flags):
-    """The losses, weights and AdamW's state of a short training, and the bytes that a forward pass saves."""
+    """Train for a few steps. Returns the losses, the weights with AdamW's state, and the bytes a forward pass saves."""
     words = ["--per_device_train_batch_size=3", "--gradient_accumulation_steps=2", "--steps=2", "--repeats=1", *flags]
     training = small_training(tmp_path, *words, callbacks=[recorder := Recorder()])
     training.run()
@@ -44,7 +44,7 @@ def saved_bytes(model, forward):
     saved = {}
 
     def count(tensor):
-        storage = (tensor.values() if tensor.is_nested else tensor).untyped_storage()  # a jagged one has no memory
+        storage = (tensor.values() if tensor.is_nested else tensor).untyped_storage()  # a jagged tensor has no memory
         if storage.data_ptr() not in parameters:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -65,8 +65,8 @@ def test_training_is_the_same_to_the_bit_with_less_memory(tmp_path, flags):
 
 
 def test_compiled_layers(tmp_path, monkeypatch):
-    """--torch_compile computes the same except for rounding, and recomputation saves as much with it."""
-    compile_in_full = nn.Module.compile  # the compiler's last stage takes most of its time, and sees no checkpointing
+    """Under --torch_compile, results differ only by rounding, and recomputation saves as much memory."""
+    compile_in_full = nn.Module.compile  # without the last stage, which is slow and not tested here
     monkeypatch.setattr(nn.Module, "compile", partialmethod(compile_in_full, backend="aot_eager"))
     losses, state, saved = trained(tmp_path, "--dropout", "0")
     compiled = trained(tmp_path, "--dropout", "0", "--torch_compile", "--gradient_checkpointing")
@@ -84,7 +84,7 @@ MIB = 2**20
 
 
 class Wide(DatasetTask):
-    """A window needs 48 MiB: its output, the output's gradient, and the gradient's product in `exp`."""
+    """A task that needs 48 MiB per window: the output, its gradient, and the gradient's product in `exp`."""
 
     def load(self, config: Any) -> None:
         self.model = nn.Linear(1, 1)
@@ -99,7 +99,7 @@ class Wide(DatasetTask):
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, free_mib: int, *flags: str, other_rank: int | None = None) -> int:
-    """The batch that `auto` chooses. `other_rank`: the number of windows that fit on another rank."""
+    """Choose the batch of `auto`. `other_rank`: the number of windows that fit on another rank."""
     monkeypatch.setattr(machine, "free_memory", lambda: free_mib * MIB)
     config, world = parse([f"--task={task_name(Wide)}", "--per_device_train_batch_size=auto", *flags]), make_world()
     world.set_up_device()

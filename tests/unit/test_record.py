@@ -36,7 +36,7 @@ def page(folder: Path) -> str:
     return text_of(folder.parent / "page" / "report.html")
 
 
-def test_a_run_that_is_still_going(tmp_path, capsys):
+def test_a_run_in_progress(tmp_path, capsys):
     folder = unfinished(tmp_path / "run")
     with acquire(folder / ".lock", wait=False):
         found = record.read(folder)
@@ -243,7 +243,7 @@ SET_UP = (
 )
 
 
-def test_the_set_up_is_what_the_runs_recorded(tmp_path):
+def test_the_set_up_has_the_recorded_facts(tmp_path):
     versions = {"torch": "2.8.0+cu128", "horovod": "0.28.1", "deepspeed": "0.19.8", "cuda": None, "nccl": "2.27.3"}
     facts = {"machine": MACHINE | {"gpu_memory_bytes": 40 * 2**30}, "device_name": "NVIDIA A100", "versions": versions}
     facts |= {"train_windows": 88_524, "job": {"partition": "gpu", "tasks_per_node": "2"}}

@@ -57,20 +57,20 @@ def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):
     assert caplog.messages == ["Waiting for ranks 1, 3 of 4 to start"]
 
 
-def test_rank_0_serves_where_the_others_come_from(environ, monkeypatch):
-    """At MASTER_ADDR; at all addresses if it is a service's, or if the host's own name resolves to the loopback."""
+def test_rank_0_listens_where_the_other_ranks_connect(environ, monkeypatch):
+    """MASTER_ADDR, or all addresses if it belongs to a service or resolves to the loopback."""
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolving({"localhost": "127.0.0.1", "here": "127.0.1.1"}))
     with refused(socket.gethostname(), "192.0.2.77"):
-        rendezvous.serve_store("192.0.2.77")  # another host's
-    own = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1"}
-    for name, address in (own | dict.fromkeys(["192.0.2.77", "service.invalid", "here"], "::")).items():
+        rendezvous.serve_store("192.0.2.77")  # an address of another host
+    local = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1"}
+    for name, address in (local | dict.fromkeys(["192.0.2.77", "service.invalid", "here"], "::")).items():
         store = rendezvous._master_store(0, name, free_port())
         assert listening(store.port) == {address}, name
         rendezvous.reach_store("127.0.0.1", store.port, 0)
 
 
 def resolving(names: dict[str, str]) -> Any:
-    """Make a getaddrinfo that knows these names."""
+    """Make a getaddrinfo that resolves these names."""
     real = socket.getaddrinfo
     return lambda host, *arguments, **options: real(names.get(host, host), *arguments, **options)
 
@@ -114,7 +114,7 @@ def test_ranks_of_worlds_of_different_sizes(environ):
 
 
 def test_launcher_that_is_gone_is_reported_at_once(environ):
-    assert horovod_rendezvous.join_horovodrun() == {}  # over MPI it serves nothing
+    assert horovod_rendezvous.join_horovodrun() == {}  # under MPI it has no server
     port = free_port()
     environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with refused(f"127.0.0.1:{port}", "TORCHELASTIC_RUN_ID"):
@@ -125,7 +125,7 @@ def test_launcher_that_is_gone_is_reported_at_once(environ):
 
 
 def test_under_torchrun_nothing_listens_on_all_interfaces(environ):
-    served = rendezvous.serve_store("127.0.0.1")  # by the agent
+    served = rendezvous.serve_store("127.0.0.1")  # as torchrun's agent does
     environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(served.port))
     found = horovod_rendezvous.serve_horovod(LAUNCHER)
     assert environ["HOROVOD_GLOO_IFACE"] == "lo" and found["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
@@ -133,7 +133,7 @@ def test_under_torchrun_nothing_listens_on_all_interfaces(environ):
 
 
 def test_ranks_that_torchrun_restarts_have_other_keys(environ):
-    served = rendezvous.serve_store("127.0.0.1")  # by the agent
+    served = rendezvous.serve_store("127.0.0.1")  # as torchrun's agent does
     environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(served.port))
     rendezvous._torchrun_store().set("key", "of the first start")
     environ["TORCHELASTIC_RESTART_COUNT"] = "1"
@@ -195,7 +195,7 @@ def test_setting_goes_to_all_libraries(monkeypatch):
             interfaces.apply_setting({"HVD_BERT_INTERFACE": setting})
 
 
-def test_interface_is_the_one_towards_another_host(monkeypatch):
+def test_interface_towards_another_host_is_chosen(monkeypatch):
     assert (interfaces.interface_to("127.0.0.1"), interfaces.interface_to("256.0.0.1")) == ("lo", None)
     monkeypatch.setattr(interfaces, "interface_to", {"other": "ib0"}.get)
     for others, name in ((["unknown", "other"], "ib0"), ([], "lo")):
@@ -209,11 +209,11 @@ def test_interface_is_the_one_towards_another_host(monkeypatch):
         interfaces.choose_interface({}, "GLOO_SOCKET_IFNAME", ["unknown"])
 
 
-def test_own_name_at_which_gloo_would_listen(monkeypatch):
+def test_host_name_at_which_other_hosts_cannot_reach_gloo(monkeypatch):
     for name, beyond, named in (
         ("localhost", False, None),
         ("localhost", True, "127.0.0.1"),
-        ("192.0.2.77", True, "10.1.0.7 192.0.2.77"),  # of another host
+        ("192.0.2.77", True, "10.1.0.7 192.0.2.77"),  # an address of another host
     ):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
         with refused(name, named, "/etc/hosts") if named else nullcontext():

@@ -17,7 +17,7 @@ from PIL import Image
 
 from hvd_bert.tools.rendering.page import latex
 from hvd_bert.tools.rendering.report_files import FORMATS
-from hvd_bert.tools.report import comparison, plots, tables
+from hvd_bert.tools.report import comparison, plots
 from hvd_bert.tools.report.__main__ import main
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.runs_page import interval, repeats
@@ -26,7 +26,7 @@ from hvd_bert.tools.runs import finding, record
 
 @pytest.fixture(autouse=True)
 def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no plots in the quick tests: each takes a second."""
+    """Draw no plots in quick tests: a plot takes a second."""
     if request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr(plots, "panel", lambda *_: dict.fromkeys(FORMATS, b""))
 
@@ -90,7 +90,7 @@ def test_strong_and_weak_scaling_are_separated(tmp_path):
     for ranks, speed in ((1, 10.0), (2, 18.0), (4, 30.0)):
         strategy = "horovod" if ranks > 1 else "none"
         make_run(tmp_path / f"runs/strong-{ranks}", strategy, ranks, 16, speed, unit="images")
-        if ranks != 2:  # 2 ranks of 8 are in both
+        if ranks != 2:  # 2 ranks with 8 images each are in both tables
             make_run(tmp_path / f"runs/weak-{ranks}", strategy, ranks, 8 * ranks, 0.9 * speed, unit="images")
     make_run(tmp_path / "runs/epochs", "ddp", 2, 16, 18, steps=20, seed=7, unit="images")  # the windows of weak-1
     rows = report(tmp_path)
@@ -120,7 +120,7 @@ def test_processes_memory_and_scores(tmp_path):
     assert scores == {"none": ("70.0", ""), "horovod": ("71.5", ""), "fsdp": ("", "0.75"), "dp": ("", "")}
 
 
-def test_runs_of_which_no_two_can_be_compared(tmp_path, capsys):
+def test_runs_that_cannot_be_compared(tmp_path, capsys):
     for loss in (4.0, 5.0):  # the baseline's own repeats do not agree
         make_run(tmp_path / f"runs/none-{loss}", loss=loss)
     make_run(tmp_path / "runs/ddp", "ddp", 2, windows_per_s=51.2)
@@ -203,7 +203,7 @@ def test_communication_settings_have_rows_and_two_experiments_have_tables(tmp_pa
         *[("horovod (fp16_allreduce True)", pytest.approx(1.9))] * 2,
         *[("none", 1.0)] * 2,
     ]
-    # No plot of the second table replaces one of the first.
+    # Each table has plots of its own.
     names = [f"scaling_{number}_{panel}.png" for number in (1, 2) for panel in sorted(plots.MEASURES)]
     assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == names
 
@@ -220,26 +220,6 @@ def test_caveats(tmp_path):
     text = page(tmp_path / "shared")
     assert "2 cores per host for 4 threads, so the efficiency cannot exceed 0.50." in text and "only 2.0 s" in text
     assert "none, 1 rank had" not in text
-
-
-@pytest.mark.parametrize(("speedup", "processors"), [(1.82, 2), (2.5, 3), (4.0, 6), (4.71, 8)])
-def test_karp_and_flatts_metric_of_a_textbook(speedup, processors):
-    """Quinn, Parallel Programming in C with MPI and OpenMP (2003), section 7.5: a tenth of the work is serial."""
-    assert comparison.serial_fraction(speedup, processors) == pytest.approx(0.1, abs=2e-3)
-
-
-def test_a_column_is_in_all_tables_that_name_it(tmp_path, monkeypatch, capsys):
-    made = tables.Column(
-        of_run=lambda run: run.facts["energy"], runs="energy", report="energy_row", speed="E", cost="C"
-    )
-    monkeypatch.setattr(tables, "COLUMNS", (*tables.COLUMNS, made))
-    for name, ranks, energy in (("none", 1, 10.5), ("none", 1, 11.5), ("ddp", 2, 12.5)):
-        make_run(tmp_path / f"runs/{energy}", name, ranks, energy=energy)
-    assert [row["energy_row"] for row in report(tmp_path)] == ["11.0", "12.5"], "the median"
-    assert {row["energy"] for row in read_csv(tmp_path / "out/runs.csv")} == {"10.5", "11.5", "12.5"}
-    assert page(tmp_path).count(" | E\n") == page(tmp_path).count(" | C\n") == 1
-    for text, end in ((capsys.readouterr().out, "12.5"), ((tmp_path / "out/report.tex").read_text(), r"12.5 \\")):
-        assert any(line.endswith(end) for line in text.splitlines())
 
 
 def test_latex_prints_names_as_they_are():

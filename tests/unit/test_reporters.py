@@ -18,7 +18,6 @@ from tensorboard.plugin_util import markdowns_to_safe_html
 from tensorboard.plugins.hparams import metadata as hparams
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  fixtures
 
-from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters import base as base_module
@@ -29,7 +28,7 @@ NASTY = "<script>alert(1)</script> & *bold* _it_ `code` [x](javascript:y) | a\n\
 
 
 def train_and_resume(base: list[str], out: Path, name: str) -> None:  # noqa: F811
-    """Three steps with an evaluation; then the third step again with other settings, as after a kill."""
+    """Train three steps and evaluate; then resume before the third step with other settings, as after a kill."""
     flags = ["--output_dir", str(out), "--report_to", name, "--logging_steps", "1", "--save_steps", "1"]
     flags += ["--eval_strategy", "no"]
     train(base, *flags)
@@ -66,7 +65,7 @@ def test_tensorboard(base: list[str], tmp_path):  # noqa: F811
     assert samples and all(sample["question"] in text and sample["prediction"] in text for sample in samples)
 
 
-def test_sample_answers_are_shown_as_they_are(tmp_path):
+def test_sample_answers_are_shown_unchanged(tmp_path):
     reporter = TensorBoard(tmp_path)
     reporter.samples(1, [{"question": NASTY, "answers": ["one", NASTY]}, {"question": "second", "answers": []}])
     reporter.close(True)
@@ -106,12 +105,6 @@ def test_wandb(base: list[str], tmp_path, wandb):  # noqa: F811
         content = file.read_bytes()
         for text in ("train/global_step", "train/loss", "eval/f1", str(logged(out)[3, "eval_f1"]), "eval/samples"):
             assert text.encode() in content, text
-
-
-@pytest.mark.parametrize("value", ["all", "none,wandb"])
-def test_unknown_reporters_are_refused(value):
-    with refused(f"--report_to {value}", "tensorboard, wandb"):
-        parse(["--report_to", value])
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["nothing", "a folder of that name"])
@@ -164,7 +157,7 @@ def test_wandb_whose_service_hangs(tmp_path, monkeypatch, caplog, wandb):
 
 
 class Run:
-    """A run of wandb that fails at its second step."""
+    """A run of wandb that fails at the second step."""
 
     id = "a1"
 
@@ -183,7 +176,7 @@ class Run:
         self.seen.append(f"finished with {exit_code}")
 
 
-def test_wandb_that_fails_is_one_warning(tmp_path, monkeypatch, caplog):
+def test_failure_of_wandb_is_one_warning(tmp_path, monkeypatch, caplog):
     module, run = pytest.importorskip("hvd_bert.output.reporters.wandb"), Run()
     monkeypatch.setattr(module.wandb, "init", lambda **_: run)
     logger = MetricsLogger(tmp_path, True, [reporter := module.Wandb(tmp_path)])

@@ -57,19 +57,19 @@ LATEST = ("--resume_from_checkpoint", "latest")
 
 def test_an_unfinished_run_resumes_from_its_newest_checkpoint(tmp_path, monkeypatch):
     run = unfinished_run(tmp_path / "run", 10, 20)
-    own = ("--output_dir", run)
-    assert found(*own) == run / "checkpoint-20"
-    assert found(*own, "--no_do_train") is None
-    assert found(*own, "--overwrite_output_dir") is None
-    assert found(*own, "--overwrite_output_dir", *LATEST) == run / "checkpoint-20"
+    flags = ("--output_dir", run)
+    assert found(*flags) == run / "checkpoint-20"
+    assert found(*flags, "--no_do_train") is None
+    assert found(*flags, "--overwrite_output_dir") is None
+    assert found(*flags, "--overwrite_output_dir", *LATEST) == run / "checkpoint-20"
     monkeypatch.chdir(run)
     assert found() is None
     (run / "train_results.json").touch()
-    assert found(*own) is None
-    assert found(*own, *LATEST) == run / "checkpoint-20"
+    assert found(*flags) is None
+    assert found(*flags, *LATEST) == run / "checkpoint-20"
 
 
-def test_a_named_checkpoint_starts_a_run_that_then_resumes_from_its_own(tmp_path):
+def test_a_run_from_a_named_checkpoint_resumes_from_newer_checkpoints_in_the_run(tmp_path):
     named = unfinished_run(tmp_path / "other", 10, 20) / "checkpoint-10"
     run = unfinished_run(tmp_path / "run")
     again = ("--resume_from_checkpoint", named, "--output_dir", run)
@@ -81,15 +81,15 @@ def test_a_named_checkpoint_starts_a_run_that_then_resumes_from_its_own(tmp_path
     assert found(*again) == run / "checkpoint-15"
     assert found(*again, "--overwrite_output_dir") == named
     (tmp_path / "link").symlink_to(run)
-    own = run / "checkpoint-10"
-    assert found("--resume_from_checkpoint", own, "--output_dir", tmp_path / "link") == own
+    inside = run / "checkpoint-10"
+    assert found("--resume_from_checkpoint", inside, "--output_dir", tmp_path / "link") == inside
 
 
 def test_a_run_that_is_not_ahead_of_the_named_checkpoint_stays(tmp_path):
     named = unfinished_run(tmp_path / "other", 20) / "checkpoint-20"
-    own = write(unfinished_run(tmp_path / "run"), 19)
-    for harm in (lambda folder: folder, damaged):
-        harm(own)
+    earlier = write(unfinished_run(tmp_path / "run"), 19)
+    for change in (lambda folder: folder, damaged):
+        change(earlier)
         with refused(f"--output_dir {tmp_path / 'run'}", named, "--overwrite_output_dir"):
             found("--resume_from_checkpoint", named, "--output_dir", tmp_path / "run")
 
@@ -154,7 +154,7 @@ def test_equal_settings_resume():
     check(identity("--padding", "max_length"), "--pad_to_max_length")  # two names for one padding
     # With the per-rank flags of the checkpoint another world size keeps its global batch.
     check(identity(), batch=16)
-    old = identity()  # of a checkpoint from before these flags
+    old = identity()  # a checkpoint from before these flags
     del old["--padding"], old["--pad_to_max_length"]
     check(old | {"--removed": False})
     with refused("--removed was True"):
@@ -194,11 +194,11 @@ def test_a_model_that_computes_differently_is_refused(tmp_path, key, value, refu
 
 def test_shape_of_a_custom_model_includes_the_model_inside():
     size = {"vocab_size": 5, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 4}
-    gelu, same, relu = (
+    gelu, renamed, relu = (
         model_shape(torch.nn.Sequential(BertModel(BertConfig(**size, hidden_act=act, id2label=names))))
         for act, names in (("gelu", None), ("gelu", {0: "a", 1: "b"}), ("relu", None))
     )
-    assert gelu == same != relu
+    assert gelu == renamed != relu
 
 
 def test_every_difference_is_listed():
@@ -206,7 +206,7 @@ def test_every_difference_is_listed():
         check(identity(), "--padding", "longest", "--per_device_train_batch_size", "4", batch=16)
     with refused("the data was a and is SQuAD"):
         check(identity() | {"the data": "a"})
-    with refused("the global batch was 16 and is 8"):  # a flag states another
+    with refused("the global batch was 16 and is 8"):  # --global_batch is no per-rank flag
         check(identity(), "--global_batch", "8", batch=16)
 
 

@@ -41,7 +41,7 @@ def test_without_horovod_other_strategies_are_named(monkeypatch):
 
 
 def test_horovod_without_its_library(monkeypatch):
-    """Without its library, horovod.torch prints a warning and has no functions."""
+    """horovod.torch without its library prints a warning and has no functions."""
     cut = ModuleType("horovod.torch")
     cut.__path__ = []
     monkeypatch.setattr(horovod, "torch", cut)
@@ -63,20 +63,20 @@ SHAPES, CLOSED = "Mismatched allreduce tensor shapes", "Connection closed by pee
 
 
 @pytest.mark.parametrize(
-    ("elastic", "error", "status", "said"),
+    ("elastic", "error", "status", "printed"),
     [
         (False, CollectiveError("diverged", status=EXIT_FAILURE), EXIT_FAILURE, "hvd_bert: diverged\n"),
         (False, KeyboardInterrupt(), f"aborted {EXIT_INTERRUPTED}", "hvd_bert: interrupted\n"),
-        (True, HorovodInternalError(SHAPES), f"aborted {EXIT_FAILURE}", SHAPES),  # a defect of its own
+        (True, HorovodInternalError(SHAPES), f"aborted {EXIT_FAILURE}", SHAPES),  # a defect of this rank
         (False, SystemExit(0), f"aborted {EXIT_FAILURE}", "sys.exit(0)"),
         (False, HorovodInternalError(CLOSED), f"aborted {EXIT_FAILURE}", f"lost another rank: {CLOSED}\n"),
     ],
 )
-def test_status_and_message_of_an_error(monkeypatch, capsys, elastic, error, status, said):
+def test_status_and_message_of_an_error(monkeypatch, capsys, elastic, error, status, printed):
     world = make_world()
     world.elastic = elastic
     assert leave(monkeypatch, world, raising(error)) == status
-    assert said in capsys.readouterr().err
+    assert printed in capsys.readouterr().err
 
 
 def horovodrun(rank: int, local_rank: int) -> dict[str, str]:
@@ -87,7 +87,12 @@ def horovodrun(rank: int, local_rank: int) -> dict[str, str]:
     ("environ", "error", "status", "reports"),
     [
         (horovodrun(2, 0), UserError("no Horovod"), EXIT_BAD_INPUT, True),  # perhaps on this host only
-        (horovodrun(3, 1), UserError("no Horovod"), EXIT_OK, False),  # or horovodrun would end rank 2 before its report
+        (
+            horovodrun(3, 1),
+            UserError("no Horovod"),
+            EXIT_OK,
+            False,
+        ),  # else horovodrun would end rank 2 too early
         (horovodrun(2, 0), LaunchError("no world"), EXIT_OK, False),
         # No launcher ends the other ranks, so that each has its status.
         (TORCH_RANK_1, UserError("no Horovod"), EXIT_BAD_INPUT, False),

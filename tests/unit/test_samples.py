@@ -1,4 +1,4 @@
-"""Sample answers: right and wrong ones, spread over the questions, equal for any number of ranks."""
+"""Sample answers, right and wrong: spread over the questions, equal for any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def answer(number: int, text: str, probability: float = 0.75) -> Answer:
     return Answer(text, None, None, probability, 0.0, 0.0, f"q{number}", None, ())
 
 
-def test_sample_has_all_that_a_reader_needs():
+def test_content_of_a_sample():
     right, wrong = sample_answers(
         [question(0), question(1)], [answer(0, "a red thing", 0.123456), answer(1, "The box!")], False
     )
@@ -37,9 +37,9 @@ def test_samples_are_spread_over_the_questions(wrong):
         numbers = [int(str(sample["id"])[1:]) for sample in found if sample["exact_match"] == exact]
         assert numbers == sorted(numbers) and len(numbers) == PER_KIND
         of_kind = [number for number in range(count) if wrong(number) is (exact == 0.0)]
-        places = [of_kind.index(number) / len(of_kind) for number in numbers]
-        gaps = [after - before for before, after in zip([0, *places], [*places, 1], strict=True)]
-        assert max(gaps) < 3 / PER_KIND, places
+        positions = [of_kind.index(number) / len(of_kind) for number in numbers]
+        gaps = [after - before for before, after in zip([0, *positions], [*positions, 1], strict=True)]
+        assert max(gaps) < 3 / PER_KIND, positions
     assert [sample["exact_match"] for sample in found] == [100.0] * PER_KIND + [0.0] * PER_KIND
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints during training with slow and failed writes; what is due after a step; the saved state."""
+"""Checkpoints during training with slow and failed writes; the actions due after a step; the saved state."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def found(folder: Path) -> list[str]:
     return [path.name for path in files.candidates(folder)]
 
 
-def test_slow_write_holds_what_was_there(run, disk, tmp_path):
+def test_slow_write_has_the_state_of_its_step(run, disk, tmp_path):
     checkpoints = run()
     state = checkpoints.state
     disk.go.clear()
@@ -116,9 +116,9 @@ def test_slow_write_holds_what_was_there(run, disk, tmp_path):
     assert checkpoints.totals["checkpoints"] == 1
     assert min(checkpoints.totals.values()) > 0
     assert checkpoints.metrics().keys() == checkpoints.totals.keys() - {"checkpoints"} and not checkpoints.metrics()
-    kept = files.read(tmp_path / "checkpoint-4")
-    assert not kept.tensors["model"]["weight"].any() and not kept.tensors["optimizer"]["weight/exp_avg"].any()
-    assert (kept.state["step"], kept.state["best"]["value"]) == (4, None)
+    written = files.read(tmp_path / "checkpoint-4")
+    assert not written.tensors["model"]["weight"].any() and not written.tensors["optimizer"]["weight/exp_avg"].any()
+    assert (written.state["step"], written.state["best"]["value"]) == (4, None)
     assert (tmp_path / "checkpoint-4" / "config.json").read_text() == "{}"
 
 
@@ -137,7 +137,7 @@ def test_failed_write_is_a_warning_and_the_next_one_succeeds(run, disk, tmp_path
 
 
 @pytest.mark.parametrize("error", [FULL, MemoryError("no memory")])
-def test_failed_last_write_is_no_stop(run, disk, error):
+def test_failed_write_at_a_stop_is_a_failure(run, disk, error):
     checkpoints = run()
     disk.errors = [error]
     checkpoints.state.step = 1
@@ -185,13 +185,13 @@ def test_stop_saves_in_a_new_folder_if_it_was_removed(run, tmp_path):
         checkpoints.save_and_stop("a removal")
     assert stopped.value.status == EXIT_STOPPED and written == [(7, "checkpoint-7")] * 2
     assert saved_state(folder / "checkpoint-7")["step"] == 7 and resume.unfinished(folder)
-    shutil.rmtree(folder.parent)  # such as a file system that is gone: nothing is written in its place
+    shutil.rmtree(folder.parent)  # as if the file system were gone: nothing is written
     with pytest.raises(CollectiveError, match="No such file") as failed:
         checkpoints.save_and_stop("a removal")
     assert failed.value.status == EXIT_FAILURE and not folder.parent.exists()
 
 
-def test_diverged_state_replaces_no_good_one(run, tmp_path, caplog):
+def test_diverged_state_replaces_no_good_checkpoint(run, tmp_path, caplog):
     checkpoints = run("--save_total_limit", "1")
     save(checkpoints, 1)
     batch: Any = SimpleNamespace(num_windows=1, num_tokens=1, num_positions=1)
@@ -223,7 +223,7 @@ EACH = [*range(1, 13)]
         ("--early_stopping_patience 2", {"since": 2}, EACH, [4, 8], EACH, EACH),
     ],
 )
-def test_what_is_due(flags, given, log, evaluate, save, ends):
+def test_actions_due(flags, given, log, evaluate, save, ends):
     """After each of 12 steps, in epochs of four steps."""
     found = [due(step, 12, 4, parse(flags.split()), **given) for step in EACH]
     steps = {name: [step for step in EACH if getattr(found[step - 1], name)] for name in vars(found[0])}
@@ -240,10 +240,10 @@ def test_random_numbers_continue(drawn_before):
     seed_ranks(5, 0, make_world())
     for _ in range(drawn_before):
         draw()
-    kept = safetensors.torch.load(safetensors.torch.save(state.random_numbers([])))  # as in a checkpoint
+    saved = safetensors.torch.load(safetensors.torch.save(state.random_numbers([])))  # as in a checkpoint
     expected = [draw() for _ in range(3)]
     seed_ranks(6, 0, make_world())
-    state.set_random_numbers(kept, [])
+    state.set_random_numbers(saved, [])
     assert [draw() for _ in range(3)] == expected
 
 
@@ -253,7 +253,7 @@ def test_seeds_ranks_and_steps_draw_differently():
         seed_ranks(seed, step, make_world(rank, 3))
         drawn.append((random.random(), np.random.random(), torch.rand(()).item()))
     assert [len(set(values)) for values in zip(*drawn, strict=True)] == [27, 27, 27]
-    seed_ranks(42, 0, make_world(1, 2))  # the same in all versions
+    seed_ranks(42, 0, make_world(1, 2))  # equal in all versions
     drawn = [random.random(), np.random.random(), torch.rand((), dtype=torch.float64).item()]
     assert drawn == [0.20326353038941192, 0.3458528196027807, 0.8636737013983086]
 
@@ -263,12 +263,12 @@ def test_random_numbers_of_all_gpus_of_a_rank_are_restored(monkeypatch):
     states = {first: torch.tensor([1]), second: torch.tensor([2])}
     restored: dict[torch.device, torch.Tensor] = {}
     monkeypatch.setattr(torch.cuda, "get_rng_state", states.get)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda kept, gpu: restored.update({gpu: kept}))
-    kept = state.random_numbers(list(states))
-    state.set_random_numbers(kept, list(states))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda numbers, gpu: restored.update({gpu: numbers}))
+    saved = state.random_numbers(list(states))
+    state.set_random_numbers(saved, list(states))
     assert restored == states
-    del kept["cuda1"], restored[second]  # an older checkpoint
-    state.set_random_numbers(kept, list(states))
+    del saved["cuda1"], restored[second]  # an older checkpoint
+    state.set_random_numbers(saved, list(states))
     assert restored.keys() == {first}
 
 
@@ -282,10 +282,9 @@ def test_random_numbers_of_all_gpus_of_a_rank_are_restored(monkeypatch):
     ],
 )
 def test_best(metric, values, best, since):
-    kept = Best(metric, "min" if metric == "eval_loss" else "max")
-    gains = [kept.update(step, {metric: value}) for step, value in enumerate(values, 1)]
-    assert (kept.value, kept.step) == best
-    assert kept.since == since
+    found = Best(metric, "min" if metric == "eval_loss" else "max")
+    gains = [found.update(step, {metric: value}) for step, value in enumerate(values, 1)]
+    assert (found.value, found.step, found.since) == (*best, since)
     assert gains.count(True) == (2 if len(values) == 4 else int(best[1] > 0))
 
 

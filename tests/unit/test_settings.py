@@ -14,7 +14,7 @@ from hvd_bert.config.command_line import PRESETS as PRESET_FOLDER
 from hvd_bert.config.command_line import USED_FIRST, drop_flags, override_argv, parse
 from hvd_bert.config.flag import GROUPS
 from hvd_bert.config.other_names import ELSEWHERE
-from hvd_bert.config.settings import FLAGS, PACKAGE, save
+from hvd_bert.config.settings import FLAGS, PACKAGE
 from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
@@ -32,7 +32,6 @@ from hvd_bert.tools.tune import __main__ as tune
 @pytest.mark.parametrize("name", FLAGS)
 def test_properties_of_a_flag(name):
     flag = FLAGS[name]
-    assert flag.help.endswith(".") and "\n" not in flag.help and len(flag.help) <= 120
     assert flag.default is not None or flag.default_text, "--help must not show None"
     assert bool(flag.negated_help) == (flag.default is True)
     assert flag.owner in ("", *STRATEGIES)
@@ -47,7 +46,7 @@ def test_total_steps(flags, steps):
     assert parse(flags).train.total_steps(steps_per_epoch=10) == steps
 
 
-# YAML files of flags: values that YAML would change, and files that are refused
+# YAML files of flags: values that YAML would change, and refused files
 
 pytestmark = pytest.mark.timeout(60)  # a file that blocks must fail its test soon
 
@@ -80,7 +79,7 @@ def refusal(name: str) -> str:
         ("learning_rate: 1e-3\nseed: &a 3\nmax_steps: *a", "max_steps", 3),
     ],
 )
-def test_values_are_those_of_the_command_line(tmp_path: Path, text: str, name: str, value: object) -> None:
+def test_yaml_has_the_values_of_the_command_line(tmp_path: Path, text: str, name: str, value: object) -> None:
     assert parse(["--config", write(tmp_path, text)]).as_flat()[name] == value
 
 
@@ -93,6 +92,7 @@ def test_values_are_those_of_the_command_line(tmp_path: Path, text: str, name: s
         ("seed: red", ["--seed", "'red'"]),
         ("seed: " + "9" * 5000, ["--seed", "'99"]),
         (b"train_file: a\xff\n", ["byte 13"]),
+        ('train_file: "a\\0b"', ["train_file", "NUL"]),
         ("seed: !!python/object/apply:os.getcwd []", ["'seed'"]),
         ("? [a]\n: 1\n", ["YAML", "line 1"]),
         ("train_file: [a, [b]]", ["'train_file'", "list"]),
@@ -103,14 +103,14 @@ def test_values_are_those_of_the_command_line(tmp_path: Path, text: str, name: s
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_refused(tmp_path: Path, content: str | bytes, named: list[str]) -> None:
+def test_refused_yaml(tmp_path: Path, content: str | bytes, named: list[str]) -> None:
     name = write(tmp_path, content)
     message = refusal(name)
     assert message.startswith(f"--config {name}: ") and len(message) < 1000
     assert all(value in message for value in named), message
 
 
-def test_things_that_are_no_files(tmp_path: Path) -> None:
+def test_paths_that_are_not_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in (str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)):
         assert refusal(name).startswith(f"--config {name}: cannot be read")
@@ -133,6 +133,7 @@ PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
         ("--pad_to_max_length", {"padding": "max_length", "pad_to_max_length": True, "pad_to": 384}),
         ("", {"dataset_name": "squad", "version_2_with_negative": False, "tokenizer": "bert-base-uncased"}),
         ("--version_2_with_negative", {"dataset_name": "squad_v2"}),
+        ("--torch_compile_mode default", {"torch_compile": True}),
         ("--train_file a", {"dataset_name": None, "version_2_with_negative": False}),
         ("--config squad_v2 --validation_file mine", {"dataset_name": None, "version_2_with_negative": True}),
     ],
@@ -164,11 +165,6 @@ def test_help_lists_each_flag_of_its_topic_once(capsys, words, names):
     assert ("examples:" in shown) == (" -h " in words)
 
 
-def test_unknown_topic_of_help():
-    with refused("--help lr", "use --learning_rate.", "all, model", *GROUPS):
-        parse(["--help", "lr"])
-
-
 # --- refused input ---------------------------------------------------------------------------------
 
 
@@ -187,12 +183,26 @@ def test_unknown_topic_of_help():
         ("--bf16 perhaps", ["--bf16", "'perhaps'"]),
         ("--lr_scheduler_type reduce_lr_on_plateau", ["--lr_scheduler_type", "'reduce_lr_on_plateau'", "cosine"]),
         ("--bf16 --fp16", ["--bf16", "--fp16"]),
+        ("--bf16_allreduce --fp16_allreduce", ["--bf16_allreduce", "choose one"]),
+        ("--num_groups 2 --deterministic", ["--deterministic", "--num_groups"]),
+        ("--strategy ddp --fp16_allreduce", ["--fp16_allreduce", "--strategy horovod"]),
+        ("--strategy fsdp --zero_stage 1", ["--zero_stage", "--strategy deepspeed"]),
+        *(
+            (f"--torch_compile_mode reduce-overhead {flag}", ["--torch_compile_mode reduce-overhead", flag])
+            for flag in ("--gradient_checkpointing", "--per_device_train_batch_size auto")
+        ),
+        *((f"--report_to {value}", [f"--report_to {value}", "tensorboard, wandb"]) for value in ("all", "none,wandb")),
+        *(
+            (f"--timeline_steps={steps}", [f"--timeline_steps {steps}"])
+            for steps in ("3", "0:4", "5:4", "a:b", "1:2:3", "1:999999999999")
+        ),
         ("--lora_alpha 4", ["--lora_alpha", "--lora_rank"]),
         ("--dataset_name squad --train_file a", ["--dataset_name", "--train_file"]),
         ("--padding longest --pad_to_max_length", ["--padding longest", "--pad_to_max_length"]),
         ("--train_file=", ["--train_file", "''"]),
         ("--train_file=a\ud800b", ["--train_file", r"'a\ud800b'", "UTF-8"]),
         ("--null_score_diff_threshold=nan", ["--null_score_diff_threshold nan"]),
+        ("--help lr", ["--help lr", "use --learning_rate.", "all, model", *GROUPS]),
     ],
 )
 def test_refused_flags(flags, named, capsys):
@@ -272,14 +282,6 @@ def test_source_on_the_command_line_replaces_the_files(tmp_path, flags, expected
     name = write(tmp_path, "config_name: c\ntokenizer_name: k\ntrain_file: t\nvalidation_file: v\n")
     settings = parse(["--config", name, *flags]).as_flat()
     assert {key: settings[key] for key in expected} == expected
-
-
-def test_saved_settings_read_back_the_same(tmp_path):
-    flags = ["--null_score_diff_threshold=-1e-5", "--no_do_eval", "--output_dir", "ünter: way", "--eval_strategy=no"]
-    settings = parse(flags)
-    path = tmp_path / "train_config.yaml"
-    save(settings.as_flat(), path)
-    assert parse(["--config", str(path)]) == settings
 
 
 # --- flags that are given twice or replaced ---------------------------------------------------------

@@ -63,7 +63,7 @@ def make_wheel(
 
 
 def repack(folder: Path, name: str) -> None:
-    """A wheel of an installed package, without its programs."""
+    """Make a wheel of an installed package, without the programs."""
     package = checks.metadata.distribution(name)
     with zipfile.ZipFile(folder / f"{package.name.lower()}-{package.version}-py3-none-any.whl", "w") as file:
         for path in package.files or ():
@@ -71,7 +71,7 @@ def repack(folder: Path, name: str) -> None:
                 file.write(path.locate(), str(path))
 
 
-def test_all_missing_packages_are_named_with_what_needs_them(tmp_path: Path) -> None:
+def test_all_missing_packages_are_named_with_the_packages_that_need_them(tmp_path: Path) -> None:
     make_wheel(tmp_path, "needy", "2", needs="absent<0.5")
     make_wheel(tmp_path, "old", "1")
     make_wheel(tmp_path, "foreign", "1", "cp27-cp27m-linux_x86_64")
@@ -185,7 +185,7 @@ def test_the_key_of_a_wheel_depends_on_the_build(change: dict) -> None:
     assert PLAN.local_version == f"torch2.13.0.cu130.k{PLAN.key}"
 
 
-# Another source than the release: a tree that has only what the patches change
+# Another source than the release: a tree with only the patched lines
 
 REPLACED = [*horovod_source.WITHOUT_NCCL, horovod_source.WITHOUT_CFFI, horovod_source.PASSES_SIGNALS]
 
@@ -225,7 +225,7 @@ def test_another_source_is_patched_once(tree: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("missing", "words"), [("third_party/gloo", "git clone --recursive"), ("horovod", "no Horovod source")]
 )
-def test_what_is_no_source_is_refused(tree: Path, tmp_path: Path, missing: str, words: str) -> None:
+def test_folders_without_a_source_are_refused(tree: Path, tmp_path: Path, missing: str, words: str) -> None:
     shutil.rmtree(tree / missing)
     message = refusal(horovod_source.open_source, str(tree), tmp_path)
     assert f"--source {tree}: " in message and words in message
@@ -279,13 +279,13 @@ HOROVOD_STAND_IN = {
 
 
 def make_torch(folder: Path, metadata_version: str, version: str) -> None:
-    """A stand-in for torch: its own version has a build, that of PyPI's metadata has none."""
+    """Make a stand-in for torch. Its version names the build; the version in PyPI's metadata does not."""
     files = {"torch/__init__.py": TORCH_STAND_IN, "torch/version.py": f"__version__ = '{version}'\n"}
     make_wheel(folder, "torch", metadata_version, files=files)
 
 
 def make_horovod(folder: Path, torch_version: str) -> None:
-    """A stand-in for a Horovod that was built for a torch."""
+    """Make a stand-in for a Horovod that was built for a version of torch."""
     version = f"0.28.1+torch{torch_version.replace('+', '.')}.k1"
     program = {f"horovod-{version}.dist-info/entry_points.txt": "[console_scripts]\nhorovodrun = horovod:run\n"}
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -349,12 +349,12 @@ def test_setup_is_done_once(clone: Path, tmp_path: Path, option: str, torch: tup
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_torch_is_replaced_only_with_its_horovod(clone: Path, tmp_path: Path) -> None:
+def test_torch_is_replaced_only_together_with_horovod(clone: Path, tmp_path: Path) -> None:
     stand_ins = StandIns(clone, tmp_path, PYPI)
     assert stand_ins.first("cpu").returncode == 0
     make_torch(stand_ins.wheels, "2.13.0+cpu", "2.13.0+cpu")  # the index has it now, but nobody asks for it
     make_torch(stand_ins.wheels, "2.14.1", "2.14.1+cu130")
-    assert stand_ins.again("--torch", "2.14.1").returncode == 1  # its Horovod cannot be built
+    assert stand_ins.again("--torch", "2.14.1").returncode == 1  # Horovod cannot be built for it
     assert stand_ins.check("torch_version").stdout.strip() == "2.13.0+cu130"
     assert stand_ins.check("installed", clone).returncode == 0
     (stand_ins.venv / "bin/hvd-bert").unlink()
@@ -370,7 +370,7 @@ def test_torch_is_replaced_only_with_its_horovod(clone: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_an_environment_from_another_python_and_wheels(clone: Path, tmp_path: Path) -> None:
-    """Without a network: of this Python's packages, and of a wheel of its Horovod if the cache has it."""
+    """No network: the packages are of this Python, and Horovod is a cached wheel."""
     pytest.importorskip("horovod")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert/wheels"
     wheel = next(cache.glob(f"horovod-{checks.metadata.version('horovod')}-*.whl"), None)
@@ -378,21 +378,21 @@ def test_an_environment_from_another_python_and_wheels(clone: Path, tmp_path: Pa
         pytest.skip("the cache of wheels does not have the installed Horovod")
     wheels, venv = tmp_path / "its wheels", tmp_path / "venv"
     env = {"PIP_INDEX_URL": "http://localhost:9/", "PIP_CONFIG_FILE": os.devnull, "PYTHONPATH": ""}
-    where = ("bash", clone / "env/setup.sh", "--venv", venv, "--no-apt")
+    setup = ("bash", clone / "env/setup.sh", "--venv", venv, "--no-apt")
     wheels.mkdir()
     with (clone / "requirements.txt").open("a") as file:
         file.write("\nabsent==1\n")
     options = ("--python", sys.executable, "--torch-in-place", "--wheels", wheels)
     shutil.copy(wheel, wheels)
-    result = run(*where, *options, **env)
+    result = run(*setup, *options, **env)
     assert result.returncode == 0, result.stderr  # the bounds of pyproject.toml count, not requirements.txt
     code = "import hvd_bert, horovod, torch; print(horovod.__file__, torch.__file__, hvd_bert.__file__, sep='\\n')"
     found = [Path(line) for line in run(venv / "bin/python", "-c", code, **env).stdout.splitlines()]
     assert found[0].is_relative_to(venv) and not found[1].is_relative_to(venv) and found[2].is_relative_to(clone)
-    assert "up to date" in run(*where, **env).stdout
+    assert "up to date" in run(*setup, **env).stdout
     (venv / "bin/hvd-bert").unlink()
     shutil.rmtree(wheels)
-    result = run(*where, **env)
+    result = run(*setup, **env)
     assert result.returncode == 1 and f"--wheels {wheels}: no such folder" in result.stderr  # it is remembered
 
 

@@ -81,14 +81,14 @@ def test_second_signal_ends_a_long_step_at_once():
             for repeated in (signal.SIGUSR1, signal.SIGUSR1, number, number):  # `timeout` sends a signal twice
                 step.send_signal(repeated)
             assert step.stdout.readline().endswith(f"{number.name}: stopping after this step; again to quit\n")
-        while step.poll() is None:  # SAME_S after the first
+        while step.poll() is None:  # counts as the second SAME_S after the first
             step.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 step.wait(0.1)
         assert step.returncode == 130
 
 
-def test_any_ranks_signal_counts_more_than_hosts():
+def test_reason_of_a_stop_for_new_hosts_and_for_the_signal_of_another_rank():
     world = make_world()
     requests = StopRequests(world)
     world.process.on_hosts_updated(0.0, 2)
@@ -174,6 +174,6 @@ def test_interrupted_without_a_reader(interrupting):
 
 
 def test_ignored_interrupt_stays_ignored(interrupting):
-    """In a background job of a script, for example."""
+    """A shell ignores SIGINT in background jobs, for example."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited; a fixture of all tests restores it
     assert interrupted(["hvd_bert.tools.timeline", "--help"], "numpy", interrupting) == (0, "")

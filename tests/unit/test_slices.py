@@ -64,7 +64,7 @@ def test_interval_is_scipys():
     stats = pytest.importorskip("scipy.stats")
     difference = scores(1, shift=12.0) - scores(2)
     scipys = stats.bootstrap((difference,), np.mean, method="percentile", n_resamples=RESAMPLES, batch=1000, rng=3)
-    close = pytest.approx(tuple(scipys.confidence_interval), abs=0.08 * scipys.standard_error)  # of the random numbers
+    close = pytest.approx(tuple(scipys.confidence_interval), abs=0.08 * scipys.standard_error)  # other random numbers
     assert interval(difference) == interval(difference) == close
 
 
@@ -80,7 +80,7 @@ def test_interval_is_scipys():
 def test_verdict(difference, found):
     low, high = interval(difference)
     assert verdict(low, high) == found
-    assert interval(-difference) == (-high, -low) and low <= high  # of swapped models
+    assert interval(-difference) == (-high, -low) and low <= high  # the models are swapped
 
 
 @given(st.integers(0, 1200), st.integers(0, 1200))

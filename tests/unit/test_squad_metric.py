@@ -66,17 +66,13 @@ def golden(version: str) -> Drawn:
     return questions, predictions, odds
 
 
-def test_golden_v1() -> None:
+def test_golden_values() -> None:
     questions, predictions, _ = golden("v1.1")
     assert score(questions, predictions) == pytest.approx(GOLDEN["v1.1"]["scores"], abs=1e-9)
-
-
-@pytest.mark.parametrize("threshold", ["0.0", "1.0", "-2.5", "none"])
-def test_golden_v2(threshold: str) -> None:
     questions, predictions, odds = golden("v2.0")
-    used = (None, True) if threshold == "none" else (odds, True, float(threshold))
-    got = score(questions, predictions, *used)
-    assert got == pytest.approx(GOLDEN["v2.0"]["scores"][threshold], abs=1e-9)
+    for threshold, expected in GOLDEN["v2.0"]["scores"].items():
+        args = (None, True) if threshold == "none" else (odds, True, float(threshold))
+        assert score(questions, predictions, *args) == pytest.approx(expected, abs=1e-9), threshold
 
 
 def test_golden_values_are_the_official_ones(official: Official) -> None:

@@ -28,7 +28,7 @@ HELPS += [(words, rank) for words in ("train", "tools.bench", "tools.doctor") fo
 
 
 def run(*words: str, rank: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a command, with the variables of a launcher of two ranks if it is a `rank`."""
+    """Run a command, as a rank of a launcher of two ranks if `rank` is given."""
     launcher = {"HOROVOD_RANK": rank, "HOROVOD_SIZE": "2"} if rank else {}
     env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), **launcher, **environ}
     return subprocess.run(words, capture_output=True, text=True, env=env, timeout=60, check=False)
@@ -77,7 +77,7 @@ def test_a_command_runs_as_by_its_module() -> None:
         ("trian", " Did you mean train?"),
         ("eval", " Did you mean evaluate?"),
         ("benchmark", " Did you mean bench?"),
-        ("import", ""),  # another word than report
+        ("import", ""),  # similar to report, but another word
     ],
 )
 def test_unknown_command_is_named_by_rank_0(word: str, hint: str) -> None:
@@ -109,8 +109,8 @@ def test_a_package_whose_library_is_damaged(tmp_path: Path, words: str, loading:
     library.write_text("cut")
     library.with_name("__init__.py").write_text(loading.format(str(library)))
     done = run(sys.executable, "-m", *f"hvd_bert.{words}".split(), PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}")
-    said = done.stdout + done.stderr
-    assert done.returncode == EXIT_BAD_INPUT and str(library) in said and "Traceback" not in said
+    printed = done.stdout + done.stderr
+    assert done.returncode == EXIT_BAD_INPUT and str(library) in printed and "Traceback" not in printed
 
 
 @pytest.mark.parametrize("rank", ["", "0", "1"])

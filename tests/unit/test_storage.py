@@ -265,14 +265,14 @@ def test_errors_name_the_variable_to_set(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("own", "xdg", "expected"),
+    ("variable", "xdg", "expected"),
     [
-        ("/own", "/xdg", "/own/windows"),
+        ("/mine", "/xdg", "/mine/windows"),
         ("", "/xdg", "/xdg/hvd_bert/windows"),
         ("", "", "/home/u/.cache/hvd_bert/windows"),
     ],
 )
-def test_default_folder(monkeypatch, own, xdg, expected):
-    for name, value in (("HVD_BERT_CACHE", own), ("XDG_CACHE_HOME", xdg), ("HOME", "/home/u")):
+def test_default_folder(monkeypatch, variable, xdg, expected):
+    for name, value in (("HVD_BERT_CACHE", variable), ("XDG_CACHE_HOME", xdg), ("HOME", "/home/u")):
         monkeypatch.setenv(name, value)
     assert cache.default_cache_dir() == Path(expected)

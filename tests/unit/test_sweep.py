@@ -40,8 +40,8 @@ def planned(*words: str) -> dict[SweepPoint, Config]:
     """Plan a sweep. Returns the points in order, with the settings of each training."""
     plan = plan_of(*words)
     config, _ = check_flags(plan)
-    passes = config.train.gradient_accumulation_steps
-    return {each: parse(plan.trainer_flags(each, passes, Path("out"))) for each in plan.points(config)}
+    accumulation = config.train.gradient_accumulation_steps
+    return {each: parse(plan.trainer_flags(each, accumulation, Path("out"))) for each in plan.points(config)}
 
 
 def by(choice: str, machine: Machine = TWO_CORES, hosts: str = "", *words: str) -> Launching:
@@ -72,8 +72,8 @@ def test_points_of_a_strategy() -> None:
         assert {train.lr_scaling for train in given.values()} == {"none"}  # one learning rate, comparable losses
 
 
-def test_a_run_per_seed_of_so_many_epochs(tmp_path: Path) -> None:
-    (file := tmp_path / "mine.yaml").write_text("max_steps: 7\nseed: 5\nglobal_batch: 24\n")  # the sweep's count
+def test_a_run_per_seed_and_world_size_for_a_number_of_epochs(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.yaml").write_text("max_steps: 7\nseed: 5\nglobal_batch: 24\n")  # max_steps is replaced
     points = planned(f"--config={file}", "--strategies=horovod", "--ranks=1,2", "--epochs=2.5", "--seeds=7,3")
     order = [(1, 7), (2, 7), (2, 3), (1, 3)]
     assert [each.name for each in points] == [f"horovod-{ranks}-strong-{seed}" for ranks, seed in order]
@@ -114,8 +114,8 @@ def test_a_flag_of_one_strategy_is_passed_to_that_strategy_only(tmp_path: Path) 
         (("--config", str(file), "--fp16_allreduce=false"), False),
     ):
         given = planned(*flags, "--strategies=none,horovod,deepspeed", "--ranks=1", "--repeats=1").values()
-        own = [(config.parallel.zero_stage, config.parallel.fp16_allreduce) for config in given]
-        assert own == [(2, False), (2, fp16), (1, False)]
+        passed = [(config.parallel.zero_stage, config.parallel.fp16_allreduce) for config in given]
+        assert passed == [(2, False), (2, fp16), (1, False)]
     _, left_out = check_flags(plan_of("--fp16", "--strategies=none,deepspeed"))  # deepspeed refuses it, none runs
     assert left_out.keys() == {"deepspeed"} and "--fp16" in left_out["deepspeed"]
 
@@ -173,7 +173,7 @@ def test_obstacles(installed: set[str]) -> None:
     installed.remove("horovodrun")
     job = Machine(8, 1, Allocation(2, 2, 1))
     for launch, where, words in (
-        (by("auto"), Point("ddp", 4), ""),  # slow, but only warned of: see below
+        (by("auto"), Point("ddp", 4), ""),  # slow: only a warning
         (by("auto", FOUR_GPUS), Point("ddp", 8), "8 ranks, but 4 GPUs"),
         (by("auto", FOUR_GPUS), Point("dp", 4), ""),
         (by("none"), Point("ddp", 2), "--launcher none starts one process only"),

@@ -100,7 +100,7 @@ def test_evaluation_takes_the_saved_weights(custom_task, tmp_path):
         evaluating("digits:Digits", tmp_path / "nowhere")
 
 
-# Loads by the settings of the training.
+# A task whose `load` depends on the settings of the training.
 MASKED = """
 import torch
 from transformers import AutoTokenizer, BertForMaskedLM
@@ -256,11 +256,9 @@ def test_rows_of_each_format_without_the_index_of_pandas(tmp_path, name):
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (b"", ["no rows"]),
         (b"text,label\n", ["no rows"]),
         (b"[]", ["no rows"]),
         ("text\n\u00e9\n".encode("cp1252"), ["CSV UTF-8"]),
-        (None, ["no such file"]),
         (b"text,text\na,b\n", ["2 columns", "'text'"]),
         (b"text,label\na,1\nb\n", ["line 3", "cells"]),
         (b'{"text": "a"}\n[1]\n', ["line 2", "1"]),
@@ -276,8 +274,7 @@ def test_rows_of_each_format_without_the_index_of_pandas(tmp_path, name):
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, content, named):
-    if content is not None:
-        (tmp_path / "t").write_bytes(content)
+    (tmp_path / "t").write_bytes(content)
     with refused(f"--train_file {tmp_path / 't'}", *named):
         load_rows(parse([f"--train_file={tmp_path / 't'}"]), "train")
 
@@ -319,7 +316,7 @@ def test_items_of_a_data_set():
     assert len(examples) == 5 and Examples.of_dataset(items, "digest").lengths.tolist() == [1] * 5
 
 
-def test_run_of_an_own_task_is_no_model_for_questions(custom_task, tmp_path):
+def test_run_of_a_custom_task_cannot_answer_questions(custom_task, tmp_path):
     save(parse(["--task", "digits:Digits"]).as_flat(), tmp_path / "train_config.yaml")
     with refused(tmp_path, "--task digits:Digits"):
         load_task(parse(["--no_do_train", "--model_name_or_path", str(tmp_path)]), make_world())

@@ -28,6 +28,7 @@ from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.model.loading import load_config
 from hvd_bert.output import run_folder
 from hvd_bert.predict.rows import predict_file
+from hvd_bert.storage.writing import replacing
 from hvd_bert.tasks.base import load_task
 from hvd_bert.tasks.dataset import DatasetTask
 
@@ -104,20 +105,20 @@ def test_losses_and_predictions_are_transformers(workdir, tokenizer):
         ({"label": 1}, "--train_file train.jsonl --max_seq_length 2", ["--max_seq_length 2"]),
     ],
 )
-def test_mistakes(workdir, row, flags, named):
+def test_refused_rows(workdir, row, flags, named):
     write("t.jsonl", ROWS[0] | {"label": "x"} | row)
     with refused(*named):
         made(files=["--train_file=t.jsonl", *flags.split()])
 
 
-def test_label_of_a_missing_value_beside_numbers(workdir):
+def test_label_of_a_missing_value_next_to_numbers(workdir):
     for labels in (["0", "NA"], ["yes", "NA"]):
         Path("t.csv").write_text("text,label\n" + "".join(f"a,{label}\n" for label in labels))
         with refused("Row 2", "'NA'") if labels[0] == "0" else contextlib.nullcontext():
             assert made(files=["--train_file=t.csv"]).classes == ["NA", "yes"]
 
 
-def test_classes_are_those_of_all_rows_of_several_files_or_of_the_model(workdir):
+def test_classes_of_several_files_and_of_a_saved_model(workdir):
     write("more.jsonl", {"sentence1": "a", "sentence2": "b", "label": "so"})
     task = made("--max_train_samples=2", "--max_eval_samples=5", "--train_file", "train.jsonl", "more.jsonl")
     assert task.classes == ["maybe", "no", "so", "yes"] and (len(task.train), len(task.dev)) == (2, 5)
@@ -126,7 +127,7 @@ def test_classes_are_those_of_all_rows_of_several_files_or_of_the_model(workdir)
     assert made(model=f"--model_name_or_path={saved(task)}").classes == ["yes", "maybe", "no"]
 
 
-def test_glues_columns_classes_and_matched_validation_data_are_found(workdir, monkeypatch, write_hub_cache):
+def test_columns_classes_and_matched_validation_data_of_glue_are_found(workdir, monkeypatch, write_hub_cache):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "hub")
     text, kind = datasets.Value("string"), datasets.ClassLabel(names=["entailment", "neutral"])
     features = datasets.Features({"premise": text, "hypothesis": text, "label": kind})
@@ -160,22 +161,8 @@ def test_predictions_keep_the_columns_of_the_input(workdir, name, content):
     ] == found
 
 
-def test_a_second_prediction_into_a_file_is_refused_before_its_work(workdir, monkeypatch):
-    write("in.jsonl", *[{"sentence1": "a", "sentence2": "b"}])
-    model, predict = saved(made()), DatasetTask.predict
-
-    def while_another_begins(task, rows):
-        monkeypatch.setattr(DatasetTask, "predict", None)
-        with refused("--output", "another process", error=CollectiveError):
-            predicted(model, "in.jsonl")
-        return predict(task, rows)
-
-    monkeypatch.setattr(DatasetTask, "predict", while_another_begins)
-    assert len(predicted(model, "in.jsonl")) == 1
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
-def test_dates_and_decimals_become_text_and_bytes_are_refused_before_predicting(workdir, monkeypatch, suffix):
+def test_dates_and_decimals_become_text_and_outputs_are_refused_before_predicting(workdir, monkeypatch, suffix):
     day, price = datetime.date(2026, 1, 2), Decimal("1.50")
     row = {"sentence1": "a", "sentence2": "b", "day": day, "price": price, "all": {"days": [day], "price": price}}
     pyarrow.parquet.write_table(pa.Table.from_pylist([row]), "in.parquet")
@@ -189,16 +176,18 @@ def test_dates_and_decimals_become_text_and_bytes_are_refused_before_predicting(
     monkeypatch.setattr(DatasetTask, "predict", None)
     with refused("'all'", "bytes", f"out{suffix}", error=CollectiveError):
         answered(*words, "bytes.parquet", "--overwrite", by=lambda flags, world: predict_file(flags, TASK, world))
+    with replacing(workdir / f"out{suffix}"), refused("--output", "another process", error=CollectiveError):
+        answered(*words, "in.parquet", "--overwrite", by=lambda flags, world: predict_file(flags, TASK, world))
 
 
 @pytest.mark.parametrize("value", [1.5, True, ["a", "b"], datetime.date(2026, 1, 2)])
-def test_texts_that_are_none_are_refused_with_row_and_column(workdir, value):
+def test_values_that_are_not_text_are_refused_with_row_and_column(workdir, value):
     pyarrow.parquet.write_table(pa.table({"sentence1": [value], "sentence2": ["b"]}), "in.parquet")
     with refused("Row 1", "`sentence1`", error=CollectiveError):
         predicted(saved(made()), "in.parquet")
 
 
-def test_words_that_are_no_texts_are_refused(workdir):
+def test_words_that_are_not_text_are_refused(workdir):
     write("train.jsonl", *[{"words": [1, 2], "tags": ["O", "HUE"]}])
     with refused("--task tagger:Tagger", "`encode`"):
         made(task="tagger:Tagger")
@@ -246,7 +235,7 @@ def test_families_without_a_span_head_train_with_the_head_of_the_task(workdir, t
         load_config("model", ModelArguments(model_name_or_path="model"))
 
 
-def test_trained_model_needs_nothing_but_its_folder(workdir):
+def test_trained_model_needs_only_its_folder(workdir):
     task = made()
     task.model.bert.save_pretrained("encoder")
     with refused("encoder", "classifier.bias", "classifier.weight"):

@@ -48,7 +48,7 @@ EVENT = st.one_of(
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(EVENT, min_size=1, max_size=80), st.integers(64, 2000))
-def test_reads_the_same_as_json(tmp_path, events, block):
+def test_events_are_read_as_by_json(tmp_path, events, block):
     keys = ("ph", "name", "ts", "pid", "dur", "s", "args")  # in the order of the writer
     ordered = [{key: event[key] for key in keys if key in event} for event in events]
     text = START + ",".join(map(json.dumps, ordered)) + "]"
@@ -59,7 +59,7 @@ def test_reads_the_same_as_json(tmp_path, events, block):
 
 
 def test_files_cut_anywhere(tmp_path):
-    """All complete events are read, at whatever byte a kill has cut the file."""
+    """All complete events of a file are read if a kill has cut it at any byte."""
     path, whole = tmp_path / "t.json", training(steps=2).text
     expected = expected_events(whole.removesuffix(",") + "]")
     complete = [match.end() for match in re.finditer(r'\{"ph"[^{}]*(\{[^{}]*\}[^{}]*)?\}', whole)]
@@ -154,7 +154,7 @@ def test_phases_messages_and_steps(tmp_path):
 
 @pytest.mark.parametrize(
     ("library", "second", "took", "shape", "expected"),
-    [  # (time at which a second tensor is ready, after one that was sent for 40 ms)
+    [  # `second`: the time at which a second tensor is ready; the first is sent from 0 to 40 ms
         ("MPI_ALLREDUCE", 40_100, 5000, (256, 1024), (0.005, 0.045)),  # noticed after the thread has sent the first one
         ("NCCL_ALLREDUCE", 40_100, 5000, (256, 1024), (0.005, 0.005)),  # noticed immediately
         ("NCCL_ALLREDUCE", 60_000, 100, (), (0.04, 0.04)),  # a loss, which is no gradient

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from refusals import refused
 from test_bench import small_training
 from torch import nn
 
-from hvd_bert.config.command_line import parse
 from hvd_bert.data.collate import BUCKET, Collator
 from hvd_bert.evaluation.forward import window_losses
 from hvd_bert.model.precision import evaluating
@@ -35,7 +33,7 @@ def training(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [["--per_device_train_batch_size=32"]], indirect=True)
-def test_batches_have_few_sizes_and_the_losses_of_others(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_have_few_sizes_and_the_usual_losses(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each further size would be another graph to capture, and each further compilation would take minutes."""
     marks: list[None] = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(None))
@@ -57,25 +55,10 @@ def test_batches_have_few_sizes_and_the_losses_of_others(training: Training, mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [["--gradient_accumulation_steps=2"]], indirect=True)
-def test_no_gradient_is_a_graphs_own_memory(training: Training) -> None:
-    """A step's second micro-batch would overwrite the first one's gradients."""
+def test_gradients_are_not_in_the_memory_of_a_graph(training: Training) -> None:
+    """The second micro-batch of a step would overwrite the gradients of the first."""
     before = {name: weight.grad for name, weight in training.task.model.named_parameters()}
     training.state.strategy.module.train()
     training._step()
     assert all(weight.grad is before[name] is not None for name, weight in training.task.model.named_parameters())
     assert not any(gradient.any() for gradient in before.values())  # cleared for the next step
-
-
-def test_the_mode_implies_the_flag() -> None:
-    assert parse(["--torch_compile_mode", "default"]).train.torch_compile
-    assert not parse([]).train.torch_compile
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [["--gradient_checkpointing"], ["--per_device_train_batch_size", "auto"]],
-    ids=lambda flags: flags[0],
-)
-def test_what_graphs_cannot_do_is_refused(flags: list[str]) -> None:
-    with refused("--torch_compile_mode reduce-overhead", *flags):
-        parse([*MODE, *flags])

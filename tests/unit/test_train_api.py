@@ -1,4 +1,4 @@
-"""`from hvd_bert import train`: a program trains as often as it likes, and its process stays its own."""
+"""`from hvd_bert import train`: several trainings in a process, whose state is restored after each."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def process_state() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The calls of the callback in a training by itself."""
+    """The calls of the callback in a training without interruption."""
     return start(tmp_path_factory.mktemp("whole") / "run")[1]
 
 
-def test_trainings_in_a_row_are_equal_and_the_process_is_given_back(tmp_path: Path, whole: list[Any]) -> None:
+def test_trainings_in_a_row_are_equal_and_the_process_is_restored(tmp_path: Path, whole: list[Any]) -> None:
     before = process_state()
     run, calls = start(tmp_path / "first")
     assert process_state() == before
@@ -86,10 +86,10 @@ def test_the_callback_for_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_errors_are_raised_and_the_run_resumes(tmp_path: Path, whole: list[Any]) -> None:
     before = process_state()
-    with pytest.raises(ZeroDivisionError) as kept:
+    with pytest.raises(ZeroDivisionError) as failed:
         start(tmp_path / "run", lambda: 1 / 0)
-    assert kept.tb  # as a notebook keeps it, with the world in its frames
-    with pytest.raises(UserError) as stopped:  # it was asked at step 2, and the vote is in step 3
+    assert failed.tb  # a notebook retains the traceback, with the world in its frames
+    with pytest.raises(UserError) as stopped:  # requested at step 2; the ranks vote in step 3
         start(tmp_path / "run", lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert stopped.value.status == EXIT_STOPPED
     assert start(tmp_path / "run")[1][1:-1] == whole[8:-1]
@@ -113,7 +113,7 @@ def test_forked_child_of_a_process_that_has_trained_is_refused(tmp_path: Path, w
 
 
 @pytest.mark.parametrize("by", ["a callback", "a callback, in the same folder", "another thread"])
-def test_training_inside_another_one_is_refused_and_leaves_it_alone(tmp_path: Path, whole: list[Any], by: str) -> None:
+def test_training_inside_another_training_is_refused_without_effect(tmp_path: Path, whole: list[Any], by: str) -> None:
     before = process_state()
 
     def inner() -> None:
@@ -154,7 +154,7 @@ def test_arguments_may_be_texts_numpys_numbers_and_paths(tmp_path: Path, whole: 
     assert calls[1:-1] == whole[1:-1]
 
 
-@pytest.mark.parametrize("where", ["notebook", "own handler"])
+@pytest.mark.parametrize("where", ["notebook", "another handler"])
 def test_signals_are_left_to_an_interactive_program(tmp_path, monkeypatch, capsys, where):
     if where == "notebook":
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
@@ -166,7 +166,7 @@ def test_signals_are_left_to_an_interactive_program(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().out.count("SIGTERM are left to this program") == 1
 
 
-def test_other_thread_than_the_main_one(tmp_path: Path, whole: list[Any]) -> None:
+def test_training_in_another_thread_than_the_main_thread(tmp_path: Path, whole: list[Any]) -> None:
     before = process_state()
     with ThreadPoolExecutor(1) as thread:
         _, calls = thread.submit(start, tmp_path / "thread").result()

@@ -144,8 +144,8 @@ def test_best_model_is_loaded_from_the_folder_that_was_resumed_from(base, tmp_pa
     train(base, "--output_dir", str(whole))
     for folder, checkpoint in ((resumed, whole / "checkpoint-1"), (again, resumed / "checkpoint-2")):
         train(base, "--output_dir", str(folder), "--resume_from_checkpoint", str(checkpoint))
-        kept = json.loads((folder / "train_results.json").read_text())["best"]
-        assert (kept["step"], kept["folder"]) == (1, str(whole))
+        recorded = json.loads((folder / "train_results.json").read_text())["best"]
+        assert (recorded["step"], recorded["folder"]) == (1, str(whole))
         assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
@@ -198,7 +198,7 @@ def test_failed_evaluation_keeps_the_earlier_one(base, tmp_path):
     assert content(out) == before and not (tmp_path / "new").exists()
 
 
-def test_what_a_start_decides_is_recorded_and_leaves_the_settings_as_they_are(base: list[str], tmp_path: Path) -> None:
+def test_decisions_of_the_start_are_recorded_and_do_not_change_the_settings(base: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = override_argv(base, ["--per_device_train_batch_size", "auto", "--output_dir", str(out)])
     config, unchanged = parse(words), parse(words)
@@ -212,7 +212,7 @@ def test_what_a_start_decides_is_recorded_and_leaves_the_settings_as_they_are(ba
     assert recorded == from_values(config.as_flat() | begun["decided"])
 
 
-def test_the_final_evaluation_has_the_optimizers_memory(base, tmp_path, monkeypatch):
+def test_the_optimizer_is_freed_before_the_final_evaluation(base, tmp_path, monkeypatch):
     optimizers, alive, evaluate = [], [], loop.Evaluations.evaluate
 
     class Noted(Strategy):
@@ -253,13 +253,13 @@ def test_files_that_cannot_be_opened_end_the_run_before_training(base, tmp_path,
 
 
 @pytest.mark.parametrize("lost", ["space", "folder"])
-def test_metrics_that_cannot_be_written_are_one_warning_each(tmp_path, caplog, lost):
+def test_metrics_that_cannot_be_written_are_a_warning_per_file(tmp_path, caplog, lost):
     (reporter,) = open_reporters(["tensorboard"], tmp_path)
     metrics_logger = MetricsLogger(tmp_path, enabled=True, reporters=[reporter])
     if lost == "folder":
         shutil.rmtree(tmp_path)
     for descriptor in (metrics_logger.jsonl._file, reporter._writer._writer.fileno()) if lost == "space" else ():
-        os.dup2(os.open(FULL, os.O_WRONLY), descriptor)  # their own files do not open a device
+        os.dup2(os.open(FULL, os.O_WRONLY), descriptor)  # neither opens a device itself
     assert not [thread for thread in threading.enumerate() if "EventLogger" in type(thread).__name__]
     metrics_logger.begin(3, step=0, steps_per_epoch=3)
     with caplog.at_level(logging.WARNING, "hvd_bert"):
@@ -323,8 +323,8 @@ class LogsLate(loop.Training):
 
 
 @pytest.mark.parametrize("every", ["1", "3"])
-def test_lines_logged_one_step_late_are_the_same(base, tmp_path, monkeypatch, every):
-    """The metrics except times, and the checkpoints' sums, are equal, also after a stop."""
+def test_lines_logged_one_step_late_are_equal(base, tmp_path, monkeypatch, every):
+    """Metrics, except times, and the sums in checkpoints are equal, also after a stop."""
 
     def written(out: Path) -> list[Any]:
         when = f"--logging_steps {every} --eval_steps 4 --save_steps 5 --max_steps 11"

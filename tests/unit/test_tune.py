@@ -1,4 +1,4 @@
-"""Tuning: the ranges, the search with known scores, the command. No rank is started."""
+"""Tuning: the ranges, a search with known scores, the command. No rank is started."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def test_table_has_its_schema_and_counts(source, tokenizer, own_cache):
 
 
 def test_questions_of_joined_tables_are_numbered_consecutively(make_questions, tokenizer, own_cache):
-    parts = [squad.from_questions(f"part {n}", make_questions(5)[slice(*n)]) for n in ((0, 2), (2, 3), (3, 5))]
-    joined = WindowTable.joined([prepare(part, tokenizer, SMALL) for part in parts])
+    sources = [squad.from_questions(f"source {n}", make_questions(5)[slice(*n)]) for n in ((0, 2), (2, 3), (3, 5))]
+    joined = WindowTable.joined([prepare(source, tokenizer, SMALL) for source in sources])
     whole = prepare(squad.from_questions("whole", make_questions(5)), tokenizer, SMALL)
     np.testing.assert_array_equal(joined.column("question"), whole.column("question"))
     np.testing.assert_array_equal(joined.lengths, whole.lengths)
@@ -113,9 +113,9 @@ def test_tables_are_equal_with_other_batch_sizes_and_in_memory(make_questions, t
     monkeypatch.setattr(window_table, "_QUESTIONS_AT_ONCE", 7)
     monkeypatch.setattr(window_cutting, "_WINDOWS_AT_ONCE", 3)
     monkeypatch.setenv("HVD_BERT_CACHE", str(tmp_path / "b"))
-    parts = prepare(source, tokenizer, SMALL)
+    batched = prepare(source, tokenizer, SMALL)
     memory = window_table.in_memory(source.questions(), window_cutting.WindowTokenizer(tokenizer, SMALL))
-    for table in (parts, memory):
+    for table in (batched, memory):
         assert rows(table) == rows(whole) and table.counts == whole.counts
 
 

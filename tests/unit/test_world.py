@@ -27,10 +27,10 @@ def make_world(rank: int = 0, size: int = 1) -> World:
 
 
 def heard(world: World, messages: Sequence[object]) -> World:
-    """Let the world's other ranks pass `messages` to `allgather`; this rank passes its own."""
+    """Let the other ranks of a world pass `messages` to `allgather`, while this rank passes the real message."""
 
     def allgather(mine):
-        return [mine if rank == world.rank else said for rank, said in enumerate(messages)]
+        return [mine if rank == world.rank else message for rank, message in enumerate(messages)]
 
     world.allgather = allgather  # type: ignore[method-assign]
     return world
@@ -40,7 +40,7 @@ def on_hosts(*hosts: str) -> tuple[RankInfo, ...]:
     return tuple(RankInfo(rank, host, 0, "device", None, frozenset({0})) for rank, host in enumerate(hosts))
 
 
-def test_rank_infos_for_the_log(monkeypatch):
+def test_description_of_the_world(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     world = make_world(size=3)
     world.rank_infos = on_hosts("b", "a", "b")
