@@ -7,13 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_bench import small_training
 from test_metrics_log import Clock
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_bert.monitoring import PHASES
 from hvd_bert.training import meter as module
-from hvd_bert.training.loop import Training
 from hvd_bert.training.meter import Meter
 
 FINITE = torch.tensor(1.0)  # the norm of a gradient
@@ -175,24 +172,3 @@ def test_communication_counts_as_compute_where_it_is_not_separate(clock):
     row = read(meter, 1)
     assert (row["compute_s"], row["optimizer_s"], row["step_s"]) == (2.0, 1.0, 3.0)
     assert not [name for name in row if name.startswith("exposed_comm")]
-
-
-class ReadsOfTensors(TorchDispatchMode):
-    """Records the steps in which a tensor's value is read. On a GPU, a read waits for all queued work."""
-
-    def __init__(self, training: Training) -> None:
-        super().__init__()
-        self.training, self.steps = training, set[int]()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.steps.add(self.training.state.step)
-        return func(*args, **(kwargs or {}))
-
-
-def test_no_value_is_read_between_two_lines(tmp_path):
-    training = small_training(tmp_path, "--steps=4", "--repeats=2", "--gradient_accumulation_steps=2")
-    with ReadsOfTensors(training) as reads:
-        training.run()
-    assert training.state.step == 12
-    assert reads.steps == {1, 4, 8, 12}

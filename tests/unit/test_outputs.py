@@ -109,17 +109,6 @@ def state(path: Path) -> object:
     return (os.lstat(path).st_ino, os.lstat(path).st_mtime_ns) if os.path.lexists(path) else None
 
 
-@pytest.mark.parametrize("name", ["out.html", "link.html"])
-def test_page_of_a_timeline_is_replaced(tmp_path, name):
-    path = test_timeline.training(4).write(tmp_path / "t.json")
-    (tmp_path / "link.html").symlink_to("out.html")
-    (tmp_path / "out.html").write_text("earlier")
-    command = [str(path), "--html", str(tmp_path / name)]
-    assert timeline(command) == 2 and (tmp_path / "out.html").read_text() == "earlier"
-    assert timeline([*command, "--overwrite"]) == 0
-    assert (tmp_path / "out.html").read_text().startswith("<!doctype html>") and (tmp_path / "link.html").is_symlink()
-
-
 def test_a_report_replaces_an_earlier_one_with_overwrite(tmp_path, capsys):
     make_run(tmp_path / "run")
     out, others = tmp_path / "out", ("notes.txt", "scaling_gpu.png")

@@ -268,14 +268,8 @@ def test_shipped_preset(preset):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (
-            ["--dataset_name", "squad"],
-            {"dataset_name": "squad", "train_file": None, "validation_file": None, "config_name": "c"},
-        ),
-        (
-            ["--model_name_or_path", "bert", "--tokenizer_name", "mine"],
-            {"model_name_or_path": "bert", "config_name": None, "tokenizer_name": "mine"},
-        ),
+        (["--dataset_name=squad"], {"train_file": None, "validation_file": None, "config_name": "c"}),
+        (["--model_name_or_path=bert", "--tokenizer_name=mine"], {"config_name": None, "tokenizer_name": "mine"}),
     ],
 )
 def test_source_on_the_command_line_replaces_the_files(tmp_path, flags, expected):

@@ -47,17 +47,14 @@ def test_nested_and_flat_layouts_give_the_same_questions(tmp_path, make_question
     assert squad.open_file(single, False).questions() == questions[1:2]
 
 
-def test_byte_order_mark_missing_keys_and_keys_of_other_data_sets(tmp_path, make_questions, to_squad):
+def test_byte_order_mark_and_missing_keys(tmp_path, make_questions, to_squad):
     content = to_squad(make_questions(2, unanswered_every=2))
     for article in content["data"]:
         del article["title"]
         for paragraph in article["paragraphs"]:
-            entry = paragraph["qas"][0]
-            entry.pop("is_impossible", None)
-            entry |= {"id": int(entry["id"].removeprefix("q")), "plausible_answers": [], "document_id": 43958}
-            entry["answers"] = [{**answer, "answer_id": 53778} for answer in entry["answers"]]
+            paragraph["qas"][0].pop("is_impossible", None)
     source = squad.open_file(write(tmp_path, b"\xef\xbb\xbf" + json.dumps(content).encode()), True)
-    assert [(q.id, q.title, len(q.answer_texts)) for q in source.questions()] == [("0", "", 0), ("1", "", 1)]
+    assert [(q.id, q.title, len(q.answer_texts)) for q in source.questions()] == [("q0", "", 0), ("q1", "", 1)]
 
 
 def test_offsets_count_characters_of_the_unstripped_context(tmp_path, to_squad):

@@ -225,7 +225,10 @@ def test_json_text_and_page(tmp_path, capsys):
     path = training(steps=12, straggler=1, by=20_000).write(tmp_path / "\x1b]0;title\x07\x9b31m<script>.json")
     assert command.main([str(path), "--json"]) == EXIT_OK
     assert json.loads(capsys.readouterr().out)["rank_rows"][0]["median_s"] is None  # never late
-    assert command.main([str(path), "--html", str(tmp_path / "t.html")]) == EXIT_OK
+    (tmp_path / "link.html").symlink_to("t.html")
+    (tmp_path / "t.html").write_text("earlier")
+    assert command.main([str(path), "--html", str(tmp_path / "link.html"), "--overwrite"]) == EXIT_OK
+    assert (tmp_path / "link.html").is_symlink()
     text, page = capsys.readouterr().out, (tmp_path / "t.html").read_text(encoding="utf-8")
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page) and "url(" not in page
     for shown in (text, page):  # names are neither commands to the terminal nor markup

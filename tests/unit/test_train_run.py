@@ -89,7 +89,6 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
     refusals = {
         "this run has only 3 steps": ["--profile", "--timeline_steps", "11:30"],
         "a single rank sends no gradients": [*horovod, "--timeline_steps", "1:2"],
-        "need evaluations during training": ["--load_best_model_at_end", "--eval_strategy", "no"],
     }
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(BatchPlan, "rank_windows", no_memory)
