@@ -43,7 +43,7 @@ def test_a_launcher_that_cannot_be_started_fails_the_run(tmp_path: Path) -> None
     assert str(program) in reason and "status 127" in reason
 
 
-@pytest.mark.parametrize("group", ["", "setsid "], ids=["the launcher's group", "its own session"])
+@pytest.mark.parametrize("group", ["", "setsid "], ids=["the launcher's group", "a new session"])
 def test_ranks_of_a_launcher_that_was_killed_are_terminated(tmp_path: Path, group: str) -> None:
     with (tmp_path / "log").open("w") as log:
         assert (

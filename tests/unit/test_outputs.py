@@ -109,7 +109,7 @@ def state(path: Path) -> object:
     return (os.lstat(path).st_ino, os.lstat(path).st_mtime_ns) if os.path.lexists(path) else None
 
 
-def test_a_report_replaces_an_earlier_one_with_overwrite(tmp_path, capsys):
+def test_a_report_replaces_an_earlier_report_with_overwrite(tmp_path, capsys):
     make_run(tmp_path / "run")
     out, others = tmp_path / "out", ("notes.txt", "scaling_gpu.png")
     command = [str(tmp_path / "run"), "--out", str(out)]

@@ -66,7 +66,7 @@ def drawn(browser: Any, page: Path, width: int) -> dict[str, list[dict[str, Any]
 
 
 def requests(browser: Any) -> list[str]:
-    """Addresses that the page has requested, except the page's own."""
+    """Addresses that the page has requested, without the address of the page."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
     addresses = [request["request"]["url"] for request in sent if request.get("type") != "Document"]
@@ -87,7 +87,7 @@ def hostile_run(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_page(browser: Any, tmp_path: Path, several: bool) -> None:
+def test_page_with_hostile_texts(browser: Any, tmp_path: Path, several: bool) -> None:
     """The page of a run whose texts look like markup, alone or with other runs."""
     hostile_run(tmp_path / "runs")
     for seed in range(3 if several else 0):
@@ -101,7 +101,7 @@ def test_a_page(browser: Any, tmp_path: Path, several: bool) -> None:
         "return [...document.querySelectorAll('.modebar')[0].querySelectorAll('button')].map(b => b.ariaLabel)"
     )
     assert buttons == ["Download plot as a PNG", "Zoom", "Pan", "Reset axes"], "no button uploads the data"
-    # Texts are not markup.
+    # Texts are shown as text, not as markup.
     assert browser.title.startswith("Report on 4 runs" if several else "Run ")
     assert run("return document.querySelectorAll('img:not([src^=\"data:\"]), main b').length") == 0
     text = run("return document.body.textContent")

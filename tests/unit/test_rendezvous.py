@@ -58,7 +58,7 @@ def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):
 
 
 def test_rank_0_listens_where_the_other_ranks_connect(environ, monkeypatch):
-    """MASTER_ADDR, or all addresses if it belongs to a service or resolves to the loopback."""
+    """Rank 0 listens at MASTER_ADDR, or everywhere if MASTER_ADDR is a service's or resolves to the loopback."""
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolving({"localhost": "127.0.0.1", "here": "127.0.1.1"}))
     with refused(socket.gethostname(), "192.0.2.77"):
         rendezvous.serve_store("192.0.2.77")  # an address of another host

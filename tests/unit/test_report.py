@@ -187,8 +187,8 @@ def test_other_hardware_is_left_out_and_one_world_size_is_side_by_side(tmp_path)
     assert len(rows) == 2 and undocumented(rows, "Report CSV files") == undocumented(runs, "Report CSV files") == []
     other = report(tmp_path, "--baseline", "ddp:2")
     assert float(row(other, "side by side", "horovod", 2)["speedup"]) == pytest.approx(20 / 19)
-    left = {r["run"]: r["left_out"] for r in runs if r["left_out"]}
-    assert left == {str(tmp_path / "runs/gpu"): "ran on NVIDIA A100, most runs on AMD EPYC: report it separately"}
+    left_out = {r["run"]: r["left_out"] for r in runs if r["left_out"]}
+    assert left_out == {str(tmp_path / "runs/gpu"): "ran on NVIDIA A100, most runs on AMD EPYC: report it separately"}
 
 
 def test_communication_settings_have_rows_and_two_experiments_have_tables(tmp_path):
@@ -222,7 +222,7 @@ def test_caveats(tmp_path):
     assert "none, 1 rank had" not in text
 
 
-def test_latex_prints_names_as_they_are():
+def test_latex_prints_names_unchanged():
     text = r"\{\textasciicircum{}\textasciitilde{}\textbackslash{}\} a\_b 50\% x \& \$y \#1 $<$"
     assert latex("{^~\\} a_b 50%\nx & $y #1 <") == text
 
@@ -304,7 +304,7 @@ def test_long_names_of_lines_are_below_the_axes(tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 11, 31])
-def test_interval_is_scipys(count):
+def test_interval_equals_scipys(count):
     stats = pytest.importorskip("scipy.stats")
     values = np.random.default_rng(count).normal(70, 2, count)
     expected = stats.t.interval(0.95, count - 1, values.mean(), stats.sem(values))

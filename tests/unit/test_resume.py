@@ -151,8 +151,8 @@ def test_shape_of_a_model_is_part_of_the_checkpoint_format():
 def test_equal_settings_resume():
     for flags in ([], ["--padding", "longest"], ["--pad_to_max_length"]):
         check(identity(*flags), *flags)
-    check(identity("--padding", "max_length"), "--pad_to_max_length")  # two names for one padding
-    # With the per-rank flags of the checkpoint another world size keeps its global batch.
+    check(identity("--padding", "max_length"), "--pad_to_max_length")  # two flags for the same padding
+    # With unchanged per-rank flags, another world size keeps the checkpoint's global batch.
     check(identity(), batch=16)
     old = identity()  # a checkpoint from before these flags
     del old["--padding"], old["--pad_to_max_length"]

@@ -112,7 +112,7 @@ def test_error_before_joining_is_reported_once(monkeypatch, capsys, environ, err
 
 
 def test_error_of_all_ranks_is_raised_in_a_thread(monkeypatch):
-    """sys.exit would end only the thread, in silence."""
+    """sys.exit in a thread would end only the thread, without a message."""
     error = CollectiveError("all know it")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")

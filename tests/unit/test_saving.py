@@ -122,7 +122,7 @@ def test_slow_write_has_the_state_of_its_step(run, disk, tmp_path):
     assert (tmp_path / "checkpoint-4" / "config.json").read_text() == "{}"
 
 
-def test_failed_write_is_a_warning_and_the_next_one_succeeds(run, disk, tmp_path, caplog):
+def test_failed_write_is_a_warning_and_the_next_write_succeeds(run, disk, tmp_path, caplog):
     checkpoints = run()
     disk.errors = [FULL, FULL]
     with caplog.at_level(logging.WARNING, "hvd_bert"):
@@ -224,7 +224,7 @@ EACH = [*range(1, 13)]
     ],
 )
 def test_actions_due(flags, given, log, evaluate, save, ends):
-    """After each of 12 steps, in epochs of four steps."""
+    """Actions after each of 12 steps, in epochs of four steps."""
     found = [due(step, 12, 4, parse(flags.split()), **given) for step in EACH]
     steps = {name: [step for step in EACH if getattr(found[step - 1], name)] for name in vars(found[0])}
     assert steps == {"log": log, "evaluate": evaluate, "save": save, "ends": ends}
@@ -288,7 +288,7 @@ def test_best(metric, values, best, since):
     assert gains.count(True) == (2 if len(values) == 4 else int(best[1] > 0))
 
 
-def test_average_follows_the_steps_that_were_taken():
+def test_average_excludes_skipped_steps():
     model = torch.nn.Linear(3, 2)
     model.bias.requires_grad_(False)
     average, start = WeightAverage(model, 0.75), model.weight.detach().clone()

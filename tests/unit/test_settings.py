@@ -288,11 +288,11 @@ def test_the_benchmark_replaces_the_users_length() -> None:
     assert (config.checkpoint.save_steps, config.train.do_eval, config.train.max_steps) == (0, False, 12)
 
 
-def test_without_removes_all_spellings() -> None:
+def test_dropped_flags_are_removed_in_all_spellings() -> None:
     words = ["--seed", "1", "--max-seq-length=9", "--no_do_eval", "--bf16", "--timeline-file", "a"]
     words += ["--null_score_diff_threshold", "-1e-5"]
-    left = ["--seed", "1", "--bf16", "--null_score_diff_threshold", "-1e-5"]
-    assert drop_flags(words, ["max_seq_length", "do_eval", "timeline"]) == left
+    remaining = ["--seed", "1", "--bf16", "--null_score_diff_threshold", "-1e-5"]
+    assert drop_flags(words, ["max_seq_length", "do_eval", "timeline"]) == remaining
     assert override_argv(words, ["--seed=2", "--do_eval"]) == [*words[2:3], *words[4:], "--seed=2", "--do_eval"]
 
 

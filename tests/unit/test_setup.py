@@ -347,7 +347,7 @@ def test_setup_is_done_once(clone: Path, tmp_path: Path, option: str, torch: tup
 def test_torch_is_replaced_only_together_with_horovod(clone: Path, tmp_path: Path) -> None:
     stand_ins = StandIns(clone, tmp_path, PYPI)
     assert stand_ins.first("cpu").returncode == 0
-    make_torch(stand_ins.wheels, "2.13.0+cpu", "2.13.0+cpu")  # the index has it now, but nobody asks for it
+    make_torch(stand_ins.wheels, "2.13.0+cpu", "2.13.0+cpu")  # now available, but not requested
     make_torch(stand_ins.wheels, "2.14.1", "2.14.1+cu130")
     assert stand_ins.again("--torch", "2.14.1").returncode == 1  # Horovod cannot be built for it
     assert stand_ins.check("torch_version").stdout.strip() == "2.13.0+cu130"
@@ -388,7 +388,7 @@ def test_an_environment_from_another_python_and_wheels(clone: Path, tmp_path: Pa
     (venv / "bin/hvd-bert").unlink()
     shutil.rmtree(wheels)
     result = run(*setup, **env)
-    assert result.returncode == 1 and f"--wheels {wheels}: no such folder" in result.stderr  # it is remembered
+    assert result.returncode == 1 and f"--wheels {wheels}: no such folder" in result.stderr  # a recorded option
 
 
 def discover(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -46,7 +46,7 @@ def test_nohup_keeps_a_run_alive():
     ("launcher", "received", "ignored"),
     [
         ("mpirun", None, set()),
-        ("mpirun", signal.SIGUSR1, {*SIGNALS} - {signal.SIGINT}),  # a launcher may repeat them
+        ("mpirun", signal.SIGUSR1, {*SIGNALS} - {signal.SIGINT}),  # a launcher may repeat signals
         ("srun", None, {signal.SIGUSR1, signal.SIGUSR2}),  # Slurm's warning, in the final evaluation
     ],
 )
@@ -81,7 +81,7 @@ def test_second_signal_ends_a_long_step_at_once():
             for repeated in (signal.SIGUSR1, signal.SIGUSR1, number, number):  # `timeout` sends a signal twice
                 step.send_signal(repeated)
             assert step.stdout.readline().endswith(f"{number.name}: stopping after this step; again to quit\n")
-        while step.poll() is None:  # counts as the second SAME_S after the first
+        while step.poll() is None:  # a signal is the second request SAME_S after the first
             step.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 step.wait(0.1)

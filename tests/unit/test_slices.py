@@ -56,11 +56,11 @@ def test_every_question_is_in_one_slice(questions):
 def scores(model: int, shift: float = 0.0) -> np.ndarray:
     """F1 in percent of 400 questions; two models differ on every fourth question, by `shift` on average."""
     common = np.random.default_rng(7).choice([0.0, 40.0, 100 / 3, 100.0], 400)
-    own = np.random.default_rng(model).choice([0.0, 50.0, 200 / 3, 100.0], 400) + shift
-    return np.where(np.arange(400) % 4, common, own)
+    differing = np.random.default_rng(model).choice([0.0, 50.0, 200 / 3, 100.0], 400) + shift
+    return np.where(np.arange(400) % 4, common, differing)
 
 
-def test_interval_is_scipys():
+def test_interval_equals_scipys():
     stats = pytest.importorskip("scipy.stats")
     difference = scores(1, shift=12.0) - scores(2)
     scipys = stats.bootstrap((difference,), np.mean, method="percentile", n_resamples=RESAMPLES, batch=1000, rng=3)
@@ -84,7 +84,7 @@ def test_verdict(difference, found):
 
 
 @given(st.integers(0, 1200), st.integers(0, 1200))
-def test_mcnemars_test_is_the_binomial_test(first, second):
+def test_mcnemars_test_equals_the_binomial_test(first, second):
     stats = pytest.importorskip("scipy.stats")
     expected = stats.binomtest(first, first + second).pvalue if first + second else 1.0
     assert mcnemar(first, second) == mcnemar(second, first) == pytest.approx(expected, rel=1e-9, abs=1e-250)

@@ -1,4 +1,4 @@
-"""EM and F1, compared with the official scripts and with values that they computed (squad_metric_golden.json)."""
+"""EM and F1, compared with the official scripts and with stored values of the scripts (squad_metric_golden.json)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_golden_values() -> None:
         assert score(questions, predictions, *args) == pytest.approx(expected, abs=1e-9), threshold
 
 
-def test_golden_values_are_the_official_ones(official: Official) -> None:
+def test_golden_values_equal_the_official_scripts(official: Official) -> None:
     questions, predictions, _ = golden("v1.1")
     scores = official_v1(official[0], questions, predictions)
     assert scores == pytest.approx(GOLDEN["v1.1"]["scores"], abs=1e-9)
@@ -124,7 +124,7 @@ def test_v2_equals_the_official_script(official: Official, drawn: Drawn, thresho
     assert score(questions, predictions, given_odds, True, threshold) == pytest.approx(expected, abs=1e-9)
 
 
-def test_best_threshold_above_the_used_one_needs_the_best_spans() -> None:
+def test_best_threshold_above_the_used_threshold_needs_the_best_spans() -> None:
     questions = [question("q1", ["cat"]), question("q2", ["dog"]), question("q3", [])]
     spans, odds = {"q1": "cat", "q2": "dog", "q3": "cow"}, {"q1": -1.0, "q2": 2.0, "q3": 3.0}
     result = score(questions, spans, odds, True, 0.0)

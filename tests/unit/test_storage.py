@@ -96,7 +96,7 @@ def test_file_system_without_locks(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("failing", ["write", "replace", ""])
-def test_a_write_replaces_the_whole_file_or_keeps_the_old_one(tmp_path, monkeypatch, failing):
+def test_a_write_replaces_the_whole_file_or_keeps_the_old_file(tmp_path, monkeypatch, failing):
     path = tmp_path / "x.json"
     path.write_text("old")
     (tmp_path / ".x.json.hvd_bert.partial").write_text("the half of a killed writer")

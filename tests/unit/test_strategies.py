@@ -113,7 +113,7 @@ LAYER = re.compile(r"\.(\d+)\.")  # a layer's number in a parameter's name
 @pytest.mark.parametrize("family", TRAINED)
 def test_each_group_of_horovod_is_complete_before_the_layers_of_the_next(family):
     config = small(family)
-    config.relative_attention, config.norm_rel_ebd = True, "layer_norm"  # DeBERTa's, as it is pretrained
+    config.relative_attention, config.norm_rel_ebd = True, "layer_norm"  # as in pretrained DeBERTa models
     config.pos_att_type = ["c2p", "p2c"]
     model = model_class(config)(config)
     group_of = {weight: i for i, group in enumerate(backward_groups(model, 3)) for weight in group}
@@ -173,7 +173,7 @@ def test_dp_splits_between_windows(devices, expected):
         assert torch.equal(batch["position_ids"], batch["input_ids"] + 1)
 
 
-def test_dp_puts_the_logits_together_again():
+def test_dp_joins_the_logits():
     outputs = [{"start_logits": torch.ones(1, n) * n, "end_logits": -torch.ones(1, n) * n} for n in (3, 2)]
     joined = join_windows(outputs, torch.device("cpu"))
     assert joined["start_logits"].tolist() == [[3, 3, 3, 2, 2]]
@@ -193,7 +193,7 @@ def step_and_state(strategy: Strategy, factor: float) -> tuple[float, dict[str, 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9)])
 def test_fused_optimizers_clip_and_skip_like_others(kind: Callable[..., torch.optim.Optimizer]):
-    """If this fails with another torch, see how its GradScaler lets a fused optimizer do both."""
+    """If this fails with another torch, compare FusedClip with the GradScaler of that torch."""
     options = StrategyOptions(TrainArguments(max_grad_norm=0.5), ParallelArguments(), accumulation=1)
     clipped = []
     for fused in (True, False):
@@ -230,7 +230,7 @@ def dense_gradient(*micro_batches: list[int]) -> torch.Tensor:
     return embedding.weight.grad
 
 
-def test_the_gradient_is_torchs_and_has_no_rows_of_earlier_steps():
+def test_the_gradient_equals_torchs_and_has_no_rows_of_earlier_steps():
     embedding = made()
     rows = WordRows(embedding)
     for micro_batches in ([[4, 7, 4, 0]], [[1, 2], [2, 10, 2]], [[4]]):
@@ -250,7 +250,7 @@ def test_models_without_a_trained_word_embedding():
     assert word_embedding(model) is model.embeddings.word_embeddings
     model.embeddings.word_embeddings.weight.requires_grad = False
     assert word_embedding(model) is word_embedding(nn.Linear(2, 2)) is None
-    assert word_embedding(BertForMaskedLM(BertConfig(vocab_size=WORDS, **SHAPE))) is None  # tied to its last layer
+    assert word_embedding(BertForMaskedLM(BertConfig(vocab_size=WORDS, **SHAPE))) is None  # tied to the last layer
 
 
 def test_words_whose_weight_has_another_use_stay_dense():
@@ -262,7 +262,7 @@ def test_words_whose_weight_has_another_use_stay_dense():
 
 
 class Waits(World):
-    """A world of one rank that records the watched waits: `inside` while they last, `ended` afterwards."""
+    """A world of one rank that records the watched waits: in `inside` during a wait, in `ended` afterwards."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -94,7 +94,7 @@ def test_a_run_per_seed_and_world_size_for_a_number_of_epochs(tmp_path: Path) ->
         ("--per_device_train_batch_size=4", ["--per_device_train_batch_size", "--global_batch"]),
         ("--train_file=nowhere.json", ["--train_file nowhere.json"]),
         ("--max_step=3", ["--max_step"]),
-        ("--num_groups=-1 --strategies=none", ["--num_groups -1"]),  # although none ignores it
+        ("--num_groups=-1 --strategies=none", ["--num_groups -1"]),  # also for a strategy that ignores it
         ("--zero-stage=1", ["--zero_stage", "Add deepspeed to --strategies"]),
         ("--fp16_allreduce --bf16_allreduce", ["--fp16_allreduce", "--bf16_allreduce"]),
         ("--resume-from-checkpoint=latest", ["--resume_from_checkpoint", "from scratch"]),
@@ -116,7 +116,7 @@ def test_a_flag_of_one_strategy_is_passed_to_that_strategy_only(tmp_path: Path) 
         given = planned(*flags, "--strategies=none,horovod,deepspeed", "--ranks=1", "--repeats=1").values()
         passed = [(config.parallel.zero_stage, config.parallel.fp16_allreduce) for config in given]
         assert passed == [(2, False), (2, fp16), (1, False)]
-    _, left_out = check_flags(plan_of("--fp16", "--strategies=none,deepspeed"))  # deepspeed refuses it, none runs
+    _, left_out = check_flags(plan_of("--fp16", "--strategies=none,deepspeed"))  # only deepspeed refuses --fp16
     assert left_out.keys() == {"deepspeed"} and "--fp16" in left_out["deepspeed"]
 
 
@@ -282,7 +282,7 @@ def test_a_failing_point_is_a_row_and_the_sweep_continues(sweeps: Sweeps, tmp_pa
     sweeps.ends = {}
     assert sweeps.start("--repeats", "3") == 0  # fixed points are run again
     assert sorted(sweeps.started) == ["horovod-2-strong-1", "horovod-2-strong-2", "horovod-2-strong-3", ORDER[-1]]
-    (sweeps.out / ORDER[0] / "metrics.jsonl").write_text("{")  # its results cannot be read
+    (sweeps.out / ORDER[0] / "metrics.jsonl").write_text("{")  # the results cannot be read
     assert sweeps.start("--repeats", "3") == 0 and sweeps.started == ORDER[:1]
     sweeps.ends = {"": 2}  # all points share the baseline's wrong setting
     assert sweeps.start("--out", str(tmp_path / "other")) == 2

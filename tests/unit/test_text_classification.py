@@ -78,7 +78,7 @@ def predicted(run, file, task=TASK):
     return read_rows(Path("out.parquet"))
 
 
-def test_losses_and_predictions_are_transformers(workdir, tokenizer):
+def test_losses_and_predictions_equal_transformers(workdir, tokenizer):
     packed, padded, ids = made(), made("--pad_to_max_length"), np.arange(12)
     plain = AutoModelForSequenceClassification.from_pretrained(saved(packed), attn_implementation="eager")
     texts = [[row[name] for row in ROWS] for name in ("sentence1", "sentence2")]

@@ -66,7 +66,7 @@ def test_files_cut_anywhere(tmp_path):
     for length in range(whole.index('{"ph"') + 40, len(whole), 61):
         path.write_text(whole[:length])
         rows, cut_short = read_events(path)
-        # An event without its args is complete enough.
+        # An event that lacks only the args is read.
         assert len(rows) - sum(end <= length for end in complete) in (0, 1)
         assert [row[:4] for row in rows] == [row[:4] for row in expected[: len(rows)]] and cut_short
 
@@ -155,7 +155,7 @@ def test_phases_messages_and_steps(tmp_path):
 @pytest.mark.parametrize(
     ("library", "second", "took", "shape", "expected"),
     [  # `second`: the time at which a second tensor is ready; the first is sent from 0 to 40 ms
-        ("MPI_ALLREDUCE", 40_100, 5000, (256, 1024), (0.005, 0.045)),  # noticed after the thread has sent the first one
+        ("MPI_ALLREDUCE", 40_100, 5000, (256, 1024), (0.005, 0.045)),  # noticed after the first tensor is sent
         ("NCCL_ALLREDUCE", 40_100, 5000, (256, 1024), (0.005, 0.005)),  # noticed immediately
         ("NCCL_ALLREDUCE", 60_000, 100, (), (0.04, 0.04)),  # a loss, which is no gradient
     ],

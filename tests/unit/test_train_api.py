@@ -73,7 +73,7 @@ def test_trainings_in_a_row_are_equal_and_the_process_is_restored(tmp_path: Path
 
 def test_the_callback_for_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    names = ("start_run", "log_params", "log_metrics", "log_artifact", "end_run")  # it is not installed for the tests
+    names = ("start_run", "log_params", "log_metrics", "log_artifact", "end_run")  # MLflow is not installed
     mlflow = SimpleNamespace(**{name: lambda *given, name=name: calls.append((name, *given)) for name in names})
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     from log_to_mlflow import MLflow

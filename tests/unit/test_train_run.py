@@ -183,7 +183,7 @@ def test_best_score_includes_the_final_evaluation(base, tmp_path, monkeypatch, f
     assert resuming.differences(whole, killed) == []
 
 
-def test_failed_evaluation_keeps_the_earlier_one(base, tmp_path):
+def test_failed_evaluation_keeps_the_earlier_evaluation(base, tmp_path):
     out, model = tmp_path / "out", tmp_path / "trained"
     train(base, "--output_dir", str(model), "--no_do_eval")
     evaluate = [*base[2:], "--no_do_train", "--model_name_or_path", str(model)]

@@ -85,7 +85,7 @@ def test_store_that_does_not_answer_means_that_rank_0_is_missing(end, monkeypatc
 
 
 @pytest.mark.parametrize(("waited", "message", "ends"), [(301, SHUT_DOWN, 1), (299, SHUT_DOWN, 0), (301, "other", 0)])
-def test_wait_that_horovods_inspector_ended_is_a_stall(monkeypatch, capsys, waited, message, ends):
+def test_wait_that_horovods_stall_inspector_ended_is_a_stall(monkeypatch, capsys, waited, message, ends):
     statuses: list[int] = []
     stall_watchdog = Watchdog(0, ["one", "two"], 600, HashStore(), statuses.append)
     now = [0.0]
@@ -97,7 +97,7 @@ def test_wait_that_horovods_inspector_ended_is_a_stall(monkeypatch, capsys, wait
     assert (watchdog.LISTED in capsys.readouterr().err) == ends
 
 
-def test_names_survive_horovods_inspector(monkeypatch, capsys):
+def test_names_are_reported_after_horovods_stall_inspector(monkeypatch, capsys):
     store, arrived = HashStore(), threading.Event()
     stall_watchdog = Watchdog(0, ["one", "two"], 0.1, store, lambda _: None)
     with pytest.raises(RuntimeError), stall_watchdog.limit_wait(10, lambda: [] if arrived.is_set() else ["a weight"]):
@@ -115,11 +115,11 @@ def test_suspended_time_does_not_count(monkeypatch, ticks, ends):
     with monkeypatch.context() as patched:  # the test calls `_run` with its own clock
         patched.setattr(threading.Thread, "start", lambda self: None)
         stall_watchdog = Watchdog(0, ["one", "two"], 10, HashStore(), statuses.append)
-    now, left = [0.0], [*ticks]
+    now, remaining = [0.0], [*ticks]
 
     def wait(seconds: float) -> bool:
-        if left:
-            now[0] += left.pop(0)
+        if remaining:
+            now[0] += remaining.pop(0)
             return False
         return True
 
