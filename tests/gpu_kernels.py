@@ -1,9 +1,9 @@
-"""Run a command with the attention kernels that it would take on an A100, computed on the CPU.
+"""Run a command with the attention kernels that it would use on an A100, computed on the CPU.
 
-    python gpu_kernels.py MODULE_OR_FILE ARGUMENTS...      a line per kernel and dtype is added to $GPU_KERNELS
+    python gpu_kernels.py MODULE_OR_FILE ARGUMENTS...      adds a line per kernel and dtype to the file $GPU_KERNELS
 
-torch's operations below these kernels (flash, memory-efficient), which a CPU build lacks, are written out here. The
-dropout follows from the seed that the forward pass returns, as on a GPU.
+This module implements the operations of torch below these kernels (flash, memory-efficient), which a CPU build lacks.
+Dropout follows from the seed that the forward pass returns, as on a GPU.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ OVERRIDES = torch.library.Library("aten", "IMPL")
 
 
 def check(limits: bool, cu: Tensor, cu_k: Tensor, longest: tuple[int, int], *tensors: Tensor) -> None:
-    """Refuse what the kernels refuse. `limits`: also by dtype and head size, as flash does."""
+    """Refuse arguments that the kernels refuse. `limits`: also dtypes and head sizes that flash refuses."""
     assert len({tensor.shape for tensor in tensors}) == 1 and {tensor.stride(-1) for tensor in tensors} == {1}
     assert cu.dtype == cu_k.dtype == torch.int32 and cu.equal(cu_k)
     lengths = cu.diff().tolist()
-    assert int(cu[0]) == 0 and int(cu[-1]) == len(tensors[0]) and min(lengths) >= 0  # padded: empty windows at the end
+    assert int(cu[0]) == 0 and int(cu[-1]) == len(tensors[0]) and min(lengths) >= 0  # padding: empty windows at the end
     assert longest[0] == longest[1] >= max(lengths)
     if limits and LIMITS:
         assert tensors[0].dtype in HALF and tensors[0].shape[-1] % 8 == 0
 
 
 def parts(cu: Tensor, dropout: float, seed: Tensor, window_size: Any, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Per window: its slice of the row, the mask of dropout, and the tensors as [heads, T, head size] in fp32."""
+    """Per window: the slice of the row, the masks of dropout and of distant tokens, and the tensors in fp32.
+
+    The tensors have the shape [heads, T, head size].
+    """
     generator = torch.Generator().manual_seed(int(seed))
     for start, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
         heads, length = tensors[0].shape[1], end - start
@@ -55,7 +58,7 @@ def probabilities(q: Tensor, k: Tensor, far: Tensor, scale: float | None) -> Ten
     return scores.masked_fill(far, float("-inf")).softmax(-1)
 
 
-@torch.autocast("cpu", enabled=False)  # inside a kernel nothing is cast
+@torch.autocast("cpu", enabled=False)  # kernels do not cast
 def forward(
     query: Tensor, key: Tensor, value: Tensor, cu: Tensor, dropout: float, scale: float | None, window_size: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,7 +96,7 @@ def flash_forward(q, k, v, cu, cu_k, max_q, max_k, p, causal, debug, *, scale=No
     assert not causal and not debug
     check(True, cu, cu_k, (max_q, max_k), q, k, v)
     output, sums, seed = forward(q, k, v, cu, p, scale, window_size_left)
-    state = torch.stack([seed, torch.zeros_like(seed)]).to(torch.uint64)  # its shape and dtype are a GPU's
+    state = torch.stack([seed, torch.zeros_like(seed)]).to(torch.uint64)  # shape and dtype as on a GPU
     return output, sums, state, torch.empty((), dtype=torch.uint64), q.new_empty(0)
 
 
@@ -118,15 +121,15 @@ def efficient_backward(
 
 @functools.cache
 def register() -> None:
-    """Give torch the operations."""
+    """Register the operations with torch."""
     for function in (flash_forward, flash_backward, efficient_forward, efficient_backward):
         kind, direction = function.__name__.split("_")
-        kernel = torch.autocast("cpu", enabled=False)(function)  # a GPU's kernel does not see autocast
+        kernel = torch.autocast("cpu", enabled=False)(function)  # autocast does not affect a GPU's kernels
         OVERRIDES.impl(f"_{kind}_attention_{direction}", kernel, "CPU")
 
 
 def install(file: str) -> None:
-    """Choose as on an A100."""
+    """Make the package choose kernels as on an A100, and note them in `file`."""
     register()
     sdpa._select_sdp_backend = lambda query, *_: (  # jagged tensors
         SDPBackend.FLASH_ATTENTION if query.dtype in HALF else SDPBackend.EFFICIENT_ATTENTION

@@ -1,4 +1,4 @@
-"""Processes that a test starts end with it, whatever it raises, as do those that they started; exact kills."""
+"""End the processes that a test starts, and all that they started, when the test ends; kill at an exact moment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 LIMIT_S = 60.0
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"}  # Python's audit events
-_TOKEN = "HVD_BERT_TEST_LAUNCH"  # in the environment of a process and of all that it starts, so that none can hide
+_TOKEN = "HVD_BERT_TEST_LAUNCH"  # environment variable that marks a process and all that it starts
 Process = TypeVar("Process", bound="subprocess.Popen[Any]")
 
 
@@ -29,9 +29,9 @@ def started(
     env: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Iterator[Process]:
-    """A process that runs inside the block. It must end within `limit_s` seconds after it, or TimeoutExpired is raised.
+    """Context manager: start a process, and wait for it for at most `limit_s` seconds at the end (TimeoutExpired).
 
-    `options`: those of subprocess.Popen.
+    `options`: arguments of subprocess.Popen.
     """
     token = uuid.uuid4().hex
     process = kind(command, env={**(os.environ if env is None else env), _TOKEN: token}, **options)
@@ -42,12 +42,12 @@ def started(
         _kill(process, token)
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
-                with contextlib.suppress(OSError):  # what it buffers for a reader that is gone
+                with contextlib.suppress(OSError):  # it may buffer text for a process that has ended
                     stream.close()
 
 
 def _kill(process: subprocess.Popen[Any], token: str) -> None:
-    """End whatever still lives; launchers give their ranks process groups of their own."""
+    """Kill all processes that still run, also in other process groups: launchers make one per rank."""
     process.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -61,7 +61,7 @@ def _kill(process: subprocess.Popen[Any], token: str) -> None:
 
 @contextmanager
 def killed_before_change(number: int) -> Iterator[None]:
-    """Inside, this process is killed before it opens, makes, renames or removes a file for the `number`th time."""
+    """Context manager: kill this process before it opens, makes, renames or removes a file for the `number`th time."""
     changes, watches = itertools.count(1), True
 
     def kill(event: str, arguments: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Refusals, checked by what they name instead of by their wording."""
+"""Check refusals by the values that they name, not by their wording."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvd_bert.errors import UserError
 
 @contextmanager
 def refused(*named: str | Path | int, error: type[Exception] = UserError) -> Iterator[Any]:
-    """The block raises an error whose one line names these values and places."""
+    """Context manager: the block raises an error of one line that names these values."""
     with pytest.raises(error) as raised:
         yield raised
     check_refusal(str(raised.value), *named)
 
 
 def check_refusal(message: str, *named: str | Path | int) -> None:
-    """A refusal names these values and places in one line of moderate length."""
+    """Check that a message names these values in one line of moderate length."""
     missing = [value for value in map(str, named) if value not in message]
     assert not missing, f"{missing} not in: {message}"
     assert len(message) < 1000 and "\n" not in message, message

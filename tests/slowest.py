@@ -1,4 +1,4 @@
-"""Prints the 20 slowest tests of pytest's JUnit reports: python tests/slowest.py REPORT.xml..."""
+"""Print the 20 slowest tests of pytest's JUnit reports: python tests/slowest.py REPORT.xml..."""
 
 from __future__ import annotations
 

@@ -1,32 +1,33 @@
-"""Two steps on real SQuAD, which has texts that made-up samples lack."""
+"""Two steps on real SQuAD, whose texts have more variety than the generated ones."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import TINY
-from launch import TRAIN, launcher, run
+from launch import REPOSITORY, TRAIN, launcher, run
 
-pytestmark = [pytest.mark.integration, pytest.mark.realdata]
+SQUAD = Path(os.environ.get("HVD_BERT_SQUAD") or REPOSITORY.parent / "shared" / "data" / "squad")
+HERE = pytest.mark.skipif(not (SQUAD / "train-v1.1.json").is_file(), reason=f"{SQUAD} lacks it: set HVD_BERT_SQUAD")
+pytestmark = [pytest.mark.integration, pytest.mark.realdata, HERE]
 
 
 @pytest.mark.parametrize(("version", "size", "by"), [("1.1", 2, "gloo"), ("2.0", 1, "none")])
-def test_two_steps(
-    version: str, size: int, by: str, squad_dir: Path, make_tokenizer: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_two_steps(version: str, size: int, by: str, make_tokenizer: Callable[..., Any], tmp_path: Path) -> None:
     from transformers import BertConfig
 
-    # A tokenizer that splits words into characters, so that most passages have several windows.
+    # It splits most words into characters, so that most passages have several windows.
     tokenizer = make_tokenizer("the", "of", "and", "in", "to", "what", "who", "when", "is", "was")
     tokenizer.save_pretrained(tmp_path / "model")
     BertConfig(vocab_size=len(tokenizer), **TINY).save_pretrained(tmp_path / "model")
     words = ["--config_name", "model", "--tokenizer_name", "model", "--max_steps", 2, "--output_dir", "out"]
-    words += ["--train_file", squad_dir / f"train-v{version}.json", "--max_train_samples", 32]
-    words += ["--validation_file", squad_dir / f"dev-v{version}.json", "--max_eval_samples", 9]
+    words += ["--train_file", SQUAD / f"train-v{version}.json", "--max_train_samples", 32]
+    words += ["--validation_file", SQUAD / f"dev-v{version}.json", "--max_eval_samples", 9]
     if version == "2.0":
         words.append("--version_2_with_negative")
     run([*launcher(size, by), *TRAIN, *map(str, words)], tmp_path).expect(0)

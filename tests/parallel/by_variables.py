@@ -1,7 +1,7 @@
-"""Start ranks as launchers do that are not installed here: by their variables.
+"""Start ranks with the environment variables of launchers that are not installed here.
 
-by_variables.py torch SIZE COMMAND...                  torch's four variables: Kubeflow, deepspeed, by hand
-mpirun ... by_variables.py JSM|FLUX|PMIX COMMAND...    those of another launcher of MPI, in place of mpirun's
+by_variables.py torch SIZE COMMAND...                  torch's four variables, as by Kubeflow or by hand
+mpirun ... by_variables.py JSM|FLUX|PMIX COMMAND...    the variables of another launcher of MPI in place of mpirun's
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 
-# The variables of size and rank. PMIX: of PRRTE, which sets the rank only (Open MPI's mpirun sets it as well).
+# The variables of size and rank. PMIX: PRRTE sets only the rank, by a variable that Open MPI's mpirun sets as well.
 MPI_VARIABLES = {
     "JSM": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
     "FLUX": ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"),

@@ -1,4 +1,4 @@
-"""Whole runs by the command's own main; test_worlds.py compares what the launches leave."""
+"""Whole runs of `hvd-bert train`; test_worlds.py compares the output files of the worlds."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from hvd_bert.training import saving
 from hvd_bert.training.api import main as train
 
 
-def run_command(ranks: Ranks, name: str, *flags: str | float, passes: int = 1) -> None:
-    """Train into the folder `name`, with the global batch of all checks taken in so many passes."""
+def run_command(ranks: Ranks, name: str, *flags: str | float, micro_batches: int = 1) -> None:
+    """Train into the folder `name`, with the global batch of all checks in so many micro-batches."""
     batch = ["--global_batch", GLOBAL_BATCH]
-    batch += ["--per_device_train_batch_size", GLOBAL_BATCH // ranks.world.size // passes]
+    batch += ["--per_device_train_batch_size", GLOBAL_BATCH // ranks.world.size // micro_batches]
     call(train, ranks.world, sample(*batch, *flags, "--output_dir", ranks.folder / name))
 
 
 @expensive
 @check
 def steps_overlap_with_a_write_and_the_next_save_waits_for_it(ranks: Ranks) -> None:
-    """A kill loses at most --save_steps and the steps of one write, which are no more than --save_steps."""
+    """A kill thus loses at most twice --save_steps: the steps since the last save, and during its write."""
     order: list[str] = []
     waited_for = threading.Event()
     kind = strategy_class("horovod")
     write, step = files.write, kind.step
 
     def slow_write(*arguments: Any) -> Path:
-        assert waited_for.wait(60), "nobody waits for the write"
+        assert waited_for.wait(60), "no save waits for the write"
         order.append("written")
         return write(*arguments)
 
@@ -49,30 +49,30 @@ def steps_overlap_with_a_write_and_the_next_save_waits_for_it(ranks: Ranks) -> N
             future = super().submit(*arguments)
             result = future.result
 
-            def telling_result() -> Any:
+            def noted_result() -> Any:
                 waited_for.set()
                 ended = result()
                 waited_for.clear()
                 return ended
 
-            future.result = telling_result  # type: ignore[method-assign, assignment]
+            future.result = noted_result  # type: ignore[method-assign, assignment]
             return future
 
-    def telling_step(self: Strategy) -> bool:
+    def noted_step(self: Strategy) -> bool:
         order.append("step")
         return step(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "write", slow_write)
         patch.setattr(saving, "ThreadPoolExecutor", Writer)
-        patch.setattr(kind, "step", telling_step)
+        patch.setattr(kind, "step", noted_step)
         run_command(ranks, "saved", "--max_steps", 5, "--save_steps", 2, "--no_do_eval")
     writes = ["written"] if ranks.world.rank == 0 else []
     assert order == ["step"] * 4 + writes + ["step"] + writes * 2, order
 
 
 CLIP = 0.5
-KINDS = ("model", "unaveraged")
+FILES = ("model", "unaveraged")
 LEARNING_RATE = 1e-4
 STEPS = {"run": 20, "padded_run": 10}
 LOGGED = ("--logging_steps", 1, "--learning_rate", LEARNING_RATE)
@@ -87,7 +87,7 @@ def whole_run_ends_well(ranks: Ranks) -> None:
 @expensive
 @check_every_strategy
 def average_of_the_weights_is_evaluated_and_saved(ranks: Ranks) -> None:
-    """At each step, and at the end that of the best step, whichever was averaged from the weights that were trained."""
+    """Each checkpoint has the average and the trained weights; the model at the end is the best step's average."""
     flags = ("--ema_decay", 0.5, "--learning_rate", 1e-3, "--max_eval_samples", 5)
     strategy = ranks.strategy.partition(":")[0]
     if STRATEGIES[strategy].shards:
@@ -100,7 +100,7 @@ def average_of_the_weights_is_evaluated_and_saved(ranks: Ranks) -> None:
     run_command(ranks, "scored", "--no_do_train", "--max_eval_samples", 5, "--model_name_or_path", folder)
     if ranks.world.rank != 0:
         return
-    steps = [{n: load_file(folder / f"checkpoint-{i}" / f"{n}.safetensors") for n in KINDS} for i in range(1, 5)]
+    steps = [{n: load_file(folder / f"checkpoint-{i}" / f"{n}.safetensors") for n in FILES} for i in range(1, 5)]
     for before, after in itertools.pairwise(steps):
         weights = after["unaveraged"]
         assert not same(before["unaveraged"], weights)
@@ -113,7 +113,7 @@ def average_of_the_weights_is_evaluated_and_saved(ranks: Ranks) -> None:
 
 
 @check_every_strategy
-def padded_and_clipped_run_in_passes_ends_well(ranks: Ranks) -> None:
-    padded = ("--padding", "max_length", "--max_seq_length", 64, "--no_do_eval")
+def padded_and_clipped_run_in_micro_batches_ends_well(ranks: Ranks) -> None:
+    padded = ("--padding", "max_length", "--max_seq_length", 64, "--no_do_eval", "--layerwise_lr_decay", 0.8)
     steps = ("--max_steps", STEPS["padded_run"], *LOGGED)
-    run_command(ranks, "padded_run", *steps, *padded, "--max_grad_norm", CLIP, "--layerwise_lr_decay", 0.8, passes=4)
+    run_command(ranks, "padded_run", *steps, *padded, "--max_grad_norm", CLIP, micro_batches=4)

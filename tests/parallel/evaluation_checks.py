@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +22,12 @@ from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.evaluate.__main__ import main as evaluate
 from hvd_bert.training.api import main as train
 
-NUM_QUESTIONS = (3, 10)  # fewer than 4 ranks; not divisible by 4
+NUM_QUESTIONS = (3, 10)  # fewer than four ranks; not divisible by 4
 PRESETS = ("sample", "sample_v2")
 
 
 def evaluation_name(preset: str, num_questions: int) -> str:
-    """Name the file of an evaluation for test_worlds.py."""
+    """The name of an evaluation's file, which test_worlds.py reads."""
     return f"evaluation-{preset}-{num_questions}.json"
 
 
@@ -44,7 +45,7 @@ def _evaluate(ranks: Ranks, preset: str, num_questions: int) -> None:
     task.model.train()
     evaluation = task.evaluate(task.model)
     answers = evaluation.outputs
-    assert task.model.training, "scoring must leave the model in the mode it was in"
+    assert task.model.training, "an evaluation must not change the mode of the model"
     assert world.allgather(evaluation.metrics) == [evaluation.metrics] * world.size
     assert evaluation.metrics["total"] == num_questions
     if world.rank > 0:
@@ -52,14 +53,14 @@ def _evaluate(ranks: Ranks, preset: str, num_questions: int) -> None:
         return
     assert [answer.id for answer in answers] == [question.id for question in questions]
     assert all((answer.null_odds is not None) == (preset == "sample_v2") for answer in answers)
-    left = {
+    written = {
         "metrics": evaluation.metrics,
         "predictions": {answer.id: answer.text for answer in answers},
         "best_spans": {answer.id: answer.best_span for answer in answers},
         "null_odds": {answer.id: answer.null_odds for answer in answers},
         "nbest": {answer.id: [candidate.text for candidate in answer.nbest] for answer in answers},
     }
-    (ranks.folder / evaluation_name(preset, num_questions)).write_text(json.dumps(left), encoding="utf-8")
+    (ranks.folder / evaluation_name(preset, num_questions)).write_text(json.dumps(written), encoding="utf-8")
 
 
 @check
@@ -69,16 +70,18 @@ def each_question_is_evaluated_once(ranks: Ranks) -> None:
             _evaluate(ranks, preset, num_questions)
 
 
+def dev_rows(count: int) -> list[dict[str, Any]]:
+    """The first questions of the sample's dev set as flat rows."""
+    questions = squad.open_file(PACKAGE / "sample" / "dev-v1.1.json.gz", False).questions()[:count]
+    return [asdict(q) | {"answers": {"text": q.answer_texts, "answer_start": q.answer_starts}} for q in questions]
+
+
 @check
-def files_are_mixed_by_weight_and_scored_as_alone(ranks: Ranks) -> None:
+def files_are_mixed_by_weight_and_scored_separately(ranks: Ranks) -> None:
     world, files = ranks.world, [ranks.folder / f"{name}.json" for name in "abcd"]
     if world.rank == 0:
-        questions = squad.open_file(PACKAGE / "sample" / "dev-v1.1.json.gz", False).questions()
         for file, part in zip(files, (slice(6), slice(6, 11), slice(6), slice(6, 16)), strict=True):
-            rows = [
-                asdict(q) | {"answers": {"text": q.answer_texts, "answer_start": q.answer_starts}} for q in questions
-            ]
-            file.write_text(json.dumps(rows[part]))
+            file.write_text(json.dumps(dev_rows(16)[part]))
     world.allgather(None)
     a, b, c, d = files
     words = sample("--train_file", f"{a}:0.5", f"{b}:2", "--validation_file", f"C={c}", f"D={d}")
@@ -108,9 +111,8 @@ def files_are_mixed_by_weight_and_scored_as_alone(ranks: Ranks) -> None:
 def questions_with_mistakes_are_left_out_on_all_ranks(ranks: Ranks) -> None:
     world, file = ranks.world, ranks.folder / "mistakes.json"
     if world.rank == 0:
-        questions = squad.open_file(PACKAGE / "sample" / "dev-v1.1.json.gz", False).questions()[:12]
-        rows = [asdict(q) | {"answers": {"text": q.answer_texts, "answer_start": q.answer_starts}} for q in questions]
-        rows[3]["answers"]["answer_start"] = [start + 1 for start in questions[3].answer_starts]
+        rows = dev_rows(12)
+        rows[3]["answers"]["answer_start"] = [start + 1 for start in rows[3]["answer_starts"]]
         file.write_text(json.dumps(rows))
     world.allgather(None)
     words = sample("--train_file", file, "--validation_file", file, "--bad_examples", "skip")
@@ -128,7 +130,7 @@ def questions_with_mistakes_are_left_out_on_all_ranks(ranks: Ranks) -> None:
 
 @expensive
 @check
-def command_evaluate_has_the_trainers_scores_and_those_of_one_rank(ranks: Ranks) -> None:
+def command_evaluate_gives_the_scores_of_the_trainer_and_of_one_rank(ranks: Ranks) -> None:
     world, model, out = ranks.world, ranks.folder / "evaluated", ranks.folder / "scores"
     tiny = ["--config_name", str(ranks.folder / "tiny"), "--tokenizer_name", str(ranks.folder / "tiny")]
     if world.rank == 0:

@@ -1,4 +1,4 @@
-"""A loss that is NaN on one rank is found by all at the same step."""
+"""All ranks find a NaN loss of one rank at the same step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS, ALONE, FIRST = 9, 2, 4  # steps; one without a finite gradient; the first
 
 @contextmanager
 def losses_of_nan(world: World) -> Iterator[None]:
-    """Inside, the last rank's loss is NaN in the steps ALONE and FIRST, FIRST + 1, ..."""
+    """Context manager: the last rank's loss is NaN in the steps ALONE and FIRST, FIRST + 1, ..."""
     losses, made = QuestionAnswering.losses, 0
 
     def sometimes(self: QuestionAnswering, model: nn.Module, batch: Batch) -> Tensor:
@@ -60,12 +60,12 @@ def steps_of_nan_are_skipped_and_then_end_the_training_on_all_ranks(ranks: Ranks
         for event in skipped:
             ((rank, windows),) = [(part["rank"], part["windows"]) for part in event["batch"]]
             assert rank == last and len(windows) == GLOBAL_BATCH // world.size
-            assert all(len(name) > 10 for name in windows), "not the ids of questions"
+            assert all(len(name) > 10 for name in windows), "too short for ids of questions"
         losses = [row["loss"] for row in rows(out)]
         assert [loss is None for loss in losses] == [
             step in (ALONE, *range(FIRST, STEPS)) for step in range(1, len(losses) + 1)
         ]
-        # The checkpoint of a skipped step has the weights of before.
+        # The checkpoint of a skipped step has the weights of the last step that was applied.
         newest = files.read(out / (out / "latest").read_text(encoding="utf-8").strip())
         assert newest.state["step"] == 5
         assert all(torch.isfinite(weight).all() for weight in newest.tensors["model"].values())
@@ -74,7 +74,7 @@ def steps_of_nan_are_skipped_and_then_end_the_training_on_all_ranks(ranks: Ranks
 @expensive
 @check_every_strategy
 def training_that_skips_all_its_steps_fails_and_leaves_no_model(ranks: Ranks) -> None:
-    """Fewer steps than end a training by themselves, of a model whose weights are NaN."""
+    """A model whose weights are NaN, trained for fewer steps than would end a training."""
     world, model, out = ranks.world, ranks.folder / "nan", ranks.folder / "untrained"
     training = Training(world)
     if world.rank == 0:
@@ -85,7 +85,7 @@ def training_that_skips_all_its_steps_fails_and_leaves_no_model(ranks: Ranks) ->
     world.allgather(None)
     flags = ["--per_device_train_batch_size", GLOBAL_BATCH // world.size, "--max_steps", LIMIT - 1, "--no_do_eval"]
     words = sample("--model_name_or_path", model, *flags, "--report_to", "none", "--output_dir", out)
-    for _ in range(2):  # the second time there may be something to resume
+    for _ in range(2):  # the second run may find a checkpoint
         with pytest.raises(CollectiveError, match=f"all {LIMIT - 1} steps were skipped") as ended:
             call(train, world, words)
         assert ended.value.status == EXIT_FAILURE

@@ -1,4 +1,4 @@
-"""Starts commands on 1 to 4 ranks for tests: a hang becomes a failure that shows the output; no process is left."""
+"""Start commands on 1 to 4 ranks for tests; a command that hangs is killed and fails the test with its output."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY / "hvd_bert" / "sample"
 SAMPLE_DEV = SAMPLE / "dev-v1.1.json.gz"
 TRAIN = [sys.executable, "-m", "hvd_bert.train"]
-# Far above what a launch of these tests needs on two cores, two launches at a time: 10 to 40 s. The checks of four
-# ranks, which get twice this limit, took 107 s alone on a Zen 3 without AVX-512, and 251 s among other tests.
+# Far above the 10 to 40 s that a launch takes on two cores. The checks of four ranks, which get twice this limit, took
+# 107 s alone on a Zen 3 without AVX-512, and 251 s among other tests.
 TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "190"))
-# Variables of a surrounding job would be taken for this launch's. hvd_bert.model.cpu.linear sets the first two, also in
-# this process when a test calls it; the fork server's commands would then no longer have its environment.
+# Prefixes of variables that are removed: a launch would take those of a surrounding job for its own. A test may set the
+# first two by hvd_bert.model.cpu.linear, and the fork server only serves commands with its own environment.
 _FOREIGN = (
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
     "LRU_CACHE_CAPACITY",
@@ -57,7 +57,7 @@ _FOREIGN = (
 
 @dataclass(frozen=True, repr=False)
 class Outcome:
-    """How a command ended; `output` is what it wrote to stdout and stderr, `hung`: it had to be killed."""
+    """The end of a command. `output`: stdout and stderr. `hung`: it was killed after its time limit."""
 
     command: list[str]
     status: int
@@ -65,7 +65,7 @@ class Outcome:
     seconds: float
     hung: bool
 
-    def __repr__(self) -> str:  # what pytest shows
+    def __repr__(self) -> str:  # pytest shows it
         end = f"HUNG, killed after {self.seconds:.0f} s" if self.hung else f"status {self.status}, {self.seconds:.0f} s"
         return f"{' '.join(self.command)}\n-> {end}; output:\n{self.output[-12000:]}"
 
@@ -85,13 +85,13 @@ def hub_folder() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """What every command gets: this process's environment without a surrounding job's, one thread, no network."""
+    """The environment of all commands: without a surrounding job's variables, with one thread, without network."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    # The same folder for all, since a command with another HF_HOME could not come from the fork server.
+    # One folder for all commands, because the fork server does not serve commands with another HF_HOME.
     environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(hub_folder())}
     environ |= {"PYTHONPATH": str(REPOSITORY)}
-    # On two cores the threads of Horovod's ranks, which meet every ms by default, would take a fifth of the time.
+    # By default, Horovod's threads meet every ms, which takes a fifth of the time on two cores.
     environ |= {"HOROVOD_CYCLE_TIME": "5"}
     if os.geteuid() == 0:
         environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -100,12 +100,12 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def programs() -> Path:
-    """The folder of `python`, `horovodrun`, `torchrun` and `hvd-bert` by this session's fork server."""
+    """The folder of the `python`, `horovodrun`, `torchrun` and `hvd-bert` that this session's fork server forks."""
     return fork_server.programs(environment())
 
 
 def served(word: str) -> str:
-    """A word of a command; in place of this environment's Python programs those of the fork server."""
+    """Replace a Python program of this environment by the fork server's; return other words unchanged."""
     path = Path(word)
     ours = word == sys.executable or path.parent == Path(sys.executable).parent
     return str(programs() / path.name) if ours and path.name in fork_server.NAMES else word
@@ -119,9 +119,9 @@ def run(
     timeout: float = TIMEOUT_S,
     cold: bool = False,
 ) -> Outcome:
-    """Run a command to its end, or kill it and all that it started after `timeout` seconds. `env`: None removes.
+    """Run a command to its end, or kill it and all that it started after `timeout` seconds.
 
-    `cold`: its Python processes start from nothing, and not by the fork server.
+    `env`: additional variables; None removes a variable. `cold`: Python is started, not forked by the fork server.
     """
     words = [str(word) for word in command]
     environ = environment()
@@ -150,17 +150,17 @@ def run(
 
 @functools.cache
 def built() -> frozenset[str]:
-    """The controllers that this Horovod has: "mpi", "gloo"."""
+    """The controllers that this Horovod was built with: "mpi", "gloo"."""
     import horovod.torch as hvd
 
     return frozenset(name for name in ("mpi", "gloo") if getattr(hvd, f"{name}_built")())
 
 
 def launcher(size: int, by: str) -> list[str]:
-    """The words that start `size` ranks `by` horovodrun ("mpi", "gloo"), "mpirun", "torchrun", or one by nothing.
+    """The words before a command that start it on `size` ranks. Skips the test if the launcher is missing.
 
-    Or "deepspeed", "accelerate"; by variables: "torch", under mpirun "JSM", "FLUX", "PMIX". Skips the test where that
-    launcher is not there.
+    `by`: horovodrun with "mpi" or "gloo"; "mpirun", "torchrun", "deepspeed", "accelerate"; by_variables.py with "torch"
+    or, under mpirun, "JSM", "FLUX", "PMIX"; "none": one process without a launcher.
     """
     if by == "none":
         assert size == 1
@@ -172,9 +172,9 @@ def launcher(size: int, by: str) -> list[str]:
         program = Path(sys.executable).with_name(by)
         if not program.exists():
             pytest.skip(f"{by} is not installed (env/setup.sh --dev --deepspeed)")
-        ours = {"deepspeed": "--num_gpus {} --master_port {} --no_local_rank --no_python"}
-        ours |= {"accelerate": "launch --multi_gpu --num_processes {} --main_process_port {} --no_python"}
-        return [str(program), *ours[by].format(size, by_variables.free_port()).split()]
+        flags = {"deepspeed": "--num_gpus {} --master_port {} --no_local_rank --no_python"}
+        flags |= {"accelerate": "launch --multi_gpu --num_processes {} --main_process_port {} --no_python"}
+        return [str(program), *flags[by].format(size, by_variables.free_port()).split()]
     if by == "torch":
         return [sys.executable, by_variables.__file__, by, str(size)]
     if by in by_variables.MPI_VARIABLES:

@@ -1,7 +1,7 @@
 """100 wrong trainings, which `hvd-bert doctor --prove` must find: `horovodrun -np 2 python mutations.py FOLDER STRIDE`.
 
-Makes every STRIDEth one. Rank 0 writes FOLDER/found.json: for each mutation whether it changed the weights, and the
-checks that failed; "none" is the training as it is. Then the command itself proves a wrong training, and fails.
+Makes every STRIDEth mutation. Rank 0 writes FOLDER/found.json: for each mutation whether it changed the weights, and
+the checks that failed; "none" is the correct training. Then the command checks a wrong training, and must fail.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def flip(tensor: Tensor, bit: int) -> Tensor:
     return tensor
 
 
-# Kind -> where, and the change of the last argument.
+# Kind -> the moment in a step, and the function that changes the last argument.
 KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "gradient scaled": ("gradient", lambda mutant, gradient: gradient.mul_(1.01)),
     "bit of a gradient": ("gradient", lambda mutant, gradient: flip(gradient, 24)),
@@ -65,14 +65,14 @@ KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "bit of a token": ("batch", lambda row: row.__ixor__(1)),
 }
 LAYER = "bert.encoder.layer.1."
-PLACES = (  # rank, step from 1 on, tensor
+TARGETS = (  # rank, step (counted from 1), tensor
     (0, 1, "bert.embeddings.position_embeddings.weight"),
     (1, 2, LAYER + "attention.self.value.weight"),
     (0, 3, LAYER + "output.dense.bias"),
     (1, 4, LAYER + "intermediate.dense.weight"),
     (1, 5, "qa_outputs.weight"),
 )
-MUTATIONS = [(kind, place) for kind in KINDS for place in PLACES]
+MUTATIONS = [(kind, target) for kind in KINDS for target in TARGETS]
 FILES, OTHER_FILES = ((5, 3), (7, 14)), ((5, 5), (7, 12))  # weights 0.6 and 2; the third step ends an epoch
 # 4 and 3 windows per rank, so that the mean per rank differs.
 CLIP = 0.1
@@ -80,18 +80,18 @@ FLAGS = f"--prove --warmup_ratio=0 --max_grad_norm={CLIP} --per_device_train_bat
 
 
 class Now:
-    """The mutation to make, and the number of the ranks' current step."""
+    """The current mutation, and the number of the ranks' current step."""
 
     kind = "none"
-    rank, step, tensor = PLACES[0]
+    rank, step, tensor = TARGETS[0]
     number = 1
 
     @classmethod
-    def mutated(cls, where: str, rank: int, number: int, *values: Any) -> Any:
-        """The last value, changed if the mutation is due here."""
-        place, change = KINDS.get(cls.kind, ("nowhere", None))
+    def mutated(cls, moment: str, rank: int, number: int, *values: Any) -> Any:
+        """Return the last value, changed if the mutation is due."""
+        when, change = KINDS.get(cls.kind, ("never", None))
         last_step = 4 if cls.kind == "seed" else 5  # a new seed changes the next step
-        due = (place, min(cls.step, last_step)) == (where, number) and (cls.kind.endswith(ALL) or rank == cls.rank)
+        due = (when, min(cls.step, last_step)) == (moment, number) and (cls.kind.endswith(ALL) or rank == cls.rank)
         return change(*values) if change and due else values[-1]
 
 
@@ -103,8 +103,8 @@ class Mutant(HorovodStrategy):
         self.last = torch.zeros_like(self.weight)  # this rank's last gradient
         self.weight.register_hook(self.before_average)
 
-    def mutate(self, where: str, value: Any) -> Any:
-        return Now.mutated(where, self._world.rank, Now.number, self, value)
+    def mutate(self, moment: str, value: Any) -> Any:
+        return Now.mutated(moment, self._world.rank, Now.number, self, value)
 
     def before_average(self, gradient: Tensor) -> Any:
         sent, self.last = self.mutate("gradient", gradient.clone()), gradient.clone()
@@ -151,7 +151,7 @@ class MutantTask(QuestionAnswering):
 
     def losses(self, model: Any, batch: MicroBatch) -> Any:
         losses = super().losses(model, batch)
-        if model is not self.model or not self.plan:  # the pass of one process
+        if model is not self.model or not self.plan:  # the reference of one process
             return losses
         total = len(self.plan.step_windows(Now.number - 1))
         return Now.mutated("losses", self.world.rank, Now.number, total, losses)
@@ -164,7 +164,7 @@ def main(world: World) -> None:
     base.QUESTION_ANSWERING_CLASS = "mutations:MutantTask"
     _, config = doctor.parse_proof(sys.argv[1:])
     loaded, found, right = load_task(config, world), {}, None
-    for kind, (Now.rank, Now.step, Now.tensor) in [("none", PLACES[0]), *MUTATIONS[::stride]]:
+    for kind, (Now.rank, Now.step, Now.tensor) in [("none", TARGETS[0]), *MUTATIONS[::stride]]:
         Now.kind = kind
         task = copy.copy(loaded)
         task.model, task.plan = copy.deepcopy(loaded.model), MutantPlan(**vars(loaded.plan) | {"mixture": FILES})

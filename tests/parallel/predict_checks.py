@@ -1,4 +1,4 @@
-"""Checks of predict on several ranks: the answers to a file are those of one process."""
+"""Checks of `hvd-bert predict` on several ranks: the answers to a file equal the answers of one process."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What every rank of a launch runs: all checks of this folder, in one go, since starting ranks costs seconds.
+"""Run all checks of this folder on the ranks of one launch, because starting ranks takes seconds.
 
     horovodrun -np 4 --gloo -H localhost:4 python ranks.py FOLDER CONTROLLER STRATEGY
 
-A check is called by all ranks and asserts on each. Rank 0 keeps FOLDER/results.json up to date: for each check the
-traceback of every rank, or null. `test_worlds.py` starts this and reads it.
+All ranks call each check, which asserts on every rank. Rank 0 writes FOLDER/results.json after each check: check ->
+traceback, or null, of every rank. `test_worlds.py` starts this program and reads the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hvd_bert.distributed.world import World
 
 @dataclass(frozen=True)
 class Ranks:
-    """What a check gets: its world, the controller that the world should have, and a folder for what it leaves."""
+    """The argument of a check: the world, the expected controller, and a folder for files."""
 
     world: World
     controller: str
@@ -38,12 +38,12 @@ class Ranks:
 
 Check = Callable[[Ranks], None]
 CHECKS: dict[str, Check] = {}
-HOROVOD_CHECKS: set[str] = set()  # what does not depend on the strategy, and Horovod's own traps
+HOROVOD_CHECKS: set[str] = set()  # checks that do not depend on the strategy, or of Horovod's own traps
 EXPENSIVE_CHECKS: set[str] = set()
 
 
 def runs_expensive_checks(size: int, strategy: str) -> bool:
-    """Whether a world is its strategy's smallest one of several ranks, or one process without a strategy."""
+    """Whether a world is the strategy's smallest world of several ranks, or one process without a strategy."""
     return (size, strategy) in ((2, "horovod"), (2, "ddp"), (4, "fsdp"), (2, "deepspeed"), (1, "none"))
 
 
@@ -61,21 +61,21 @@ def check_every_strategy(function: Check) -> Check:
 
 
 def expensive(function: Check) -> Check:
-    """Have a registered check run by one world of each strategy only: what it shows depends on no number of ranks."""
+    """Run a registered check in only one world per strategy: its result does not depend on the number of ranks."""
     EXPENSIVE_CHECKS.add(function.__name__)
     return function
 
 
 def check_names(size: int, strategy: str) -> list[str]:
     """The names of a world's checks, in order."""
-    others = set() if strategy == "horovod" else HOROVOD_CHECKS
+    left_out = set() if strategy == "horovod" else HOROVOD_CHECKS
     if not runs_expensive_checks(size, strategy):
-        others = others | EXPENSIVE_CHECKS
-    return [name for name in CHECKS if name not in others]
+        left_out = left_out | EXPENSIVE_CHECKS
+    return [name for name in CHECKS if name not in left_out]
 
 
 def call(main: Callable[[World], object], world: World, words: Sequence[object]) -> None:
-    """A command's main, with these words as its command line."""
+    """Call a command's main with these words as command line."""
     before, sys.argv = sys.argv, ["command", *map(str, words)]
     try:
         main(world)
@@ -84,7 +84,7 @@ def call(main: Callable[[World], object], world: World, words: Sequence[object])
 
 
 def run_checks(world: World) -> None:
-    """All of them, in order; one that fails on a rank does not keep the others from running."""
+    """Run all checks in order, also after a check that failed."""
     for module in (
         "world_checks",
         "training_checks",
@@ -105,7 +105,7 @@ def run_checks(world: World) -> None:
             CHECKS[name](Ranks(world, controller, folder, strategy))
         except Exception:
             failure = traceback.format_exc()
-            # At once, since the other ranks may wait for this one until all of them are killed.
+            # Printed at once, because the other ranks may wait for this rank until all are killed.
             print(f"rank {world.rank}: {name}: {failure}", file=sys.stderr, flush=True)
         results[name] = world.allgather(failure)
         if world.rank == 0:
@@ -115,6 +115,6 @@ def run_checks(world: World) -> None:
 
 if __name__ == "__main__":
     sys.modules["ranks"] = sys.modules["__main__"]  # the checks import this module by its name
-    if sys.argv[3] == "ddp" and "TORCHELASTIC_RUN_ID" in os.environ:  # this world does without Horovod
+    if sys.argv[3] == "ddp" and "TORCHELASTIC_RUN_ID" in os.environ:  # this world does not import Horovod
         sys.modules.update({name: None for name in ("horovod", "horovod.torch")})  # type: ignore[misc]
     run_as_rank(run_checks, sys.argv[3].partition(":")[0])

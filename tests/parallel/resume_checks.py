@@ -1,9 +1,8 @@
-"""A stopped and resumed run equals an uninterrupted one bit for bit, with dropout, at any stop."""
+"""A run that is stopped at any moment and resumed equals an uninterrupted run bit for bit, with dropout."""
 
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,12 @@ from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
 from hvd_bert.errors import EXIT_STOPPED
 from hvd_bert.training.api import main as train
 
-STEPS = 6  # of 2 micro-batches, if the rank's batch allows; an epoch has 2 steps, the second has one window
+STEPS = 6  # an epoch has 2 steps; the second has one window
 
 
 def flags(world: World, strategy: str, out: Path) -> list[str]:
-    accumulation = 2
-    batch = ["--per_device_train_batch_size", GLOBAL_BATCH // world.size // accumulation]
-    batch += ["--gradient_accumulation_steps", accumulation, "--max_steps", STEPS]
+    batch = ["--per_device_train_batch_size", GLOBAL_BATCH // world.size // 2]
+    batch += ["--gradient_accumulation_steps", 2, "--max_steps", STEPS]
     evaluation = ["--max_eval_samples", 5, "--eval_strategy", "steps", "--eval_steps", 4, "--logging_steps", 3]
     learning = ["--learning_rate", 1e-3, "--warmup_ratio", 0.25, "--dropout", 0.1, "--save_steps", 3]
     learning += ["--attention_dropout", 0.2, "--layerwise_lr_decay", 0.8]
@@ -47,19 +45,19 @@ def run(world: World, words: list[str]) -> int:
 
 
 @check_every_strategy
-def stopped_run_ends_as_one_never_stopped(ranks: Ranks) -> None:
+def stopped_run_equals_an_uninterrupted_run(ranks: Ranks) -> None:
     world = ranks.world
     whole, stopped, records = (ranks.folder / name for name in ("whole", "stopped", "records"))
     records.mkdir(exist_ok=True)
     assert run(world, flags(world, ranks.strategy, whole)) == 0
-    # In an accumulation in the middle of an epoch; at an epoch's end, right after an evaluation.
+    # Between two micro-batches in the middle of an epoch; at the end of an epoch, right after an evaluation.
     for step, moment in ((1, "inside"), (4, "start")):
-        with signal_at(step, world.size - 1, signal.SIGTERM, moment, records=records):
+        with signal_at(step, {world.size - 1}, "SIGTERM", moment, records=records):
             assert run(world, flags(world, ranks.strategy, stopped)) == EXIT_STOPPED
         if world.rank == 0:
             assert resuming.newest(stopped).name == f"checkpoint-{step}"
             assert not (stopped / "train_results.json").exists()
-    with signal_at(0, 0, signal.SIGTERM, records=records):
+    with signal_at(0, {0}, "SIGTERM", records=records):
         assert run(world, flags(world, ranks.strategy, stopped)) == 0
     taken = (records / f"windows-{world.rank}.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line)["step"] for line in taken]
@@ -70,8 +68,8 @@ def stopped_run_ends_as_one_never_stopped(ranks: Ranks) -> None:
 
 @expensive
 @check_every_strategy
-def when_steps_are_logged_changes_nothing(ranks: Ranks) -> None:
-    """The next learning rate depends on whether a step was applied, which is known one step later, or when logged."""
+def logging_interval_does_not_change_the_model(ranks: Ranks) -> None:
+    """The learning rate depends on whether the last step was applied, which is known a step later, or when logged."""
     world, found = ranks.world, []
     for steps in (1, STEPS):
         out = ranks.folder / f"logged_{steps}"
@@ -89,18 +87,18 @@ def newest_state_in_memory_is_resumed_by_all_ranks(ranks: Ranks) -> None:
         return
     world, last = ranks.world, ranks.world.size - 1
     whole, out = ranks.folder / "whole_without_dropout", ranks.folder / "elastic"
-    same = ["--dropout", 0, "--attention_dropout", 0]
-    assert run(world, [*flags(world, ranks.strategy, whole), *same]) == 0
-    process, world.elastic, kept = world.process, True, []
+    no_dropout = ["--dropout", 0, "--attention_dropout", 0]
+    assert run(world, [*flags(world, ranks.strategy, whole), *no_dropout]) == 0
+    process, world.elastic, states = world.process, True, []
     try:
         for process.hosts_changed in (True, True):  # each run takes one step
             with pytest.raises(HostsChanged):
-                call(train, world, [*flags(world, ranks.strategy, out), *same])
-            kept.append(world.process.last_state)
-        assert [point.step for point in kept] == [1, 2]
-        process.last_state = kept[1] if world.rank == last else kept[0] if world.rank else None
+                call(train, world, [*flags(world, ranks.strategy, out), *no_dropout])
+            states.append(world.process.last_state)
+        assert [state.step for state in states] == [1, 2]
+        process.last_state = states[1] if world.rank == last else states[0] if world.rank else None
         process.hosts_changed = False
-        assert run(world, [*flags(world, ranks.strategy, out), *same]) == 0
+        assert run(world, [*flags(world, ranks.strategy, out), *no_dropout]) == 0
     finally:
         world.elastic = process.hosts_changed = False
     if world.rank == 0:
@@ -119,12 +117,12 @@ def adapters_are_resumed_saved_and_merged(ranks: Ranks) -> None:
     world.allgather(None)
     words = ["--model_name_or_path", str(base), "--lora_rank", "4"]
     assert run(world, [*flags(world, ranks.strategy, out), *words]) == 0
-    with signal_at(4, world.size - 1, signal.SIGTERM):
+    with signal_at(4, {world.size - 1}, "SIGTERM"):
         assert run(world, [*flags(world, ranks.strategy, stopped), *words]) == EXIT_STOPPED
     assert run(world, [*flags(world, ranks.strategy, stopped), *words]) == 0
     if world.rank != 0:
         return
-    import peft  # here: it takes seconds
+    import peft  # imported only here, because it takes seconds
 
     assert resuming.differences(out, stopped) == []
     model, found = AutoModelForQuestionAnswering.from_pretrained(base), load_file(out / "model.safetensors")
@@ -136,15 +134,15 @@ def adapters_are_resumed_saved_and_merged(ranks: Ranks) -> None:
 
 @expensive
 @check
-def chosen_batch_is_kept_on_resume(ranks: Ranks) -> None:
+def chosen_batch_does_not_change_on_resume(ranks: Ranks) -> None:
     world, out = ranks.world, ranks.folder / "auto"
     words = [*flags(world, ranks.strategy, out), "--per_device_train_batch_size", "auto"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "free_memory", lambda: 2**34)
-        with signal_at(2, 0, signal.SIGTERM):
+        with signal_at(2, {0}, "SIGTERM"):
             assert run(world, words) == EXIT_STOPPED
-        patch.setattr(machine, "free_memory", lambda: 0)  # nothing would fit now
+        patch.setattr(machine, "free_memory", lambda: 0)  # now no batch would fit
         assert run(world, words) == 0
     if world.rank == 0:
         results = json.loads((out / "train_results.json").read_text(encoding="utf-8"))
-        assert results["per_device_train_batch_size"] == WINDOWS // world.size // 2, "of which all fit"
+        assert results["per_device_train_batch_size"] == WINDOWS // world.size // 2, "all windows fit"

@@ -21,8 +21,7 @@ def newest(out: Path) -> Path:
 def rows(out: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without times."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    kept = [[key for key in line if key in NO_TIMES or not key.endswith(TIMES)] for line in lines]
-    return [{key: line[key] for key in keys} for line, keys in zip(lines, kept, strict=True)]
+    return [{key: line[key] for key in line if key in NO_TIMES or not key.endswith(TIMES)} for line in lines]
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -48,5 +47,5 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    # As bytes: NaN (of a generator that holds no spare number) equals itself, and 0.0 is not -0.0.
+    # As bytes, NaN (a generator's missing spare number) equals NaN, and 0.0 differs from -0.0.
     return one.dtype == other.dtype and one.numpy().tobytes() == other.numpy().tobytes()

@@ -1,12 +1,12 @@
-"""A signal at an exact moment of a training: `python stopping_at.py STEP RANK SIGNAL MOMENT TRAIN'S ARGUMENTS...`.
+"""Train, and send a signal at an exact moment: `python stopping_at.py STEP RANK SIGNAL MOMENT ARGUMENTS...`.
 
 STEP: counts from 1; 0: no signal. RANK: one or several, such as 2,3.
 SIGNAL: a name such as SIGTERM, "hosts" to wait until Horovod elastic has other hosts, or "move" to rename the folder
 `out` to `moved`.
-MOMENT: the "start" of the step; "inside" it, after its first micro-batch; a number: SIGSTOP for so many seconds; a name
-in PHASES: SIGKILL at a random moment of that phase; "queued": once another rank waits for an operation that Horovod
-never finishes.
-In its working directory each rank records its windows in windows-RANK.jsonl, and a signal by the file `signalled`.
+MOMENT: "start" of the step; "inside" the step, after the first micro-batch; a number: SIGSTOP for so many seconds; a
+name in PHASES: SIGKILL at a random moment of that phase; "queued": once another rank waits for an operation that
+Horovod never finishes.
+In the working directory, each rank records its windows in windows-RANK.jsonl, and a signal by the file `signalled`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ PHASES = {
 
 @contextmanager
 def signal_at(
-    step: int, rank: int | set[int], number: int | str, moment: str = "start", records: Path | None = None
+    step: int, ranks: set[int], name: str, moment: str = "start", records: Path | None = None
 ) -> Iterator[None]:
-    """Context manager: the training of this process, if it is `rank`, signals itself in `step`."""
+    """Context manager: the process of each rank in `ranks` signals itself in `step`."""
     original = Prefetcher.micro_batches
-    signalled = rank if isinstance(rank, set) else {rank}
     worlds: list[Prefetcher] = []  # one per world of Horovod elastic
 
     def micro_batches(self: Prefetcher, number_of_step: int) -> Iterator[Batch]:
@@ -64,12 +63,12 @@ def signal_at(
         record = records / f"windows-{own_rank}.jsonl" if records else None
         for index, (ids, batch) in enumerate(zip(windows, original(self, number_of_step), strict=True)):
             here = (number_of_step + 1, index) == (step, 1 if moment == "inside" else 0)
-            if here and own_rank in signalled and len(worlds) == 1:
+            if here and own_rank in ranks and len(worlds) == 1:
                 if records:
                     (records / "signalled").touch()
-                if number == "hosts":
+                if name == "hosts":
                     assert notified.wait(90), "Horovod elastic has notified of no other hosts"
-                elif number == "move":
+                elif name == "move":
                     os.rename("out", "moved")
                 elif moment in PHASES:
                     threading.Thread(target=die_during, args=(moment,), daemon=True).start()
@@ -79,7 +78,7 @@ def signal_at(
                 else:
                     while moment == "queued" and records and not [*records.parent.glob("*/waiting")]:
                         time.sleep(0.01)
-                    os.kill(os.getpid(), signal.Signals[number] if isinstance(number, str) else number)
+                    os.kill(os.getpid(), signal.Signals[name])
             if record:
                 with record.open("a", encoding="utf-8") as file:
                     row = {"world": len(worlds), "step": number_of_step + 1, "windows": ids.tolist()}
@@ -95,12 +94,12 @@ def signal_at(
 
 
 def notes(folder: Path) -> list[dict[str, Any]]:
-    """The ranks' records of their micro-batches. `world`: 1 is the first world, 2 the next one."""
+    """The ranks' records of their micro-batches. `world`: 1 is the first world, 2 the next world."""
     return [json.loads(line) for path in folder.rglob("windows-*.jsonl") for line in path.read_text().splitlines()]
 
 
 def taken(folder: Path, last: int) -> dict[int, Counter[int]]:
-    """Windows per step: up to step `last` of the first world, then of the next one."""
+    """Windows per step: up to step `last` by the first world, then by the next world."""
     found: dict[int, Counter[int]] = {}
     for row in notes(folder):
         if (row["world"] > 1) == (row["step"] > last):
@@ -120,11 +119,11 @@ def die_during(phase: str, mean_s: float = 0.01) -> None:
     dice = random.Random(os.getpid())  # does not change the training's random numbers
     while current_phase() != phase:
         time.sleep(dice.expovariate(1 / mean_s))
-    os.kill(os.getpid(), signal.SIGKILL)  # the interpreter's lock is still this thread's
+    os.kill(os.getpid(), signal.SIGKILL)  # no other thread runs in between: this one has the interpreter's lock
 
 
 def queue_too_late(folder: Path) -> None:
-    """Never finish the operation that this process waits for once a rank is signalled."""
+    """Never finish the operation that this process waits for, once another rank has been signalled."""
     from horovod.torch.mpi_ops import mpi_lib
 
     poll = mpi_lib.horovod_torch_poll
@@ -159,9 +158,9 @@ if __name__ == "__main__":
     from hvd_bert.distributed.runner import run_as_rank
     from hvd_bert.training.api import main
 
-    where = (int(sys.argv[1]), {int(rank) for rank in sys.argv[2].split(",")}, sys.argv[3], sys.argv[4])
-    sys.argv[1:] = sys.argv[5:]
-    if where[3] == "queued":
+    step, ranks, name, moment = sys.argv[1:5]
+    del sys.argv[1:5]
+    if moment == "queued":
         queue_too_late(Path.cwd().parent)
-    with signal_at(*where, records=Path.cwd()):
+    with signal_at(int(step), {int(rank) for rank in ranks.split(",")}, name, moment, records=Path.cwd()):
         run_as_rank(main, **command_line.before_joining(sys.argv[1:]))

@@ -1,6 +1,6 @@
-"""Every strategy computes the gradients and steps of one process, and its state can be loaded.
+"""Every strategy computes the gradients and steps of one process, and a strategy's state can be loaded.
 
-Gradients are derived from AdamW's first moments after one step, which `Strategy.state` returns whole.
+Gradients are computed from AdamW's first moments after one step, which `Strategy.state` returns in full.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hvd_bert.training.optim import make_optimizer
 
 
 def applied_gradients(training: Training, step: int) -> Gradients:
-    """Make the first optimizer step, on the windows of `step`. Returns its gradients on rank 0, {} on others."""
+    """Make the first optimizer step, on the windows of `step`. Returns the gradients on rank 0, {} on others."""
     training.averaged_step(step)
     _, tensors, rest = training.strategy.state()
     if training.world.rank != 0:
@@ -46,7 +46,7 @@ def first_step(
     tolerance: float = 1e-5,
     recompute: bool = False,
 ) -> tuple[Gradients, Gradients]:
-    """Compare the gradients of the strategy's first step with those of one process for all of its windows.
+    """Compare the gradients of the strategy's first step with the gradients of one process for the same windows.
 
     Returns both on rank 0, {} and {} on others.
     """
@@ -74,10 +74,7 @@ def first_gradients_are_those_of_one_process(ranks: Ranks) -> None:
 @expensive
 @check_every_strategy
 def first_gradients_of_every_packed_family_are_those_of_one_process(ranks: Ranks) -> None:
-    """Compared as one vector: the weights whose gradients are zero in theory depend on the family.
-
-    FSDP shards by a family's layers, and DDP needs a gradient of each weight.
-    """
+    """Test FSDP, which shards by a family's layers, and DDP, which needs a gradient of each weight."""
     if ranks.strategy not in ("fsdp", "ddp"):
         return
     sizes = json.loads((ranks.folder / "tiny" / "config.json").read_text())
@@ -91,6 +88,7 @@ def first_gradients_of_every_packed_family_are_those_of_one_process(ranks: Ranks
         found = applied_gradients(training, 0)
         if found:
             assert found.keys() == expected.keys(), name
+            # As one vector, because the weights whose gradients are zero in theory depend on the family.
             one, other = (torch.cat([gradients[key].flatten() for key in expected]) for gradients in (found, expected))
             assert (one - other).norm() <= 1e-5 * other.norm(), name
 
@@ -104,36 +102,31 @@ def padded_clipped_and_recomputed_gradients_of_micro_batches_are_those_of_one_pr
 def gradients_of_micro_batches_in_bf16_are_near_those_of_one_process(ranks: Ranks) -> None:
     found, expected = first_step(ranks, "--bf16", accumulation=4, tolerance=0.15)
     if found:
-        with pytest.raises(AssertionError, match="off by"):  # fp32 would be nearer
+        with pytest.raises(AssertionError, match="off by"):  # fp32 would be closer
             assert_close(found, expected, 1e-4)
 
 
 @check_every_strategy
 def deterministic_steps_are_recorded(ranks: Ranks) -> None:
-    """test_worlds.py compares them with those of another strategy."""
+    """Record losses and weights, which test_worlds.py compares with another strategy's."""
     training = Training(ranks.world, "--deterministic", "--learning_rate", 1e-3, accumulation=2)
     strategy = training.wrap()
-    losses = []
+    losses = list[float]()
     for step in range(4):
-        for loss in training.shares(step):
-            losses.append(loss.item())
-            strategy.backward(loss)
-        strategy.synchronize()
-        strategy.clip()
-        strategy.step()
+        losses += training.averaged_step(step)
     weights = {name: weight.detach().numpy() for name, weight in strategy.gather_model().named_parameters()}
     if ranks.world.rank == 0:
         np.savez(ranks.folder / "deterministic.npz", losses=losses, **weights)
 
 
 @check_every_strategy
-def a_step_in_which_most_ranks_have_no_window_is_that_of_one_process(ranks: Ranks) -> None:
+def a_step_in_which_most_ranks_have_no_window_equals_that_of_one_process(ranks: Ranks) -> None:
     first_step(ranks, step=1, accumulation=4)
 
 
 @check_every_strategy
-def gathered_model_is_what_was_trained(ranks: Ranks) -> None:
-    """The gathered weights are current, and equal on every rank."""
+def gathered_model_has_the_current_weights(ranks: Ranks) -> None:
+    """The gathered weights have changed in training, and are equal on every rank."""
     training = Training(ranks.world, "--learning_rate", 1e-3)
     before = training.weights()
     strategy = training.wrap()
@@ -160,7 +153,7 @@ def gathered_model_is_what_was_trained(ranks: Ranks) -> None:
 @check_every_strategy
 def layerwise_optimizers_step_as_in_one_process(ranks: Ranks) -> None:
     for optim in ("lamb", "lars"):
-        # With a smaller epsilon, LAMB would make full steps of gradients that are rounding errors alone.
+        # With a smaller epsilon, LAMB would make full steps of gradients that are only rounding errors.
         flags = ("--optim", optim, "--learning_rate", 0.01, "--adam_epsilon", 1e-3)
         strategy = ranks.strategy.partition(":")[0]
         if STRATEGIES[strategy].shards:
@@ -180,16 +173,13 @@ def layerwise_optimizers_step_as_in_one_process(ranks: Ranks) -> None:
             training.averaged_step(step)
         assert_close(training.weights(), alone.weights())
         before = training.weights()
-        training.backward(0, factor=math.nan if ranks.world.rank == ranks.world.size - 1 else 1.0)
-        training.strategy.synchronize()
-        training.strategy.clip()
-        training.strategy.step()
+        training.averaged_step(0, factor=math.nan if ranks.world.rank == ranks.world.size - 1 else 1.0)
         assert same(training.weights(), before), "a step with NaN was applied"
         state_makes_the_same_next_step(ranks, "no weight", "--optim", optim)
 
 
 @check_every_strategy
-def state_with_frozen_weights_is_loaded_by_another(ranks: Ranks) -> None:
+def state_with_frozen_weights_is_loaded_by_another_strategy(ranks: Ranks) -> None:
     state_makes_the_same_next_step(ranks, "embeddings")
 
 

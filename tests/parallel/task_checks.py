@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
 
@@ -24,14 +23,14 @@ from hvd_bert.tools.doctor import __main__ as doctor
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 TASK = "text_classification:TextClassification"
-TEXTS = 17  # so that the second step of an epoch has one, and all ranks but one have none
+TEXTS = 17  # the second step of an epoch has one text, so all ranks except one have none
 STEPS = 5
 PASSAGE = "The box in the hall is red. What colour is the green house, and where did it stand?"
 COLOURS = ("red", "green", "pale grey")
 
 
 def rows(count: int) -> list[dict[str, str]]:
-    """Pairs of different lengths; the label is the beginning of the second text."""
+    """Rows with pairs of texts of different lengths; the label is the beginning of the second text."""
     return [
         {"sentence1": PASSAGE[: 5 * i], "sentence2": COLOURS[i % 3] + PASSAGE[: 7 * i % 29], "label": COLOURS[i % 3]}
         for i in range(1, count + 1)
@@ -59,9 +58,9 @@ def classification_ends_well(ranks: Ranks) -> None:
 
 
 @check_every_strategy
-def work_is_that_of_one_process(ranks: Ranks) -> None:
-    """Prove uneven shares of a step in bf16. One world per strategy also proves several micro-batches in fp32, and
-    Horovod's a custom task."""
+def work_equals_that_of_one_process(ranks: Ranks) -> None:
+    """Check uneven shares of a step in bf16; in one world per strategy also several micro-batches in fp32; with Horovod
+    also a custom task."""
     uneven = ["--per_device_train_batch_size", 2, "--global_batch", 2 * ranks.world.size - 1, "--max_grad_norm", 0.01]
     call(doctor.prove, ranks.world, ["--prove", *sample(*uneven, "--bf16", "--dropout", 0.1)])
     if not ranks.runs_expensive_checks:
@@ -77,9 +76,9 @@ def work_is_that_of_one_process(ranks: Ranks) -> None:
 
 @expensive
 @check
-def stopped_classification_ends_as_one_never_stopped(ranks: Ranks) -> None:
+def stopped_classification_equals_an_uninterrupted_run(ranks: Ranks) -> None:
     words = flags(ranks, "stopped_texts")
-    with signal_at(4, ranks.world.size - 1, signal.SIGTERM):
+    with signal_at(4, {ranks.world.size - 1}, "SIGTERM"):
         assert run(ranks.world, words) == EXIT_STOPPED
     assert run(ranks.world, words) == 0
     if ranks.world.rank == 0:
@@ -89,7 +88,7 @@ def stopped_classification_ends_as_one_never_stopped(ranks: Ranks) -> None:
 @expensive
 @check
 def texts_of_a_file_are_predicted(ranks: Ranks) -> None:
-    """Predictions are those of the training's last evaluation."""
+    """Predictions equal those of the training's last evaluation."""
     folder, world = ranks.folder, ranks.world
     words = [folder / "classified", "--input", folder / "dev.jsonl", "--output", folder / "predicted_texts.jsonl"]
     arguments = parse_flags([str(word) for word in words], Launcher("test", world.size, world.rank))

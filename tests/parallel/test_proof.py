@@ -1,4 +1,4 @@
-"""`hvd-bert doctor --prove` finds every wrong training of mutations.py; ranks.py proves right ones in all worlds."""
+"""`hvd-bert doctor --prove` finds every wrong training of mutations.py; task_checks.py proves correct trainings."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def test_every_mutation_is_found(tmp_path: Path, stride: int) -> None:
     outcome = run(command, tmp_path, env={"HVD_BERT_CACHE": str(tmp_path / "cache")}, timeout=5 * TIMEOUT_S).expect(1)
     assert "Not proved: Steps, Gradients" in outcome.output, outcome
     found = json.loads((tmp_path / "found.json").read_text())
-    right = found.pop("none: rank 0, step 1")
-    assert not right["failures"] and len(found) == -(-100 // stride)
+    correct = found.pop("none: rank 0, step 1")
+    assert not correct["failures"] and len(found) == -(-100 // stride)
     assert [name for name, result in found.items() if not (result["changed"] and result["failures"])] == []
 
 
 def test_no_false_alarm_in_bf16_on_three_ranks(tmp_path: Path) -> None:
-    """Where a rank's loss has a factor that is no power of 2, so that bf16 rounds its gradients in another way."""
+    """Three ranks scale their losses by a factor that is no power of 2, so bf16 rounds the gradients differently."""
     command = [*launcher(3, "mpirun"), sys.executable, "-m", "hvd_bert", "doctor", "--prove", "--bf16"]
     run(command, tmp_path, env={"HVD_BERT_CACHE": str(tmp_path / "cache")}).expect(0)

@@ -1,6 +1,6 @@
-"""The same assertions at 1, 2 and 4 ranks, under MPI and under Gloo, and the worlds against each other.
+"""Checks at 1, 2 and 4 ranks under MPI and Gloo, and comparisons of the worlds with each other.
 
-Each world is started once and runs all checks (ranks.py).
+Each world starts once and runs all checks (ranks.py).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 
 import command_checks
 import evaluation_checks
-import health_checks  # noqa: F401  # registers its checks
+import health_checks  # noqa: F401  # registers checks
 import numpy as np
 import predict_checks
 import pytest
-import resume_checks  # noqa: F401  # registers its checks
+import resume_checks  # noqa: F401  # registers checks
 import resuming
-import strategy_checks  # noqa: F401  # registers its checks
+import strategy_checks  # noqa: F401  # registers checks
 import task_checks
 import training_checks
-import world_checks  # noqa: F401  # registers its checks
+import world_checks  # noqa: F401  # registers checks
+from commands import TINY
 from launch import SAMPLE, TIMEOUT_S, Outcome, launcher, run
 from ranks import check_names
 
 pytestmark = pytest.mark.parallel
 
 # Size, launcher, strategy; each launcher starts some of the strategies.
-# One rank under a launcher is one process without: tests/integration/test_run.py.
 HOROVOD = [(4, "gloo", "horovod"), (2, "mpi", "horovod"), (1, "none", "horovod")]
 OTHERS = [
     (4, "gloo", "fsdp"),
@@ -44,9 +44,8 @@ OTHERS = [
     (1, "none", "fsdp"),
     (1, "none", "none"),
 ]
-# The folders of runs that checks leave.
-RUNS = {"run": "whole_run_ends_well", "padded_run": "padded_and_clipped_run_in_passes_ends_well"}
-TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+# Output folder of a run -> the check that makes it.
+RUNS = {"run": "whole_run_ends_well", "padded_run": "padded_and_clipped_run_in_micro_batches_ends_well"}
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
 
@@ -74,12 +73,12 @@ class Launch:
         return json.loads(path.read_text(encoding="utf-8"))
 
     def metrics(self, name: str = "run") -> list[dict[str, float]]:
-        """The lines of metrics.jsonl of one of RUNS."""
+        """The lines of metrics.jsonl of a run in RUNS."""
         self.expect(RUNS[name])
         return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
 
     def losses(self, name: str = "run") -> list[float]:
-        """Of each step."""
+        """The loss of each step."""
         return [line["loss"] for line in self.metrics(name) if "loss" in line]
 
 
@@ -99,7 +98,7 @@ def _start(folder: Path, size: int, by: str, strategy: str) -> Launch:
 
 @pytest.fixture(scope="session")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """worlds(size, by, strategy) -> its Launch, started at the first call."""
+    """worlds(size, by, strategy) -> Launch; a world starts at the first call."""
 
     @functools.cache
     def start(size: int, by: str, strategy: str) -> Launch:
@@ -117,7 +116,7 @@ def world_name(world: tuple[int, str, str]) -> str:
 def launch(request: pytest.FixtureRequest, worlds: Any) -> Launch:
     """Every world."""
     size, by, strategy = request.param
-    launcher(size, by)  # skips here, visibly, what this machine cannot start
+    launcher(size, by)  # skips each test of a world that cannot start here
     if strategy.startswith("deepspeed") and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed (env/setup.sh --deepspeed)")
     return worlds(size, by, strategy)
@@ -128,12 +127,12 @@ horovod_worlds = pytest.mark.parametrize("launch", HOROVOD, ids=world_name, indi
 
 @pytest.fixture(scope="session")
 def alone(worlds: Any) -> Launch:
-    """One process, started by no launcher."""
+    """One process without a launcher."""
     return worlds(1, "none", "horovod")
 
 
 def test_every_check(launch: Launch) -> None:
-    """The checks of ranks.py; one that fails is named with its rank."""
+    """All checks pass; failures are listed with their ranks."""
     launch.outcome.expect(0)
     checks = check_names(launch.size, launch.strategy)
     failures = [
@@ -147,18 +146,18 @@ def test_every_check(launch: Launch) -> None:
     assert set(checks) == set(launch.results)
 
 
-def test_losses_of_one_process_are_those_of_before(alone: Launch) -> None:
-    """golden_losses.json: of the same 20 steps by one process when the strategies came (torch 2.13.0, a CPU)."""
+def test_losses_of_one_process_equal_the_recorded_ones(alone: Launch) -> None:
+    """golden_losses.json has the losses of the same 20 steps before there were strategies (torch 2.13.0, a CPU)."""
     golden = json.loads(Path(__file__).with_name("golden_losses.json").read_text())
     np.testing.assert_allclose(alone.losses(), golden, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_losses_of_every_step_are_those_of_one_rank(launch: Launch, alone: Launch, run: str) -> None:
+def test_losses_of_every_step_equal_those_of_one_rank(launch: Launch, alone: Launch, run: str) -> None:
     found, expected = launch.losses(run), alone.losses(run)
     assert found[0] == pytest.approx(expected[0], rel=0, abs=1e-6)
     assert len(found) == len(expected) == command_checks.STEPS[run]
-    assert min(expected[len(expected) // 2 :]) < expected[0], "nothing was learnt, so that nothing is shown"
+    assert min(expected[len(expected) // 2 :]) < expected[0], "the model has learned nothing"
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
     results = launch.read(f"{run}/train_results.json")
     expected = command_checks.LEARNING_RATE, training_checks.GLOBAL_BATCH
@@ -170,11 +169,11 @@ def test_padded_run_is_clipped(alone: Launch) -> None:
     assert min(norms) > command_checks.CLIP, norms
 
 
-def test_deterministic_steps_of_ddp_are_horovods_to_the_bit(worlds: Any) -> None:
-    """On two ranks: a sum of more depends on the order in which an allreduce adds them."""
+def test_deterministic_steps_of_ddp_equal_horovods_to_the_bit(worlds: Any) -> None:
+    """Two ranks, since a sum over more ranks depends on the order in which an allreduce adds them."""
     recorded = []
     for by, strategy in (("mpi", "horovod"), ("mpirun", "ddp")):
-        launcher(2, by)  # skips here what this machine cannot start
+        launcher(2, by)  # skips the test if the world cannot start here
         launch = worlds(2, by, strategy)
         launch.expect("deterministic_steps_are_recorded")
         recorded.append(np.load(launch.folder / "deterministic.npz"))
@@ -193,7 +192,7 @@ def test_whole_run_is_evaluated_as_by_one_rank(launch: Launch, alone: Launch) ->
     assert launch.read("run/eval_predictions.json").keys() == alone.read("run/eval_predictions.json").keys()
 
 
-def test_classification_is_that_of_one_rank(launch: Launch, alone: Launch) -> None:
+def test_classification_equals_that_of_one_rank(launch: Launch, alone: Launch) -> None:
     for one in (launch, alone):
         one.expect("classification_ends_well")
     found, expected = (resuming.rows(one.folder / "classified") for one in (launch, alone))
@@ -210,7 +209,7 @@ def test_classification_is_that_of_one_rank(launch: Launch, alone: Launch) -> No
 
 
 @horovod_worlds
-def test_losses_of_a_task_of_ones_own_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
+def test_losses_of_a_custom_task_equal_those_of_one_rank(launch: Launch, alone: Launch) -> None:
     for one in (launch, alone):
         one.expect("custom_task_ends_well")
     found, expected = ([line["loss"] for line in resuming.rows(one.folder / "digits")[:-1]] for one in (launch, alone))
@@ -219,7 +218,7 @@ def test_losses_of_a_task_of_ones_own_are_those_of_one_rank(launch: Launch, alon
 
 
 @horovod_worlds
-def test_answers_to_a_file_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
+def test_answers_to_a_file_equal_those_of_one_rank(launch: Launch, alone: Launch) -> None:
     for one in (launch, alone):
         one.expect("file_is_answered_as_by_one_rank")
     found, expected = ((one.folder / predict_checks.ANSWERS).read_bytes() for one in (launch, alone))
@@ -229,7 +228,7 @@ def test_answers_to_a_file_are_those_of_one_rank(launch: Launch, alone: Launch) 
 @horovod_worlds
 @pytest.mark.parametrize("num_questions", evaluation_checks.NUM_QUESTIONS)
 @pytest.mark.parametrize("preset", evaluation_checks.PRESETS)
-def test_evaluation_is_that_of_one_rank(launch: Launch, alone: Launch, preset: str, num_questions: int) -> None:
+def test_evaluation_equals_that_of_one_rank(launch: Launch, alone: Launch, preset: str, num_questions: int) -> None:
     name = evaluation_checks.evaluation_name(preset, num_questions)
     found, expected = launch.read(name), alone.read(name)
     for exact in ("predictions", "best_spans", "nbest"):

@@ -1,7 +1,6 @@
-"""Checks of a training step over the ranks; most are named after a trap of Horovod 0.28 that gives wrong numbers,
-a crash or a hang.
+"""Checks of a training step on several ranks, which must equal the step of one process in plain PyTorch.
 
-Each holds the ranks to what one process computes by plain PyTorch from the same windows and weights.
+Most checks are named after a trap of Horovod 0.28 that gives wrong numbers, a crash or a hang.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.training.optim import make_optimizer
 
 WINDOWS = 17
-GLOBAL_BATCH = 16  # so the second step of each epoch has one window, and all ranks but one have none
-# Softmax does not change when a key bias does, nor when the span head's bias or the last layer's moves the logits of
-# all tokens alike: these gradients are zero in theory, and rounding errors in fact.
+GLOBAL_BATCH = 16  # the second step of an epoch has one window, so all ranks except one have none
+# These biases shift all inputs of a softmax equally, so their gradients are zero except for rounding errors.
 ZERO_IN_THEORY = ("attention.self.key.bias", "encoder.layer.1.output.LayerNorm.bias", "qa_outputs.bias")
 Gradients = dict[str, Tensor]
 
@@ -50,7 +48,7 @@ def sample(*flags: str | float | Path) -> list[str]:
 
 
 class Training:
-    """A run's strategy, plan and collator, as the training loop makes them; the loop itself is each check's own."""
+    """The strategy, plan and collator of a run, as the training loop makes them. Each check has its own loop."""
 
     def __init__(self, world: World, *flags: str | float, accumulation: int = 1, frozen: str = "no weight") -> None:
         rank_batch = GLOBAL_BATCH // world.size // accumulation
@@ -81,17 +79,27 @@ class Training:
         return self.strategy
 
     def shares(self, step: int) -> Iterator[Tensor]:
-        """This rank's part of the step's loss, pass by pass."""
+        """This rank's share of the step's loss, per micro-batch."""
         for ids in self.plan.rank_windows(step, self.world.rank):
             batch = self.collate(ids)
             with autocast(self.world.device, self.config.train.precision):
                 losses = window_losses(self.forward, batch)[: batch.num_windows]
             yield losses.sum() * (self.world.size / len(self.plan.step_windows(step)))
 
-    def backward(self, step: int, factor: float = 1.0) -> None:
+    def backward(self, step: int, factor: float = 1.0) -> list[float]:
+        """Run the forward and backward passes of a step. Returns the loss per micro-batch."""
+        losses = []
         with self.strategy.micro_batches():
             for loss in self.shares(step):
+                losses.append(loss.item())
                 self.strategy.backward(loss * factor)
+        return losses
+
+    def apply(self) -> None:
+        """Average and clip the gradients of the backward passes, and apply them."""
+        self.strategy.synchronize()
+        self.strategy.clip()
+        self.strategy.step()
 
     def gradients(self) -> Gradients:
         return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
@@ -100,21 +108,20 @@ class Training:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def averaged_gradients(self, step: int) -> Gradients:
-        """The mean gradients of a step, over all ranks; no step is made."""
+        """The averaged gradients of a step, which are not applied."""
         self.backward(step)
         self.strategy.synchronize()
         self.strategy.clip()
         return self.gradients()
 
-    def averaged_step(self, step: int) -> None:
-        """The whole optimizer step."""
-        self.backward(step)
-        self.strategy.synchronize()
-        self.strategy.clip()
-        self.strategy.step()
+    def averaged_step(self, step: int, factor: float = 1.0) -> list[float]:
+        """Make a step. Returns the loss per micro-batch. `factor` multiplies the gradients."""
+        losses = self.backward(step, factor)
+        self.apply()
+        return losses
 
     def plain_gradients(self, step: int) -> Gradients:
-        """What one process gets for all of the step's windows, without Horovod."""
+        """The gradients of one process for all windows of the step, without a strategy."""
         batch = self.collate(self.plan.step_windows(step))
         loss = window_losses(self.model, batch).mean()
         names, parameters = zip(*self.model.named_parameters(), strict=True)
@@ -122,7 +129,7 @@ class Training:
 
 
 def assert_close(found: Gradients, expected: Gradients, tolerance: float = 1e-5) -> None:
-    """Every tensor's difference is at most `tolerance` of its norm; of those zero in theory, of the norm of all."""
+    """Assert that tensors differ by at most `tolerance` of their norm; ZERO_IN_THEORY: of the norm of all tensors."""
     assert found.keys() == expected.keys()
     whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
@@ -144,7 +151,7 @@ def assert_same_on_all_ranks(world: World, tensors: Gradients) -> None:
 
 @check
 def all_waits_over_gloo_are_by_the_replaced_function(ranks: Ranks) -> None:
-    """If this fails with another Horovod, see what its operations wait by: `_pause_between_polls` replaces that."""
+    """If this fails with another Horovod, find the function that waits: `_pause_between_polls` must replace it."""
     from horovod.torch.mpi_ops import mpi_lib
 
     if ranks.controller != "gloo":
@@ -156,7 +163,7 @@ def all_waits_over_gloo_are_by_the_replaced_function(ranks: Ranks) -> None:
         "sum": (lambda: world.sum(torch.ones(2)), 1),
         "broadcast": (lambda: world.broadcast_tensors({"tensor": torch.ones(2)}), 1),
         "vote": (lambda: world.any_rank_async(False)(), 1),
-        # One per gradient, and two for that of the words.
+        # One per gradient, and two for the sparse gradient of the word embeddings.
         "step": (lambda: training.averaged_step(0), len(training.weights()) + 1),
     }
     for name, (operation, expected) in waits.items():
@@ -168,7 +175,7 @@ def all_waits_over_gloo_are_by_the_replaced_function(ranks: Ranks) -> None:
 
 @check
 def waits_over_gloo_leave_the_core_to_others(ranks: Ranks) -> None:
-    """If this fails with another Horovod, its wait may pause by itself: then `_pause_between_polls` can go."""
+    """If this fails with another Horovod, its function may pause, and `_pause_between_polls` is no longer needed."""
     from horovod.torch.mpi_ops import mpi_lib
 
     if ranks.controller != "gloo":
@@ -178,7 +185,7 @@ def waits_over_gloo_leave_the_core_to_others(ranks: Ranks) -> None:
     for wait in [*spent] * 3:
         world.allgather(None)
         if world.rank == world.size - 1:
-            time.sleep(0.3)  # the work that the others wait for
+            time.sleep(0.3)  # simulates work that the others wait for
         before = time.thread_time()
         with patch.object(mpi_lib, "horovod_torch_wait_and_clear", wait if world.rank == 0 else pausing):
             world.sum(torch.ones(1))
@@ -189,12 +196,12 @@ def waits_over_gloo_leave_the_core_to_others(ranks: Ranks) -> None:
 
 @check
 def only_the_parameters_are_broadcast(ranks: Ranks) -> None:
-    # broadcast_optimizer_state on a fresh AdamW makes a hidden step that decays every weight.
+    # Horovod's broadcast_optimizer_state makes a hidden step of a new AdamW, which decays every weight.
     world = ranks.world
     training = Training(world, "--seed", 7 + world.rank, "--weight_decay", 0.5)
     before = training.weights()
     different = {tuple(map(float, weights)) for weights in world.allgather(before["qa_outputs.weight"][0, :3])}
-    assert len(different) == world.size, "the check needs ranks that start from different weights"
+    assert len(different) == world.size, "the ranks must start from different weights"
     strategy = training.wrap()
     zero = world.broadcast({name: tensor.numpy() for name, tensor in before.items()})
     assert all(np.array_equal(tensor.numpy(), zero[name]) for name, tensor in training.weights().items())
@@ -203,28 +210,27 @@ def only_the_parameters_are_broadcast(ranks: Ranks) -> None:
 
 @check
 def averaged_gradients_are_those_of_one_process(ranks: Ranks) -> None:
-    # The wrapped zero_grad takes no set_to_none, and raises after left-over passes.
-    training = Training(ranks.world, "--max_grad_norm", 0, "--learning_rate", 1e-4)
-    training.wrap()
-    for step in range(3):  # across the end of an epoch
-        found = training.averaged_gradients(step)
-        if ranks.world.rank == 0:
-            assert_close(found, training.plain_gradients(step))
-        assert_same_on_all_ranks(ranks.world, found)
-        training.strategy.step()
-        assert all(gradient.abs().max() == 0 for gradient in training.gradients().values())
-    assert_same_on_all_ranks(ranks.world, training.weights())
+    # Horovod's zero_grad has no set_to_none, and raises before gradients are averaged. After a step, Horovod counts the
+    # gradients of each group again.
+    for groups in ((), ("--num_groups", 5)):
+        training = Training(ranks.world, "--max_grad_norm", 0, "--learning_rate", 1e-4, *groups)
+        training.wrap()
+        for step in range(3):  # across the end of an epoch
+            found = training.averaged_gradients(step)
+            if ranks.world.rank == 0:
+                assert_close(found, training.plain_gradients(step))
+            assert_same_on_all_ranks(ranks.world, found)
+            training.strategy.step()
+            assert all(gradient.abs().max() == 0 for gradient in training.gradients().values())
+        assert_same_on_all_ranks(ranks.world, training.weights())
 
 
 @check
 def weight_decay_of_the_groups_survives_the_wrapping(ranks: Ranks) -> None:
     training = Training(ranks.world, "--weight_decay", 0.5, "--learning_rate", 0.1)
-    strategy = training.wrap()
+    training.wrap()
     before = training.weights()
-    training.backward(0, factor=0.0)  # zero gradients: what then changes is decay
-    strategy.synchronize()
-    strategy.clip()
-    strategy.step()
+    training.averaged_step(0, factor=0.0)  # with zero gradients, only the decay changes weights
     for name, weight in training.weights().items():
         expected = before[name] * (1 - 0.1 * 0.5) if weight.ndim > 1 else before[name]
         torch.testing.assert_close(weight, expected, rtol=1e-6, atol=0, msg=name)
@@ -236,13 +242,10 @@ def inf_on_one_rank_backs_off_the_fp16_scale_on_all(ranks: Ranks) -> None:
     training = Training(world, "--fp16")
     strategy = training.wrap()
     before, scale = training.weights(), strategy.scaler.get_scale()
-    training.backward(0, factor=math.inf if world.rank == world.size - 1 else 1.0)
-    strategy.synchronize()
-    strategy.clip()
-    strategy.step()
+    training.averaged_step(0, factor=math.inf if world.rank == world.size - 1 else 1.0)
     assert strategy.scaler.get_scale() == scale / 2
     assert same(training.weights(), before), "a step with inf was applied"
-    while strategy.scaler.get_scale() > 2:  # fp16 alone may ask for some more halvings of its first, high, scale
+    while strategy.scaler.get_scale() > 2:  # fp16 may need further halvings of the first, high scale
         scale = strategy.scaler.get_scale()
         training.averaged_gradients(0)
         strategy.step()
@@ -255,16 +258,13 @@ def inf_on_one_rank_backs_off_the_fp16_scale_on_all(ranks: Ranks) -> None:
 
 @check
 def fp16_allreduce_overflow_skips_the_step_on_all(ranks: Ranks) -> None:
-    # A gradient above 65504 becomes inf on the wire. Alone there is no wire, so there it must be inf to begin with.
+    # A gradient above 65504 becomes inf when it is sent. A single rank sends nothing, so its gradient is inf before.
     world = ranks.world
     training = Training(world, "--fp16_allreduce")
     strategy = training.wrap()
     before = training.weights()
     too_much = 1e9 if world.size > 1 else math.inf
-    training.backward(0, factor=too_much if world.rank == world.size - 1 else 1.0)
-    strategy.synchronize()
-    strategy.clip()
-    strategy.step()
+    training.averaged_step(0, factor=too_much if world.rank == world.size - 1 else 1.0)
     assert same(training.weights(), before), "a step that overflowed was applied"
     found = training.averaged_gradients(0)
     assert not [name for name, gradient in found.items() if not torch.isfinite(gradient).all()]
@@ -285,7 +285,7 @@ def bf16_allreduce_rounds_the_mean(ranks: Ranks) -> None:
             assert_close(found, training.plain_gradients(0), 2**-7 if world.size > 1 else 1e-5)
         assert_same_on_all_ranks(world, found)
         assert world.size == 1 or all(torch.equal(g, g.bfloat16().float()) for g in found.values())
-        # A gradient beyond the range of fp16 arrives.
+        # Gradients beyond the range of fp16 remain finite.
         training.strategy.optimizer.zero_grad()
         training.backward(0, factor=1e9)
         training.strategy.synchronize()
@@ -308,29 +308,17 @@ def only_a_single_plain_gradient_is_sparse(ranks: Ranks) -> None:
 
 
 @check
-def groups_keep_the_mean(ranks: Ranks) -> None:
-    training = Training(ranks.world, "--num_groups", 5, "--max_grad_norm", 0)
-    training.wrap()
-    training.averaged_step(0)  # after it Horovod counts the gradients of each group anew
-    assert_close(training.averaged_gradients(1), training.plain_gradients(1))
-
-
-@check
 def groups_change_no_sum(ranks: Ranks) -> None:
-    """On two ranks, to the bit. Without groups, rows of trained words are summed in another order."""
+    """Losses with and without groups are equal; on two ranks to the bit, if the word embeddings are frozen."""
     seen = []
     for number in (0, 3):
         training = Training(ranks.world, "--num_groups", number, "--learning_rate", 1e-3, frozen="word_embeddings")
         strategy = training.wrap()
         losses = list[float]()
         for _ in range(4):
-            for loss in training.shares(0):
-                losses.append(loss.item())
-                strategy.backward(loss)
+            losses += training.backward(0)
             sent = [[id(weight) for weight in group] for group in strategy.optimizer._handles if number]
-            strategy.synchronize()
-            strategy.clip()
-            strategy.step()
+            training.apply()
         seen.append(losses)
     groups = [[id(weight) for weight in group] for group in backward_groups(training.model, 3)]
     assert len(groups) == 3 and sent == (groups if ranks.world.size > 1 else [])  # in this order

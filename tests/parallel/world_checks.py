@@ -16,7 +16,7 @@ from hvd_bert.errors import UserError
 
 @check_every_strategy
 def ranks_join_again_once_their_devices_are_known(ranks: Ranks) -> None:
-    """As on GPUs, where ranks join again to bind NCCL to their device."""
+    """On GPUs, ranks join again to bind NCCL to their device."""
     if isinstance(ranks.world, DistributedWorld):
         ranks.world._join_again("gloo", None)
 
@@ -38,14 +38,14 @@ def every_rank_has_its_rank_info(ranks: Ranks) -> None:
 
 @check
 def waits_in_mpi_yield_the_core_on_cpus(ranks: Ranks) -> None:
-    """Horovod's thread would take the core from its rank's training. Open MPI reads the variable at its start."""
+    """Otherwise Horovod's thread takes the core from the training. Open MPI reads the variable at its start."""
     if ranks.controller == "mpi":
-        assert os.environ["OMPI_MCA_mpi_yield_when_idle"] == "1"  # noqa: SIM112  # its own spelling
+        assert os.environ["OMPI_MCA_mpi_yield_when_idle"] == "1"  # noqa: SIM112  # Open MPI's spelling
 
 
 @check_every_strategy
 def allgather_takes_values_of_different_types(ranks: Ranks) -> None:
-    # Under Gloo, Horovod names the collective of an object by its type: unnamed, this hung.
+    # Under Gloo, Horovod names the collective of an object by the object's type. Without an explicit name, this hung.
     values = [{"a": 1}, None, "text", [1.5, (2,)]]
     world = ranks.world
     assert world.allgather(values[world.rank]) == values[: world.size]
@@ -69,12 +69,12 @@ def sum_adds_up_over_the_ranks(ranks: Ranks) -> None:
     total = world.size * (world.size - 1) / 2
     expected = torch.tensor([world.size, total, 1e-9 * total], dtype=torch.float64)
     torch.testing.assert_close(world.sum(mine), expected, rtol=1e-14, atol=0)
-    assert mine[0] == 1.0, "the values given must stay as they are"
+    assert mine[0] == 1.0, "sum must not change the values given"
 
 
 @check
 def sums_of_a_shape_have_one_name(ranks: Ranks) -> None:
-    """With a name per call, the sums would fill Horovod's response cache."""
+    """A new name per call would fill Horovod's response cache."""
     import horovod.torch as hvd
 
     world = ranks.world
