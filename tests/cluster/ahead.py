@@ -1,4 +1,4 @@
-"""Runs `-m MODULE ...` ahead of all else on this machine, for ranks whose messages are timed: ahead.py -m MODULE ..."""
+"""Run a module with the highest priority on this machine, for ranks whose messages are timed: ahead.py -m MODULE ..."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 HIGHEST = -20
 
 os.setpriority(os.PRIO_PROCESS, 0, HIGHEST)
-# If the kernel groups processes by session, priorities count only inside a group, so the group's is also set.
+# If the kernel groups processes by session, priorities only apply inside a group, so the group's priority is also set.
 with contextlib.suppress(FileNotFoundError):
     Path("/proc/self/autogroup").write_text(str(HIGHEST))
 

@@ -1,15 +1,14 @@
 """Run `python -m hvd_bert.train` with changes that environment variables select: altered.py -m MODULE ...
 
-SLOWED_RANK, SLOWED_S: this rank sleeps so many seconds in each step, before the backward pass.
-WAITING_STEP: before the backward pass of this step, counted from 1, a job's first attempt waits for the time limit's
-  signal, or SIGTERM. A signal that arrives earlier is delayed until then, so that the test does not depend on the speed
-  of the machine.
-SIGNALLED_AGAIN: later attempts get the signal as soon as the trainer handles it.
+SLOWED_RANK, SLOWED_S: this rank sleeps for so many seconds before each backward pass.
+WAITING_STEP: before the backward pass of this step, counted from 1, a job's first attempt waits for the signal of a time
+  limit, or SIGTERM. Earlier signals are delayed until then, so that tests do not depend on the machine's speed.
+SIGNALLED_AGAIN: later attempts get the signal once the trainer handles it.
 GATED_FOLDER: folder with the pipes `reached` and `go`, in which each rank writes its process id to `RANK.pid`.
 GATED_STEP: before this step, counted from 1, rank 0 writes to `reached` and reads from `go`; 0: never.
 WATCHED_LOG: file for a line "HOST RANK tokenises" per table of windows that is built, and "failed TIME".
-WATCHED_FAULT: rank 1's failure in its second step: kill (SIGKILL), or stall (it reads from a pipe without a writer); or
-  import: a package is missing.
+WATCHED_FAULT: failure of rank 1: in the second step kill (SIGKILL) or stall (it reads from a pipe without a writer);
+  import: a module is missing.
 WATCHED_LISTENERS: folder for a file per rank with the listening programs on its host in the second step.
 """
 
@@ -50,7 +49,7 @@ def fail(fault: str) -> None:
 
 
 def note_listeners(folder: Path, rank: int) -> None:
-    """Write the listening programs on this host with their addresses, from /proc/net/tcp."""
+    """Write the listening programs on this host with their addresses."""
     rows = [row for row in psutil.net_connections("tcp") if row.status == psutil.CONN_LISTEN]
     (folder / str(rank)).write_text(json.dumps([(program(folder, row.pid or 0), row.laddr.ip) for row in rows]))
 
@@ -62,7 +61,7 @@ def program(folder: Path, pid: int) -> str:
     if any("fork_server" in word for word in words):
         return "launcher"
     name = Path(words[0]).name.partition(":")[0] if words else "?"
-    # A task of srun, which here only asks the fork server for the rank, has slurmstepd's sockets as well.
+    # A task of srun only asks the fork server for the rank, and inherits sockets of slurmstepd.
     return "slurmstepd" if name == "python" else name
 
 
@@ -90,26 +89,26 @@ def watch(rank: int | None) -> None:
     write, step, steps = window_table._write, HorovodStrategy.step, []
     end_step, ended = Meter.end_step, []
 
-    def noted(*arguments: Any, **options: Any) -> Any:
+    def noted_write(*arguments: Any, **options: Any) -> Any:
         note(f"{socket.gethostname()} {rank} tokenises")
         return write(*arguments, **options)
 
-    def faulty(self: HorovodStrategy) -> bool:
+    def faulty_step(self: HorovodStrategy) -> bool:
         steps.append(1)
         if fault and len(steps) == 2:
             fail(fault)
         return step(self)
 
-    def looking(self: Meter, *arguments: Any) -> None:
+    def noted_end(self: Meter, *arguments: Any) -> None:
         ended.append(1)
         if len(ended) == 2:
             note_listeners(Path(str(listeners)), rank)
         end_step(self, *arguments)
 
-    window_table._write, HorovodStrategy.step = noted, faulty  # type: ignore[method-assign]
+    window_table._write, HorovodStrategy.step = noted_write, faulty_step  # type: ignore[method-assign]
     if listeners:
         Path(listeners, f"{os.getpid()}.rank").touch()
-        Meter.end_step = looking  # type: ignore[method-assign]
+        Meter.end_step = noted_end  # type: ignore[method-assign]
 
 
 def before_each_backward(act: Callable[[int], object]) -> None:

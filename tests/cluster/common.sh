@@ -4,7 +4,7 @@ state=${HVD_BERT_CLUSTER:-/tmp/hvd_bert_cluster} # the cluster's folder, removed
 export state
 hosts=${HVD_BERT_CLUSTER_HOSTS:-2}                  # number of nodes, at most 99
 own_interfaces=${HVD_BERT_CLUSTER_OWN_INTERFACES:-} # not empty: the nodes' interfaces are eth1, eth2, ..., not eth0
-own_tmp=${HVD_BERT_CLUSTER_OWN_TMP:-}               # not empty: each node has its own /tmp, with nothing but $state in it
+own_tmp=${HVD_BERT_CLUSTER_OWN_TMP:-}               # not empty: each node has a separate /tmp, which only contains $state
 export hosts own_interfaces own_tmp
 PATH=$PATH:/usr/sbin:/sbin
 export PATH

@@ -1,4 +1,4 @@
-"""Start a cluster once per process for the tests of this folder, and always stop it."""
+"""Start the cluster once per process, and stop it at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of four steps of SMALL, each of 16 windows, in one process: reference for the losses of four ranks."""
+    """The losses of four steps of 16 windows in one process, as reference for four ranks."""
     folder = tmp_path_factory.mktemp("one_process")
     command = f"python -m hvd_bert.train {SMALL} 4 --per_device_train_batch_size 16 --strategy none --output_dir out"
     cluster.on("a100-01", command, folder).expect(0)
@@ -42,7 +42,7 @@ def altered(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def watched(tmp_path: Path, altered: dict[str, str]) -> dict[str, str]:
-    """The environment `altered`, with a log."""
+    """The environment `altered`, with a log of watched events."""
     return altered | {"WATCHED_LOG": str(tmp_path / "watched.log")}
 
 
@@ -54,7 +54,7 @@ def pretended(tmp_path: Path) -> Callable[[str], dict[str, str]]:
 
 @pytest.fixture
 def listeners(tmp_path: Path) -> Path:
-    """Folder for the listening programs on each rank's host during training (altered.py)."""
+    """The folder in which each rank writes the listening programs on its host (altered.py)."""
     folder = tmp_path / "listeners"
     folder.mkdir()
     return folder

@@ -23,8 +23,8 @@ from pathlib import Path
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
-LONGEST = 66_000  # bytes: TCP's segments arrive in bunches of up to 64 KiB, which pass as one
-BUNCHES = 8  # number that is read before due packets are sent
+LONGEST = 66_000  # bytes: TCP segments arrive in bunches of up to 64 KiB
+BUNCHES = 8  # number read before due packets are sent
 NODES = {"a100-01": "10.77.0.11", "a100-02": "10.77.0.12"}
 
 
@@ -73,7 +73,7 @@ def main() -> None:
     loss = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
     first, second = NODES
     ends = [open_end(first, second, loss), open_end(second, first, loss)]
-    # The ranks keep all cores busy; the wire must not wait for a core.
+    # The ranks use all cores, and the device must not wait for a core.
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""Train on two hosts, one rank each, and wait before a step until the test has disturbed the hosts."""
+"""Train on two hosts, one rank each, and wait before a step until the test has caused a fault."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 from harness import FOLDER, SMALL, Cluster
 from launch import Outcome
 
-STEPS, SAVE_STEPS, GATE = 12, 4, 7  # disturbed before step 7, three steps after a checkpoint
-STALL_S = 20  # the trainer's own limit is 600
+STEPS, SAVE_STEPS, GATE = 12, 4, 7  # the fault is before step 7, three steps after a checkpoint
+STALL_S = 20  # the default is 600
 START_S = 400.0  # until the gate, on a loaded machine
-LEFT_S = 60.0  # maximum time by which ranks may outlive their launcher
+LEFT_S = 60.0  # maximum time from the end of the launcher to the end of the ranks
 TRAIN = f"{FOLDER / 'altered.py'} -m hvd_bert.train {SMALL} {STEPS} --save_steps {SAVE_STEPS} --no_do_eval"
 ON_BOTH = "--nodes=2 --ntasks-per-node=1"
 AGENTS = f"srun {ON_BOTH} --mpi=none --kill-on-bad-exit=1 --wait=60"
@@ -62,7 +62,7 @@ class Disturbed:
         self.hosts_environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster.state)}  # on.sh reads it
 
     def _note_agents(self) -> None:
-        """Make each host's torchrun write its process id like the rank, since torchrun must end, too."""
+        """Make each host's torchrun write its process id like a rank, because torchrun must also end."""
         start = self.folder / "noted"
         start.write_text(f'#!/bin/sh\necho $$ >"{self.gates}/torchrun on $(hostname).pid"\nexec "$@"\n')
         start.chmod(0o755)

@@ -18,7 +18,7 @@ MEMORY = "/sys/fs/cgroup/memory"
 @contextmanager
 def link_down(run: Disturbed) -> Iterator[None]:
     """Block the second host's port at the switch. The host still sees a carrier."""
-    # The login host, which is the switch, too, must not answer through the port in place of the switch.
+    # The login host is also the switch, and must not answer through the port itself.
     run.on("login", "ip", "link", "set", "veth02", "nomaster", "arp", "off")
     try:
         yield
@@ -26,10 +26,8 @@ def link_down(run: Disturbed) -> Iterator[None]:
         run.on("login", "ip", "link", "set", "veth02", "master", "cluster0", "arp", "on")
 
 
-def slow_link(
-    run: Disturbed, gbps: float = 10.0, latency_ms: float = 0.0, loss: float = 0.0
-) -> AbstractContextManager[None]:
-    return shaped(run.cluster.state, gbps, latency_ms, loss)
+def slow_link(run: Disturbed, latency_ms: float = 0.0, loss: float = 0.0) -> AbstractContextManager[None]:
+    return shaped(run.cluster.state, 10.0, latency_ms, loss)
 
 
 def patient(run: Disturbed) -> None:
@@ -43,18 +41,18 @@ def cold(run: Disturbed) -> None:
 
 
 @contextmanager
-def stopped(run: Disturbed, rank: int = 1) -> Iterator[None]:
-    """Stop a rank's process by SIGSTOP."""
-    run.on(SECOND, "kill", "-STOP", str(run.pid(rank)))
+def stopped(run: Disturbed) -> Iterator[None]:
+    """Stop the process of rank 1 by SIGSTOP."""
+    run.on(SECOND, "kill", "-STOP", str(run.pid(1)))
     try:
         yield
     finally:
-        run.cluster.on(SECOND, f"kill -CONT {run.pid(rank)}", run.folder, timeout=60)  # unless it has been ended
+        run.cluster.on(SECOND, f"kill -CONT {run.pid(1)}", run.folder, timeout=60)  # fails if the process has ended
 
 
 @contextmanager
 def out_of_memory(run: Disturbed) -> Iterator[None]:
-    """Let the kernel kill rank 1 because a program on its host allocates too much memory."""
+    """Make the kernel kill rank 1 because another program on the host allocates too much memory."""
     group = f"{MEMORY}/hvd_bert_{run.folder.name}"
     run.on(SECOND, "mkdir", group)
     try:

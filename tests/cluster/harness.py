@@ -56,7 +56,7 @@ class Ended:
 
 
 def new_environment(folder: Path, python: str) -> Path:
-    """Make an environment whose `python` is a shell script. Returns the folder of programs."""
+    """Make an environment whose `python` is a shell script. Returns the folder with `python`."""
     programs = folder / "bin"
     programs.mkdir(parents=True)
     (programs / "python").write_text(f"#!/usr/bin/env bash\n{python}\n")
@@ -78,16 +78,16 @@ def started_cluster(**options: str) -> Iterator[Cluster]:
 
     Skips the test if the cluster cannot run here. The cluster also stops if this process is killed.
     """
-    place = Path(f"/tmp/hvd_{uuid.uuid4().hex[:8]}")
+    state = Path(f"/tmp/hvd_{uuid.uuid4().hex[:8]}")
     try:
-        started = script("up.sh", "--owner", str(os.getpid()), HVD_BERT_CLUSTER=str(place), **options)
+        started = script("up.sh", "--owner", str(os.getpid()), HVD_BERT_CLUSTER=str(state), **options)
         if started.returncode == CANNOT_RUN_HERE:
             pytest.skip(started.stderr.strip())
         assert started.returncode == 0, started.stderr
-        yield Cluster(place)
+        yield Cluster(state)
     finally:
-        script("down.sh", HVD_BERT_CLUSTER=str(place)).check_returncode()
-    assert not place.exists()
+        script("down.sh", HVD_BERT_CLUSTER=str(state)).check_returncode()
+    assert not state.exists()
 
 
 class Cluster:
@@ -107,7 +107,7 @@ class Cluster:
     def on(
         self, host: str, command: str | list[str], cwd: Path, env: Environment | None = None, timeout: float = TIMEOUT_S
     ) -> Outcome:
-        """Run a command on a host in the folder `cwd`, with this environment's `python` and `horovodrun`."""
+        """Run a command on a host in the folder `cwd`, with `python` and `horovodrun` by the fork server."""
         words = shlex.split(command) if isinstance(command, str) else command
         environ = {"HVD_BERT_VENV": str(programs().parent), "HVD_BERT_CLUSTER": str(self.state)}
         environ |= {"PATH": f"{programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -128,7 +128,7 @@ class Cluster:
     def wait(self, job: str, *states: str, restarts: int = 0, timeout: float = TIMEOUT_S) -> dict[str, str]:
         """Wait until the job is in one of `states` (default: ended). Cancels a job that takes longer, and fails.
 
-        `restarts`: minimum number of requeues before.
+        `restarts`: minimum number of requeues.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -162,6 +162,6 @@ def listening(folder: Path, rank: int) -> set[tuple[str, str]]:
     """Pairs of program and interface on the host of a rank, without the daemons of the cluster."""
     found = set()
     for program, address in json.loads((folder / str(rank)).read_text()):
-        own = "loopback" if address.startswith("127.") else "eth0" if address.startswith("10.77.0.") else "all"
-        found.add((program, own if address not in ("0.0.0.0", "::") else "all"))
-    return {(program, where) for program, where in found if program not in ("sshd", "slurmd")}
+        interface = "loopback" if address.startswith("127.") else "eth0" if address.startswith("10.77.0.") else "all"
+        found.add((program, interface))
+    return {(program, interface) for program, interface in found if program not in ("sshd", "slurmd")}

@@ -22,7 +22,7 @@ network() {
   ip link set cluster0 up
 }
 
-# Separate copies of /etc, /run, and root's home, which ssh reads from /etc/passwd.
+# Makes separate copies of /etc, /run and root's home, which ssh reads from /etc/passwd.
 own_files() {
   mkdir -p "$state"/{home/.ssh,slurmctld}
   cp -a /etc "$state/etc"
@@ -49,7 +49,7 @@ ssh_files() {
     ssh-keygen -q -t ed25519 -N '' -f "$state/nodes/$host/host_key"
     echo "$host,${address[$host]} $(cut -d ' ' -f 1,2 "$state/nodes/$host/host_key.pub")" >>"$ssh/known_hosts"
   done
-  # Without the right key, sshd asks for a password, like most servers.
+  # Without the right key, sshd asks for a password, as most servers do.
   cat >"$state/sshd_config" <<END
 AuthorizedKeysFile $ssh/authorized_keys
 PermitRootLogin yes

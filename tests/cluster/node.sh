@@ -5,7 +5,7 @@ set -Eeuo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 trap 'echo "node.sh $host: line $LINENO failed: $BASH_COMMAND"; touch "$state/failed"' ERR
 
-# A separate /tmp, as with Slurm's job_container/tmpfs or a local disk. The nodes share only $state.
+# Mounts a separate /tmp, as with Slurm's job_container/tmpfs or a local disk. The nodes share only $state.
 separate_tmp() {
   local new=$state/nodes/$host/new_tmp
   mkdir "$new"
@@ -25,10 +25,10 @@ ip link set lo up
 wait_for 10 "the network link" ip link show dev "$interface"
 ip addr add "$address/24" dev "$interface"
 ip link set "$interface" up
-ip link add name docker0 type bridge # as Docker makes it: with the same address on each host
+ip link add name docker0 type bridge # like Docker's bridge, which has the same address on each host
 ip addr add 172.17.0.1/16 dev docker0
 ip link set docker0 up
-# A separate disk, under the same path on each node, and separate shared memory.
+# A separate disk under the same path on each node, and separate shared memory.
 mount --bind "$state/nodes/$host/local" "$state/local"
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 "$(command -v sshd)" -f "$state/sshd_config" -h "$state/nodes/$host/host_key" -E "$state/log/sshd-$host.log"

@@ -11,7 +11,7 @@ first=$(first_process) || {
   exit 1
 }
 [ $# -gt 0 ] || set -- bash
-# Not --wd, which opens the folder outside: relative paths would then be on another mount than absolute ones.
+# Not --wd, which opens the folder outside: relative paths would be on another mount than absolute paths.
 # shellcheck disable=SC2016  # expanded by the inner shell
 here=(sh -c 'cd "$1" && shift && exec "$@"' sh "$PWD")
 enter=(nsenter --target "$first" --net --uts --mount --pid)

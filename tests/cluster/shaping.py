@@ -1,9 +1,9 @@
 """Limit the rate of the link between the two nodes and add a delay, for tests, benchmarks and experiments.
 
-    python tests/cluster/shaping.py 1 0.5        1 Gb/s, and each packet 0.5 ms later, until standard input ends
-    python tests/cluster/shaping.py 1 0.5 0.3    1 Gb/s, 0.5 ms, and three of ten packets are lost
+    python tests/cluster/shaping.py 1 0.5        1 Gb/s and a delay of 0.5 ms per packet, until standard input ends
+    python tests/cluster/shaping.py 1 0.5 0.3    in addition, three of ten packets are lost
 
-Prints "ready" as soon as the link is shaped. The cluster must be up (up.sh); HVD_BERT_CLUSTER names its folder.
+Prints "ready" once the link is shaped. The cluster must be up (up.sh); HVD_BERT_CLUSTER names its folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 NODES = ("a100-01", "a100-02")
 QUEUE_MS = 20  # a longer queue loses packets, like a switch
-MIN_BURST = 128 * 1024  # bytes: two bunches of TCP's segments
+MIN_BURST = 128 * 1024  # bytes: two bunches of TCP segments
 TIMER_S = 250e-6  # upper bound of the interval at which the kernel checks the bucket
 COMMAND_TIMEOUT_S = 30.0
 
@@ -28,7 +28,7 @@ COMMAND_TIMEOUT_S = 30.0
 def shaped(cluster: Path, gbps: float, latency_ms: float = 0.0, loss: float = 0.0) -> Iterator[None]:
     """Context manager: limit the rate of each node to `gbps` Gb/s, delay packets by `latency_ms`, and lose some.
 
-    `loss`: probability. `cluster`: folder of a running cluster. Connections stay open, and the link is always restored.
+    `loss`: probability. `cluster`: folder of a running cluster. Connections remain open. The link is always restored.
     """
     environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster)}
     if latency_ms or loss:
@@ -69,7 +69,7 @@ def _wire(environ: dict[str, str], latency_ms: float, loss: float) -> Iterator[N
             raise RuntimeError(f"delay_line.py ended with status {process.wait(COMMAND_TIMEOUT_S)}")
         yield
     finally:
-        process.stdin.close()  # ends it
+        process.stdin.close()  # ends the process
         try:
             process.wait(COMMAND_TIMEOUT_S)
         finally:

@@ -1,4 +1,4 @@
-"""Start a launcher, and send only it a signal once the ranks train: `python signalled.py SIGNAL COMMAND...`
+"""Start a launcher, and send it alone a signal once the ranks train: `python signalled.py SIGNAL COMMAND...`
 
 Prints the command's output and, once all its processes have ended, the seconds since the signal. Exits with the
 launcher's status.

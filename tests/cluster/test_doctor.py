@@ -1,4 +1,4 @@
-"""The doctor on two hosts: a table of all ranks, the allreduce, a single verdict."""
+"""`hvd-bert doctor` on two hosts: a table of all ranks, the allreduce, a single verdict."""
 
 from __future__ import annotations
 

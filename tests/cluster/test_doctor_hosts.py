@@ -1,4 +1,4 @@
-"""`hvd-bert doctor --hosts` on two hosts by ssh: hosts that pass, and each kind of failure."""
+"""`hvd-bert doctor --hosts` on two hosts by ssh: no failure, and each kind of failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOTH = "a100-01:2,a100-02:2"
 
 @pytest.fixture
 def without_environment(cluster: Cluster) -> Iterator[None]:
-    """Context manager: hide the environment on a100-02."""
+    """Hide the environment on a100-02 during the test."""
     cluster.on("a100-02", ["mount", "-t", "tmpfs", "tmpfs", sys.prefix], Path("/")).expect(0)
     yield
     cluster.on("a100-02", ["umount", "--lazy", sys.prefix], Path("/")).expect(0)
@@ -62,7 +62,7 @@ def test_hosts_that_cannot_be_reached(cluster: Cluster, tmp_path: Path, argument
 
 
 def test_host_without_the_environment(cluster: Cluster, tmp_path: Path, without_environment: None) -> None:
-    cold = {"HVD_BERT_TEST_COLD": "1"}  # by this environment's Python, not by that of the fork server
+    cold = {"HVD_BERT_TEST_COLD": "1"}  # not by the fork server, whose Python is not hidden
     ((name, hosts, text),) = failures(cluster, tmp_path, BOTH, cold)
     assert (name, hosts) == ("Clone", ["a100-02"]) and sys.executable in text
 

@@ -1,6 +1,6 @@
-"""The pages' commands that need a cluster run on the test cluster as written; Slurm accepts all sbatch commands.
+"""The documented commands that need a cluster run on the test cluster as written; Slurm accepts all sbatch commands.
 
-They run with a tiny bert-base-uncased and a few of SQuAD's questions in the hub's cache.
+They run with a tiny bert-base-uncased and a few questions in the hub's cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cluster
 NODES_ELSEWHERE = r"h100|--nodes=4"
 DOCTOR = "hvd-bert doctor --hosts a100-01:2,a100-02:2"
 PRINTED = "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train"
-# A command for each way to start ranks. Other tests of this folder start the other commands' ranks with other flags.
+# A command per way to start ranks. Other tests of this folder start ranks in the remaining ways.
 RUN_HERE = (
     DOCTOR,
     "sbatch scripts/hvd.slurm",

@@ -1,4 +1,4 @@
-"""Faults on two hosts: training continues, or ends on all ranks, and resumes bit for bit."""
+"""Faults on two hosts: training continues, or ends on all ranks and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Case:
         fault: The fault before a step.
         lasts_s: Time until the fault is repaired; None: after the training has ended.
         first: The first reported failure; None: training continues to the end.
-        may_continue: Whether it depends on chance that the failure occurs.
+        may_continue: Whether the failure occurs only by chance.
         within_s: Time within which the launcher and the ranks end.
-        remains: A rank that remains until the host is repaired.
+        remains: Processes that remain until the host is repaired.
     """
 
     fault: Fault
@@ -96,7 +96,7 @@ def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> C
 def test_failing_cluster(
     cluster: Cluster, tmp_path: Path, undisturbed: Callable[[str], Path], name: str, launcher: str
 ) -> None:
-    case, same = CASES[name], undisturbed(launcher)
+    case, expected = CASES[name], undisturbed(launcher)
     run = Disturbed(cluster, tmp_path, launcher)
     case.before(run)
     with run.waiting_at_gate(case.within_s) as training:
@@ -121,7 +121,7 @@ def test_failing_cluster(
     else:
         assert outcome.status != 0 and re.match(case.first, first), (first, outcome)
         run.train().expect(0)
-    assert resuming.differences(same, run.out) == []
+    assert resuming.differences(expected, run.out) == []
 
 
 def record(name: str, launcher: str, status: int, seconds: dict[str, float | None], first: str) -> None:

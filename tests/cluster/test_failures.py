@@ -1,4 +1,4 @@
-"""Failures on two hosts: the job ends soon, with a status, and reports the cause and the host once."""
+"""Failures on two hosts: the job ends soon with a status, and reports cause and host once."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_launcher_in_each_task_of_srun_is_refused(cluster: Cluster, tmp_path: Pa
 def test_own_name_that_other_hosts_cannot_use(cluster: Cluster, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"  # like Debian's installer
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 a100-01\n10.77.0.12 a100-02\n")
-    # Name the host by address, since horovodrun takes 127.0.1.1 for another host, and would use ssh.
+    # By address, because horovodrun would take 127.0.1.1 for another host and use ssh.
     command = "horovodrun --gloo -np 2 -H 10.77.0.11:1,a100-02:1 --network-interfaces eth0 python -m hvd_bert.train"
     inside = ["unshare", "--mount", "sh", "-c", f"mount --bind {hosts} /etc/hosts && exec {command} {SMALL} 2"]
     outcome = cluster.on("a100-01", inside, tmp_path, {"HVD_BERT_TEST_COLD": "1"}).expect(1)

@@ -13,7 +13,7 @@ from harness import JOB_SCRIPT, Cluster
 pytestmark = pytest.mark.cluster
 Pretended = Callable[[str], dict[str, str]]
 
-# One line per rank, in one write, so that lines do not mix.
+# One line per rank in a single write, so that lines do not mix.
 SAY = r"""
 printf '%s\n' "rank ${OMPI_COMM_WORLD_RANK:-$SLURM_PROCID} on $(hostname), PMI of ${PMI_SIZE:-none},\
  cpus ${SLURM_CPUS_PER_TASK:-none}, arguments:$(printf ' <%s>' "$@")"
@@ -26,7 +26,7 @@ COMMENTED = {
 
 
 def script_by(launcher: str, folder: Path) -> Path:
-    """A copy of the job script in which a commented line starts the ranks."""
+    """A copy of the job script in which a line that is a comment there starts the ranks."""
     text = JOB_SCRIPT.read_text()
     assert f"# {COMMENTED[launcher]} " in text
     command = text[text.index("srun --mpi=pmix") : text.index("python -m")]

@@ -1,4 +1,4 @@
-"""A launcher is killed or stopped by a signal, also on a host without ranks: the ranks on all hosts save and end."""
+"""If a launcher is killed or stopped, also on a host without ranks, the ranks on all hosts save and end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cluster
 
 HOSTS = "-H a100-01:1,a100-02:1"
 TRAINER = f"{SMALL} 1000000 --no_do_eval --save_steps 0 --output_dir out"
-COLD = "HVD_BERT_TEST_COLD"  # horovodrun must be the process that is signalled; its ranks need not be
+COLD = "HVD_BERT_TEST_COLD"  # the fork server must not run horovodrun, which is signalled
 HOROVODRUN = f"env {COLD}=1 horovodrun -np 2 %s --mpi env -u {COLD} python -m hvd_bert.train {TRAINER}"
 ONE_HOST = ("a100-01", HOROVODRUN % "-H a100-01:2")
 TWO_HOSTS = ("login", HOROVODRUN % HOSTS)  # from a host without ranks
@@ -28,7 +28,7 @@ def stop(cluster: Cluster, folder: Path, number: str, launcher: tuple[str, str])
 
 
 def test_ranks_save_when_their_launcher_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
-    before = {"one": 0, "two": 0}  # hosts and the last step; each run resumes what the one before saved
+    before = {"one": 0, "two": 0}  # number of hosts -> last step; each run resumes the previous one
     with ThreadPoolExecutor() as pool:
         for number, reason in (("SIGKILL", "SIGUSR1"), ("SIGINT", "Ctrl-C")):
             launchers = {"one": ONE_HOST, "two": TWO_HOSTS}

@@ -14,7 +14,7 @@ from commands import losses
 from harness import FOLDER, JOB_SCRIPT, SMALL, Cluster, new_environment, started_cluster
 from test_preemption import cancel, wait_for
 
-# Campaigns: 16 interpreters start one by one, since the fork server serves only the other cluster.
+# A campaign, because 16 interpreters start: the fork server only serves the cluster of two nodes.
 pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(3600)]
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 COLD = {"HVD_BERT_VENV": sys.prefix, "PATH": PATH}
@@ -31,7 +31,7 @@ def eight() -> Iterator[Cluster]:
 
 
 def waiting(tmp_path: Path) -> dict[str, str]:
-    """An environment whose ranks wait for the signal at a step (altered.py)."""
+    """An environment whose ranks wait for a signal in a step (altered.py)."""
     folder = new_environment(tmp_path / "waiting", f'exec "{sys.executable}" "{FOLDER / "altered.py"}" "$@"')
     return {"HVD_BERT_VENV": str(folder.parent), "WAITING_STEP": str(STOP_STEP), "PATH": f"{folder}:{PATH}"}
 

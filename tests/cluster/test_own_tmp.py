@@ -14,7 +14,7 @@ from harness import HOSTS, Cluster, started_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(1200)]
 BIN = Path(sys.executable).parent
-# The fork server's programs are in /tmp, which the hosts do not share, so these commands do not use it.
+# Without the fork server, whose programs are in /tmp, which the hosts do not share.
 COLD = {"PATH": f"{BIN}:{os.environ['PATH']}", "HVD_BERT_VENV": str(BIN.parent), "HF_HOME": None}
 
 
@@ -30,7 +30,7 @@ def training(cluster: Cluster, name: str, launcher: str) -> Disturbed:
     folder.mkdir(parents=True)
     run = Disturbed(cluster, folder, launcher)
     run.env |= COLD
-    # on.sh moves Open MPI's session folders away from /tmp, where they are by default.
+    # on.sh moves Open MPI's session folders from the default, /tmp, to another folder.
     run.launch = f"env --unset=OMPI_MCA_orte_tmpdir_base {run.launch}"
     return run
 

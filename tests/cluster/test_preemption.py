@@ -1,4 +1,4 @@
-"""Time limits, requeues, lost and added hosts: training keeps its progress, on two hosts."""
+"""Training on two hosts continues after time limits, requeues, and lost and added hosts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DROPOUT = f"{SMALL.replace('--dropout 0', '--dropout 0.1')} 12 --per_device_trai
 def start_again(cluster: Cluster, job: str, folder: Path) -> None:
     """Wait until the job has requeued itself, and start it again."""
     cluster.wait(job, "PENDING", restarts=1)
-    # Slurm delays a requeued job by two minutes, because its nodes refuse credentials that are not newer than the end
-    # of the first attempt, in whole seconds ("Job credential revoked"). Three seconds are enough.
+    # By default, Slurm waits for two minutes, because nodes refuse credentials that are not newer than the end of the
+    # first attempt ("Job credential revoked"), in whole seconds. Three seconds are enough.
     cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now+3"], folder, timeout=60).expect(0)
 
 
@@ -61,10 +61,10 @@ def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stopped_job_requeues_and_resumes(
     cluster: Cluster, tmp_path: Path, altered: dict[str, str], whole: Path, launcher: str, time_limit: bool
 ) -> None:
-    """A single `sbatch` trains to the end, bit for bit, although its flags ask for a new start."""
+    """A single `sbatch` trains to the end, bit for bit, even with --overwrite_output_dir."""
     script = tmp_path / JOB_SCRIPT.name
     script.write_text(script_by(launcher, tmp_path).read_text().replace("ppr:2:node", "ppr:1:node"))
-    # Slurm sends the signal up to half a minute early: here after 60 to 90 s, when the ranks wait for it.
+    # Slurm may send the signal half a minute early: here after 60 to 90 s, when the ranks wait for the signal.
     limit = ["--time=3", "--signal=USR1@90"] if time_limit else []
     flags = f"{DROPOUT} --output_dir out --overwrite_output_dir".split()
     options = ["--nodes=2", "--ntasks-per-node=1", *limit, str(script), *flags]
@@ -88,7 +88,9 @@ def test_node_failure(cluster: Cluster, tmp_path: Path, altered: dict[str, str],
     cluster.on("login", down, tmp_path, timeout=60).expect(0)
     start_again(cluster, job, tmp_path)
     ended = cluster.ended(job).expect(0)
-    assert re.search(r"Resuming from step [58]: out/checkpoint-", ended.out), ended  # the ranks may still save
+    assert re.search(r"Resuming from step [58]: out/checkpoint-", ended.out), (
+        ended
+    )  # the ranks may save before they end
     assert resuming.differences(whole, tmp_path / "out") == []
 
 

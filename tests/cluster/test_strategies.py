@@ -1,4 +1,4 @@
-"""Strategies on two hosts: each launcher brings ranks of torch.distributed, and of Horovod, together."""
+"""Strategies on two hosts: ranks of torch.distributed and of Horovod join under each launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BY_HAND = (
     """ exec env -u SLURM_PROCID -u SLURM_STEP_NUM_TASKS "$@"' bash"""
 )
 SUBNET = "env HVD_BERT_INTERFACE=10.77.0.0/24"
-# The user has chosen an interface on only one host.
+# The user has set an interface on only one host.
 SOME = (
     """bash -c '[ $(hostname) = a100-02 ] || export GLOO_SOCKET_IFNAME=eth0 HOROVOD_GLOO_IFACE=eth0; exec "$@"' bash"""
 )
@@ -63,11 +63,11 @@ def test_four_ranks_on_two_hosts(
     check(tmp_path / "out", controller, one_process, tolerance=1e-4)
 
 
-# Like pods: each rank starts by torch's variables, on a host whose own name does not resolve.
+# As in pods, each rank starts by torch's variables on a host whose name does not resolve.
 POD = ["unshare", "--uts", "sh", "-c", 'hostname "pod-$RANK" && exec "$@"', "sh"]
 
 
-def test_hosts_whose_own_names_do_not_resolve(cluster: Cluster, tmp_path: Path) -> None:
+def test_hosts_whose_names_do_not_resolve(cluster: Cluster, tmp_path: Path) -> None:
     words = [*POD, sys.executable, "-m", "hvd_bert.train", *STEPS.split(), "8", "--strategy", "ddp"]
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": HOSTS[0], "MASTER_PORT": "29555"}
     with ThreadPoolExecutor() as pool:

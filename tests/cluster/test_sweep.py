@@ -1,4 +1,4 @@
-"""scripts/scaling.slurm: a sweep over two hosts in a Slurm job, which is requeued and resumes, with real ranks."""
+"""scripts/scaling.slurm: a sweep over two hosts in a Slurm job, which is requeued and resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's commands on two hosts, over ssh and in Slurm jobs, as written there."""
+"""Four ranks on two hosts, over ssh and in Slurm jobs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import losses, said
+from commands import losses, printed
 from harness import HOSTS, JOB_SCRIPT, RANK_INFOS, SMALL, Cluster, listening, results
 
 pytestmark = pytest.mark.cluster
-STEPS = f"{SMALL} 4 --per_device_train_batch_size 4"  # the same windows in each step, wherever the 4 ranks are
+STEPS = f"{SMALL} 4 --per_device_train_batch_size 4"  # as in `one_process`
 
 
 def check(folder: Path, controller: str, one_process: list[float], tolerance: float = 1e-5) -> None:
-    """Check that four ranks on both hosts have trained as one process does."""
+    """Check that four ranks on both hosts have the losses of one process."""
     found = results(folder)
     assert (found["world_size"], found["hosts"], found["controller"]) == (4, HOSTS, controller)
     assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in found["ranks"]] == RANK_INFOS
@@ -35,9 +35,9 @@ def test_horovodrun_over_mpi_with_a_cache_per_node(
     outcome = cluster.on("login", command, tmp_path, env).expect(0)
     check(tmp_path / "out", "mpi", one_process)
     assert results(tmp_path / "out")["job"] is None
-    assert "a100-02: rank 2 cpu, rank 3 cpu" in said(outcome), outcome
+    assert "a100-02: rank 2 cpu, rank 3 cpu" in printed(outcome), outcome
     assert tokenised(env) == {"a100-01": 2, "a100-02": 2}  # train and dev, once per node
-    for rank in range(4):  # docs/guides/cluster.md has this table; libfabric is not part of every Open MPI
+    for rank in range(4):  # as in docs/guides/cluster.md; not every Open MPI has libfabric
         libfabric = {("rank", "eth0")}
         assert listening(listeners, rank) - libfabric == {("orted", "all"), ("orted", "loopback"), ("rank", "all")}
 
@@ -50,7 +50,7 @@ def test_horovodrun_over_gloo_with_a_shared_cache(
     cluster.on("a100-01", f"{command} {STEPS} --output_dir out", tmp_path, env).expect(0)
     check(tmp_path / "out", "gloo", one_process)
     assert sum(tokenised(watched).values()) == 2
-    here = {("launcher", "all"), ("rank", "eth0")}  # its rendezvous, and rank 0's store
+    here = {("launcher", "all"), ("rank", "eth0")}  # the rendezvous, and rank 0's store
     assert [listening(listeners, rank) for rank in range(4)] == [here, here, set(), set()]
 
 

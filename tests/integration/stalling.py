@@ -1,4 +1,4 @@
-"""A training in which rank 1 loads its model, and rank 0 writes its first checkpoint and evaluates, HELD_S longer."""
+"""Train with delays of HELD_S: rank 1 loads the model, rank 0 writes the first checkpoint and evaluates that late."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.tasks import encoder, question_answering
 from hvd_bert.training.api import main
 
-HELD_S = 6.0  # the test's inspector warns within 4 s, the watchdog ends a step after 4
+HELD_S = 6.0  # in the test, the stall inspector warns within 4 s, and the watchdog ends a step after 4 s
 
 
 def held(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that the first call takes HELD_S longer."""
+    """Delay the first call of a function by HELD_S."""
     calls: list[int] = []
 
     def holds(*arguments: Any, **options: Any) -> Any:

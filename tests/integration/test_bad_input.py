@@ -1,4 +1,4 @@
-"""Mistakes of users: a single message with value and place, status 2, before any training, without a hang."""
+"""Mistakes of users end all ranks before training, with a single message that names the value, and status 2."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from commands import said, small_run
+from commands import printed, small_run
 from launch import SAMPLE_DEV, launcher, run
 
 pytestmark = pytest.mark.integration
@@ -16,7 +16,7 @@ def check(command: list[str], folder: Path, words: list[str], status: int = 2) -
     """Run a command that must end with one message that has all `words`."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     outcome = run(command, folder).expect(status)
-    output = said(outcome)
+    output = printed(outcome)
     assert output.count("hvd_bert: ") == 1, outcome
     message = output[output.index("hvd_bert: ") :].splitlines()[0]
     assert [word for word in words if word not in message] == [], outcome
@@ -43,7 +43,7 @@ def test_mistake_is_reported_once(
     check([*launcher(size, by), *small_run(size, "out", flag, value)], tmp_path, words, status)
 
 
-def test_file_that_one_rank_alone_misses(tmp_path: Path) -> None:
+def test_file_that_only_one_rank_lacks(tmp_path: Path) -> None:
     (tmp_path / "0.json").symlink_to(SAMPLE_DEV)
     script = 'exec "$@" --train_file "${OMPI_COMM_WORLD_RANK:-$HOROVOD_RANK}.json"'
     command = [*launcher(2, "gloo"), "bash", "-c", script, "bash", *small_run(2, "out")]
@@ -51,6 +51,6 @@ def test_file_that_one_rank_alone_misses(tmp_path: Path) -> None:
 
 
 def test_interface_that_the_host_lacks(tmp_path: Path) -> None:
-    """Each rank finds this before it joins the others."""
+    """Each rank detects this before it joins the others."""
     command = ["env", "HVD_BERT_INTERFACE=ib7", *launcher(2, "mpirun"), *small_run(2, "out")]
     check(command, tmp_path, ["HVD_BERT_INTERFACE=ib7", os.uname().nodename])

@@ -1,4 +1,4 @@
-"""`hvd-bert bench` under a launcher: prints a table and writes the same figures as JSON."""
+"""`hvd-bert bench` alone and under a launcher: the printed table, and the figures as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import said
+from commands import printed
 from documented import undocumented
 from launch import launcher, run
 
@@ -16,15 +16,15 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 TINY |= {"intermediate_size": 32, "vocab_size": 1100}
 
 
-@pytest.mark.alone  # steps of 2 ms whose phases must add up: a hundred, for a rank may lose its core for a moment
+@pytest.mark.alone  # the phases of steps of 2 ms must add up
 @pytest.mark.parametrize(("size", "by"), [(1, "none"), (2, "gloo")])
 def test_table_and_json(tmp_path: Path, size: int, by: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **TINY}))
     words = [sys.executable, "-m", "hvd_bert.tools.bench", "--model", "config.json", "--steps", "100", "--repeats", "3"]
     words += ["--peak_tflops", "2", "--json", "bench.json"]
-    outcome = run([*launcher(size, by), *words], tmp_path, env={"HOROVOD_CYCLE_TIME": None}).expect(0)  # the default
+    outcome = run([*launcher(size, by), *words], tmp_path, env={"HOROVOD_CYCLE_TIME": None}).expect(0)
     for label in ("windows/s ", "useful GFLOP/s, all ranks ", "MFU, share of the vendor's peak "):
-        assert said(outcome).count(label) == 1, outcome
+        assert printed(outcome).count(label) == 1, outcome
     record = json.loads((tmp_path / "bench.json").read_text())
     figures = record["figures"]
     assert len(record["sections"]) == 3 and len(record["memory_bytes"]) == len(record["ranks"]) == size

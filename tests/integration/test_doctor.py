@@ -1,4 +1,4 @@
-"""The doctor as users start it: alone, and under launchers."""
+"""`hvd-bert doctor` alone and under launchers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import read_report, said
+from commands import printed, read_report
 from documented import undocumented
 from launch import built, launcher, run
 
@@ -34,7 +34,7 @@ def test_a_line_of_the_summary_starts_a_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("flags", "times"), [([], 0), (["--verbose"], 2)])
 def test_two_ranks_in_a_text(flags: list[str], times: int, tmp_path: Path) -> None:
-    text = said(run([*launcher(2, "mpi"), *DOCTOR, "--size", "1", *flags], tmp_path).expect(0))
+    text = printed(run([*launcher(2, "mpi"), *DOCTOR, "--size", "1", *flags], tmp_path).expect(0))
     once = ("Ready: a training would start here", "connected through MPI", "correct sums; 1.0 MB in")
     assert [text.count(words) for words in (*once, "Horovod, MPI")] == [1, 1, 1, times], text
 
@@ -63,7 +63,7 @@ def test_proof(tmp_path: Path) -> None:
 
 @pytest.mark.skipif("mpi" not in built(), reason="Horovod was built without MPI")
 def test_worlds_of_size_1_are_refused(tmp_path: Path) -> None:
-    """Two processes started by a launcher of another MPI do not find each other."""
+    """Processes that the launcher of another MPI has started do not join each other."""
     env = {"PMI_SIZE": "2", "PMI_RANK": "0"}
     report = read_report(run([*DOCTOR, "--json"], tmp_path, env=env).expect(2))
     failed = {check["name"]: check["found"] for check in report["checks"] if check["status"] == "failure"}

@@ -1,8 +1,8 @@
-"""The commands of the README, the quick start and the guides run as they are written.
+"""The commands of the README, the quick start and the guides run as written.
 
-They run in a folder with all files that the pages name: the scripts and examples, a tiny bert-base-uncased and a few of
-SQuAD's questions in the hub's cache and as files, and finished runs of a sweep. Commands that take longer, or need
-hosts, are marked in the page; tests/unit/test_documented_commands.py checks the arguments of all commands.
+They run in a folder with all files that the pages name: scripts, examples, a tiny bert-base-uncased, a few questions in
+the hub's cache and in files, and finished runs of a sweep. Marks in the pages exempt commands that take long or need
+hosts; tests/unit/test_documented_commands.py checks the arguments of all commands.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PREPARES = ("source ", "export ")
 
 
 def runs_here(fence: Fence) -> list[str]:
-    """The commands of a fence, except commands that its mark exempts."""
+    """The commands of a fence, except those that a mark exempts."""
     exempt = [re.compile(NEEDS[need]) for need in fence.needs]
     return [command for command in fence.commands if not any(pattern.match(command) for pattern in exempt)]
 
@@ -55,7 +55,7 @@ class Clone:
         self.environ = {"HVD_BERT_CACHE": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
 
     def run(self, commands: Sequence[str]) -> None:
-        """Run commands that have not run before in a shell. The first failure of a command fails the test."""
+        """Run the commands that have not run yet in a shell. A command that fails ends the test."""
         new = [command for command in commands if command.startswith(PREPARES) or command not in self.done]
         if not prepares_only(new):
             script = ["bash", "-euxo", "pipefail", "-c", "\n".join(new)]

@@ -1,4 +1,4 @@
-"""Horovod elastic on this machine under two or three host names, with deadlocks that Horovod's users reported."""
+"""Horovod elastic on this machine under two or three host names, and deadlocks that Horovod's users reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 import stopping_at
 import torch
-from commands import said, small_run
+from commands import printed, small_run
 from launch import Outcome, built, run
 from stopping_at import PHASES, notes, taken
 
@@ -25,7 +25,7 @@ from hvd_bert.distributed.horovod_world import QUEUED_TOO_LATE
 pytestmark = pytest.mark.integration
 
 WINDOWS, STEPS_PER_EPOCH = 33, 3  # see small_run
-MAX_DIFFERENCE = 1e-5  # other ranks sum the gradients in another order
+MAX_DIFFERENCE = 1e-5  # after a change of ranks, gradients are summed in another order
 HOSTS = ("localhost", "127.0.0.1", "127.1")  # names of this machine
 
 
@@ -55,7 +55,7 @@ def elastic(
 
 def test_training_continues_without_a_killed_worker(tmp_path: Path) -> None:
     outcome = elastic(tmp_path, "5 0 SIGKILL start").expect(0)
-    assert "Resuming after step 4, kept by rank 0" in said(outcome), outcome
+    assert "Resuming after step 4, kept by rank 0" in printed(outcome), outcome
     (results,) = tmp_path.glob("*/out/train_results.json")
     result = json.loads(results.read_text())
     assert (result["world_size"], result["train_samples"]) == (1, 2 * WINDOWS)
@@ -67,11 +67,11 @@ def test_training_continues_without_a_killed_worker(tmp_path: Path) -> None:
 
 def test_operation_queued_too_late_ends_its_rank(tmp_path: Path) -> None:
     outcome = elastic(tmp_path, "5 0 SIGKILL queued").expect(1)
-    assert f"lost another rank: {QUEUED_TOO_LATE}" in said(outcome), outcome
+    assert f"lost another rank: {QUEUED_TOO_LATE}" in printed(outcome), outcome
 
 
-# Rank 0's host leaves in step 3. The third host joins six polls of 1 s later, while the other host waits.
-ANOTHER_COMES = """
+# Rank 0's host leaves in step 3. A third host joins six polls of 1 s later; until then the remaining host waits.
+THIRD_JOINS = """
 for host in localhost 127.0.0.1; do [ -e $host/signalled ] && echo >>looks || echo $host:1; done
 [ $(cat looks 2>/dev/null | wc -l) -lt 6 ] || echo 127.1:1
 """
@@ -81,11 +81,11 @@ REPORTED = {
         {"discover": "echo localhost:1\n[ ! -e localhost/signalled ] || echo 127.0.0.1:1"},
     ),
     "horovod#3264: all workers of a host are killed at once": ("5 2,3 SIGKILL start", {"slots": 2, "least": 2}),
-    "horovod#3494: a host is removed, fewer than --min-np remain, another comes": (
+    "horovod#3494: a host is removed, fewer than --min-np remain, another host joins": (
         "3 0 hosts start",
-        {"least": 2, "discover": ANOTHER_COMES},
+        {"least": 2, "discover": THIRD_JOINS},
     ),
-    "horovod#3494, with a host that dies": ("3 0 SIGKILL start", {"least": 2, "discover": ANOTHER_COMES}),
+    "horovod#3494, with a host that dies": ("3 0 SIGKILL start", {"least": 2, "discover": THIRD_JOINS}),
     "a rank is stopped for longer than Gloo waits": ("3 1 SIGSTOP 22", {"least": 2, "limit_s": 15}),
 }
 
@@ -103,7 +103,7 @@ def test_reported_deadlocks(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor], stop: str, hosts: dict[str, Any]
 ) -> None:
     outcome = elastic(tmp_path, stop, "--deterministic", **hosts).expect(0)
-    assert "kept by rank" in said(outcome), outcome
+    assert "kept by rank" in printed(outcome), outcome
     out = finished(tmp_path)
     result = json.loads((out / "train_results.json").read_text())
     assert (result["world_size"], result["train_samples"]) == (2, 2 * WINDOWS), outcome
@@ -115,52 +115,53 @@ def test_reported_deadlocks(
 def test_random_kills_change_no_weight(tmp_path: Path) -> None:
     """$HVD_BERT_KILLS kills, each at a random moment in the next phase, of four ranks that evaluate and save.
 
-    A run that ends before the kill does not count. If Gloo aborts another rank, too, no host remains: this may happen
-    after $HVD_BERT_ABORTED kills. Each kill adds a line to the file $HVD_BERT_MEASURED.
+    A run that ends before the kill does not count. At most $HVD_BERT_ABORTED kills may leave no host because Gloo also
+    aborts another rank. Each kill adds a line to the file $HVD_BERT_MEASURED.
     """
     flags = ["--max_steps", 40, "--eval_strategy", "steps", "--eval_steps", 10, "--save_steps", 15, "--deterministic"]
     elastic(tmp_path / "whole", "0 0 SIGKILL start", *flags, slots=2).expect(0)
     whole, trained = finished(tmp_path / "whole"), taken(tmp_path / "whole", 40)
-    dice, wanted = random.Random(int(os.environ.get("HVD_BERT_SEED", "0"))), int(os.environ.get("HVD_BERT_KILLS", "6"))
+    dice, kills = random.Random(int(os.environ.get("HVD_BERT_SEED", "0"))), int(os.environ.get("HVD_BERT_KILLS", "6"))
     resumed = aborted = runs = 0
-    while resumed < wanted:
+    while resumed < kills:
         phase, rank, folder, runs = [*PHASES][resumed % len(PHASES)], dice.randrange(4), tmp_path / "killed", runs + 1
         outcome = elastic(folder, f"{dice.randint(1, 36)} {rank} SIGKILL {phase}", *flags, slots=2)
         kill: dict[str, Any] = {"phase": phase, "rank": rank, "seconds": outcome.seconds, "hung": outcome.hung}
         kill["aborted"] = "gloo::EnforceNotMet" in outcome.output and outcome.status != 0
-        kept = [int(step) for step in re.findall(r"Resuming after step (\d+), kept by", said(outcome))]
+        resumed_after = [int(step) for step in re.findall(r"Resuming after step (\d+), kept by", printed(outcome))]
         if outcome.status == 0:
             out = finished(folder)
             kill["ranks"] = json.loads((out / "train_results.json").read_text())["world_size"]
             kill["difference"] = largest_difference(out, weights(whole))
-            if kept:
+            if resumed_after:
                 first, next_ = ([row["step"] for row in notes(folder) if row["world"] == world] for world in (1, 2))
-                kill |= {"kept": kept[0], "begun": max(first), "begun_again": min(next_, default=kept[0] + 1)}
+                kill |= {"kept": resumed_after[0], "begun": max(first)}
+                kill["begun_again"] = min(next_, default=resumed_after[0] + 1)
                 kill["repeated_steps"] = max(0, kill["begun"] - kill["begun_again"])
-        if kill.get("ranks") != 4:  # else the run ended before its kill
+        if kill.get("ranks") != 4:  # with 4 ranks, the run ended before the kill
             with open(os.environ.get("HVD_BERT_MEASURED", os.devnull), "a", encoding="utf-8") as file:
                 file.write(json.dumps(kill) + "\n")
         if not kill["aborted"] or outcome.hung:
             outcome.expect(0)
-            assert len(kept) == (kill["ranks"] < 4) and kill["difference"] <= MAX_DIFFERENCE, (kill, outcome)
+            assert len(resumed_after) == (kill["ranks"] < 4) and kill["difference"] <= MAX_DIFFERENCE, (kill, outcome)
         if "begun" in kill:
-            assert (kill["repeated_steps"], kill["begun_again"]) == (0, kept[0] + 1), (kill, outcome)
-            assert taken(folder, kept[0]) == trained, (kill, outcome)
+            assert (kill["repeated_steps"], kill["begun_again"]) == (0, resumed_after[0] + 1), (kill, outcome)
+            assert taken(folder, resumed_after[0]) == trained, (kill, outcome)
             resumed += 1
         aborted += kill["aborted"]
         assert aborted <= int(os.environ.get("HVD_BERT_ABORTED", "2")), outcome
-        assert runs < 2 * wanted + 10, "too many runs end before their kills"
+        assert runs < 2 * kills + 10, "too many runs end before their kills"
         shutil.rmtree(folder)
 
 
 def finished(folder: Path) -> Path:
-    """The output folder of a run; the newest of several, if the first rank 0 was killed after the last write."""
+    """The output folder of a run; the newest if rank 0 was killed after it had written the results."""
     files = folder.glob("*/out/train_results.json")
     return max(files, key=lambda file: file.stat().st_mtime).parent
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    """The weights of a model, without biases that shift all logits: these only have rounding errors."""
+    """The weights of a model, without biases that shift all logits, which only have rounding errors."""
     found = safetensors.torch.load_file(out / "model.safetensors")
     shifts = ("key.bias", "qa_outputs.bias", "layer.1.output.LayerNorm.bias")
     return {name: weight for name, weight in found.items() if not name.endswith(shifts)}

@@ -1,4 +1,4 @@
-"""Ends of ranks, by entries.py: threads that still run, a rank that fails alone, warnings, ranks that cannot meet."""
+"""Ranks that end with running threads, fail, warn or cannot join the others (entries.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import TIME, said
+from commands import TIME, printed
 from launch import Outcome, launcher, run
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE
@@ -26,12 +26,12 @@ def two_ranks(folder: Path, by: str, *words: object, cold: bool = False) -> Outc
     return outcome
 
 
-@pytest.mark.parametrize(("by", "strategy", "status"), [("mpirun", "horovod", 0), ("mpirun", "fsdp", 75)])
-def test_rank_finishes_what_it_began(tmp_path: Path, by: str, strategy: str, status: int) -> None:
-    """Python waits for a thread that is in torch, which would abort the process in finalization (pytorch#190489)."""
-    outcome = two_ranks(tmp_path, by, "ending", strategy, tmp_path, *([status] if status else []), cold=True)
+@pytest.mark.parametrize(("strategy", "status"), [("horovod", 0), ("fsdp", 75)])
+def test_rank_waits_for_threads_and_exit_handlers(tmp_path: Path, strategy: str, status: int) -> None:
+    """Without the wait, a thread in torch would abort the process in finalization (pytorch#190489)."""
+    outcome = two_ranks(tmp_path, "mpirun", "ending", strategy, tmp_path, *([status] if status else []), cold=True)
     outcome.expect(status)
-    assert said(outcome).count("hvd_bert: all know it") == bool(status), outcome
+    assert printed(outcome).count("hvd_bert: all know it") == bool(status), outcome
     for rank in range(2):
         assert (tmp_path / f"rank{rank}").read_text().splitlines() == ["thread", "atexit"], outcome
 
@@ -49,7 +49,7 @@ def test_failing_rank_ends_all(by: str, kind: str, strategy: str, tmp_path: Path
     outcome = two_ranks(tmp_path, by, "failing", strategy, tmp_path, kind)
     assert time.time() - float((tmp_path / "failed_at").read_text()) < 30, outcome
     assert outcome.status != 0, outcome
-    output, where = said(outcome), f"rank 1 on {HOST}"
+    output, where = printed(outcome), f"rank 1 on {HOST}"
     if kind == "UserError":
         assert output.count(f"hvd_bert: {where}: a mistake on its own") == 1, outcome
     else:
@@ -58,22 +58,18 @@ def test_failing_rank_ends_all(by: str, kind: str, strategy: str, tmp_path: Path
     assert output.count(where) == 1, outcome
 
 
-# --- warnings: each once, with its ranks and times, also if the run fails right after --------------------
+# --- warnings: printed once with ranks and times, also if the run fails right after ---------------------
 
 
 @pytest.mark.parametrize(
     ("by", "strategy", "failure"),
-    [
-        ("gloo", "horovod", "none"),
-        ("torchrun", "ddp", "UserError"),
-        ("gloo", "horovod", "RuntimeError"),
-    ],
+    [("gloo", "horovod", "none"), ("torchrun", "ddp", "UserError"), ("gloo", "horovod", "RuntimeError")],
 )
 def test_each_warning_is_one_line(by: str, strategy: str, failure: str, tmp_path: Path) -> None:
     outcome = two_ranks(tmp_path, by, "warning", strategy, failure)
     assert bool(outcome.status) == (failure != "none"), outcome
-    assert TIME.search(re.sub(r"^\[[\d,]+\]<stdout>:", "", outcome.output, flags=re.MULTILINE)), "on no terminal"
-    lines = said(outcome).splitlines()
+    assert TIME.search(re.sub(r"^\[[\d,]+\]<stdout>:", "", outcome.output, flags=re.MULTILINE)), "no time"
+    lines = printed(outcome).splitlines()
 
     def count(pattern: str) -> int:
         return sum(bool(re.fullmatch(pattern, line)) for line in lines)
@@ -98,21 +94,21 @@ def test_each_warning_is_one_line(by: str, strategy: str, failure: str, tmp_path
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_cannot_reach_the_others_is_named_once(tmp_path: Path, rank: int) -> None:
     outcome = two_ranks(tmp_path, "mpirun", "unmet", "ddp", rank, "store").expect(EXIT_BAD_INPUT)
-    assert said(outcome).count("hvd_bert: ") == 1, outcome
+    assert printed(outcome).count("hvd_bert: ") == 1, outcome
     here = f"rank {rank} on its host: {HOST}"
-    assert f"hvd_bert: {here} cannot reach the other ranks at 127.0.0.1:" in said(outcome), outcome
+    assert f"hvd_bert: {here} cannot reach the other ranks at 127.0.0.1:" in printed(outcome), outcome
     assert "is in" not in outcome.output
 
 
 def test_rank_that_fails_while_the_group_is_made_ends_all(tmp_path: Path) -> None:
     outcome = two_ranks(tmp_path, "gloo", "unmet", "ddp", 1, "group")
     assert outcome.status == EXIT_FAILURE, outcome
-    assert said(outcome).count("RuntimeError: connectFullMesh failed") == 1, outcome
+    assert printed(outcome).count("RuntimeError: connectFullMesh failed") == 1, outcome
     assert "is in" not in outcome.output
 
 
-def test_horovod_trains_without_that_store(tmp_path: Path) -> None:
-    """Without the store a stalled rank cannot be named."""
+def test_horovod_trains_without_the_store(tmp_path: Path) -> None:
+    """Only stalled ranks cannot be named."""
     outcome = two_ranks(tmp_path, "gloo", "unmet", "horovod", 0, "store").expect(0)
-    assert said(outcome).count("If a rank stalls, it cannot be named: ") == 1, outcome
-    assert said(outcome).count("is in") == 2, outcome
+    assert printed(outcome).count("If a rank stalls, it cannot be named: ") == 1, outcome
+    assert printed(outcome).count("is in") == 2, outcome

@@ -1,4 +1,4 @@
-"""--fast_dev_run on two ranks: the estimate; no files remain if a rank fails or is killed."""
+"""--fast_dev_run on two ranks: the estimate, and no files remain, also if a rank fails or is killed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import said, small_run
+from commands import printed, small_run
 from launch import launcher, run
 from processes import LIMIT_S
 
 pytestmark = pytest.mark.integration
 
-# Without a mark, the process that removes the folder of a killed rank is not killed as a leftover of the test.
+# Without HVD_BERT_TEST_LAUNCH, processes.py does not kill the process that removes the folder of a killed rank.
 PROGRAM = """
 import os, signal, sys
 from hvd_bert import Callback, train
@@ -41,10 +41,10 @@ def test_two_ranks(by: str, strategy: str, tmp_path: Path) -> None:
     env = {"HVD_BERT_CACHE": str(tmp_path / "cache")}
     outcome = run([*launcher(2, by), *small_run(2, "out", *flags)], tmp_path, env=env).expect(0)
     assert {path.name for path in tmp_path.iterdir()} == {"cache"}, outcome
-    (line,) = [line for line in said(outcome).splitlines() if "A whole run" in line]
+    (line,) = [line for line in printed(outcome).splitlines() if "A whole run" in line]
     pattern = r"about 0:00:\d\d: 6 step\(s\) of .* s and 1 evaluation\(s\) of .* s \(50 % measured\)\."
     assert re.search(pattern, line), outcome
-    assert "on 20 questions" in said(outcome) and "step 2/2" in said(outcome), outcome
+    assert "on 20 questions" in printed(outcome) and "step 2/2" in printed(outcome), outcome
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_nothing_is_left(by: str, strategy: str, end: str, tmp_path: Path) -> No
     env = {"HVD_BERT_CACHE": str(tmp_path / "cache")}
     outcome = run([*launcher(2, by), sys.executable, tmp_path / "program.py", strategy, end], tmp_path, env=env)
     assert not outcome.hung and outcome.status, outcome
-    assert "step 1/2" in said(outcome), outcome
+    assert "step 1/2" in printed(outcome), outcome
     processes = psutil.process_iter(["cmdline"])
     psutil.wait_procs([p for p in processes if any(str(tmp_path) in word for word in p.info["cmdline"] or ())], LIMIT_S)
     assert {path.name for path in tmp_path.iterdir()} == {"cache", "program.py"}, outcome

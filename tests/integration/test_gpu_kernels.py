@@ -1,4 +1,4 @@
-"""All commands with the attention kernels that a GPU would take, computed on the CPU (tests/gpu_kernels.py).
+"""All commands with the attention kernels of a GPU, computed on the CPU (tests/gpu_kernels.py).
 
 Not covered: `--strategy dp` and `--fp16`, which need GPUs (their kernels: tests/fake_cuda); CUDA's kernels, streams,
 events, pinned memory, random numbers and NCCL. `scripts/gpu_acceptance.sh` checks these on a GPU.
@@ -17,11 +17,11 @@ from launch import REPOSITORY, SAMPLE, launcher, run
 
 pytestmark = pytest.mark.integration
 PROGRAM = [sys.executable, REPOSITORY / "tests" / "gpu_kernels.py"]
-FP32, BF16 = {"by_efficient float32"}, {"by_efficient float32", "by_flash bfloat16"}  # fp32: the first, trial pass
+FP32, BF16 = {"by_efficient float32"}, {"by_efficient float32", "by_flash bfloat16"}  # fp32: the trial batch
 
 
 def on_gpu_kernels(words: Sequence[str | Path], folder: Path, starts: Sequence[str] = ()) -> set[str]:
-    """Run a command, `MODULE_OR_FILE ARGUMENTS...`. Returns the kernels that it used. `starts`: the launcher."""
+    """Run `MODULE_OR_FILE ARGUMENTS...`. Returns the kernels that the command used. `starts`: the launcher."""
     (file := folder / "kernels").write_text("")
     run([*starts, *PROGRAM, *words], folder, env={"GPU_KERNELS": str(file)}).expect(0)
     return set(file.read_text().splitlines())
@@ -53,8 +53,8 @@ def test_reduce_overhead_on_two_ranks(tmp_path: Path, baseline: Path, strategy: 
         own = ("--strategy", strategy, "--torch_compile_mode", "reduce-overhead", *flags)
         own += ("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2)
         starts = launcher(2, "gloo" if strategy == "horovod" else "torchrun")
-        said = run([*starts, *small_run(2, name, *map(str, own))], tmp_path).expect(0).output
-        assert "padded to a multiple of 512 tokens" in said
+        printed = run([*starts, *small_run(2, name, *map(str, own))], tmp_path).expect(0).output
+        assert "padded to a multiple of 512 tokens" in printed
         return tmp_path / name
 
     assert losses(train("plain")) == pytest.approx(losses(baseline), abs=1e-4)

@@ -1,4 +1,4 @@
-"""Train on a host whose own name does not resolve, whose loopback is down, or whose home is read-only."""
+"""Train on a host whose name does not resolve, whose loopback is down, or whose home is read-only."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def may_unshare() -> bool:
 
 
 def run_on(host: str, command: list[str], folder: Path) -> Outcome:
-    """Run a command on a new host (namespaces)."""
+    """Run a command in new namespaces, which act as a host."""
     if not may_unshare():
         pytest.skip("needs root, or another right to make namespaces")
     inside = ["unshare", NAMESPACE[host], "sh", "-c", f'{host} && exec "$@"', "sh", *command]
     if not (programs() / "unresolved").exists():
-        (programs() / "unresolved").symlink_to(os.uname().nodename)  # the fork server is also that host's
+        (programs() / "unresolved").symlink_to(os.uname().nodename)  # the fork server also serves that host
     home = folder / "home"
     home.mkdir()
     return run(inside, folder, env={"HOME": str(home), "HVD_BERT_CACHE": str(folder / "cache")})
@@ -47,7 +47,7 @@ def run_on(host: str, command: list[str], folder: Path) -> Outcome:
         (NO_LOOPBACK, "none", "none", 0),
     ],
 )
-def test_trains_where_it_can(host: str, by: str, strategy: str, status: int, tmp_path: Path) -> None:
+def test_trains_or_names_the_remedy(host: str, by: str, strategy: str, status: int, tmp_path: Path) -> None:
     size = 1 if by == "none" else 2
     command = [*launcher(size, by), *small_run(size, "out", "--strategy", strategy, "--max_steps", 2)]
     outcome = run_on(host, command, tmp_path).expect(status)

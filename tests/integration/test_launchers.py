@@ -1,4 +1,4 @@
-"""Each launcher starts one world: losses equal horovodrun's, a signal saves a checkpoint, the run resumes."""
+"""Each launcher starts one world: losses equal horovodrun's, a signal saves a checkpoint, and the run resumes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import stopping_at
-from commands import losses, said, small_run
+from commands import losses, printed, small_run
 from launch import TRAIN, launcher, run
 
 pytestmark = pytest.mark.integration
@@ -25,7 +25,7 @@ def test_two_ranks_are_one_world(tmp_path: Path, horovodruns: list[float], by: s
     stop = [sys.executable, stopping_at.__file__, "3", "1", "SIGTERM", "start"]
     stopped = run([*launcher(2, by), *stop, *words], tmp_path)
     assert not stopped.hung and stopped.status != 0, stopped
-    assert said(stopped).count("Stopped by SIGTERM to rank 1 after step 3") == 1, stopped
+    assert printed(stopped).count("Stopped by SIGTERM to rank 1 after step 3") == 1, stopped
     assert (out / "latest").read_text().strip() == "checkpoint-3"
     command = [*launcher(2, by), *TRAIN]
     if by == "deepspeed":  # it gives a Python program the flag --local_rank

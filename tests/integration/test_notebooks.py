@@ -1,4 +1,4 @@
-"""The notebooks run as they are in git, on a small training and on made runs of a sweep."""
+"""The notebooks run unchanged, on a small training and on generated runs of a sweep."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.integration
 
 def execute(name: str, folder: Path, parameters: str) -> list[Any]:
     """Run a notebook in `folder`/notebooks, with other parameters. Returns the outputs of all cells."""
-    place = folder / "notebooks"
-    place.mkdir()
+    cwd = folder / "notebooks"
+    cwd.mkdir()
     notebook = jupytext.read(REPOSITORY / "notebooks" / name)
     (parameters_at,) = (i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", ()))
     notebook.cells.insert(parameters_at + 1, new_code_cell(parameters))
-    client = NotebookClient(notebook, timeout=110, kernel_name="python3", resources={"metadata": {"path": str(place)}})
+    client = NotebookClient(notebook, timeout=110, kernel_name="python3", resources={"metadata": {"path": str(cwd)}})
     environ = {name: value for name, value in environment().items() if name != "PYTEST_CURRENT_TEST"}
     client.execute(env=environ)  # with that variable, ipykernel would not capture what the ranks print
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
@@ -33,7 +33,7 @@ def plots(outputs: list[Any]) -> int:
     return sum("image/png" in output.get("data", ()) for output in outputs)
 
 
-def printed(outputs: list[Any]) -> str:
+def text_of(outputs: list[Any]) -> str:
     return "".join(output.text for output in outputs if output.output_type == "stream")
 
 
@@ -43,7 +43,7 @@ def test_train_and_ask(tmp_path: Path) -> None:
     # The ranks come from the fork server, whose horovodrun is next to its python.
     outputs = execute("train_and_ask.py", tmp_path, parameters)
     assert plots(outputs) == 1
-    text = printed(outputs)
+    text = text_of(outputs)
     assert "step 6/6" in text and text.count("expected [") == 3, text
     assert "step 2: loss" in text
     for folder in ("notebook", "in-notebook"):
@@ -53,7 +53,7 @@ def test_train_and_ask(tmp_path: Path) -> None:
 def test_read_a_sweep(tmp_path: Path) -> None:
     for strategy, ranks in (("none", 1), ("horovod", 2), ("horovod", 4), ("ddp", 2)):
         make_run(tmp_path / "runs" / "sweep" / f"{strategy}-{ranks}", strategy, ranks, windows_per_s=10.0 * ranks)
-    make_run(tmp_path / "runs" / "sweep" / "ddp-4", "ddp", 4, windows_per_s=40.0, last_loss=4.0)  # other losses
+    make_run(tmp_path / "runs" / "sweep" / "ddp-4", "ddp", 4, windows_per_s=40.0, last_loss=4.0)  # differs
     outputs = execute("read_a_sweep.py", tmp_path, "")
     assert plots(outputs) == 1
-    assert "ddp on 4: " in printed(outputs)
+    assert "ddp on 4: " in text_of(outputs)

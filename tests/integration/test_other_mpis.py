@@ -1,4 +1,4 @@
-"""The real mpirun of Open MPI 5 and mpiexec of MPICH: one world, a stop that saves, refused launchers."""
+"""The mpirun of Open MPI 5 and the mpiexec of MPICH: one world, a stop that saves, refused launchers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import other_mpis
 import pytest
 import signalled
-from commands import losses, said, small_run
+from commands import losses, printed, small_run
 from launch import TRAIN, Outcome, run
 from other_mpis import Mpi
 
@@ -40,11 +40,11 @@ def test_ranks_save_when_their_launcher_is_stopped(mpi: Mpi, tmp_path: Path) -> 
     words = mpi.starts(*ENDLESS, "--output_dir", "out")
     stopped = mpi.run([sys.executable, signalled.__file__, mpi.stop, *words], tmp_path).expect(EXIT_STOPPED)
     saved = (tmp_path / "out" / "latest").read_text().strip()
-    assert said(stopped).count("hvd_bert: Stopped by") == said(stopped).count(f"saved in out/{saved}") == 1
+    assert printed(stopped).count("hvd_bert: Stopped by") == printed(stopped).count(f"saved in out/{saved}") == 1
 
 
 def refused_once(outcome: Outcome, *named: str) -> None:
-    output = said(outcome.expect(EXIT_BAD_INPUT))
+    output = printed(outcome.expect(EXIT_BAD_INPUT))
     assert output.count("hvd_bert: ") == 1 and "Traceback" not in output and "MPI_Init" not in output, outcome
     assert all(name in output for name in named), outcome
 

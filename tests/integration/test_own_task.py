@@ -1,4 +1,4 @@
-"""Custom tasks: the guide's task is stopped, resumed and reported on two ranks; the example learns."""
+"""Custom tasks: the guide's task is stopped, resumed and reported on two ranks; the example task learns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import documented
 import numpy as np
 import pytest
 import stopping_at
-from commands import read_lines, said
+from commands import printed, read_lines
 from launch import REPOSITORY, TRAIN, launcher, run
 
 pytestmark = pytest.mark.integration
@@ -31,15 +31,15 @@ def test_task_of_the_guide(tmp_path: Path) -> None:
     flags = [*FLAGS, "--strategy", "ddp", "--output_dir", out]
     stopped = run([*ranks, sys.executable, "-m", "stopping_at", 150, 1, "SIGTERM", "start", *flags], tmp_path)
     assert not stopped.hung and not (out / "train_results.json").exists()
-    assert "after step 150" in said(stopped), stopped
+    assert "after step 150" in printed(stopped), stopped
     resumed = run([*ranks, *TRAIN, *flags], tmp_path).expect(0)
-    assert "Resuming from step 150" in said(resumed) and "images/s" in said(resumed)
+    assert "Resuming from step 150" in printed(resumed) and "images/s" in printed(resumed)
     steps = [line["step"] for line in read_lines(out / "metrics.jsonl") if "loss" in line]
-    assert steps == sorted({1, 94, 188, *range(10, 201, 10)}), "of the first run and of the resumed one"
+    assert steps == sorted({1, 94, 188, *range(10, 201, 10)}), "of both runs"
     accuracy = json.loads((out / "eval_results.json").read_text())["accuracy"]
     assert accuracy > 0.8 and len(json.loads((out / "eval_predictions.json").read_text())) == 297
     measure = [sys.executable, "-m", "hvd_bert.tools.bench", *FLAGS[:2], "--steps", "2", "--repeats", "1"]
-    table = said(run(measure, tmp_path).expect(0))
+    table = printed(run(measure, tmp_path).expect(0))
     assert "images/s" in table and "tokens" not in table
     alone = [*TRAIN, *FLAGS, "--max_steps", "20", "--strategy", "none", "--no_do_eval"]
     run([*alone, "--output_dir", tmp_path / "runs" / "none"], tmp_path).expect(0)
@@ -52,7 +52,7 @@ def test_task_of_the_guide(tmp_path: Path) -> None:
 
 def test_one_process_learns_the_digits(tmp_path: Path) -> None:
     flags = ["--config", "mnist_rnn.yaml", "--logging_steps", 1, "--strategy", "none", "--output_dir", tmp_path / "out"]
-    output = said(run([*TRAIN, *flags], REPOSITORY / "examples").expect(0))
+    output = printed(run([*TRAIN, *flags], REPOSITORY / "examples").expect(0))
     lines = read_lines(tmp_path / "out" / "metrics.jsonl")
     losses = [line["loss"] for line in lines if "loss" in line]
     accuracies = [line["eval_accuracy"] for line in lines if "eval_loss" in line]

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import stopping_at
-from commands import TINY, read_lines, said, small_run
+from commands import TINY, printed, read_lines, small_run
 from launch import TRAIN, launcher, run
 
 from hvd_bert.tools.timeline.findings import read
 
 pytestmark = pytest.mark.integration
 
-STEPS = 6  # of small_run
+STEPS = 6  # see small_run
 PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # layers, embeddings, span head
 
 
@@ -34,7 +34,7 @@ def test_steps_3_to_5_are_recorded(tmp_path: Path) -> None:
     out, path = tmp_path / "out", tmp_path / "timeline.json"
     flags = ["--timeline_file", path, "--timeline_steps", "3:5", "--profile"]
     outcome = run([*launcher(2, "gloo"), *small_run(2, out, *flags)], tmp_path).expect(0)
-    assert said(outcome).count(f"Horovod's timeline of steps 3 to 5: {path}") == 1
+    assert printed(outcome).count(f"Horovod's timeline of steps 3 to 5: {path}") == 1
     assert len([row for row in read_lines(out / "metrics.jsonl") if "loss" in row]) == 6
     events, rounds = timeline(path)
     assert rounds[3] >= PARAMETERS  # gradients and the agreement on stopping
@@ -55,17 +55,17 @@ def test_an_interrupted_recording_is_closed(tmp_path: Path) -> None:
     stopping = [TRAIN[0], stopping_at.__file__, "4", "1", "SIGTERM", "start"]
     stopped = run([*launcher(2, "mpirun"), *stopping, *words], tmp_path)
     assert not stopped.hung and stopped.status != 0, stopped
-    assert said(stopped).count("The recording of steps 2:6 is incomplete") == 1, stopped
+    assert printed(stopped).count("The recording of steps 2:6 is incomplete") == 1, stopped
     _, rounds = timeline(path)
     assert max(rounds) == 3  # steps 2, 3 and 4
     assert read(path).step is not None
 
 
-def analysed(path: Path) -> dict[str, Any]:
+def analysis(path: Path) -> dict[str, Any]:
     page = str(path.with_suffix(".html"))
     command = [sys.executable, "-m", "hvd_bert.tools.timeline", str(path), "--json", "--overwrite", "--html", page]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stderr == ""  # no progress bar without a terminal
+    assert done.stderr == ""  # no progress bar
     record: dict[str, Any] = json.loads(done.stdout)
     return record
 
@@ -75,7 +75,7 @@ def test_a_real_timeline(tmp_path: Path, by: str, cached: bool) -> None:
     path = tmp_path / "timeline.json"
     env = {"HOROVOD_TIMELINE": str(path)} | ({} if cached else {"HOROVOD_CACHE_CAPACITY": "0"})
     run([*launcher(2, by), *small_run(2, tmp_path / "out")], tmp_path, env=env).expect(0)
-    seen = analysed(path)
+    seen = analysis(path)
     assert seen["ranks"] == 2
     assert not seen["cut_short"]
     phases = {phase["name"]: phase for phase in seen["phases"]}
@@ -97,6 +97,6 @@ def test_a_real_timeline(tmp_path: Path, by: str, cached: bool) -> None:
 
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) * 3 // 4 - 7])
-    cut = analysed(path)
+    cut = analysis(path)
     assert cut["cut_short"]
     assert STEPS / 2 - 1 <= cut["step"]["steps"] < STEPS

@@ -1,4 +1,4 @@
-"""Programs (programs.py) that train in a process group, in a thread, under submitit, `spawn` or Ray: one world each."""
+"""Programs that train in a process group, in a thread, or under submitit, `spawn` or Ray (programs.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import programs
 import pytest
-from commands import losses, said, skip_without
+from commands import losses, printed, skip_without
 from launch import REPOSITORY, Outcome, launcher, run
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED
@@ -19,19 +19,19 @@ pytestmark = pytest.mark.integration
 
 
 def start(folder: Path, by: str, kind: str, strategy: str, **options: Any) -> Outcome:
-    """Run a program of programs.py, on two ranks by a launcher or as one process, with `out` as output folder."""
+    """Run programs.py with the output folder `out`, on two ranks by a launcher or as one process."""
     words = launcher(2, by) if by != "none" else []
     return run([*words, sys.executable, programs.__file__, kind, strategy, "out"], folder, **options).expect(0)
 
 
 def check(folder: Path, expected: list[float], size: int = 2) -> None:
-    """Check that one world has trained to the end with the losses of horovodrun's ranks."""
+    """Check that one world has trained to the end with the expected losses."""
     results = json.loads((folder / "out" / "train_results.json").read_text())
     assert results["world_size"] == size
     assert losses(folder / "out") == pytest.approx(expected, abs=1e-5)
 
 
-def found(folder: Path) -> list[dict[str, Any]]:
+def written(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
 
 
@@ -39,22 +39,22 @@ def found(folder: Path) -> list[dict[str, Any]]:
 def test_group_of_the_program(tmp_path: Path, horovodruns: list[float], strategy: str) -> None:
     skip_without(strategy)
     start(tmp_path, "torch", "group", strategy)
-    assert found(tmp_path) == [{"stopped": EXIT_STOPPED, "resumed": None, "sum": 2.0}] * 2
+    assert written(tmp_path) == [{"stopped": EXIT_STOPPED, "resumed": None, "sum": 2.0}] * 2
     check(tmp_path, horovodruns)
 
 
 def test_error_in_a_group_is_raised(tmp_path: Path) -> None:
     """The process of the failed rank continues, and the other rank does not wait."""
     start(tmp_path, "torch", "failing", "ddp")
-    one, other = found(tmp_path)
+    one, other = written(tmp_path)
     assert one["alone"] == other["alone"] == EXIT_BAD_INPUT
     assert other["failed"] == "LookupError" and one["failed"] == "RuntimeError"
 
 
 def test_thread_in_a_group(tmp_path: Path, horovodruns: list[float]) -> None:
     outcome = start(tmp_path, "torch", "thread", "ddp")
-    assert said(outcome).count("SIGTERM") == 1, "says once that it is not handled"
-    assert found(tmp_path) == [{"stopped": None, "resumed": None, "sum": 2.0}] * 2
+    assert printed(outcome).count("SIGTERM") == 1, "one warning that it is not handled"
+    assert written(tmp_path) == [{"stopped": None, "resumed": None, "sum": 2.0}] * 2
     check(tmp_path, horovodruns)
 
 
@@ -67,23 +67,23 @@ def test_thread_under_a_launcher(tmp_path: Path, horovodruns: list[float]) -> No
 def test_submitit(tmp_path: Path, horovodruns: list[float], ranks: int, strategy: str) -> None:
     pytest.importorskip("submitit")
     start(tmp_path, "none", f"submitit{ranks}", strategy, cold=True)
-    assert found(tmp_path) == [{"stopped": "checkpoint-3", "resumed": [7] * ranks}]
+    assert written(tmp_path) == [{"stopped": "checkpoint-3", "resumed": [7] * ranks}]
     check(tmp_path, horovodruns, ranks)
 
 
 def test_spawn(tmp_path: Path, horovodruns: list[float]) -> None:
     start(tmp_path, "none", "spawn", "ddp")
-    assert found(tmp_path) == [{"status": EXIT_STOPPED, "stopped": "checkpoint-3"}]
+    assert written(tmp_path) == [{"status": EXIT_STOPPED, "stopped": "checkpoint-3"}]
     check(tmp_path, horovodruns)
 
 
 def test_ray(tmp_path: Path, horovodruns: list[float]) -> None:
     pytest.importorskip("ray")
-    with tempfile.TemporaryDirectory(prefix="ray") as short:  # the paths of its sockets have at most 107 characters
-        of_ray = {"HOME": str(tmp_path), "RAY_TMPDIR": short, "RAY_AUTH_MODE": "disabled"}
-        of_ray |= {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'examples'}"}
-        start(tmp_path, "none", "ray", "ddp", cold=True, env=of_ray)
+    with tempfile.TemporaryDirectory(prefix="ray") as short:  # paths of sockets have at most 107 characters
+        env = {"HOME": str(tmp_path), "RAY_TMPDIR": short, "RAY_AUTH_MODE": "disabled"}
+        env |= {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'examples'}"}
+        start(tmp_path, "none", "ray", "ddp", cold=True, env=env)
     sums = [path.read_text() for path in sorted(tmp_path.glob("sum*"))]
-    assert sums == ["2.0", "2.0"], "the group of Ray Train stays"
+    assert sums == ["2.0", "2.0"], "the group of Ray Train must remain"
     for folder in (tmp_path, tmp_path / "actors"):
         check(folder, horovodruns)

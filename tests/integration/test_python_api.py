@@ -1,4 +1,4 @@
-"""A program trains twice with a callback, on two ranks under each launcher; a callback fails on a rank."""
+"""A program trains twice with a callback on two ranks; a callback fails on one rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import documented
 import pytest
-from commands import said
+from commands import printed
 from launch import launcher, run
 
 pytestmark = pytest.mark.integration
@@ -44,10 +44,10 @@ def test_two_trainings_on_two_ranks(by: str, strategy: str, tmp_path: Path) -> N
     command = [*launcher(2, by), sys.executable, tmp_path / "program.py", strategy]
     run(command, tmp_path).expect(0)
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert found[0] == found[1] and found[0][0] == found[0][1], "equal on both ranks, and twice"
+    assert found[0] == found[1] and found[0][0] == found[0][1], "equal on both ranks and in both trainings"
     assert found[0][0][0] == [[[0, step], [1, step]] for step in (1, 2, 3)]
     if strategy != "horovod":
         return
     failed = run([*command, "fail"], tmp_path)
     assert not failed.hung and failed.status == 1, failed
-    assert "rank 1 on" in said(failed) and "LookupError: in a callback" in said(failed), failed
+    assert "rank 1 on" in printed(failed) and "LookupError: in a callback" in printed(failed), failed

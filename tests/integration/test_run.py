@@ -1,4 +1,4 @@
-"""Output files and log of a run: one process, horovodrun over Gloo, mpirun; over MPI with every option; a full log."""
+"""Output files and log of runs: of one process, under horovodrun and mpirun, with all options, on a full disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from commands import GLOBAL_BATCH, read_lines, said, sample_ids, small_run
+from commands import GLOBAL_BATCH, printed, read_lines, sample_ids, small_run
 from documented import undocumented
 from launch import Outcome, launcher, run
 
@@ -42,7 +42,7 @@ class Run:
         self.outcome: Outcome = run(command, folder, env={"HVD_BERT_CACHE": str(folder / "cache")})
 
 
-WAYS = [(1, "none"), (2, "gloo"), (2, "mpirun")]
+WORLDS = [(1, "none"), (2, "gloo"), (2, "mpirun")]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(tmp_path_factory.mktemp("alone"), 1, "none")
 
 
-@pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, alone: Run) -> Run:
     size, by = request.param
     ended = alone if by == "none" else Run(tmp_path_factory.mktemp(f"run-{size}-{by}"), size, by)
@@ -85,16 +85,16 @@ def test_train_results(finished: Run) -> None:
     assert (results["train_steps"], results["train_samples"]) == (6, 66)
     controller = {"none": "none", "gloo": "gloo"}.get(finished.by, "mpi")
     assert results["controller"] == (controller if finished.size > 1 else "none")
-    assert [place["rank"] for place in results["ranks"]] == list(range(finished.size))
+    assert [info["rank"] for info in results["ranks"]] == list(range(finished.size))
     assert len(results["hosts"]) == 1
     assert results["versions"].keys() >= {"torch", "horovod", "transformers", "python"}
     steps = [line for line in read_lines(finished.out / "metrics.jsonl") if "loss" in line]
     assert results["train_loss"] == pytest.approx(np.mean([line["loss"] for line in steps]))
     assert results["train_samples_per_second"] == pytest.approx(66 / results["train_runtime"])
     found = results["breakdown"]
-    assert (found["taken_steps"], found["steps"], found["padding_share"]) == (6, 5, 0.0)  # the first is warm-up
+    assert (found["taken_steps"], found["steps"], found["padding_share"]) == (6, 5, 0.0)  # the first step is warm-up
     measured = sum(line[f"{phase}_s"] for line in steps for phase in PHASES)
-    assert measured == pytest.approx(results["train_runtime"], rel=0.02), "phases leave no gaps"
+    assert measured == pytest.approx(results["train_runtime"], rel=0.02), "the phases add up to the run time"
     for phase, figures in found["phases"].items():
         assert figures["ms"] == pytest.approx(1000 * np.mean([line[f"{phase}_s"] for line in steps[1:]]))
         assert 0 <= figures["min_ms"] <= figures["ms"] <= figures["max_ms"]
@@ -151,8 +151,9 @@ def test_stored_settings_give_the_same_run(finished: Run) -> None:
 
 
 def test_no_line_is_logged_twice(finished: Run) -> None:
-    lines = [line for line in said(finished.outcome).splitlines() if line.strip() and not line.startswith("Tokenizing")]
-    assert [line for line, times in Counter(lines).items() if times > 1] == []
+    lines = [line for line in printed(finished.outcome).splitlines() if line.strip()]
+    repeated = [line for line, times in Counter(lines).items() if times > 1]
+    assert [line for line in repeated if not line.startswith("Tokenizing")] == []
     for words in ("step 1/6 ", "step 6/6 ", "windows/s", "ETA", "EM ", "F1 ", f"hvd-bert report {finished.out}"):
         assert any(words in line for line in lines), f"{words!r} is not in:\n{finished.outcome.output}"
 
@@ -170,7 +171,7 @@ def test_v2_with_every_option_of_horovod(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(out / "metrics.jsonl") if "eval_f1" in line] == [3, 6]
     results = json.loads((out / "train_results.json").read_text())
     assert (results["global_batch"], results["precision"]) == (GLOBAL_BATCH, "bf16")
-    assert said(outcome).count("a peak learning rate of 0.00636 (--lr_scaling sqrt)") == 1, outcome
+    assert printed(outcome).count("a peak learning rate of 0.00636 (--lr_scaling sqrt)") == 1, outcome
 
 
 def test_training_completes_on_a_full_log_disk(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A rank that stalls in a step ends the job and is named with its missing gradients; a straggler is not."""
+"""A rank that stalls in a step ends the job and is named with the missing gradients; a straggler is not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import stopping_at
-from commands import said, small_run
+from commands import printed, small_run
 from launch import Outcome, launcher, run
 
 from hvd_bert.tools.runs.failure import first_failure
@@ -29,11 +29,11 @@ def train(folder: Path, size: int, by: str, program: list[object], *flags: objec
 
 @pytest.mark.parametrize(("size", "by"), [(2, "gloo"), (3, "mpirun")])
 def test_stalled_rank_ends_the_job_and_is_named(tmp_path: Path, size: int, by: str) -> None:
-    """A rank's process stops in the fourth step, when Horovod has cached the steps' tensors."""
+    """Rank 1 stops in the fourth step, when Horovod has cached the tensors of a step."""
     outcome = train(tmp_path, size, by, [stopping_at.__file__, 4, 1, "SIGSTOP", "start"])
     assert not outcome.hung and outcome.status != 0, outcome
     assert time.time() - float((tmp_path / "signalled").read_text()) < END_S + 30, outcome
-    text, host = said(outcome), os.uname().nodename
+    text, host = printed(outcome), os.uname().nodename
     assert text.count(" has waited ") == 1 and "Traceback" not in text, outcome
     first = first_failure(outcome.output.splitlines())
     waited = rf"rank 0 on {host} has waited {END_S} s for rank 1 on {host} to reach {NAMES} and \d+ more"

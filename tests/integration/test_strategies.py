@@ -1,4 +1,4 @@
-"""Strategies by the real command: the results equal one process's, and a strategy resumes another's checkpoint."""
+"""Strategies by the command: results equal one process's, and a strategy resumes another strategy's checkpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from launch import TRAIN, launcher, run
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize(("by", "strategy"), [("mpi", "fsdp"), ("mpi", "deepspeed")])
-def test_two_ranks_of_any_strategy_leave_what_one_process_leaves(tmp_path, baseline, by, strategy):
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
+def test_two_ranks_write_the_same_files_and_scores_as_one_process(tmp_path, baseline, strategy):
     skip_without(strategy)
     out = tmp_path / "out"
-    run([*launcher(2, by), *small_run(2, out, "--strategy", strategy)], tmp_path).expect(0)
+    run([*launcher(2, "mpi"), *small_run(2, out, "--strategy", strategy)], tmp_path).expect(0)
     names = {path.name for path in baseline.iterdir()}
     assert {path.name for path in out.iterdir()} == names
     assert losses(out) == pytest.approx(losses(baseline), abs=1e-4)
@@ -52,7 +52,7 @@ def test_accelerates_single_process_is_reported(tmp_path):
 
 def test_checkpoint_of_one_strategy_is_resumed_under_another(tmp_path, baseline):
     out = tmp_path / "out"
-    # As after a signal: some steps, a checkpoint, no results. Launchers replace the status by their own.
+    # The status is not compared, because launchers replace it.
     for step, by, strategy, size in ((2, "torchrun", "fsdp", 2), (4, "none", "none", 1)):
         stop = [sys.executable, stopping_at.__file__, step, 0, "SIGTERM", "start"]
         words = small_run(size, out, "--strategy", strategy)[len(TRAIN) :]
@@ -66,13 +66,13 @@ def test_checkpoint_of_one_strategy_is_resumed_under_another(tmp_path, baseline)
 
 
 @pytest.mark.parametrize("flags", [("fsdp",), ("deepspeed", "--zero_stage", 1)])
-def test_best_model_is_kept(tmp_path, flags):
+def test_best_model_is_saved(tmp_path, flags):
     """The learning rate is so high that the last evaluation is not the best one."""
     skip_without(flags[0])
     out = tmp_path / "out"
     best = ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--eval_steps", 1]
     best += ["--learning_rate", 0.02, "--lr_scheduler_type", "constant", "--save_steps", 100]
     run([*launcher(2, "mpi"), *small_run(2, out, "--strategy", *flags, *best)], tmp_path).expect(0)
-    *evaluated, left = [line["eval_loss"] for line in read_lines(out / "metrics.jsonl") if "eval_loss" in line]
+    *evaluated, last = [line["eval_loss"] for line in read_lines(out / "metrics.jsonl") if "eval_loss" in line]
     assert evaluated[-1] > min(evaluated) + 0.01
-    assert left == pytest.approx(min(evaluated), abs=1e-5)
+    assert last == pytest.approx(min(evaluated), abs=1e-5)

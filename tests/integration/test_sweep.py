@@ -13,7 +13,7 @@ from launch import TIMEOUT_S, launcher, run
 
 pytestmark = pytest.mark.integration
 
-# Presses Ctrl-C as soon as the first point is done.
+# Press Ctrl-C once the first point is done.
 INTERRUPTED = """
 import signal, subprocess, sys
 with subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, text=True) as sweep:
@@ -30,8 +30,8 @@ def states(folder: Path) -> dict[str, str]:
 
 
 def test_interrupted_resumed_and_reported(tmp_path: Path) -> None:
-    """A sweep of the baseline, Horovod with a flag of its own, DDP under torchrun, and a strategy that cannot run."""
-    launcher(2, "gloo")  # skips if there is no launcher
+    """A sweep of one process, Horovod with an additional flag, DDP under torchrun, and a strategy that cannot run."""
+    launcher(2, "gloo")  # skips the test if the launcher is missing
     words = [sys.executable, "-m", "hvd_bert.tools.bench", "sweep"]
     words += ["--strategies", "none,horovod,ddp,dp", "--ranks", "2"]
     words += ["--repeats", "1", "--steps", "2", "--global_batch", "4", "--max_train_samples", "33", "--fp16_allreduce"]
@@ -49,5 +49,5 @@ def test_interrupted_resumed_and_reported(tmp_path: Path) -> None:
     with (tmp_path / "report" / "report.csv").open(newline="") as file:
         rows = {(row["strategy"], row["ranks"]): row for row in csv.DictReader(file)}
     assert rows.keys() == {("none", "1"), ("horovod", "2"), ("ddp", "2")}
-    # Rows without the same work and losses would have no speed-up.
+    # Rows with other work or losses would have no speed-up.
     assert all(float(row["speedup"]) > 0 for row in rows.values()), outcome
