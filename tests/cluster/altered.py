@@ -1,8 +1,8 @@
 """Run `python -m hvd_bert.train` with changes that environment variables select: altered.py -m MODULE ...
 
 SLOWED_RANK, SLOWED_S: this rank sleeps for so many seconds before each backward pass.
-WAITING_STEP: before the backward pass of this step, counted from 1, a job's first attempt waits for the signal of a time
-  limit, or SIGTERM. Earlier signals are delayed until then, so that tests do not depend on the machine's speed.
+WAITING_STEP: before the backward pass of this step, counted from 1, a job's first attempt waits for the signal of a
+  time limit, or SIGTERM. Earlier signals are delayed until then, so that tests do not depend on the machine's speed.
 SIGNALLED_AGAIN: later attempts get the signal once the trainer handles it.
 GATED_FOLDER: folder with the pipes `reached` and `go`, in which each rank writes its process id to `RANK.pid`.
 GATED_STEP: before this step, counted from 1, rank 0 writes to `reached` and reads from `go`; 0: never.

@@ -1,4 +1,4 @@
-"""What the package does on a GPU, checked on fake tensors (machine.py): shapes, dtypes and devices."""
+"""Checks of the package on a GPU by fake tensors (machine.py): shapes, dtypes, devices and waits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ KINDS = [("fp32", False), ("bf16", False), ("fp16", False), ("bf16", True)]  # p
 
 
 class Waits(TorchDispatchMode):
-    """Notes the operations in which the host waits for the GPU, as torch.cuda.set_sync_debug_mode reports them."""
+    """Record the operations in which the host waits for the GPU, as torch.cuda.set_sync_debug_mode does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def expect(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: t
 
 
 @check
-def packed_batches_are_pinned_and_copied_at_once() -> None:
+def packed_batches_are_pinned_and_copied_in_one_piece() -> None:
     before = Machine.pinned
     made = batch(padded=False)
     for tensor in (made.input_ids, made.token_type_ids, made.position_ids):
@@ -120,7 +120,7 @@ def packed_batches_are_pinned_and_copied_at_once() -> None:
 
 
 @check
-def padded_batches_are_pinned_and_copied_at_once() -> None:
+def padded_batches_are_pinned_and_copied_in_one_piece() -> None:
     before = Machine.pinned
     made = batch(padded=True, device=SECOND)
     expect(made.input_ids, (len(LENGTHS), 16), torch.int64, SECOND)
@@ -130,7 +130,7 @@ def padded_batches_are_pinned_and_copied_at_once() -> None:
 
 
 @check
-def a_tasks_batches_may_be_on_the_gpu_already() -> None:
+def batches_of_a_task_may_already_be_on_the_gpu() -> None:
     pair = namedtuple("pair", "x y")
     rows = torch.ones(2, 3)
     before = Machine.pinned
@@ -145,7 +145,7 @@ def a_tasks_batches_may_be_on_the_gpu_already() -> None:
 
 
 def attend(kernel: attention.Kernel, dtype: torch.dtype, dropout: float, size: int, window_size: int | None) -> None:
-    """Forward and backward pass of a kernel on views as BERT makes them."""
+    """Run the forward and backward pass of a kernel on views as BERT makes them."""
     made = [torch.randn(1, sum(LENGTHS), 4, size, device=GPU, dtype=dtype, requires_grad=True) for _ in range(3)]
     query, key, value = (tensor.transpose(1, 2).squeeze(0).transpose(0, 1) for tensor in made)
     output = kernel(query, key, value, make_windows(LENGTHS, GPU, window_size), dropout, 0.5)
@@ -172,7 +172,7 @@ def every_kernel_in_every_dtype() -> None:
 
 
 def one_step(strategy: Strategy, made: Batch, precision: str) -> None:
-    """Two passes of a step, as the loop makes them."""
+    """Make a step of two micro-batches as the training loop does."""
     strategy.module.train()
     for _ in range(strategy.options.accumulation):
         with autocast(GPU, precision):
@@ -187,8 +187,8 @@ def one_step(strategy: Strategy, made: Batch, precision: str) -> None:
     expect(strategy.clip(), (), torch.float32)
     strategy.step()
     assert all(parameter.grad is None for parameter in strategy.model.parameters())
-    for slots in strategy.optimizer.state.values():
-        assert {slot.device for slot in slots.values()} == {GPU}
+    for state in strategy.optimizer.state.values():
+        assert {tensor.device for tensor in state.values()} == {GPU}
 
 
 def made_strategy(kind: type[Strategy], precision: str, padded: bool, devices: int = 1) -> Strategy:
@@ -228,7 +228,7 @@ def no_logged_step_waits_for_the_gpu() -> None:
             self.step = now[0]
 
         def synchronize(self) -> None:
-            if self.step == now[0]:  # then the GPU has no work left
+            if self.step == now[0]:  # the GPU has no further work
                 waited.add(self.step)
 
     def take_ones(scalars: DeferredScalars) -> list[float]:
@@ -237,7 +237,7 @@ def no_logged_step_waits_for_the_gpu() -> None:
             return take(scalars)
 
     def read_values(meter: Meter) -> dict[str, float]:
-        with unset_fake_temporarily():  # all that it reads is on the host
+        with unset_fake_temporarily():  # its values are on the host
             return read(meter)
 
     def batches(step: int) -> Iterator[MicroBatch]:
@@ -249,7 +249,7 @@ def no_logged_step_waits_for_the_gpu() -> None:
         patches.enter_context(patch("torch.cuda.Event", Noted))
         patches.enter_context(patch.object(DeferredScalars, "take", take_ones))
         patches.enter_context(patch.object(Meter, "read", read_values))
-        patches.enter_context(patch.object(Breakdown, "results", lambda _: {}))  # would read fake values
+        patches.enter_context(patch.object(Breakdown, "results", lambda _: {}))  # its values would be fake
         (folder / "config.json").write_text(json.dumps({"model_type": "bert"} | SIZES), encoding="utf-8")
         world, config = World(), parse(["--steps=4", "--repeats=2", "--strategy=none", f"--model={folder}"])[1]
         world.device = GPU
@@ -259,7 +259,7 @@ def no_logged_step_waits_for_the_gpu() -> None:
         task.model = small_bert()
         start = Start(config, task).in_folder(folder)
         prepared = prepare(start, world)
-        prepared.batches.close()  # its thread would make real tensors
+        prepared.batches.close()  # a thread would make real tensors
         alone: Any = SimpleNamespace(micro_batches=batches, close=lambda: None)
         metrics_logger = MetricsLogger(folder, enabled=False, callbacks=[recorder])
         training = Training(start, replace(prepared, batches=alone), None, metrics_logger, world)
@@ -272,7 +272,7 @@ def no_logged_step_waits_for_the_gpu() -> None:
 
 
 @check
-def an_evaluation_waits_once_per_batch_with_the_next_one_queued() -> None:
+def an_evaluation_waits_once_per_batch_while_the_next_one_is_queued() -> None:
     happened: list[str] = []
 
     class Noted(Event):
@@ -291,7 +291,7 @@ def an_evaluation_waits_once_per_batch_with_the_next_one_queued() -> None:
 
 
 @check
-def intervals_are_by_the_gpus_own_clock() -> None:
+def intervals_are_measured_by_the_gpu() -> None:
     stopwatch = Stopwatch(GPU)
     for phase in ("data", "compute", "compute"):
         stopwatch.end_interval(phase)
@@ -301,7 +301,7 @@ def intervals_are_by_the_gpus_own_clock() -> None:
 
 
 @check
-def layers_that_are_faster_on_cpus_are_torchs_on_a_gpu() -> None:
+def layers_for_cpus_are_not_used_on_a_gpu() -> None:
     kinds = {type(layer) for layer in small_bert().modules()}
     assert {nn.Linear, BertOutput} <= kinds and Linear not in kinds, kinds
 
@@ -317,7 +317,7 @@ def logits_of_an_evaluation_are_fp32() -> None:
 
 @check
 def dp_computes_on_each_gpu_in_the_precision_of_the_run() -> None:
-    for precision in AUTOCAST:  # padded batches are split by torch's own code, which needs a CUDA build
+    for precision in AUTOCAST:  # torch's code that splits padded batches needs a CUDA build
         strategy = made_strategy(DPStrategy, precision, padded=False, devices=2)
         seen: set[tuple[torch.device, torch.dtype]] = set()
 
@@ -327,6 +327,6 @@ def dp_computes_on_each_gpu_in_the_precision_of_the_run() -> None:
         for layer in strategy.model.modules():
             if type(layer).__name__ == "BertIntermediate":
                 layer.register_forward_hook(note)
-        with autocast(GPU, precision):  # no backward pass: a thread per GPU would share the mode of the fake tensors
+        with autocast(GPU, precision):  # no backward pass, whose threads would share the mode of the fake tensors
             expect(window_losses(strategy.module, batch(padded=False)), (len(LENGTHS),), torch.float32)
         assert seen == {(gpu, AUTOCAST[precision] or torch.float32) for gpu in (GPU, SECOND)}, seen

@@ -1,10 +1,10 @@
-"""A process with two made-up A100s, whose tensors have shapes, types and devices, but no values (torch's FakeTensor).
+"""A process with two fake A100s, whose tensors have shapes, types and devices, but no values (torch's FakeTensor).
 
     python machine.py LIBRARY RESULTS [CHECK...]       LIBRARY: device.cpp, compiled
 
-Runs all checks (checks.py), or those that are named, and writes RESULTS: check -> traceback, or null. On a CPU build of
-torch, this runs what the package does on a GPU up to the kernels: a wrong argument, a dtype that a kernel refuses or a
-tensor that was left on the CPU is an error here as well. `tests/unit/test_fake_cuda.py` starts this.
+Runs the named checks of checks.py, by default all, and writes RESULTS: check -> traceback, or null. With a CPU build of
+torch, this tests the package's code for GPUs up to the kernels: a wrong argument, a dtype that a kernel refuses, or a
+tensor on the CPU is an error as on a GPU. `tests/unit/test_fake_cuda.py` starts this program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 if __name__ == "__main__":
-    ctypes.CDLL(sys.argv[1])  # before torch, which looks for devices once
+    ctypes.CDLL(sys.argv[1])  # before torch, which only looks for devices once
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ NAME = "NVIDIA A100-SXM4-80GB"
 
 
 class Properties:
-    """Of a device."""
+    """The properties of a device."""
 
     uuid = "8c1a2b3c-0000-0000-0000-000000000000"
     total_memory = 80 * 2**30
@@ -50,14 +50,14 @@ class Properties:
 
 
 class Stream(nullcontext[None]):
-    """Of a device."""
+    """A stream of a device."""
 
     def is_capturing(self) -> bool:
         return False
 
 
 class Event:
-    """Of a stream."""
+    """An event in a stream."""
 
     def __init__(self, **_: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
@@ -67,7 +67,7 @@ class Event:
 
 
 class Machine:
-    """Stands for torch.cuda, as far as the package uses it. `pinned`: how many tensors were copied to pinned memory."""
+    """Replacement for the functions of torch.cuda that the package uses. `pinned`: number of pinned tensors."""
 
     pinned: ClassVar[int] = 0
     mode: ClassVar[Any] = None
@@ -92,15 +92,15 @@ class Machine:
 
 
 def install() -> None:
-    """Put the machine in the place of torch.cuda, and what needs a CUDA build of torch besides."""
+    """Replace torch.cuda, and other functions that need a CUDA build of torch."""
     for name, function in Machine.functions.items():
         setattr(torch.cuda, name, function)
     torch.backends.cuda.is_flash_attention_available = lambda: True
     Tensor.pin_memory = _pin  # type: ignore[method-assign]
     sdpa._select_sdp_backend = _backend
-    _foreach_utils._foreach_supported_types.append(FakeTensor)  # as a GPU's own tensors
+    _foreach_utils._foreach_supported_types.append(FakeTensor)  # as for a GPU's tensors
     OVERRIDES.impl("_efficient_attention_backward", _efficient_backward, "Meta", allow_override=True)
-    # DataParallel's copies of the weights.
+    # DataParallel copies the weights by these.
     _functions.Broadcast = replicate.__globals__["Broadcast"] = _Broadcast  # type: ignore[misc]
     replicate.__globals__["comm"] = _Copies
     parallel_apply.__globals__["threading"] = SimpleNamespace(Lock=threading.Lock, Thread=_OneAfterTheOther)
@@ -110,25 +110,25 @@ def install() -> None:
 
 def _pin(tensor: Tensor, *_: Any) -> Tensor:
     if tensor.device.type != "cpu":
-        raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")  # torch's own words
+        raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")  # torch's message
     Machine.pinned += 1
     return tensor
 
 
 def _backend(query: Tensor, *_: Any) -> SDPBackend:
-    """torch's choice for jagged tensors, which asks the device."""
+    """Choose the kernel for jagged tensors like torch, which queries the device."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     flash = half and query.size(-1) % 8 == 0 and query.size(-1) <= 256
     return SDPBackend.FLASH_ATTENTION if flash else SDPBackend.EFFICIENT_ATTENTION
 
 
 def _efficient_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> Any:
-    """torch 2.13's own lacks an argument."""
+    """Replace the function of torch 2.13, which lacks an argument."""
     return (*map(torch.empty_like, (query, key, value)), torch.empty((), device=query.device))
 
 
 class _OneAfterTheOther(threading.Thread):
-    """A thread of DataParallel: two at a time would share the mode of the fake tensors. Its other state is its own."""
+    """A thread of DataParallel that the next one waits for: two threads would share the mode of the fake tensors."""
 
     def start(self) -> None:
         super().start()
@@ -152,15 +152,15 @@ class _Copies:
 
 
 def fake() -> AbstractContextManager[Any]:
-    """Inside, tensors are fake: made on the CPU or on a GPU, they have no values."""
+    """Context manager: new tensors, on the CPU or on a GPU, are fake and have no values."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())  # jagged tensors have a symbolic length
 
 
 def on_gpu(make: Callable[[], nn.Module]) -> nn.Module:
-    """A model with fake weights on the first GPU, as `place` moves it there. torch's own `to` swaps fake tensors, which
-    have weak references."""
+    """A model with fake weights on the first GPU, moved by `place`."""
     with unset_fake_temporarily():
         model = make()
+    # torch's function refuses fake tensors, because they have weak references.
     model.to = lambda device: None  # type: ignore[assignment, method-assign]
     place(model, torch.device("cuda", 0))
     del model.to
@@ -174,7 +174,7 @@ def on_gpu(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def main() -> None:
-    """All checks, one after the other."""
+    """Run the checks one after another."""
     install()
     import checks
 

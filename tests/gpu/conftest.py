@@ -1,5 +1,7 @@
-"""Tests on this machine's GPUs, for scripts/gpu_acceptance.sh; a test's docstring is its goal. Commands use the GPUs: a
-CUDA context of this process would keep them out in compute mode Exclusive_Process."""
+"""Tests on this machine's GPUs, for scripts/gpu_acceptance.sh. The docstring of a test is the goal in its table.
+
+Only child processes use the GPUs, since in compute mode Exclusive_Process a GPU accepts one process.
+"""
 
 import json
 import os
@@ -33,13 +35,13 @@ TRAIN = "hvd_bert.train --config sample --max_train_samples 700 --no_do_eval --r
 
 @dataclass(eq=False)
 class Machine:
-    """Runs commands. Also a plugin of pytest: prints a line per test as it ends, then a table; writes a JSON file."""
+    """Run commands. As a plugin of pytest, print a line per test and a table at the end, and write a JSON file."""
 
     device: str  # "cuda" or "cpu"
     gpus: int
     out: Path
-    ends_at: float  # when all must be done, by time.monotonic()
-    rounds: int = 1  # at most, of the variants that take turns
+    ends_at: float  # the time limit of all tests, by time.monotonic()
+    rounds: int = 1  # maximum number of measurements in turns
     only: Sequence[str] = ("",)
     lines: list[dict[str, Any]] = field(default_factory=list)
 
@@ -54,14 +56,16 @@ class Machine:
         return on_gpu if self.device == "cuda" else on_cpu
 
     def require(self, gpus: int, device: str = "cpu") -> None:
-        """Skip the test unless there are so many GPUs; on CPUs two ranks share them, unless `device` is "cuda"."""
+        """Skip the test if there are fewer GPUs. On CPUs two ranks can run, unless `device` is "cuda"."""
         if gpus > (2 if self.device == device == "cpu" else self.gpus):
             pytest.skip(f"needs {gpus} GPU(s)")
 
     def run(self, name: str, words: list[str], ranks: int | str = 0, gpus: int | str = 0, **settings: str) -> str:
-        """Run a command on the first of the user's GPUs; with `ranks`, under horovodrun. "all": as many as divide the
-        batch, on CPUs 2. Returns the output, also in NAME.log. If the command fails, so does the test; if the time for
-        all ends, the test is skipped. `settings`: environment variables."""
+        """Run a command on the first of the user's GPUs, and with `ranks` under horovodrun. Returns the output.
+
+        The output is also in NAME.log. The test fails with the command, and is skipped at the end of the time for all.
+        "all": the largest power of 2, on CPUs 2. `settings`: environment variables.
+        """
         if "all" in (ranks, gpus):
             self.require(2, "cuda" if gpus else "cpu")
         every = 2 ** (min(self.gpus or 2, MAX_RANKS).bit_length() - 1)
@@ -84,29 +88,29 @@ class Machine:
         return done.expect(0).output
 
     def record(self, name: str, words: list[str], **how: Any) -> Any:
-        """The content of the JSON file that a program writes, its last argument. It runs once. `how`: as for `run`."""
+        """The JSON file that a program writes, its last argument. Runs the program once. `how`: arguments of `run`."""
         if not (file := self.out / f"{name}.json").exists():
             self.run(name, [sys.executable, *words, str(file)], **how)
         return json.loads(file.read_text(encoding="utf-8"))
 
     def train(self, name: str, flags: str, program: Sequence[str] = ("-m",), **how: Any) -> Path:
-        """Train on the sample, once. Returns the output folder. `how`: as for `run`."""
+        """Train on the sample, once. Returns the output folder. `how`: arguments of `run`."""
         if not (out := self.out / re.sub(r"\W+", "-", name)).exists():
             words = [sys.executable, *program, *TRAIN.split(), *flags.split(), "--output_dir", str(out)]
             self.run(out.name, words, **how)
         return out
 
     def bench(self, name: str, flags: str, **how: Any) -> Any:
-        """The record of `hvd-bert bench`: BERT-base; on the CPU a smaller one. `how`: as for `run`."""
+        """The record of `hvd-bert bench` with BERT-base, on CPUs with a small model. `how`: arguments of `run`."""
         small = f"--model {SMALL} --max_seq_length 128 {BATCH} 4 --repeats 1"
         size = self.sized(f"--tf32 {BATCH} 32 --repeats 5", small)
         words = f"-m hvd_bert.tools.bench --bf16 --strategy none {size} {flags} --json".split()
         return self.record("bench-" + re.sub(r"\W+", "-", name), words, **how)
 
-    def result(self, right: bool | None, text: str, figures: Any = None) -> None:
-        """Report what a test has found; it fails unless that is right. None: there is no goal."""
-        self.lines[-1] |= {"found": text, "figures": figures, "result": REPORTED if right is None else PASSED}
-        assert right is not False, text
+    def result(self, correct: bool | None, text: str, figures: Any = None) -> None:
+        """Report the result of a test, which fails if `correct` is False. None: there is no goal."""
+        self.lines[-1] |= {"found": text, "figures": figures, "result": REPORTED if correct is None else PASSED}
+        assert correct is not False, text
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if any(word in item.name for word in self.only)]
@@ -122,7 +126,7 @@ class Machine:
             line["found"] = report.longrepr[2].removeprefix("Skipped: ")
             line["result"] = LATE if line["found"].startswith(LATE) else NOT_HERE
         elif report.failed:
-            # The last line says most: the others are the end of a log.
+            # The last error is the most specific line; the other lines are the end of a log.
             line["error"] = text = str(report.longrepr).strip().splitlines()
             last = next((row for row in reversed(text) if "rror" in row), text[-1])
             line |= {"result": FAILED, "found": line["found"] if "figures" in line else last.strip()[:300]}
@@ -141,17 +145,17 @@ class Machine:
         (self.out / "gpu_acceptance.json").write_text(text + "\n", encoding="utf-8")
         rows = [[line[column].replace("|", "\\|") for column in COLUMNS] for line in self.lines]
         failed, late = (sum(line["result"] == result for line in self.lines) for result in (FAILED, LATE))
-        said = f"{failed} of {len(rows)} checks failed, {late} ran out of time (--minutes). Details: {self.out}"
-        print(f"\n{markdown_table(COLUMNS, rows)}\n\n{said}")
+        summary = f"{failed} of {len(rows)} checks failed, {late} ran out of time (--minutes). Details: {self.out}"
+        print(f"\n{markdown_table(COLUMNS, rows)}\n\n{summary}")
         if late and not session.exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     add = parser.getgroup("tests/gpu").addoption
-    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: what needs no GPU, at small sizes.")
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: tests that need no GPU, at small sizes.")
     add("--minutes", type=float, default=20.0, help="Time for all tests. (default: 20)")
-    add("--rounds", type=int, help="Most rounds of the measurements in turns. (default: 3, on the CPU 1)")
+    add("--rounds", type=int, help="Maximum number of measurements in turns. (default: 3, on the CPU 1)")
     add("--only", nargs="+", default=[""], metavar="WORD", help="Only tests with one of these words in their names.")
     add("--out", type=Path, default=Path("runs/gpu_acceptance"), help="New folder. (default: runs/gpu_acceptance)")
 

@@ -23,7 +23,7 @@ SIGMAS = 6.0  # allowed deviation of a mean over random numbers
 
 
 def kernels(device, dtype):
-    """The device's kernels for a dtype, each with its `window_size` (local attention; None: all tokens attend)."""
+    """The device's kernels for a dtype, each with a `window_size` (None: attention to all tokens)."""
     half, fused = dtype != torch.float32, ours.gpu_kernels(device) if device.type == "cuda" else set()
     fits = {ours.by_window: True, ours.by_jagged: True, ours.by_flash: half and ours.by_flash in fused}
     fits |= {ours.by_efficient: dtype != torch.bfloat16 and ours.by_efficient in fused}
@@ -33,7 +33,7 @@ def kernels(device, dtype):
 
 
 def errors(kernel, window_size, device, dtype):
-    """Errors of a kernel on random tensors [N, heads, head size], over what is allowed. NaN is wrong."""
+    """Errors of a kernel on random tensors [N, heads, head size], divided by the allowed error. NaN is wrong."""
     lengths, eps, generator = LENGTHS[device.type], torch.finfo(dtype).eps, torch.Generator().manual_seed(0)
     windows, allowed = make_windows(lengths, device, window_size), ROUNDINGS[dtype] * eps
     shape = (sum(lengths), HEADS, HEAD_SIZE)
@@ -50,18 +50,18 @@ def errors(kernel, window_size, device, dtype):
         return [tensor.detach().double() for tensor in (output, *gradients)]
 
     pairs = zip(both_passes(0.0), both_passes(0.0, exact=True), strict=True)
-    shares = [(found - right).abs().max() / (allowed * right.abs().max()) for found, right in pairs]
-    found = {"both passes": float(torch.stack(shares).max())}  # NaN if one is
+    shares = [(found - exact).abs().max() / (allowed * exact.abs().max()) for found, exact in pairs]
+    found = {"both passes": float(torch.stack(shares).max())}  # NaN if any is NaN
     if window_size is not None:
         return found
-    # With values of 1 a head's output is the sum of the kept probabilities over 1 - p, whose mean over all tokens is 1.
-    equal = torch.zeros_like(upstream)  # a token attends to all of its window alike
+    # With values of 1, the output is the sum of the probabilities that remain, divided by 1 - p. Its mean is 1.
+    equal = torch.zeros_like(upstream)  # all probabilities of a window are equal
     output = kernel(equal, equal, torch.ones_like(equal), windows, DROPOUT, 1.0).double()[..., 0]
     variance = len(lengths) * HEADS * DROPOUT / (1 - DROPOUT)  # of the sum: 1 / length for each of a window's tokens
     chance = SIGMAS * variance**0.5 / output.numel() + 4 * eps
     changed = bool((output - 1).abs().max() > 4 * eps)
     found["dropout"] = abs(float(output.mean()) - 1) / chance if changed else float("inf")
-    # The output is linear in the values: <output, upstream> = <values, their gradient>, if both passes drop the same.
+    # The output is linear in the values: <output, upstream> = <values, gradient> if both passes drop the same elements.
     output, *_, gradient = both_passes(DROPOUT)
     one, other = output * upstream.double(), gradient * tensors[2].double()
     found["dropout's gradient"] = float((one.sum() - other.sum()).abs() / (allowed * one.norm()))
@@ -69,19 +69,19 @@ def errors(kernel, window_size, device, dtype):
 
 
 def attention(precision, device_type):
-    """All kernels of a dtype."""
+    """Check all kernels of a dtype."""
     set_precision(TrainArguments())  # turns off kernels that training does not use
     torch.manual_seed(0)
     device, dtype, found = torch.device(device_type), DTYPES[precision], {}
     for kernel, window_size in kernels(device, dtype):
         found[kernel.__name__ + ", local" * (window_size is not None)] = errors(kernel, window_size, device, dtype)
-    wrong = [f"{name}: {what}" for name, of in found.items() for what, share in of.items() if not share <= 1]
-    largest = max(max(of.values()) for of in found.values())
+    wrong = [f"{name}: {kind}" for name, shares in found.items() for kind, share in shares.items() if not share <= 1]
+    largest = max(max(shares.values()) for shares in found.values())
     return not wrong, f"wrong: {'; '.join(wrong)}" if wrong else f"{', '.join(found)}: {largest:.2f} of it", found
 
 
 def sums(hvd, device, dtypes):
-    """Whether sums, scaled ones and fused averages are right, and start only when the device has computed them."""
+    """Check sums, scaled sums and fused averages, and that a sum waits until the device has computed the values."""
     right, size = {}, 2048 if device.type == "cuda" else 64
     for name, dtype in dtypes.items():
         values, *many = (torch.randn(size, device=device).to(dtype) for size in (100_003, 1, 7, 768, 768 * 768, 3072))
@@ -99,7 +99,7 @@ def sums(hvd, device, dtypes):
 
 
 def horovod(device_type):
-    """Sums in all dtypes that this Horovod can send, in a world of 1: they are its own tensors."""
+    """Check sums in all dtypes that this Horovod can send; in a world of 1 a sum equals the tensor."""
     os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")  # one process needs no MPI
     import horovod.torch as hvd
 

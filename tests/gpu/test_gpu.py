@@ -1,4 +1,4 @@
-"""Checks of the values that the package computes on GPUs; benchmarks/gpu_speed.py has its speed."""
+"""Checks of the values that the package computes on GPUs; benchmarks/gpu_speed.py measures the speed."""
 
 import math
 import re
@@ -17,8 +17,8 @@ from hvd_bert.checkpoint.files import checkpoint_name
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(0)]  # commands have limits of their own
 # Relative differences of a loss in 20 steps from the same weights.
 SAME_SUMS, SAME_PRECISION = 1e-4, 1e-3
-OTHER_ROUNDING = 5e-2  # bf16, fp16; also next to compiled kernels, which round in other places
-MAX_SKIPPED = 3  # steps of fp16, until the first scale of the loss fits
+OTHER_ROUNDING = 5e-2  # bf16 and fp16, also with compiled kernels
+MAX_SKIPPED = 3  # steps of fp16, until the scale of the loss is low enough
 HALF = f"--bf16 {GRAPHS}"
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 HOOKED = """import runpy, sys; from hvd_bert.strategies.horovod import HorovodStrategy as made
@@ -27,11 +27,11 @@ def hooked(self, *given): init(self, *given); self.optimizer._register_hooks()
 def waited(self): assert self.optimizer._handles, "no gradient was sent"; wait(self)
 made.__init__, made.synchronize = hooked, waited; runpy.run_module(sys.argv.pop(1), None, "__main__", True)"""
 HOOKS = {"ranks": 1, "program": ["-c", HOOKED]}  # of Horovod's optimizer, which a world of 1 lacks
-# Function and arguments, and variables.
+# Name -> function with arguments, and environment variables.
 PROGRAM = str(Path(__file__).with_name("gpu_checks.py"))
 CHECKS = {f"attention kernels in {name}": (f"attention {name}", {}) for name in ("fp32", "bf16", "fp16")}
 CHECKS |= {"sums of horovod, world of 1": ("horovod", {}), "sums of horovod, asynchronous": ("horovod", ASYNC)}
-# A run: its flags, how it is started, and the run with the same losses, to a tolerance.
+# A run: flags, arguments of `Machine.run`, and the run with equal losses up to a tolerance.
 RUNS = {
     "losses of the CPU": ("", ON_CPU, "", 0),
     "losses of fp32": ("", {}, "losses of the CPU", SAME_PRECISION),
@@ -57,14 +57,14 @@ RUNS = {
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_values(name, machine):
-    """fp64's, to 24 roundings of the largest value, in bf16 and fp16 9; both passes drop the same; sums are exact."""
+    """Equal to fp64 up to 24 roundings (bf16, fp16: 9); both passes drop the same elements; sums are exact."""
     words, variables = CHECKS[name]
     machine.result(*machine.record(name, [PROGRAM, *words.split(), machine.device], **variables))
 
 
 @pytest.mark.parametrize("ranks", [0, "all"], ids=["one", "all GPUs"])
 def test_preflight(ranks, machine):
-    """`hvd-bert doctor` finds no failure; on all GPUs sums are right, by NCCL."""
+    """`hvd-bert doctor` finds no failure; on all GPUs sums by NCCL are correct."""
     words = f"-m hvd_bert.tools.doctor --verbose --output_dir . --size {machine.sized(400, 1)}".split()
     printed = machine.run(f"doctor-{ranks}", [sys.executable, *words], ranks=ranks).splitlines()
     rows = [" ".join(re.sub(r"^\[[\d,]+\]<\w+>:", "", line).split()) for line in printed if "Horovod, " in line]
@@ -74,7 +74,7 @@ def test_preflight(ranks, machine):
 
 
 def compared(found, right, tolerance, max_skipped=0):
-    """Whether losses agree. Skipped steps have none; each puts the weights a step behind, and adds to the tolerance."""
+    """Whether losses agree. A skipped step has no loss, and puts the weights a step behind: the tolerance is higher."""
     pairs = [(loss, other) for loss, other in zip(found, right, strict=False) if loss is not None]
     skipped = len(right) - len(pairs)
     if not pairs or None in right or len(found) != len(right) or skipped > max_skipped:
@@ -86,7 +86,7 @@ def compared(found, right, tolerance, max_skipped=0):
 
 @pytest.mark.parametrize("name", list(RUNS)[1:])
 def test_20_steps(name, machine):
-    """The losses of another run, to a tolerance: of one process in fp32, and these are the CPU's."""
+    """Losses equal those of another run up to a tolerance: one process in fp32, or the CPU."""
     steps = "--max_steps 20 --logging_steps 1 --save_steps 0 --strategy none"
     both = (losses(machine.train(run, f"{steps} {RUNS[run][0]}", **RUNS[run][1])) for run in (name, RUNS[name][2]))
     machine.result(*compared(*both, RUNS[name][3], MAX_SKIPPED if "fp16" in name else 0))
@@ -94,7 +94,7 @@ def test_20_steps(name, machine):
 
 @pytest.mark.parametrize("flags", ["", "--bf16", f"--bf16 {COMPILE}", HALF], ids=["fp32", "bf16", "compiled", "graphs"])
 def test_resume(flags, machine):
-    """Weights, optimizer and losses are the same to the bit; with reduce-overhead losses to 5e-2."""
+    """Weights, optimizer and losses are equal to the bit; with reduce-overhead losses up to 5e-2."""
     graphs = GRAPHS in flags
     words = f"{flags} --strategy none --deterministic --dropout {0.1 * (not graphs)}"
     words += " --max_steps 10 --save_steps 5 --logging_steps 1"
@@ -106,7 +106,7 @@ def test_resume(flags, machine):
 
 
 def test_answers(machine):
-    """The CPU's answers to 98 % of questions, and their probabilities to 1e-3."""
+    """Answers equal the CPU's for 98 % of the questions, with probabilities up to 1e-3."""
     model = machine.train("evaluated", "--strategy none --max_steps 60")
     words = [sys.executable, "-m", "hvd_bert.predict", str(model), "--input", str(SAMPLE_DEV), "--output"]
     machine.run("predict-cpu", [*words, "cpu.jsonl"], **ON_CPU)
@@ -119,7 +119,7 @@ def test_answers(machine):
 
 @pytest.mark.parametrize("padding", ["none", "longest", "max_length"])
 def test_host_waits(padding, machine):
-    """0 in 7 steps, one of which is logged."""
+    """None in 7 steps, one of which is logged."""
     machine.require(1, "cuda")
     waits = machine.bench(f"padding {padding}", f"--padding {padding}")["host_waits"]
     machine.result(not waits, f"{len(waits)}: {', '.join(sorted(set(waits)))}", waits)
