@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up and runs the checks: ruff, import-linter, mypy, mkdocs, shellcheck, and the tests in the tiers unit,
-# integration, parallel and cluster. Ends with the slowest tests and the total time.
+# integration, parallel and cluster. Prints the slowest tests and the total time.
 #   bash scripts/test.sh                       everything except the campaigns
 #   bash scripts/test.sh --quick               before a commit: static checks, most unit tests, a run stopped and resumed
 #   bash scripts/test.sh --versions            the models' tests with the oldest transformers that pyproject.toml allows
@@ -45,13 +45,12 @@ check() {
   printf -- '-- %s\n' "$*"
   "$@" </dev/null
 }
-status=0 number=0
+status=0
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 trap 'exit 130' INT
 tests() {
-  number=$((number + 1))
-  check python -m pytest --junitxml="$reports/$number.xml" "$@" || status=1
+  check python -m pytest --durations=20 "$@" || status=1
 }
 versions() {
   local range requirement folder
@@ -93,6 +92,5 @@ fi
 if [ "$extent" = full ]; then versions; fi
 wait "$checks" || status=1
 cat "$reports/checks"
-python tests/slowest.py "$reports"/*.xml
 printf -- '-- %d:%02d minutes without set-up\n' $((SECONDS / 60)) $((SECONDS % 60))
 exit $status

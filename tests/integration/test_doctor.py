@@ -57,8 +57,6 @@ def test_proof(tmp_path: Path) -> None:
     assert report["ready"] and [len(step["ranks"]) for step in report["steps"]] == [1] * 5
     data = ("settings", "checks", "hashes", "errors", "figures", "bounds")
     assert undocumented(report, "Proof JSON", "train_results.json", without=data) == []
-    refused = run([*DOCTOR, "--prove", "--optim", "lamb"], tmp_path).expect(2)
-    assert "--prove cannot compare --strategy dp" in refused.output
 
 
 @pytest.mark.skipif("mpi" not in built(), reason="Horovod was built without MPI")

@@ -28,9 +28,6 @@ SPREADS = {f"{phase}_{end}_s" for phase in PHASES for end in ("min", "max")}
 SCORES = {"exact_match", "f1", "total", "eval_loss"}
 V2_SCORES = SCORES | {f"{kind}_{name}" for kind in ("HasAns", "NoAns") for name in ("exact", "f1", "total")}
 V2_SCORES |= {"best_exact", "best_exact_thresh", "best_f1", "best_f1_thresh"}
-TRAIN_RESULTS = {"train_runtime", "train_samples", "train_samples_per_second", "train_steps_per_second", "train_loss"}
-TRAIN_RESULTS |= {"train_steps", "world_size", "global_batch", "learning_rate", "hosts", "ranks", "controller"}
-TRAIN_RESULTS |= {"versions"}
 
 
 class Run:
@@ -80,7 +77,6 @@ def test_metrics(finished: Run, alone: Run) -> None:
 
 def test_train_results(finished: Run) -> None:
     results = json.loads((finished.out / "train_results.json").read_text())
-    assert results.keys() >= TRAIN_RESULTS
     assert (results["world_size"], results["global_batch"]) == (finished.size, GLOBAL_BATCH)
     assert (results["train_steps"], results["train_samples"]) == (6, 66)
     controller = {"none": "none", "gloo": "gloo"}.get(finished.by, "mpi")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.config.strategies import STRATEGIES
 from hvd_bert.errors import UserError
 from hvd_bert.strategies.base import Strategy, strategy_class
-from hvd_bert.training import saving
 from hvd_bert.training.api import main as train
+from hvd_bert.training.saving import Checkpoints
 
 
 def run_command(ranks: Ranks, name: str, *flags: str | float, micro_batches: int = 1) -> None:
@@ -35,28 +34,20 @@ def run_command(ranks: Ranks, name: str, *flags: str | float, micro_batches: int
 def steps_overlap_with_a_write_and_the_next_save_waits_for_it(ranks: Ranks) -> None:
     """A kill thus loses at most twice --save_steps: the steps since the last save, and during its write."""
     order: list[str] = []
-    waited_for = threading.Event()
+    waits = threading.Event()
     kind = strategy_class("horovod")
-    write, step = files.write, kind.step
+    write, step, finish = files.write, kind.step, Checkpoints._finish_write
 
     def slow_write(*arguments: Any) -> Path:
-        assert waited_for.wait(60), "no save waits for the write"
+        assert waits.wait(60), "no save waits for the write"
         order.append("written")
         return write(*arguments)
 
-    class Writer(ThreadPoolExecutor):
-        def submit(self, *arguments: Any) -> Any:
-            future = super().submit(*arguments)
-            result = future.result
-
-            def noted_result() -> Any:
-                waited_for.set()
-                ended = result()
-                waited_for.clear()
-                return ended
-
-            future.result = noted_result  # type: ignore[method-assign, assignment]
-            return future
+    def noted_finish(self: Checkpoints, **options: bool) -> Exception | None:
+        waits.set()
+        error = finish(self, **options)
+        waits.clear()
+        return error
 
     def noted_step(self: Strategy) -> bool:
         order.append("step")
@@ -64,7 +55,7 @@ def steps_overlap_with_a_write_and_the_next_save_waits_for_it(ranks: Ranks) -> N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "write", slow_write)
-        patch.setattr(saving, "ThreadPoolExecutor", Writer)
+        patch.setattr(Checkpoints, "_finish_write", noted_finish)
         patch.setattr(kind, "step", noted_step)
         run_command(ranks, "saved", "--max_steps", 5, "--save_steps", 2, "--no_do_eval")
     writes = ["written"] if ranks.world.rank == 0 else []

@@ -30,28 +30,8 @@ TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "190"))
 # Prefixes of variables that are removed: a launch would take those of a surrounding job for its own. A test may set the
 # first two by hvd_bert.model.cpu.linear, and the fork server only serves commands with its own environment.
 _FOREIGN = (
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
-    "LRU_CACHE_CAPACITY",
-    "OMPI_",
-    "PMIX_",
-    "PMI_",
-    "SLURM_",
-    "HOROVOD_",
-    "MV2_",
-    "MVP_",
-    "JSM_",
-    "FLUX_",
-    "PALS_",
-    "ALPS_",
-    "TORCHELASTIC_",
-    "PET_",
-    "MASTER_",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "HF_HUB_CACHE",
-    "HF_DATASETS_CACHE",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY LRU_CACHE_CAPACITY OMPI_ PMIX_ PMI_ SLURM_ HOROVOD_ MV2_ MVP_ JSM_ FLUX_ PALS_ ALPS_"
+    " TORCHELASTIC_ PET_ MASTER_ RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE HF_HUB_CACHE HF_DATASETS_CACHE"
 )
 
 
@@ -86,7 +66,7 @@ def hub_folder() -> Path:
 
 def environment() -> dict[str, str]:
     """The environment of all commands: without a surrounding job's variables, with one thread, without network."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(tuple(_FOREIGN.split()))}
     environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     # One folder for all commands, because the fork server does not serve commands with another HF_HOME.
     environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(hub_folder())}

@@ -85,18 +85,8 @@ def call(main: Callable[[World], object], world: World, words: Sequence[object])
 
 def run_checks(world: World) -> None:
     """Run all checks in order, also after a check that failed."""
-    for module in (
-        "world_checks",
-        "training_checks",
-        "command_checks",
-        "strategy_checks",
-        "evaluation_checks",
-        "predict_checks",
-        "resume_checks",
-        "task_checks",
-        "health_checks",
-    ):
-        importlib.import_module(module)  # its checks register themselves
+    for kind in ["world", "training", "command", "strategy", "evaluation", "predict", "resume", "task", "health"]:
+        importlib.import_module(f"{kind}_checks")  # registers checks
     folder, controller, strategy = Path(sys.argv[1]), *sys.argv[2:]
     results: dict[str, list[str | None]] = {}
     for name in check_names(world.size, strategy):

@@ -66,11 +66,6 @@ def first_step(
     return found, expected
 
 
-@check_every_strategy
-def first_gradients_are_those_of_one_process(ranks: Ranks) -> None:
-    first_step(ranks)
-
-
 @expensive
 @check_every_strategy
 def first_gradients_of_every_packed_family_are_those_of_one_process(ranks: Ranks) -> None:
