@@ -58,7 +58,7 @@ def child_processes_end_with_their_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give tests, and the commands that they start, a separate cache. Returns its folder of windows."""
+    """Give tests, and the commands that they start, a separate cache. Returns the folder of cached windows."""
     monkeypatch.setenv("HVD_BERT_CACHE", str(tmp_path / "hvd_bert_cache"))
     return tmp_path / "hvd_bert_cache" / "windows"
 

@@ -103,7 +103,7 @@ def _keys(value: Any, without: tuple[str, ...]) -> set[str]:
 OUTPUT_FILES = "docs/reference/output-files.md"
 
 
-def own_task(name: str = "Digits") -> str:
+def custom_task(name: str = "Digits") -> str:
     """The Python file with this class in the guide to tasks."""
     blocks = re.findall(r"^```python\n(.*?)^```$", text_of("docs/guides/tasks.md"), re.DOTALL | re.MULTILINE)
     (code,) = [block for block in blocks if f"\nclass {name}(" in f"\n{block}"]

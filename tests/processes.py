@@ -47,7 +47,7 @@ def started(
 
 
 def _kill(process: subprocess.Popen[Any], token: str) -> None:
-    """Kill all processes that still run, also in other process groups: launchers make one per rank."""
+    """Kill all processes that still run, also in other process groups, such as a launcher's ranks."""
     process.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

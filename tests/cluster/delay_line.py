@@ -28,18 +28,18 @@ BUNCHES = 8  # number read before due packets are sent
 NODES = {"a100-01": "10.77.0.11", "a100-02": "10.77.0.12"}
 
 
-def open_end(own: str, other: str, loss: float) -> int:
-    """Create the device of node `own`. Returns the file descriptor for packets."""
+def open_end(node: str, other: str, loss: float) -> int:
+    """Create the device of a node. Returns the file descriptor for packets."""
     end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", b"wire", IFF_TUN | IFF_NO_PI | IFF_VNET_HDR))
     if not loss:  # a bunch would be lost as a whole
         fcntl.ioctl(end, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
-    node = (Path(os.environ["HVD_BERT_CLUSTER"]) / "nodes" / own / "pid").read_text().strip()
-    inside = ["nsenter", "--target", node, "--net"]
+    pid = (Path(os.environ["HVD_BERT_CLUSTER"]) / "nodes" / node / "pid").read_text().strip()
+    inside = ["nsenter", "--target", pid, "--net"]
     for command in (
-        ["ip", "link", "set", "wire", "netns", node],
+        ["ip", "link", "set", "wire", "netns", pid],
         [*inside, "ip", "link", "set", "wire", "up"],
-        [*inside, "ip", "route", "add", NODES[other], "dev", "wire", "src", NODES[own]],
+        [*inside, "ip", "route", "add", NODES[other], "dev", "wire", "src", NODES[node]],
     ):
         subprocess.run(command, check=True)
     return end

@@ -102,7 +102,7 @@ class Disturbed:
         return int((self.gates / f"{rank}.pid").read_text())
 
     def on(self, host: str, *words: str | Path) -> str:
-        """Run a command on a host. Returns its output."""
+        """Run a command on a host. Returns the output."""
         return self.cluster.on(host, [str(word) for word in words], self.folder, timeout=60).expect(0).output
 
 

@@ -18,7 +18,7 @@ MEMORY = "/sys/fs/cgroup/memory"
 @contextmanager
 def link_down(run: Disturbed) -> Iterator[None]:
     """Block the second host's port at the switch. The host still sees a carrier."""
-    # The login host is also the switch, and must not answer through the port itself.
+    # The login host is also the switch, and must not answer ARP requests at the port.
     run.on("login", "ip", "link", "set", "veth02", "nomaster", "arp", "off")
     try:
         yield

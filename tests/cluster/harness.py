@@ -36,7 +36,7 @@ Environment = Mapping[str, "str | None"]
 
 @dataclass(frozen=True)
 class Ended:
-    """A finished job: its state, exit status, and logs."""
+    """A finished job: state, exit status, and logs."""
 
     id: str
     state: str

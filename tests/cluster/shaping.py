@@ -3,7 +3,7 @@
     python tests/cluster/shaping.py 1 0.5        1 Gb/s and a delay of 0.5 ms per packet, until standard input ends
     python tests/cluster/shaping.py 1 0.5 0.3    in addition, three of ten packets are lost
 
-Prints "ready" once the link is shaped. The cluster must be up (up.sh); HVD_BERT_CLUSTER names its folder.
+Prints "ready" once the link is shaped. The cluster in the folder HVD_BERT_CLUSTER must be up (up.sh).
 """
 
 from __future__ import annotations

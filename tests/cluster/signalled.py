@@ -1,7 +1,6 @@
-"""Start a launcher, and send it alone a signal once the ranks train: `python signalled.py SIGNAL COMMAND...`
+"""Start a launcher, and send a signal only to the launcher once the ranks train: signalled.py SIGNAL COMMAND...
 
-Prints the command's output and, once all its processes have ended, the seconds since the signal. Exits with the
-launcher's status.
+Prints the output and, once all processes have ended, the seconds since the signal. Exits with the launcher's status.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def test_launcher_in_each_task_of_srun_is_refused(cluster: Cluster, tmp_path: Pa
     assert outcome.output.count("--hosts: start the check once") == 1, outcome
 
 
-def test_own_name_that_other_hosts_cannot_use(cluster: Cluster, tmp_path: Path) -> None:
+def test_host_name_that_resolves_to_loopback_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"  # like Debian's installer
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 a100-01\n10.77.0.12 a100-02\n")
     # By address, because horovodrun would take 127.0.1.1 for another host and use ssh.

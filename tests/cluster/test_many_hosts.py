@@ -1,4 +1,4 @@
-"""Eight hosts whose interfaces have different names: start, stop by a signal, resume on four hosts."""
+"""Start on eight hosts with different names of interfaces, stop by a signal, and resume on four hosts."""
 
 from __future__ import annotations
 

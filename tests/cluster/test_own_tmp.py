@@ -1,4 +1,4 @@
-"""Two hosts without a common /tmp: each launcher trains, and a training with its output folder in /tmp resumes."""
+"""Two hosts without a common /tmp: each launcher trains, and a training with an output folder in /tmp resumes."""
 
 from __future__ import annotations
 

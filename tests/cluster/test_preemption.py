@@ -84,7 +84,7 @@ def test_node_failure(cluster: Cluster, tmp_path: Path, altered: dict[str, str],
     options = f"--nodes=2 --ntasks-per-node=1 {JOB_SCRIPT} {DROPOUT} --output_dir out"
     job = cluster.submit(options, tmp_path, altered | {"WAITING_STEP": "8"})
     wait_for(cluster, job, "checkpoint-5", tmp_path / "out" / "latest")
-    down = f"scontrol update nodename={HOSTS[1]} state=down reason=test"  # until its slurmd registers again
+    down = f"scontrol update nodename={HOSTS[1]} state=down reason=test"  # until the node's slurmd registers again
     cluster.on("login", down, tmp_path, timeout=60).expect(0)
     start_again(cluster, job, tmp_path)
     ended = cluster.ended(job).expect(0)
@@ -94,8 +94,8 @@ def test_node_failure(cluster: Cluster, tmp_path: Path, altered: dict[str, str],
     assert resuming.differences(whole, tmp_path / "out") == []
 
 
-def test_array_of_a_users_own_script(cluster: Cluster, tmp_path: Path, altered: dict[str, str]) -> None:
-    """Without --output_dir, a requeued task of an array resumes its run, and another task is cancelled."""
+def test_array_of_jobs_by_a_users_script(cluster: Cluster, tmp_path: Path, altered: dict[str, str]) -> None:
+    """Without --output_dir, the requeued task of an array resumes the run that it began; another task is cancelled."""
     train = f"srun --mpi=pmix python -m hvd_bert.train {SMALL} 4"
     options = ["--array=0-1", "--nodes=1", "--time=60", "--requeue", "--wrap", train]
     job = cluster.submit(options, tmp_path, altered | {"WAITING_STEP": "2"})
@@ -145,7 +145,7 @@ def elastic(hosts: str, size: int, steps: int, stop: str) -> list[str]:
 def test_training_continues_without_a_lost_host(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a100-01:2\na100-02:2\n")
     discover = str(REPOSITORY / "scripts" / "discover_hosts.sh")
-    # Ranks 2 and 3 are on one host, horovodrun's or the other. Both die at the start of step 11.
+    # Ranks 2 and 3 are on the same host. Both die at the start of step 11.
     command = elastic(discover, 4, 16, "11 2,3 SIGKILL start")
     outcome = cluster.on("a100-01", command, tmp_path).expect(0)
     result = json.loads((tmp_path / "out" / "train_results.json").read_text())

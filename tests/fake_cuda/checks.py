@@ -77,7 +77,7 @@ CHECKS: dict[str, Callable[[], None]] = {}
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
-    """Register a check under its function's name."""
+    """Register a check under the name of the function."""
     CHECKS[function.__name__] = function
     return function
 

@@ -128,7 +128,7 @@ def _efficient_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *_
 
 
 class _OneAfterTheOther(threading.Thread):
-    """A thread of DataParallel that the next one waits for: two threads would share the mode of the fake tensors."""
+    """A thread of DataParallel that runs alone, because two threads would share the mode of the fake tensors."""
 
     def start(self) -> None:
         super().start()

@@ -1,4 +1,4 @@
-"""Tests on this machine's GPUs, for scripts/gpu_acceptance.sh. The docstring of a test is the goal in its table.
+"""Tests on this machine's GPUs, for scripts/gpu_acceptance.sh. The docstring of a test is the goal in the table.
 
 Only child processes use the GPUs, since in compute mode Exclusive_Process a GPU accepts one process.
 """
@@ -88,7 +88,7 @@ class Machine:
         return done.expect(0).output
 
     def record(self, name: str, words: list[str], **how: Any) -> Any:
-        """The JSON file that a program writes, its last argument. Runs the program once. `how`: arguments of `run`."""
+        """Run a program once, whose last argument is a JSON file. Returns the content. `how`: arguments of `run`."""
         if not (file := self.out / f"{name}.json").exists():
             self.run(name, [sys.executable, *words, str(file)], **how)
         return json.loads(file.read_text(encoding="utf-8"))

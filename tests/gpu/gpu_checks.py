@@ -16,7 +16,7 @@ from hvd_bert.model.precision import set_precision
 from hvd_bert.strategies.horovod import check_bf16
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-ROUNDINGS = {torch.float32: 24, torch.float16: 9, torch.bfloat16: 9}  # torch's own kernels need at most 6 and 1.3
+ROUNDINGS = {torch.float32: 24, torch.float16: 9, torch.bfloat16: 9}  # torch's kernels need at most 6 and 1.3
 LENGTHS = {"cuda": [384, 17, 128, 1, 250, 96, 63, 300], "cpu": [40, 7, 1, 33]}
 HEADS, HEAD_SIZE, WINDOW_SIZE, DROPOUT = 12, 64, 16, 0.1
 SIGMAS = 6.0  # allowed deviation of a mean over random numbers
@@ -54,7 +54,7 @@ def errors(kernel, window_size, device, dtype):
     found = {"both passes": float(torch.stack(shares).max())}  # NaN if any is NaN
     if window_size is not None:
         return found
-    # With values of 1, the output is the sum of the probabilities that remain, divided by 1 - p. Its mean is 1.
+    # With values of 1, the output is the sum of the probabilities that remain, divided by 1 - p: 1 on average.
     equal = torch.zeros_like(upstream)  # all probabilities of a window are equal
     output = kernel(equal, equal, torch.ones_like(equal), windows, DROPOUT, 1.0).double()[..., 0]
     variance = len(lengths) * HEADS * DROPOUT / (1 - DROPOUT)  # of the sum: 1 / length for each of a window's tokens

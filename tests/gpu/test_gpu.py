@@ -14,7 +14,7 @@ from launch import SAMPLE_DEV
 
 from hvd_bert.checkpoint.files import checkpoint_name
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(0)]  # commands have limits of their own
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(0)]  # commands have time limits
 # Relative differences of a loss in 20 steps from the same weights.
 SAME_SUMS, SAME_PRECISION = 1e-4, 1e-3
 OTHER_ROUNDING = 5e-2  # bf16 and fp16, also with compiled kernels

@@ -37,7 +37,7 @@ def small_run(size: int, out: Path | str, *flags: str | float | Path, preset: st
 
 
 def printed(outcome: Outcome) -> str:
-    """The output of the ranks, without times, launchers' prefixes and horovodrun's own lines."""
+    """The output of the ranks, without times, prefixes of launchers and lines of horovodrun."""
     lines = outcome.output.splitlines(keepends=True)
     if "horovodrun" in outcome.command[0]:
         lines = [line for line in lines if _PREFIX.match(line)]

@@ -58,7 +58,7 @@ def failing(world: World, folder: str, kind: str) -> None:
     world.allgather("all are here")
     if world.rank == 1:
         (Path(folder) / "failed_at").write_text(str(time.time()))
-        raise UserError("a mistake on its own") if kind == "UserError" else RuntimeError("broken")
+        raise UserError("a mistake") if kind == "UserError" else RuntimeError("broken")
     if kind == "allgather":
         world.allgather("waiting for rank 1")
     world.sum(torch.ones(1))

@@ -24,7 +24,7 @@ def test_alone(tmp_path: Path) -> None:
     assert "failure" not in outcome.output and list(tmp_path.iterdir()) == []
 
 
-def test_a_line_of_the_summary_starts_a_training(tmp_path: Path) -> None:
+def test_the_printed_command_starts_a_training(tmp_path: Path) -> None:
     outcome = run(DOCTOR, tmp_path).expect(0)
     assert outcome.output.startswith("Ready: a training would start here") and "  ok " not in outcome.output, outcome
     line = next(line for line in outcome.output.splitlines() if "horovodrun -np" in line)

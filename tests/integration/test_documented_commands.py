@@ -30,7 +30,7 @@ NEEDS = {
     "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/)",  # the reader replaces them
     "ray": r".*ray_train",  # test_programs.py runs it
     "server": r"tensorboard|hf upload\b",
-    # test_own_task.py and the worlds of tests/parallel train that example
+    # test_custom_task.py and the worlds of tests/parallel train that example
     "time": r".*(hvd-bert (bench|tune)\b|benchmarks/|(scripts/(demo|test)|env/setup)\.sh|--config sample\b|mnist_rnn)",
 }
 PREPARES = ("source ", "export ")
@@ -84,7 +84,7 @@ def clone(
         rows = [{"sentence": f"The box {n} is red.", "label": n % 2} for n in range(count)]
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "images.jsonl").write_text(json.dumps({"pixels": [0] * 64}) + "\n")
-    (folder / "digits.py").write_text(documented.own_task())
+    (folder / "digits.py").write_text(documented.custom_task())
     (folder / "models").mkdir()
     (snapshot,) = (hub_home / "hub" / "models--bert-base-uncased" / "snapshots").iterdir()
     (folder / "models" / "bert-base-uncased").symlink_to(snapshot)

@@ -65,7 +65,7 @@ def test_training_continues_without_a_killed_worker(tmp_path: Path) -> None:
         assert sum((windows[step] for step in steps), Counter()) == Counter(range(WINDOWS))
 
 
-def test_operation_queued_too_late_ends_its_rank(tmp_path: Path) -> None:
+def test_operation_queued_too_late_ends_the_rank(tmp_path: Path) -> None:
     outcome = elastic(tmp_path, "5 0 SIGKILL queued").expect(1)
     assert f"lost another rank: {QUEUED_TOO_LATE}" in printed(outcome), outcome
 

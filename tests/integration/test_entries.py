@@ -51,7 +51,7 @@ def test_failing_rank_ends_all(by: str, kind: str, strategy: str, tmp_path: Path
     assert outcome.status != 0, outcome
     output, where = printed(outcome), f"rank 1 on {HOST}"
     if kind == "UserError":
-        assert output.count(f"hvd_bert: {where}: a mistake on its own") == 1, outcome
+        assert output.count(f"hvd_bert: {where}: a mistake") == 1, outcome
     else:
         assert output.count(f"{where} failed:") == 1, outcome
         assert "RuntimeError: broken" in output, outcome

@@ -51,7 +51,7 @@ def test_two_ranks(by: str, strategy: str, tmp_path: Path) -> None:
     ("by", "strategy", "end"),
     [("gloo", "horovod", "error"), ("mpirun", "ddp", "error"), ("torchrun", "ddp", "SIGKILL")],
 )
-def test_nothing_is_left(by: str, strategy: str, end: str, tmp_path: Path) -> None:
+def test_no_files_remain(by: str, strategy: str, end: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     env = {"HVD_BERT_CACHE": str(tmp_path / "cache")}
     outcome = run([*launcher(2, by), sys.executable, tmp_path / "program.py", strategy, end], tmp_path, env=env)

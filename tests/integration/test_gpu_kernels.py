@@ -50,11 +50,11 @@ def test_reduce_overhead_on_two_ranks(tmp_path: Path, baseline: Path, strategy: 
     """Without CUDA graphs: padded batches, and gradients that remain over the micro-batches of a step."""
 
     def train(name: str, *flags: object) -> Path:
-        own = ("--strategy", strategy, "--torch_compile_mode", "reduce-overhead", *flags)
-        own += ("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2)
+        words = ("--strategy", strategy, "--torch_compile_mode", "reduce-overhead", *flags)
+        words += ("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2)
         starts = launcher(2, "gloo" if strategy == "horovod" else "torchrun")
-        printed = run([*starts, *small_run(2, name, *map(str, own))], tmp_path).expect(0).output
-        assert "padded to a multiple of 512 tokens" in printed
+        output = run([*starts, *small_run(2, name, *map(str, words))], tmp_path).expect(0).output
+        assert "padded to a multiple of 512 tokens" in output
         return tmp_path / name
 
     assert losses(train("plain")) == pytest.approx(losses(baseline), abs=1e-4)

@@ -25,7 +25,7 @@ def execute(name: str, folder: Path, parameters: str) -> list[Any]:
     notebook.cells.insert(parameters_at + 1, new_code_cell(parameters))
     client = NotebookClient(notebook, timeout=110, kernel_name="python3", resources={"metadata": {"path": str(cwd)}})
     environ = {name: value for name, value in environment().items() if name != "PYTEST_CURRENT_TEST"}
-    client.execute(env=environ)  # with that variable, ipykernel would not capture what the ranks print
+    client.execute(env=environ)  # with that variable, ipykernel would not capture the ranks' output
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 

@@ -39,7 +39,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(("by", "strategy"), [("torchrun", "ddp"), ("gloo", "horovod"), ("mpirun", "fsdp")])
 def test_two_trainings_on_two_ranks(by: str, strategy: str, tmp_path: Path) -> None:
-    (tmp_path / "digits.py").write_text(documented.own_task())
+    (tmp_path / "digits.py").write_text(documented.custom_task())
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [*launcher(2, by), sys.executable, tmp_path / "program.py", strategy]
     run(command, tmp_path).expect(0)

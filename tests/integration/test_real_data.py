@@ -1,4 +1,4 @@
-"""Two steps on real SQuAD, whose texts have more variety than the generated ones."""
+"""Two steps on real SQuAD, which has more kinds of texts than generated data."""
 
 from __future__ import annotations
 

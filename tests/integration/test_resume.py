@@ -17,7 +17,7 @@ import pytest
 import resuming
 import stopping_at
 from commands import printed, small_run
-from launch import Outcome, launcher, run
+from launch import TRAIN, Outcome, launcher, run
 
 from hvd_bert.config.command_line import override_argv
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED
@@ -31,8 +31,8 @@ STEPS_PER_EPOCH, STEPS = 3, 6  # see small_run
 
 def train(folder: Path, size: int, by: str, *flags: object, stop: str = "0 0 SIGTERM start") -> Outcome:
     """Run small_run into FOLDER/out. `stop`: step, rank, signal and moment, as for stopping_at.py."""
-    own = override_argv([str(word) for word in DROPOUT], [str(flag) for flag in flags])
-    words = small_run(size, "out", *own)[len(small_run(1, "")[:3]) :]  # without "python -m hvd_bert.train"
+    merged = override_argv([str(word) for word in DROPOUT], [str(flag) for flag in flags])
+    words = small_run(size, "out", *merged)[len(TRAIN) :]
     cache = {"HVD_BERT_CACHE": str(folder.parent / "cache")}
     folder.mkdir(exist_ok=True)
     return run([*launcher(size, by), *STOPPING, *stop.split(), *words], folder, env=cache)
@@ -87,7 +87,7 @@ def test_moved_output_folder_stops_the_run(tmp_path: Path, whole: dict[int, Path
     assert not stopped.hung and stopped.status in (EXIT_STOPPED, 1), stopped
     assert printed(stopped).count("Stopped by a move or removal of --output_dir after step 3") == 1, stopped
     warnings = [line for line in stopped.output.splitlines() if "warning" in line.lower()]
-    assert all("TensorBoard" in line for line in warnings), stopped  # its thread may detect the move first
+    assert all("TensorBoard" in line for line in warnings), stopped  # TensorBoard's thread may detect the move first
     assert (tmp_path / "run" / "moved" / "metrics.jsonl").exists()
     (saved,) = (tmp_path / "run" / "out").glob("checkpoint-*")
     assert saved.name in ("checkpoint-3", "checkpoint-4")  # 3 if a write fails

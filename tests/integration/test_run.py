@@ -31,7 +31,7 @@ V2_SCORES |= {"best_exact", "best_exact_thresh", "best_f1", "best_f1_thresh"}
 
 
 class Run:
-    """A finished run: its outcome and its output folder."""
+    """A finished run: outcome and output folder."""
 
     def __init__(self, folder: Path, size: int, by: str) -> None:
         self.size, self.by, self.out = size, by, folder / "out"

@@ -37,15 +37,15 @@ def make_job(script: str, clone: Path, slots: dict[str, int], **horovodrun: str)
     hosts, ranks = clone / "hosts", str(sum(slots.values()))
     if script == "hvd.pbs":
         hosts.write_text("".join(f"{host}\n" * count for host, count in slots.items()))
-        own = {"PBS_NODEFILE": str(hosts), "PBS_O_WORKDIR": str(clone), "FLAGS": FLAGS}
-        own |= {"PBS_JOBNAME": "hvd_bert", "PBS_JOBID": "7.server"}
+        variables = {"PBS_NODEFILE": str(hosts), "PBS_O_WORKDIR": str(clone), "FLAGS": FLAGS}
+        variables |= {"PBS_JOBNAME": "hvd_bert", "PBS_JOBID": "7.server"}
     elif script == "hvd.lsf":
-        own = {"LSB_MCPU_HOSTS": " ".join(f"{host} {count}" for host, count in slots.items()), "FLAGS": FLAGS}
-        own |= {"LSB_DJOB_NUMPROC": ranks, "LS_SUBCWD": str(clone), "LSB_JOBNAME": "hvd_bert", "LSB_JOBID": "7"}
+        variables = {"LSB_MCPU_HOSTS": " ".join(f"{host} {count}" for host, count in slots.items()), "FLAGS": FLAGS}
+        variables |= {"LSB_DJOB_NUMPROC": ranks, "LS_SUBCWD": str(clone), "LSB_JOBNAME": "hvd_bert", "LSB_JOBID": "7"}
     else:
         hosts.write_text("".join(f"{host} {count} gpu.q@{host} UNDEFINED\n" for host, count in slots.items()))
-        own = {"PE_HOSTFILE": str(hosts), "NSLOTS": ranks, "JOB_NAME": "hvd_bert", "JOB_ID": "7"}
-    return environment() | own
+        variables = {"PE_HOSTFILE": str(hosts), "NSLOTS": ranks, "JOB_NAME": "hvd_bert", "JOB_ID": "7"}
+    return environment() | variables
 
 
 def run_job(script: str, clone: Path, environ: dict[str, str], signalled: str = "") -> tuple[int, str]:

@@ -67,7 +67,7 @@ def test_checkpoint_of_one_strategy_is_resumed_under_another(tmp_path, baseline)
 
 @pytest.mark.parametrize("flags", [("fsdp",), ("deepspeed", "--zero_stage", 1)])
 def test_best_model_is_saved(tmp_path, flags):
-    """The learning rate is so high that the last evaluation is not the best one."""
+    """Train with a learning rate so high that the last evaluation is not the best."""
     skip_without(flags[0])
     out = tmp_path / "out"
     best = ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--eval_steps", 1]

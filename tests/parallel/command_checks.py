@@ -32,7 +32,7 @@ def run_command(ranks: Ranks, name: str, *flags: str | float, micro_batches: int
 @expensive
 @check
 def steps_overlap_with_a_write_and_the_next_save_waits_for_it(ranks: Ranks) -> None:
-    """A kill thus loses at most twice --save_steps: the steps since the last save, and during its write."""
+    """Thus a kill loses at most --save_steps and the steps during one write."""
     order: list[str] = []
     waits = threading.Event()
     kind = strategy_class("horovod")

@@ -22,7 +22,7 @@ from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.training.api import main as train
 from hvd_bert.training.health import LIMIT
 
-STEPS, ALONE, FIRST = 9, 2, 4  # steps; one without a finite gradient; the first of several in a row
+STEPS, ALONE, FIRST = 9, 2, 4  # number of steps; a single step with NaN; the first of several in a row
 
 
 @contextmanager
@@ -73,8 +73,8 @@ def steps_of_nan_are_skipped_and_then_end_the_training_on_all_ranks(ranks: Ranks
 
 @expensive
 @check_every_strategy
-def training_that_skips_all_its_steps_fails_and_leaves_no_model(ranks: Ranks) -> None:
-    """A model whose weights are NaN, trained for fewer steps than would end a training."""
+def training_that_skips_all_steps_fails_and_saves_no_model(ranks: Ranks) -> None:
+    """Train a model with NaN weights for fewer steps than end a training."""
     world, model, out = ranks.world, ranks.folder / "nan", ranks.folder / "untrained"
     training = Training(world)
     if world.rank == 0:

@@ -27,17 +27,17 @@ TRAIN = [sys.executable, "-m", "hvd_bert.train"]
 # Far above the 10 to 40 s that a launch takes on two cores. The checks of four ranks, which get twice this limit, took
 # 107 s alone on a Zen 3 without AVX-512, and 251 s among other tests.
 TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "190"))
-# Prefixes of variables that are removed: a launch would take those of a surrounding job for its own. A test may set the
-# first two by hvd_bert.model.cpu.linear, and the fork server only serves commands with its own environment.
+# Prefixes of variables that are removed, because launchers would take those of a surrounding job. A test may set the
+# first two by hvd_bert.model.cpu.linear; the fork server only serves commands with an unchanged environment.
 _FOREIGN = (
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY LRU_CACHE_CAPACITY OMPI_ PMIX_ PMI_ SLURM_ HOROVOD_ MV2_ MVP_ JSM_ FLUX_ PALS_ ALPS_"
-    " TORCHELASTIC_ PET_ MASTER_ RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE HF_HUB_CACHE HF_DATASETS_CACHE"
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY LRU_CACHE_CAPACITY OMPI_ PMIX_ PMI_ SLURM_ HOROVOD_ MV2_ MVP_ JSM_ FLUX_ PALS_"
+    " ALPS_ TORCHELASTIC_ PET_ MASTER_ RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE HF_HUB_CACHE HF_DATASETS_CACHE"
 )
 
 
 @dataclass(frozen=True, repr=False)
 class Outcome:
-    """The end of a command. `output`: stdout and stderr. `hung`: it was killed after its time limit."""
+    """The end of a command. `output`: stdout and stderr. `hung`: the command was killed after the time limit."""
 
     command: list[str]
     status: int

@@ -144,7 +144,7 @@ class MutantTask(QuestionAnswering):
         batch = super().batch(ids)
         assert self.plan
         (expected,) = self.plan.rank_windows(Now.step - 1, self.world.rank)
-        # One process makes its batches in the main thread.
+        # The reference of one process makes batches in the main thread.
         if np.array_equal(ids, expected) and threading.current_thread() is not threading.main_thread():
             Now.mutated("batch", self.world.rank, Now.step, batch.content.input_ids[0, 1])
         return batch

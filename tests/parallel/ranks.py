@@ -38,7 +38,7 @@ class Ranks:
 
 Check = Callable[[Ranks], None]
 CHECKS: dict[str, Check] = {}
-HOROVOD_CHECKS: set[str] = set()  # checks that do not depend on the strategy, or of Horovod's own traps
+HOROVOD_CHECKS: set[str] = set()  # checks that do not depend on the strategy, or of traps of Horovod
 EXPENSIVE_CHECKS: set[str] = set()
 
 
@@ -48,7 +48,7 @@ def runs_expensive_checks(size: int, strategy: str) -> bool:
 
 
 def check(function: Check) -> Check:
-    """Register a check of Horovod's worlds under its function's name."""
+    """Register a check of Horovod's worlds under the name of the function."""
     HOROVOD_CHECKS.add(function.__name__)
     return check_every_strategy(function)
 
@@ -61,7 +61,7 @@ def check_every_strategy(function: Check) -> Check:
 
 
 def expensive(function: Check) -> Check:
-    """Run a registered check in only one world per strategy: its result does not depend on the number of ranks."""
+    """Run a registered check in only one world per strategy, since the number of ranks does not matter."""
     EXPENSIVE_CHECKS.add(function.__name__)
     return function
 

@@ -1,6 +1,6 @@
 """Train, and send a signal at an exact moment: `python stopping_at.py STEP RANK SIGNAL MOMENT ARGUMENTS...`.
 
-STEP: counts from 1; 0: no signal. RANK: one or several, such as 2,3.
+STEP: counts from 1; 0: no signal. RANK: a rank, or several such as 2,3.
 SIGNAL: a name such as SIGTERM, "hosts" to wait until Horovod elastic has other hosts, or "move" to rename the folder
 `out` to `moved`.
 MOMENT: "start" of the step; "inside" the step, after the first micro-batch; a number: SIGSTOP for so many seconds; a
@@ -51,9 +51,9 @@ PHASES = {
 def signal_at(
     step: int, ranks: set[int], name: str, moment: str = "start", records: Path | None = None
 ) -> Iterator[None]:
-    """Context manager: the process of each rank in `ranks` signals itself in `step`."""
+    """Context manager: each rank in `ranks` sends the signal `name` to this process in `step`."""
     original = Prefetcher.micro_batches
-    worlds: list[Prefetcher] = []  # one per world of Horovod elastic
+    worlds: list[Prefetcher] = []  # one prefetcher per world of Horovod elastic
 
     def micro_batches(self: Prefetcher, number_of_step: int) -> Iterator[Batch]:
         own_rank = self.rank

@@ -179,7 +179,7 @@ def state_with_frozen_weights_is_loaded_by_another_strategy(ranks: Ranks) -> Non
 
 
 def state_makes_the_same_next_step(ranks: Ranks, frozen: str, *flags: str | float) -> None:
-    """A second strategy that loads the first one's state makes the same next step, to the bit."""
+    """A strategy that loads another strategy's state makes the same next step, to the bit."""
     world, exact = ranks.world, ["--deterministic"] if ranks.world.size > 2 else []
     flags = ("--learning_rate", 1e-3, *exact, *flags)
     first, second = Training(world, *flags, frozen=frozen), Training(world, *flags, frozen=frozen)

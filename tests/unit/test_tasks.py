@@ -31,7 +31,7 @@ from hvd_bert.tasks.trained import as_trained
 @pytest.fixture
 def custom_task(tmp_path, monkeypatch):
     """The module `digits` of the guide."""
-    (tmp_path / "digits.py").write_text(documented.own_task())
+    (tmp_path / "digits.py").write_text(documented.custom_task())
     (tmp_path / "leaving.py").write_text("import sys\nsys.exit(0)")
     (tmp_path / "syntax.py").write_text("import torch\nclass Digits(\n")
     monkeypatch.syspath_prepend(tmp_path)

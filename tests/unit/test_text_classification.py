@@ -47,7 +47,7 @@ def workdir(tmp_path, tokenizer, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(documented.REPOSITORY / "examples")
     for name in ("Tagger", "Similarity"):
-        (tmp_path / f"{name.lower()}.py").write_text(documented.own_task(name))
+        (tmp_path / f"{name.lower()}.py").write_text(documented.custom_task(name))
     tokenizer.save_pretrained("model")
     BertConfig(vocab_size=len(tokenizer), **SHAPE).save_pretrained("model")
     write("train.jsonl", *ROWS)

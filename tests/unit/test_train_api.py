@@ -24,7 +24,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
 from hvd_bert.storage import locks
 
 PROGRAM: dict[str, Any] = {"__name__": "digits"}
-exec(documented.own_task(), PROGRAM)
+exec(documented.custom_task(), PROGRAM)
 
 
 def start(out: Path, at_step_2: Callable[[], object] = lambda: None, **settings: Any) -> tuple[Any, list[Any]]:

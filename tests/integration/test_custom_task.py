@@ -23,7 +23,7 @@ ACCURACY = 0.96
 
 
 def test_task_of_the_guide(tmp_path: Path) -> None:
-    code = documented.own_task()
+    code = documented.custom_task()
     assert len(code.splitlines()) <= 40
     (tmp_path / "digits.py").write_text(code)
     shutil.copy(stopping_at.__file__, tmp_path)
