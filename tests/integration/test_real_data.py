@@ -13,8 +13,8 @@ from commands import TINY
 from launch import REPOSITORY, TRAIN, launcher, run
 
 SQUAD = Path(os.environ.get("HVD_BERT_SQUAD") or REPOSITORY.parent / "shared" / "data" / "squad")
-HERE = pytest.mark.skipif(not (SQUAD / "train-v1.1.json").is_file(), reason=f"{SQUAD} lacks it: set HVD_BERT_SQUAD")
-pytestmark = [pytest.mark.integration, pytest.mark.realdata, HERE]
+AVAILABLE = pytest.mark.skipif(not (SQUAD / "train-v1.1.json").is_file(), reason=f"no SQuAD in {SQUAD} (HVD_BERT_SQUAD)")
+pytestmark = [pytest.mark.integration, pytest.mark.realdata, AVAILABLE]
 
 
 @pytest.mark.parametrize(("version", "size", "by"), [("1.1", 2, "gloo"), ("2.0", 1, "none")])
