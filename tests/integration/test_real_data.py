@@ -13,7 +13,7 @@ from commands import TINY
 from launch import REPOSITORY, TRAIN, launcher, run
 
 SQUAD = Path(os.environ.get("HVD_BERT_SQUAD") or REPOSITORY.parent / "shared" / "data" / "squad")
-AVAILABLE = pytest.mark.skipif(not (SQUAD / "train-v1.1.json").is_file(), reason=f"no SQuAD in {SQUAD} (HVD_BERT_SQUAD)")
+AVAILABLE = pytest.mark.skipif(not (SQUAD / "train-v1.1.json").is_file(), reason=f"no SQuAD in {SQUAD}")
 pytestmark = [pytest.mark.integration, pytest.mark.realdata, AVAILABLE]
 
 
