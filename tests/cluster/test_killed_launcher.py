@@ -1,4 +1,4 @@
-"""If a launcher is killed or stopped, also on a host without ranks, the ranks on all hosts save and end."""
+"""The ranks on all hosts save and end if a launcher is killed or stopped, also on a host without ranks."""
 
 from __future__ import annotations
 

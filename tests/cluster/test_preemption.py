@@ -95,7 +95,7 @@ def test_node_failure(cluster: Cluster, tmp_path: Path, altered: dict[str, str],
 
 
 def test_array_of_jobs_by_a_users_script(cluster: Cluster, tmp_path: Path, altered: dict[str, str]) -> None:
-    """Without --output_dir, the requeued task of an array resumes the run that it began; another task is cancelled."""
+    """A requeued task of an array resumes without --output_dir; another task is cancelled."""
     train = f"srun --mpi=pmix python -m hvd_bert.train {SMALL} 4"
     options = ["--array=0-1", "--nodes=1", "--time=60", "--requeue", "--wrap", train]
     job = cluster.submit(options, tmp_path, altered | {"WAITING_STEP": "2"})

@@ -28,7 +28,7 @@ def two_ranks(folder: Path, by: str, *words: object, cold: bool = False) -> Outc
 
 @pytest.mark.parametrize(("strategy", "status"), [("horovod", 0), ("fsdp", 75)])
 def test_rank_waits_for_threads_and_exit_handlers(tmp_path: Path, strategy: str, status: int) -> None:
-    """Without the wait, a thread in torch would abort the process in finalization (pytorch#190489)."""
+    """A thread in torch would otherwise abort the process in finalization (pytorch#190489)."""
     outcome = two_ranks(tmp_path, "mpirun", "ending", strategy, tmp_path, *([status] if status else []), cold=True)
     outcome.expect(status)
     assert printed(outcome).count("hvd_bert: all know it") == bool(status), outcome
@@ -108,7 +108,7 @@ def test_rank_that_fails_while_the_group_is_made_ends_all(tmp_path: Path) -> Non
 
 
 def test_horovod_trains_without_the_store(tmp_path: Path) -> None:
-    """Only stalled ranks cannot be named."""
+    """Stalled ranks cannot be named then."""
     outcome = two_ranks(tmp_path, "gloo", "unmet", "horovod", 0, "store").expect(0)
     assert printed(outcome).count("If a rank stalls, it cannot be named: ") == 1, outcome
     assert printed(outcome).count("is in") == 2, outcome

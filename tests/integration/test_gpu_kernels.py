@@ -47,7 +47,7 @@ def test_training(tmp_path: Path, baseline: Path, flags: list[str], used: set[st
 
 @pytest.mark.parametrize("strategy", ["horovod", "ddp"])
 def test_reduce_overhead_on_two_ranks(tmp_path: Path, baseline: Path, strategy: str) -> None:
-    """Without CUDA graphs: padded batches, and gradients that remain over the micro-batches of a step."""
+    """Test padded batches, and gradients that remain over the micro-batches of a step, without CUDA graphs."""
 
     def train(name: str, *flags: object) -> Path:
         words = ("--strategy", strategy, "--torch_compile_mode", "reduce-overhead", *flags)

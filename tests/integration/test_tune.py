@@ -17,7 +17,7 @@ pytest.importorskip("optuna")
 
 
 def test_a_search_is_killed_and_resumed(tmp_path: Path) -> None:
-    """One of the trials is pruned."""
+    """A pruner ends one of the trials early."""
     launcher(2, "gloo")  # skips the test if the launcher is missing
     words = [sys.executable, "-m", "hvd_bert.tools.tune", "--ranks", "2", "--config", "sample", "--trials", "4"]
     words += ["--max_train_samples", "300", "--max_eval_samples", "20", "--metric_for_best_model", "eval_loss"]

@@ -1,4 +1,4 @@
-"""Without flags, bert-base-uncased trains on SQuAD v1.1 from the hub's cache, or a message names remedies."""
+"""The trainer without flags: bert-base-uncased on SQuAD v1.1 from the hub's cache, or a message with remedies."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ horovod_worlds = pytest.mark.parametrize("launch", HOROVOD, ids=world_name, indi
 
 @pytest.fixture(scope="session")
 def alone(worlds: Any) -> Launch:
-    """One process without a launcher."""
+    """The world of one process without a launcher."""
     return worlds(1, "none", "horovod")
 
 

@@ -151,7 +151,7 @@ def assert_same_on_all_ranks(world: World, tensors: Gradients) -> None:
 
 @check
 def all_waits_over_gloo_call_the_replaced_function(ranks: Ranks) -> None:
-    """If this fails with another Horovod, find the function that waits: `_pause_between_polls` must replace it."""
+    """`_pause_between_polls` replaces the function that waits. Another Horovod may wait by other functions, too."""
     from horovod.torch.mpi_ops import mpi_lib
 
     if ranks.controller != "gloo":
@@ -175,7 +175,7 @@ def all_waits_over_gloo_call_the_replaced_function(ranks: Ranks) -> None:
 
 @check
 def waits_over_gloo_leave_the_core_to_others(ranks: Ranks) -> None:
-    """If this fails with another Horovod, that Horovod may pause, so `_pause_between_polls` is no longer needed."""
+    """`_pause_between_polls` saves CPU time. Another Horovod may pause, and no longer need the replacement."""
     from horovod.torch.mpi_ops import mpi_lib
 
     if ranks.controller != "gloo":

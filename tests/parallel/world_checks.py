@@ -16,7 +16,7 @@ from hvd_bert.errors import UserError
 
 @check_every_strategy
 def ranks_join_again_once_their_devices_are_known(ranks: Ranks) -> None:
-    """On GPUs, ranks join again to bind NCCL to their device."""
+    """Join again as on GPUs, where this binds NCCL to the device."""
     if isinstance(ranks.world, DistributedWorld):
         ranks.world._join_again("gloo", None)
 
@@ -38,7 +38,7 @@ def every_rank_has_its_rank_info(ranks: Ranks) -> None:
 
 @check
 def waits_in_mpi_yield_the_core_on_cpus(ranks: Ranks) -> None:
-    """Otherwise Horovod's thread takes the core from the training. Open MPI reads the variable when it starts."""
+    """Horovod's thread would otherwise take the core from the training. Open MPI reads the variable when it starts."""
     if ranks.controller == "mpi":
         assert os.environ["OMPI_MCA_mpi_yield_when_idle"] == "1"  # noqa: SIM112  # Open MPI's spelling
 
