@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-Make = Callable[[Path], object]  # puts something in the place of a file
+Make = Callable[[Path], object]  # writes to the path of a file
 
 
 def text(content: str | bytes) -> Make:
@@ -25,18 +25,18 @@ CONTENTS: dict[str, Make] = {
     "only digits": text("7" * 5000 + "\n"),
     "a list": text("[1]\n"),
     "null": text("null\n"),
-    "a text": text('"a\\ud800\\u001b[31m"\n'),
+    "a string": text('"a\\ud800\\u001b[31m"\n'),
 }
 NO_FILES: dict[str, Make] = {"fifo": lambda path: os.mkfifo(path), "folder": lambda path: path.mkdir()}
 ALL = CONTENTS | NO_FILES
 
 
 @contextmanager
-def in_place_of(path: Path, what: str) -> Iterator[None]:
-    """Context manager: replace a file by a hostile one, and restore it afterwards."""
+def in_place_of(path: Path, name: str) -> Iterator[None]:
+    """Context manager: replace a file by the hostile file `name` of ALL, and restore it afterwards."""
     before = path.read_bytes() if path.exists() else None
     path.unlink(missing_ok=True)
-    ALL[what](path)
+    ALL[name](path)
     try:
         yield
     finally:
@@ -57,7 +57,7 @@ def check_message(message: str, *words: str) -> None:
 
 
 class Canary:
-    """An object whose pickle makes a folder when it is loaded."""
+    """An object whose pickle creates the folder `path` when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -62,22 +62,23 @@ def questions(make_questions):
 
 def test_lists_keep_their_order(qa, questions):
     asked = [(q.question, q.context) for q in questions[:7]]
-    one_by_one = [qa(question, context) for question, context in asked]
-    assert len({answer.text for answer in one_by_one}) > 1
+    single = [qa(question, context) for question, context in asked]
+    assert len({answer.text for answer in single}) > 1
     texts, contexts = zip(*asked, strict=True)
-    same(qa(texts, contexts), one_by_one)
-    same(qa(list(texts), contexts[3])[3:4], one_by_one[3:4])
-    same(qa(texts[2], list(contexts))[2:3], one_by_one[2:3])
+    same(qa(texts, contexts), single)
+    same(qa(list(texts), contexts[3])[3:4], single[3:4])
+    same(qa(texts[2], list(contexts))[2:3], single[2:3])
     assert qa([], []) == qa([], "The box.") == []
 
 
-def test_questions_and_answers_in_the_shape_of_a_pipeline(qa, questions):
+def test_dictionaries_and_top_k_as_in_transformers_pipeline(qa, questions):
     asked = [{"question": q.question, "context": q.context} for q in questions[:3]]
     answers = qa(asked)
-    same(answers, [qa(**one) for one in asked])
-    one = qa(asked[0])
-    assert [one[key] for key in ("answer", "start", "end", "score")] == [one.text, one.start, one.end, one.score]
-    assert qa(asked[0], top_k=2) == list(one.nbest[:2])
+    same(answers, [qa(**question) for question in asked])
+    first = qa(asked[0])
+    found = [first[key] for key in ("answer", "start", "end", "score")]
+    assert found == [first.text, first.start, first.end, first.score]
+    assert qa(asked[0], top_k=2) == list(first.nbest[:2])
     assert [[best["answer"] for best in top] for top in qa(asked, top_k=1)] == [[a.nbest[0].text] for a in answers]
     with refused("top_k 0"):
         qa(asked[0], top_k=0)
@@ -92,11 +93,11 @@ def same(found: list[Answer], expected: list[Answer]) -> None:
 
 
 def positions(answer: Answer) -> list[tuple[str, int | None, int | None]]:
-    return [(one.text, one.start, one.end) for one in (answer, *answer.nbest)]
+    return [(span.text, span.start, span.end) for span in (answer, *answer.nbest)]
 
 
 @pytest.mark.parametrize("version_2", [False, True])
-def test_answers_are_those_of_evaluation(model, questions, write_squad, tmp_path, monkeypatch, version_2):
+def test_answers_equal_those_of_an_evaluation(model, questions, write_squad, tmp_path, monkeypatch, version_2):
     if not version_2:
         questions = [question for question in questions if question.answer_texts]
     flags = ["--no_do_train", "--model_name_or_path", str(model), "--validation_file", str(write_squad(questions))]
@@ -108,7 +109,7 @@ def test_answers_are_those_of_evaluation(model, questions, write_squad, tmp_path
     assert {bool(answer.text) for answer in evaluated} == ({True, False} if version_2 else {True})
 
     monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 7)
-    asked = task.dev.questions  # in the file's order, with the answers, which must not matter
+    asked = task.dev.questions  # in the file's order; their answers must not matter
     for batch_size, order in ((8, 1), (3, -1), (1, 1)):
         qa = QuestionAnswerer(
             model, batch_size=batch_size, version_2_with_negative=version_2, null_score_diff_threshold=-5.5
@@ -133,7 +134,7 @@ def test_copies_also_in_another_process_give_the_same_answers(tokenizer, questio
                 same(copied(asked), expected)
 
 
-def test_settings_are_those_of_the_training(model, tmp_path):
+def test_settings_come_from_the_training(model, tmp_path):
     def options(**given: int) -> tuple[int, int, int, bool]:
         qa = QuestionAnswerer(tmp_path, **given)
         windows, spans = qa.window_options, qa.span_options
@@ -151,7 +152,7 @@ def test_settings_are_those_of_the_training(model, tmp_path):
     record(tmp_path, max_seq_length=128, doc_stride=100, n_best_size=3, version_2_with_negative=True)
     assert options() == (128, 100, 3, True)
     record(tmp_path, max_seq_length=384, doc_stride=128, n_best_size=3, version_2_with_negative=True)
-    assert options(max_seq_length=256) == (256, 128, 3, True), "an evaluation has these windows, too"
+    assert options(max_seq_length=256) == (256, 128, 3, True), "an evaluation cuts the same windows"
     with refused("--max_seq_length 60", "--doc_stride 128"):
         options(max_seq_length=60)
     assert options(max_seq_length=120, doc_stride=5, n_best_size=4) == (120, 5, 4, True)
@@ -203,20 +204,20 @@ def test_wrong_settings(model, settings, named):
         QuestionAnswerer(**{"model": model} | settings)
 
 
-def test_settings_may_be_numpys_numbers_and_questions_a_column(model):
+def test_numbers_of_numpy_and_a_column_of_pandas(model):
     qa = QuestionAnswerer(model, batch_size=np.int64(4), null_score_diff_threshold=np.float32(1), n_best_size=3)
     answers = qa(pandas.Series(["What is red?", "What?"], index=[5, 7]), "The box is red. The hall is green.")
     assert [len(answer.nbest) <= 3 for answer in answers] == [True, True]
 
 
-def test_a_callback_may_answer_and_leaves_its_training_alone(model, tmp_path):
+def test_answering_in_a_callback_does_not_change_the_training(model, tmp_path):
     def answer() -> None:
         assert QuestionAnswerer(model)("What is red?", "The box is red.").text is not None
 
     assert start(tmp_path / "asked", answer)[1][1:-1] == start(tmp_path / "alone")[1][1:-1]
 
 
-def test_loading_leaves_random_numbers_alone(model, monkeypatch):
+def test_loading_draws_no_random_numbers(model, monkeypatch):
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)

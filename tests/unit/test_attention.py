@@ -41,7 +41,7 @@ def reference(query, key, value, lengths, scaling, window_size=99):
     params=[by_flash, by_efficient, by_jagged, by_window, by_probabilities], ids=lambda kernel: kernel.__name__
 )
 def kernel(request, monkeypatch):
-    """Each kernel in turn; tests/gpu_kernels.py computes a GPU's kernels."""
+    """Run a test with each kernel; tests/gpu_kernels.py computes the kernels of GPUs."""
     gpu_kernels.register()
     monkeypatch.setattr(gpu_kernels, "LIMITS", False)
     monkeypatch.setattr(attention, "choose", lambda *_: request.param)
@@ -51,8 +51,8 @@ def kernel(request, monkeypatch):
 def same_with_gradients(found: torch.Tensor, expected: torch.Tensor, *inputs: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected)
     upstream = torch.randn(found.shape)
-    gradients, own = (torch.autograd.grad(output, inputs, upstream) for output in (found, expected))
-    torch.testing.assert_close(gradients, own, rtol=1e-4, atol=1e-6)
+    gradients = [torch.autograd.grad(output, inputs, upstream) for output in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -81,7 +81,7 @@ def test_local_attention_is_narrower_than_the_sliding_window(kernel, sliding_win
     same_with_gradients(found, expected, query, key, value)
 
 
-def test_groups_of_heads_share_their_key_and_value_and_without_lengths_there_is_one_window(kernel):
+def test_grouped_heads_and_a_batch_without_lengths(kernel):
     query, key, value = (torch.randn(1, heads, 9, 4) for heads in (4, 2, 2))
     shared = [tensor[:, [0, 0, 1, 1]] for tensor in (key, value)]
     for windows, lengths in ((make_windows([4, 5], CPU), [4, 5]), (None, [9])):
@@ -130,7 +130,7 @@ def test_bf16_is_near_fp32_with_the_same_dropout():
 
     for found, expected in zip(output_and_gradients(rounded), output_and_gradients(exact), strict=True):
         assert found.dtype == torch.bfloat16
-        # Four roundings follow each other; the sum of their errors is far below its bound.
+        # The bound is the sum of the errors of four roundings in a row.
         bound = 4 * torch.finfo(torch.bfloat16).eps * expected.norm() / 2
         assert (found.float() - expected).norm() < bound
 
@@ -147,7 +147,7 @@ NONE, EFFICIENT, BOTH = frozenset(), frozenset({by_efficient}), frozenset({by_ef
         ("cuda", torch.bfloat16, 0.0, 20, BOTH, by_jagged),
         ("cuda", torch.float16, 0.0, 256, BOTH, by_efficient),
         ("cuda", torch.float32, 0.0, 64, BOTH, by_efficient),
-        ("cuda", torch.float32, 0.1, 64, NONE, by_jagged),  # a torch with other operations
+        ("cuda", torch.float32, 0.1, 64, NONE, by_jagged),  # a torch with other signatures
         ("cpu", torch.float32, 0.1, 64, NONE, by_probabilities),
         ("cpu", torch.float32, 0.0, 64, NONE, by_window),
         ("cpu", torch.bfloat16, 0.1, 64, NONE, by_probabilities),
@@ -168,7 +168,7 @@ def test_chosen_kernel(device, dtype, dropout, head_size, found, expected, monke
     [
         ((7, 0), {}, EFFICIENT),
         ((8, 0), {}, BOTH),
-        ((9, 0), {"FLASH": "query, other"}, EFFICIENT),  # a torch with other operations
+        ((9, 0), {"FLASH": "query, other"}, EFFICIENT),  # a torch with other signatures
         ((9, 0), {"EFFICIENT": "query, other", "FLASH": "other"}, NONE),
     ],
 )

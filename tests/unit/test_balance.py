@@ -39,7 +39,7 @@ def test_no_swap_of_the_most_with_the_least_loaded_part_helps(costs, parts):
 
 
 def test_ties_are_broken_by_index():
-    """By numpy's default, the order of equal values depends on the processor, and ranks would disagree."""
+    """numpy's default order of equal values depends on the processor, so ranks would disagree."""
     costs = np.array([7, 9] * 100)
     order = sorted(range(200), key=lambda item: -costs[item])
     first, second = balanced_partition(costs, 2)
@@ -48,7 +48,7 @@ def test_ties_are_broken_by_index():
 
 
 def test_partition_stays_the_same():
-    """A resumed run takes the same windows on the same ranks as before."""
+    """Pin the partition: a resumed run needs the windows of each rank as before."""
     lengths = [383, 112, 240, 57, 301, 112, 99, 384, 204, 181, 77, 266, 143, 340, 95, 60, 228]
     expected = [[1, 7, 14, 15], [0, 3, 5, 10], [6, 8, 13], [4, 12, 16], [2, 9, 11]]
     assert [part.tolist() for part in balanced_partition(np.array(lengths) ** 2, 5)] == expected

@@ -52,7 +52,7 @@ def bert(tokenizer) -> BertConfig:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, bert, tokenizer) -> Path:
-    """scratch/ (only a configuration), encoder/ (with a pooler, without a span head), model/ (complete)."""
+    """Folders scratch (only a configuration), encoder (with a pooler, without a span head) and model (complete)."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     bert.save_pretrained(folder / "scratch")
@@ -87,15 +87,15 @@ def test_no_pooler_and_all_parameters_are_used(folders, tokenizer, windows, sour
 def test_new_weights_are_a_function_of_the_seed(folders, tokenizer):
     for source in ({"config_name": "scratch"}, {"model_name_or_path": "encoder"}):
         names = {key: folders / value for key, value in source.items()}
-        one, again, other = (load(tokenizer, seed, **names).state_dict() for seed in (1, 1, 2))
-        assert all(torch.equal(one[name], again[name]) for name in one)
-        differing = {name for name in one if not torch.equal(one[name], other[name])}
+        first, again, other = (load(tokenizer, seed, **names).state_dict() for seed in (1, 1, 2))
+        assert all(torch.equal(first[name], again[name]) for name in first)
+        differing = {name for name in first if not torch.equal(first[name], other[name])}
         assert len(differing) > 1 if "config_name" in source else differing == {"qa_outputs.weight"}
     saved = BertModel.from_pretrained(folders / "encoder").state_dict()
-    assert all(torch.equal(one[f"bert.{name}"], value) for name, value in saved.items() if "pooler" not in name)
+    assert all(torch.equal(first[f"bert.{name}"], value) for name, value in saved.items() if "pooler" not in name)
 
 
-def test_saved_folder_loads_whole_with_our_own_layers(folders, tokenizer):
+def test_all_saved_weights_are_loaded_into_our_layers(folders, tokenizer):
     model = load(tokenizer, seed=5, model_name_or_path=folders / "model")
     plain = AutoModelForQuestionAnswering.from_pretrained(folders / "model").state_dict()
     assert model.state_dict().keys() == plain.keys()
@@ -131,7 +131,7 @@ def windows(tokenizer) -> WindowTable:
 
 @pytest.fixture(scope="module")
 def model(folders, tokenizer) -> BertForQuestionAnswering:
-    """In eval mode, with weights large enough that mistakes change the results."""
+    """A model in eval mode, with weights so large that mistakes change the results."""
     (folders / "large").mkdir()
     config = BertConfig.from_pretrained(folders / "scratch", initializer_range=0.5)
     config.vocab_size += 63  # padded
@@ -141,7 +141,7 @@ def model(folders, tokenizer) -> BertForQuestionAnswering:
 
 @pytest.mark.slow
 def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model, windows, monkeypatch):
-    """With a GPU's flash attention, as tests/gpu_kernels.py computes it."""
+    """Use the flash attention of a GPU, computed by tests/gpu_kernels.py."""
     gpu_kernels.register()
     monkeypatch.setattr(gpu_kernels, "LIMITS", False)  # fp32
     monkeypatch.setattr(attention, "choose", lambda *_: attention.by_flash)
@@ -184,7 +184,7 @@ def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model
 
 
 class Products(TorchDispatchMode):
-    """Counts products of rows and weights."""
+    """Counts products of activations and weights."""
 
     count = 0
 

@@ -21,7 +21,7 @@ def flops_of(lengths, micro_batches: int) -> float:
 
 
 class FakeMeter:
-    """Reads the given lines: seconds per phase of two ranks, [ranks, phases]."""
+    """A meter that reads the given lines: seconds per phase of two ranks, [ranks, phases]."""
 
     phases = PHASES
 
@@ -82,7 +82,7 @@ def test_sums_leave_the_first_line_out():
     assert "mfu" not in trained().results()
 
 
-def test_line_after_a_resume_is_that_of_an_uninterrupted_run():
+def test_line_after_a_resume_equals_the_uninterrupted_runs():
     whole = Breakdown(FakeMeter(2, TWO_STEPS), plan(), flops_of, 1e12, 2)
     resumed = Breakdown(FakeMeter(2, TWO_STEPS), plan(), flops_of, 1e12, 4)  # steps 2 and 3 before the stop
     for step in (2, 3, 4):

@@ -24,7 +24,7 @@ def test_interrupted_runs_equal_uninterrupted_ones(tmp_path: Path, campaign: str
 
 
 @pytest.mark.campaign
-def test_goodput_counts_what_the_notes_hold(tmp_path: Path) -> None:
+def test_goodput_agrees_with_the_notes(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["--every", 25, "--duration", 50, "--global_batch", 16, "--max_train_samples", 33, "--out", out]
     words += ["--config", "sample", "--save_steps", 5]
@@ -51,9 +51,9 @@ def notes(*rows: str) -> list[dict[str, Any]]:
 def test_time_is_sorted_into_parts() -> None:
     first = ("100 started", "110 begin", "112 step 1", "114 step 2", "115 kill")
     cases = {
-        # A restart from step 1, which is killed again before it trains, and then repeats step 2.
+        # A restart from step 1 is killed again before it trains; the next one repeats step 2.
         ("116 ended", "118 kill", "119 ended", "125 begin", "127 step 2", "129 step 3"): [(1, 2, 1), (1, 6, 2)],
-        # From memory, after a step that a rank finished after the kill; then with a new rank.
+        # Resumed from memory, after a rank finished a step after the kill; then with a new rank.
         ("116 step 3", "117 noticed", "118 begin", "120 step 4", "121 noticed", "123 begin"): [(1, 4, 0)],
         # No rank notices, and the launcher starts others.
         ("118 started", "119 begin", "120 step 3"): [(3, 1, 1)],

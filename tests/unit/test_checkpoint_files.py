@@ -37,8 +37,8 @@ def read_state(folder: Path) -> dict:
     return files.read(folder).state
 
 
-def test_what_is_written_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "BLOCK", 16)  # each file has several
+def test_written_checkpoint_is_read_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "BLOCK", 16)  # several blocks per file
     folder = files.write(tmp_path, 7, contents(7))
     found = files.read(folder)
     assert torch.equal(found.tensors["model"]["weight"], torch.full((3, 2), 7.0))
@@ -57,7 +57,7 @@ def test_what_is_written_is_read(tmp_path, monkeypatch):
     assert read_state(folder)["step"] == 2
 
 
-def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_files_are_flushed_before_the_checkpoint_gets_its_name(tmp_path, monkeypatch):
     done, flush, rename = [], writing.flush, Path.rename
     for module in (files, writing):
         monkeypatch.setattr(module, "flush", lambda path: (done.append(path.name), flush(path)))
@@ -69,7 +69,7 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 def killed_at_each_change(output_dir: Path, action: Callable[[], object]) -> Iterator[None]:
-    """Write a checkpoint and do `action` in processes killed before their first change of a file, their second, ..."""
+    """Write a checkpoint, then run `action` in processes killed before the first change of a file, the second, ..."""
     for change in itertools.count(1):
         files.clear(output_dir)
         files.write(output_dir, 7, contents(7))
@@ -140,7 +140,7 @@ def test_wrong_manifest_is_named(tmp_path, manifest):
 
 
 @pytest.mark.parametrize("fails", ["save_file", "mkdir", "rename", "fsync"])
-def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails):
+def test_failed_write_leaves_the_previous_checkpoint(tmp_path, monkeypatch, fails):
     files.write(tmp_path, 7, contents(7))
 
     def full(*_, **__):
@@ -179,7 +179,7 @@ def test_folders_that_no_run_wrote_stay(tmp_path):
     assert all((tmp_path / name.replace("9", "9.aside") / "notes").exists() for name in OTHERS)
 
 
-def test_order_of_steps_and_later_ones_set_aside(tmp_path):
+def test_newest_first_and_later_checkpoints_are_set_aside(tmp_path):
     assert files.candidates(tmp_path / "nowhere") == []
     for step in (0, 9, 100, 30):
         files.write(tmp_path, step, contents(step))

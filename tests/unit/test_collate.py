@@ -87,7 +87,7 @@ def test_padded_batch(rows, windows, ids, pad_to):
 
 
 @pytest.mark.parametrize("pad_to", [None, 0])
-def test_rank_without_windows_gets_one_that_does_not_count(windows, pad_to):
+def test_rank_without_windows_gets_an_uncounted_window(windows, pad_to):
     batch = Collator(windows, CPU, pad_to)([])
     assert (batch.num_windows, batch.num_positions) == (0, 0)
     assert len(batch.lengths) == 1  # without a forward pass, the rank would never call its allreduce
@@ -104,7 +104,7 @@ def plan() -> BatchPlan:
 
 
 @pytest.mark.parametrize("first", [0, 7])
-def test_batches_are_those_of_the_plan(plan, first):
+def test_batches_follow_the_plan(plan, first):
     batches = Prefetcher(plan, lambda ids: ids.tolist(), rank=1, first=first)  # type: ignore[arg-type, return-value]
     for step in range(first, first + 8):
         expected = [ids.tolist() for ids in plan.rank_windows(step, 1)]

@@ -21,13 +21,13 @@ def found(pattern: str, text: str = DOCKERFILE) -> str:
 
 
 def installed(text: str) -> tuple[set[str], set[str]]:
-    """What apt-get installs, and the options of the set-up."""
+    """The packages that apt-get installs, and the options of env/setup.sh."""
     packages = found(r"--no-install-recommends \\\n((?:.*\\\n)*.*)", text).split("&&")[0].replace("\\", "")
     options = found(r"env/setup\.sh (.*?)(?: &&|\n)", text).replace("${SETUP}", found("^ARG SETUP=(--locked)$"))
     return set(packages.split()), set(options.split())
 
 
-def test_apptainers_recipe_is_the_dockerfiles() -> None:
+def test_apptainer_recipe_agrees_with_the_dockerfile() -> None:
     words = re.split(r"^%(\w+)\n", (CONTAINER / "hvd_bert.def").read_text(encoding="utf-8"), flags=re.MULTILINE)
     sections = dict(zip(words[1::2], words[2::2], strict=True))
     assert f"Bootstrap: docker\nFrom: {found(r'^ARG BASE=docker[.]io/(.+)$')}\n" in words[0]
@@ -35,7 +35,7 @@ def test_apptainers_recipe_is_the_dockerfiles() -> None:
     assert installed(sections["post"]) == (packages - {"openssh-server"}, options)  # Slurm starts the ranks
     files = dict(line.split() for line in sections["files"].strip().splitlines())
     assert files == {name: f"{found(r'^COPY [.] (.+)$')}/{name}" for name in files}
-    # Apptainer has no .dockerignore: it must be given what the package and its set-up need, and no .venv or runs.
+    # Apptainer has no .dockerignore: %files lists the files that the package and the set-up need, and no .venv or runs.
     assert {"README.md", "pyproject.toml", "requirements.txt", "env", "hvd_bert"} <= set(files)
     for name in files:
         assert (REPOSITORY / name).exists() and not name.startswith((".", "outputs", "runs"))
@@ -43,8 +43,8 @@ def test_apptainers_recipe_is_the_dockerfiles() -> None:
     assert sections["environment"].strip() == f"export PATH={path}:$PATH"
 
 
-def test_a_job_of_the_mpi_operator() -> None:
-    """Its ranks are the slots and the GPUs, the trainer takes its command, and user and folders are the image's."""
+def test_job_of_the_mpi_operator_fits_the_image() -> None:
+    """Ranks equal slots and GPUs, the trainer accepts the command, and user and folders are the image's."""
     job = yaml.safe_load((CONTAINER / "mpijob.yaml").read_text())["spec"]
     pods = {name: replica["template"]["spec"] for name, replica in job["mpiReplicaSpecs"].items()}
     args = pods["Launcher"]["containers"][0]["args"]
