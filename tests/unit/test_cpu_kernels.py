@@ -91,14 +91,14 @@ def test_some_kernels_are_for_one_thread(monkeypatch):
 
 def test_threads_as_openblas_reads_them(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
-    for own, omp, expected in (("2", "1", 2), (None, "3,2", 3), (None, "none", 5), (None, None, 5)):
-        for name, value in (("OPENBLAS_NUM_THREADS", own), ("OMP_NUM_THREADS", omp)):
+    for openblas, omp, expected in (("2", "1", 2), (None, "3,2", 3), (None, "none", 5), (None, None, 5)):
+        for name, value in (("OPENBLAS_NUM_THREADS", openblas), ("OMP_NUM_THREADS", omp)):
             monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
         assert kernels.openblas_threads() == expected
 
 
 needs_openblas = pytest.mark.skipif(not kernels.has_openblas(), reason="numpy has no OpenBLAS with one thread")
-needs_it = pytest.mark.skipif(
+needs_onednn = pytest.mark.skipif(
     kernels.without_missing(Kernels(ONEDNN)) != Kernels(ONEDNN), reason="this torch has no oneDNN"
 )
 
@@ -108,9 +108,9 @@ def with_gradients(layer: nn.Linear, values: torch.Tensor, upstream: torch.Tenso
     return [result, *torch.autograd.grad(result, [values, *layer.parameters()], upstream)]
 
 
-@pytest.fixture(params=[pytest.param(ONEDNN, marks=needs_it), pytest.param(OPENBLAS, marks=needs_openblas)])
+@pytest.fixture(params=[pytest.param(ONEDNN, marks=needs_onednn), pytest.param(OPENBLAS, marks=needs_openblas)])
 def library(request, monkeypatch):
-    """The library of the products."""
+    """Compute the products by each library."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     with kernels.override(Kernels(linear=request.param)):
         yield
@@ -157,12 +157,12 @@ def test_unsupported_input_uses_torchs_own_layer(monkeypatch):
         layer(values)
 
 
-MANY = 4_000_000  # with so many, the error of 8 bits, 1 / 512, is at least 7 standard deviations
+MANY = 4_000_000  # rounding a rate to 8 bits, an error of 1 / 512, is then at least 7 standard deviations
 
 
-# Some of these need more than 8 bits.
+# Some of these rates need more than 8 bits.
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.003, 1 / 512, 0.5 + 1 / 512, 1 - 1 / 512])
-def test_rate_and_scale(p):
+def test_rate_and_scale_of_dropout(p):
     torch.manual_seed(0)
     dropped = (keep_mask(torch.Size([MANY]), p) == 0).double().mean().item()
     assert dropped == pytest.approx(p, abs=5 * math.sqrt(p * (1 - p) / MANY))
@@ -173,13 +173,13 @@ HEADS, DROPPED = 3, 6554
 needs_fused = pytest.mark.skipif(not fused.available(), reason="not compiled, or a CPU without the instructions")
 
 
-def kept(bits: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-    """The dropout factors of each window, float64 [heads, T, T], from the operation's bits."""
+def dropout_factors(bits: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+    """Compute the dropout factors of each window, float64 [heads, T, T], from the operation's bits."""
     masks, bits = [], bits.view(torch.int32)
     for length in lengths:
         words = -(-length // 32)
-        own, bits = bits.split([HEADS * length * words, len(bits) - HEADS * length * words])
-        single = own.view(HEADS, length, words, 1) >> torch.arange(32) & 1
+        of_window, bits = bits.split([HEADS * length * words, len(bits) - HEADS * length * words])
+        single = of_window.view(HEADS, length, words, 1) >> torch.arange(32) & 1
         masks.append(single.flatten(2)[..., :length].double() * 65536 / (65536 - DROPPED))
     return masks
 
@@ -204,14 +204,14 @@ def by_hand(q, k, v, masks, scaling):
         (torch.bfloat16, 64, [101, 17], 1e-2),
     ],
 )
-def test_attention_equals_its_formula_for_the_kept_probabilities(dtype, size, lengths, tolerance):
+def test_attention_equals_its_formula_with_the_same_dropout(dtype, size, lengths, tolerance):
     torch.manual_seed(0)
     tokens = sum(lengths)
     q, k, v, gradient = (torch.randn(tokens, HEADS, size).to(dtype) for _ in range(4))
     options = (lengths, DROPPED, size**-0.5)
     output, sums, bits = torch.ops.hvd_bert.attention(q, k, v, *options, 2**40 + 1)
     found = torch.ops.hvd_bert.attention_backward(gradient, q, k, v, output, sums, bits, *options)
-    masks = kept(bits, lengths)
+    masks = dropout_factors(bits, lengths)
     share = sum(mask.count_nonzero() for mask in masks) / sum(mask.numel() for mask in masks)
     assert share == pytest.approx(0.9, abs=0.01)
     exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
@@ -298,7 +298,7 @@ def test_kernels_without_the_compiled_operations(monkeypatch):
         assert attention.choose(*heads, 32, local=True) is attention.by_probabilities
 
 
-def test_settings_of_the_user_are_respected():
+def test_settings_of_malloc_by_the_user_are_not_changed():
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "LD_PRELOAD"):
         assert not keep_memory({"PATH": "/bin", name: "1"})
 
@@ -307,19 +307,19 @@ COUNT = """
 import resource, sys, torch
 from hvd_bert.model.cpu.malloc import keep_memory
 
-kept = keep_memory({}) if sys.argv[1] == "kept" else None
+done = keep_memory({}) if sys.argv[1] == "keep" else None
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones(12 << 20) for _ in range(2)]  # more than glibc keeps by itself, 32 MiB each at most
+    tensors = [torch.ones(12 << 20) for _ in range(2)]  # glibc returns blocks above 32 MiB by default
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 for _ in range(10):  # until the heap has memory for each
     faults()
-print(kept, min(faults() for _ in range(5)))
+print(done, min(faults() for _ in range(5)))
 """
 
 
 def printed_by(program: str, *words: str) -> list[str]:
-    """The words that a new process prints, without variables that change glibc's defaults."""
+    """Run a program without variables that change glibc's defaults. Returns the printed words."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     words = (sys.executable, "-c", program, *words)
     return subprocess.run(words, env=environ, capture_output=True, text=True, check=True).stdout.split()
@@ -327,7 +327,7 @@ def printed_by(program: str, *words: str) -> list[str]:
 
 @pytest.mark.slow
 def test_freed_memory_is_reused():
-    kept, faults = printed_by(COUNT, "kept")
-    if kept != "True":
+    done, faults = printed_by(COUNT, "keep")
+    if done != "True":
         pytest.skip("this C library has no mallopt")
     assert int(faults) == 0 < int(printed_by(COUNT, "plain")[1])

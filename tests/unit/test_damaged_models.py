@@ -63,10 +63,10 @@ def without(*files: str) -> Damage:
     return lambda folder: [(folder / file).unlink() for file in files]
 
 
-def in_place(file: str, what: str) -> Damage:
+def in_place(file: str, name: str) -> Damage:
     def damage(folder: Path) -> None:
         (folder / file).unlink()
-        hostile.ALL[what](folder / file)
+        hostile.ALL[name](folder / file)
 
     return damage
 
@@ -163,21 +163,22 @@ CASES[f"weights: {PREFIX}embeddings"] = renamed, f"'{PREFIX}'"
 CASES["weights: wrapped"] = with_weights(lambda weights: {"epoch": 3, "model": weights}), "entries epoch, model"
 
 
-@pytest.mark.parametrize("file", ["tokenizer.json", "model-00001-of-00001.safetensors"])
-def test_pipe_in_a_models_folder(file: str, good, tmp_path, make_questions) -> None:
-    folder = shutil.copytree(good, tmp_path / "damaged")
-    if "-of-" in file:
-        names = dict.fromkeys(load_file(folder / "model.safetensors"), file)
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-        (folder / "model.safetensors").unlink()
-    (folder / file).unlink(missing_ok=True)
-    os.mkfifo(folder / file)
-    with refused(folder, file):
-        load_all(folder, make_questions)
+SHARD = "model-00001-of-00001.safetensors"
+
+
+def with_a_pipe_as_shard(folder: Path) -> None:
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), SHARD)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / SHARD)
+
+
+CASES["tokenizer.json: a pipe"] = in_place("tokenizer.json", "fifo"), "tokenizer.json"
+CASES["a shard: a pipe"] = with_a_pipe_as_shard, SHARD
 
 
 @pytest.mark.parametrize("setting", ["return_dict", "output_attentions", "output_hidden_states"])
-def test_settings_of_the_form_of_outputs_change_nothing(setting: str, good, tmp_path) -> None:
+def test_settings_of_the_output_format_change_no_answers(setting: str, good, tmp_path) -> None:
     folder = shutil.copytree(good, tmp_path / "other")
     with_settings("config.json", {setting: setting != "return_dict"})(folder)
     ask = {"question": "where is it?", "context": "it is here.", "top_k": 3}
@@ -193,7 +194,7 @@ def test_rank_of_adapters_above_the_layers_size(good, tokenizer) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow
-def test_damage_is_one_message(good, tmp_path, make_questions, name):
+def test_damage_is_reported_in_one_message(good, tmp_path, make_questions, name):
     folder = shutil.copytree(good, tmp_path / "damaged")
     damage, words = CASES[name]
     damage(folder)
@@ -203,7 +204,7 @@ def test_damage_is_one_message(good, tmp_path, make_questions, name):
     assert not (folder / "ran").exists()
 
 
-def test_pickled_tensors_alone_are_loaded(good, tmp_path, make_questions):
+def test_a_pickle_of_tensors_only_is_loaded(good, tmp_path, make_questions):
     folder = shutil.copytree(good, tmp_path / "old")
     weights = BertForQuestionAnswering.from_pretrained(good).state_dict()
     with_pickle(lambda path, _: torch.save(weights, path))(folder)
@@ -224,7 +225,7 @@ def test_head_of_another_size_gets_new_weights(tokenizer, tmp_path, caplog):
         load_model(args, tokenizer, LENGTH, seed=1, needs_head=True)
 
 
-def test_memory_for_all_copies(good, monkeypatch):
+def test_memory_must_hold_all_copies(good, monkeypatch):
     args = ModelArguments(model_name_or_path=str(good))
     config = load_config(str(good), args)
     size = 4 * num_weights(config, model_class(config))
@@ -235,7 +236,7 @@ def test_memory_for_all_copies(good, monkeypatch):
 
 
 def words_only(folder: Path, words: list[str]) -> ModelArguments:
-    """The arguments for a BERT whose tokenizer is only a vocabulary."""
+    """Write a BERT's configuration and, as its tokenizer, a vocabulary only."""
     folder.mkdir()
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<S>", *words]
     (folder / "vocab.txt").write_text("\n".join(pieces))

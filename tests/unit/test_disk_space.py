@@ -21,8 +21,8 @@ SAVES = [["--ema_decay", "0.9", "--optim", "lars"], ["--save_only_model"], ["--l
 
 
 @pytest.mark.parametrize("flags", [*SAVES, LIMITED], ids=str)
-def test_estimated_space_is_that_of_the_files(base, tmp_path, monkeypatch, flags):  # noqa: F811
-    """The model is large next to its tokenizer."""
+def test_estimated_space_equals_the_files(base, tmp_path, monkeypatch, flags):  # noqa: F811
+    """Use a model that is large compared with its tokenizer."""
     large = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
     shape = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(shape | large))
@@ -45,7 +45,7 @@ def test_estimated_space_is_that_of_the_files(base, tmp_path, monkeypatch, flags
     assert estimate["disk_bytes"] == pytest.approx(most, rel=0.05)
 
 
-def test_run_that_does_not_fit_is_warned_about(base, tmp_path, monkeypatch, caplog):  # noqa: F811
+def test_run_without_enough_space_is_warned_about(base, tmp_path, monkeypatch, caplog):  # noqa: F811
     flags = ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", *LIMITED]
     most = rehearse(base, *flags).results["estimate"]["disk_bytes"]
     for free, warns in ((most, False), (most - 1, True)):

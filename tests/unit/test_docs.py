@@ -46,7 +46,7 @@ GROUPS_OF_FLAGS = {"--save_*"}  # as a page writes them
 
 @cache
 def own_flags() -> set[str]:
-    """Of the commands, and what the scripts, benchmarks and examples take or pass on."""
+    """All flags of the commands, and flags that scripts, benchmarks and examples accept or pass on."""
     parsers = [command_line.make_parser(), *(command.make_parser() for command in flags_page.OTHERS.values())]
     found = {option for parser in parsers for option in parser._option_string_actions}
     for pattern in ("env/*.sh", "env/*.py", "scripts/*", "benchmarks/**/*.py", "examples/*.py", "tests/cluster/*"):
@@ -62,14 +62,14 @@ def test_flags_exist(page: str) -> None:
 
 
 def test_defaults_that_differ_from_run_qas() -> None:
-    """Of the flags that TrainingArguments has, too, the guide lists exactly those with another default."""
+    """The guide lists exactly the flags shared with TrainingArguments that have another default."""
     from transformers import TrainingArguments
 
-    theirs = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+    run_qas = {field.name: field for field in dataclasses.fields(TrainingArguments)}
     differing = {
         f"--{name}"
         for name, flag in FLAGS.items()
-        if name in theirs and _default(theirs[name]) != flag.default and (_default(theirs[name]) or flag.default)
+        if name in run_qas and _default(run_qas[name]) != flag.default and (_default(run_qas[name]) or flag.default)
     }
     table = section("docs/guides/migrating.md", "Defaults that differ")
     rows = [line for line in table.splitlines() if line.startswith("| ")]
@@ -106,7 +106,7 @@ def test_file_tree_has_every_folder() -> None:
     assert folders - listed == set()
 
 
-def test_import_layers_are_those_that_are_checked() -> None:
+def test_import_layers_agree_with_pyproject() -> None:
     layers = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8").split("layers = [")[1].split("]")[0]
     checked = [sorted(names.split(" | ")) for names in re.findall(r'"([^"]+)"', layers)]
     table = section("docs/architecture.md", "Import layers")
@@ -188,9 +188,9 @@ def _text(node: ast.AST) -> str:
     return ""
 
 
-def test_quoted_messages_are_ours() -> None:
-    """A heading that is code alone is one of our messages; a word in capitals, or `...`, stands for anything."""
-    said = messages()
+def test_quoted_messages_exist() -> None:
+    """A heading in backticks quotes a message of the code; a word in capitals, or `...`, stands for anything."""
+    known = messages()
     quoted = [title[1:-1] for title in headings(text_of(TROUBLESHOOTING)) if re.fullmatch(r"`[^`]+`", title)]
     assert len(quoted) > 10
     unknown = []
@@ -198,10 +198,10 @@ def test_quoted_messages_are_ours() -> None:
         literal = re.split(rf"{documented.PLACEHOLDER}|\.\.\.", quote)
         assert len("".join(literal)) > 12, f"too little is literal in: {quote}"
         longest, pattern = max(literal, key=len), re.compile(".+?".join(map(re.escape, literal)), re.DOTALL)
-        unknown += [quote] if not any(longest in text and pattern.search(text) for text in said) else []
+        unknown += [quote] if not any(longest in text and pattern.search(text) for text in known) else []
     assert unknown == [], "no message of the code or the scripts reads so"
 
 
-def test_the_page_is_current():
+def test_the_page_of_flags_is_current():
     written = flags_page.PAGE.read_text(encoding="utf-8")
     assert written == flags_page.page(), "run `python scripts/flags_page.py`"

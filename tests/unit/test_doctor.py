@@ -59,7 +59,7 @@ MPICH = ("/opt/bin/mpirun", "HYDRA build details:\n    Version:    4.0.2\n    Re
     ],
     ids=lambda value: value.name if isinstance(value, CheckResult) else None,
 )
-def test_what_is_found_on_a_host(line: CheckResult, status: str, words: str) -> None:
+def test_checks_of_a_host(line: CheckResult, status: str, words: str) -> None:
     assert (line.status, words in line.found, bool(line.hint)) == (status, True, status != OK), line
 
 
@@ -73,7 +73,7 @@ def test_what_is_found_on_a_host(line: CheckResult, status: str, words: str) -> 
         (None, True, OK, "mpirun is not on PATH"),
     ],
 )
-def test_mpi(monkeypatch, mpirun, by_srun, status, words):
+def test_check_of_mpi(monkeypatch, mpirun, by_srun, status, words):
     monkeypatch.setattr(probes, "mpi4py", lambda: "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4")
     monkeypatch.setattr(probes, "mpirun", lambda: mpirun)
     line = checks.mpi_line(BUILD, by_srun)
@@ -145,7 +145,7 @@ OTHERS = [replace(RANK, versions={"python": "3.11", "torch": "2.6"}), replace(RA
         ([RANK, RANK, *OTHERS], {"Versions": FAILURE}, "2.8 on ranks 0, 1 and 2.6 on rank 2 and missing on rank 3"),
     ],
 )
-def test_whether_ranks_fit(ranks, statuses, words, capsys):
+def test_differences_between_ranks(ranks, statuses, words, capsys):
     report = Report(as_json=False, shown=True)
     add_ranks([replace(rank, rank=number) for number, rank in enumerate(ranks)], report, "mpi")
     assert {line.name: line.status for line in report.results} == {"World": OK, "Versions": OK} | statuses
@@ -186,8 +186,8 @@ START = "\n\n  1 process:\n    python train.py\n"
     ],
 )
 def test_report(capsys, verbose, found, status, first, last):
-    """Control characters, which may come from another host, are removed."""
-    for shown in (True, False):  # not shown: another rank's
+    """Control characters, which may come from another host, are escaped."""
+    for shown in (True, False):  # only rank 0's report is shown
         report = Report(as_json=False, shown=shown, verbose=verbose)
         report.starts = {"1 process": "python train.py"}
         report.add(*found)
@@ -213,10 +213,10 @@ def diagnose(monkeypatch, join, launcher: Launcher) -> int:
         (Launcher("mpirun", 4, 3), UserError("no such interface"), 2, "", "hvd_bert: rank 3 on "),  # on this host
         (Launcher("mpirun", 4, 3), UserError("Horovod cannot be loaded"), 0, "", "hvd_bert: rank 3 on "),
         (Launcher("none", None, None), OSError("no socket"), 2, "Not ready: World.", ""),
-        (Launcher("none", None, None), AssertionError("loading it may crash"), 0, "Ready: ", ""),  # so it is not loaded
+        (Launcher("none", None, None), AssertionError("loading it may crash"), 0, "Ready: ", ""),  # Horovod is not loaded without a launcher
     ],
 )
-def test_no_world(monkeypatch, capsys, launcher, error, status, out, err):
+def test_world_that_cannot_be_joined(monkeypatch, capsys, launcher, error, status, out, err):
     monkeypatch.setattr(probes, "horovod", lambda: BROKEN if "load" in str(error) else BUILD)
     assert diagnose(monkeypatch, Mock(side_effect=error), launcher) == status
     output, errors = capsys.readouterr()
@@ -248,7 +248,7 @@ def test_ranks_that_never_join(monkeypatch, shown, seconds):
     assert report.results == [failure("World", f"no ranks: not finished after {seconds} s", "name the interface")]
 
 
-def test_an_error_is_right_only_within_its_bound_and_a_check_only_after_a_comparison():
+def test_proof_fails_beyond_its_bound_and_without_a_comparison():
     unused: Any = object()
     cases = ((1.0, 1.0, OK), (1.1, 1.0, FAILURE), (math.nan, 1.0, FAILURE), (1.0, math.nan, FAILURE))
     for error, bound, expected in cases:
@@ -269,6 +269,6 @@ def test_an_error_is_right_only_within_its_bound_and_a_check_only_after_a_compar
         ("--siz 5 --slots=2", "--size, --slots"),  # of the checks
     ],
 )
-def test_a_proof_refuses_what_it_cannot_honour(words: str, named: str) -> None:
+def test_flags_that_a_proof_refuses(words: str, named: str) -> None:
     with refused("--prove", named):
         parse_proof(["--prove", *words.split()])

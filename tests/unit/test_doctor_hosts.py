@@ -41,7 +41,7 @@ def test_hostfile(tmp_path):
 
 @pytest.fixture
 def concluded(monkeypatch, capsys):
-    """concluded(reports, *flags) -> the JSON report on hosts a, b, ... with two slots each."""
+    """concluded(reports, *flags) -> the JSON report on hosts with two slots each."""
     monkeypatch.setattr(hosts, "own_address_at", lambda host: None)
     monkeypatch.setattr(hosts, "_address", lambda host, _: ADDRESSES[host])
     monkeypatch.setattr(launch_line.shutil, "which", lambda name: str(Path(sys.executable).with_name(name)))
@@ -61,8 +61,8 @@ def concluded(monkeypatch, capsys):
 
 def host(name: str, *lines: CheckResult, interface: str = "ib0", **different: object) -> HostReport:
     rank = asdict(replace(RANK, addresses={"lo": ["127.0.0.1"], interface: [ADDRESSES[name]]}, **different))
-    own = [ok("Python", "3.11"), ok("Output", "runs"), ok("World", "1 rank(s)")]
-    return HostReport((*own, *lines), (rank | {"cores": [0, 1]},))
+    passed = [ok("Python", "3.11"), ok("Output", "runs"), ok("World", "1 rank(s)")]
+    return HostReport((*passed, *lines), (rank | {"cores": [0, 1]},))
 
 
 def with_gpus(name: str, *models: str) -> HostReport:
@@ -96,7 +96,7 @@ def test_hosts_that_do_not_fit(concluded, first, second, words):
     assert [words in check["found"] for check in found["checks"] if check["status"] == FAILURE] == [True]
 
 
-def test_command(concluded):
+def test_command_with_a_common_subnet(concluded):
     line = f"HVD_BERT_INTERFACE=10.1.0.4/30 {START} {SSH} 'a key' --network-interfaces ib0 {TRAIN}"
     reports = {"a": host("a"), "b": host("b", interface="ib1")}
     assert concluded(reports, *SSH.split(), "a key")["command"] == line

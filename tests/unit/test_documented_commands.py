@@ -27,7 +27,7 @@ SCRIPTS = [
 ]
 PROGRAMS = {"apptainer", "bash", "coverage", "docker", "git", "horovodrun", "hf", "hvd-bert", "mkdocs", "module"}
 PROGRAMS |= {"mpirun", "mutmut", "pip", "python", "salloc", "sbatch", "sinfo", "srun", "tensorboard", "torchrun"}
-# Writes a line per call: the program and its arguments, between marks that no documented command has.
+# Records each call: the program and its arguments, separated by control characters.
 RECORDER = """#!/bin/sh
 { printf '%s\\037' "$0" "$@"; printf '\\036'; } >> "$RECORD"
 """
@@ -40,10 +40,10 @@ PARSERS = {
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which every program and script only writes down how it was called."""
+    """A folder in which every program and script only records its arguments."""
     folder = tmp_path_factory.mktemp("clone")
-    for place in (*(f"bin/{name}" for name in PROGRAMS), *SCRIPTS):
-        path = folder / place
+    for name in (*(f"bin/{program}" for program in PROGRAMS), *SCRIPTS):
+        path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(RECORDER)
         path.chmod(0o755)
@@ -53,7 +53,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def calls(text: str, clone: Path) -> list[list[str]]:
-    """How bash calls programs for `text`: words, without those that stand for further ones."""
+    """Run `text` in bash. Returns the words of each call, without `...`."""
     record = clone / "record"
     record.write_text("")
     environ = {"PATH": str(clone / "bin"), "RECORD": str(record), "USER": "user"}
@@ -68,7 +68,7 @@ def calls(text: str, clone: Path) -> list[list[str]]:
 
 
 def check(words: list[str]) -> None:
-    """Raise what the named program raises for its arguments; fail if a file is not there."""
+    """Parse the arguments as the named program does; fail if it refuses them or a file does not exist."""
     if not words:
         return
     program, *arguments = words
@@ -105,7 +105,7 @@ def check_command(words: list[str]) -> None:
         command_line.parse(flags)
     elif name in ("bench", "bench sweep", "evaluate", "tune") or "--prove" in flags:
         _, rest = PARSERS[name].parse_known_args(flags)
-        command_line.make_parser().parse_args(rest)  # no more: in a sweep a flag may be one strategy's alone
+        command_line.make_parser().parse_args(rest)  # without checks: in a sweep a flag may apply to a single strategy
     else:
         PARSERS[name].parse_args(flags)
 
@@ -114,7 +114,7 @@ def check_script(script: str, arguments: list[str]) -> None:
     text = (REPOSITORY / script.replace("build_horovod.sh", "build_horovod.py")).read_text(encoding="utf-8")
     if script in JOBS:
         check_command([*JOBS[script].split(), *arguments])
-    elif script not in ("scripts/demo.sh", "scripts/test.sh"):  # these hand their arguments on
+    elif script not in ("scripts/demo.sh", "scripts/test.sh"):  # these pass their arguments on
         trainers = FLAGS.keys() if "parse_known_args" in text else ()
         flags = [word.split("=")[0] for word in arguments if word.startswith("--")]
         unknown = [flag for flag in flags if flag not in text and flag.removeprefix("--") not in trainers]
@@ -131,7 +131,7 @@ def horovodruns_command(arguments: list[str]) -> list[str]:
 
 
 def started_command(arguments: list[str]) -> list[str]:
-    """What mpirun, torchrun or a program of Slurm starts; without a command salloc starts a shell."""
+    """The command that mpirun, torchrun or Slurm starts; [] for the shell of salloc."""
     while arguments and arguments[0].startswith("-") and arguments[0] != "-m":
         arguments = arguments[2 if arguments[0] in ("-np", "--nproc-per-node") else 1 :]
     if not arguments or arguments[0].endswith(".slurm"):

@@ -23,7 +23,7 @@ from hvd_bert.training import loop, start
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SETTINGS = {"max_seq_length": 64, "doc_stride": 8, "n_best_size": 5, "null_score_diff_threshold": 0.25}
-UNUSED = dict.fromkeys(("version_2_with_negative", *SETTINGS.keys() - {"max_seq_length"}))  # not used by other tasks
+UNUSED = dict.fromkeys(("version_2_with_negative", *SETTINGS.keys() - {"max_seq_length"}))  # other tasks have no such settings
 QUESTIONS = 12
 
 
@@ -80,7 +80,7 @@ def settings_of(*words: object) -> list[dict[str, Any]]:
         ("--config sample", {"context_column": "context", "max_seq_length": 160, "config_name": None}),
     ],
 )
-def test_settings_are_the_trainings_unless_given(make_model, words, expected):
+def test_settings_come_from_the_training_unless_given(make_model, words, expected):
     folder = make_model(context_column="passage", per_device_eval_batch_size=3, max_eval_samples=2, bf16=True)
     expected = {"version_2_with_negative": True, "bf16": False, "do_train": False} | expected
     for model in (folder, folder / "checkpoint-3"):
@@ -108,7 +108,7 @@ def test_wrong_command_lines(make_model):
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1.1", "v2.0"])
-def test_scores_and_files_are_the_trainers(make_model, make_questions, write_squad, tmp_path, capsys, v2):
+def test_scores_and_files_equal_the_trainers(make_model, make_questions, write_squad, tmp_path, capsys, v2):
     file = write_squad(make_questions(QUESTIONS, unanswered_every=3 * v2), "dev.json")
     folder = make_model(version_2_with_negative=v2, validation_file=str(file))
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -140,7 +140,7 @@ def test_scores_and_files_are_the_trainers(make_model, make_questions, write_squ
     world.leave()
     (ours / "eval_null_odds.json").touch()  # left by an evaluation with other rules
     loop.run(parse([*words, f"--output_dir={ours}"]), world)
-    assert {path.name for path in ours.glob("eval*")} == names | {"eval_config.yaml"}, "others contradict the scores"
+    assert {path.name for path in ours.glob("eval*")} == names | {"eval_config.yaml"}, "earlier files would contradict the scores"
 
 
 def test_thresholds_and_mistakes(make_model):
@@ -180,7 +180,7 @@ def test_comparison(make_model, make_questions, write_squad, tmp_path, capsys):
     assert "EM: no clear difference (McNemar's exact test: p = 1)." in capsys.readouterr().out
 
 
-def test_own_task_has_its_metrics(workdir, capsys):  # noqa: F811
+def test_custom_task_has_its_metrics(workdir, capsys):  # noqa: F811
     one, other = saved(made(), "one"), saved(made("--seed=1"), "other")
     results = evaluated(workdir / one, "--compare", workdir / other, "--output_dir", workdir / "out")
     for key, run in (("metrics", one), ("compared_metrics", other)):
@@ -192,14 +192,14 @@ def test_own_task_has_its_metrics(workdir, capsys):  # noqa: F811
         evaluate(workdir / saved(made(files=["--train_file=train.jsonl"])))
 
 
-def test_files_of_others_are_kept(make_model, tmp_path, monkeypatch):
+def test_foreign_files_are_not_replaced(make_model, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "load_task", None)  # before any work
     (tmp_path / "evaluation.html").write_text("mine")
     with refused("evaluation.html", error=CollectiveError):
         evaluate(make_model(), "--output_dir", tmp_path)
 
 
-def test_own_task_gets_the_training_file(make_model):
+def test_custom_task_gets_the_training_file(make_model):
     trained = make_model("own", task="own_lines:Lines", train_file="rows.json", **UNUSED)
     assert settings_of(trained)[0]["train_file"] == "rows.json"
     first, second = settings_of(trained, "--compare", trained, "--train_file", "other.json")

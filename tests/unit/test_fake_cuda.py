@@ -1,4 +1,4 @@
-"""The checks on made-up GPUs (tests/fake_cuda), which one process runs."""
+"""Checks on made-up GPUs (tests/fake_cuda); a single process runs all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launch import environment
 
 FOLDER = Path(__file__).resolve().parents[1] / "fake_cuda"
 TORCH = Path(torch.__file__).parent
-# checks.py itself can be imported only on the made-up machine.
+# checks.py can be imported only in the process with made-up GPUs.
 CHECKS = re.findall(r"^@check\ndef (\w+)", (FOLDER / "checks.py").read_text(encoding="utf-8"), re.MULTILINE)
 
 
