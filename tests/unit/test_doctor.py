@@ -213,7 +213,13 @@ def diagnose(monkeypatch, join, launcher: Launcher) -> int:
         (Launcher("mpirun", 4, 3), UserError("no such interface"), 2, "", "hvd_bert: rank 3 on "),  # on this host
         (Launcher("mpirun", 4, 3), UserError("Horovod cannot be loaded"), 0, "", "hvd_bert: rank 3 on "),
         (Launcher("none", None, None), OSError("no socket"), 2, "Not ready: World.", ""),
-        (Launcher("none", None, None), AssertionError("loading it may crash"), 0, "Ready: ", ""),  # Horovod is not loaded without a launcher
+        (
+            Launcher("none", None, None),
+            AssertionError("loading it may crash"),
+            0,
+            "Ready: ",
+            "",
+        ),  # it is not loaded
     ],
 )
 def test_world_that_cannot_be_joined(monkeypatch, capsys, launcher, error, status, out, err):

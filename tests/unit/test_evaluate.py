@@ -23,7 +23,7 @@ from hvd_bert.training import loop, start
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SETTINGS = {"max_seq_length": 64, "doc_stride": 8, "n_best_size": 5, "null_score_diff_threshold": 0.25}
-UNUSED = dict.fromkeys(("version_2_with_negative", *SETTINGS.keys() - {"max_seq_length"}))  # other tasks have no such settings
+UNUSED = dict.fromkeys(("version_2_with_negative", *SETTINGS.keys() - {"max_seq_length"}))  # by other tasks
 QUESTIONS = 12
 
 
@@ -140,7 +140,7 @@ def test_scores_and_files_equal_the_trainers(make_model, make_questions, write_s
     world.leave()
     (ours / "eval_null_odds.json").touch()  # left by an evaluation with other rules
     loop.run(parse([*words, f"--output_dir={ours}"]), world)
-    assert {path.name for path in ours.glob("eval*")} == names | {"eval_config.yaml"}, "earlier files would contradict the scores"
+    assert {path.name for path in ours.glob("eval*")} == names | {"eval_config.yaml"}, "others are outdated"
 
 
 def test_thresholds_and_mistakes(make_model):

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 PAD, CLS, SEP, QUESTION, FIRST_TOKEN, VOCABULARY = 1, 2, 3, 4, 5, 60
 LENGTHS = [12, 17, 11, 20, 12]
-# Sizes by their names in configurations. sliding_window: of local attention, shorter than the windows.
+# Sizes by the names in configurations. sliding_window: width of local attention, less than the windows' lengths.
 SMALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -85,7 +85,7 @@ def small(name: str):
 
 
 def models(name: str, padded: bool = False, pooling: str | None = None, heads=None) -> tuple:
-    """A small model with random weights, as this package trains it and as transformers has it.
+    """Make two small models with the same random weights: for this package, and for transformers.
 
     `heads`: None for a span head; CLASSIFIERS or TAGGERS for a head for three classes.
     """
@@ -107,10 +107,10 @@ def models(name: str, padded: bool = False, pooling: str | None = None, heads=No
         with torch.no_grad():
             weights += 0.1 * torch.randn(weights.shape, generator=generator)
     kind = heads[type(configs[1])] if heads else model_class(configs[1])
-    own = kind._from_config(configs[1], attn_implementation="eager")
-    own.load_state_dict(ours.state_dict())
+    theirs = kind._from_config(configs[1], attn_implementation="eager")
+    theirs.load_state_dict(ours.state_dict())
     place(ours, CPU)
-    return ours, own.eval()
+    return ours, theirs.eval()
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +160,9 @@ def class_rows(logits):
 
 def compare(models, windows: WindowTable, pad_to: int | None = None, spans: bool = True) -> None:
     """Compare logits to 1e-5 of the largest, and gradients to 1e-4 of each tensor's norm."""
-    (ours, own), batch = models, Collator(windows, CPU, pad_to)(range(len(LENGTHS)))
+    (ours, theirs), batch = models, Collator(windows, CPU, pad_to)(range(len(LENGTHS)))
     found = torch.stack(span_logits(ours, batch)) if spans else class_rows(head_logits(ours, batch))
-    expected = transformers_logits(own, windows)
+    expected = transformers_logits(theirs, windows)
     real = expected != -torch.inf
     assert torch.equal(found != -torch.inf, real)
     assert expected[real].std() > 0.1  # else mistakes would be rounded away
@@ -174,8 +174,8 @@ def compare(models, windows: WindowTable, pad_to: int | None = None, spans: bool
     else:
         for logits in (found, expected):
             cross_entropy(logits, torch.arange(len(logits)) % 3).backward()
-    total = torch.stack([weights.grad.norm() for weights in own.parameters() if weights.grad is not None]).norm()
-    for (name, weights), reference in zip(ours.named_parameters(), own.parameters(), strict=True):
+    total = torch.stack([weights.grad.norm() for weights in theirs.parameters() if weights.grad is not None]).norm()
+    for (name, weights), reference in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if weights.requires_grad and reference.grad is not None:
             limit = max(1e-4 * reference.grad.norm(), 1e-6 * total)  # zero in theory: keys' biases
             assert (weights.grad - reference.grad).norm() <= limit, name
@@ -200,7 +200,7 @@ def test_padded_windows_give_the_logits_and_gradients_of_transformers(name, wind
 
 
 @pytest.mark.parametrize("name", ["squeezebert", "luke", "bart"])
-def test_a_family_without_a_row_is_trained_on_padded_windows_with_layers_of_its_own(name, windows, monkeypatch, caplog):
+def test_unlisted_family_is_trained_on_padded_windows_without_our_layers(name, windows, monkeypatch, caplog):
     monkeypatch.setitem(CONFIGS, name, CONFIG_MAPPING[name])
     both = ours, _ = models(name, padded=True)
     compare(both, windows, pad_to=0)
@@ -217,7 +217,7 @@ def test_a_family_without_a_row_is_trained_on_padded_windows_with_layers_of_its_
 @pytest.mark.parametrize(
     ("name", "tokens", "reason"), [("yoso", 8, "padding"), ("luke", 63, "index"), ("lxmert", 8, "visual_feats")]
 )
-def test_a_family_without_a_row_that_fails_is_refused(name, tokens, reason, monkeypatch):
+def test_unlisted_family_that_fails_is_refused(name, tokens, reason, monkeypatch):
     monkeypatch.setitem(CONFIGS, name, CONFIG_MAPPING[name])
     torch.manual_seed(0)
     model = adapt(model_class(small(name))(small(name)), True)
@@ -232,7 +232,7 @@ def test_other_heads_give_the_logits_and_gradients_of_transformers(name, heads, 
         compare(models(name, pad_to is not None, pooling, heads), windows, pad_to, spans=False)
 
 
-def test_other_heads_of_a_family_without_a_row_are_tried(monkeypatch):
+def test_other_heads_of_an_unlisted_family_are_tried(monkeypatch):
     monkeypatch.setitem(CONFIGS, "squeezebert", CONFIG_MAPPING["squeezebert"])
     config = small("squeezebert")
     model = adapt(CLASSIFIERS[type(config)](config), True)
@@ -247,13 +247,13 @@ def test_other_heads_of_a_family_without_a_row_are_tried(monkeypatch):
 def test_encoder_without_a_head_is_loaded(name, tokenizer, tmp_path):
     config = small(name)
     config.vocab_size = len(tokenizer)
-    own = model_class(config)(config)
-    own.base_model.save_pretrained(tmp_path)
+    whole = model_class(config)(config)
+    whole.base_model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     found = load_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer, 32, seed=1)
-    expected = own.base_model.state_dict()
+    expected = whole.base_model.state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in found.base_model.state_dict().items())
-    assert len(found.state_dict()) == len(own.state_dict()) > len(expected)
+    assert len(found.state_dict()) == len(whole.state_dict()) > len(expected)
     with refused(tmp_path):
         load_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer, 32, seed=1, needs_head=True)
 
@@ -281,24 +281,24 @@ def test_layers_with_hooks_and_of_other_libraries_are_not_replaced():
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.attention])
 def test_query_key_and_value_as_one_product(name, windows):
-    batch, own = Collator(windows, CPU)(range(len(LENGTHS))), new_model(small(name), 0.0, seed=1).eval()
-    joined = copy.deepcopy(own)
+    batch, separate = Collator(windows, CPU)(range(len(LENGTHS))), new_model(small(name), 0.0, seed=1).eval()
+    joined = copy.deepcopy(separate)
     place(joined, CPU, compiled=True)
-    assert sum(type(part) is JoinedAttention for part in joined.modules()) == own.config.num_hidden_layers
-    assert torch.equal(window_losses(joined, batch), window_losses(own, batch))  # in fp32 they stay three
+    assert sum(type(part) is JoinedAttention for part in joined.modules()) == separate.config.num_hidden_layers
+    assert torch.equal(window_losses(joined, batch), window_losses(separate, batch))  # fp32 has three products
     gradients = []
-    for model in (own, joined):
+    for model in (separate, joined):
         with autocast(CPU, "bf16"):
             window_losses(model, batch).mean().backward()
         gradients.append(torch.cat([weights.grad.flatten() for weights in model.parameters()]))
     assert (gradients[0] - gradients[1]).norm() <= 0.02 * gradients[0].norm()
-    assert joined.state_dict().keys() == own.state_dict().keys()
+    assert joined.state_dict().keys() == separate.state_dict().keys()
     dropping = new_model(small(name), None, seed=1, attention_dropout=0.5).train()
     place(dropping, CPU, compiled=True)
     assert not torch.equal(*(window_losses(dropping, batch) for _ in "ab"))
 
 
-def test_a_family_that_transformers_lacks_is_refused_with_the_advice_to_upgrade(tmp_path, monkeypatch):
+def test_family_that_transformers_lacks_is_refused_with_advice_to_upgrade(tmp_path, monkeypatch):
     monkeypatch.delitem(CONFIG_MAPPING._mapping, "ultrabert", raising=False)
     (tmp_path / "config.json").write_text('{"model_type": "ultrabert"}')
     with refused(tmp_path, "ultrabert", "pip install --upgrade transformers"):
@@ -315,13 +315,13 @@ def test_number_of_positions():
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_number_of_weights_and_dropout_everywhere(name):
+def test_number_of_weights_and_rates_of_dropout(name):
     config = small(name)
     config.num_labels = 3  # a classifier's
     assert num_weights(config, model_class(config)) == sum(weights.numel() for weights in models(name)[1].parameters())
     model = new_model(small(name), 0.25, seed=1)
     module_rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
-    assert module_rates == ({0.25} if name != "ultrabert" else set())  # whose attention alone has dropout
+    assert module_rates == ({0.25} if name != "ultrabert" else set())  # only its attention has dropout
     config_rates = {value for key, value in model.config.to_dict().items() if "dropout" in key and value is not None}
     assert config_rates == {0.25}
     config = new_model(small(name), 0.25, seed=1, attention_dropout=0.5).config.to_dict()
@@ -410,7 +410,7 @@ def test_layers_of_another_build_are_not_compiled():
 
 
 @pytest.mark.skipif(bool(LACKING), reason=f"the page lists {LACKING}, which this transformers lacks")
-def test_the_page_is_current():
+def test_the_page_of_families_is_current():
     written = families_page.PAGE.read_text(encoding="utf-8")
     assert written == families_page.page(), "run `python scripts/families_page.py`"
 
@@ -431,7 +431,7 @@ def counted(model) -> int:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_formula_gives_what_torchs_counter_counts(name):
+def test_flop_formula_agrees_with_torchs_counter(name):
     config = small(name)
     for key, value in PUBLISHED.get(name, {}).items():
         setattr(config, key, value)

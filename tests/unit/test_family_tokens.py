@@ -57,7 +57,7 @@ def byte_level(kind: Any, special: list[str]) -> Any:
 
 
 def modernbert(vocab: dict[str, int], merges: list[tuple[str, ...]], model_max_length: int) -> Any:
-    """The published ModernBERT's tokenizer. It has no class, and its offsets include spaces."""
+    """A tokenizer as published with ModernBERT: it has no class, and its offsets include spaces."""
     backend = Tokenizer(models.BPE(vocab, merges))
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -127,7 +127,7 @@ def tokenizers_windows(tokenizer, questions, length, stride):
 @settings(max_examples=40)
 def test_windows_equal_those_of_the_tokenizer(family_tokenizer, tokenizer, case):
     questions, length, stride = case
-    length += 15 * (family_tokenizer is not tokenizer)  # six words in single bytes must not be truncated
+    length += 15 * (family_tokenizer is not tokenizer)  # six words in tokens of a byte must not be truncated
     rows, counts = to_windows(family_tokenizer, questions, length, stride)
     expected = tokenizers_windows(family_tokenizer, questions, length, stride)
     assert (counts.questions, counts.windows, counts.shortened_questions) == (len(questions), len(rows), 0)
@@ -151,7 +151,7 @@ def test_label_by_hand(family_tokenizer, answer):
     assert answer_of(question, row).strip().startswith(answer)  # 1940 may be a part of a token
 
 
-def test_room_for_the_special_tokens_of_the_layout():
+def test_windows_have_room_for_the_special_tokens():
     tokenizer = MAKERS["roberta"]()
     check_lengths(WindowOptions(max_seq_length=14, doc_stride=8), tokenizer)
     with refused("--max_seq_length 13", "14"):
@@ -168,7 +168,7 @@ def typed(config, tokenizer, tmp_path) -> bool:
 
 
 def test_model_that_was_pretrained_with_token_types_gets_them(tmp_path, make_questions, write_squad):
-    """Even if its tokenizer returns none by default. The saved tokenizer returns them."""
+    """ALBERT's tokenizer returns no token types by default; the saved tokenizer does."""
     tokenizer, folder = MAKERS["albert"](), tmp_path / "model"
     assert "token_type_ids" not in tokenizer.model_input_names
     AlbertConfig(vocab_size=len(tokenizer), embedding_size=16, **SPACES).save_pretrained(folder)
@@ -186,7 +186,7 @@ def test_model_that_was_pretrained_with_token_types_gets_them(tmp_path, make_que
     assert {*encoded["token_type_ids"]} == {0, 1}
 
 
-def test_token_types_are_those_of_the_tokenizer(tokenizer, tmp_path):
+def test_models_with_token_types(tokenizer, tmp_path):
     words, bytes_ = tokenizer, MAKERS["roberta"]()
     assert typed(BertConfig(vocab_size=len(words), **SPACES), words, tmp_path)
     assert not typed(BertConfig(vocab_size=len(bytes_), **SPACES), bytes_, tmp_path)  # all of its types are 0
@@ -194,15 +194,3 @@ def test_token_types_are_those_of_the_tokenizer(tokenizer, tmp_path):
     assert "token_type_ids" not in words.model_input_names
     assert typed(ElectraConfig(**electra), words, tmp_path), "it was pretrained with both"
     assert not typed(ElectraConfig(**electra, type_vocab_size=1), words, tmp_path)
-    words = listing_token_types(words)
-    assert typed(ElectraConfig(**electra), words, tmp_path)
-
-
-def listing_token_types(tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        model_input_names=["input_ids", "token_type_ids"],
-        pad_token="[PAD]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-    )

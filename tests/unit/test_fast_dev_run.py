@@ -1,4 +1,4 @@
-"""--fast_dev_run: its estimate, its first step, and that it leaves no files, however it ends."""
+"""--fast_dev_run: estimate, first step, and no remaining files after any end."""
 
 from __future__ import annotations
 

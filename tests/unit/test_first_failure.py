@@ -81,7 +81,9 @@ def test_first_failure(log: str, first: str) -> None:
     assert first_failure(log.splitlines(), HOSTS) == first
 
 
-def test_doctor_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"\r 50%|\xff \x1b[A" * 50_000 + GLOO.format(2, 137).replace("\n", "\r\n").encode())
     first = "rank 2 on a100-02: exit code 137"

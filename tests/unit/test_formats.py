@@ -297,19 +297,6 @@ def test_objects_in_cells(tmp_path, cell):
         read(tmp_path, FORMATS["CSV"]([{**ROW, "answers": "['London' 'Ada']"}]))
 
 
-def test_one_text_with_a_list_of_starts(tmp_path):
-    context = "Ada met Ada."
-    (question,) = read(tmp_path, [{**ROW, "context": context, "answers": "Ada", "answer_start": [8, 0]}])
-    assert (question.answer_texts, question.answer_starts) == (("Ada", "Ada"), (8, 0))
-
-
-def test_columns_by_other_names_are_logged(tmp_path):
-    path = write(tmp_path, f"passage,question,answers\n{CONTEXT},Where?,London\n")
-    _, findings = squad.open_file(path, False, Reading(context_column="passage")).load()
-    assert findings.columns == "passage as context, question, answers"
-    assert squad.open_file(write(tmp_path, [{**ROW, "answers": "London"}]), False).load()[1].columns == ""
-
-
 # --- answers without a start, and Unicode --------------------------------------------------------
 
 
@@ -322,9 +309,19 @@ def test_answers_without_a_start_are_found(tmp_path, name):
             read(tmp_path, FORMATS[name]([{**ROW, "context": context, "answers": "London"}]))
 
 
-def test_further_answers_need_no_start(tmp_path):
-    rows = [{**ROW, "answers": ["London", "n", "Paris"]}]
-    assert answers_of(read(tmp_path, rows)) == [("q", ("London", "n", "Paris"), (16, None, None))]
+@pytest.mark.parametrize(
+    ("columns", "texts", "starts"),
+    [
+        (
+            {"answers": ["London", "n", "Paris"]},
+            ("London", "n", "Paris"),
+            (16, None, None),
+        ),  # need no start
+        ({"context": "Ada met Ada.", "answers": "Ada", "answer_start": [8, 0]}, ("Ada", "Ada"), (8, 0)),
+    ],
+)
+def test_several_answers_in_a_row(tmp_path, columns, texts, starts):
+    assert answers_of(read(tmp_path, [{**ROW, **columns}])) == [("q", texts, starts)]
 
 
 @pytest.mark.parametrize(("of_context", "of_answer"), [("NFC", "NFD"), ("NFD", "NFC")])

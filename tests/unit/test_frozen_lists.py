@@ -25,8 +25,8 @@ report_to eval_strategy eval_steps gradient_checkpointing cpu_kernels save_steps
 resume_from_checkpoint load_best_model_at_end early_stopping_patience requeue elastic strategy zero_stage num_groups
 num_threads timeline timeline_steps profile peak_tflops fast_dev_run
 """
-# Own flags and arguments of the other commands.
-OWN = {
+# Flags and arguments of the other commands.
+OTHERS = {
     "hvd-bert bench": "model steps repeats json overwrite",
     "hvd-bert bench sweep": """
         strategies ranks repeats seeds steps epochs scaling global_batch out launcher H launcher_flag timeout
@@ -91,16 +91,11 @@ def test_flags_of_the_trainer():
 
 
 @pytest.mark.parametrize("parser", [tool.make_parser() for tool in TOOLS], ids=lambda parser: parser.prog)
-def test_own_flags_of_a_command(parser):
-    check([action.dest for action in parser._actions if action.dest != "help"], OWN[parser.prog])
+def test_flags_of_a_command(parser):
+    check([action.dest for action in parser._actions if action.dest != "help"], OTHERS[parser.prog])
 
 
 def test_modules():
     found = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
     listed = [f"{folder}/{name}" for folder, names in MODULES.items() for name in names.split()]
     check([f"{path.parent}/{path.stem}" for path in found], " ".join(listed))
-
-
-def test_a_module_of_the_tools_has_a_name_of_its_own():
-    names = [name for folder, listed in MODULES.items() if folder.startswith("tools/") for name in listed.split()]
-    assert [name for name in names if names.count(name) > 1 and name != "__main__"] == []
