@@ -1,4 +1,4 @@
-"""tests/gpu and scripts/gpu_acceptance.sh: that each kind of check can fail, the table, the limit, the exit status."""
+"""tests/gpu and scripts/gpu_acceptance.sh: failures of each kind of check, table, time limit, exit status."""
 
 import json
 import math
@@ -19,11 +19,17 @@ from launch import REPOSITORY
 
 from hvd_bert.model.attention import by_window
 
+
+def zero(output):
+    """Zeros with the gradient of `output`."""
+    return output - output.detach()
+
+
 SCRIPT = ["bash", str(REPOSITORY / "scripts" / "gpu_acceptance.sh")]
 WRONG = {
     "no borders of windows": lambda q, k, v, w, *rest: by_window(q, k, v, replace(w, lengths=[len(q)]), *rest),
     "without dropout": lambda q, k, v, w, dropout, scaling: by_window(q, k, v, w, 0.0, scaling),
-    "other dropout in the backward pass": lambda *all: (it := by_window(*all)) - it.detach() + by_window(*all).detach(),
+    "other dropout in the backward pass": lambda *all: by_window(*all).detach() + zero(by_window(*all)),
     "more dropout": lambda q, k, v, w, dropout, scaling: by_window(q, k, v, w, dropout, scaling) * 0.9,
     "NaN in a gradient": lambda q, *rest: by_window(q, *rest) + 0 * (q - q.detach()).sqrt(),
 }
@@ -31,11 +37,11 @@ WRONG = {
 
 @pytest.mark.parametrize("kernel", WRONG.values(), ids=WRONG)
 def test_wrong_kernels_are_found_next_to_right_ones(monkeypatch, kernel):
-    kernel.__name__ = "it"
+    kernel.__name__ = "by_mistake"
     monkeypatch.setattr(gpu_checks, "kernels", lambda *_: [(by_window, None), (kernel, None)])
     monkeypatch.setattr(gpu_checks, "set_precision", lambda _: None)  # it changes the process
     right, text, _ = gpu_checks.attention("fp32", "cpu")
-    assert not right and text.startswith("wrong: it")
+    assert not right and text.startswith("wrong: by_mistake")
 
 
 @pytest.mark.parametrize(("factor", "right"), [(1, True), (math.nan, False), (1 + 2**-7, False)])
@@ -51,7 +57,7 @@ def machine(tmp_path, device="cpu", gpus=0):
     return Machine(device, gpus, tmp_path, time.monotonic() + 900, lines=[{}])
 
 
-def test_the_users_choice_of_gpus_holds(tmp_path, monkeypatch):
+def test_users_choice_of_gpus_is_respected(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,GPU-abc")
     assert machine(tmp_path, "cuda", 3).run("it", ["printenv", "CUDA_VISIBLE_DEVICES"], gpus="all") == "5,7\n"
 
@@ -77,7 +83,7 @@ def test_skipped_steps_are_not_compared_and_all_others_must_agree(losses, skips,
 
 @pytest.mark.parametrize(("speed", "right"), [(1.0, True), (0.99, False), (math.nan, False)])
 def test_measurements_fail_below_their_goals_and_pass_at_them(tmp_path, monkeypatch, speed, right):
-    """The figures of the commands are made here: those of 2 H100, with the speed of `speed` times the goals."""
+    """Use made-up figures of 2 H100s, with `speed` times the goals."""
     made = {"useful_gflops": speed * 650 * 200, "mfu": 0.5, "tokens_per_s": 1300 * speed, "windows_per_s": 900}
     record = {"device_name": "NVIDIA H100 80GB HBM3", "memory_bytes": [1], "kernels": []}
     record |= dict.fromkeys(gpu_speed.FIGURES, 1) | {"memory_reserved_bytes": [1]}
@@ -89,13 +95,13 @@ def test_measurements_fail_below_their_goals_and_pass_at_them(tmp_path, monkeypa
     rounds = {name: [peer if "HF" in name else record] * 3 for name in gpu_speed.MODES | gpu_speed.PEERS}
     monkeypatch.setattr(gpu_speed, "in_rounds", lambda _: (rounds, {}))
     monkeypatch.setattr(Machine, "bench", lambda *_, **__: two)
-    here, results = machine(tmp_path, "cuda", 2), []
+    two_gpus, results = machine(tmp_path, "cuda", 2), []
     monkeypatch.setattr(Machine, "result", lambda _, right, *__: results.append(right))
-    gpu_speed.test_speed("eager", here)
-    gpu_speed.test_speed("ddp, 2 GPUs", here)
-    gpu_speed.test_over_the_HF_Trainer(here)
-    gpu_speed.test_evaluation_over_training(here)
-    test_gpu.test_host_waits("none", here)
+    gpu_speed.test_speed("eager", two_gpus)
+    gpu_speed.test_speed("ddp, 2 GPUs", two_gpus)
+    gpu_speed.test_over_the_HF_Trainer(two_gpus)
+    gpu_speed.test_evaluation_over_training(two_gpus)
+    test_gpu.test_host_waits("none", two_gpus)
     assert results == [right] * 5
 
 
@@ -124,7 +130,7 @@ def run_made(tmp_path, *words):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_every_test_is_a_line_none_outlasts_the_limit_and_the_status_tells_why(tmp_path):
+def test_table_time_limit_and_exit_status(tmp_path):
     done = run_made(tmp_path, "--device=cpu", "--minutes=0.2", f"--out={tmp_path / 'out'}")
     rows = [line.replace("\\|", "/").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][2:]
     results = ["pass", "FAIL", "FAIL", "not here", "-", "out of time"]
@@ -141,12 +147,12 @@ def test_every_test_is_a_line_none_outlasts_the_limit_and_the_status_tells_why(t
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
-def test_the_script_needs_a_driver_before_it_installs_anything():
+def test_script_checks_for_a_driver_before_it_installs_anything():
     done = subprocess.run(SCRIPT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1) and "no NVIDIA driver" in done.stderr
 
 
-@pytest.mark.campaign  # it starts some 60 commands; the tests above have all of it but the commands
+@pytest.mark.campaign  # starts some 60 commands; the tests above cover the rest
 def test_all_checks_on_this_cpu(tmp_path):
     words = ["--no-set-up", "--python", sys.executable, "--device=cpu", "--minutes=60", f"--out={tmp_path / 'out'}"]
     done = subprocess.run([*SCRIPT, *words], capture_output=True, text=True, check=False)

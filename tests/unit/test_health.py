@@ -25,7 +25,7 @@ WINDOWS = 8
 
 
 class Watched:
-    """A training's health on rank 0 of 2 ranks with equal sums."""
+    """The health checks of a training on rank 0 of 2 ranks with equal sums."""
 
     def __init__(self, fp16: bool = False) -> None:
         self.world = make_world(size=2)
@@ -39,7 +39,7 @@ class Watched:
 
     def train(self, loss: float, grad_norm: float = 1.0, other: float | None = None) -> None:
         self.meter.add(torch.tensor(loss), SimpleNamespace(num_windows=4, num_tokens=80, num_positions=80))
-        self.meter.end_step(torch.tensor(grad_norm))  # which settles the step before
+        self.meter.end_step(torch.tensor(grad_norm))  # settles the previous step
         self.other = loss if other is None else other
         self.step += 1
 
@@ -107,12 +107,12 @@ def test_training_ends_after_so_many_skipped_steps_in_a_row(fp16, loss, first, l
             watched.meter.settle()
         assert ended.value.status == EXIT_FAILURE and recorded[-1]["step"] == watched.step
         assert ("ranks 0, 1 is nan" in str(ended.value)) == math.isnan(loss)
-        assert ("--learning_rate" in str(ended.value)) == (watched is run), "the first weights had none"
+        assert ("--learning_rate" in str(ended.value)) == (watched is run), "its weights were finite once"
 
 
 def test_infinite_loss_with_a_finite_gradient_ends_the_training(recorded):
     run = Watched()
-    run.train(math.nan, math.nan)  # skipped, and not the cause of the end
+    run.train(math.nan, math.nan)  # is skipped, so it does not end the training
     assert math.isnan(run.read()["loss"])
     run.train(math.inf)
     run.train(1.0)

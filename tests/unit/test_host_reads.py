@@ -1,5 +1,7 @@
-"""A pass reads no tensor on the host, which would wait for the GPU: made-up GPUs (fake_cuda) hide what transformers
-reads of a mask."""
+"""Forward and backward passes read no tensor on the host, which would wait for the GPU.
+
+tests/fake_cuda cannot see the reads of masks in transformers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ READS |= {"repeat_interleave", "unique_consecutive", "unique_dim"}
 
 
 class Reads(TorchDispatchMode):
-    """Notes what the host reads."""
+    """Records the operations whose results the host reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +42,7 @@ class Reads(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("pad_to", [None, 0], ids=["packed", "padded"])
 @pytest.mark.parametrize(("name", "heads", "pooling"), CASES)
-def test_no_pass_reads_on_the_host(name, heads, pooling, pad_to):
+def test_no_model_reads_on_the_host(name, heads, pooling, pad_to):
     if name not in PACKED and pad_to is None:
         return
     model = models(name, pad_to is not None, pooling, heads)[0]

@@ -38,7 +38,7 @@ def test_squad_is_found_under_either_name(no_network, write_hub_cache, make_ques
         squad.open_hub(asked_for, "validation", False)
 
 
-def test_the_cache_is_read_without_a_switch_of_all_threads(no_network, write_hub_cache, make_questions, monkeypatch):
+def test_cache_is_read_without_the_offline_switch(no_network, write_hub_cache, make_questions, monkeypatch):
     write_hub_cache(no_network, {"train": make_questions(7)})
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     seen, load = [], datasets.DatasetBuilder.as_dataset
@@ -71,7 +71,7 @@ PIXELS = {"train": MADE.integers(0, 256, (7, 5, 4), dtype=np.uint8), "t10k": MAD
 LABELS = {"train": np.array([0, 1, 2, 0, 1, 2, 0], np.uint8), "t10k": np.array([2, 0, 9], np.uint8)}
 
 
-def test_data_set_of_the_hub(no_network, write_hub_cache):
+def test_images_of_the_hub(no_network, write_hub_cache):
     with refused("--dataset_name", "scikit-learn's digits"):
         load_images("mnist")
     splits = {

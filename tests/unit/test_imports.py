@@ -17,7 +17,7 @@ import hvd_bert
 
 PACKAGE = Path(hvd_bert.__file__).parent
 
-HOROVOD_AT_HOME = ("distributed.", "strategies.horovod", "tools.doctor.collective")
+HOROVOD_MODULES = ("distributed.", "strategies.horovod", "tools.doctor.collective")
 LAUNCHER_VARIABLE = re.compile(r"(HOROVOD|OMPI|PMI|PMIX|MV2|SLURM)_[A-Z0-9_]+")
 
 
@@ -34,7 +34,7 @@ def tree(module: str) -> ast.Module:
 
 
 def imported_names(node: ast.AST) -> Iterator[str]:
-    """Full names that an import statement brings; `from a import b` gives a.b, which may be a module or not."""
+    """Yield the full names in an import statement; `from a import b` gives a.b, a module or not."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -43,29 +43,31 @@ def imported_names(node: ast.AST) -> Iterator[str]:
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when the module is imported: function bodies do not."""
+    """Yield the nodes that run when the module is imported, which function bodies do not."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield child
             yield from at_import(child)
 
 
-def brings(nodes: Iterator[ast.AST], *packages: str) -> bool:
+def imports(nodes: Iterator[ast.AST], *packages: str) -> bool:
     return any(name.split(".")[0] in packages for node in nodes for name in imported_names(node))
 
 
-def test_horovod_is_imported_at_home_only():
+def test_horovod_is_imported_by_its_modules_only():
     libraries = ("horovod", "mpi4py")
-    assert not [module for module in MODULES if brings(at_import(tree(module)), *libraries)], "importing starts nothing"
-    others = [module for module in MODULES if not module.startswith(HOROVOD_AT_HOME)]
-    assert not [module for module in others if brings(ast.walk(tree(module)), *libraries)]
+    assert not [module for module in MODULES if imports(at_import(tree(module)), *libraries)], (
+        "importing starts nothing"
+    )
+    others = [module for module in MODULES if not module.startswith(HOROVOD_MODULES)]
+    assert not [module for module in others if imports(ast.walk(tree(module)), *libraries)]
 
 
-# DeepSpeed reads some of them itself, and must be told otherwise. A sweep starts srun within a job's allocation.
+# DeepSpeed's strategy overrides variables that DeepSpeed reads. A sweep starts srun within a job's allocation.
 READERS = ("distributed.", "strategies.deepspeed", "tools.runs.launching")
 
 
-def test_launcher_variables_are_read_at_home_only():
+def test_launcher_variables_are_read_by_these_modules_only():
     nodes = [node for module in MODULES if not module.startswith(READERS) for node in ast.walk(tree(module))]
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     assert [text for text in texts if LAUNCHER_VARIABLE.fullmatch(text)] == []
@@ -76,12 +78,12 @@ def test_only_tests_import_from_tests():
     for folder in ("benchmarks", "examples", "hvd_bert", "scripts"):
         texts = {path: path.read_text(encoding="utf-8") for path in (PACKAGE.parent / folder).rglob("*.py")}
         assert texts
-        assert [path for path, text in texts.items() if brings(ast.walk(ast.parse(text)), *helpers)] == []
+        assert [path for path, text in texts.items() if imports(ast.walk(ast.parse(text)), *helpers)] == []
         assert [path for path, text in texts.items() if "sys.path" in text] == []
 
 
-def test_the_layout_is_as_small_as_it_was_drawn() -> None:
-    """Boxes: folders and modules at the top. Arrows: imports between them."""
+def test_layout_stays_small() -> None:
+    """Count boxes, the folders and modules at the top, and arrows, the imports between them."""
     graph = grimp.build_graph("hvd_bert", cache_dir=None)
     boxes = {module.split(".")[1] for module in graph.modules if "." in module}
     arrows = {

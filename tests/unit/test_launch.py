@@ -48,7 +48,7 @@ def checked(environ):
 
 
 def for_launcher(function, *more):
-    """A function of the environment, from one that also takes the launcher."""
+    """Make a function of the environment from a function of launcher and environment."""
     return lambda environ: function(find_launcher(environ), environ, *more)
 
 
@@ -125,7 +125,7 @@ def threads(environ):
     ],
 )
 def test_decision(decide, environ, expected):
-    """Expects a value or, as a set, the values that a refusal names."""
+    """`expected`: a value, or the set of values that a refusal names."""
     with refused(*expected) if isinstance(expected, set) else nullcontext():
         assert decide(environ) == expected
 
@@ -149,8 +149,8 @@ def test_rule_on_variables_that_make_no_world(rule, environ, named):
         launch.checked_launcher(environ)
 
 
-def test_a_launcher_is_its_row(monkeypatch):
-    """Its row decides how ranks are found, watched and connected, and how the tools start them."""
+def test_row_of_a_launcher(monkeypatch):
+    """The row decides how ranks are found, watched and connected, and how the tools start them."""
 
     def command(start):
         return ["prterun", "-n", str(start.ranks), *start.extra, *start.train]
@@ -192,7 +192,7 @@ INTEL = "Intel(R) MPI Library 2021.14 for Linux* OS\n"
         (loads(INTEL), MPIRUN, ["mpirun of Open MPI", "Intel(R) MPI Library 2021.14", "env/setup.sh"]),
     ],
 )
-def test_mistake_that_all_processes_find(check, environ, named):
+def test_mistakes_that_all_processes_find(check, environ, named):
     with refused(*named, error=LaunchError) if named else nullcontext():
         check(environ)
 
@@ -219,7 +219,7 @@ def test_warning_of_a_process_that_is_alone_by_mistake():
 
 def test_choose_device():
     assert devices.choose_device(0, 2, 4) == "cpu"
-    assert devices.choose_device(1, 2, 4) == "cuda:0"  # each its own; check_devices refuses a shared one
+    assert devices.choose_device(1, 2, 4) == "cuda:0"  # a GPU each; check_devices refuses a shared GPU
     assert devices.choose_device(2, 1, 4) == "cuda:1"
     with refused("4 ranks", "2 GPUs"):
         devices.choose_device(2, 2, 4)
@@ -265,7 +265,7 @@ def test_share_cores(allocated, limit, threads):
     ("size", "environ", "seconds"),
     [(7, {}, None), (32, {}, "128"), (64, {launch.GLOO_TIMEOUT: "20"}, "20"), (64, {"HOROVOD_ELASTIC": "1"}, None)],
 )
-def test_large_worlds_have_longer_to_start_over_gloo(size, environ, seconds):
+def test_large_worlds_get_more_time_to_start_over_gloo(size, environ, seconds):
     launch.extend_gloo_timeout(Launcher("horovodrun", size, 0), environ)
     assert environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") == seconds
 
@@ -280,10 +280,10 @@ SHOWN = """JobId=12 JobName=mine
 """
 
 
-def test_a_job_is_recorded_with_what_it_requested():
-    asked = {"SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "16", "SLURM_MEM_PER_NODE": "65536"}
+def test_a_job_is_recorded_with_its_requests():
+    variables = {"SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "16", "SLURM_MEM_PER_NODE": "65536"}
     requests = {"tasks_per_node": "2", "cpus_per_task": "16", "memory_per_node": "65536"}
-    assert slurm.find_job(JOB | asked) == {"id": "12", "name": "mine"} | requests
+    assert slurm.find_job(JOB | variables) == {"id": "12", "name": "mine"} | requests
 
 
 @pytest.fixture
@@ -339,7 +339,7 @@ def test_hosts_by_scontrol(scontrol):
 @pytest.mark.parametrize("field", ["JobName=", "Comment="])
 @pytest.mark.parametrize(("environ", "name"), [(JOB, "12"), (ARRAY, "10_3")])
 def test_job_is_requeued(scontrol, tmp_path, environ, name, field):
-    """Also with a name or comment that looks like other fields."""
+    """Requeue also a job whose name or comment looks like other fields."""
     shown, log = SHOWN.replace(field, f"{field}café JobState=CANCELLED Requeue=0 "), tmp_path / "log"
     scontrol(f'echo "$*" >>{log}; if [ "$1" = show ]; then echo "{shown}"; fi')
 
@@ -360,6 +360,8 @@ def test_runs_of_a_requeued_program_are_found_in_their_order(tmp_path, monkeypat
         Path("runs", name).mkdir(parents=True)
         events.begin(Path("runs", name), True, {"job": {"id": job}})
         events.end()
+    with Path("runs", "2", events.NAME).open("ab") as file:
+        file.write(b'[1]\n\xff\n{"event": "start", "job": {"id": "12"')  # damaged, and cut off
     found = []
     for _ in range(3):
         found.append(start.earlier_attempt(None, World()))

@@ -66,7 +66,7 @@ def test_warnings_of_several_ranks_are_shown_once(capsys):
     assert shown(capsys) == ["ranks 0-2: disk is 90% full", "ranks 0, 3: a", "rank 1: b"]
 
 
-def test_nothing_is_lost_if_another_thread_ends_the_process(capsys, monkeypatch):
+def test_collected_warnings_are_printed_if_another_thread_ends_the_process(capsys, monkeypatch):
     monkeypatch.setattr(os, "_exit", lambda status: None)
     start(rank=1)
     with collected():
@@ -91,11 +91,11 @@ def test_warnings_of_a_rank_that_cannot_gather_are_printed_there(capsys):
 
 
 @pytest.fixture(autouse=True)
-def own_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each test its own events, without those of another test's failed run."""
-    own = events.Events()
+def new_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test new events: another test's run may have failed."""
+    new = events.Events()
     for name in ("begin", "add", "failed", "end"):
-        monkeypatch.setattr(events, name, getattr(own, name))
+        monkeypatch.setattr(events, name, getattr(new, name))
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ def test_start_warnings_and_end(tmp_path):
     assert end == {"event": "end", "message": "hvd_bert: the disk is full"}
 
 
-def test_another_rank_adds_only_why_it_ends(tmp_path):
+def test_another_rank_records_only_the_reason_of_its_end(tmp_path):
     logs.start(rank=1)
     logs.log.warning("before the folder is known")
     events.begin(tmp_path, False, {})
@@ -148,14 +148,3 @@ def test_a_full_disk_is_reported_once(tmp_path, capsys, monkeypatch):
     assert f"{tmp_path}/{events.NAME}" in reason and "No space left" in reason
     assert logged == ["first", "second", "third"]
     assert [line["message"] for line in read(tmp_path)[1:]] == ["first", reason, "second", "third"]
-
-
-def test_commands_of_a_slurm_job(tmp_path):
-    assert events.job_commands(tmp_path, "12") == []
-    for job in ({"id": "12"}, {"id": "11"}, None):
-        events.begin(tmp_path, True, {"job": job})
-        events.failed("stopped")
-        events.end()
-    with (tmp_path / events.NAME).open("ab") as file:
-        file.write(b'[1]\n\xff\n{"event": "start", "job": {"id": "12"')
-    assert events.job_commands(tmp_path, "12") == [events.command()]
