@@ -15,7 +15,6 @@ from test_world import make_world
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan, mix
 from hvd_bert.tasks.base import make_plan
-from hvd_bert.training.optim import scaled_learning_rate
 
 MINILM, BERT_BASE = 2304, 4608  # length at which attention costs as much as the rest of a layer
 quick = settings(max_examples=60)
@@ -168,7 +167,7 @@ def test_another_global_batch_never_takes_larger_micro_batches(size, accumulatio
     assert (changed.global_batch, changed.accumulation, changed.total_micro_batches) == (after, batches, size * batches)
 
 
-# The global batch and the learning rate of flags and presets on several numbers of ranks
+# The global batch of flags on several numbers of ranks
 
 LENGTHS = np.full(1000, 150, np.int32)
 
@@ -200,20 +199,3 @@ def test_global_batch_is_the_same_on_any_number_of_ranks(size):
 def test_global_batch_that_does_not_fit_is_refused(flags, named):
     with refused(*named):
         plan_on(4, *flags.split())
-
-
-@pytest.mark.parametrize(
-    ("preset", "sizes", "batches", "learning_rate", "epochs"),
-    [
-        # As in the BERT paper (Devlin et al. 2019, section 4.2).
-        ("squad_v1_paper", (1, 2, 3, 4, 8, 32), (32,) * 6, 5e-5, 3),
-        # Batches per device, as in the course reports.
-        ("squad_v1_10k", (1, 2, 4), (4, 8, 16), 3e-5, 4),
-        ("squad_v2", (1, 2, 4), (8, 16, 32), 5e-5, 2),
-    ],
-)
-def test_preset_on_several_numbers_of_ranks(preset, sizes, batches, learning_rate, epochs):
-    args = parse(["--config", preset]).train
-    assert args.num_train_epochs == epochs
-    assert [plan_on(size, "--config", preset).global_batch for size in sizes] == list(batches)
-    assert {scaled_learning_rate(args, size) for size in sizes} == {learning_rate}

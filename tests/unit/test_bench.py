@@ -155,6 +155,5 @@ def test_host_time_is_measured_in_the_warm_up_and_after_the_sections(tiny, tmp_p
     assert record["kernels"][0] == {"name": "gemm", "calls": 300, "seconds": pytest.approx(0.009)}
     assert len(record["host_waits"]) == 1 and record["host_waits"][0].startswith(__file__)
     assert record["evaluation_windows_per_s"] > 0 and record["memory_reserved_bytes"] is None  # only GPUs have it
-    assert len(record["sections"]) == 2 and record["settings"]["max_steps"] == 12
     printed = capsys.readouterr().out
     assert "launches per step: kernels, graphs, copies" in printed and "The GPU waits for the host" in printed

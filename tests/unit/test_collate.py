@@ -26,14 +26,10 @@ def rows() -> list[dict]:
         start = context_start if answered else 0
         made.append(
             {
-                "question": number // 2,
                 "input_ids": random.integers(0, 90, length).tolist(),
                 "context_start": context_start,
-                "context_end": length - 1,
                 "start_position": start,
                 "end_position": length - 2 if answered else 0,
-                "char_starts": list(range(length - context_start - 1)),
-                "char_ends": list(range(1, length - context_start)),
             }
         )
     return made

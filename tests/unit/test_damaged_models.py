@@ -294,8 +294,6 @@ def test_settings_that_a_family_needs_or_refuses(tokenizer, tmp_path):
         load_model(ModelArguments(config_name=str(tmp_path)), tokenizer, 32, seed=1)
 
     load("jina_embeddings_v3", position_embedding_type="rotary")
-    with refused("position_embedding_type"):
-        load("roberta", position_embedding_type="rotary")
     with refused("pad_token_id"):
         load("roberta", pad_token_id=None)
     load("longformer", attention_window=128)  # more than it has positions

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from refusals import refused
-from test_tokenization import answer_of, ask, cases, spans_of, to_windows
+from test_tokenization import ask, cases, spans_of, to_windows
 from test_world import make_world
 from tokenizers import (
     ByteLevelBPETokenizer,
@@ -142,13 +142,6 @@ def test_windows_equal_those_of_the_tokenizer(family_tokenizer, tokenizer, case)
             first, size = row["context_start"], len(row["input_ids"])
             assert row["context_end"] == size - 1
             assert expected["token_type_ids"][number] == [0] * first + [1] * (size - first)
-
-
-@pytest.mark.parametrize("answer", ["pale grey-green", "1940"])
-def test_label_by_hand(family_tokenizer, answer):
-    question = ask("The red boxes of 1940 are in the hall; box 42 is pale grey-green.", answer)
-    (row,), _ = to_windows(family_tokenizer, [question])
-    assert answer_of(question, row).strip().startswith(answer)  # 1940 may be a part of a token
 
 
 def test_windows_have_room_for_the_special_tokens():

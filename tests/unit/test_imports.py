@@ -56,9 +56,7 @@ def imports(nodes: Iterator[ast.AST], *packages: str) -> bool:
 
 def test_horovod_is_imported_by_its_modules_only():
     libraries = ("horovod", "mpi4py")
-    assert not [module for module in MODULES if imports(at_import(tree(module)), *libraries)], (
-        "importing starts nothing"
-    )
+    assert not [module for module in MODULES if imports(at_import(tree(module)), *libraries)], "no library may start"
     others = [module for module in MODULES if not module.startswith(HOROVOD_MODULES)]
     assert not [module for module in others if imports(ast.walk(tree(module)), *libraries)]
 
