@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-Make = Callable[[Path], object]  # writes to the path of a file
+Make = Callable[[Path], object]  # writes a hostile file to a path
 
 
 def text(content: str | bytes) -> Make:

@@ -68,7 +68,7 @@ def test_each_window_once_per_epoch_in_full_steps(plan, epoch):
 @given(plans(), st.integers(0, 50))
 def test_ranks_share_a_step_evenly(plan, step):
     ranks = by_rank(plan, step)
-    assert {len(batches) for batches in ranks} == {plan.accumulation}  # or some would wait forever
+    assert {len(batches) for batches in ranks} == {plan.accumulation}  # otherwise some ranks would wait forever
     sizes = [sum(map(len, batches)) for batches in ranks]
     assert max(sizes) - min(sizes) <= 1
     each = [len(ids) for batches in ranks for ids in batches]

@@ -65,7 +65,7 @@ def trained(peak: float | None = None) -> Breakdown:
     return breakdown
 
 
-def test_sums_leave_the_first_line_out():
+def test_sums_exclude_the_first_line():
     found = trained(peak=1e12).results()
     assert (found["taken_steps"], found["steps"]) == (4, 3)
     assert found["step"] == pytest.approx({"ms": 2000.0, "min_ms": 2000.0, "max_ms": 2000.0, "share": 1.0})

@@ -43,12 +43,12 @@ def test_goodput_agrees_with_the_notes(tmp_path: Path) -> None:
 
 
 def notes(*rows: str) -> list[dict[str, Any]]:
-    """Make notes from texts of time, word and, for a step, the number."""
+    """Make notes from rows of time, event and, for a step, the number."""
     split = [row.split() for row in rows]
     return [{"time": float(time), "what": what, "step": int(*number), "windows": 5} for time, what, *number in split]
 
 
-def test_time_is_sorted_into_parts() -> None:
+def test_lost_time_is_divided_into_parts() -> None:
     first = ("100 started", "110 begin", "112 step 1", "114 step 2", "115 kill")
     cases = {
         # A restart from step 1 is killed again before it trains; the next one repeats step 2.

@@ -126,7 +126,6 @@ STATE_ENTRY = {"bytes": 2, "sha256": "0" * 64}
 @pytest.mark.parametrize(
     "manifest",
     [
-        [],
         {"format": 2, "files": {}},
         *({"format": 1, "files": {"state.json": STATE_ENTRY, name: STATE_ENTRY}} for name in ("", "../x", "\x1b[31m")),
     ],

@@ -1,4 +1,4 @@
-"""Windows to tensors, compared with a reference that takes single tokens; prefetching in the order of the plan."""
+"""Windows to tensors, compared with a reference per token; prefetching in the order of the plan."""
 
 from __future__ import annotations
 

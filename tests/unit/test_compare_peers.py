@@ -37,7 +37,7 @@ def test_ratios_are_taken_round_by_round() -> None:
         2,
         5,
         1.25,
-    ]  # not 4 / 1.6, which is of the medians
+    ]  # not the ratio of the medians, 4 / 1.6
     lines = [line.split(" | ")[1:] for line in compare_peers.table(runs).splitlines()[2:]]
     assert lines[0] == ["4.00 (2.00 to 5.00)", "80", "-", "- |"]
     assert lines[1] == ["1.60 (1.00 to 2.00)", "32", "2.00 (1.25 to 5.00)", "2.00 (1.25 to 4.00) |"]

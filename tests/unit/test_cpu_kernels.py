@@ -60,7 +60,7 @@ def test_cpu_model_and_the_warning_that_it_emulates_bf16(
     machine.CPUINFO.write_text(text)
     monkeypatch.setattr("platform.machine", lambda: architecture)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(kernels, "_choice", None)  # restores it afterwards
+    monkeypatch.setattr(kernels, "_choice", None)  # is restored afterwards
     assert kernels.record("fp32", CPU)["cpu"] == model
     kernels.start("torch", "fp32", CPU)
     kernels.start("torch", "bf16", torch.device("cuda", 0))
@@ -70,7 +70,7 @@ def test_cpu_model_and_the_warning_that_it_emulates_bf16(
 
 
 def test_choice_of_this_process(monkeypatch):
-    monkeypatch.setattr(kernels, "_choice", None)  # restores it afterwards
+    monkeypatch.setattr(kernels, "_choice", None)  # is restored afterwards
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     chosen = kernels.select("auto")
     assert kernels.active("fp32") == kernels.active(torch.float32) == chosen.fp32
@@ -89,7 +89,7 @@ def test_some_kernels_are_for_one_thread(monkeypatch):
             assert kernels.active("fp32") == Kernels(attention=OWN)
 
 
-def test_threads_as_openblas_reads_them(monkeypatch):
+def test_number_of_threads_of_openblas(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
     for openblas, omp, expected in (("2", "1", 2), (None, "3,2", 3), (None, "none", 5), (None, None, 5)):
         for name, value in (("OPENBLAS_NUM_THREADS", openblas), ("OMP_NUM_THREADS", omp)):
@@ -132,7 +132,7 @@ def test_result_and_gradients(shape, size_out, bias):
 
 
 @pytest.mark.usefixtures("library")
-def test_the_storage_of_a_weight_can_still_be_resized_as_fsdp_does():
+def test_storage_of_a_weight_can_be_resized_as_by_fsdp():
     layer = Linear(24, 40)
     layer(torch.randn(5, 24)).sum().backward()
     layer.weight.untyped_storage().resize_(0)

@@ -37,7 +37,7 @@ LENGTH = 32  # max_seq_length of these tests
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory, tokenizer) -> Path:
-    """A small model's folder."""
+    """The folder of a small, intact model."""
     folder, sizes = tmp_path_factory.mktemp("good"), {"hidden_size": 16, "intermediate_size": 24}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
     BertForQuestionAnswering(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
@@ -296,4 +296,4 @@ def test_settings_that_a_family_needs_or_refuses(tokenizer, tmp_path):
     load("jina_embeddings_v3", position_embedding_type="rotary")
     with refused("pad_token_id"):
         load("roberta", pad_token_id=None)
-    load("longformer", attention_window=128)  # more than it has positions
+    load("longformer", attention_window=128)  # more than the model's positions

@@ -1,4 +1,4 @@
-"""The README and docs/: flags, paths, names, links and quoted messages are those of the code.
+"""The README and docs/: flags, paths, names, links and quoted messages exist.
 
 `mkdocs build --strict` checks links and anchors between the pages of docs/ (mkdocs.yml, `validation`).
 """
@@ -167,7 +167,7 @@ def test_the_overview_or_the_list_of_results_links_to_every_page() -> None:
 
 
 def messages() -> list[str]:
-    """Every text in the code and the scripts; NUL stands for a value."""
+    """List all strings of the code and all lines of the scripts; NUL stands for a value."""
     found = []
     for path in sorted((REPOSITORY / "hvd_bert").rglob("*.py")):
         found += [_text(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]

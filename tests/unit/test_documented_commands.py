@@ -1,6 +1,6 @@
-"""The commands in the documentation: the parsers of the programs that they name accept them, and their files exist.
+"""Commands in the documentation: the parsers of the programs accept them, and all files exist.
 
-bash reads each ```bash fence with programs that only write down their arguments. tests/integration runs what it can.
+bash reads each ```bash fence with programs that only record their arguments. tests/integration runs what it can.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch has GPUs of its own")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="made-up GPUs need a CPU build of torch")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, as the set-up of Horovod")
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_a_made_up_gpu(name: str, failures: dict[str, str | None]) -> None:

@@ -62,7 +62,7 @@ def read(tmp_path: Path, content: Any, reading: Reading = Reading(), v2: bool = 
 
 @pytest.fixture
 def questions(make_questions) -> list[Question]:
-    """Questions with commas, quotes, line breaks and other characters than ASCII, and one without an answer."""
+    """Questions with commas, quotes, line breaks and other characters than ASCII, and a question without an answer."""
     odd = 'He said, "東京\r\nis a;\tcity", and left.'
     made = [dataclasses.replace(question, context=f"{question.context} {odd}") for question in make_questions(5)]
     first = Question("first", 'A "title"', odd, 'Which "city"?', ("東京",), (odd.index("東京"),))

@@ -1,4 +1,4 @@
-"""The names of all flags and modules. A new one is a decision: it changes here, in the same commit, with the reason."""
+"""The names of all flags and modules. A new name is a decision: its commit changes this list and gives the reason."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_training_ends_after_so_many_skipped_steps_in_a_row(fp16, loss, first, l
             watched.meter.settle()
         assert ended.value.status == EXIT_FAILURE and recorded[-1]["step"] == watched.step
         assert ("ranks 0, 1 is nan" in str(ended.value)) == math.isnan(loss)
-        assert ("--learning_rate" in str(ended.value)) == (watched is run), "its weights were finite once"
+        assert ("--learning_rate" in str(ended.value)) == (watched is run), "only after a finite step"
 
 
 def test_infinite_loss_with_a_finite_gradient_ends_the_training(recorded):

@@ -1,4 +1,4 @@
-"""Questions and images from a hub cache as a download creates it, and the error message without one."""
+"""Questions and images from a hub cache as a download creates it, and the error message without a cache."""
 
 from __future__ import annotations
 
@@ -36,19 +36,6 @@ def test_squad_is_found_under_either_name(no_network, write_hub_cache, make_ques
     assert squad.open_hub(asked_for, "train", False).questions() == questions
     with refused("'validation'"):
         squad.open_hub(asked_for, "validation", False)
-
-
-def test_cache_is_read_without_the_offline_switch(no_network, write_hub_cache, make_questions, monkeypatch):
-    write_hub_cache(no_network, {"train": make_questions(7)})
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    seen, load = [], datasets.DatasetBuilder.as_dataset
-    monkeypatch.setattr(
-        datasets.DatasetBuilder,
-        "as_dataset",
-        lambda *given, **more: (seen.append(datasets.config.HF_HUB_OFFLINE), load(*given, **more))[1],
-    )
-    squad.open_hub("squad", "train", False)
-    assert seen == [False]
 
 
 def test_digest_covers_the_rows_but_not_their_path(no_network, write_hub_cache, make_questions, monkeypatch):

@@ -21,16 +21,12 @@ HOROVOD_MODULES = ("distributed.", "strategies.horovod", "tools.doctor.collectiv
 LAUNCHER_VARIABLE = re.compile(r"(HOROVOD|OMPI|PMI|PMIX|MV2|SLURM)_[A-Z0-9_]+")
 
 
-def module_path(module: str) -> Path:
-    return PACKAGE / (module.replace(".", "/") + ".py")
-
-
 MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")).replace("/", ".") for path in PACKAGE.rglob("*.py"))
 
 
 @cache
 def tree(module: str) -> ast.Module:
-    return ast.parse(module_path(module).read_text(encoding="utf-8"))
+    return ast.parse((PACKAGE / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
 
 
 def imported_names(node: ast.AST) -> Iterator[str]:
