@@ -18,6 +18,8 @@ from hvd_bert.data.window_table import WindowTable
 
 AHEAD = 2  # batches to prefetch
 BUCKET = 512  # tokens
+Arrays = dict[str, np.ndarray]
+DTYPES = {"cu_seqlens": np.int32, "attention_mask": np.bool_}  # of tensors that are not int64
 
 
 @dataclass(frozen=True)
@@ -93,45 +95,23 @@ class Collator:
     def __call__(self, ids: Sequence[int] | np.ndarray) -> Batch:
         """Make a batch of the windows `ids`. Without ids, it has one window that does not count."""
         rows = ids if len(ids) else [0]
-        input_ids = self.windows.lists("input_ids", rows)
-        context_start = self.windows.numbers("context_start", rows)
-        lengths = [len(tokens) for tokens in input_ids]
-        longest = max(lengths)
-        numbers: dict[str, np.ndarray] = {}  # sent as int64
-        narrow: dict[str, np.ndarray]
-        if self.pad_to is None:
-            if self.bucket:
-                padding, longest = self.bucket.padding(sum(lengths)), self.bucket.longest
-                input_ids += [np.zeros(length, np.int32) for length in padding]
-                context_start = np.append(context_start, padding)
-                lengths += padding
-            borders = np.cumsum([0, *lengths], dtype=np.int32)
-            if self.bucket:
-                borders = np.append(borders, [borders[-1]] * (self.bucket.borders - len(borders))).astype(np.int32)
-            narrow = {"cu_seqlens": borders}
-            tokens = np.concatenate(input_ids)[None]
-            positions = np.concatenate([np.arange(length) for length in lengths])[None]
-            numbers["cells"] = np.repeat(np.arange(len(lengths)) * max(lengths), lengths) + positions[0]
-            context_starts = np.repeat(context_start, lengths)
+        windows = self.windows.lists("input_ids", rows)
+        context_starts = self.windows.numbers("context_start", rows)
+        longest = max(map(len, windows))
+        if self.pad_to is not None:
+            arrays = _padded(windows, context_starts, max(self.pad_to, longest))
+        elif self.bucket:
+            padding, longest = self.bucket.padding(sum(map(len, windows))), self.bucket.longest
+            windows += [np.zeros(length, np.int32) for length in padding]
+            arrays = _packed(windows, np.append(context_starts, padding), self.bucket.borders)
         else:
-            columns = np.arange(max(self.pad_to, *lengths))
-            mask = columns < np.array(lengths)[:, None]
-            tokens = np.zeros(mask.shape, dtype=np.int64)
-            tokens[mask] = np.concatenate(input_ids)
-            narrow = {"attention_mask": mask}
-            positions = np.tile(columns, (len(lengths), 1))
-            context_starts = context_start[:, None]
-        numbers |= {
-            "input_ids": tokens,
-            "token_type_ids": positions >= context_starts,
-            "position_ids": positions,
-            "starts": self.windows.numbers("start_position", rows),
-            "ends": self.windows.numbers("end_position", rows),
-        }
-        sent = self._send({name: np.asarray(values, np.int64) for name, values in numbers.items()} | narrow)
-        return Batch(**sent, lengths=lengths, longest=longest, num_windows=len(ids))
+            arrays = _packed(windows, context_starts, len(windows) + 1)
+        arrays["starts"] = self.windows.numbers("start_position", rows)
+        arrays["ends"] = self.windows.numbers("end_position", rows)
+        sent = self._send({name: np.asarray(values, DTYPES.get(name, np.int64)) for name, values in arrays.items()})
+        return Batch(**sent, lengths=[*map(len, windows)], longest=longest, num_windows=len(ids))
 
-    def _send(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    def _send(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         """Copy all arrays to the device at once. Each is aligned to 16 bytes, as compiled kernels need it."""
         tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
         parts = [pad(tensor.flatten().view(torch.uint8), (0, -tensor.nbytes % 16)) for tensor in tensors.values()]
@@ -143,6 +123,35 @@ class Collator:
             name: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for (name, tensor), part in zip(tensors.items(), sent, strict=True)
         }
+
+
+def _packed(windows: list[np.ndarray], context_starts: np.ndarray, borders: int) -> Arrays:
+    """Put all windows into one row. `borders`: size of cu_seqlens."""
+    lengths = [len(tokens) for tokens in windows]
+    ends = np.cumsum(lengths)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    return {
+        "input_ids": np.concatenate(windows)[None],
+        "token_type_ids": (positions >= np.repeat(context_starts, lengths))[None],
+        "position_ids": positions[None],
+        "cells": np.repeat(np.arange(len(lengths)) * max(lengths), lengths) + positions,
+        "cu_seqlens": np.array([0, *ends] + [ends[-1]] * (borders - 1 - len(ends))),
+    }
+
+
+def _padded(windows: list[np.ndarray], context_starts: np.ndarray, length: int) -> Arrays:
+    """Put each window into its own row of `length` positions."""
+    columns = np.arange(length)
+    mask = columns < np.array([len(tokens) for tokens in windows])[:, None]
+    tokens = np.zeros(mask.shape, np.int64)
+    tokens[mask] = np.concatenate(windows)
+    positions = np.tile(columns, (len(windows), 1))
+    return {
+        "input_ids": tokens,
+        "token_type_ids": positions >= context_starts[:, None],
+        "position_ids": positions,
+        "attention_mask": mask,
+    }
 
 
 class Prefetcher:
