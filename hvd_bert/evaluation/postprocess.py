@@ -27,6 +27,7 @@ IntArray = npt.NDArray[np.integer[Any]]
 FloatArray = npt.NDArray[np.float32]
 _Columns = npt.NDArray[np.float64]  # candidates: score, first character, end, start logit and end logit, [5, n]
 _Row = tuple[float, int | None, int | None, float, float]  # one candidate: the values of `_Columns`
+_NO_ANSWER: _Row = (0.0, None, None, 0.0, 0.0)
 
 # The null odds of a question without a span: above any threshold and, unlike infinity, valid JSON.
 CERTAINLY_NO_ANSWER = sys.float_info.max
@@ -122,18 +123,13 @@ def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], o
 def _answer(question: Question, candidates: Sequence[_Columns], nulls: Sequence[_Row], options: SpanOptions) -> Answer:
     rows = _best(np.concatenate(candidates, axis=1), options.n_best_size) if candidates else []
     is_answered, null_odds = bool(rows), None
-    if options.version_2_with_negative or not rows:
-        null: _Row = (0.0, None, None, 0.0, 0.0)
-        if options.version_2_with_negative:
-            # The minimum of the windows, as in run_qa.
-            null = min(nulls, key=lambda row: (row[0], *row[3:]), default=null)
-            null_odds = null[0] - rows[0][0] if rows else CERTAINLY_NO_ANSWER
-            is_answered = is_answered and not null_odds > options.null_score_diff_threshold
-        # On equal scores, the span comes first. The null entry replaces the worst span, but not the only one.
-        rank = sum(score >= null[0] for score, *_ in rows)
-        spans = max(1, options.n_best_size - 1) if rank < options.n_best_size else options.n_best_size
-        rows = rows[:spans]
-        rows.insert(rank, null)
+    if options.version_2_with_negative:
+        null = min(nulls, key=lambda row: (row[0], *row[3:]), default=_NO_ANSWER)  # of the windows, as in run_qa
+        null_odds = null[0] - rows[0][0] if rows else CERTAINLY_NO_ANSWER
+        is_answered = is_answered and not null_odds > options.null_score_diff_threshold
+        rows = _with_null(rows, null, options.n_best_size)
+    elif not rows:
+        rows = [_NO_ANSWER]
 
     scores = np.array([score for score, *_ in rows])
     weights = np.exp(scores - scores.max())
@@ -144,6 +140,17 @@ def _answer(question: Question, candidates: Sequence[_Columns], nulls: Sequence[
     # Not always the first candidate: the threshold decides between "no answer" and the best span.
     chosen = next(candidate for candidate in nbest if bool(candidate.text) == is_answered)
     return Answer(**vars(chosen), id=question.id, null_odds=null_odds, nbest=nbest)
+
+
+def _with_null(rows: list[_Row], null: _Row, count: int) -> list[_Row]:
+    """Insert "no answer" by its score, after spans of an equal score. It replaces the worst span, but not the only one.
+
+    `count`: --n_best_size.
+    """
+    rank = sum(score >= null[0] for score, *_ in rows)
+    spans = max(1, count - 1) if rank < count else count
+    rows = rows[:spans]
+    return [*rows[:rank], null, *rows[rank:]]
 
 
 def _best(candidates: _Columns, count: int) -> list[_Row]:

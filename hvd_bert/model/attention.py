@@ -228,7 +228,7 @@ def by_fused(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropou
 
 
 def _mask(make: Callable[..., Any], attention_mask: Tensor | None = None, **options: Any) -> Any:
-    """transformers' mask of padded windows, also without padding: to omit it, the host would wait for the GPU."""
+    """Make transformers' mask of padded windows, also without padding: looking for padding waits for the GPU."""
     if attention_mask is not None:
         options["allow_is_bidirectional_skip"] = False
     return make(attention_mask=attention_mask, **options)

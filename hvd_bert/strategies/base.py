@@ -111,7 +111,7 @@ class Strategy:
         return model
 
     def _wrap(self, optimizer: Any) -> Any:
-        """The optimizer that averages gradients, if the strategy has one."""
+        """Wrap the optimizer in the strategy's own one, if it has one, which averages gradients or shards its state."""
         return optimizer
 
     def _make_word_rows(self) -> WordRows | None:

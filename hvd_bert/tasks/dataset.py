@@ -230,11 +230,11 @@ class DatasetTask(Task):
         return ids, torch.cat(all_losses), collected
 
     def collect(self, outputs: Iterable[tuple[Ids, Tensor]]) -> Any:
-        """Collect this rank's outputs for rank 0, which come batch by batch with their ids: all, in one tensor."""
+        """Concatenate this rank's outputs for rank 0. `outputs`: the ids and the outputs of each batch."""
         return self._concatenated([values for _, values in outputs])
 
     def join(self, collected: Sequence[Any], order: Tensor) -> Any:
-        """Make the argument of `score` from the ranks' results of `collect`. `order`: sorts the examples by id."""
+        """Join the results of `collect` of all ranks, for `score`. `order`: sorts the examples by id."""
         return self._concatenated(collected)[order]
 
     def _concatenated(self, outputs: Sequence[Tensor]) -> Tensor:

@@ -33,7 +33,10 @@ Labelled = tuple[Batch, Tensor]  # texts, and a label per text or per token
 
 
 class EncoderTask(DatasetTask):
-    """`load` calls `load_model` and makes `train` and `dev` by `encode` and `examples`; `forward` calls `logits`."""
+    """Subclass it. Let `load` call `load_model`, and make `train` and `dev` by `encode` and `examples`.
+
+    `forward` calls `logits`.
+    """
 
     unit: ClassVar[str] = "texts"
     model: Any
@@ -105,7 +108,7 @@ class EncoderTask(DatasetTask):
         return Collator(table, self.world.device, data.pad_to, bucket)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """[texts, classes] or [texts, tokens of the longest, classes], in float32."""
+        """Compute logits in float32: [texts, classes], or for tokens [texts, tokens of the longest text, classes]."""
         return head_logits(model, batch)
 
     def positions(self, batch: Labelled, tokens: int) -> int:

@@ -19,9 +19,9 @@ _TRAINING_FLAGS -= {"task", "max_eval_samples", "pad_to_max_length"}  # the last
 
 
 def as_trained(config: Config) -> Config | None:
-    """Complete the settings of model, data and seed by the training's, from --model_name_or_path.
+    """Replace unset settings of model, data and seed by those of the training in --model_name_or_path.
 
-    Given settings stay, and given data replace all data of the training. None without a training's settings there.
+    Given data replace all data of the training. Returns None if that folder has no training's settings.
     """
     trained = trained_settings(str(config.model.model_name_or_path))
     if not trained:

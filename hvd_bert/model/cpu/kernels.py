@@ -29,10 +29,10 @@ TORCH, OWN, FUSED, ONEDNN, OPENBLAS = "torch", "own", "fused", "onednn", "openbl
 class Kernels:
     """The implementation of each operation: torch's, this package's ("fused": compiled), or another library's."""
 
-    linear: str = TORCH  # fp32: or "onednn" or "openblas"; bf16: or "fused"
-    attention: str = TORCH  # with dropout: or "own" or "fused"
-    norm: str = TORCH  # dropout, residual and layer norm: or "fused", as one operation
-    allocator: str = TORCH  # settings of malloc: or "own"
+    linear: str = TORCH  # in fp32 also "onednn" or "openblas", in bf16 also "fused"
+    attention: str = TORCH  # with dropout also "own" or "fused"
+    norm: str = TORCH  # dropout, residual and layer norm; also "fused"
+    allocator: str = TORCH  # settings of malloc; also "own"
 
 
 class Choice(NamedTuple):
