@@ -263,7 +263,7 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
     return environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def note_on_one_process(launcher: Launcher, environ: Mapping[str, str]) -> str:
+def world_size_warning(launcher: Launcher, environ: Mapping[str, str]) -> str:
     """A warning if WORLD_SIZE suggests several processes, but this one trains alone; else ""."""
     if launcher.name != "none" or "WORLD_SIZE" not in other_sizes(launcher, environ):
         return ""

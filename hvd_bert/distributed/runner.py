@@ -27,10 +27,10 @@ from hvd_bert.distributed.launch import (
     LaunchError,
     find_launcher,
     is_elastic,
-    note_on_one_process,
     silent_status,
     speaks_first,
     speaks_for_host,
+    world_size_warning,
 )
 from hvd_bert.distributed.signals import watch_launcher
 from hvd_bert.distributed.slurm import check_tasks, requested_tasks
@@ -223,9 +223,9 @@ def _together(strategy: str, process: ProcessState, launcher: Launcher, group: L
             world.size,
             requested,
         )
-    note = note_on_one_process(launcher, os.environ)
-    if note:
-        log.warning(note)
+    warning = world_size_warning(launcher, os.environ)
+    if warning:
+        log.warning(warning)
     return world
 
 

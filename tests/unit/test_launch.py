@@ -212,7 +212,7 @@ def test_variable_that_is_no_number(environ, name, value):
 
 
 def test_warning_of_a_process_that_is_alone_by_mistake():
-    warning = for_launcher(launch.note_on_one_process)
+    warning = for_launcher(launch.world_size_warning)
     assert "WORLD_SIZE=4" in warning({"WORLD_SIZE": "4"})
     assert not any(map(warning, ({"WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}, TORCHRUN)))
 
