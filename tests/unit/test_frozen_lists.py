@@ -99,3 +99,8 @@ def test_modules():
     found = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
     listed = [f"{folder}/{name}" for folder, names in MODULES.items() for name in names.split()]
     check([f"{path.parent}/{path.stem}" for path in found], " ".join(listed))
+
+
+def test_modules_of_the_tools_have_unique_names():
+    names = [name for folder, listed in MODULES.items() if folder.startswith("tools/") for name in listed.split()]
+    assert [name for name in names if names.count(name) > 1 and name != "__main__"] == []
