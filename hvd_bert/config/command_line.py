@@ -243,7 +243,9 @@ def trained_settings(model: str) -> dict[str, Any]:
 
     A checkpoint's file is in the folder above.
     """
-    folder = Path(model).resolve()  # the name of "." or of a link does not show that it is a checkpoint
+    folder = Path(model)
+    if os.path.isdir(model):  # Path's methods raise for a name that is too long
+        folder = folder.resolve()  # the name of "." or of a link does not show that it is a checkpoint
     for candidate in (folder, folder.parent) if folder.name.startswith("checkpoint-") else (folder,):
         if os.path.isfile(candidate / "train_config.yaml"):
             return load_yaml(str(candidate / "train_config.yaml"))

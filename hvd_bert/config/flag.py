@@ -24,6 +24,7 @@ GROUPS = [
     "output",
 ]
 KEY = "flag"
+LARGEST_FACTOR = 1e30  # larger factors overflow in fp32
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,18 +92,31 @@ def switch(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"{shortened(repr(text))} is neither true nor false")
 
 
+def whole_number(text: str) -> int:
+    """Parse a number of reasonable size."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {shortened(repr(text))}") from None
+    if abs(number) > LARGEST:
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is out of range: the largest number is {LARGEST}")
+    return number
+
+
 def decimal(text: str) -> float:
     """Parse a number, also YAML's .inf."""
-    return float(text.replace(".inf", "inf"))
+    try:
+        return float(text.replace(".inf", "inf"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid float value: {shortened(repr(text))}") from None
 
 
 def number_or_auto(text: str) -> int:
     """Parse a number from 1 or the word auto."""
-    if text == "auto":
-        return AUTO
-    if not text.isdecimal() or int(text) == AUTO:
-        raise argparse.ArgumentTypeError(f"{shortened(text)}: must be at least 1, or auto")
-    return int(text)
+    number = AUTO if text == "auto" else whole_number(text)
+    if number == AUTO and text != "auto":
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1, or auto")
+    return number
 
 
 def path_problem(path: str) -> str:
@@ -115,6 +128,8 @@ def path_problem(path: str) -> str:
         return "is empty: give a value, or leave the flag out for its default"
     if path.encode(errors="replace").decode() != path:
         return "is not valid UTF-8: rename the file or folder"
+    if "\0" in path:
+        return "contains a NUL character: remove it"
     return ""
 
 
@@ -137,7 +152,7 @@ def shortened(text: str, maximum: int = 200) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Checks numbers and paths.
+    """Checks numbers and paths while it parses them.
 
     Raises UserError for a wrong command line, in place of argparse's message and exit on every rank.
     """
@@ -146,11 +161,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         for action in (None, "store"):
             self.register("action", action, Checked)
-        for kind, check in {float: decimal, str: name_or_path, None: name_or_path, Path: path}.items():
+        checks = {int: whole_number, float: decimal, str: name_or_path, None: name_or_path, Path: path}
+        for kind, check in checks.items():
             self.register("type", kind, check)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{shortened(message, 600)}. `{self.prog} --help` lists the flags.")
+        raise UserError(f"{shortened(message, 1000)}. `{self.prog} --help` lists the flags.")
 
 
 def add_number(

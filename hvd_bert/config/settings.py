@@ -18,7 +18,7 @@ from hvd_bert.config.data import (
     DataArguments,
     ModelArguments,
 )
-from hvd_bert.config.flag import flag, flag_properties, require
+from hvd_bert.config.flag import LARGEST_FACTOR, flag, flag_properties, require
 from hvd_bert.config.strategies import HOROVOD, STRATEGIES
 from hvd_bert.config.training import REDUCE_OVERHEAD, TrainArguments
 from hvd_bert.machine import MAX_THREADS
@@ -135,6 +135,7 @@ class ProfilingArguments:
         "Peak TFLOP/s of one device in this training's precision, for the MFU.",
         default_text="the vendor's figure for known GPUs, none for CPUs",
         above=0,
+        maximum=LARGEST_FACTOR,
     )
 
     def __post_init__(self) -> None:
@@ -181,6 +182,8 @@ class Config:
         fresh = self.train.do_train and self.checkpoint.resume_from_checkpoint is None
         remedy = "--fast_dev_run trains from the start: remove --no_do_train and --resume_from_checkpoint."
         require(fresh or not self.train.fast_dev_run, remedy)
+        ordered = self.train.deterministic and self.parallel.num_groups > 1
+        require(not ordered, "--num_groups: --deterministic sends all gradients as one group. Leave one of them out.")
 
     def as_flat(self) -> dict[str, Any]:
         """All settings by flag name."""

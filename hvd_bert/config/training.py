@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from hvd_bert.config.flag import flag, require
+from hvd_bert.config.flag import LARGEST_FACTOR, flag, require
 from hvd_bert.config.parser import AUTO, LARGEST
 
 # Schedules of transformers that need no further arguments and no loss.
@@ -73,7 +73,9 @@ class TrainArguments:
         "Optimizer. LAMB and LARS, for large global batches, come from the package pytorch_optimizer.",
         choices=("adamw_torch_fused", "lamb", "lars"),
     )
-    learning_rate: float = _training(5e-5, "Peak learning rate, on any number of devices.", above=0)
+    learning_rate: float = _training(
+        5e-5, "Peak learning rate, on any number of devices.", above=0, maximum=LARGEST_FACTOR
+    )
     layerwise_lr_decay: float = _training(
         1.0,
         "Factor of the learning rate from each layer to the one below; the head has the full rate.",
@@ -86,11 +88,15 @@ class TrainArguments:
         minimum=0,
         below=1,
     )
-    weight_decay: float = _training(0.0, "Weight decay; biases and layer norms have none.", minimum=0)
+    weight_decay: float = _training(
+        0.0, "Weight decay; biases and layer norms have none.", minimum=0, maximum=LARGEST_FACTOR
+    )
     adam_beta1: float = _training(0.9, "AdamW's and LAMB's beta1, LARS's momentum.", minimum=0, below=1)
     adam_beta2: float = _training(0.999, "AdamW's and LAMB's beta2.", minimum=0, below=1)
-    adam_epsilon: float = _training(1e-8, "AdamW's and LAMB's epsilon.", above=0)
-    max_grad_norm: float = _training(1.0, "Clip the averaged gradient to this norm; 0: do not clip.", minimum=0)
+    adam_epsilon: float = _training(1e-8, "AdamW's and LAMB's epsilon.", above=0, maximum=LARGEST_FACTOR)
+    max_grad_norm: float = _training(
+        1.0, "Clip the averaged gradient to this norm; 0: do not clip.", minimum=0, maximum=LARGEST_FACTOR
+    )
     num_train_epochs: float = _training(3.0, "Number of epochs.", above=0, maximum=1_000_000)
     max_steps: int = _training(
         -1,
@@ -110,6 +116,7 @@ class TrainArguments:
         "Number of warm-up steps, or their share if below 1; overrides --warmup_ratio.",
         default_text="given by --warmup_ratio",
         minimum=0,
+        maximum=LARGEST_FACTOR,
     )
     lr_scaling: str = _training(
         "none",
@@ -172,6 +179,7 @@ class TrainArguments:
     tf32: bool = _training(False, "Use TF32 for fp32 matrix products on A100 and later GPUs: faster, less exact.")
 
     def __post_init__(self) -> None:
+        require(self.output_dir != "", "--output_dir is empty: name a folder, or omit the flag for runs/DATE-TIME.")
         unknown = [name for name in self.reporters if name not in REPORTERS]
         known = f"must be none, or names of {', '.join(REPORTERS)} with commas between them"
         require(not unknown, f"--report_to {self.report_to}: {known}.")

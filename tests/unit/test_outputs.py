@@ -18,9 +18,10 @@ from refusals import check_refusal, refused
 from test_world import make_world
 
 from hvd_bert import train
+from hvd_bert.config import command_line
 from hvd_bert.data.sources import files, squad
 from hvd_bert.distributed.world import CollectiveError
-from hvd_bert.errors import EXIT_BAD_INPUT
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.hub import json_file
 from hvd_bert.predict.__main__ import main as predict
 from hvd_bert.predict.writing import check as check_predictions
@@ -166,11 +167,19 @@ def test_names_that_are_too_long(command, words, capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flag", ["model_name_or_path", "config_name", "tokenizer_name", "train_file", "output_dir"])
-def test_impossible_names_given_to_train(flag: str, tmp_path: Path) -> None:
-    given = {"config": "sample", "max_steps": 1, "output_dir": tmp_path / "run", flag: LONG}
-    with refused(LONG):
+@pytest.mark.parametrize("name", [LONG, "a\0b"], ids=["long", "NUL"])
+def test_impossible_names_given_to_train(flag: str, name: str, tmp_path: Path) -> None:
+    given = {"config": "sample", "max_steps": 1, "output_dir": tmp_path / "run", flag: name}
+    with pytest.raises(UserError) as raised:
         train(**given)
+    assert (name if name == LONG else "NUL") in str(raised.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_nul_in_a_file_of_flags(tmp_path: Path) -> None:
+    (tmp_path / "flags.yaml").write_text('train_file: "a\\0b"\n')
+    with refused("flags.yaml", "train_file", "NUL"):
+        command_line.parse(["--config", str(tmp_path / "flags.yaml")])
 
 
 @pytest.mark.parametrize("read", [read_json, lambda path: json_file(str(path.parent), path.name, None, "main")])

@@ -92,6 +92,7 @@ def test_yaml_has_the_values_of_the_command_line(tmp_path: Path, text: str, name
         ("seed: red", ["--seed", "'red'"]),
         ("seed: " + "9" * 5000, ["--seed", "'99"]),
         (b"train_file: a\xff\n", ["byte 13"]),
+        ('train_file: "a\\0b"', ["train_file", "NUL"]),
         ("seed: !!python/object/apply:os.getcwd []", ["'seed'"]),
         ("? [a]\n: 1\n", ["YAML", "line 1"]),
         ("train_file: [a, [b]]", ["'train_file'", "list"]),
@@ -183,6 +184,7 @@ def test_help_lists_each_flag_of_its_topic_once(capsys, words, names):
         ("--lr_scheduler_type reduce_lr_on_plateau", ["--lr_scheduler_type", "'reduce_lr_on_plateau'", "cosine"]),
         ("--bf16 --fp16", ["--bf16", "--fp16"]),
         ("--bf16_allreduce --fp16_allreduce", ["--bf16_allreduce", "choose one"]),
+        ("--num_groups 2 --deterministic", ["--deterministic", "--num_groups"]),
         ("--strategy ddp --fp16_allreduce", ["--fp16_allreduce", "--strategy horovod"]),
         ("--strategy fsdp --zero_stage 1", ["--zero_stage", "--strategy deepspeed"]),
         *(
