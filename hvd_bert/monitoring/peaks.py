@@ -42,7 +42,9 @@ PEAKS: dict[str, dict[str, float]] = {
 def published_peak(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of a GPU by its name, or None if unlisted. `precision`: fp32, tf32, bf16 or fp16."""
     model = device_name.removeprefix("NVIDIA ").removeprefix("Tesla ")
-    tflops = PEAKS.get(model, {}).get(precision)
+    figures = PEAKS.get(model, {})
+    without_tf32 = precision == "tf32" and "tf32" not in figures  # torch then computes in fp32
+    tflops = figures.get("fp32" if without_tf32 else precision)
     return None if tflops is None else tflops * TERA
 
 

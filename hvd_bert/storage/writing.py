@@ -113,14 +113,21 @@ def _locked(partial: Path) -> Iterator[None]:
     """Create and lock a temporary file. Its name is fixed: a writer replaces the leftover of a killed writer."""
     if is_special(partial) or not os.access(partial, os.W_OK):
         partial.unlink(missing_ok=True)  # a link, whose target would be written, or a leftover of another user
+    in_use = OSError(errno.EBUSY, "another process is writing it")
     with partial.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OSError(errno.EBUSY, "another process is writing it") from None
+            raise in_use from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
+        try:
+            renamed = not os.path.samestat(os.fstat(file.fileno()), partial.stat())
+        except FileNotFoundError:
+            renamed = True
+        if renamed:  # by its writer, after this process opened it
+            raise in_use
         yield
 
 
