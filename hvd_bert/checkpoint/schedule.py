@@ -64,7 +64,7 @@ def due(
     """
     train, args = config.train, config.checkpoint
     every = {"no": total_steps, "epoch": steps_per_epoch, "steps": train.eval_steps or train.logging_steps}
-    is_last, patience = step == total_steps, args.early_stopping_patience
+    is_last, patience = step >= total_steps, args.early_stopping_patience
     ends = is_last or (patience is not None and since >= patience)
     evaluate = evaluates and (args.load_best_model_at_end if is_last else step % every[train.eval_strategy] == 0)
     return Due(

@@ -115,7 +115,7 @@ def other_sizes(launcher: Launcher, environ: Mapping[str, str]) -> dict[str, str
     if launcher.row.by_mpi:
         del names["SLURM_STEP_NUM_TASKS"]  # the tasks may be the daemons of mpirun or flux
     found = {name: environ[name][:80] for name in names if environ.get(name, "").isdecimal()}
-    return {name: value for name, value in found.items() if value not in ("1", str(launcher.size))}
+    return {name: value for name, value in found.items() if value not in ("0", "1", str(launcher.size))}
 
 
 def speaks_first(environ: Mapping[str, str]) -> bool:
@@ -128,13 +128,13 @@ def speaks_first(environ: Mapping[str, str]) -> bool:
 
 
 def speaks_for_host(environ: Mapping[str, str]) -> bool:
-    """Whether this process reports what all ranks of its host find before they have joined: their first one."""
+    """Whether this process reports an error before joining: a host's first rank, or any without a local rank."""
     try:
         alone = find_launcher(environ).is_alone
     except UserError:
         return True
     local_rank = next((environ[name] for name in _LOCAL_RANKS if name in environ), None)
-    return alone or (local_rank == "0" if local_rank else speaks_first(environ))
+    return alone or local_rank in (None, "0")
 
 
 def silent_status(environ: Mapping[str, str], status: int) -> int:

@@ -157,7 +157,7 @@ def meet(store: Any, launcher: Launcher, variable: str) -> list[str]:
     sizes, hosts, addresses = zip(*(text.split(" ") for text in described), strict=True)
     if len(set(sizes)) > 1:
         wrong = f"The ranks were started for worlds of {' and '.join(sorted(set(sizes)))}. Give all one size."
-        raise CollectiveError(wrong, mine=rank == 0)
+        raise CollectiveError(wrong, mine=sizes.index(str(size)) == rank)  # ranks of smaller worlds do not see it
     # Rank 0 may reach the store by the loopback: the others know a better address of it.
     others = [server] if hosts[0] != here else []
     others += [address for host, address in zip(hosts[1:], addresses[1:], strict=True) if host != here and address]

@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, TimeoutError  # before Python 3.11 not the built-in one
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any

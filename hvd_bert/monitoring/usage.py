@@ -77,8 +77,8 @@ class GpuUsage:
         rows: list[dict[str, Any]] = []
         for gpu, samples in self._samples.items():
             taken = samples[:]  # the thread only appends
-            del samples[: len(taken) - 1]  # the latest one stays, in case the next call comes before another
-            rows.append({"device": str(gpu)} | summarise(taken))
+            del samples[: len(taken) - 1]  # the last sample stays: there may be no newer one at the next call
+            rows.append({"device": str(gpu)} | summarise(taken[1:] or taken))
         gathered = self.world.allgather(rows)
         if self._file is not None:
             now = {"step": step, "seconds": round(time.monotonic() - self._start, 1)}

@@ -87,8 +87,10 @@ def _acquire(path: Path, wait: bool, **options: Any) -> Lock:
 
 
 def _sign(descriptor: int) -> None:
-    """Name this process in the lock file, for the messages of other processes."""
+    """Name this process in the lock file, for the messages of other processes. Leaves a user's own file unchanged."""
     with suppress(OSError):  # a full disk must not prevent the lock
+        if os.pread(descriptor, 8, 0) not in (b"", b"process "):
+            return
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         os.fsync(descriptor)  # NFS would keep it on this host, and show other hosts an empty file

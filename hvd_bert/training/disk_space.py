@@ -35,15 +35,17 @@ def checkpoint_bytes(config: Config, model: nn.Module) -> int:
 
 
 def check(config: Config, model: nn.Module, step: int) -> None:
-    """Raise UserError if the disk of the output folder has no space for a checkpoint.
+    """Raise UserError if the disk of the output folder has no space for a checkpoint or, without any, for the model.
 
     `step`: where the training resumes. At 0, an earlier run's checkpoints are removed first.
     """
-    need, folder = checkpoint_bytes(config, model), Path(config.train.output_dir or "runs")
+    saves = config.checkpoint.save_steps or config.checkpoint.load_best_model_at_end
+    need = checkpoint_bytes(config, model) if saves else tensor_bytes(model.state_dict().values())
+    files, folder = "a checkpoint" if saves else "the model", Path(config.train.output_dir or "runs")
     removed = () if step else folder.glob("checkpoint-*/*")
     free = shutil.disk_usage(first_existing(folder)).free + sum(file.lstat().st_size for file in removed)
     if free < need:
         raise UserError(
-            f"The disk of --output_dir has {gib(free)} free, but a checkpoint takes {gib(need)}. Make space, use a"
+            f"The disk of --output_dir has {gib(free)} free, but {files} takes {gib(need)}. Make space, use a"
             " folder on another disk, or save less (--save_only_model)."
         )

@@ -45,14 +45,16 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
     start = load(config, world, own)
     task = start.task
     prepared = prepare(start, world) if task.plan else None
+    effective = prepared.state.effective_settings(start.config.train) if prepared else {}
     with world.raise_on_all_ranks():
-        if prepared and world.rank == 0 and world.process.generation == 0:  # later worlds of Horovod elastic continue
+        # Later worlds of Horovod elastic continue, and after the last step only the model is written.
+        checks = world.rank == 0 and world.process.generation == 0
+        if prepared and checks and prepared.state.step < effective["train_steps"]:
             disk_space.check(start.config, task.model, prepared.state.step)
     evaluations = Evaluations(task) if task.evaluates else None
     # A run that only evaluates does so first: an earlier evaluation stays until there is a new one.
     evaluation = evaluations.evaluate(task.model) if evaluations and not prepared else None
 
-    effective = prepared.state.effective_settings(start.config.train) if prepared else {}
     facts = run_folder.task_facts(task) | run_folder.environment_facts(start.config, world)
     start = start.in_folder(output_dir.acquire(start.settings, start.resume_point, world))
     with closing(_open_logs(start, facts | effective, callbacks, world)) as metrics_logger:

@@ -77,6 +77,11 @@ def test_disk_without_space_for_a_checkpoint_is_refused(base, tmp_path, monkeypa
     refused(-2 * checkpoint, "--overwrite_output_dir")
     assert content(out) == before
     (out / "train_results.json").unlink()
+    with_free(monkeypatch, checkpoint // 2)
+    train(base, *flags)  # resumes after the last step: only the model is written
+    (out / "train_results.json").unlink()
+    shutil.rmtree(out / "checkpoint-2")
+    (out / "latest").write_text("checkpoint-1")
     refused(checkpoint // 2)  # a resumed run's checkpoints stay
-    with_free(monkeypatch, -checkpoint)
-    train(base, *flags, "--overwrite_output_dir")  # the two earlier checkpoints are removed first
+    with_free(monkeypatch, 0)
+    train(base, *flags, "--overwrite_output_dir")  # the earlier checkpoint is removed first

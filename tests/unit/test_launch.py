@@ -103,6 +103,9 @@ def threads(environ):
         (nested_below("mpirun", "bash"), MPIRUN | SRUN | {"SLURM_PTY_PORT": "40001"}, False),  # srun --pty bash
         (nested_below("orted", "slurmstepd"), MPIRUN | SRUN, False),  # mpirun started its daemon by srun
         (launch.speaks_first, NESTED, True),
+        (launch.speaks_for_host, TORCHRUN | {"LOCAL_RANK": "0"}, True),
+        (launch.speaks_for_host, TORCHRUN | {"LOCAL_RANK": "1"}, False),
+        (launch.speaks_for_host, {"RANK": "1", "WORLD_SIZE": "2"}, True),  # started by hand, without a local rank
         (launch.speaks_first, NESTED | {"SLURM_PROCID": "1"}, False),
         (launch.speaks_first, NESTED | {"HOROVOD_RANK": "1"}, False),
         (launch.speaks_first, MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "1"}, True),  # not nested

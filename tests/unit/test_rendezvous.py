@@ -106,11 +106,15 @@ def test_next_world_of_a_process_has_other_keys(environ):
     assert not second.check(["key"])
 
 
-def test_ranks_of_worlds_of_different_sizes(environ):
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (2, 3)])
+def test_ranks_of_worlds_of_different_sizes(environ, rank, size):
+    """Rank 0 of a smaller world may see equal sizes only, so the first rank of each size reports the mistake."""
     store = rendezvous.serve_store("127.0.0.1")
-    store.set("hvd_bert.host.1", "3 pod-1 10.77.0.12")
-    with refused("2 and 3", error=CollectiveError):
-        rendezvous.meet(store, Launcher("torch's variables", 2, 0), "GLOO_SOCKET_IFNAME")
+    for other in {0, 1, 2} - {rank}:
+        store.set(f"hvd_bert.host.{other}", f"{5 - size} pod-{other} 10.77.0.12")
+    with pytest.raises(CollectiveError, match="2 and 3") as raised:
+        rendezvous.meet(store, Launcher("torch's variables", size, rank), "GLOO_SOCKET_IFNAME")
+    assert raised.value.mine
 
 
 def test_launcher_that_is_gone_is_reported_at_once(environ):

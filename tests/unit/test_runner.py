@@ -95,7 +95,7 @@ def horovodrun(rank: int, local_rank: int) -> dict[str, str]:
         ),  # else horovodrun would end rank 2 too early
         (horovodrun(2, 0), LaunchError("no world"), EXIT_OK, False),
         # No launcher ends the other ranks, so that each has its status.
-        (TORCH_RANK_1, UserError("no Horovod"), EXIT_BAD_INPUT, False),
+        (TORCH_RANK_1, UserError("no Horovod"), EXIT_BAD_INPUT, True),  # started by hand, perhaps alone on its host
         (TORCH_RANK_1, CollectiveError("no world", mine=False), EXIT_BAD_INPUT, False),
         (TORCH_RANK_1 | {"RANK": "2"}, UserError("RANK=2"), EXIT_BAD_INPUT, True),
         ({"LOCAL_RANK": "1"}, UserError("no Horovod"), EXIT_BAD_INPUT, True),  # left over: there is no launcher

@@ -63,6 +63,12 @@ def test_waiting_and_a_forked_child_that_does_not_free_the_lock(tmp_path, holder
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_lock_leaves_a_users_file_unchanged(tmp_path):
+    (tmp_path / ".lock").write_text("notes")
+    locks.acquire(tmp_path / ".lock", wait=False).release()
+    assert (tmp_path / ".lock").read_text() == "notes"
+
+
 def test_target_of_a_symbolic_link_does_not_change(tmp_path):
     (tmp_path / "precious").write_text("text")
     (tmp_path / ".lock").symlink_to("precious")
