@@ -43,27 +43,28 @@ if TYPE_CHECKING:
 
 RANKS = 2
 EVERY, BLOCK = 100, 10  # steps between two records; steps per block
-# Figure of a rank -> function that summarizes a tenth of the records, and limit of the last tenth over the second.
+# Figure recorded per rank -> function that summarizes a tenth of the records, and maximum ratio of the last tenth to
+# the second tenth.
 USED: dict[str, tuple[Any, float]] = {
     "cpu_ms_per_step": (min, 1.02),
     "rss_mib": (statistics.median, 1.02),
     "open_files": (max, 1.0),
     "threads": (max, 1.0),
 }
-# Campaigns that print failures, with their numbers of kills, minutes, stops, steps and evaluations.
+# Campaigns that print failures -> default of --number: kills, minutes, stops, steps or evaluations.
 NUMBERS = {"kills": 200, "rank_kills": 60, "stops": 100, "steps": 10_000, "evaluations": 1000}
 
 
 class Recorder(Callback):
     """Records a rank's memory, open files, threads and CPU time every EVERY steps.
 
-    Other programs slow most steps down, so the CPU time is the one of the fastest block of steps.
+    Other programs slow most steps down, so the CPU time per step is that of the fastest block of BLOCK steps.
     """
 
     def __init__(self, folder: Path) -> None:
         self._file = JsonLines(folder / f"rank{os.environ['OMPI_COMM_WORLD_RANK']}.jsonl")
         self._process = psutil.Process()
-        self._times = [time.thread_time()]  # CPU times at the ends of blocks since the last record
+        self._times = [time.thread_time()]  # CPU times at the ends of the blocks since the last record
 
     def on_step(self, step: int) -> None:
         if step % BLOCK == 0:
@@ -82,7 +83,7 @@ class Recorder(Callback):
 
 
 def recorded_run(folder: Path, flags: str) -> dict[str, Any]:
-    """Train with additional flags under mpirun. Returns the figures of the ranks, and failures."""
+    """Train with additional flags under mpirun. Returns the ranks' figures in the second and last tenth, and failures."""
     words = [*small_run(flags), *tiny_bert(folder), "--output_dir", str(folder / "out")]
     command = ["mpirun", "-np", str(RANKS), "--oversubscribe", "--bind-to", "none", sys.executable, __file__]
     subprocess.run([*command, "rank", str(folder), *words], stdout=subprocess.DEVNULL, check=True)
@@ -100,7 +101,7 @@ def recorded_run(folder: Path, flags: str) -> dict[str, Any]:
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    """Parse the program's flags and the trainer's flags."""
+    """Return the campaign's flags and the trainer's flags."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("campaign", choices=["goodput", *NUMBERS], help="campaign to run")
     parser.add_argument("--out", type=Path, required=True, help="a new folder to work in")
@@ -124,7 +125,7 @@ def main() -> int:
     folder, number = flags.out.absolute(), flags.number or NUMBERS.get(flags.campaign, 0)
     folder.mkdir(parents=True)  # fails if it exists
     os.environ.update(launch_environment() | {"HVD_BERT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"})
-    # Each campaign imports its own modules: imports take seconds, and memory that forked ranks would share.
+    # Import only the campaign's own modules: imports take seconds, and forked ranks would inherit their memory.
     if flags.campaign == "goodput":
         import campaign_goodput
 

@@ -1,6 +1,6 @@
-"""Measure goodput: useful windows per second of a training whose ranks are killed, and of one without kills.
+"""Measure goodput: the useful windows per second of a training whose ranks are killed, and of a training without kills.
 
-`python benchmarks/campaign.py goodput` starts this file as a rank: NOTES FLAGS-OF-THE-TRAINER.
+`python benchmarks/campaign.py goodput` starts this file as a rank, with the arguments NOTES TRAINER-FLAGS...
 """
 
 from __future__ import annotations
@@ -40,22 +40,25 @@ if TYPE_CHECKING:
 
 RANK = str(Path(__file__).resolve())
 STRATEGIES = {"elastic": "horovod", "horovod": "horovod", "ddp": "ddp", "fsdp": "fsdp"}  # name -> --strategy
-HOSTS = ("localhost", "127.0.0.1")  # two names of this host, since Horovod elastic leaves the host of a lost rank
-MAX_WHOLE_S = 30.0  # maximum time of a training without kills
-STEPS = 10**6  # more steps than a training reaches
+HOSTS = ("localhost", "127.0.0.1")  # two names of this host: Horovod elastic stops using the host of a lost rank
+MAX_WHOLE_S = 30.0  # maximum duration of a training without kills
+STEPS = 10**6  # more steps than any training reaches
 USEFUL, DETECTION, RESTART, REPEATED = PARTS = ("useful_s", "detection_s", "restart_s", "repeated_s")
 LOST = {DETECTION: "detection", RESTART: "restart", REPEATED: "repeated steps"}
 
 
 class Notes(Callback):
-    """A file of timed notes: starts and failures of all ranks; the begin and the steps of each world, by rank 0."""
+    """A file of timed notes.
+
+    Each rank notes its start and failure. Rank 0 also notes the begin and the steps of each world.
+    """
 
     def __init__(self, path: Path) -> None:
         self._lines, self._writes = JsonLines(path), False
         self.add("started")
 
     def add(self, what: str, **values: Any) -> None:
-        """Add a line, with the time by this host's monotonic clock."""
+        """Append a line with the time by this host's monotonic clock."""
         self._lines.write({"time": time.monotonic(), "what": what, **values})
 
     def on_start(self, task: Task, world: World) -> None:
@@ -72,24 +75,27 @@ class Notes(Callback):
         try:
             api.run(None, world, [self])
         except Exception:
-            self.add("noticed")  # most likely, another rank is lost
+            self.add("noticed")  # most likely, another rank was lost
             raise
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read the notes in order of time, without an incomplete last line."""
+    """Read the notes, sorted by time. Ignores an incomplete last line."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return sorted((json.loads(line) for line in lines if line.endswith("\n")), key=lambda note: note["time"])
 
 
 def account(notes: Sequence[Mapping[str, Any]], global_batch: int, duration_s: float) -> list[dict[str, Any]]:
-    """Divide the time since the begin of the first step into PARTS. Returns a row before the first kill and per kill.
+    """Divide the time since the begin of the first step into PARTS.
 
-    The time of a step is useful the first time that the step is finished; later times, and the time of a step that a
-    kill interrupts, are repeated. Detection lasts from a kill until a rank or the launcher fails; a step that other
-    ranks finish until then is useful.
+    Returns a row for the time before the first kill, and a row per kill. A row's `windows` counts the windows of useful
+    steps.
 
-    `notes`: notes of the ranks, of kills, and of the launcher's end. The rows' `windows` are of useful steps.
+    The time of a step is useful when the step finishes for the first time. It is repeated when the step had already
+    finished before, or when a kill interrupts the step. Detection lasts from a kill until a rank or the launcher fails;
+    a step that the other ranks finish in the meantime is useful.
+
+    `notes`: notes of the ranks, of kills, and of the launcher's end.
     """
     first = next(note for note in notes if note["what"] == "begin")
     start, epoch = first["time"], first["windows"]
@@ -114,7 +120,7 @@ def account(notes: Sequence[Mapping[str, Any]], global_batch: int, duration_s: f
             if now == USEFUL:
                 rows[-1]["repeated_steps"] += again
                 rows[-1].setdefault("next_step_s", at - start - rows[-1]["at_s"])
-        elif what != "started" or now != USEFUL:  # not for a rank that starts later than others
+        elif what != "started" or now != USEFUL:  # ignore a rank that starts later than the others
             if now == DETECTION:
                 spend(REPEATED, cut_at)
             if now != USEFUL or what == "over":
@@ -132,7 +138,11 @@ class Over(Exception):
 
 @dataclass
 class Training:
-    """A command that trains on this host. `kills`: pairs of a time in s and a number from 0 to 1 that picks a rank."""
+    """A command that trains on this host.
+
+    `kills`: for each kill, the seconds after the begin of the first step, and a number from 0 to 1 that selects the
+    rank.
+    """
 
     command: Sequence[str]
     log: Path
@@ -142,7 +152,10 @@ class Training:
     start_s: float = 300.0  # maximum time until the first step
 
     def run(self) -> None:
-        """Train for `duration` s from the first step on. Raises SystemExit if there is no first step."""
+        """Train for `duration` s after the begin of the first step.
+
+        Raises SystemExit if no step begins within `start_s` s.
+        """
         self.end, self.begin = time.monotonic() + self.start_s, 0.0
         notes = Notes(self.notes)
         with self.log.open("w", encoding="utf-8") as log, suppress(Over):
@@ -156,7 +169,7 @@ class Training:
             raise SystemExit(f"{self.log}: {failure_in(self.log)}")
 
     def _watch(self, notes: Notes) -> None:
-        """Kill a rank if a kill is due within a second. Called every second. Raises Over."""
+        """Kill a rank if a kill is due within a second. Called every second. Raises Over once the time is up."""
         if not self.begin:
             self.begin = next((note["time"] for note in read(self.notes) if note["what"] == "begin"), 0.0)
             self.end = self.begin + self.duration if self.begin else self.end
@@ -166,23 +179,23 @@ class Training:
         if self.begin and self.kills and self.begin + self.kills[0][0] < now + 1:
             time.sleep(max(0.0, self.begin + self.kills[0][0] - now))
             ranks = running_ranks()
-            if ranks:  # else the next call kills
+            if ranks:  # if no rank is running, the next call kills one
                 notes.add("kill")
                 ranks[int(self.kills.pop(0)[1] * len(ranks))].kill()
 
 
 def running_ranks() -> list[psutil.Process]:
-    """The ranks below this process, without their child processes."""
+    """Return the ranks among this process's descendants, without the ranks' own child processes."""
     found = {}
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # ended in the meantime
-            if RANK in process.cmdline()[:4]:  # in a launcher's command, RANK is further behind
+        with suppress(psutil.Error):  # the process has ended
+            if RANK in process.cmdline()[:4]:  # in a launcher's command, RANK comes later
                 found[process] = process.ppid()
     return [process for process, parent in found.items() if parent not in {rank.pid for rank in found}]
 
 
 def kill_times(every: float, duration: float) -> list[tuple[float, float]]:
-    """The `kills` of a training, equal for all strategies: one in the middle half of each `every` s."""
+    """Return the `kills` of a training: one in the middle half of each `every` s, equal for all strategies."""
     dice = random.Random(0)
     numbers = range(math.ceil(duration / every))
     kills = [(every * (number + dice.uniform(0.25, 0.75)), dice.random()) for number in numbers]
@@ -190,7 +203,7 @@ def kill_times(every: float, duration: float) -> list[tuple[float, float]]:
 
 
 def launch(name: str, folder: Path, ranks: int, train: Sequence[str]) -> list[str]:
-    """The command that trains with a strategy. `train`: the command of each rank."""
+    """Return the command that starts a training. `name`: key of STRATEGIES. `train`: command that each rank runs."""
     if name in ("ddp", "fsdp"):
         return launchers.torchrun(LaunchOptions(train, ranks, extra=[f"--max-restarts={STEPS}"]))
     extra = []
@@ -206,7 +219,7 @@ def launch(name: str, folder: Path, ranks: int, train: Sequence[str]) -> list[st
 
 
 def measured(name: str, folder: Path, flags: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
-    """Measure a strategy without and with kills. Returns the row of goodput.json."""
+    """Measure a strategy without and with kills. Returns the strategy's entry in goodput.json."""
     accounts = []
     kills = kill_times(flags.every, flags.duration)
     for label, times, duration in (("whole", [], min(flags.duration, MAX_WHOLE_S)), ("killed", kills, flags.duration)):
@@ -225,7 +238,7 @@ def measured(name: str, folder: Path, flags: argparse.Namespace, rest: Sequence[
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format a table of rates, and of median costs per kill."""
+    """Format a table with each strategy's rates and median costs per kill."""
     cells = []
     for name, row in rows.items():
         kills = [kill for kill in row["kills"] if "next_step_s" in kill]

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 from shared import small_run, tiny_bert
 
-import hvd_bert.training.loop  # noqa: F401  # imported before the fork, else each rank would import it
+import hvd_bert.training.loop  # noqa: F401  # imported before the fork, so that ranks need not import it
 from hvd_bert.checkpoint import files
 from hvd_bert.distributed.rendezvous import serve_store
 from hvd_bert.distributed.runner import run_as_rank
@@ -37,11 +37,11 @@ from hvd_bert.training.state import TrainState
 
 RANKS = 2
 END_S = 60.0  # maximum time until a rank ends after another rank was killed
-LIMIT_S = 600.0  # a run without a step for this time hangs
+LIMIT_S = 600.0  # a run without a finished step for this long has hung
 SAVE_STEPS = 8  # steps between two checkpoints of `kills`
 PAUSE_S = 0.4  # pause after each step of `rank_kills`
-SLOWER_S = 0.03  # maximum delay per file of a checkpoint; a third of this on average
-TIMES = ("_s", "_share", "mfu")  # endings of the keys in metrics.jsonl that depend on time
+SLOWER_S = 0.03  # maximum delay per checkpoint file; the average is a third of it
+TIMES = ("_s", "_share", "mfu")  # endings of the keys in metrics.jsonl whose values depend on time
 NEVER = (0, math.inf)
 FORK = multiprocessing.get_context("fork")
 
@@ -98,8 +98,11 @@ class SlowWrites(Reporter):
 
 @dataclass
 class Attempt:
-    """The result of a training: rank 0's finished steps, the steps of checkpoints that rank 0 began to write, and the
-    exit status of each rank."""
+    """The outcome of a training.
+
+    `done`: steps that rank 0 finished. `writes`: steps at which rank 0 began to write a checkpoint. `statuses`: each
+    rank's exit status.
+    """
 
     done: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
@@ -113,9 +116,10 @@ class Attempt:
 def attempt(
     flags: Sequence[str], size: int = 1, reporter: Reporter | None = None, kill: tuple[int, float] = NEVER
 ) -> Attempt:
-    """Train on `size` ranks until they end. `kill`: steps, and then seconds, until a random rank is killed.
+    """Train on `size` ranks until all have ended.
 
-    Raises SystemExit if a run fails without a kill, or if the other ranks do not end.
+    `kill`: steps and seconds; a random rank is killed these seconds after rank 0 has finished this number of steps.
+    Raises SystemExit if a run fails without a kill, or if the other ranks do not end after a kill.
     """
     store = serve_store("127.0.0.1") if size > 1 else None
     ranks: dict[Any, Any] = {}  # pipe -> process
@@ -157,7 +161,7 @@ def attempt(
 
 
 def train(rank: int, size: int, store: Any, flags: Sequence[str], reporter: Reporter) -> None:
-    """Train in a forked rank over Gloo."""
+    """Train as rank `rank` of `size` over Gloo. Runs in a forked process."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if store:
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -172,13 +176,13 @@ def train(rank: int, size: int, store: Any, flags: Sequence[str], reporter: Repo
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """The differences between two finished runs, compared bit for bit."""
+    """Return the differences between two finished runs. Everything except times must be equal bit for bit."""
     mine, theirs = read_result(one), read_result(other)
     return [f"{name} differs" for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
 
 
 def read_result(out: Path) -> dict[str, Any]:
-    """Checksums of the last checkpoint's tensors, its state and the lines of metrics.jsonl, all without times."""
+    """Return checksums of the last checkpoint's tensors, its state and the lines of metrics.jsonl, without times."""
     newest = files.candidates(out)[0]
     result: dict[str, Any] = json.loads((newest / "manifest.json").read_text(encoding="utf-8"))["files"]
     result = {name: checksum for name, checksum in result.items() if name.endswith(".safetensors")}
@@ -192,7 +196,7 @@ def read_result(out: Path) -> dict[str, Any]:
 
 
 def stops(folder: Path, number: int) -> dict[str, Any]:
-    """Compare a run of two ranks that SIGTERM stops every 10 steps with an uninterrupted run."""
+    """Compare a two-rank run that SIGTERM stops every 10 steps with an uninterrupted run."""
     last = 10 * (number + 1)
     flags = small_run(f"--max_steps {last} --save_steps {last} --eval_strategy no") + tiny_bert(folder)
     attempt([*flags, "--output_dir", str(folder / "whole")], RANKS)
@@ -204,9 +208,9 @@ def stops(folder: Path, number: int) -> dict[str, Any]:
 
 
 def rank_kills(folder: Path, minutes: int) -> dict[str, Any]:
-    """Compare a run in which one of two ranks is killed every minute with an uninterrupted run."""
-    os.environ["HOROVOD_CYCLE_TIME"] = "5"  # polling once per millisecond would take a core
-    steps = int(60 * minutes / PAUSE_S)  # take longer than `minutes`
+    """Compare a two-rank run in which a rank is killed every minute with an uninterrupted run."""
+    os.environ["HOROVOD_CYCLE_TIME"] = "5"  # polling once per millisecond would occupy a core
+    steps = int(60 * minutes / PAUSE_S)  # more steps than fit in `minutes`
     flags = small_run(f"--max_steps {steps} --save_steps 20 --eval_strategy steps --eval_steps 50") + tiny_bert(folder)
     attempt([*flags, "--output_dir", str(folder / "whole")], RANKS)
     flags += ["--output_dir", str(folder / "out")]
@@ -242,7 +246,10 @@ def kills(folder: Path, number: int) -> dict[str, Any]:
 
 
 def inspect(out: Path, made: Attempt, before: int, tally: dict[str, Any]) -> int:
-    """Add the state of `out` after a kill to the tally. Returns the newest checkpoint's step. `before`: last return."""
+    """Check the checkpoints in `out` after a kill and update `tally`. Returns the step of the newest intact checkpoint.
+
+    `before`: the step that was returned after the previous kill.
+    """
     tally["kills"] += 1
     tally["while_starting"] += not made.done
     tally["while_writing"] += any(out.glob(".partial-checkpoint-*"))

@@ -48,14 +48,14 @@ from hvd_bert.errors import UserError
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.bench.speed import lengths_like_squad, random_windows
 
-Row = Mapping[str, Any]  # a step: step_s (seconds), loss, tokens; None if not recorded
+Row = Mapping[str, Any]  # a step: step_s (seconds), loss, tokens; loss or tokens is None if not recorded
 Rates = dict[str, float]
 PEER = Path(__file__).resolve().parent / "peers" / "hf_trainer.py"
 LEARNING_RATE = 5e-5
 WINDOWS, TOKENS = "windows_per_s", "tokens_per_s"
-# Settings for peers that this trainer makes by itself: glibc reuses the memory of a step, in huge pages, and oneDNN
-# caches its kernels. MALLOC_MMAP_THRESHOLD_ is not enough: glibc ignores values above 32 MiB, and an embedding's
-# gradient is larger.
+# Environment variables that give peers what this trainer does by itself: glibc reuses the memory of a step, in huge
+# pages, and oneDNN caches its kernels. MALLOC_MMAP_THRESHOLD_ is not enough: glibc ignores values above 32 MiB, and an
+# embedding's gradient is larger.
 ALLOCATOR = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "MALLOC_MMAP_MAX_": "0",
@@ -67,8 +67,11 @@ ALLOCATOR = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train. `peer`: by the HF Trainer. `padded`: each window is padded to --max_seq_length. `fp32`: fp32 even
-    with --bf16. `shuffling`: flags that the preflight omits, since it needs the windows in order."""
+    """A way to train.
+
+    `peer`: uses the HF Trainer. `padded`: pads each window to --max_seq_length. `fp32`: trains in fp32 even with
+    --bf16. `shuffling`: flags that the preflight omits, because it needs the windows in order.
+    """
 
     label: str
     peer: bool = True
@@ -91,7 +94,7 @@ VARIANTS = {
 
 
 def trainer_flags(args: argparse.Namespace, model: Path | str, rank_batch: int, seed: int) -> list[str]:
-    """This trainer's flags, except for the number of steps and the output folder."""
+    """Return this trainer's flags, except for the number of steps and the output folder."""
     flags = f"--no_do_eval --eval_strategy no --save_steps 0 --warmup_ratio 0 --seed {seed}"
     flags += f" --learning_rate {LEARNING_RATE} --per_device_train_batch_size {rank_batch}"
     flags += f" --max_seq_length {args.max_seq_length} --doc_stride {min(128, args.max_seq_length // 3)}"
@@ -100,15 +103,15 @@ def trainer_flags(args: argparse.Namespace, model: Path | str, rank_batch: int, 
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Write the inputs of the variants to --out: the model with and without dropout, and tables of windows.
+    """Write the variants' inputs to --out: the model with and without dropout, and tables of windows.
 
-    The windows are in the order in which this trainer takes them one by one.
+    The windows are in the order in which this trainer uses them with one window per rank and step.
     """
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
     world = World()
-    world.size = args.ranks  # the order depends on it; loading does not communicate
+    world.size = args.ranks  # the order depends on the world size; loading does not communicate
     for name, dropout in (("model", []), ("exact_model", ["--dropout", "0"])):
         config = command_line.parse([*trainer_flags(args, args.model_name_or_path, 1, args.seed), *dropout])
         task = QuestionAnswering(config, world)
@@ -127,16 +130,16 @@ def prepare_random(model: Any, out: Path, count: int, longest: int) -> None:
 
     model.save_pretrained(out / "model")
     tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "hvd_bert" / "sample", trust_remote_code=False)
-    tokenizer.save_pretrained(out / "model")  # used only for padding, with id 0 like BERT's
+    tokenizer.save_pretrained(out / "model")  # used only for padding; its padding id is 0, like BERT's
     table = random_windows(lengths_like_squad(count, longest, seed=42), model.config.vocab_size, seed=42)
     Dataset.from_dict(peer_columns(table, np.arange(count))).save_to_disk(out / "windows")
 
 
 def command(name: str, args: argparse.Namespace, out: Path, steps: int, seed: int | None) -> list[str]:
-    """The command of a variant. `seed`: None for the preflight, which logs the loss of each step.
+    """Return the command of a variant. `seed`: None for the preflight, which logs the loss of each step.
 
-    The softmax of BertForQuestionAnswering includes padding. So the preflight's batches have one window each, without
-    padding, in the order of the table.
+    The softmax of BertForQuestionAnswering includes padding. So each rank's batch in the preflight is one window
+    without padding, in the order of the table.
     """
     variant, preflight = VARIANTS[name], seed is None
     model = args.out / ("exact_model" if preflight else "model")
@@ -146,7 +149,7 @@ def command(name: str, args: argparse.Namespace, out: Path, steps: int, seed: in
     common += ["--bf16"] if args.bf16 and not variant.fp32 else []
     if not variant.peer:
         start = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(args.ranks), sys.executable, "-m"]
-        # Log few lines, one of them at the begin of the timed steps.
+        # Log few lines, but one at the end of the untimed steps.
         logging_steps = "1" if preflight else str(math.gcd(args.warmup, steps))
         flags = [*trainer_flags(args, model, rank_batch, used_seed), "--logging_steps", logging_steps]
         return [*start, "hvd_bert.train", *flags, *common]
@@ -159,14 +162,14 @@ def command(name: str, args: argparse.Namespace, out: Path, steps: int, seed: in
 
 
 def peer_command(model: Path, windows: Path, out: Path, rank_batch: int) -> list[str]:
-    """The command of the peer's program, with the flags of all runs."""
+    """Return the command of the peer's program, with the flags that all runs share."""
     words = [str(PEER), "--model_name_or_path", str(model), "--windows", str(windows)]
     words += ["--times_file", str(out / "times.json"), "--per_device_train_batch_size", str(rank_batch)]
     return [*words, "--save_strategy", "no", "--report_to", "none"]
 
 
 def environment(variant: Variant, threads: int) -> dict[str, str]:
-    """The environment of a variant, on CPUs: the user's, with the variant's settings for memory."""
+    """Return a variant's environment on CPUs: this process's, but with the variant's memory settings."""
     own = {"GLIBC_TUNABLES", "LD_PRELOAD", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"}
     env = {name: value for name, value in os.environ.items() if name not in own and not name.startswith("MALLOC_")}
     env |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
@@ -174,7 +177,7 @@ def environment(variant: Variant, threads: int) -> dict[str, str]:
 
 
 def read_rows(name: str, out: Path) -> list[Row]:
-    """Read a row per optimizer step. This trainer logs means over several steps, which are repeated."""
+    """Read one row per optimizer step. This trainer logs means over several steps, which are repeated."""
     if VARIANTS[name].peer:
         return list(json.loads((out / "times.json").read_text()))
     logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -194,12 +197,12 @@ def train(name: str, args: argparse.Namespace, run_name: str, steps: int, seed: 
     words = command(name, args, out, steps, seed)
     run(words, environment(VARIANTS[name], args.threads), out.with_suffix(".log"), args.timeout)
     rows = read_rows(name, out)
-    shutil.rmtree(out)  # models are large
+    shutil.rmtree(out)  # the saved models are large
     return rows
 
 
 def timing(rows: Sequence[Row], warmup: int, steps: int, global_batch: int) -> Rates:
-    """Windows/s and, if counted, useful tokens/s of `steps` steps after `warmup` untimed steps.
+    """Return windows/s and, if tokens were counted, useful tokens/s of `steps` steps after `warmup` untimed steps.
 
     Raises UserError if the run has fewer steps.
     """
@@ -211,7 +214,7 @@ def timing(rows: Sequence[Row], warmup: int, steps: int, global_batch: int) -> R
 
 
 def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float) -> float:
-    """The largest relative difference of a step's loss from the first variant's.
+    """Return the largest relative difference between a variant's loss and the first variant's loss in the same step.
 
     Raises UserError if it is above `tolerance`, or if a loss is missing, NaN or infinite: the speed of variants that
     train differently must not be compared.
@@ -228,12 +231,12 @@ def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float)
 
 
 def compare(args: argparse.Namespace) -> dict[str, list[Rates]]:
-    """Measure the rates of each variant, one per round."""
+    """Measure each variant's rates in every round."""
     runs: dict[str, list[Rates]] = {name: [] for name in args.variants}
     for number in range(args.repeats):
         for name in in_turns(args.variants, number):
             warmup, steps = args.warmup, args.steps
-            if VARIANTS[name].padded:  # fewer steps are enough, since all do the same work
+            if VARIANTS[name].padded:  # every padded step does the same work, so fewer steps are enough
                 warmup, steps = min(warmup, args.padded_steps), args.padded_steps
             rows = train(name, args, f"round{number + 1}-{name}", warmup + steps, args.seed + number)
             rates = timing(rows, warmup, steps, args.per_device_train_batch_size * args.ranks)
@@ -243,7 +246,7 @@ def compare(args: argparse.Namespace) -> dict[str, list[Rates]]:
 
 
 def ratios(runs: Mapping[str, Sequence[Rates]], peer: str, rate: str) -> list[float]:
-    """This trainer's rate over a peer's, per round. Tokens/s do not depend on the windows of the timed steps."""
+    """Return this trainer's rate divided by a peer's, per round. Tokens/s do not depend on which windows are timed."""
     pairs = zip(runs.get("ours", []), runs[peer], strict=False)
     return [mine[rate] / other[rate] for mine, other in pairs if rate in mine and rate in other]
 
@@ -261,8 +264,8 @@ def table(runs: Mapping[str, Sequence[Rates]]) -> str:
     return markdown_table(head, rows)
 
 
-# The HF Trainer sorts groups of 50 batches of a rank by length, the longest first. 25 timed steps of two ranks are a
-# whole group, so they have long and short windows in the data's proportions.
+# The HF Trainer sorts groups of 50 per-rank batches by length, longest first. 25 timed steps on two ranks cover a whole
+# group, so they have long and short windows in the data's proportions.
 NUMBERS = (
     ("--repeats", 3, "Rounds."),
     ("--steps", 25, "Timed steps per run."),
@@ -299,7 +302,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prepare, check the losses, compare, print."""
+    """Prepare the inputs, check that the variants' losses agree, measure the rates, and print the table."""
     args = parse(argv)
     make_folder(args.out)
     prepare(args)

@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py --model_name_or_path FOLDER --train_file train-v1.1.json
 
-Measures CPU seconds of forward and backward pass and update, with dropout, on batches of `--batch` windows, in fp32 and
-in bf16. The variants take turns on each batch; the allocator's two settings take turns in separate processes. A kernel
-that saves less than 5 % of a step on all CPU models should be removed. Prints a Markdown table for
-docs/evidence/benchmarks.md: medians and ranges over batches. All other flags are the trainer's.
+Measures CPU seconds of forward pass, backward pass and optimizer update, with dropout, on batches of `--batch` windows,
+in fp32 and in bf16. The variants take turns on each batch; the allocator's two settings take turns in separate
+processes. A kernel that saves less than 5 % of a step on all CPU models should be removed. Prints a Markdown table of
+medians and ranges over batches, for docs/evidence/benchmarks.md. All other flags are the trainer's.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Seconds = dict[str, list[float]]  # "precision, variant" -> seconds per batch
 
 
 def variants(chosen: Kernels) -> dict[str, Kernels]:
-    """The variants: all kernels of this CPU model, no kernels, and all kernels except one."""
+    """Return the variants: all kernels of this CPU model, no kernels, and all kernels except one."""
     used = [name for name, kernel in asdict(chosen).items() if kernel != TORCH and name != ALLOCATOR]
     return {ALL: chosen, "none": TORCH_ONLY} | {name: replace(chosen, **{name: TORCH}) for name in used}
 
 
 def steps(flags: argparse.Namespace) -> tuple[Callable[[Kernels, str, MicroBatch], float], list[MicroBatch]]:
-    """Make a function that takes a step and returns the CPU seconds, and the batches."""
+    """Return a function that runs one training step and returns its CPU seconds, and the batches."""
     words = f"--no_do_eval --max_train_samples 2000 --per_device_train_batch_size {flags.batch}".split()
     task = QuestionAnswering(command_line.parse([*words, *flags.trainers]), World())
     assert task.plan is not None
@@ -68,7 +68,7 @@ def steps(flags: argparse.Namespace) -> tuple[Callable[[Kernels, str, MicroBatch
 
 
 def measure(flags: argparse.Namespace) -> Seconds:
-    """Measure the seconds of this process's variants."""
+    """Measure the CPU seconds per batch of the variants that this process runs."""
     torch.set_num_threads(1)
     if flags.child == ALL:
         keep_memory()
@@ -78,7 +78,7 @@ def measure(flags: argparse.Namespace) -> Seconds:
     for precision, chosen in {"fp32": choice.fp32, "bf16": choice.bf16}.items():
         taken = variants(chosen) if flags.child == ALL else {ALLOCATOR: chosen}
         for batch in batches:
-            for name, used in taken.items():  # the first step makes oneDNN's kernels for the batch's shapes
+            for name, used in taken.items():  # an untimed step first: it makes oneDNN's kernels for this shape
                 step(used, precision, batch)
                 best = min(step(used, precision, batch) for _ in range(flags.turns))
                 seconds[f"{precision}, {name}"].append(best)
@@ -86,7 +86,7 @@ def measure(flags: argparse.Namespace) -> Seconds:
 
 
 def child(name: str) -> Seconds:
-    """Run `measure` in a new process."""
+    """Run `measure` in a new process. `name`: ALL, or ALLOCATOR to measure without the allocator's settings."""
     words = [sys.executable, __file__, *sys.argv[1:], "--child", name]
     done = subprocess.run(words, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -96,7 +96,7 @@ def child(name: str) -> Seconds:
 
 
 def table(rounds: list[Seconds]) -> str:
-    """Format a table of the share of a step that each kernel saves."""
+    """Format a table with the share of a step that each kernel saves."""
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     for case in rounds[0]:
         precision, name = case.split(", ")
@@ -109,7 +109,7 @@ def table(rounds: list[Seconds]) -> str:
 
 
 def main() -> None:
-    """Measure in new processes, in turns, and print the table."""
+    """Measure in pairs of new processes, and print the table."""
     parser = argparse.ArgumentParser(description="The share of a step that each CPU kernel saves.")
     parser.add_argument("--batch", type=int, default=8, help="Windows per batch. (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=6, help="Number of batches. (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""Code that benchmarks share: commands and their environment, hardware and versions, a tiny model, tables."""
+"""Code shared by the benchmarks: commands and their environment, hardware and versions, a tiny model, tables."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SMALL_RUN = "--config sample --max_train_samples 64 --max_eval_samples 4 --per_d
 
 
 def machine() -> dict[str, Any]:
-    """Hardware and versions."""
+    """Return this machine's CPU and number of cores, and the versions of Python and PACKAGES."""
     cores = len(os.sched_getaffinity(0))
     versions = {"python": platform.python_version()} | {package: package_version(package) for package in PACKAGES}
     return {"hardware": {"cpu": cpu_name(), "cores": cores}, "versions": versions}
 
 
 def launch_environment() -> dict[str, str]:
-    """Environment variables with which commands find this Python's programs, and Open MPI runs as root."""
+    """Return environment variables that let commands find this Python's programs, and let Open MPI run as root."""
     env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     if os.geteuid() == 0:
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -42,7 +42,7 @@ def launch_environment() -> dict[str, str]:
 
 
 def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float, grace_s: float = 30.0) -> None:
-    """Run a command. After `timeout_s`, terminate all processes, and kill them `grace_s` later.
+    """Run a command. After `timeout_s` seconds, terminate its processes; `grace_s` seconds later, kill them.
 
     Raises UserError if the command fails.
     """
@@ -70,12 +70,12 @@ def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float, 
 
 
 def small_run(flags: str) -> list[str]:
-    """The trainer's flags for a run on 64 questions, plus `flags`. An epoch has 8 steps on 2 ranks."""
+    """Return the trainer's flags for a run on 64 questions, plus `flags`. An epoch has 8 steps on 2 ranks."""
     return [*SMALL_RUN.split(), *flags.split()]
 
 
 def tiny_bert(folder: Path) -> list[str]:
-    """Write the configuration of a BERT with a small layer to `folder`. Returns the trainer's flag for the model."""
+    """Write the configuration of a BERT with one small layer to `folder`. Returns the trainer's flags for the model."""
     config = json.loads((REPOSITORY / "hvd_bert" / "sample" / "config.json").read_text(encoding="utf-8"))
     config |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     (folder / "model").mkdir()
@@ -84,7 +84,7 @@ def tiny_bert(folder: Path) -> list[str]:
 
 
 def make_folder(out: Path) -> Path:
-    """Make the folder of --out. Raises UserError if it has files."""
+    """Make the folder `out`. Raises UserError if it is not empty."""
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         raise UserError(f"--out {out}: the folder is not empty. Name a new folder.")
@@ -92,13 +92,13 @@ def make_folder(out: Path) -> Path:
 
 
 def in_turns(names: Sequence[str], number: int) -> Sequence[str]:
-    """The order of a round: every second round is reversed, so that a drift of the machine favours no variant."""
+    """Return the order of round `number`. Odd rounds are reversed, so that a drift of the machine favours no variant."""
     return names if number % 2 == 0 else names[::-1]
 
 
 def peer_columns(windows: WindowTable, order: Ids) -> dict[str, list[Any]]:
     """Convert windows to the columns that peers read."""
-    import pyarrow as pa  # not at the top, because the campaigns' ranks start without it
+    import pyarrow as pa  # imported here, because the campaigns' ranks do not need it
 
     rows = pa.Table.from_batches(windows.batches).take(order).to_pydict()
     pairs = list(zip(rows["input_ids"], rows["context_start"], strict=True))
@@ -112,19 +112,19 @@ def peer_columns(windows: WindowTable, order: Ids) -> dict[str, list[Any]]:
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Format median and range."""
+    """Format the median and range of values, such as `3.1 (2.9 to 3.4)`."""
     middle, low, high = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
     return f"{middle} ({low} to {high})"
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table whose first column is text; the others are numbers."""
+    """Format a Markdown table whose first column is text and whose other columns are numbers."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
 
 
 def end(main: Callable[[], int | None]) -> None:
-    """Run a program and exit with the returned status. Errors for bad input are printed as a line."""
+    """Run a program and exit with its status. A UserError is printed as one line, without a traceback."""
     try:
         sys.exit(main())
     except UserError as error:

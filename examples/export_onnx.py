@@ -1,4 +1,4 @@
-"""Export a trained BERT to ONNX, for any batch and length (tested with torch 2.13.0 and onnxscript 0.7.2).
+"""Export a trained BERT to ONNX, for any batch size and length (tested with torch 2.13.0 and onnxscript 0.7.2).
 
     python examples/export_onnx.py runs/mine model.onnx
 

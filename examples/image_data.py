@@ -14,7 +14,7 @@ from torch import Tensor
 from hvd_bert import hub
 from hvd_bert.errors import UserError
 
-_DIGITS_TO_TEST_ON = 360  # a fifth
+_DIGITS_TO_TEST_ON = 360  # a fifth of the digits
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Images:
         return len(self.labels)
 
     def take(self, ids: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Pixels and labels of images on the device. `ids` may be empty."""
+        """Return the pixels and labels of the images `ids` on the device. `ids` may be empty."""
         chosen = torch.from_numpy(ids)
         return self.pixels[chosen].to(device), self.labels[chosen].to(device)
 
     def digest(self) -> str:
-        """SHA-256 of all pixels and labels."""
+        """Return the SHA-256 of all pixels and labels."""
         sha256 = hashlib.sha256(self.pixels.numpy().tobytes())
         sha256.update(self.labels.numpy().tobytes())
         return sha256.hexdigest()
 
 
 def load_images(dataset_name: str | None) -> tuple[Images, Images]:
-    """Load images for training and for tests. Raises UserError if they are not available."""
+    """Load training and test images. Raises UserError if they are not available."""
     splits = [_from_hub(dataset_name, split) for split in ("train", "test")] if dataset_name else _digits()
     shapes = [pixels.shape[1:] for pixels, _ in splits]
     if shapes[0] != shapes[1]:

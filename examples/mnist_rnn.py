@@ -1,4 +1,4 @@
-"""Train an LSTM that reads images row by row: a custom task, without code for the loop, saving or launching.
+"""Train an LSTM that reads images row by row: a custom task that needs no code for the loop, checkpoints or launchers.
 
     export PYTHONPATH=examples
     python -m hvd_bert.train --config examples/mnist_rnn.yaml --strategy none           scikit-learn's digits
@@ -25,7 +25,7 @@ HIDDEN_SIZE = 64
 
 
 class RowReader(nn.Module):
-    """An LSTM over the rows of an image, and a linear layer on the last state."""
+    """An LSTM over the rows of an image, followed by a linear layer on its last state."""
 
     def __init__(self, columns: int, hidden_size: int, classes: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class RowReader(nn.Module):
         self.classifier = nn.Linear(hidden_size, classes)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[images, rows, columns] -> logits [images, classes]."""
+        """Compute the logits [images, classes] of pixels [images, rows, columns]."""
         _, (last, _) = self.lstm(pixels)
         logits: Tensor = self.classifier(last[-1])
         return logits

@@ -33,7 +33,7 @@ MISSING = ("na", "nan", "none", "null", "<na>")  # words that programs write for
 
 
 def number(text: str) -> float | None:
-    """Parse a finite number; None if the text is none."""
+    """Parse a finite number. Returns None if the text is not a finite number."""
     try:
         value = float(text)
     except ValueError:
@@ -42,12 +42,12 @@ def number(text: str) -> float | None:
 
 
 def is_text(cell: str | None) -> bool:
-    """Whether a cell of a CSV file is neither a number nor true or false."""
+    """Return whether a cell of a CSV file is neither a number nor true or false."""
     return number(str(cell)) is None and str(cell).lower() not in ("true", "false")
 
 
 class TextClassification(EncoderTask):
-    """The class of a text, or of a pair of texts."""
+    """Predict the class of a text, or of a pair of texts."""
 
     metrics: Mapping[str, Literal["max", "min"]] = {
         "accuracy": "max",
@@ -56,9 +56,9 @@ class TextClassification(EncoderTask):
         "eval_loss": "min",
     }
     label_column: ClassVar[str] = "label"
-    # One or two columns. Default: sentence1 and sentence2, else the first one or two columns of texts.
+    # Names of one or two columns. Default: sentence1 and sentence2 if present, else the first one or two text columns.
     text_columns: ClassVar[Sequence[str]] = ()
-    # Splits of --dataset_name. Default for MNLI: validation_matched.
+    # Splits of --dataset_name. The default validation split of MNLI is validation_matched.
     train_split: ClassVar[str] = "train"
     validation_split: ClassVar[str | None] = None
 
@@ -76,7 +76,7 @@ class TextClassification(EncoderTask):
         self.labels = [] if dev is None else self.targets(dev)
 
     def class_names(self, rows: datasets.Dataset | None, trains: bool) -> list[str]:
-        """The class names of the data set on the hub, else all labels of the training data; else empty."""
+        """Return the class names of a hub data set, else all labels of the training data; empty for prediction."""
         if rows is None:
             return []
         kind = rows.features.get(self.label_column)
@@ -95,7 +95,7 @@ class TextClassification(EncoderTask):
         return names
 
     def given_labels(self, rows: datasets.Dataset) -> list[str]:
-        """The label of each row as text."""
+        """Return the label of each row as text."""
         labels, kind = column(rows, self.label_column), rows.features[self.label_column]
         if isinstance(kind, datasets.ClassLabel):
             return [kind.names[label] if label >= 0 else str(label) for label in labels]  # GLUE's test sets have -1
@@ -124,7 +124,7 @@ class TextClassification(EncoderTask):
         return ["sentence1", "sentence2"] if {"sentence1", "sentence2"} <= set(found) else found[:2]
 
     def targets(self, rows: datasets.Dataset) -> list[Any]:
-        """The number of each row's class."""
+        """Return the class number of each row's label. Raises UserError for an unknown label."""
         labels, numbers = self.given_labels(rows), {name: number for number, name in enumerate(self.classes)}
         for row, label in enumerate(labels, start=1):
             if label not in numbers:

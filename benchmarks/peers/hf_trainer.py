@@ -36,11 +36,11 @@ class PeerArguments:
     windows: str
     times_file: Path
     pad_to_max_length: bool = True
-    count_tokens: bool = False  # without padding; gathers an additional number per step
+    count_tokens: bool = False  # counts tokens without padding; costs one more gather per step
 
 
 class StepTimes(TrainerCallback):
-    """Records the seconds of each step and, if counted, the tokens."""
+    """Records the seconds of each step and, with count_tokens, the tokens."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.rows, self.end, self.seen = [], time.perf_counter(), 0
@@ -54,7 +54,7 @@ class StepTimes(TrainerCallback):
 def main() -> None:
     peer, args = HfArgumentParser((PeerArguments, TrainingArguments)).parse_args_into_dataclasses()
     if peer.count_tokens:
-        args.include_num_input_tokens_seen = "non_padding"  # the command line accepts only true and false
+        args.include_num_input_tokens_seen = "non_padding"  # the flag of this name accepts only true and false
     tokenizer = AutoTokenizer.from_pretrained(peer.model_name_or_path, trust_remote_code=False)
     times = StepTimes()
     trainer = Trainer(
@@ -70,7 +70,7 @@ def main() -> None:
         losses = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
         rows = [{"step": step, **row, "loss": losses.get(step)} for step, row in enumerate(times.rows, start=1)]
         peer.times_file.write_text(json.dumps(rows))
-    # Exit without finalizing Python, in which Gloo's threads can abort the process (pytorch#190489, #117762).
+    # Exit without finalizing Python: Gloo's threads can abort the process meanwhile (pytorch#190489, #117762).
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
