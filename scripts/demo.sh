@@ -18,7 +18,7 @@ done
 # shellcheck source=env/apt.sh
 . env/apt.sh
 options=(${apt[@]+"${apt[@]}"})
-# An environment that exists keeps its torch.
+# An existing environment keeps its torch.
 [ -e .venv/hvd_bert.settings ] || has_nvidia_driver || options+=(--torch cpu)
 bash env/setup.sh ${options[@]+"${options[@]}"} </dev/null
 # Train on the CPU: two ranks would need two GPUs.
@@ -33,7 +33,7 @@ launcher=(horovodrun -np 2 -H localhost:2)
 command=("${launcher[@]}" python -m hvd_bert.train
   ${preset[@]+"${preset[@]}"} --output_dir runs/demo --overwrite_output_dir ${flags[@]+"${flags[@]}"})
 printf '\n$ %s\n' "${command[*]}"
-# Remove horovodrun's tags of ranks, as only rank 0 prints here, and times.
+# Remove times, and the rank tags of horovodrun, because only rank 0 prints.
 "${command[@]}" </dev/null 2>&1 | sed -Eu 's/\[[0-9,]*\]<std[a-z]*>://g; s/^[-0-9]{10} [:0-9]{8} INFO //'
 
 command=(hvd-bert predict runs/demo --input hvd_bert/sample/dev-v1.1.json.gz)

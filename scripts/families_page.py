@@ -42,7 +42,7 @@ Tests compare each family of the tables with transformers: logits to 1e-5, gradi
 
 
 def page() -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     rows = {"Packed": [], "Padded": []}  # type: dict[str, list[str]]
     for name, family in FAMILIES.items():
         config = CONFIG_MAPPING[name]()

@@ -63,7 +63,7 @@ HELP_TEXT = re.compile(r"(?P<description>.*?)(?: \((?:default: (?P<default>.*)|(
 
 
 def page() -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     blocks = [INTRODUCTION.rstrip(), *_tables(command_line.make_parser(), resume=True)]
     for title, command in OTHERS.items():
         parser = command.make_parser()
@@ -72,14 +72,14 @@ def page() -> str:
 
 
 def exit_page() -> str:
-    """The page of exit statuses with an updated table."""
+    """Return the page of exit statuses with an updated table."""
     rows = [["status", "meaning"], ["---", "---"], *([str(status), text] for status, text in STATUSES.items())]
     table = "\n".join(map(_line, rows))
     return re.sub(r"(?s)(?<=\A# Exit status\n\n).*?(?=\n\n)", lambda _: table, EXIT_PAGE.read_text(encoding="utf-8"))
 
 
 def _tables(parser: argparse.ArgumentParser, resume: bool = False) -> Iterator[str]:
-    """Make a table of the flags without a group, then a heading and a table per group."""
+    """Yield a table of the flags without a group, then a heading and a table per group."""
     header = ["Flag", "Default", "Description"]
     head = [_line(header), _line(["---"] * len(header))]
     without_group: list[str] = []
@@ -115,7 +115,7 @@ def _prose(text: str) -> str:
 
 
 def _as_code(text: str) -> str:
-    """Put flags and commands in backticks."""
+    """Put the flags and commands of a text in backticks."""
     spans = r"`[^`]*`|(?:python -m |hvd-bert )\w+(?:\.\w+)*(?: sweep)?(?: --help)?|--[a-z][a-z0-9_]*(?:=\S*[a-z0-9])?"
     return re.sub(spans, lambda match: match[0] if match[0].startswith("`") else f"`{match[0]}`", text)
 

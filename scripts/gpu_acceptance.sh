@@ -37,7 +37,7 @@ if [ "$device" = cuda ] && [ ! -e /proc/driver/nvidia/version ] && [ ! -e /dev/n
   exit 3
 fi
 
-# Relative paths start in the caller's folder. Links are not resolved: an environment's python is a link.
+# Make paths absolute before the change of folder. Do not resolve links: an environment's python is a link.
 [ -z "$out" ] || words+=("--out=$(realpath -ms -- "$out")")
 case $python in */*) python=$(realpath -ms -- "$python") ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -50,7 +50,7 @@ if [ "$setup" = yes ]; then
   python=$venv/bin/python
 fi
 status=0
-# Options are passed as single words, and -c is given: else pytest would take values of options for folders with tests.
+# Pass each option as a single word, and -c. Otherwise, pytest would take options' values for folders with tests.
 "${python:-python3}" -m pytest -c pyproject.toml tests/gpu benchmarks/gpu_speed.py \
   -q --tb=no --no-summary -p no:cacheprovider \
   "--device=$device" "--minutes=$minutes" ${words[@]+"${words[@]}"} </dev/null || status=$?

@@ -2,10 +2,10 @@
 # Sets up and runs the checks: ruff, import-linter, mypy, mkdocs, shellcheck, and the tests in the tiers unit,
 # integration, parallel and cluster. Prints the slowest tests and the total time.
 #   bash scripts/test.sh                       everything except the campaigns
-#   bash scripts/test.sh --quick               before a commit: static checks, most unit tests, a run stopped and resumed
+#   bash scripts/test.sh --quick               before a commit: static checks, most unit tests, one test of a stopped run
 #   bash scripts/test.sh --versions            the models' tests with the oldest transformers that pyproject.toml allows
 #                                              and with the newest, both from the package index
-#   bash scripts/test.sh --full                everything, the campaigns, which wait for timers, and --versions
+#   bash scripts/test.sh --full                everything, also the campaigns, which wait for timers, and --versions
 #   bash scripts/test.sh tests/unit -k plan    only pytest, with these arguments
 # The tier cluster (docs/guides/cluster.md) needs root and Debian's Slurm packages, which this script installs unless
 # --no-apt is given. Without root or Debian, the tier is skipped.
@@ -23,10 +23,10 @@ case ${1:-} in --quick | --full | --versions) extent=${1#--} && shift ;; esac
 bash env/setup.sh --dev --deepspeed ${apt[@]+"${apt[@]}"} </dev/null
 SECONDS=0
 export PATH="$PWD/.venv/bin:$PATH"
-unset PYTHONDONTWRITEBYTECODE # else each process would compile this package, and each run all tests
+unset PYTHONDONTWRITEBYTECODE # otherwise each process would compile this package, and each run of pytest all tests
 # One thread per process: the tests start up to four ranks, often on two cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
-# Clones share this cache, because mypy compares the files' content. Without a cache, mypy takes a minute.
+# Clones share this cache, because mypy compares the files' content. Without the cache, mypy takes a minute.
 export MYPY_CACHE_DIR="${MYPY_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/hvd_bert-mypy}"
 # The tests must not depend on a network or on the number of GPUs.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 CUDA_VISIBLE_DEVICES=""
@@ -74,12 +74,12 @@ static_checks() {
     grep . || find env scripts .ci -type f \( -name '*.sh' -o -name '*.slurm' -o -name run \))
   check lint-imports && check shellcheck "${shell_scripts[@]}" && check mypy && check mkdocs build --strict --quiet
 }
-static_checks >"$reports/checks" 2>&1 & # half a minute, while the tests run
+static_checks >"$reports/checks" 2>&1 & # takes half a minute, while the tests run
 checks=$!
 campaign='not campaign'
 if [ "$extent" = full ]; then campaign='campaign or not campaign'; fi
-# Three processes run tests that do not disturb each other. Tests of the cluster, which each process starts for itself,
-# wait more than they compute. The tests of a file run in the same process, because they share runs; the tier with the
+# Three processes run the tests that do not disturb each other. Each process starts its own test cluster, whose tests
+# wait more than they compute. A file's tests run in the same process, because they share runs. The tier with the
 # longest files comes first.
 if [ "$extent" = quick ]; then
   stopped="tests/integration/test_resume.py::test_signal_to_one_rank_stops_all[mpi-SIGTERM]"
