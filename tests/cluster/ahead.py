@@ -11,7 +11,7 @@ from pathlib import Path
 HIGHEST = -20
 
 os.setpriority(os.PRIO_PROCESS, 0, HIGHEST)
-# If the kernel groups processes by session, priorities only apply inside a group, so the group's priority is also set.
+# If the kernel groups processes by session, priorities apply only inside a group, so raise the group's priority, too.
 with contextlib.suppress(FileNotFoundError):
     Path("/proc/self/autogroup").write_text(str(HIGHEST))
 

@@ -1,15 +1,16 @@
 """Run `python -m hvd_bert.train` with changes that environment variables select: altered.py -m MODULE ...
 
-SLOWED_RANK, SLOWED_S: this rank sleeps for so many seconds before each backward pass.
-WAITING_STEP: before the backward pass of this step, counted from 1, a job's first attempt waits for the signal of a
-  time limit, or SIGTERM. Earlier signals are delayed until then, so that tests do not depend on the machine's speed.
-SIGNALLED_AGAIN: later attempts get the signal once the trainer handles it.
+SLOWED_RANK, SLOWED_S: the rank SLOWED_RANK sleeps for SLOWED_S seconds before each backward pass.
+WAITING_STEP: before the backward pass of this step, counted from 1, a job's first attempt waits for SIGUSR1, the
+  signal of a time limit, or SIGTERM. Earlier signals are delayed until then, so that tests do not depend on the
+  machine's speed.
+SIGNALLED_AGAIN: later attempts of the job receive SIGUSR1 as soon as the trainer handles it.
 GATED_FOLDER: folder with the pipes `reached` and `go`, in which each rank writes its process id to `RANK.pid`.
 GATED_STEP: before this step, counted from 1, rank 0 writes to `reached` and reads from `go`; 0: never.
 WATCHED_LOG: file for a line "HOST RANK tokenises" per table of windows that is built, and "failed TIME".
-WATCHED_FAULT: failure of rank 1: in the second step kill (SIGKILL) or stall (it reads from a pipe without a writer);
+WATCHED_FAULT: failure of rank 1. In the second step: kill (SIGKILL), or stall (it reads from a pipe without a writer);
   import: a module is missing.
-WATCHED_LISTENERS: folder for a file per rank with the listening programs on its host in the second step.
+WATCHED_LISTENERS: folder for a file per rank with the programs that listen on its host in the second step.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def fail(fault: str) -> None:
 
 
 def note_listeners(folder: Path, rank: int) -> None:
-    """Write the listening programs on this host with their addresses."""
+    """Write which programs listen on this host, with their addresses."""
     rows = [row for row in psutil.net_connections("tcp") if row.status == psutil.CONN_LISTEN]
     (folder / str(rank)).write_text(json.dumps([(program(folder, row.pid or 0), row.laddr.ip) for row in rows]))
 
@@ -61,12 +62,12 @@ def program(folder: Path, pid: int) -> str:
     if any("fork_server" in word for word in words):
         return "launcher"
     name = Path(words[0]).name.partition(":")[0] if words else "?"
-    # A task of srun only asks the fork server for the rank, and inherits sockets of slurmstepd.
+    # A task of srun is only a client of the fork server. It inherits slurmstepd's sockets.
     return "slurmstepd" if name == "python" else name
 
 
 class Lacking:
-    """An importer for which a module is missing."""
+    """An importer that raises ModuleNotFoundError for the module MISSING."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == MISSING:
@@ -79,7 +80,7 @@ def watch(rank: int | None) -> None:
     if fault == "import":
         sys.meta_path.insert(0, Lacking())
         for name in ("hvd_bert.training.loop", "hvd_bert.tasks.question_answering", MISSING):
-            sys.modules.pop(name, None)  # the fork server has imported them
+            sys.modules.pop(name, None)  # the fork server has already imported them
         return
     from hvd_bert.data import window_table
     from hvd_bert.strategies.horovod import HorovodStrategy
@@ -129,7 +130,7 @@ def wait_for_the_signal(step: int) -> None:
     if step == int(os.environ["WAITING_STEP"]):
         received = signal.sigwait(AWAITED)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
-        os.kill(os.getpid(), received)  # for the trainer's handler
+        os.kill(os.getpid(), received)  # deliver it to the trainer's handler
 
 
 def signal_at_the_start() -> None:
@@ -170,7 +171,7 @@ if "SLURM_RESTART_COUNT" in os.environ:
     if "SIGNALLED_AGAIN" in os.environ:
         signal_at_the_start()
 elif "WAITING_STEP" in os.environ:
-    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)  # inherited by later threads
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)  # inherited by threads that start later
     before_each_backward(wait_for_the_signal)
 if "GATED_FOLDER" in os.environ:
     wait_at_the_gate(Path(os.environ["GATED_FOLDER"]), rank or 0)

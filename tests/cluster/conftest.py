@@ -25,7 +25,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of four steps of 16 windows in one process, as reference for four ranks."""
+    """Losses of four steps on 16 windows in one process, as a reference for four ranks."""
     folder = tmp_path_factory.mktemp("one_process")
     command = f"python -m hvd_bert.train {SMALL} 4 --per_device_train_batch_size 16 --strategy none --output_dir out"
     cluster.on("a100-01", command, folder).expect(0)
@@ -48,13 +48,13 @@ def watched(tmp_path: Path, altered: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture
 def pretended(tmp_path: Path) -> Callable[[str], dict[str, str]]:
-    """pretended(script) -> environment of a job whose `python` is a shell script, to test hvd.slurm alone."""
+    """A function that returns a job's environment whose `python` is the given shell script, to test hvd.slurm alone."""
     return lambda script: {"HVD_BERT_VENV": str(new_environment(tmp_path / "pretended", script).parent)}
 
 
 @pytest.fixture
 def listeners(tmp_path: Path) -> Path:
-    """The folder in which each rank writes the listening programs on its host (altered.py)."""
+    """The folder in which each rank writes the programs that listen on its host (altered.py)."""
     folder = tmp_path / "listeners"
     folder.mkdir()
     return folder

@@ -24,15 +24,15 @@ TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
 LONGEST = 66_000  # bytes: TCP segments arrive in bunches of up to 64 KiB
-BUNCHES = 8  # number read before due packets are sent
+BUNCHES = 8  # packets read before due packets are sent
 NODES = {"a100-01": "10.77.0.11", "a100-02": "10.77.0.12"}
 
 
 def open_end(node: str, other: str, loss: float) -> int:
-    """Create the device of a node. Returns the file descriptor for packets."""
+    """Create a node's device. Returns the file descriptor that reads and writes its packets."""
     end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", b"wire", IFF_TUN | IFF_NO_PI | IFF_VNET_HDR))
-    if not loss:  # a bunch would be lost as a whole
+    if not loss:  # with offloading, a lost packet would be a whole bunch of segments
         fcntl.ioctl(end, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
     pid = (Path(os.environ["HVD_BERT_CLUSTER"]) / "nodes" / node / "pid").read_text().strip()
     inside = ["nsenter", "--target", pid, "--net"]
@@ -46,7 +46,7 @@ def open_end(node: str, other: str, loss: float) -> int:
 
 
 def carry(ends: list[int], delay_s: float, loss: float) -> None:
-    """Carry packets from each end to the other, until standard input ends."""
+    """Carry packets from each end to the other end until standard input ends."""
     first, second = ends
     queues: dict[int, deque[tuple[float, bytes]]] = {end: deque() for end in ends}  # destination -> packets
     across = {first: second, second: first}
@@ -73,7 +73,7 @@ def main() -> None:
     loss = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
     first, second = NODES
     ends = [open_end(first, second, loss), open_end(second, first, loss)]
-    # The ranks use all cores, and the device must not wait for a core.
+    # Use real-time priority: the ranks use all cores, and the device must not wait for a core.
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     print("ready", flush=True)

@@ -18,12 +18,12 @@ from launch import Outcome
 
 STEPS, SAVE_STEPS, GATE = 12, 4, 7  # the fault is before step 7, three steps after a checkpoint
 STALL_S = 20  # the default is 600
-START_S = 400.0  # until the gate, on a loaded machine
+START_S = 400.0  # maximum time until rank 0 reaches the gate, on a loaded machine
 LEFT_S = 60.0  # maximum time from the end of the launcher to the end of the ranks
 TRAIN = f"{FOLDER / 'altered.py'} -m hvd_bert.train {SMALL} {STEPS} --save_steps {SAVE_STEPS} --no_do_eval"
 ON_BOTH = "--nodes=2 --ntasks-per-node=1"
 AGENTS = f"srun {ON_BOTH} --mpi=none --kill-on-bad-exit=1 --wait=60"
-LAUNCHERS = {  # host and command
+LAUNCHERS = {  # launcher -> host and command
     "mpi": ("login", "horovodrun -np 2 -H a100-01:1,a100-02:1 --mpi python"),
     "gloo": ("a100-01", "horovodrun -np 2 -H a100-01:1,a100-02:1 --gloo --network-interfaces eth0 python"),
     "srun": ("login", f"srun {ON_BOTH} --mpi=pmix --kill-on-bad-exit=1 --wait=60 python"),
@@ -40,12 +40,13 @@ LAUNCHERS = {  # host and command
 
 
 class Disturbed:
-    """A training in `folder`.
+    """A training on two hosts.
 
     Attributes:
+        folder: The folder in which the launcher runs.
         out: The output folder, as the ranks see it.
-        host, launch: The launcher's host, and the launcher's command up to the program.
-        env: Additional environment of the ranks.
+        host, launch: The launcher's host, and its command up to the Python program.
+        env: Additional environment variables of the ranks.
     """
 
     def __init__(self, cluster: Cluster, folder: Path, launcher: str) -> None:
@@ -59,17 +60,17 @@ class Disturbed:
         if "torchrun" in self.launch:
             self._note_agents()
         self.env: dict[str, str | None] = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_S)}
-        self.hosts_environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster.state)}  # on.sh reads it
+        self.hosts_environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster.state)}  # for on.sh
 
     def _note_agents(self) -> None:
-        """Make each host's torchrun write its process id like a rank, because torchrun must also end."""
+        """Make each host's torchrun write its process id to `gates` like a rank, because torchrun must also end."""
         start = self.folder / "noted"
         start.write_text(f'#!/bin/sh\necho $$ >"{self.gates}/torchrun on $(hostname).pid"\nexec "$@"\n')
         start.chmod(0o755)
         self.launch = self.launch.replace(" torchrun ", f" {start} torchrun ")
 
     def train(self, gate: int = 0, patience_s: float = START_S) -> Outcome:
-        """Train to the end, or resume. `gate`: the step before which rank 0 waits."""
+        """Train to the end, or resume. `gate`: step before which rank 0 waits; 0: never. `patience_s`: time limit."""
         for old in self.gates.glob("*.pid"):
             old.unlink()
         flags = f"--output_dir {self.out}" + (" --strategy ddp" if "torchrun" in self.launch else "")
@@ -80,7 +81,7 @@ class Disturbed:
 
     @contextmanager
     def waiting_at_gate(self, patience_s: float) -> Iterator[Future[Outcome]]:
-        """Context manager: start a training that waits at the gate until `go`."""
+        """Context manager: start a training, and wait until it reaches the gate. Yields a future of its result."""
         reached = os.open(self.gates / "reached", os.O_RDONLY | os.O_NONBLOCK)
         with ThreadPoolExecutor(1) as pool:
             training = pool.submit(self.train, GATE, START_S + patience_s + LEFT_S)
@@ -94,11 +95,11 @@ class Disturbed:
 
     def go(self) -> None:
         """Open the gate."""
-        go = os.open(self.gates / "go", os.O_RDWR)  # does not wait for a reader
+        go = os.open(self.gates / "go", os.O_RDWR)  # also for reading, so that opening does not wait for a reader
         os.write(go, b"g")
 
     def pid(self, rank: int) -> int:
-        """The process id of a rank on the hosts."""
+        """Return the process id of a rank, as the hosts see it."""
         return int((self.gates / f"{rank}.pid").read_text())
 
     def on(self, host: str, *words: str | Path) -> str:
@@ -107,7 +108,7 @@ class Disturbed:
 
 
 def ends(folder: Path) -> dict[str, float | None]:
-    """The times at which the launcher and the ranks ended, by until_all_end.py; None for a process that remains."""
+    """Read when the launcher and each rank ended, from until_all_end.py's file; None for a process that still runs."""
     path = folder / "ends.json"
     found: dict[str, float | None] = json.loads(path.read_text()) if path.exists() else {"launcher": None}
     return found

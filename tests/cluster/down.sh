@@ -11,7 +11,8 @@ if [ ! -e "$state" ]; then
   exit 0
 fi
 
-# When the first process of a PID namespace ends, the kernel kills all others, and then removes networks and mounts.
+# When the first process of a PID namespace ends, the kernel kills all others in it, and then removes networks and
+# mounts.
 first=$(first_process) || first=''
 namespace=''
 if [ -n "$first" ]; then

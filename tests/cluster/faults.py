@@ -1,4 +1,4 @@
-"""Faults on a cluster, as context managers: each causes a fault at the start, and repairs it at the end."""
+"""Faults on a cluster: context managers that cause a fault on entry and repair it on exit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEMORY = "/sys/fs/cgroup/memory"
 @contextmanager
 def link_down(run: Disturbed) -> Iterator[None]:
     """Block the second host's port at the switch. The host still sees a carrier."""
-    # The login host is also the switch, and must not answer ARP requests at the port.
+    # The login host is also the switch. It must not answer ARP requests at this port.
     run.on("login", "ip", "link", "set", "veth02", "nomaster", "arp", "off")
     try:
         yield
@@ -31,12 +31,12 @@ def slow_link(run: Disturbed, latency_ms: float = 0.0, loss: float = 0.0) -> Abs
 
 
 def patient(run: Disturbed) -> None:
-    """Raise the time limit of steps, for a slow link."""
+    """Raise the stall shutdown time for a slow link."""
     run.env["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "300"
 
 
 def cold(run: Disturbed) -> None:
-    """Start ranks below Slurm's tasks, which Slurm kills, and not below the tests' fork server."""
+    """Start ranks as descendants of Slurm's tasks, so that Slurm can kill them, and not of the tests' fork server."""
     run.env["HVD_BERT_TEST_COLD"] = "1"
 
 
@@ -52,7 +52,7 @@ def stopped(run: Disturbed) -> Iterator[None]:
 
 @contextmanager
 def out_of_memory(run: Disturbed) -> Iterator[None]:
-    """Make the kernel kill rank 1 because another program on the host allocates too much memory."""
+    """Make the kernel kill rank 1: another program in its memory cgroup allocates too much."""
     group = f"{MEMORY}/hvd_bert_{run.folder.name}"
     run.on(SECOND, "mkdir", group)
     try:

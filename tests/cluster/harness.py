@@ -27,7 +27,7 @@ TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "190")) * 2
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 HOSTS = ["a100-01", "a100-02"]
 CANNOT_RUN_HERE = 3
-# rank, host, local rank and device of four ranks on both hosts
+# (rank, host, local rank, device) of four ranks on both hosts
 RANK_INFOS = [(0, "a100-01", 0, "cpu"), (1, "a100-01", 1, "cpu"), (2, "a100-02", 0, "cpu"), (3, "a100-02", 1, "cpu")]
 SMALL = "--config sample --max_train_samples 64 --max_eval_samples 8 --dropout 0 --logging_steps 1 --max_steps"
 
@@ -56,7 +56,7 @@ class Ended:
 
 
 def new_environment(folder: Path, python: str) -> Path:
-    """Make an environment whose `python` is a shell script. Returns the folder with `python`."""
+    """Make an environment in which `python` runs these shell commands. Returns its folder of programs."""
     programs = folder / "bin"
     programs.mkdir(parents=True)
     (programs / "python").write_text(f"#!/usr/bin/env bash\n{python}\n")
@@ -66,7 +66,7 @@ def new_environment(folder: Path, python: str) -> Path:
 
 
 def script(name: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of this folder. `env`: additional variables."""
+    """Run a script of this folder. `env`: additional environment variables."""
     command = ["bash", str(FOLDER / name), *arguments]
     environ = os.environ | env
     return subprocess.run(command, env=environ, text=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=180)
@@ -91,14 +91,14 @@ def started_cluster(**options: str) -> Iterator[Cluster]:
 
 
 class Cluster:
-    """The running cluster. `state`: the cluster's folder. `local`: path of a separate disk on each node."""
+    """The running cluster. `state`: the cluster's folder. `local`: a path at which each node has a separate disk."""
 
     def __init__(self, state: Path) -> None:
         self.state = state
         self.local = state / "local"
 
     def serve_commands(self) -> subprocess.Popen[str]:
-        """Start a process that forks the Python commands of all hosts (tests/fork_server). Returns it."""
+        """Start and return a process that forks the Python commands of all hosts (tests/fork_server)."""
         outer = int((self.state / "unshare.pid").read_text())
         first = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0]
         environ = environment() | {"HVD_BERT_CLUSTER": str(self.state)}
@@ -107,7 +107,7 @@ class Cluster:
     def on(
         self, host: str, command: str | list[str], cwd: Path, env: Environment | None = None, timeout: float = TIMEOUT_S
     ) -> Outcome:
-        """Run a command on a host in the folder `cwd`, with `python` and `horovodrun` by the fork server."""
+        """Run a command on a host in the folder `cwd`. The fork server runs its `python` and `horovodrun`."""
         words = shlex.split(command) if isinstance(command, str) else command
         environ = {"HVD_BERT_VENV": str(programs().parent), "HVD_BERT_CLUSTER": str(self.state)}
         environ |= {"PATH": f"{programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -121,13 +121,14 @@ class Cluster:
         return outcome.output.strip().splitlines()[-1].split(";")[0]
 
     def show(self, job: str) -> dict[str, str]:
-        """The fields of `scontrol show job`."""
+        """Return the fields of `scontrol show job`."""
         text = self.on("login", ["scontrol", "--oneliner", "show", "job", job], self.state, timeout=60).expect(0).output
         return dict(re.findall(r"(\w+)=(\S*)", text.splitlines()[0]))
 
     def wait(self, job: str, *states: str, restarts: int = 0, timeout: float = TIMEOUT_S) -> dict[str, str]:
-        """Wait until the job is in one of `states` (default: ended). Cancels a job that takes longer, and fails.
+        """Wait until the job is in one of `states` (default: any final state). Returns the job's fields.
 
+        Fails the test, and cancels the job, if this takes longer than `timeout` s or the job ends in another state.
         `restarts`: minimum number of requeues.
         """
         deadline = time.monotonic() + timeout
@@ -143,7 +144,7 @@ class Cluster:
             time.sleep(0.2)  # between polls, which the deadline ends
 
     def ended(self, job: str, timeout: float = TIMEOUT_S) -> Ended:
-        """Wait for the end of a job."""
+        """Wait for the end of a job, and return its result."""
         start = time.monotonic()
         facts = self.wait(job, timeout=timeout)
         out, err = (Path(facts[name]).read_text() for name in ("StdOut", "StdErr"))
@@ -152,14 +153,14 @@ class Cluster:
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """train_results.json of a run that was also evaluated."""
+    """Read train_results.json of a run. Fails if the run was not evaluated."""
     assert (folder / "eval_results.json").exists()
     found: dict[str, Any] = json.loads((folder / "train_results.json").read_text())
     return found
 
 
 def listening(folder: Path, rank: int) -> set[tuple[str, str]]:
-    """Pairs of program and interface on the host of a rank, without the daemons of the cluster."""
+    """Return pairs of listening program and interface on a rank's host, without the cluster's daemons."""
     found = set()
     for program, address in json.loads((folder / str(rank)).read_text()):
         interface = "loopback" if address.startswith("127.") else "eth0" if address.startswith("10.77.0.") else "all"

@@ -17,12 +17,12 @@ done
 network() {
   hostname login
   ip link set lo up
-  ip link add name cluster0 address 02:00:00:00:00:01 type bridge # not a port's: see link_down in faults.py
+  ip link add name cluster0 address 02:00:00:00:00:01 type bridge # its own address, not a port's: see link_down in faults.py
   ip addr add "${address[login]}/24" dev cluster0
   ip link set cluster0 up
 }
 
-# Makes separate copies of /etc, /run and root's home, which ssh reads from /etc/passwd.
+# Makes separate copies of /etc, /run and root's home. ssh finds root's home in /etc/passwd.
 own_files() {
   mkdir -p "$state"/{home/.ssh,slurmctld}
   cp -a /etc "$state/etc"
@@ -49,7 +49,7 @@ ssh_files() {
     ssh-keygen -q -t ed25519 -N '' -f "$state/nodes/$host/host_key"
     echo "$host,${address[$host]} $(cut -d ' ' -f 1,2 "$state/nodes/$host/host_key.pub")" >>"$ssh/known_hosts"
   done
-  # Without the right key, sshd asks for a password, as most servers do.
+  # Clients without the right key are asked for a password, as by most servers.
   cat >"$state/sshd_config" <<END
 AuthorizedKeysFile $ssh/authorized_keys
 PermitRootLogin yes
@@ -63,7 +63,7 @@ END
 }
 
 slurm_files() {
-  touch "$state"/gpu{0,1} # in place of /dev/nvidia0 and 1
+  touch "$state"/gpu{0,1} # stand-ins for /dev/nvidia0 and /dev/nvidia1
   mkdir -p "$state/local"
   cat >/etc/slurm/slurm.conf <<END
 ClusterName=hvdbert

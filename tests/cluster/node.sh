@@ -34,4 +34,4 @@ mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 "$(command -v sshd)" -f "$state/sshd_config" -h "$state/nodes/$host/host_key" -E "$state/log/sshd-$host.log"
 slurmd -D -N "$host" >/dev/null &
 wait
-exec sleep infinity # on.sh enters the node through this process, also while there is no slurmd
+exec sleep infinity # on.sh enters the node through this process, even after slurmd has ended

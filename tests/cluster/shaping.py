@@ -18,17 +18,18 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 NODES = ("a100-01", "a100-02")
-QUEUE_MS = 20  # a longer queue loses packets, like a switch
+QUEUE_MS = 20  # packets that would wait longer are dropped, as by a switch
 MIN_BURST = 128 * 1024  # bytes: two bunches of TCP segments
-TIMER_S = 250e-6  # upper bound of the interval at which the kernel checks the bucket
+TIMER_S = 250e-6  # upper bound of the interval at which the kernel refills the bucket
 COMMAND_TIMEOUT_S = 30.0
 
 
 @contextmanager
 def shaped(cluster: Path, gbps: float, latency_ms: float = 0.0, loss: float = 0.0) -> Iterator[None]:
-    """Context manager: limit the rate of each node to `gbps` Gb/s, delay packets by `latency_ms`, and lose some.
+    """Context manager: limit each node to `gbps` Gb/s, and delay packets by `latency_ms`.
 
-    `loss`: probability. `cluster`: folder of a running cluster. Connections remain open. The link is always restored.
+    `loss`: probability that a packet is dropped. `cluster`: folder of a running cluster. Connections remain open. The
+    link is always restored.
     """
     environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster)}
     if latency_ms or loss:
@@ -78,7 +79,6 @@ def _wire(environ: dict[str, str], latency_ms: float, loss: float) -> Iterator[N
 
 
 def main() -> None:
-    """Run the command."""
     parser = argparse.ArgumentParser(description="Shape the link between the two nodes until standard input ends.")
     parser.add_argument("gbps", type=float, help="rate of each node, in gigabits per second")
     parser.add_argument("latency_ms", type=float, nargs="?", default=0.0, help="delay of each packet (default: none)")

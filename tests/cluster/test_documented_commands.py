@@ -31,7 +31,7 @@ ALLOCATION = "salloc --nodes=2 --ntasks-per-node=2 --gres=gpu:a100:2"
 
 
 def launches() -> list[str]:
-    """All commands of the pages that start ranks on the cluster."""
+    """Return all documented commands that start ranks on the cluster."""
     pages = [*documented.GUIDES, "CONTRIBUTING.md"]
     fences = [fence for page in pages for fence in documented.fences(page) if "cluster" in fence.needs]
     return sorted({command for fence in fences for command in fence.commands if command.startswith(LAUNCHES)})
@@ -47,7 +47,7 @@ def test_sbatch_commands_are_accepted(cluster: Cluster) -> None:
 
 
 def test_commands_run(cluster: Cluster, tmp_path: Path, hub_home: Path) -> None:
-    """Model and data are in `hub_home`, the commands' HF_HOME. Each command has a separate folder."""
+    """Run each command in a separate folder. Model and data are in `hub_home`, the commands' HF_HOME."""
     assert {*RUN_HERE, PRINTED} <= set(launches())
     assert f"{ALLOCATION}\n" in documented.text_of("docs/guides/cluster.md")
     jobs = {}

@@ -1,4 +1,4 @@
-"""Faults on two hosts: training continues, or ends on all ranks and resumes bit for bit."""
+"""Faults on two hosts: training continues, or all ranks end and training resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from harness import HOSTS, Cluster
 from hvd_bert.tools.runs.failure import first_failure
 
 pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(1800)]
-MEASURED = os.environ.get("HVD_BERT_MEASURED")  # a file for one line per case, for docs/evidence/failing-clusters.md
+MEASURED = os.environ.get("HVD_BERT_MEASURED")  # file for one line per case, for docs/evidence/failing-clusters.md
 WAITED = rf"rank (0|1) on a100-0[12] has waited {STALL_S} s for rank (1|0) on a100-0[12] to reach "
 KILLED = r"rank 1 on a100-02: (signal 9 \(Killed\)|exit code 255 of ssh: killed by a signal|Killed|Out Of Memory)"
 TIMED_OUT = r"rank \d on a100-0\d: .*HorovodInternalError: .*Timed out waiting 30000ms for recv"  # Gloo's own limit
@@ -32,12 +32,12 @@ class Case:
     """A fault during a training of two ranks, one per host, and the expected result.
 
     Attributes:
-        fault: The fault before a step.
-        lasts_s: Time until the fault is repaired; None: after the training has ended.
-        first: The first reported failure; None: training continues to the end.
-        may_continue: Whether the failure occurs only by chance.
-        within_s: Time within which the launcher and the ranks end.
-        remains: Processes that remain until the host is repaired.
+        fault: The fault that occurs before a step.
+        lasts_s: Seconds until the fault is repaired; None: it is repaired after the training has ended.
+        first: Pattern of the first reported failure; None: training continues to the end.
+        may_continue: Whether training may also continue to the end, because the failure depends on chance.
+        within_s: Seconds within which the launcher and the ranks must end.
+        remains: Processes that do not end before the host is repaired.
     """
 
     fault: Fault
@@ -53,7 +53,8 @@ class Case:
 CASES = {
     "link down for 5 s": Case(faults.link_down, 5.0),
     "link down": Case(faults.link_down, first=WAITED, within_s=240.0, launchers="gloo srun ddp"),
-    # The agent waits for an answer of the store on the other host, without a limit (docs/evidence/failing-clusters.md).
+    # torchrun's agent waits without a limit for an answer from the store on the other host
+    # (docs/evidence/failing-clusters.md).
     "link down, c10d": Case(faults.link_down, None, WAITED, 240.0, ("torchrun on a100-02",), launchers="c10d"),
     "30 % packet loss": Case(
         partial(faults.slow_link, loss=0.3), within_s=300.0, before=faults.patient, launchers="mpi ddp"
@@ -79,7 +80,7 @@ ROWS = [(name, launcher) for name, case in CASES.items() for launcher in case.la
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """undisturbed(launcher) -> the output folder of a run without a fault."""
+    """A function that takes a launcher and returns the output folder of a run without a fault."""
     made: dict[str, Path] = {}
 
     def make(launcher: str) -> Path:
@@ -125,7 +126,7 @@ def test_failing_cluster(
 
 
 def record(name: str, launcher: str, status: int, seconds: dict[str, float | None], first: str) -> None:
-    """Append the result to the file HVD_BERT_MEASURED."""
+    """Append the result to the file HVD_BERT_MEASURED, if set."""
     if MEASURED:
         row = {"case": name, "launcher": launcher, "status": status, "seconds": seconds, "first": first}
         with open(MEASURED, "a", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Failures on two hosts: the job ends soon with a status, and reports cause and host once."""
+"""Failures on two hosts: the job ends soon with a non-zero status, and reports the cause and its host once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_bert.tools.runs.failure import first_failure
 
 pytestmark = pytest.mark.cluster
 
-FAILED = r"rank \d on \S+ failed:"  # any rank; Open MPI prints "readv failed:", too
+FAILED = r"rank \d on \S+ failed:"  # the failure of any rank, but not Open MPI's "readv failed:"
 IMPORT = "ModuleNotFoundError: No module named 'hvd_bert.evaluation.evaluator'"
 STALL_TIMES = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
 WAITED = "rank 0 on a100-01 has waited 4 s for rank 1 on a100-02 to reach "
@@ -88,7 +88,7 @@ def test_job_of_several_tasks_without_srun_is_refused(cluster: Cluster, tmp_path
 
 def test_launcher_in_each_task_of_srun_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     command = "srun --nodes=1 --ntasks=2 --mpi=none horovodrun -np 2 python -m hvd_bert.train"
-    cold = {"HVD_BERT_TEST_COLD": "1"}  # the fork server's processes are not children of mpirun
+    cold = {"HVD_BERT_TEST_COLD": "1"}  # processes of the fork server are not children of mpirun
     outcome = cluster.on("login", f"{command} {SMALL} 4 --output_dir out", tmp_path, cold).expect(2)
     assert outcome.output.count("hvd_bert: Each of srun's 2 tasks has started mpirun with 2 ranks") == 1, outcome
     assert not (tmp_path / "out").exists()
@@ -98,9 +98,9 @@ def test_launcher_in_each_task_of_srun_is_refused(cluster: Cluster, tmp_path: Pa
 
 
 def test_host_name_that_resolves_to_loopback_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    hosts = tmp_path / "hosts"  # like Debian's installer
+    hosts = tmp_path / "hosts"  # as written by Debian's installer
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 a100-01\n10.77.0.12 a100-02\n")
-    # By address, because horovodrun would take 127.0.1.1 for another host and use ssh.
+    # Name the first host by its address: horovodrun would take 127.0.1.1 for another host, and use ssh.
     command = "horovodrun --gloo -np 2 -H 10.77.0.11:1,a100-02:1 --network-interfaces eth0 python -m hvd_bert.train"
     inside = ["unshare", "--mount", "sh", "-c", f"mount --bind {hosts} /etc/hosts && exec {command} {SMALL} 2"]
     outcome = cluster.on("a100-01", inside, tmp_path, {"HVD_BERT_TEST_COLD": "1"}).expect(1)

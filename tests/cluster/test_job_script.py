@@ -13,7 +13,7 @@ from harness import JOB_SCRIPT, Cluster
 pytestmark = pytest.mark.cluster
 Pretended = Callable[[str], dict[str, str]]
 
-# One line per rank in a single write, so that lines do not mix.
+# Each rank prints one line in a single write, so that the ranks' lines do not mix.
 SAY = r"""
 printf '%s\n' "rank ${OMPI_COMM_WORLD_RANK:-$SLURM_PROCID} on $(hostname), PMI of ${PMI_SIZE:-none},\
  cpus ${SLURM_CPUS_PER_TASK:-none}, arguments:$(printf ' <%s>' "$@")"
@@ -26,7 +26,7 @@ COMMENTED = {
 
 
 def script_by(launcher: str, folder: Path) -> Path:
-    """A copy of the job script in which a line that is a comment there starts the ranks."""
+    """Write a copy of the job script that starts ranks by a launcher commented out in the original. Returns its path."""
     text = JOB_SCRIPT.read_text()
     assert f"# {COMMENTED[launcher]} " in text
     command = text[text.index("srun --mpi=pmix") : text.index("python -m")]
@@ -68,7 +68,7 @@ def test_commented_launchers(cluster: Cluster, tmp_path: Path, pretended: Preten
 
 def test_job_fails_with_a_rank(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
     ended = cluster.ended(cluster.submit([str(JOB_SCRIPT)], tmp_path, pretended('[ "$SLURM_PROCID" != 3 ] || exit 7')))
-    assert (ended.state, ended.status != 0) == ("FAILED", True), ended  # 7, or 143 of a rank that srun terminated
+    assert (ended.state, ended.status != 0) == ("FAILED", True), ended  # 7, or 143 if a rank was terminated by srun
     assert "srun: error: a100-02: task 3: Exited with exit code 7" in ended.err, ended
 
 

@@ -1,4 +1,4 @@
-"""The ranks on all hosts save and end if a launcher is killed or stopped, also on a host without ranks."""
+"""If a launcher is killed or stopped, the ranks on all hosts save and end, even if the launcher's host has no ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cluster
 
 HOSTS = "-H a100-01:1,a100-02:1"
 TRAINER = f"{SMALL} 1000000 --no_do_eval --save_steps 0 --output_dir out"
-COLD = "HVD_BERT_TEST_COLD"  # the fork server must not run horovodrun, which is signalled
+COLD = "HVD_BERT_TEST_COLD"  # the signal goes to horovodrun, so the fork server must not run it
 HOROVODRUN = f"env {COLD}=1 horovodrun -np 2 %s --mpi env -u {COLD} python -m hvd_bert.train {TRAINER}"
 ONE_HOST = ("a100-01", HOROVODRUN % "-H a100-01:2")
 TWO_HOSTS = ("login", HOROVODRUN % HOSTS)  # from a host without ranks

@@ -1,4 +1,4 @@
-"""Start on eight hosts with different names of interfaces, stop by a signal, and resume on four hosts."""
+"""Start on eight hosts whose interfaces have different names, stop by a signal, and resume on four hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commands import losses
 from harness import FOLDER, JOB_SCRIPT, SMALL, Cluster, new_environment, started_cluster
 from test_preemption import cancel, wait_for
 
-# A campaign, because 16 interpreters start: the fork server only serves the cluster of two nodes.
+# A campaign, because 16 interpreters start: the fork server serves only the cluster of two nodes.
 pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(3600)]
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 COLD = {"HVD_BERT_VENV": sys.prefix, "PATH": PATH}
@@ -31,7 +31,7 @@ def eight() -> Iterator[Cluster]:
 
 
 def waiting(tmp_path: Path) -> dict[str, str]:
-    """An environment whose ranks wait for a signal in a step (altered.py)."""
+    """Return an environment whose ranks wait for a signal in step STOP_STEP (altered.py)."""
     folder = new_environment(tmp_path / "waiting", f'exec "{sys.executable}" "{FOLDER / "altered.py"}" "$@"')
     return {"HVD_BERT_VENV": str(folder.parent), "WAITING_STEP": str(STOP_STEP), "PATH": f"{folder}:{PATH}"}
 

@@ -14,13 +14,13 @@ from harness import HOSTS, Cluster, started_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(1200)]
 BIN = Path(sys.executable).parent
-# Without the fork server, whose programs are in /tmp, which the hosts do not share.
+# Without the fork server: its programs are in /tmp, which the hosts do not share.
 COLD = {"PATH": f"{BIN}:{os.environ['PATH']}", "HVD_BERT_VENV": str(BIN.parent), "HF_HOME": None}
 
 
 @pytest.fixture
 def apart() -> Iterator[Cluster]:
-    """A cluster whose nodes have no common /tmp, but share the cluster's folder."""
+    """A cluster whose nodes share the cluster's folder, but not /tmp."""
     with started_cluster(HVD_BERT_CLUSTER_OWN_TMP="yes") as cluster:
         yield cluster
 
@@ -30,7 +30,7 @@ def training(cluster: Cluster, name: str, launcher: str) -> Disturbed:
     folder.mkdir(parents=True)
     run = Disturbed(cluster, folder, launcher)
     run.env |= COLD
-    # on.sh moves Open MPI's session folders from the default, /tmp, to another folder.
+    # on.sh moves Open MPI's session folders away from /tmp. Use the default, /tmp.
     run.launch = f"env --unset=OMPI_MCA_orte_tmpdir_base {run.launch}"
     return run
 

@@ -21,15 +21,15 @@ DROPOUT = f"{SMALL.replace('--dropout 0', '--dropout 0.1')} 12 --per_device_trai
 
 
 def start_again(cluster: Cluster, job: str, folder: Path) -> None:
-    """Wait until the job has requeued itself, and start it again."""
+    """Wait until the job has requeued itself, and start it."""
     cluster.wait(job, "PENDING", restarts=1)
-    # By default, Slurm waits for two minutes, because nodes refuse credentials that are not newer than the end of the
-    # first attempt ("Job credential revoked"), in whole seconds. Three seconds are enough.
+    # By default, Slurm waits for two minutes: nodes refuse a credential that is not newer, in whole seconds, than the
+    # end of the first attempt ("Job credential revoked"). Three seconds are enough.
     cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now+3"], folder, timeout=60).expect(0)
 
 
 def wait_for(cluster: Cluster, job: str, text: str, log: Path | None = None, timeout: float = TIMEOUT_S) -> None:
-    """Wait until a file, by default the job's output, has `text`."""
+    """Wait until the file `log` contains `text`. Default: the job's output file."""
     log, deadline = log or Path(cluster.show(job)["StdOut"]), time.monotonic() + timeout
     while not (log.exists() and text in log.read_text()):
         if time.monotonic() > deadline or cluster.show(job)["JobState"] in FINAL:
@@ -61,10 +61,10 @@ def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stopped_job_requeues_and_resumes(
     cluster: Cluster, tmp_path: Path, altered: dict[str, str], whole: Path, launcher: str, time_limit: bool
 ) -> None:
-    """A single `sbatch` trains to the end, bit for bit, even with --overwrite_output_dir."""
+    """One `sbatch` trains to the end, equal bit for bit to an uninterrupted run, even with --overwrite_output_dir."""
     script = tmp_path / JOB_SCRIPT.name
     script.write_text(script_by(launcher, tmp_path).read_text().replace("ppr:2:node", "ppr:1:node"))
-    # Slurm may send the signal half a minute early: here after 60 to 90 s, when the ranks wait for the signal.
+    # Slurm may send the signal half a minute early: here after 60 to 90 s, when the ranks are already waiting for it.
     limit = ["--time=3", "--signal=USR1@90"] if time_limit else []
     flags = f"{DROPOUT} --output_dir out --overwrite_output_dir".split()
     options = ["--nodes=2", "--ntasks-per-node=1", *limit, str(script), *flags]
@@ -95,7 +95,7 @@ def test_node_failure(cluster: Cluster, tmp_path: Path, altered: dict[str, str],
 
 
 def test_array_of_jobs_by_a_users_script(cluster: Cluster, tmp_path: Path, altered: dict[str, str]) -> None:
-    """A requeued task of an array resumes without --output_dir; another task is cancelled."""
+    """A requeued task of an array resumes without --output_dir. The array's other task is cancelled."""
     train = f"srun --mpi=pmix python -m hvd_bert.train {SMALL} 4"
     options = ["--array=0-1", "--nodes=1", "--time=60", "--requeue", "--wrap", train]
     job = cluster.submit(options, tmp_path, altered | {"WAITING_STEP": "2"})
@@ -136,7 +136,7 @@ def test_attempt_without_progress_is_not_requeued(cluster: Cluster, tmp_path: Pa
 
 
 def elastic(hosts: str, size: int, steps: int, stop: str) -> list[str]:
-    """horovodrun as in docs/guides/resume-and-reliability.md, with the trainer in tests/parallel/stopping_at.py."""
+    """Return the horovodrun command of docs/guides/resume-and-reliability.md, with stopping_at.py as trainer."""
     words = ["horovodrun", "-np", str(size), "--min-np", "2", "--max-np", "4", "--network-interfaces", "eth0"]
     words += ["--host-discovery-script", hosts, "python", stopping_at.__file__, *stop.split(), *SMALL.split()]
     return [*words, *f"{steps} --elastic --save_steps 0 --output_dir out --per_device_train_batch_size 4".split()]
@@ -153,7 +153,7 @@ def test_training_continues_without_a_lost_host(cluster: Cluster, tmp_path: Path
     assert re.findall(r"Resuming after step (\d+)", outcome.output) == ["10"], outcome
     lost, joined = (float((tmp_path / name).read_text()) for name in ("signalled", "resumed"))
     assert joined - lost < 60, outcome
-    # The windows that were trained: by four ranks up to step 10, then by two. An epoch has 4 steps of 16.
+    # Windows trained by four ranks up to step 10, and by two ranks afterwards. An epoch has 4 steps of 16 windows.
     windows = stopping_at.taken(tmp_path, 10)
     for epoch in range(4):
         assert sum((windows[4 * epoch + i] for i in range(1, 5)), Counter()) == Counter(range(64)), outcome

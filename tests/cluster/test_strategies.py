@@ -1,4 +1,4 @@
-"""Strategies on two hosts: ranks of torch.distributed and of Horovod join under each launcher."""
+"""Strategies on two hosts: ranks of torch.distributed and of Horovod connect under each launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BY_HAND = (
     """ exec env -u SLURM_PROCID -u SLURM_STEP_NUM_TASKS "$@"' bash"""
 )
 SUBNET = "env HVD_BERT_INTERFACE=10.77.0.0/24"
-# The user has set an interface on only one host.
+# Set the interface on only one host, as a user might.
 SOME = (
     """bash -c '[ $(hostname) = a100-02 ] || export GLOO_SOCKET_IFNAME=eth0 HOROVOD_GLOO_IFACE=eth0; exec "$@"' bash"""
 )
@@ -63,7 +63,7 @@ def test_four_ranks_on_two_hosts(
     check(tmp_path / "out", controller, one_process, tolerance=1e-4)
 
 
-# As in pods, each rank starts by torch's variables on a host whose name does not resolve.
+# As in pods, each rank starts by torch's variables, on a host whose name the other rank cannot resolve.
 POD = ["unshare", "--uts", "sh", "-c", 'hostname "pod-$RANK" && exec "$@"', "sh"]
 
 

@@ -21,7 +21,7 @@ def test_sweep_over_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
     wait_for(cluster, job, "[1/3]")
     cancel(cluster, "--batch", "--signal=USR1", job)
     start_again(cluster, job, tmp_path)
-    ended = cluster.ended(job, timeout=900).expect(1)  # a point was skipped
+    ended = cluster.ended(job, timeout=900).expect(1)  # because a point was skipped
     assert f"Slurm job {job} has a time limit: requeueing it after 1 of 3 points.\n" in ended.out, ended
     assert ended.out.count("[1/3]") == 1, ended
     points = {point["name"]: point for point in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]}

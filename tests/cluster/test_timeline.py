@@ -25,7 +25,7 @@ SLOWED_S = 1.0  # far longer than a rank waits for a core
 
 
 def horovodrun(hosts: str, controller: str, program: str) -> str:
-    """The command that starts two ranks per host."""
+    """Return the command that starts two ranks per host."""
     interface = " --network-interfaces eth0" if controller == "gloo" else ""
     return f"horovodrun -np {2 * len(hosts.split(','))} -H {hosts} --{controller}{interface} python {program}"
 
@@ -35,7 +35,7 @@ def recorded(
 ) -> dict[str, Any]:
     """Train in `folder`. Returns the object that `hvd-bert timeline --json` prints.
 
-    `slowed`: environment for altered.py; the trainer then records all steps except the first.
+    `slowed`: environment variables for altered.py; with them, the trainer records all steps except the first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     timeline = folder / "timeline.json"
@@ -52,7 +52,7 @@ def recorded(
 
 @pytest.fixture
 def narrow(tmp_path: Path) -> str:
-    """Flags for six narrow layers, whose gradients are 12 MB and take 1 s, far longer than a rank waits for a core."""
+    """Flags for a model of six narrow layers. Its 12 MB of gradients take 1 s, longer than a rank waits for a core."""
     model = tmp_path / "narrow.json"
     config = json.loads((SAMPLE / "six_layers.json").read_text())
     model.write_text(json.dumps(config | {"hidden_size": 192, "intermediate_size": 768}))
@@ -64,9 +64,10 @@ def test_a_slow_link_is_found(cluster: Cluster, tmp_path: Path, narrow: str) -> 
     with shaped(cluster.state, SLOW_GBPS, LATENCY_MS):
         slow = recorded(cluster, tmp_path / "slow", FOUR_RANKS, "mpi", f"{narrow} --max_steps 7")
     assert (loopback["ranks"], slow["ranks"]) == (2, 4)
-    # MPI first sums inside the hosts. Other tests on these cores can only make messages slower.
+    # MPI sums inside each host first. Other tests on these cores can only make messages slower.
     assert 0.4 < slow["fast_bytes_per_s"] * 8e-9 / SLOW_GBPS < 1.15
-    # Not the lower bound, which is also smaller if a busy core computes a tensor after the others are sent.
+    # Not the lower bound of the exposed share: it is also smaller if a busy core computes a tensor after the others are
+    # sent.
     assert slow["step"]["exposed_most_share"] > 2 * loopback["step"]["exposed_most_share"]
     assert any("messages: bandwidth." in line for line in slow["advice"]), slow["advice"]
 
@@ -78,5 +79,5 @@ def test_a_straggler_is_named(cluster: Cluster, tmp_path: Path) -> None:
         seen = recorded(cluster, tmp_path, FOUR_RANKS, "gloo", flags, env)
     row = seen["rank_rows"][0]
     assert row["of_steps"] >= 10 and row["steps"] >= 0.9 * row["of_steps"]
-    assert row["median_s"] == pytest.approx(SLOWED_S, rel=0.4)  # the ranks share two cores
+    assert row["median_s"] == pytest.approx(SLOWED_S, rel=0.4)  # not exactly, because the ranks share two cores
     assert any(line.startswith("Rank 0 is a straggler") for line in seen["advice"]), seen["advice"]

@@ -11,11 +11,11 @@ from commands import losses, printed
 from harness import HOSTS, JOB_SCRIPT, RANK_INFOS, SMALL, Cluster, listening, results
 
 pytestmark = pytest.mark.cluster
-STEPS = f"{SMALL} 4 --per_device_train_batch_size 4"  # as in `one_process`
+STEPS = f"{SMALL} 4 --per_device_train_batch_size 4"  # the same global batch as in `one_process`
 
 
 def check(folder: Path, controller: str, one_process: list[float], tolerance: float = 1e-5) -> None:
-    """Check that four ranks on both hosts have the losses of one process."""
+    """Check that four ranks on both hosts have the same losses as one process."""
     found = results(folder)
     assert (found["world_size"], found["hosts"], found["controller"]) == (4, HOSTS, controller)
     assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in found["ranks"]] == RANK_INFOS
@@ -23,7 +23,7 @@ def check(folder: Path, controller: str, one_process: list[float], tolerance: fl
 
 
 def tokenised(env: dict[str, str]) -> Counter[str]:
-    """Host -> number of tables of windows that were built there."""
+    """Count the tables of windows that each host built."""
     return Counter(line.split()[0] for line in Path(env["WATCHED_LOG"]).read_text().splitlines())
 
 

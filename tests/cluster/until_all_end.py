@@ -1,4 +1,4 @@
-"""Run a launcher and wait for the ranks, too: until_all_end.py FOLDER LIMIT COMMAND...
+"""Run a launcher, and wait until the ranks have also ended: until_all_end.py FOLDER LIMIT COMMAND...
 
 FOLDER has the ranks' process ids (altered.py). After the launcher has ended, waits at most LIMIT seconds for the ranks.
 Writes FOLDER/ends.json: the times at which the launcher and each rank ended, by time.time(); null for a running rank.
@@ -25,7 +25,7 @@ def has_ended(pid: str) -> bool:
 
 
 def watch(launcher: subprocess.Popen[bytes], folder: Path, limit_s: float) -> dict[str, float | None]:
-    """The time at which each process ended. Polls, because the ranks are not child processes."""
+    """Return the time at which each process ended. Polls, because the ranks are not child processes."""
     ends: dict[str, float | None] = {"launcher": None}
     deadline = float("inf")
     while None in ends.values() and time.monotonic() < deadline:
