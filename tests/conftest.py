@@ -18,13 +18,13 @@ from hvd_bert.distributed import events
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-hypothesis.settings.register_profile("loaded", deadline=None)  # a slow machine is not a failure
+hypothesis.settings.register_profile("loaded", deadline=None)  # a test may be slow on a loaded machine
 hypothesis.settings.load_profile("loaded")
 
 
 def pytest_configure() -> None:
-    # A shell starts background commands with SIGINT ignored, and nohup with SIGHUP. Processes inherit that, but not a
-    # handler.
+    # Processes inherit ignored signals, but not handlers. Set handlers, because a shell ignores SIGINT for background
+    # commands, and nohup ignores SIGHUP.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda number, frame: None)
@@ -32,7 +32,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def signal_handlers_are_restored() -> Iterator[None]:
-    """Restore handlers: a training that was stopped by a signal ignores it, and processes of later tests would, too."""
+    """Restore signal handlers. A training stopped by a signal ignores it, and later tests' processes would, too."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -42,14 +42,14 @@ def signal_handlers_are_restored() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def runs_are_ended() -> Iterator[None]:
-    """End the record of events: the run of a failed test would otherwise record the warnings of later tests."""
+    """End the record of events. Otherwise, the run of a failed test would record the warnings of later tests."""
     yield
     events.end()
 
 
 @pytest.fixture(autouse=True)
 def child_processes_end_with_their_test() -> Iterator[None]:
-    """Kill child processes of multiprocessing; processes.py kills the others."""
+    """Kill child processes started by multiprocessing. processes.py kills all other processes."""
     yield
     for child in multiprocessing.active_children():
         child.kill()
@@ -58,7 +58,7 @@ def child_processes_end_with_their_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give tests, and the commands that they start, a separate cache. Returns the folder of cached windows."""
+    """Give each test, and the commands that it starts, a separate cache. Returns the folder of cached windows."""
     monkeypatch.setenv("HVD_BERT_CACHE", str(tmp_path / "hvd_bert_cache"))
     return tmp_path / "hvd_bert_cache" / "windows"
 
@@ -87,7 +87,7 @@ def make_tokenizer() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def tokenizer(make_tokenizer: Callable[..., Any]) -> Any:
-    """A tokenizer that knows a few words, and splits all others into characters."""
+    """A tokenizer that knows a few words and splits all other words into characters."""
     return make_tokenizer("the", "what", "colour", "is", "box", "red", "green", "##s", "in", "of", "?")
 
 
@@ -112,7 +112,7 @@ def make_questions() -> Callable[..., list[Question]]:
 
 @pytest.fixture(scope="session")
 def to_squad() -> Callable[[Sequence[Question]], dict[str, Any]]:
-    """to_squad(questions) -> JSON of SQuAD: articles of paragraphs of questions."""
+    """to_squad(questions) -> SQuAD's JSON: articles, their paragraphs, and the paragraphs' questions."""
 
     def convert(questions: Sequence[Question]) -> dict[str, Any]:
         articles: dict[str, dict[str, list[Any]]] = {}
@@ -138,7 +138,7 @@ def to_squad() -> Callable[[Sequence[Question]], dict[str, Any]]:
 def write_squad(
     tmp_path: Path, to_squad: Callable[[Sequence[Question]], dict[str, Any]]
 ) -> Callable[[Sequence[Question], str], Path]:
-    """write_squad(questions, name) -> the path of a file of SQuAD."""
+    """write_squad(questions, name) -> the path of a new SQuAD file."""
 
     def write(questions: Sequence[Question], name: str = "squad.json") -> Path:
         path = tmp_path / name
@@ -150,7 +150,7 @@ def write_squad(
 
 @pytest.fixture(scope="session")
 def to_rows() -> Callable[[Sequence[Question]], list[dict[str, Any]]]:
-    """to_rows(questions) -> flat rows with the hub's columns."""
+    """to_rows(questions) -> flat rows with the columns of SQuAD on the hub."""
 
     def convert(questions: Sequence[Question]) -> list[dict[str, Any]]:
         return [
@@ -164,9 +164,9 @@ def to_rows() -> Callable[[Sequence[Question]], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def write_hub_cache(to_rows: Callable[[Sequence[Question]], list[dict[str, Any]]]) -> Callable[..., None]:
-    """write_hub_cache(folder, {"train": questions, ...}): write the files of a download into $HF_DATASETS_CACHE.
+    """write_hub_cache(folder, {"train": questions, ...}): write a download's files to `folder`, a $HF_DATASETS_CACHE.
 
-    With `features`, splits are lists of rows.
+    With `features`, the splits are lists of rows instead of questions.
     """
 
     def write(
@@ -203,8 +203,10 @@ def write_hub_cache(to_rows: Callable[[Sequence[Question]], list[dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def hub_home(write_hub_cache: Callable[..., None]) -> Path:
-    """The commands' $HF_HOME as after downloads of squad and squad_v2 (40 + 5 questions), and of a tiny
-    bert-base-uncased, which also has the name of the README's model."""
+    """The commands' $HF_HOME, as after downloads of squad, squad_v2 (40 + 5 questions each) and bert-base-uncased.
+
+    The model is tiny. The README's model has the same files.
+    """
     from commands import TINY
     from launch import hub_folder
     from transformers import AutoTokenizer, BertConfig, BertForMaskedLM

@@ -33,7 +33,7 @@ def without_fences(text: str) -> str:
 
 
 def code_spans(text: str) -> list[str]:
-    """The texts between backticks, outside of fences."""
+    """Return the texts between backticks, outside of fences."""
     return re.findall(r"`([^`\n]+)`", without_fences(text))
 
 
@@ -42,7 +42,7 @@ def headings(text: str) -> list[str]:
 
 
 def section(page: str, title: str) -> str:
-    """The text of a page from the heading `title` to the next heading of the same level or above."""
+    """Return the text of a page from the heading `title` to the next heading of the same level or above."""
     level, rest = re.split(rf"^(#+) {re.escape(title)}$", text_of(page), maxsplit=1, flags=re.MULTILINE)[1:]
     return re.split(rf"^#{{1,{len(level)}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
@@ -61,7 +61,7 @@ class Fence:
 
     @property
     def commands(self) -> list[str]:
-        """The commands, each on one line, without comments."""
+        """The block's commands, each on one line, without comments."""
         lines = self.content.replace("\\\n", " ").splitlines()
         stripped = (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines)
         return [" ".join(line.split()) for line in stripped if line]
@@ -81,9 +81,9 @@ def fences(page: str) -> list[Fence]:
 
 
 def undocumented(record: Any, *titles: str, without: tuple[str, ...] = ()) -> list[str]:
-    """The keys of a JSON value, at any depth, that these sections of docs/reference/output-files.md lack.
+    """Return the keys of a JSON value, at any depth, that sections of docs/reference/output-files.md do not describe.
 
-    `without`: keys under which the keys are data, such as the ids of questions.
+    `titles`: the sections. `without`: keys whose values have data as keys, such as the ids of questions.
     """
     spans = [span for title in titles for span in code_spans(section(OUTPUT_FILES, title))]
     described = [re.sub("[A-Z]{3,}", r"\\w+", re.escape(span)) for span in spans]
@@ -104,7 +104,7 @@ OUTPUT_FILES = "docs/reference/output-files.md"
 
 
 def custom_task(name: str = "Digits") -> str:
-    """The Python file with this class in the guide to tasks."""
+    """Return the Python example in the guide to tasks that defines the class `name`."""
     blocks = re.findall(r"^```python\n(.*?)^```$", text_of("docs/guides/tasks.md"), re.DOTALL | re.MULTILINE)
     (code,) = [block for block in blocks if f"\nclass {name}(" in f"\n{block}"]
     return str(code)

@@ -2,8 +2,8 @@
 
     python gpu_kernels.py MODULE_OR_FILE ARGUMENTS...      adds a line per kernel and dtype to the file $GPU_KERNELS
 
-This module implements the operations of torch below these kernels (flash, memory-efficient), which a CPU build lacks.
-Dropout follows from the seed that the forward pass returns, as on a GPU.
+This module implements the torch operations that these kernels call (flash, memory-efficient) and a CPU build lacks.
+The dropout mask depends only on the seed that the forward pass returns, as on a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OVERRIDES = torch.library.Library("aten", "IMPL")
 
 
 def check(limits: bool, cu: Tensor, cu_k: Tensor, longest: tuple[int, int], *tensors: Tensor) -> None:
-    """Refuse arguments that the kernels refuse. `limits`: also dtypes and head sizes that flash refuses."""
+    """Assert that the kernels accept the arguments. `limits`: also check dtypes and head sizes, as flash does."""
     assert len({tensor.shape for tensor in tensors}) == 1 and {tensor.stride(-1) for tensor in tensors} == {1}
     assert cu.dtype == cu_k.dtype == torch.int32 and cu.equal(cu_k)
     lengths = cu.diff().tolist()
@@ -39,7 +39,7 @@ def check(limits: bool, cu: Tensor, cu_k: Tensor, longest: tuple[int, int], *ten
 
 
 def parts(cu: Tensor, dropout: float, seed: Tensor, window_size: Any, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Per window: the slice of the row, the masks of dropout and of distant tokens, and the tensors in fp32.
+    """Yield, per window, the slice of its rows, the masks of dropout and of distant tokens, and the tensors in fp32.
 
     The tensors have the shape [heads, T, head size].
     """
@@ -58,7 +58,7 @@ def probabilities(q: Tensor, k: Tensor, far: Tensor, scale: float | None) -> Ten
     return scores.masked_fill(far, float("-inf")).softmax(-1)
 
 
-@torch.autocast("cpu", enabled=False)  # kernels do not cast
+@torch.autocast("cpu", enabled=False)  # autocast does not affect a GPU's kernels
 def forward(
     query: Tensor, key: Tensor, value: Tensor, cu: Tensor, dropout: float, scale: float | None, window_size: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,9 +129,9 @@ def register() -> None:
 
 
 def install(file: str) -> None:
-    """Make the package choose kernels as on an A100, and note them in `file`."""
+    """Make the package choose kernels as on an A100, and append each choice to `file`."""
     register()
-    sdpa._select_sdp_backend = lambda query, *_: (  # jagged tensors
+    sdpa._select_sdp_backend = lambda query, *_: (  # for jagged tensors
         SDPBackend.FLASH_ATTENTION if query.dtype in HALF else SDPBackend.EFFICIENT_ATTENTION
     )
     chosen, seen = attention.choose, set[Any]()

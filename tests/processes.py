@@ -1,4 +1,4 @@
-"""End the processes that a test starts, and all that they started, when the test ends; kill at an exact moment."""
+"""End a test's processes with all their descendants when the test ends; kill a process at an exact moment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 LIMIT_S = 60.0
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"}  # Python's audit events
-_TOKEN = "HVD_BERT_TEST_LAUNCH"  # environment variable that marks a process and all that it starts
+_TOKEN = "HVD_BERT_TEST_LAUNCH"  # environment variable that marks a process and all its descendants
 Process = TypeVar("Process", bound="subprocess.Popen[Any]")
 
 
@@ -29,9 +29,10 @@ def started(
     env: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Iterator[Process]:
-    """Context manager: start a process, and wait for it for at most `limit_s` seconds at the end (TimeoutExpired).
+    """Context manager: start a process. On exit, wait for it, and kill its remaining descendants.
 
-    `options`: arguments of subprocess.Popen.
+    Raises TimeoutExpired if the process does not end within `limit_s` seconds. `options`: arguments of
+    subprocess.Popen.
     """
     token = uuid.uuid4().hex
     process = kind(command, env={**(os.environ if env is None else env), _TOKEN: token}, **options)
@@ -42,12 +43,12 @@ def started(
         _kill(process, token)
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
-                with contextlib.suppress(OSError):  # it may buffer text for a process that has ended
+                with contextlib.suppress(OSError):  # it may have buffered text for a process that has ended
                     stream.close()
 
 
 def _kill(process: subprocess.Popen[Any], token: str) -> None:
-    """Kill all processes that still run, also in other process groups, such as a launcher's ranks."""
+    """Kill the process and its descendants, even in other process groups, such as a launcher's ranks."""
     process.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -68,6 +69,6 @@ def killed_before_change(number: int) -> Iterator[None]:
         if watches and event in CHANGES and next(changes) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(kill)  # for the rest of the process
+    sys.addaudithook(kill)  # stays for the rest of the process
     yield
     watches = False

@@ -14,7 +14,7 @@ from hvd_bert.errors import UserError
 
 @contextmanager
 def refused(*named: str | Path | int, error: type[Exception] = UserError) -> Iterator[Any]:
-    """Context manager: the block raises an error of one line that names these values."""
+    """Context manager: check that the block raises a one-line error that names these values."""
     with pytest.raises(error) as raised:
         yield raised
     check_refusal(str(raised.value), *named)

@@ -1,4 +1,4 @@
-"""Checks of the package on a GPU by fake tensors (machine.py): shapes, dtypes, devices and waits."""
+"""Check the package's GPU code on fake tensors (machine.py): shapes, dtypes, devices, and where the host waits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ KINDS = [("fp32", False), ("bf16", False), ("fp16", False), ("bf16", True)]  # p
 
 
 class Waits(TorchDispatchMode):
-    """Record the operations in which the host waits for the GPU, as torch.cuda.set_sync_debug_mode does."""
+    """Records the operations in which the host waits for the GPU, as torch.cuda.set_sync_debug_mode does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ CHECKS: dict[str, Callable[[], None]] = {}
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
-    """Register a check under the name of the function."""
+    """Register a check under its function's name."""
     CHECKS[function.__name__] = function
     return function
 
@@ -145,7 +145,7 @@ def batches_of_a_task_may_already_be_on_the_gpu() -> None:
 
 
 def attend(kernel: attention.Kernel, dtype: torch.dtype, dropout: float, size: int, window_size: int | None) -> None:
-    """Run the forward and backward pass of a kernel on views as BERT makes them."""
+    """Run a kernel's forward and backward pass on query, key and value views as BERT makes them."""
     made = [torch.randn(1, sum(LENGTHS), 4, size, device=GPU, dtype=dtype, requires_grad=True) for _ in range(3)]
     query, key, value = (tensor.transpose(1, 2).squeeze(0).transpose(0, 1) for tensor in made)
     output = kernel(query, key, value, make_windows(LENGTHS, GPU, window_size), dropout, 0.5)
@@ -172,7 +172,7 @@ def every_kernel_in_every_dtype() -> None:
 
 
 def one_step(strategy: Strategy, made: Batch, precision: str) -> None:
-    """Make a step of two micro-batches as the training loop does."""
+    """Run a step of two micro-batches as the training loop does."""
     strategy.module.train()
     for _ in range(strategy.options.accumulation):
         with autocast(GPU, precision):
@@ -228,7 +228,7 @@ def no_logged_step_waits_for_the_gpu() -> None:
             self.step = now[0]
 
         def synchronize(self) -> None:
-            if self.step == now[0]:  # the GPU has no further work
+            if self.step == now[0]:  # no later step is queued on the GPU
                 waited.add(self.step)
 
     def take_ones(scalars: DeferredScalars) -> list[float]:
@@ -237,7 +237,7 @@ def no_logged_step_waits_for_the_gpu() -> None:
             return take(scalars)
 
     def read_values(meter: Meter) -> dict[str, float]:
-        with unset_fake_temporarily():  # its values are on the host
+        with unset_fake_temporarily():  # the values are on the host
             return read(meter)
 
     def batches(step: int) -> Iterator[MicroBatch]:
@@ -259,7 +259,7 @@ def no_logged_step_waits_for_the_gpu() -> None:
         task.model = small_bert()
         start = Start(config, task).in_folder(folder)
         prepared = prepare(start, world)
-        prepared.batches.close()  # a thread would make real tensors
+        prepared.batches.close()  # its thread would make real tensors
         alone: Any = SimpleNamespace(micro_batches=batches, close=lambda: None)
         metrics_logger = MetricsLogger(folder, enabled=False, callbacks=[recorder])
         training = Training(start, replace(prepared, batches=alone), None, metrics_logger, world)
@@ -317,7 +317,7 @@ def logits_of_an_evaluation_are_fp32() -> None:
 
 @check
 def dp_computes_on_each_gpu_in_the_precision_of_the_run() -> None:
-    for precision in AUTOCAST:  # torch's code that splits padded batches needs a CUDA build
+    for precision in AUTOCAST:  # packed batches only: torch's code that splits padded ones needs a CUDA build
         strategy = made_strategy(DPStrategy, precision, padded=False, devices=2)
         seen: set[tuple[torch.device, torch.dtype]] = set()
 
@@ -327,6 +327,6 @@ def dp_computes_on_each_gpu_in_the_precision_of_the_run() -> None:
         for layer in strategy.model.modules():
             if type(layer).__name__ == "BertIntermediate":
                 layer.register_forward_hook(note)
-        with autocast(GPU, precision):  # no backward pass, whose threads would share the mode of the fake tensors
+        with autocast(GPU, precision):  # no backward pass, whose threads would share the fake tensors' mode
             expect(window_losses(strategy.module, batch(padded=False)), (len(LENGTHS),), torch.float32)
         assert seen == {(gpu, AUTOCAST[precision] or torch.float32) for gpu in (GPU, SECOND)}, seen

@@ -1,5 +1,5 @@
-// Two CUDA devices without memory or kernels, for fake tensors: a CPU build of torch knows none, and its autograd
-// engine asks for the devices' streams. Loaded before torch, which looks for these hooks once.
+// Two CUDA devices without memory or kernels, for fake tensors: a CPU build of torch has no CUDA devices, and its
+// autograd engine asks for their streams. Must be loaded before torch, which looks for these hooks only once.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

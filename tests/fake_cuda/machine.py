@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 if __name__ == "__main__":
-    ctypes.CDLL(sys.argv[1])  # before torch, which only looks for devices once
+    ctypes.CDLL(sys.argv[1])  # before torch, which looks for devices only once
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ NAME = "NVIDIA A100-SXM4-80GB"
 
 
 class Properties:
-    """The properties of a device."""
+    """The properties of a fake device."""
 
     uuid = "8c1a2b3c-0000-0000-0000-000000000000"
     total_memory = 80 * 2**30
@@ -50,14 +50,14 @@ class Properties:
 
 
 class Stream(nullcontext[None]):
-    """A stream of a device."""
+    """A stream of a fake device."""
 
     def is_capturing(self) -> bool:
         return False
 
 
 class Event:
-    """An event in a stream."""
+    """An event in a fake stream. 1 ms passes between two events."""
 
     def __init__(self, **_: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
@@ -67,7 +67,7 @@ class Event:
 
 
 class Machine:
-    """Replacement for the functions of torch.cuda that the package uses. `pinned`: number of pinned tensors."""
+    """Replacements for the functions of torch.cuda that the package uses. `pinned`: number of tensors pinned so far."""
 
     pinned: ClassVar[int] = 0
     mode: ClassVar[Any] = None
@@ -98,9 +98,9 @@ def install() -> None:
     torch.backends.cuda.is_flash_attention_available = lambda: True
     Tensor.pin_memory = _pin  # type: ignore[method-assign]
     sdpa._select_sdp_backend = _backend
-    _foreach_utils._foreach_supported_types.append(FakeTensor)  # as for a GPU's tensors
+    _foreach_utils._foreach_supported_types.append(FakeTensor)  # treat fake tensors like a GPU's
     OVERRIDES.impl("_efficient_attention_backward", _efficient_backward, "Meta", allow_override=True)
-    # DataParallel copies the weights by these.
+    # DataParallel copies the weights by these functions.
     _functions.Broadcast = replicate.__globals__["Broadcast"] = _Broadcast  # type: ignore[misc]
     replicate.__globals__["comm"] = _Copies
     parallel_apply.__globals__["threading"] = SimpleNamespace(Lock=threading.Lock, Thread=_OneAfterTheOther)
@@ -116,19 +116,19 @@ def _pin(tensor: Tensor, *_: Any) -> Tensor:
 
 
 def _backend(query: Tensor, *_: Any) -> SDPBackend:
-    """Choose the kernel for jagged tensors like torch, which queries the device."""
+    """Choose the kernel for jagged tensors as torch does, but without a query of the device."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     flash = half and query.size(-1) % 8 == 0 and query.size(-1) <= 256
     return SDPBackend.FLASH_ATTENTION if flash else SDPBackend.EFFICIENT_ATTENTION
 
 
 def _efficient_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> Any:
-    """Replace the function of torch 2.13, which lacks an argument."""
+    """Replace torch 2.13's function for fake tensors, which lacks an argument."""
     return (*map(torch.empty_like, (query, key, value)), torch.empty((), device=query.device))
 
 
 class _OneAfterTheOther(threading.Thread):
-    """A thread of DataParallel that runs alone, because two threads would share the mode of the fake tensors."""
+    """A DataParallel thread that runs alone, because two threads would share the fake tensors' mode."""
 
     def start(self) -> None:
         super().start()
@@ -152,15 +152,15 @@ class _Copies:
 
 
 def fake() -> AbstractContextManager[Any]:
-    """Context manager: new tensors, on the CPU or on a GPU, are fake and have no values."""
+    """Context manager: make new tensors, on the CPU or on a GPU, fake, that is, without values."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())  # jagged tensors have a symbolic length
 
 
 def on_gpu(make: Callable[[], nn.Module]) -> nn.Module:
-    """A model with fake weights on the first GPU, moved by `place`."""
+    """Return a model with fake weights on the first GPU. `place` prepares its layers."""
     with unset_fake_temporarily():
         model = make()
-    # torch's function refuses fake tensors, because they have weak references.
+    # Skip Module.to, which refuses fake tensors because they have weak references.
     model.to = lambda device: None  # type: ignore[assignment, method-assign]
     place(model, torch.device("cuda", 0))
     del model.to
@@ -174,7 +174,7 @@ def on_gpu(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def main() -> None:
-    """Run the checks one after another."""
+    """Run the checks one after another, and write their results."""
     install()
     import checks
 

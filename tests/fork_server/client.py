@@ -1,11 +1,11 @@
-"""Stands for `python` in the tests' commands: server.py runs the command, and this process ends as the command ends.
+"""Replace `python` in the tests' commands: server.py runs the command, and this process exits with its status.
 
     python -m MODULE ARGUMENTS...   or   python SCRIPT ARGUMENTS...   or by its own name: horovodrun, torchrun, hvd-bert
 
-The command gets an interpreter of its own where no server runs on this host, where another option of Python is given,
-and where the environment has HVD_BERT_TEST_COLD or changes what libraries do when they are imported.
+The command runs in a new interpreter if no server runs on this host, if another option of Python is given, or if the
+environment has HVD_BERT_TEST_COLD or changes a variable that libraries read on import.
 
-It imports little itself, since it runs for every rank.
+This program imports little, because it runs for every rank.
 """
 
 import json
@@ -27,7 +27,7 @@ def main() -> None:
     name, words, environ = os.path.basename(sys.argv[0]), sys.argv[1:], dict(os.environ)
     if name != "python":
         words = [os.path.join(os.path.dirname(served["python"]), name), *words]
-    if words[:1] == ["-u"] and "PYTHONUNBUFFERED" in environ:  # torchrun's, which then says nothing new
+    if words[:1] == ["-u"] and "PYTHONUNBUFFERED" in environ:  # torchrun adds -u, which PYTHONUNBUFFERED implies
         words = words[1:]
     read = {name for name in {**served["environ"], **environ} if name.startswith(READ_AT_IMPORT)}
     alike = all(served["environ"].get(name) == environ.get(name) for name in read)
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def follow(connection: socket.socket, message: bytes) -> int:
-    """Have the command run and pass signals on to it. Returns its status, or dies of the signal that it died of."""
+    """Let the server run the command, and forward signals to it. Returns its status, or dies of the same signal."""
     early: list[int] = []
     for number in FORWARDED:
         signal.signal(number, lambda number, _: early.append(number))
@@ -66,7 +66,7 @@ def follow(connection: socket.socket, message: bytes) -> int:
 
 
 def send(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):  # the command has ended meanwhile
+    with suppress(ProcessLookupError):  # the command has ended in the meantime
         os.kill(pid, number)
 
 

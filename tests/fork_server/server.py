@@ -1,12 +1,12 @@
-"""A process that has imported the libraries, and forks for every Python command of the tests that start many.
+"""Import the libraries once, and fork for each Python command of the tests that start many commands.
 
-    python server.py SOCKET [PID]  runs what client.py sends, until its standard input closes
+    python server.py SOCKET [PID]  runs the commands that client.py sends, until standard input closes
 
-With PID it is a server in the PID namespace of that process. A command runs in its client's other namespaces.
+With PID, it serves in the PID namespace of that process. A command runs in its client's other namespaces.
 
-Imports are two thirds of a short training. A command that comes this way still has a process, streams, environment,
-arguments, working directory, signals and exit status of its own; only the modules in PRELOADED are there already, and
-those in PRELOADED_IF_NAMED from the first command on that names them.
+Imports take two thirds of a short training. A forked command still has its own process, streams, environment,
+arguments, working directory, signals and exit status. Only the modules in PRELOADED are already imported, and those in
+PRELOADED_IF_NAMED from the first command that names them.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ PRELOADED = [
     "horovod.runner.launch",
     "torch.distributed.run",
 ]
-# Imported for the first command that names them: trainings by DeepSpeed also import torch's compiler, 5 s per rank.
+# Imported for the first command that names them: DeepSpeed trainings also import torch's compiler, which takes 5 s per
+# rank.
 PRELOADED_IF_NAMED = {"deepspeed": ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]}
 NUMBER = struct.Struct("!I")
-PEER_CREDENTIALS = struct.Struct("3i")  # process, user, group
+PEER_CREDENTIALS = struct.Struct("3i")  # process, user and group id
 PR_SET_PDEATHSIG = 1
-HOST = ("net", "uts", "mnt")  # namespaces; mnt is last, since /proc may be another afterwards
+HOST = ("net", "uts", "mnt")  # namespaces; mnt must be the last, since it may change /proc
 
 
 def serve(path: str) -> dict[str, Any]:
-    """Fork for each command. Returns in the children only, with the command and its streams."""
+    """Fork for each command. Returns only in the child processes, with the command and its streams."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)
     listener.listen(64)
@@ -73,7 +74,7 @@ def serve(path: str) -> dict[str, Any]:
                 client, _ = listener.accept()
                 try:
                     command = receive(client)
-                except (OSError, ValueError, struct.error):  # it was killed before it had sent all
+                except (OSError, ValueError, struct.error):  # the client was killed before it had sent all
                     client.close()
                     continue
                 preload_what_is_named(command["argv"])
@@ -93,7 +94,7 @@ def serve(path: str) -> dict[str, Any]:
                 ready.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, client))
             else:
                 pid, client = key.data
-                if key.fileobj is client:  # it was killed, unless its command ended with it
+                if key.fileobj is client:  # the client was killed, unless its command has ended
                     if client.fileno() != -1:
                         ready.unregister(client)
                         os.kill(pid, signal.SIGKILL)
@@ -107,17 +108,17 @@ def serve(path: str) -> dict[str, Any]:
 
 
 def preload_what_is_named(words: list[str]) -> None:
-    """Import the modules of PRELOADED_IF_NAMED for this command and later ones."""
+    """Import those modules of PRELOADED_IF_NAMED that a command names, for this command and later commands."""
     for name in [name for name in PRELOADED_IF_NAMED if any(name in word for word in words)]:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed probes for one
-        with contextlib.suppress(Exception):  # the command then imports it itself, and reports the error
+        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed probes for an accelerator
+        with contextlib.suppress(Exception):  # the command then imports the module itself, and reports the error
             for module in PRELOADED_IF_NAMED.pop(name):
                 importlib.import_module(module)
         gc.freeze()
 
 
 def receive(client: socket.socket) -> dict[str, Any]:
-    """A command: its length with the three standard streams, then JSON."""
+    """Receive a command: its length together with the three standard streams, then the command as JSON."""
     header, streams, _, _ = socket.recv_fds(client, NUMBER.size, 3)
     with client.makefile("rb") as file:
         command: dict[str, Any] = json.loads(file.read(NUMBER.unpack(header)[0]))
@@ -126,7 +127,7 @@ def receive(client: socket.socket) -> dict[str, Any]:
 
 
 def enter(pid: int, namespaces: tuple[str, ...]) -> None:
-    """Move this process to the namespaces of another one, where they differ."""
+    """Move this process to those namespaces of process `pid` that differ from its own."""
     libc = ctypes.CDLL(None, use_errno=True)
     files = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in namespaces]
     for name, file in zip(namespaces, files, strict=True):
@@ -136,15 +137,15 @@ def enter(pid: int, namespaces: tuple[str, ...]) -> None:
 
 
 def continue_inside(pid: int) -> None:
-    """Return in a child of this process that is in all namespaces of process `pid`; this process ends as that does."""
+    """Continue in a child process in all namespaces of process `pid`. This process exits with the child's status."""
     enter(pid, ("pid", *HOST))
-    child = os.fork()  # a process cannot change its own PID namespace, only its children's
+    child = os.fork()  # a process can change only its children's PID namespace
     if child:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
 
 
 def become(command: dict[str, Any]) -> None:
-    """Make this process the command's own."""
+    """Give this process the command's namespaces, streams, folder, environment and arguments."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     enter(command["client"], HOST)
     os.setsid()
@@ -166,7 +167,10 @@ def become(command: dict[str, Any]) -> None:
 
 
 def execute() -> int:
-    """Run what sys.argv says, `-m MODULE ...` or `SCRIPT ...`, as Python's own main does. Returns the exit status."""
+    """Run the command in sys.argv, `-m MODULE ...` or `SCRIPT ...`, as Python does.
+
+    Returns the exit status, or the negative number of the signal that must end the process.
+    """
     try:
         if sys.argv[0] == "-m":
             del sys.argv[0]
@@ -187,12 +191,12 @@ def execute() -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """Do all that Python does at exit, but free its objects: that would first copy each from the server, 0.3 s."""
+    """Exit as Python does, but without freeing objects, which would first copy their memory from the server: 0.3 s."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
     atexit._run_exitfuncs()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()  # mpi4py does it after Python's end
+        mpi.Finalize()  # mpi4py does this only when Python itself exits
     sys.stdout.flush()
     sys.stderr.flush()
     if status < 0:
@@ -205,7 +209,7 @@ if __name__ == "__main__":
     gc.disable()
     for module in PRELOADED:
         importlib.import_module(module)
-    # Makes transformers' table of names of weights, which each rank would make when it saves.
+    # Build transformers' table of weight names, which each rank would otherwise build when it saves.
     sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("bert")
     gc.freeze()
     gc.enable()

@@ -1,4 +1,4 @@
-"""Starts the fork server of a test session (server.py), and makes the folder of its `python` (client.py)."""
+"""Start the fork server of a test session (server.py), and make the folder with its `python` (client.py)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LIMIT_S = 60.0
 
 
 def programs(environ: Mapping[str, str]) -> Path:
-    """A folder bin/ with `activate` and the programs NAMES. A server runs them with `environ`, and starts now."""
-    place = Path(tempfile.mkdtemp(prefix="hvd_", dir="/tmp"))  # short: it is part of a socket's name
+    """Make a folder with `activate` and the programs NAMES, and start the server that runs them with `environ`."""
+    place = Path(tempfile.mkdtemp(prefix="hvd_", dir="/tmp"))  # short, because sockets' paths are limited
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     folder = place / "bin"
     folder.mkdir()
@@ -36,9 +36,10 @@ def programs(environ: Mapping[str, str]) -> Path:
 
 
 def start(folder: Path, environ: Mapping[str, str], hosts: Sequence[str] = (), pid: int = 0) -> subprocess.Popen[str]:
-    """A server for the programs in `folder` on this host. It ends with us.
+    """Start and return a server for the programs in `folder`. It ends with this process.
 
-    Or one on `hosts`, which are in the PID namespace of process `pid`. This host's server forks it.
+    By default it serves this host. With `hosts` and `pid`, it serves these hosts, which are in the PID namespace of
+    process `pid`, and this host's server forks it.
     """
     first, *others = hosts or [socket.gethostname()]
     for host in others:
@@ -55,7 +56,7 @@ def start(folder: Path, environ: Mapping[str, str], hosts: Sequence[str] = (), p
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End a server. One that had died made the commands slower, and nothing else: it is reported."""
+    """End a server. Reports a server that ended early, because commands then ran without it, which is only slower."""
     if process.stdin is None or process.stdin.closed:
         return
     if process.poll() is not None:

@@ -1,6 +1,6 @@
-"""Tests on this machine's GPUs, for scripts/gpu_acceptance.sh. The docstring of a test is the goal in the table.
+"""Run tests on this machine's GPUs, for scripts/gpu_acceptance.sh. A test's docstring is its goal in the table.
 
-Only child processes use the GPUs, since in compute mode Exclusive_Process a GPU accepts one process.
+Only child processes use the GPUs: in compute mode Exclusive_Process, a GPU accepts only one process.
 """
 
 import json
@@ -27,21 +27,21 @@ PASSED, FAILED, REPORTED, NOT_HERE, LATE = "pass", "FAIL", "-", "not here", "out
 COLUMNS = ("check", "goal", "found", "result", "seconds")
 ASYNC = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
 COMPILE, GRAPHS, BATCH = "--torch_compile", "--torch_compile_mode reduce-overhead", "--per_device_train_batch_size"
-SMALL = launch.SAMPLE / "six_layers.json"  # for CPUs
+SMALL = launch.SAMPLE / "six_layers.json"  # model for CPUs
 collect_ignore: list[str] = []  # pytest's name
-MAX_RANKS = 32  # they divide the global batch
+MAX_RANKS = 32  # a divisor of the global batch
 TRAIN = "hvd_bert.train --config sample --max_train_samples 700 --no_do_eval --report_to none --global_batch 32"
 
 
 @dataclass(eq=False)
 class Machine:
-    """Run commands. As a plugin of pytest, print a line per test and a table at the end, and write a JSON file."""
+    """Runs commands. As a pytest plugin, prints a line per test and a table at the end, and writes a JSON file."""
 
     device: str  # "cuda" or "cpu"
     gpus: int
     out: Path
-    ends_at: float  # the time limit of all tests, by time.monotonic()
-    rounds: int = 1  # maximum number of measurements in turns
+    ends_at: float  # end of the time for all tests, by time.monotonic()
+    rounds: int = 1  # maximum rounds of measurements in turns
     only: Sequence[str] = ("",)
     lines: list[dict[str, Any]] = field(default_factory=list)
 
@@ -56,15 +56,17 @@ class Machine:
         return on_gpu if self.device == "cuda" else on_cpu
 
     def require(self, gpus: int, device: str = "cpu") -> None:
-        """Skip the test if there are fewer GPUs. On CPUs two ranks can run, unless `device` is "cuda"."""
+        """Skip the test if there are fewer than `gpus` GPUs. On CPUs, 2 ranks can run, unless `device` is "cuda"."""
         if gpus > (2 if self.device == device == "cpu" else self.gpus):
             pytest.skip(f"needs {gpus} GPU(s)")
 
     def run(self, name: str, words: list[str], ranks: int | str = 0, gpus: int | str = 0, **settings: str) -> str:
-        """Run a command on the first of the user's GPUs, and with `ranks` under horovodrun. Returns the output.
+        """Run a command on the first `gpus` GPUs, and under horovodrun if there are `ranks`. Returns the output.
 
-        The output is also in NAME.log. The test fails with the command, and is skipped at the end of the time for all.
-        "all": the largest power of 2, on CPUs 2. `settings`: environment variables.
+        NAME.log also has the output. The test fails if the command fails, and is skipped when the time for all tests is
+        over.
+        `ranks`, `gpus`: "all" is the largest power of 2 up to the number of GPUs, on CPUs 2. `settings`: environment
+        variables.
         """
         if "all" in (ranks, gpus):
             self.require(2, "cuda" if gpus else "cpu")
@@ -88,27 +90,30 @@ class Machine:
         return done.expect(0).output
 
     def record(self, name: str, words: list[str], **how: Any) -> Any:
-        """Run a program once, whose last argument is a JSON file. Returns the content. `how`: arguments of `run`."""
+        """Run a program once per `name`. Its last argument is a JSON file, whose content is returned.
+
+        `how`: arguments of `run`.
+        """
         if not (file := self.out / f"{name}.json").exists():
             self.run(name, [sys.executable, *words, str(file)], **how)
         return json.loads(file.read_text(encoding="utf-8"))
 
     def train(self, name: str, flags: str, program: Sequence[str] = ("-m",), **how: Any) -> Path:
-        """Train on the sample, once. Returns the output folder. `how`: arguments of `run`."""
+        """Train on the sample, once per `name`. Returns the output folder. `how`: arguments of `run`."""
         if not (out := self.out / re.sub(r"\W+", "-", name)).exists():
             words = [sys.executable, *program, *TRAIN.split(), *flags.split(), "--output_dir", str(out)]
             self.run(out.name, words, **how)
         return out
 
     def bench(self, name: str, flags: str, **how: Any) -> Any:
-        """The record of `hvd-bert bench` with BERT-base, on CPUs with a small model. `how`: arguments of `run`."""
+        """Return the record of `hvd-bert bench` for BERT-base; on CPUs, for a small model. `how`: arguments of `run`."""
         small = f"--model {SMALL} --max_seq_length 128 {BATCH} 4 --repeats 1"
         size = self.sized(f"--tf32 {BATCH} 32 --repeats 5", small)
         words = f"-m hvd_bert.tools.bench --bf16 --strategy none {size} {flags} --json".split()
         return self.record("bench-" + re.sub(r"\W+", "-", name), words, **how)
 
     def result(self, correct: bool | None, text: str, figures: Any = None) -> None:
-        """Report the result of a test, which fails if `correct` is False. None: there is no goal."""
+        """Report the result of a test, which fails if `correct` is False. `correct`: None if there is no goal."""
         self.lines[-1] |= {"found": text, "figures": figures, "result": REPORTED if correct is None else PASSED}
         assert correct is not False, text
 
@@ -126,7 +131,7 @@ class Machine:
             line["found"] = report.longrepr[2].removeprefix("Skipped: ")
             line["result"] = LATE if line["found"].startswith(LATE) else NOT_HERE
         elif report.failed:
-            # The last error is the most specific line; the other lines are the end of a log.
+            # The last line with an error is the most specific. The other lines are the end of a log.
             line["error"] = text = str(report.longrepr).strip().splitlines()
             last = next((row for row in reversed(text) if "rror" in row), text[-1])
             line |= {"result": FAILED, "found": line["found"] if "figures" in line else last.strip()[:300]}

@@ -1,4 +1,4 @@
-"""Checks of attention kernels and of Horovod's sums: python gpu_checks.py NAME ARGUMENTS... DEVICE JSON_FILE."""
+"""Check attention kernels or Horovod's sums: python gpu_checks.py NAME ARGUMENTS... DEVICE JSON_FILE."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from hvd_bert.model.precision import set_precision
 from hvd_bert.strategies.horovod import check_bf16
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-ROUNDINGS = {torch.float32: 24, torch.float16: 9, torch.bfloat16: 9}  # torch's kernels need at most 6 and 1.3
+ROUNDINGS = {torch.float32: 24, torch.float16: 9, torch.bfloat16: 9}  # in eps; torch's kernels need at most 6 and 1.3
 LENGTHS = {"cuda": [384, 17, 128, 1, 250, 96, 63, 300], "cpu": [40, 7, 1, 33]}
 HEADS, HEAD_SIZE, WINDOW_SIZE, DROPOUT = 12, 64, 16, 0.1
-SIGMAS = 6.0  # allowed deviation of a mean over random numbers
+SIGMAS = 6.0  # allowed deviation of a mean over random numbers, in standard deviations
 
 
 def kernels(device, dtype):
-    """The device's kernels for a dtype, each with a `window_size` (None: attention to all tokens)."""
+    """Return the device's kernels for a dtype, each with a `window_size` (None: attention to all tokens)."""
     half, fused = dtype != torch.float32, ours.gpu_kernels(device) if device.type == "cuda" else set()
     fits = {ours.by_window: True, ours.by_jagged: True, ours.by_flash: half and ours.by_flash in fused}
     fits |= {ours.by_efficient: dtype != torch.bfloat16 and ours.by_efficient in fused}
@@ -33,7 +33,7 @@ def kernels(device, dtype):
 
 
 def errors(kernel, window_size, device, dtype):
-    """Errors of a kernel on random tensors [N, heads, head size], divided by the allowed error. NaN is wrong."""
+    """Return a kernel's errors on random tensors [N, heads, head size] over the allowed error. NaN counts as wrong."""
     lengths, eps, generator = LENGTHS[device.type], torch.finfo(dtype).eps, torch.Generator().manual_seed(0)
     windows, allowed = make_windows(lengths, device, window_size), ROUNDINGS[dtype] * eps
     shape = (sum(lengths), HEADS, HEAD_SIZE)
@@ -69,7 +69,7 @@ def errors(kernel, window_size, device, dtype):
 
 
 def attention(precision, device_type):
-    """Check all kernels of a dtype."""
+    """Check all kernels for a dtype. Returns whether all are right, a text, and the errors."""
     set_precision(TrainArguments())  # turns off kernels that training does not use
     torch.manual_seed(0)
     device, dtype, found = torch.device(device_type), DTYPES[precision], {}
@@ -81,7 +81,10 @@ def attention(precision, device_type):
 
 
 def sums(hvd, device, dtypes):
-    """Check sums, scaled sums and fused averages, and that a sum waits until the device has computed the values."""
+    """Check sums, scaled sums and fused averages, and that a sum waits until the device has computed the values.
+
+    Returns name -> whether the result is right.
+    """
     right, size = {}, 2048 if device.type == "cuda" else 64
     for name, dtype in dtypes.items():
         values, *many = (torch.randn(size, device=device).to(dtype) for size in (100_003, 1, 7, 768, 768 * 768, 3072))
@@ -99,7 +102,10 @@ def sums(hvd, device, dtypes):
 
 
 def horovod(device_type):
-    """Check sums in all dtypes that this Horovod can send; in a world of 1 a sum equals the tensor."""
+    """Check sums in all dtypes that this Horovod can send. In a world of 1, a sum equals the tensor.
+
+    Returns whether all are right, a text, and the names of wrong sums.
+    """
     os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")  # one process needs no MPI
     import horovod.torch as hvd
 

@@ -14,11 +14,11 @@ from launch import SAMPLE_DEV
 
 from hvd_bert.checkpoint.files import checkpoint_name
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(0)]  # commands have time limits
-# Relative differences of a loss in 20 steps from the same weights.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(0)]  # each command has its own time limit
+# Maximum relative difference of a step's loss, in 20 steps from the same weights.
 SAME_SUMS, SAME_PRECISION = 1e-4, 1e-3
 OTHER_ROUNDING = 5e-2  # bf16 and fp16, also with compiled kernels
-MAX_SKIPPED = 3  # steps of fp16, until the scale of the loss is low enough
+MAX_SKIPPED = 3  # steps of fp16, until the loss scale is low enough
 HALF = f"--bf16 {GRAPHS}"
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 HOOKED = """import runpy, sys; from hvd_bert.strategies.horovod import HorovodStrategy as made
@@ -26,12 +26,12 @@ init, wait = made.__init__, made.synchronize
 def hooked(self, *given): init(self, *given); self.optimizer._register_hooks()
 def waited(self): assert self.optimizer._handles, "no gradient was sent"; wait(self)
 made.__init__, made.synchronize = hooked, waited; runpy.run_module(sys.argv.pop(1), None, "__main__", True)"""
-HOOKS = {"ranks": 1, "program": ["-c", HOOKED]}  # of Horovod's optimizer, which a world of 1 lacks
-# Name -> function with arguments, and environment variables.
+HOOKS = {"ranks": 1, "program": ["-c", HOOKED]}  # hooks of Horovod's optimizer, which a world of 1 does not register
+# Name -> arguments of gpu_checks.py, and environment variables.
 PROGRAM = str(Path(__file__).with_name("gpu_checks.py"))
 CHECKS = {f"attention kernels in {name}": (f"attention {name}", {}) for name in ("fp32", "bf16", "fp16")}
 CHECKS |= {"sums of horovod, world of 1": ("horovod", {}), "sums of horovod, asynchronous": ("horovod", ASYNC)}
-# A run: flags, arguments of `Machine.run`, and the run with equal losses up to a tolerance.
+# Name of a run -> flags, arguments of `Machine.run`, name of the run whose losses it must equal, and tolerance.
 RUNS = {
     "losses of the CPU": ("", ON_CPU, "", 0),
     "losses of fp32": ("", {}, "losses of the CPU", SAME_PRECISION),
@@ -74,7 +74,10 @@ def test_preflight(ranks, machine):
 
 
 def compared(found, right, tolerance, max_skipped=0):
-    """Whether losses agree. A skipped step has no loss, and puts the weights a step behind: the tolerance is higher."""
+    """Return whether losses agree, a text, and the losses.
+
+    A skipped step has no loss and puts the weights a step behind, so each skipped step raises the tolerance.
+    """
     pairs = [(loss, other) for loss, other in zip(found, right, strict=False) if loss is not None]
     skipped = len(right) - len(pairs)
     if not pairs or None in right or len(found) != len(right) or skipped > max_skipped:
@@ -119,7 +122,7 @@ def test_answers(machine):
 
 @pytest.mark.parametrize("padding", ["none", "longest", "max_length"])
 def test_host_waits(padding, machine):
-    """None in 7 steps, one of which is logged."""
+    """The host does not wait for the GPU in 7 steps, one of which is logged."""
     machine.require(1, "cuda")
     waits = machine.bench(f"padding {padding}", f"--padding {padding}")["host_waits"]
     machine.result(not waits, f"{len(waits)}: {', '.join(sorted(set(waits)))}", waits)
