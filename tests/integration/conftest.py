@@ -9,7 +9,7 @@ from launch import launcher, run
 
 @pytest.fixture(scope="session")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a whole run with --strategy none and CPU kernels. Tests must not change it."""
+    """The output folder of an uninterrupted run with --strategy none and CPU kernels. Tests must not change it."""
     out = tmp_path_factory.mktemp("baseline") / "out"
     run(small_run(1, out, "--strategy", "none"), out.parent).expect(0)
     return out
@@ -17,7 +17,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def horovodruns(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of two ranks under horovodrun, as reference for other launchers."""
+    """The losses of two ranks under horovodrun, as a reference for other launchers."""
     out = tmp_path_factory.mktemp("horovodrun") / "out"
     run([*launcher(2, "gloo"), *small_run(2, out)], out.parent).expect(0)
     return losses(out)

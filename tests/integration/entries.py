@@ -1,8 +1,8 @@
 """Ranks that end, fail, warn or cannot join, for test_entries.py: entries.py ENTRY STRATEGY WORDS...
 
-ending FOLDER [STATUS]: each rank has a running thread and an exit handler, and appends to a file in FOLDER when they
-  end. With STATUS all ranks fail with this status.
-failing FOLDER KIND: rank 1 fails while the others wait for it in a collective.
+ending FOLDER [STATUS]: each rank has a running thread and an exit handler. Both append to the rank's file in FOLDER
+  when they end. With STATUS, all ranks fail with this status.
+failing FOLDER KIND: rank 1 fails while the other ranks wait for it in a collective.
 warning FAILURE: ranks print equal and different warnings, then rank 1 fails. FAILURE: none, UserError, RuntimeError.
 unmet RANK store|group: RANK cannot reach rank 0's store, or cannot join the process group.
 """

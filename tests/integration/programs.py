@@ -1,11 +1,11 @@
 """Programs that train on two ranks, for test_programs.py: programs.py KIND STRATEGY OUT
 
-group, thread: in a process group that the program has initialized; in the main thread, or another thread.
-failing: in a process group, with a strategy for one process, then with an error on one rank.
-launched: in a thread, without a process group.
-submitit1, submitit2: on one or two tasks of submitit's LocalExecutor.
-spawn: by torch's variables, in two processes of torch's `spawn`.
-ray: examples/ray_train.py, then Horovod by torch's variables in two actors of Ray, into actors/OUT.
+group, thread: the program initializes a process group, and trains in the main thread or in another thread.
+failing: in a process group, trains with a strategy for one process, which is refused, then with an error on one rank.
+launched: trains in a thread, without a process group of its own.
+submitit1, submitit2: trains on one or two tasks of submitit's LocalExecutor.
+spawn: trains in two processes of torch's `spawn` that have torch's variables.
+ray: runs examples/ray_train.py, then trains with Horovod in two Ray actors with torch's variables, into actors/OUT.
 
 In group, submitit1, submitit2 and spawn, the ranks stop after step 3 and resume. group, failing, thread, submitit1,
 submitit2 and spawn write their results to rankN.json in the working folder.
@@ -29,12 +29,17 @@ from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from hvd_bert import Callback, train
 
-SETTINGS = {"config": "sample", "max_train_samples": 33, "max_eval_samples": 7, "num_train_epochs": 2}  # `small_run`
+SETTINGS = {
+    "config": "sample",
+    "max_train_samples": 33,
+    "max_eval_samples": 7,
+    "num_train_epochs": 2,
+}  # `small_run`
 SETTINGS |= {"per_device_train_batch_size": 8, "logging_steps": 1, "dropout": 0}
 
 
 class AtStep2(Callback):
-    """Sends a signal or raises an error on the last rank."""
+    """Sends a signal, or raises an error if `number` is None, on the last rank before step 3."""
 
     def __init__(self, number: signal.Signals | None = signal.SIGTERM) -> None:
         self.number = number
@@ -54,14 +59,14 @@ def write(rank: int, **found: Any) -> None:
 
 
 def summed() -> float:
-    """The number of ranks in the process group, by an allreduce."""
+    """Return the number of ranks in the process group, computed by an allreduce."""
     ones = torch.ones(1)
     distributed.all_reduce(ones)
     return float(ones)
 
 
 def training_status(**settings: Any) -> Any:
-    """The status of a UserError, the name of another error, or None if the training ends."""
+    """Train. Returns the status of a UserError, the name of another error, or None if there was no error."""
     try:
         train(**SETTINGS | settings)
     except Exception as error:
@@ -91,10 +96,10 @@ def submitted(ranks: int, **settings: Any) -> None:
         batch = {"per_device_train_batch_size": 16 // ranks}
         return train(**SETTINGS | settings | batch, callbacks=callbacks).scores
 
-    os.environ["MASTER_PORT"] = str(get_free_port())  # submitit's own choice may be in use
+    os.environ["MASTER_PORT"] = str(get_free_port())  # the port that submitit chooses may be in use
     executor = submitit.LocalExecutor("logs")
     executor.update_parameters(tasks_per_node=ranks, timeout_min=3)
-    executor.submit(job, AtStep2(signal.SIGUSR2)).wait()  # submitit's signal of a preemption
+    executor.submit(job, AtStep2(signal.SIGUSR2)).wait()  # submitit's signal for a preemption
     stopped = Path(settings["output_dir"], "latest").read_text().strip()
     write(0, stopped=stopped, resumed=[scores["total"] for scores in executor.submit(job).results()])
 
@@ -125,7 +130,7 @@ def by_ray(**settings: Any) -> None:
 
 
 def by_variables(rank: int, port: int, settings: dict[str, Any]) -> None:
-    """Train as one of two ranks that have torch's variables."""
+    """Train as one of two ranks that torch's environment variables describe."""
     four = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in four.items()})
     train(**SETTINGS | settings)
@@ -158,5 +163,5 @@ if __name__ == "__main__":
         thread.start()
         thread.join()
     sys.stdout.flush()
-    # Not sys.exit: when Python ends, torch's Gloo threads can abort the process (pytorch#117762, pytorch#190489).
+    # Not sys.exit: torch's Gloo threads can abort the process when Python finalizes (pytorch#117762, pytorch#190489).
     os._exit(0)

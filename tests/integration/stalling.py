@@ -1,4 +1,4 @@
-"""Train with delays of HELD_S: rank 1 loads the model, rank 0 writes the first checkpoint and evaluates that late."""
+"""Train with delays of HELD_S seconds: rank 1 loads the model late; rank 0 writes a checkpoint late and scores late."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.tasks import encoder, question_answering
 from hvd_bert.training.api import main
 
-HELD_S = 6.0  # in the test, the stall inspector warns within 4 s, and the watchdog ends a step after 4 s
+HELD_S = 6.0  # the test sets limits of 2 s for the stall inspector's warning and of 4 s for a step
 
 
 def held(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Delay the first call of a function by HELD_S."""
+    """Return a function whose first call is delayed by HELD_S."""
     calls: list[int] = []
 
     def holds(*arguments: Any, **options: Any) -> Any:
@@ -33,7 +33,7 @@ def held(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    if find_launcher(os.environ).rank == 1:  # rank 0 would end the job first, since it reports without delay
+    if find_launcher(os.environ).rank == 1:  # rank 0 must not be delayed here: it reports first, and would end the job
         encoder.load_model = held(encoder.load_model)
     else:
         files.write = held(files.write)

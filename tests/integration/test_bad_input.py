@@ -1,4 +1,4 @@
-"""Mistakes of users end all ranks before training, with a single message that names the value, and status 2."""
+"""Users' mistakes end all ranks before training, with a single message that names the value, and status 2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
 
 
 def check(command: list[str], folder: Path, words: list[str], status: int = 2) -> None:
-    """Run a command that must end with one message that has all `words`."""
+    """Run a command that must fail with one message that contains all `words`."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     outcome = run(command, folder).expect(status)
     output = printed(outcome)
@@ -30,7 +30,14 @@ def check(command: list[str], folder: Path, words: list[str], status: int = 2) -
     [
         (1, "none", "--output_dir", "run", ["--output_dir", "metrics.jsonl", "use another one"], 2),
         (2, "mpirun", "--config_name", "model", ["'model' cannot be loaded (config.json must contain"], 2),
-        (2, "gloo", "--learning_rat", "1", ["--learning_rat", "did you mean --learning_rate"], 1),  # horovodrun's
+        (
+            2,
+            "gloo",
+            "--learning_rat",
+            "1",
+            ["--learning_rat", "did you mean --learning_rate"],
+            1,
+        ),  # of horovodrun
     ],
     ids=["output folder not empty", "damaged model", "unknown flag"],
 )
@@ -51,6 +58,6 @@ def test_file_that_only_one_rank_lacks(tmp_path: Path) -> None:
 
 
 def test_interface_that_the_host_lacks(tmp_path: Path) -> None:
-    """Each rank detects this before it joins the others."""
+    """Each rank detects a missing interface before it joins the other ranks."""
     command = ["env", "HVD_BERT_INTERFACE=ib7", *launcher(2, "mpirun"), *small_run(2, "out")]
     check(command, tmp_path, ["HVD_BERT_INTERFACE=ib7", os.uname().nodename])

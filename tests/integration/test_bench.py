@@ -16,7 +16,7 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 TINY |= {"intermediate_size": 32, "vocab_size": 1100}
 
 
-@pytest.mark.alone  # the phases of steps of 2 ms must add up
+@pytest.mark.alone  # other tests would disturb the timing of 2 ms steps
 @pytest.mark.parametrize(("size", "by"), [(1, "none"), (2, "gloo")])
 def test_table_and_json(tmp_path: Path, size: int, by: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **TINY}))
@@ -32,7 +32,7 @@ def test_table_and_json(tmp_path: Path, size: int, by: str) -> None:
     for section in record["sections"]:
         assert section["mfu"] == pytest.approx(section["useful_gflops"] / (2000 * size), rel=0.01)
     shares = [sum(section[name] for name in section if name.endswith("_share")) for section in record["sections"]]
-    assert shares == pytest.approx([1.0] * 3, abs=0.02)  # the phases add up to the step
+    assert shares == pytest.approx([1.0] * 3, abs=0.02)  # the phases add up to the step time
     assert record["global_batch"] == 8 * size and record["imbalance"] >= 1
     assert undocumented(record, "Benchmark JSON", "train_results.json", without=("settings",)) == []
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "bench.json"}

@@ -1,4 +1,4 @@
-"""Custom tasks: the guide's task is stopped, resumed and reported on two ranks; the example task learns."""
+"""Custom tasks: the guide's task is stopped, resumed and reported on two ranks; the example's task learns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launch import REPOSITORY, TRAIN, launcher, run
 pytestmark = pytest.mark.integration
 
 FLAGS = ["--task", "digits:Digits", "--learning_rate", "1e-3", "--max_steps", "200", "--global_batch", "16"]
-# One process reaches 0.975 to 0.983 with the seeds 0, 1, 2 (docs/evidence/results.md).
+# One process reaches an accuracy of 0.975 to 0.983 with seeds 0, 1 and 2 (docs/evidence/results.md).
 ACCURACY = 0.96
 
 

@@ -61,7 +61,7 @@ def test_proof(tmp_path: Path) -> None:
 
 @pytest.mark.skipif("mpi" not in built(), reason="Horovod was built without MPI")
 def test_worlds_of_size_1_are_refused(tmp_path: Path) -> None:
-    """Processes that the launcher of another MPI has started do not join each other."""
+    """Two processes that another MPI's launcher has started do not join each other."""
     env = {"PMI_SIZE": "2", "PMI_RANK": "0"}
     report = read_report(run([*DOCTOR, "--json"], tmp_path, env=env).expect(2))
     failed = {check["name"]: check["found"] for check in report["checks"] if check["status"] == "failure"}

@@ -1,8 +1,8 @@
 """The commands of the README, the quick start and the guides run as written.
 
 They run in a folder with all files that the pages name: scripts, examples, a tiny bert-base-uncased, a few questions in
-the hub's cache and in files, and finished runs of a sweep. Marks in the pages exempt commands that take long or need
-hosts; tests/unit/test_documented_commands.py checks the arguments of all commands.
+the hub's cache and in files, and a sweep's finished runs. Marks in the pages exempt commands that take long or need
+hosts. tests/unit/test_documented_commands.py checks the arguments of all commands.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from made_runs import make_run
 
 pytestmark = pytest.mark.integration
 
-# Key of `<!-- needs: KEY -->` above a fence -> pattern of the commands in the fence that are not run.
+# KEY of `<!-- needs: KEY -->` above a fence -> pattern of the fence's commands that are not run.
 NEEDS = {
     "cluster": r"(for|done|s(alloc|batch|info|run))\b|.*(a100-\d|--host(file|-discovery)|tests/cluster|cluster_pack)",
     "containers": r"(docker|apptainer|srun (--[-=\w]+ )+apptainer) ",
     "cores": r"mpirun -np 4",
     "model": r".*export_onnx",  # tests/unit/test_card.py runs it
-    "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/)",  # the reader replaces them
+    "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/)",  # the reader replaces these names
     "ray": r".*ray_train",  # test_programs.py runs it
     "server": r"tensorboard|hf upload\b",
-    # test_custom_task.py and the worlds of tests/parallel train that example
+    # test_custom_task.py and tests/parallel train examples/mnist_rnn.py.
     "time": r".*(hvd-bert (bench|tune)\b|benchmarks/|(scripts/(demo|test)|env/setup)\.sh|--config sample\b|mnist_rnn)",
 }
 PREPARES = ("source ", "export ")
 
 
 def runs_here(fence: Fence) -> list[str]:
-    """The commands of a fence, except those that a mark exempts."""
+    """Return the commands of a fence, except those that a mark exempts."""
     exempt = [re.compile(NEEDS[need]) for need in fence.needs]
     return [command for command in fence.commands if not any(pattern.match(command) for pattern in exempt)]
 
@@ -47,7 +47,7 @@ def prepares_only(commands: Sequence[str]) -> bool:
 
 
 class Clone:
-    """A folder for the commands, and the commands that have run there."""
+    """A folder like a clone, in which commands run. `done`: the commands that have run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class Clone:
         self.environ = {"HVD_BERT_CACHE": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
 
     def run(self, commands: Sequence[str]) -> None:
-        """Run the commands that have not run yet in a shell. A command that fails ends the test."""
+        """Run the commands that have not run yet in one shell. Fails the test if a command fails."""
         new = [command for command in commands if command.startswith(PREPARES) or command not in self.done]
         if not prepares_only(new):
             script = ["bash", "-euxo", "pipefail", "-c", "\n".join(new)]

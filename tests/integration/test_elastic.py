@@ -1,4 +1,4 @@
-"""Horovod elastic on this machine under two or three host names, and deadlocks that Horovod's users reported."""
+"""Horovod elastic on this machine under two or three host names, and deadlocks reported by Horovod's users."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from hvd_bert.distributed.horovod_world import QUEUED_TOO_LATE
 
 pytestmark = pytest.mark.integration
 
-WINDOWS, STEPS_PER_EPOCH = 33, 3  # see small_run
-MAX_DIFFERENCE = 1e-5  # after a change of ranks, gradients are summed in another order
+WINDOWS, STEPS_PER_EPOCH = 33, 3  # as in small_run
+MAX_DIFFERENCE = 1e-5  # after a change of ranks, gradients are summed in a different order
 HOSTS = ("localhost", "127.0.0.1", "127.1")  # names of this machine
 
 
 def elastic(
     folder: Path, stop: str, *flags: object, slots: int = 1, least: int = 1, discover: str = "", limit_s: int = 30
 ) -> Outcome:
-    """Run small_run on `slots` ranks for each of two hosts. Each host name has a separate folder.
+    """Run small_run on two hosts with `slots` ranks each. Each host name has a separate folder.
 
-    `discover`: shell commands that print the hosts. `least`: --min-np, and the number of ranks at the start. `limit_s`:
-    Gloo's time limit for ranks that do not answer.
+    `discover`: shell commands that print the hosts. `least`: --min-np, and with `discover` the number of ranks at the
+    start. `limit_s`: Gloo's time limit, in seconds, for ranks that do not answer.
     """
     if "gloo" not in built():
         pytest.skip("this Horovod was built without gloo")
@@ -70,7 +70,8 @@ def test_operation_queued_too_late_ends_the_rank(tmp_path: Path) -> None:
     assert f"lost another rank: {QUEUED_TOO_LATE}" in printed(outcome), outcome
 
 
-# Rank 0's host leaves in step 3. A third host joins six polls of 1 s later; until then the remaining host waits.
+# Rank 0's host leaves in step 3. A third host joins after six polls, one per second. Until then, the remaining host
+# waits.
 THIRD_JOINS = """
 for host in localhost 127.0.0.1; do [ -e $host/signalled ] && echo >>looks || echo $host:1; done
 [ $(cat looks 2>/dev/null | wc -l) -lt 6 ] || echo 127.1:1
@@ -92,7 +93,7 @@ REPORTED = {
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The weights after a run on one rank."""
+    """The weights after an uninterrupted run on one rank."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run(small_run(1, "out", "--deterministic"), folder).expect(0)
     return weights(folder / "out")
@@ -113,9 +114,9 @@ def test_reported_deadlocks(
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
 def test_random_kills_change_no_weight(tmp_path: Path) -> None:
-    """$HVD_BERT_KILLS kills, each at a random moment in the next phase, of four ranks that evaluate and save.
+    """Kill one of four ranks that train, evaluate and save at a random moment of each phase, $HVD_BERT_KILLS times.
 
-    A run that ends before the kill does not count. At most $HVD_BERT_ABORTED kills may leave no host because Gloo also
+    A run that ends before its kill does not count. At most $HVD_BERT_ABORTED kills may end the run because Gloo also
     aborts another rank. Each kill adds a line to the file $HVD_BERT_MEASURED.
     """
     flags = ["--max_steps", 40, "--eval_strategy", "steps", "--eval_steps", 10, "--save_steps", 15, "--deterministic"]
@@ -138,7 +139,7 @@ def test_random_kills_change_no_weight(tmp_path: Path) -> None:
                 kill |= {"kept": resumed_after[0], "begun": max(first)}
                 kill["begun_again"] = min(next_, default=resumed_after[0] + 1)
                 kill["repeated_steps"] = max(0, kill["begun"] - kill["begun_again"])
-        if kill.get("ranks") != 4:  # with 4 ranks, the run ended before the kill
+        if kill.get("ranks") != 4:  # otherwise the run ended before the kill
             with open(os.environ.get("HVD_BERT_MEASURED", os.devnull), "a", encoding="utf-8") as file:
                 file.write(json.dumps(kill) + "\n")
         if not kill["aborted"] or outcome.hung:
@@ -155,18 +156,18 @@ def test_random_kills_change_no_weight(tmp_path: Path) -> None:
 
 
 def finished(folder: Path) -> Path:
-    """The output folder of a run; the newest if rank 0 was killed after it had written the results."""
+    """Return the output folder of a run: the newest, if rank 0 was killed after it had written the results."""
     files = folder.glob("*/out/train_results.json")
     return max(files, key=lambda file: file.stat().st_mtime).parent
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    """The weights of a model, without biases that shift all logits, which only have rounding errors."""
+    """Return a model's weights, except biases that shift all logits equally and so contain only rounding errors."""
     found = safetensors.torch.load_file(out / "model.safetensors")
     shifts = ("key.bias", "qa_outputs.bias", "layer.1.output.LayerNorm.bias")
     return {name: weight for name, weight in found.items() if not name.endswith(shifts)}
 
 
 def largest_difference(out: Path, expected: dict[str, torch.Tensor]) -> float:
-    """The largest difference of a tensor from the expected tensor, relative to its norm."""
+    """Return the largest difference between a weight and the expected weight, relative to the weight's norm."""
     return float(torch.stack([(w - expected[name]).norm() / w.norm() for name, w in weights(out).items()]).max())

@@ -19,7 +19,7 @@ HOST = os.uname().nodename
 
 
 def two_ranks(folder: Path, by: str, *words: object, cold: bool = False) -> Outcome:
-    """Run two ranks of `entries.py WORDS...`, which must not hang."""
+    """Run `entries.py WORDS...` on two ranks. Fails if the ranks hang."""
     program = Path(__file__).with_name("entries.py")
     outcome = run([*launcher(2, by), sys.executable, str(program), *map(str, words)], folder, cold=cold)
     assert not outcome.hung, outcome
@@ -28,7 +28,7 @@ def two_ranks(folder: Path, by: str, *words: object, cold: bool = False) -> Outc
 
 @pytest.mark.parametrize(("strategy", "status"), [("horovod", 0), ("fsdp", 75)])
 def test_rank_waits_for_threads_and_exit_handlers(tmp_path: Path, strategy: str, status: int) -> None:
-    """A thread in torch would otherwise abort the process in finalization (pytorch#190489)."""
+    """Without this wait, a thread that runs torch would abort the process during finalization (pytorch#190489)."""
     outcome = two_ranks(tmp_path, "mpirun", "ending", strategy, tmp_path, *([status] if status else []), cold=True)
     outcome.expect(status)
     assert printed(outcome).count("hvd_bert: all know it") == bool(status), outcome
@@ -58,7 +58,7 @@ def test_failing_rank_ends_all(by: str, kind: str, strategy: str, tmp_path: Path
     assert output.count(where) == 1, outcome
 
 
-# --- warnings: printed once with ranks and times, also if the run fails right after ---------------------
+# --- warnings: printed once, with ranks and times, even if the run fails right after them ----------------
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_each_warning_is_one_line(by: str, strategy: str, failure: str, tmp_path
         assert count("hvd_bert: rank 1 on .*: the disk is full") == 1, lines
 
 
-# --- ranks that have joined through Horovod but do not reach the key-value store ------------------------
+# --- ranks that have joined through Horovod, but cannot reach the key-value store ------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -108,7 +108,7 @@ def test_rank_that_fails_while_the_group_is_made_ends_all(tmp_path: Path) -> Non
 
 
 def test_horovod_trains_without_the_store(tmp_path: Path) -> None:
-    """Stalled ranks cannot be named then."""
+    """Without the store, the run only warns that stalled ranks cannot be named."""
     outcome = two_ranks(tmp_path, "gloo", "unmet", "horovod", 0, "store").expect(0)
     assert printed(outcome).count("If a rank stalls, it cannot be named: ") == 1, outcome
     assert printed(outcome).count("is in") == 2, outcome

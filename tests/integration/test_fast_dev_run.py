@@ -1,4 +1,4 @@
-"""--fast_dev_run on two ranks: the estimate, and no files remain, also if a rank fails or is killed."""
+"""--fast_dev_run on two ranks prints an estimate and leaves no files, even if a rank fails or is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from processes import LIMIT_S
 
 pytestmark = pytest.mark.integration
 
-# Without HVD_BERT_TEST_LAUNCH, processes.py does not kill the process that removes the folder of a killed rank.
+# If rank 0 is killed, a separate process removes its folder. Without HVD_BERT_TEST_LAUNCH in its environment,
+# processes.py does not kill this process.
 PROGRAM = """
 import os, signal, sys
 from hvd_bert import Callback, train

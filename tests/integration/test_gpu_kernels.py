@@ -1,7 +1,7 @@
 """All commands with the attention kernels of a GPU, computed on the CPU (tests/gpu_kernels.py).
 
-Not covered: `--strategy dp` and `--fp16`, which need GPUs (their kernels: tests/fake_cuda); CUDA's kernels, streams,
-events, pinned memory, random numbers and NCCL. `scripts/gpu_acceptance.sh` checks these on a GPU.
+Not covered: `--strategy dp` and `--fp16`, which need GPUs (tests/fake_cuda tests their kernels), and CUDA's kernels,
+streams, events, pinned memory, random numbers and NCCL. `scripts/gpu_acceptance.sh` checks these on a GPU.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from launch import REPOSITORY, SAMPLE, launcher, run
 
 pytestmark = pytest.mark.integration
 PROGRAM = [sys.executable, REPOSITORY / "tests" / "gpu_kernels.py"]
-FP32, BF16 = {"by_efficient float32"}, {"by_efficient float32", "by_flash bfloat16"}  # fp32: the trial batch
+FP32, BF16 = {"by_efficient float32"}, {"by_efficient float32", "by_flash bfloat16"}  # the trial batch is fp32
 
 
 def on_gpu_kernels(words: Sequence[str | Path], folder: Path, starts: Sequence[str] = ()) -> set[str]:
-    """Run `MODULE_OR_FILE ARGUMENTS...`. Returns the kernels that the command used. `starts`: the launcher."""
+    """Run `MODULE_OR_FILE ARGUMENTS...`. Returns the kernels that the command used. `starts`: the launcher's words."""
     (file := folder / "kernels").write_text("")
     run([*starts, *PROGRAM, *words], folder, env={"GPU_KERNELS": str(file)}).expect(0)
     return set(file.read_text().splitlines())
@@ -31,7 +31,11 @@ def on_gpu_kernels(words: Sequence[str | Path], folder: Path, starts: Sequence[s
     "flags, used, tolerance",
     [
         (["none", "--torch_compile", "--bf16"], BF16, 2e-2),
-        (["ddp", "--bf16", "--dropout", "0.1", "--gradient_checkpointing"], BF16, 0.5),  # other random numbers
+        (
+            ["ddp", "--bf16", "--dropout", "0.1", "--gradient_checkpointing"],
+            BF16,
+            0.5,
+        ),  # with dropout
         (["fsdp", "--bf16", "--torch_compile", "--gradient_checkpointing"], BF16, 2e-2),
     ],
     ids=["none", "ddp", "fsdp"],
@@ -47,7 +51,7 @@ def test_training(tmp_path: Path, baseline: Path, flags: list[str], used: set[st
 
 @pytest.mark.parametrize("strategy", ["horovod", "ddp"])
 def test_reduce_overhead_on_two_ranks(tmp_path: Path, baseline: Path, strategy: str) -> None:
-    """Test padded batches, and gradients that remain over the micro-batches of a step, without CUDA graphs."""
+    """Test padded batches and the accumulation of gradients over a step's micro-batches, without CUDA graphs."""
 
     def train(name: str, *flags: object) -> Path:
         words = ("--strategy", strategy, "--torch_compile_mode", "reduce-overhead", *flags)

@@ -13,7 +13,7 @@ from commands import small_run
 from launch import TRAIN, Outcome, launcher, programs, run
 
 pytestmark = pytest.mark.integration
-# Commands in new namespaces, where no network interface is up.
+# Shell commands that change the host inside new namespaces. In a new network namespace, no interface is up.
 UNRESOLVED, NO_LOOPBACK, NO_HOME = "hostname unresolved", "true", 'mount -t tmpfs -o ro tmpfs "$HOME"'
 NAMESPACE = {UNRESOLVED: "--uts", NO_LOOPBACK: "--net", NO_HOME: "--mount"}
 
@@ -24,12 +24,12 @@ def may_unshare() -> bool:
 
 
 def run_on(host: str, command: list[str], folder: Path) -> Outcome:
-    """Run a command in new namespaces, which act as a host."""
+    """Run a command in new namespaces that act as the host."""
     if not may_unshare():
         pytest.skip("needs root, or another right to make namespaces")
     inside = ["unshare", NAMESPACE[host], "sh", "-c", f'{host} && exec "$@"', "sh", *command]
     if not (programs() / "unresolved").exists():
-        (programs() / "unresolved").symlink_to(os.uname().nodename)  # the fork server also serves that host
+        (programs() / "unresolved").symlink_to(os.uname().nodename)  # the fork server also serves this host name
     home = folder / "home"
     home.mkdir()
     return run(inside, folder, env={"HOME": str(home), "HVD_BERT_CACHE": str(folder / "cache")})
@@ -39,7 +39,7 @@ def run_on(host: str, command: list[str], folder: Path) -> Outcome:
     ("host", "by", "strategy", "status"),
     [
         (UNRESOLVED, "none", "horovod", 2),
-        (UNRESOLVED, "gloo", "horovod", 1),  # horovodrun ends with 1
+        (UNRESOLVED, "gloo", "horovod", 1),  # horovodrun exits with 1
         (UNRESOLVED, "none", "ddp", 0),
         (UNRESOLVED, "mpi", "horovod", 0),
         (NO_LOOPBACK, "none", "horovod", 2),

@@ -28,7 +28,7 @@ def test_two_ranks_are_one_world(tmp_path: Path, horovodruns: list[float], by: s
     assert printed(stopped).count("Stopped by SIGTERM to rank 1 after step 3") == 1, stopped
     assert (out / "latest").read_text().strip() == "checkpoint-3"
     command = [*launcher(2, by), *TRAIN]
-    if by == "deepspeed":  # it gives a Python program the flag --local_rank
+    if by == "deepspeed":  # deepspeed passes --local_rank to Python programs
         command = [*command[: command.index("--no_local_rank")], "--module", TRAIN[-1]]
     run([*command, *words], tmp_path).expect(0)
     results = json.loads((out / "train_results.json").read_text())

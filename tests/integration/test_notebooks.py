@@ -1,4 +1,4 @@
-"""The notebooks run unchanged, on a small training and on generated runs of a sweep."""
+"""The notebooks run unchanged, on a small training and on a sweep's generated runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 
 def execute(name: str, folder: Path, parameters: str) -> list[Any]:
-    """Run a notebook in `folder`/notebooks, with other parameters. Returns the outputs of all cells."""
+    """Run a notebook in `folder`/notebooks with other parameters, given as code. Returns the outputs of all cells."""
     cwd = folder / "notebooks"
     cwd.mkdir()
     notebook = jupytext.read(REPOSITORY / "notebooks" / name)
@@ -25,7 +25,7 @@ def execute(name: str, folder: Path, parameters: str) -> list[Any]:
     notebook.cells.insert(parameters_at + 1, new_code_cell(parameters))
     client = NotebookClient(notebook, timeout=110, kernel_name="python3", resources={"metadata": {"path": str(cwd)}})
     environ = {name: value for name, value in environment().items() if name != "PYTEST_CURRENT_TEST"}
-    client.execute(env=environ)  # with that variable, ipykernel would not capture the ranks' output
+    client.execute(env=environ)  # with PYTEST_CURRENT_TEST, ipykernel would not capture the ranks' output
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
@@ -40,7 +40,7 @@ def text_of(outputs: list[Any]) -> str:
 def test_train_and_ask(tmp_path: Path) -> None:
     flags = [str(word) for word in small_run(2, "unused")[len(TRAIN) : -2]]
     parameters = f"sys.executable = {str(programs() / 'python')!r}\nflags, more_steps = {flags}, 2"
-    # The ranks come from the fork server, whose horovodrun is next to its python.
+    # With this sys.executable, the notebook finds the fork server's horovodrun next to `python`.
     outputs = execute("train_and_ask.py", tmp_path, parameters)
     assert plots(outputs) == 1
     text = text_of(outputs)
@@ -53,7 +53,7 @@ def test_train_and_ask(tmp_path: Path) -> None:
 def test_read_a_sweep(tmp_path: Path) -> None:
     for strategy, ranks in (("none", 1), ("horovod", 2), ("horovod", 4), ("ddp", 2)):
         make_run(tmp_path / "runs" / "sweep" / f"{strategy}-{ranks}", strategy, ranks, windows_per_s=10.0 * ranks)
-    make_run(tmp_path / "runs" / "sweep" / "ddp-4", "ddp", 4, windows_per_s=40.0, last_loss=4.0)  # differs
+    make_run(tmp_path / "runs" / "sweep" / "ddp-4", "ddp", 4, windows_per_s=40.0, last_loss=4.0)  # its loss differs
     outputs = execute("read_a_sweep.py", tmp_path, "")
     assert plots(outputs) == 1
     assert "ddp on 4: " in text_of(outputs)

@@ -1,4 +1,4 @@
-"""The mpirun of Open MPI 5 and the mpiexec of MPICH: one world, a stop that saves, refused launchers."""
+"""Open MPI 5 and MPICH: their launchers start one world and stop it with a checkpoint; a wrong launcher is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 
 pytestmark = pytest.mark.integration
 BUILT = [pytest.mark.campaign, pytest.mark.timeout(2 * other_mpis.BUILD_S)]
-FLAGS = small_run(2, "out", "--no_do_eval")[len(TRAIN) - 2 :]  # from "-m" on
+FLAGS = small_run(2, "out", "--no_do_eval")[len(TRAIN) - 2 :]  # without the path of Python
 ENDLESS = [*TRAIN[1:], "--config", "sample", "--max_steps", "1000000", "--no_do_eval", "--save_steps", "0"]
 
 

@@ -1,4 +1,4 @@
-"""Recordings of real runs: Horovod's timeline and its analysis, and a trace per rank."""
+"""Recordings of real runs: Horovod's timeline with its analysis, and a trace per rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hvd_bert.tools.timeline.findings import read
 
 pytestmark = pytest.mark.integration
 
-STEPS = 6  # see small_run
-PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # layers, embeddings, span head
+STEPS = 6  # as in small_run
+PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # tensors of the layers, the embeddings and the span head
 
 
 def timeline(path: Path) -> tuple[list[dict[str, Any]], Counter[int]]:
-    """Parse a complete timeline. Returns the events, and number of sends of a tensor -> number of tensors."""
+    """Parse a complete timeline. Returns its events, and number of allreduces -> tensors with this number."""
     events: list[dict[str, Any]] = json.loads(path.read_text())
     sends = Counter(event["pid"] for event in events if event.get("name") == "ALLREDUCE")
     return events, Counter(sends.values())
@@ -37,7 +37,7 @@ def test_steps_3_to_5_are_recorded(tmp_path: Path) -> None:
     assert printed(outcome).count(f"Horovod's timeline of steps 3 to 5: {path}") == 1
     assert len([row for row in read_lines(out / "metrics.jsonl") if "loss" in row]) == 6
     events, rounds = timeline(path)
-    assert rounds[3] >= PARAMETERS  # gradients and the agreement on stopping
+    assert rounds[3] >= PARAMETERS  # gradients, and the votes on stopping
     assert {event["name"] for event in events if event["ph"] == "X"} == {"0", "1"}
 
     for rank in (0, 1):
@@ -57,7 +57,7 @@ def test_an_interrupted_recording_is_closed(tmp_path: Path) -> None:
     assert not stopped.hung and stopped.status != 0, stopped
     assert printed(stopped).count("The recording of steps 2:6 is incomplete") == 1, stopped
     _, rounds = timeline(path)
-    assert max(rounds) == 3  # steps 2, 3 and 4
+    assert max(rounds) == 3  # in the steps 2, 3 and 4
     assert read(path).step is not None
 
 

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.integration
 
 
 def start(folder: Path, by: str, kind: str, strategy: str, **options: Any) -> Outcome:
-    """Run programs.py with the output folder `out`, on two ranks by a launcher or as one process."""
+    """Run programs.py on two ranks of the launcher `by`, or as one process. The output folder is `out`."""
     words = launcher(2, by) if by != "none" else []
     return run([*words, sys.executable, programs.__file__, kind, strategy, "out"], folder, **options).expect(0)
 
 
 def check(folder: Path, expected: list[float], size: int = 2) -> None:
-    """Check that one world has trained to the end with the expected losses."""
+    """Check that a single world has trained to the end with the expected losses."""
     results = json.loads((folder / "out" / "train_results.json").read_text())
     assert results["world_size"] == size
     assert losses(folder / "out") == pytest.approx(expected, abs=1e-5)
@@ -44,7 +44,7 @@ def test_group_of_the_program(tmp_path: Path, horovodruns: list[float], strategy
 
 
 def test_error_in_a_group_is_raised(tmp_path: Path) -> None:
-    """The process of the failed rank continues, and the other rank does not wait."""
+    """The failed rank's process continues after the error, and the other rank does not wait for it."""
     start(tmp_path, "torch", "failing", "ddp")
     one, other = written(tmp_path)
     assert one["alone"] == other["alone"] == EXIT_BAD_INPUT
@@ -79,7 +79,7 @@ def test_spawn(tmp_path: Path, horovodruns: list[float]) -> None:
 
 def test_ray(tmp_path: Path, horovodruns: list[float]) -> None:
     pytest.importorskip("ray")
-    with tempfile.TemporaryDirectory(prefix="ray") as short:  # paths of sockets have at most 107 characters
+    with tempfile.TemporaryDirectory(prefix="ray") as short:  # a socket's path has at most 107 characters
         env = {"HOME": str(tmp_path), "RAY_TMPDIR": short, "RAY_AUTH_MODE": "disabled"}
         env |= {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'examples'}"}
         start(tmp_path, "none", "ray", "ddp", cold=True, env=env)

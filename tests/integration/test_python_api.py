@@ -1,4 +1,4 @@
-"""A program trains twice with a callback on two ranks; a callback fails on one rank."""
+"""A program on two ranks trains twice with a callback, and a callback fails on one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two steps on real SQuAD, which has more kinds of texts than generated data."""
+"""Train two steps on real SQuAD, whose texts are more varied than generated data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.realdata, AVAILABLE]
 def test_two_steps(version: str, size: int, by: str, make_tokenizer: Callable[..., Any], tmp_path: Path) -> None:
     from transformers import BertConfig
 
-    # It splits most words into characters, so that most passages have several windows.
+    # This tokenizer splits most words into characters, so most passages have several windows.
     tokenizer = make_tokenizer("the", "of", "and", "in", "to", "what", "who", "when", "is", "was")
     tokenizer.save_pretrained(tmp_path / "model")
     BertConfig(vocab_size=len(tokenizer), **TINY).save_pretrained(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""The command is stopped by signals or killed, and resumed, also with another world size and on full disks."""
+"""Runs are stopped by signals or killed, and resumed, even with another world size and after a full disk."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.integration
 
 STOPPING = [sys.executable, stopping_at.__file__]
 DROPOUT = ("--dropout", 0.1, "--save_steps", 2)
-STEPS_PER_EPOCH, STEPS = 3, 6  # see small_run
+STEPS_PER_EPOCH, STEPS = 3, 6  # as in small_run
 
 
 def train(folder: Path, size: int, by: str, *flags: object, stop: str = "0 0 SIGTERM start") -> Outcome:
-    """Run small_run into FOLDER/out. `stop`: step, rank, signal and moment, as for stopping_at.py."""
+    """Run small_run with the output folder `folder`/out. `stop`: step, rank, signal and moment for stopping_at.py."""
     merged = override_argv([str(word) for word in DROPOUT], [str(flag) for flag in flags])
     words = small_run(size, "out", *merged)[len(TRAIN) :]
     cache = {"HVD_BERT_CACHE": str(folder.parent / "cache")}
@@ -40,7 +40,7 @@ def train(folder: Path, size: int, by: str, *flags: object, stop: str = "0 0 SIG
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """size -> the output folder of an uninterrupted run."""
+    """World size -> the output folder of an uninterrupted run."""
     outputs = {}
     for size, by in ((1, "none"), (2, "gloo")):
         folder = tmp_path_factory.mktemp("whole") / str(size)
@@ -82,15 +82,15 @@ def test_closed_terminal_stops_and_saves(tmp_path: Path, whole: dict[int, Path])
 
 
 def test_moved_output_folder_stops_the_run(tmp_path: Path, whole: dict[int, Path]) -> None:
-    """The state is saved in a new folder, from which the same command resumes."""
+    """The run saves its state in a new folder `out`, from which the same command resumes."""
     stopped = train(tmp_path / "run", 2, "gloo", stop="3 0 move start")
     assert not stopped.hung and stopped.status in (EXIT_STOPPED, 1), stopped
     assert printed(stopped).count("Stopped by a move or removal of --output_dir after step 3") == 1, stopped
     warnings = [line for line in stopped.output.splitlines() if "warning" in line.lower()]
-    assert all("TensorBoard" in line for line in warnings), stopped  # TensorBoard's thread may detect the move first
+    assert all("TensorBoard" in line for line in warnings), stopped  # TensorBoard's thread may notice the move first
     assert (tmp_path / "run" / "moved" / "metrics.jsonl").exists()
     (saved,) = (tmp_path / "run" / "out").glob("checkpoint-*")
-    assert saved.name in ("checkpoint-3", "checkpoint-4")  # 3 if a write fails
+    assert saved.name in ("checkpoint-3", "checkpoint-4")  # checkpoint-3 if a write fails
     train(tmp_path / "run", 2, "gloo").expect(0)
     differing = resuming.differences(whole[2], tmp_path / "run" / "out")
     assert [name for name in differing if not name.startswith("metrics.jsonl")] == []
@@ -100,7 +100,7 @@ def test_moved_output_folder_stops_the_run(tmp_path: Path, whole: dict[int, Path
     ("size", "by", "stop", "resumed"),
     [
         (1, "none", "1 0 SIGKILL start", "Training: "),  # before the first checkpoint
-        (2, "mpi", "5 0 SIGKILL start", "Resuming from step [24]:"),  # the write of step 4 may be unfinished
+        (2, "mpi", "5 0 SIGKILL start", "Resuming from step [24]:"),  # the write of checkpoint-4 may be unfinished
         (2, "gloo", "5 1 SIGKILL start", "Resuming from step [24]:"),
     ],
 )
@@ -115,7 +115,7 @@ def test_killed_and_started_again(
 
 
 def test_other_world_sizes(tmp_path: Path) -> None:
-    """4 -> 2 -> 1 -> 4 ranks: each window of an epoch is used once; global batch and losses do not change."""
+    """Train on 4, 2, 1 and 4 ranks. An epoch uses each window once; global batch and losses do not change."""
     worlds = [(4, "gloo", 1), (2, "gloo", 2), (1, "none", 3), (4, "gloo", 0)]
     exact = ("--dropout", 0, "--per_device_train_batch_size")
     for size, by, stop in worlds:
@@ -139,7 +139,7 @@ def test_other_world_sizes(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was stopped after step 4."""
+    """The folder of a run that was stopped after step 4, with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     outcome = train(folder, 1, "none", stop="4 0 SIGTERM start").expect(EXIT_STOPPED)
     assert outcome.output.count("Stopped by SIGTERM after step 4, saved in out/checkpoint-4") == 1
@@ -149,7 +149,7 @@ def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stopped(tmp_path: Path, stopped_once: Path) -> Path:
-    """A copy of a stopped run's folder, with checkpoints of steps 2 and 4."""
+    """A copy of the stopped run's folder that the test may change."""
     return Path(shutil.copytree(stopped_once, tmp_path / "run"))
 
 
@@ -181,7 +181,7 @@ def test_best_model_and_early_end(tmp_path: Path, flags: list[object], early: bo
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB, with room for two checkpoints but not for three."""
+    """A file system of 4 MB, which has room for two checkpoints, but not for three."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk]).returncode:

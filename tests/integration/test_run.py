@@ -1,4 +1,4 @@
-"""Output files and log of runs: of one process, under horovodrun and mpirun, with all options, on a full disk."""
+"""Output files and logs of runs: one process, horovodrun, mpirun, all of Horovod's options, and a full log disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ V2_SCORES |= {"best_exact", "best_exact_thresh", "best_f1", "best_f1_thresh"}
 
 
 class Run:
-    """A finished run: outcome and output folder."""
+    """A finished run, with its outcome and output folder."""
 
     def __init__(self, folder: Path, size: int, by: str) -> None:
         self.size, self.by, self.out = size, by, folder / "out"

@@ -1,4 +1,4 @@
-"""The job scripts of docs/guides/other-schedulers.md, with the variables and signals of the schedulers."""
+"""Run the job scripts of docs/guides/other-schedulers.md with the schedulers' variables and signals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ PROGRAMS = {
 
 
 def make_job(script: str, clone: Path, slots: dict[str, int], **horovodrun: str) -> dict[str, str]:
-    """Make a folder like a clone with the script and an environment. Returns the variables of a job with the slots."""
+    """Make a folder like a clone, with the job script and an environment. Returns the job's variables.
+
+    `slots`: host -> number of ranks. `horovodrun`: content of a stub.
+    """
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / script).write_text(SCRIPTS[script])
     for name, text in (PROGRAMS | horovodrun).items():
@@ -49,8 +52,8 @@ def make_job(script: str, clone: Path, slots: dict[str, int], **horovodrun: str)
 
 
 def run_job(script: str, clone: Path, environ: dict[str, str], signalled: str = "") -> tuple[int, str]:
-    """Run a job. Returns status and output. `signalled`: the recipient of a signal after the first step's log line."""
-    sge = script == "hvd.sge"  # SGE starts the script in the folder of submission, with arguments
+    """Run a job. Returns its status and output. `signalled`: what receives a signal after the first step's log line."""
+    sge = script == "hvd.sge"  # SGE starts the script in the submission folder, with arguments
     words = ["bash", str(clone / script), *(FLAGS.split() if sge else [])]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     output = ""
@@ -68,7 +71,7 @@ def run_job(script: str, clone: Path, environ: dict[str, str], signalled: str = 
 def send_signal(job: int, to: str) -> None:
     if to == "timeout":
         (timer,) = psutil.Process(job).children()
-        timer.send_signal(signal.SIGALRM)  # as at the end of its time
+        timer.send_signal(signal.SIGALRM)  # as at its time limit
     elif to == "group":
         os.killpg(job, signal.SIGUSR1)
     else:
@@ -105,7 +108,7 @@ def test_a_signalled_job_is_requeued_and_resumes(
     [("hvd.pbs", 75, 75), ("hvd.lsf", 75, 1), ("hvd.sge", 75, 75), *[(script, 2, 2) for script in SCRIPTS]],
 )
 def test_other_ends_are_not_requeued(tmp_path: Path, script: str, launcher_status: int, status: int) -> None:
-    """Failures, and stops without a new checkpoint, do not requeue. The scheduler's variable gives the ranks."""
+    """A failure, or a stop without a new checkpoint, does not requeue. The scheduler's variables set the ranks."""
     stub = f'#!/bin/sh\nprintf "%s\\n" "$@" >"{tmp_path}/arguments"\nexit {launcher_status}\n'
     environ = make_job(script, tmp_path, {"a100-01": 2, "a100-02": 2}, horovodrun=stub)
     (tmp_path / OUT).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A rank that stalls in a step ends the job and is named with the missing gradients; a straggler is not."""
+"""A rank that stalls in a step ends the job and is named with the missing gradients. Stragglers continue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train(folder: Path, size: int, by: str, program: list[object], *flags: objec
 
 @pytest.mark.parametrize(("size", "by"), [(2, "gloo"), (3, "mpirun")])
 def test_stalled_rank_ends_the_job_and_is_named(tmp_path: Path, size: int, by: str) -> None:
-    """Rank 1 stops in the fourth step, when Horovod has cached the tensors of a step."""
+    """Rank 1 stops in the fourth step, when Horovod's response cache has the tensors of a step."""
     outcome = train(tmp_path, size, by, [stopping_at.__file__, 4, 1, "SIGSTOP", "start"])
     assert not outcome.hung and outcome.status != 0, outcome
     assert time.time() - float((tmp_path / "signalled").read_text()) < END_S + 30, outcome
@@ -41,7 +41,7 @@ def test_stalled_rank_ends_the_job_and_is_named(tmp_path: Path, size: int, by: s
 
 
 def test_straggler_is_no_stall(tmp_path: Path) -> None:
-    """Starting, writing a checkpoint and evaluating may take longer than a step."""
+    """Loading a model, writing a checkpoint and evaluating may take longer than the limit of a step."""
     program = Path(__file__).with_name("stalling.py")
     outcome = train(tmp_path, 2, "mpi", [program], "--save_steps", 5).expect(0)
     assert [name for name in ("load_model", "write", "score") if f"held in {name}" not in outcome.output] == []

@@ -1,4 +1,4 @@
-"""Strategies by the command: results equal one process's, and a strategy resumes another strategy's checkpoint."""
+"""Whole runs with each strategy equal one process, and a strategy resumes another strategy's checkpoint."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_accelerates_single_process_is_reported(tmp_path):
 
 def test_checkpoint_of_one_strategy_is_resumed_under_another(tmp_path, baseline):
     out = tmp_path / "out"
-    # The status is not compared, because launchers replace it.
+    # Do not compare the status, because launchers replace it.
     for step, by, strategy, size in ((2, "torchrun", "fsdp", 2), (4, "none", "none", 1)):
         stop = [sys.executable, stopping_at.__file__, step, 0, "SIGTERM", "start"]
         words = small_run(size, out, "--strategy", strategy)[len(TRAIN) :]
@@ -67,7 +67,7 @@ def test_checkpoint_of_one_strategy_is_resumed_under_another(tmp_path, baseline)
 
 @pytest.mark.parametrize("flags", [("fsdp",), ("deepspeed", "--zero_stage", 1)])
 def test_best_model_is_saved(tmp_path, flags):
-    """Train with a learning rate so high that the last evaluation is not the best."""
+    """The learning rate is so high that the last evaluation is not the best."""
     skip_without(flags[0])
     out = tmp_path / "out"
     best = ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--eval_steps", 1]

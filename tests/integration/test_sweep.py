@@ -1,4 +1,4 @@
-"""`hvd-bert bench sweep` with real launches: interrupted, resumed, reported."""
+"""Test `hvd-bert bench sweep` with real launches: it is interrupted, resumed and reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launch import TIMEOUT_S, launcher, run
 
 pytestmark = pytest.mark.integration
 
-# Press Ctrl-C once the first point is done.
+# Sends SIGINT, as Ctrl-C does, once the first point is done.
 INTERRUPTED = """
 import signal, subprocess, sys
 with subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, text=True) as sweep:
@@ -30,7 +30,7 @@ def states(folder: Path) -> dict[str, str]:
 
 
 def test_interrupted_resumed_and_reported(tmp_path: Path) -> None:
-    """A sweep of one process, Horovod with an additional flag, DDP under torchrun, and a strategy that cannot run."""
+    """The sweep has one process, Horovod with an additional flag, DDP, and a strategy that cannot run here."""
     launcher(2, "gloo")  # skips the test if the launcher is missing
     words = [sys.executable, "-m", "hvd_bert.tools.bench", "sweep"]
     words += ["--strategies", "none,horovod,ddp,dp", "--ranks", "2"]
@@ -49,5 +49,5 @@ def test_interrupted_resumed_and_reported(tmp_path: Path) -> None:
     with (tmp_path / "report" / "report.csv").open(newline="") as file:
         rows = {(row["strategy"], row["ranks"]): row for row in csv.DictReader(file)}
     assert rows.keys() == {("none", "1"), ("horovod", "2"), ("ddp", "2")}
-    # Rows with other work or losses would have no speed-up.
+    # Rows have a speed-up only if the runs did the same work and their losses agree.
     assert all(float(row["speedup"]) > 0 for row in rows.values()), outcome

@@ -1,4 +1,4 @@
-"""`hvd-bert tune` on two ranks."""
+"""Test `hvd-bert tune` on two ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ pytest.importorskip("optuna")
 
 
 def test_a_search_is_killed_and_resumed(tmp_path: Path) -> None:
-    """A pruner ends one of the trials early."""
+    """The pruner ends at least one trial early."""
     launcher(2, "gloo")  # skips the test if the launcher is missing
     words = [sys.executable, "-m", "hvd_bert.tools.tune", "--ranks", "2", "--config", "sample", "--trials", "4"]
     words += ["--max_train_samples", "300", "--max_eval_samples", "20", "--metric_for_best_model", "eval_loss"]
     words += ["--num_train_epochs", "12", "--range", "learning_rate=1e-5:2e-3:log", "--pruner", "halving"]
-    words += ["--seed", "45"]  # makes the first learning rate higher than the second, and better
+    words += ["--seed", "45"]  # with this seed, the first learning rate is higher and better than the second
     env = environment() | {"PATH": f"{programs()}:{os.environ['PATH']}"}
     command = [served(word) for word in words]
     with started(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""The trainer without flags: bert-base-uncased on SQuAD v1.1 from the hub's cache, or a message with remedies."""
+"""The trainer without flags trains bert-base-uncased on SQuAD v1.1 from the hub's cache, or names remedies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch import TRAIN, launcher, programs, run
 
 pytestmark = pytest.mark.integration
 
-# As on a compute node without access to the hub: offline mode is not set, and no server answers.
+# A compute node without access to the hub: offline mode is not set, and no server answers.
 NO_HUB = {"HF_HUB_OFFLINE": None, "HF_DATASETS_OFFLINE": None, "HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "*"}
 NO_HUB |= {"HF_HUB_CACHE": None, "HF_DATASETS_CACHE": None, "TRANSFORMERS_CACHE": None}
 
@@ -20,7 +20,7 @@ NO_HUB |= {"HF_HUB_CACHE": None, "HF_DATASETS_CACHE": None, "TRANSFORMERS_CACHE"
 def test_trains_from_the_hubs_cache_into_a_dated_folder(hub_home: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    script = tmp_path / "hvd-bert"  # the content that pip writes for an entry point
+    script = tmp_path / "hvd-bert"  # as pip writes it for an entry point
     script.write_text(f"#!{programs() / 'python'}\nimport sys\nfrom hvd_bert.__main__ import main\nsys.exit(main())\n")
     script.chmod(0o755)
     outcome = run([*launcher(2, "gloo"), script, "train"], empty, env=NO_HUB).expect(0)
