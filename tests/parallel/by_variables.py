@@ -1,7 +1,7 @@
 """Start ranks with the environment variables of launchers that are not installed here.
 
-by_variables.py torch SIZE COMMAND...                  torch's four variables, as by Kubeflow or by hand
-mpirun ... by_variables.py JSM|FLUX|PMIX COMMAND...    the variables of another launcher of MPI in place of mpirun's
+by_variables.py torch SIZE COMMAND...                  torch's four variables, as Kubeflow or a user sets them
+mpirun ... by_variables.py JSM|FLUX|PMIX COMMAND...    another MPI launcher's variables in place of mpirun's
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 
-# The variables of size and rank. PMIX: PRRTE sets only the rank, by a variable that Open MPI's mpirun sets as well.
+# Environment variables of world size and rank. PRRTE (PMIX) sets only a rank variable, which Open MPI's mpirun also
+# sets.
 MPI_VARIABLES = {
     "JSM": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
     "FLUX": ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
@@ -26,7 +27,7 @@ def free_port() -> int:
 
 
 def start_by_torch(size: int, command: list[str]) -> int:
-    """Start the ranks on this host. Returns the largest status."""
+    """Start `size` ranks on this host. Returns the largest exit status."""
     job = os.environ | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [subprocess.Popen(command, env=job | {"RANK": str(rank)}) for rank in range(size)]
     return max(rank.wait() for rank in ranks)

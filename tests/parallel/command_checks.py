@@ -1,4 +1,4 @@
-"""Whole runs of `hvd-bert train`; test_worlds.py compares the output files of the worlds."""
+"""Whole runs of `hvd-bert train`. test_worlds.py compares the worlds' output files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvd_bert.training.saving import Checkpoints
 
 
 def run_command(ranks: Ranks, name: str, *flags: str | float, micro_batches: int = 1) -> None:
-    """Train into the folder `name`, with the global batch of all checks in so many micro-batches."""
+    """Train into the folder `name`, with GLOBAL_BATCH windows per step in `micro_batches` micro-batches."""
     batch = ["--global_batch", GLOBAL_BATCH]
     batch += ["--per_device_train_batch_size", GLOBAL_BATCH // ranks.world.size // micro_batches]
     call(train, ranks.world, sample(*batch, *flags, "--output_dir", ranks.folder / name))
@@ -32,7 +32,7 @@ def run_command(ranks: Ranks, name: str, *flags: str | float, micro_batches: int
 @expensive
 @check
 def steps_overlap_with_a_write_and_the_next_save_waits_for_it(ranks: Ranks) -> None:
-    """A kill therefore loses at most --save_steps and the steps during a write."""
+    """So a kill loses at most --save_steps steps plus the steps during a write."""
     order: list[str] = []
     waits = threading.Event()
     kind = strategy_class("horovod")
@@ -78,7 +78,7 @@ def whole_run_ends_well(ranks: Ranks) -> None:
 @expensive
 @check_every_strategy
 def average_of_the_weights_is_evaluated_and_saved(ranks: Ranks) -> None:
-    """Each checkpoint has the average and the trained weights; the model at the end is the best step's average."""
+    """Each checkpoint has the averaged and the trained weights. The final model is the average at the best step."""
     flags = ("--ema_decay", 0.5, "--learning_rate", 1e-3, "--max_eval_samples", 5)
     strategy = ranks.strategy.partition(":")[0]
     if STRATEGIES[strategy].shards:

@@ -1,4 +1,4 @@
-"""Checks of evaluations on several ranks: each question is scored once."""
+"""Checks of evaluations on several ranks: each question is scored exactly once."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tools.evaluate.__main__ import main as evaluate
 from hvd_bert.training.api import main as train
 
-NUM_QUESTIONS = (3, 10)  # fewer than four ranks; not divisible by 4
+NUM_QUESTIONS = (3, 10)  # fewer questions than four ranks; not divisible by 4
 PRESETS = ("sample", "sample_v2")
 
 
 def evaluation_name(preset: str, num_questions: int) -> str:
-    """The name of an evaluation's file, which test_worlds.py reads."""
+    """Return the name of an evaluation's file, which test_worlds.py reads."""
     return f"evaluation-{preset}-{num_questions}.json"
 
 
 def _evaluate(ranks: Ranks, preset: str, num_questions: int) -> None:
     world, tiny = ranks.world, Path(sys.argv[1]) / "tiny"
     words = ["--config", preset, "--config_name", tiny, "--tokenizer_name", tiny, "--max_train_samples", 16]
-    # Short windows, so that most questions have several.
+    # Use short windows, so that most questions have several windows.
     words += ["--max_eval_samples", num_questions, "--max_seq_length", 24, "--doc_stride", 4]
     words += ["--per_device_eval_batch_size", 4, "--n_best_size", 5]
     config = command_line.parse([str(word) for word in words])
@@ -71,7 +71,7 @@ def each_question_is_evaluated_once(ranks: Ranks) -> None:
 
 
 def dev_rows(count: int) -> list[dict[str, Any]]:
-    """The first questions of the sample's dev set as flat rows."""
+    """Return the first `count` questions of the sample's dev set as flat rows."""
     questions = squad.open_file(PACKAGE / "sample" / "dev-v1.1.json.gz", False).questions()[:count]
     return [asdict(q) | {"answers": {"text": q.answer_texts, "answer_start": q.answer_starts}} for q in questions]
 

@@ -1,4 +1,4 @@
-"""All ranks find a NaN loss of one rank at the same step."""
+"""If one rank's loss is NaN, all ranks detect it in the same step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.training.api import main as train
 from hvd_bert.training.health import LIMIT
 
-STEPS, ALONE, FIRST = 9, 2, 4  # number of steps; a single step with NaN; the first of several in a row
+STEPS, ALONE, FIRST = (
+    9,
+    2,
+    4,
+)  # number of steps; a single step with NaN; the first of consecutive steps with NaN
 
 
 @contextmanager
 def losses_of_nan(world: World) -> Iterator[None]:
-    """Context manager: the last rank's loss is NaN in the steps ALONE and FIRST, FIRST + 1, ..."""
+    """Context manager: make the last rank's loss NaN in the steps ALONE, FIRST, FIRST + 1, ..."""
     losses, made = QuestionAnswering.losses, 0
 
     def sometimes(self: QuestionAnswering, model: nn.Module, batch: Batch) -> Tensor:
@@ -65,7 +69,7 @@ def steps_of_nan_are_skipped_and_then_end_the_training_on_all_ranks(ranks: Ranks
         assert [loss is None for loss in losses] == [
             step in (ALONE, *range(FIRST, STEPS)) for step in range(1, len(losses) + 1)
         ]
-        # The checkpoint of a skipped step has the weights of the last step that was applied.
+        # The checkpoint of a skipped step has the weights after the last step that was applied.
         newest = files.read(out / (out / "latest").read_text(encoding="utf-8").strip())
         assert newest.state["step"] == 5
         assert all(torch.isfinite(weight).all() for weight in newest.tensors["model"].values())
@@ -74,7 +78,7 @@ def steps_of_nan_are_skipped_and_then_end_the_training_on_all_ranks(ranks: Ranks
 @expensive
 @check_every_strategy
 def training_that_skips_all_steps_fails_and_saves_no_model(ranks: Ranks) -> None:
-    """Train a model with NaN weights for fewer steps than end a training."""
+    """Train a model with NaN weights for one step less than the number of skipped steps that ends a training."""
     world, model, out = ranks.world, ranks.folder / "nan", ranks.folder / "untrained"
     training = Training(world)
     if world.rank == 0:

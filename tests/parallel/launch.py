@@ -1,4 +1,4 @@
-"""Start commands on 1 to 4 ranks for tests; a command that hangs is killed and fails the test with its output."""
+"""Start commands on 1 to 4 ranks for tests. A command that hangs is killed, and fails the test with its output."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY / "hvd_bert" / "sample"
 SAMPLE_DEV = SAMPLE / "dev-v1.1.json.gz"
 TRAIN = [sys.executable, "-m", "hvd_bert.train"]
-# Far above the 10 to 40 s that a launch takes on two cores. The checks of four ranks, which get twice this limit, took
-# 107 s alone on a Zen 3 without AVX-512, and 251 s among other tests.
+# Far more than the 10 to 40 s that a launch takes on two cores. The checks of four ranks get twice this limit. They
+# took 107 s alone on a Zen 3 without AVX-512, and 251 s alongside other tests.
 TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "190"))
-# Prefixes of variables that are removed, because launchers would take those of a surrounding job. A test may set the
-# first two by hvd_bert.model.cpu.linear; the fork server only serves commands with an unchanged environment.
+# Prefixes of variables to remove, because launchers would read those of a surrounding job. hvd_bert.model.cpu.linear
+# may set the first two in a test's process; the fork server serves only commands with an unchanged environment.
 _FOREIGN = (
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY LRU_CACHE_CAPACITY OMPI_ PMIX_ PMI_ SLURM_ HOROVOD_ MV2_ MVP_ JSM_ FLUX_ PALS_"
     " ALPS_ TORCHELASTIC_ PET_ MASTER_ RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE HF_HUB_CACHE HF_DATASETS_CACHE"
@@ -37,7 +37,7 @@ _FOREIGN = (
 
 @dataclass(frozen=True, repr=False)
 class Outcome:
-    """The end of a command. `output`: stdout and stderr. `hung`: the command was killed after the time limit."""
+    """The result of a command. `output`: stdout and stderr. `hung`: whether it was killed at the time limit."""
 
     command: list[str]
     status: int
@@ -45,12 +45,12 @@ class Outcome:
     seconds: float
     hung: bool
 
-    def __repr__(self) -> str:  # pytest shows it
+    def __repr__(self) -> str:  # pytest shows this text
         end = f"HUNG, killed after {self.seconds:.0f} s" if self.hung else f"status {self.status}, {self.seconds:.0f} s"
         return f"{' '.join(self.command)}\n-> {end}; output:\n{self.output[-12000:]}"
 
     def expect(self, status: int) -> Outcome:
-        """Fail the test, with the output, unless the command ended by itself with `status`."""
+        """Fail the test with the command's output, unless the command ended by itself with `status`."""
         if self.hung or self.status != status:
             pytest.fail(f"expected status {status}\n{self}", pytrace=False)
         return self
@@ -58,20 +58,20 @@ class Outcome:
 
 @functools.cache
 def hub_folder() -> Path:
-    """$HF_HOME of every command of this session. Empty, unless a test uses the fixture hub_home, which fills it."""
+    """Return the $HF_HOME of all commands of this session. It is empty unless the fixture hub_home fills it."""
     folder = tempfile.mkdtemp(prefix="hvd_hub_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 def environment() -> dict[str, str]:
-    """The environment of all commands: without a surrounding job's variables, with one thread, without network."""
+    """Return the environment of all commands: one thread, no network, and no variables of a surrounding job."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(tuple(_FOREIGN.split()))}
     environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     # One folder for all commands, because the fork server does not serve commands with another HF_HOME.
     environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(hub_folder())}
     environ |= {"PYTHONPATH": str(REPOSITORY)}
-    # By default, Horovod's threads meet every ms, which takes a fifth of the time on two cores.
+    # By default, Horovod's threads meet every millisecond, which takes a fifth of the time on two cores.
     environ |= {"HOROVOD_CYCLE_TIME": "5"}
     if os.geteuid() == 0:
         environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -80,7 +80,7 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def programs() -> Path:
-    """The folder of the `python`, `horovodrun`, `torchrun` and `hvd-bert` that this session's fork server forks."""
+    """Return the folder of the `python`, `horovodrun`, `torchrun` and `hvd-bert` that use the fork server."""
     return fork_server.programs(environment())
 
 
@@ -99,9 +99,9 @@ def run(
     timeout: float = TIMEOUT_S,
     cold: bool = False,
 ) -> Outcome:
-    """Run a command to its end, or kill it and all that it started after `timeout` seconds.
+    """Run a command to its end, or kill it with all its descendants after `timeout` seconds.
 
-    `env`: additional variables; None removes a variable. `cold`: Python is started, not forked by the fork server.
+    `env`: additional variables; None removes a variable. `cold`: start Python, instead of a fork of the fork server.
     """
     words = [str(word) for word in command]
     environ = environment()
@@ -130,17 +130,17 @@ def run(
 
 @functools.cache
 def built() -> frozenset[str]:
-    """The controllers that this Horovod was built with: "mpi", "gloo"."""
+    """Return the controllers that this Horovod was built with: "mpi", "gloo"."""
     import horovod.torch as hvd
 
     return frozenset(name for name in ("mpi", "gloo") if getattr(hvd, f"{name}_built")())
 
 
 def launcher(size: int, by: str) -> list[str]:
-    """The words before a command that start it on `size` ranks. Skips the test if the launcher is missing.
+    """Return the words that, before a command, start it on `size` ranks. Skips the test if the launcher is missing.
 
-    `by`: horovodrun with "mpi" or "gloo"; "mpirun", "torchrun", "deepspeed", "accelerate"; by_variables.py with "torch"
-    or, under mpirun, "JSM", "FLUX", "PMIX"; "none": one process without a launcher.
+    `by`: "mpi" or "gloo" for horovodrun; "mpirun", "torchrun", "deepspeed", "accelerate"; "torch" for by_variables.py,
+    or "JSM", "FLUX", "PMIX" for by_variables.py under mpirun; "none" for one process without a launcher.
     """
     if by == "none":
         assert size == 1

@@ -1,7 +1,7 @@
-"""100 wrong trainings, which `hvd-bert doctor --prove` must find: `horovodrun -np 2 python mutations.py FOLDER STRIDE`.
+"""Make 100 wrong trainings, which `hvd-bert doctor --prove` must find: `horovodrun -np 2 python mutations.py FOLDER N`.
 
-Makes every STRIDEth mutation. Rank 0 writes FOLDER/found.json: for each mutation whether it changed the weights, and
-the checks that failed; "none" is the correct training. Then the command checks a wrong training, and must fail.
+Makes every Nth mutation. Rank 0 writes FOLDER/found.json: for each mutation, whether it changed the weights, and which
+checks failed; "none" is the correct training. Then the command `doctor --prove` checks a wrong training, and must fail.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ALL = ", on all ranks"
 
 
 def flip(tensor: Tensor, bit: int) -> Tensor:
-    """Flip a bit of the element with the largest magnitude."""
+    """Flip a bit of the element with the largest magnitude. Returns the tensor."""
     flat = tensor.detach().view(-1)
     flat.view(torch.int32)[int(flat.abs().argmax())] ^= 1 << bit
     return tensor
 
 
-# Kind -> the moment in a step, and the function that changes the last argument.
+# Kind -> the moment in a step at which the mutation is made, and the function that changes its last argument.
 KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "gradient scaled": ("gradient", lambda mutant, gradient: gradient.mul_(1.01)),
     "bit of a gradient": ("gradient", lambda mutant, gradient: flip(gradient, 24)),
@@ -74,13 +74,13 @@ TARGETS = (  # rank, step (counted from 1), tensor
 )
 MUTATIONS = [(kind, target) for kind in KINDS for target in TARGETS]
 FILES, OTHER_FILES = ((5, 3), (7, 14)), ((5, 5), (7, 12))  # weights 0.6 and 2; the third step ends an epoch
-# 4 and 3 windows per rank, so that the mean per rank differs.
+# A step has 4 and 3 windows on the two ranks, so the mean of the ranks' means is not the mean over all windows.
 CLIP = 0.1
 FLAGS = f"--prove --warmup_ratio=0 --max_grad_norm={CLIP} --per_device_train_batch_size=4 --global_batch=7".split()
 
 
 class Now:
-    """The current mutation, and the number of the ranks' current step."""
+    """The current mutation, and the number of the ranks' current step, from 1."""
 
     kind = "none"
     rank, step, tensor = TARGETS[0]
@@ -88,9 +88,9 @@ class Now:
 
     @classmethod
     def mutated(cls, moment: str, rank: int, number: int, *values: Any) -> Any:
-        """Return the last value, changed if the mutation is due."""
+        """Return the last value, changed if the current mutation is due."""
         when, change = KINDS.get(cls.kind, ("never", None))
-        last_step = 4 if cls.kind == "seed" else 5  # a new seed changes the next step
+        last_step = 4 if cls.kind == "seed" else 5  # a new seed changes only the next step
         due = (when, min(cls.step, last_step)) == (moment, number) and (cls.kind.endswith(ALL) or rank == cls.rank)
         return change(*values) if change and due else values[-1]
 
@@ -100,7 +100,7 @@ class Mutant(HorovodStrategy):
         super().__init__(*arguments)
         Now.number = 1
         self.weight = dict(self.model.named_parameters())[Now.tensor]
-        self.last = torch.zeros_like(self.weight)  # this rank's last gradient
+        self.last = torch.zeros_like(self.weight)  # this rank's previous gradient
         self.weight.register_hook(self.before_average)
 
     def mutate(self, moment: str, value: Any) -> Any:
@@ -144,14 +144,14 @@ class MutantTask(QuestionAnswering):
         batch = super().batch(ids)
         assert self.plan
         (expected,) = self.plan.rank_windows(Now.step - 1, self.world.rank)
-        # The reference of one process makes batches in the main thread.
+        # Skip the single-process reference, which makes batches in the main thread.
         if np.array_equal(ids, expected) and threading.current_thread() is not threading.main_thread():
             Now.mutated("batch", self.world.rank, Now.step, batch.content.input_ids[0, 1])
         return batch
 
     def losses(self, model: Any, batch: MicroBatch) -> Any:
         losses = super().losses(model, batch)
-        if model is not self.model or not self.plan:  # the reference of one process
+        if model is not self.model or not self.plan:  # the single-process reference
             return losses
         total = len(self.plan.step_windows(Now.number - 1))
         return Now.mutated("losses", self.world.rank, Now.number, total, losses)
@@ -179,5 +179,5 @@ def main(world: World) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["mutations"] = sys.modules["__main__"]  # the trainer imports the classes by this name
+    sys.modules["mutations"] = sys.modules["__main__"]  # the trainer imports the classes from this module name
     run_as_rank(main)

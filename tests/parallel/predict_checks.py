@@ -1,4 +1,4 @@
-"""Checks of `hvd-bert predict` on several ranks: the answers to a file equal the answers of one process."""
+"""Checks of `hvd-bert predict` on several ranks: the answers to a file equal those of one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANSWERS = "predicted/answers.jsonl"
 
 
 def _prepare(folder: Path) -> None:
-    """Save a model with a span head, and 30 questions without answers."""
+    """Save a model with a span head, and a file of 30 questions without answers."""
     torch.manual_seed(5)
     model = BertForQuestionAnswering(BertConfig.from_pretrained(folder / "tiny", initializer_range=0.3))
     for part in (model, AutoTokenizer.from_pretrained(folder / "tiny")):

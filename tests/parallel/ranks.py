@@ -24,7 +24,7 @@ from hvd_bert.distributed.world import World
 
 @dataclass(frozen=True)
 class Ranks:
-    """The argument of a check: the world, the expected controller, and a folder for files."""
+    """The argument of a check: the world, the expected controller, a folder for files, and the strategy."""
 
     world: World
     controller: str
@@ -38,36 +38,36 @@ class Ranks:
 
 Check = Callable[[Ranks], None]
 CHECKS: dict[str, Check] = {}
-HOROVOD_CHECKS: set[str] = set()  # checks that do not depend on the strategy, or of traps of Horovod
+HOROVOD_CHECKS: set[str] = set()  # checks that do not depend on the strategy or test traps of Horovod
 EXPENSIVE_CHECKS: set[str] = set()
 
 
 def runs_expensive_checks(size: int, strategy: str) -> bool:
-    """Whether a world is the strategy's smallest world of several ranks, or one process without a strategy."""
+    """Return whether a world is its strategy's smallest world of several ranks, or one process without a strategy."""
     return (size, strategy) in ((2, "horovod"), (2, "ddp"), (4, "fsdp"), (2, "deepspeed"), (1, "none"))
 
 
 def check(function: Check) -> Check:
-    """Register a check of Horovod's worlds under the name of the function."""
+    """Register a check under its function's name, for Horovod's worlds only."""
     HOROVOD_CHECKS.add(function.__name__)
     return check_every_strategy(function)
 
 
 def check_every_strategy(function: Check) -> Check:
-    """Register a check of every world."""
+    """Register a check under its function's name, for every world."""
     assert function.__name__ not in CHECKS
     CHECKS[function.__name__] = function
     return function
 
 
 def expensive(function: Check) -> Check:
-    """Run a registered check in only one world per strategy, since the number of ranks does not matter."""
+    """Run a registered check in only one world per strategy, because the number of ranks does not matter."""
     EXPENSIVE_CHECKS.add(function.__name__)
     return function
 
 
 def check_names(size: int, strategy: str) -> list[str]:
-    """The names of a world's checks, in order."""
+    """Return the names of a world's checks in the order in which they run."""
     left_out = set() if strategy == "horovod" else HOROVOD_CHECKS
     if not runs_expensive_checks(size, strategy):
         left_out = left_out | EXPENSIVE_CHECKS
@@ -75,7 +75,7 @@ def check_names(size: int, strategy: str) -> list[str]:
 
 
 def call(main: Callable[[World], object], world: World, words: Sequence[object]) -> None:
-    """Call a command's main with these words as command line."""
+    """Call a command's main function with `words` as its command line."""
     before, sys.argv = sys.argv, ["command", *map(str, words)]
     try:
         main(world)
@@ -84,7 +84,7 @@ def call(main: Callable[[World], object], world: World, words: Sequence[object])
 
 
 def run_checks(world: World) -> None:
-    """Run all checks in order, also after a check that failed."""
+    """Run all checks in order, even after a failed check."""
     for kind in ["world", "training", "command", "strategy", "evaluation", "predict", "resume", "task", "health"]:
         importlib.import_module(f"{kind}_checks")  # registers checks
     folder, controller, strategy = Path(sys.argv[1]), *sys.argv[2:]
@@ -95,7 +95,7 @@ def run_checks(world: World) -> None:
             CHECKS[name](Ranks(world, controller, folder, strategy))
         except Exception:
             failure = traceback.format_exc()
-            # Printed at once, because the other ranks may wait for this rank until all are killed.
+            # Print at once, because the other ranks may wait for this rank until all are killed.
             print(f"rank {world.rank}: {name}: {failure}", file=sys.stderr, flush=True)
         results[name] = world.allgather(failure)
         if world.rank == 0:
@@ -105,6 +105,6 @@ def run_checks(world: World) -> None:
 
 if __name__ == "__main__":
     sys.modules["ranks"] = sys.modules["__main__"]  # the checks import this module by its name
-    if sys.argv[3] == "ddp" and "TORCHELASTIC_RUN_ID" in os.environ:  # this world does not import Horovod
+    if sys.argv[3] == "ddp" and "TORCHELASTIC_RUN_ID" in os.environ:  # this world must not import Horovod
         sys.modules.update({name: None for name in ("horovod", "horovod.torch")})  # type: ignore[misc]
     run_as_rank(run_checks, sys.argv[3].partition(":")[0])

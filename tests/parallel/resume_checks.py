@@ -1,4 +1,4 @@
-"""A run that is stopped at any moment and resumed equals an uninterrupted run bit for bit, with dropout."""
+"""A run with dropout that is stopped at any moment and resumed equals an uninterrupted run bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
 from hvd_bert.errors import EXIT_STOPPED
 from hvd_bert.training.api import main as train
 
-STEPS = 6  # an epoch has 2 steps; the second has one window
+STEPS = 6  # an epoch has 2 steps, the second with one window
 
 
 def flags(world: World, strategy: str, out: Path) -> list[str]:
@@ -34,7 +34,7 @@ def flags(world: World, strategy: str, out: Path) -> list[str]:
 
 
 def run(world: World, words: list[str]) -> int:
-    """Run the trainer's main. Returns the exit status."""
+    """Run the trainer's main function. Returns the exit status: 0, or EXIT_STOPPED after a signal."""
     try:
         call(train, world, words)
     except CollectiveError as error:
@@ -50,7 +50,7 @@ def stopped_run_equals_an_uninterrupted_run(ranks: Ranks) -> None:
     whole, stopped, records = (ranks.folder / name for name in ("whole", "stopped", "records"))
     records.mkdir(exist_ok=True)
     assert run(world, flags(world, ranks.strategy, whole)) == 0
-    # Between two micro-batches in the middle of an epoch; at the end of an epoch, right after an evaluation.
+    # Stop between two micro-batches in the middle of an epoch, and at the end of an epoch, right after an evaluation.
     for step, moment in ((1, "inside"), (4, "start")):
         with signal_at(step, {world.size - 1}, "SIGTERM", moment, records=records):
             assert run(world, flags(world, ranks.strategy, stopped)) == EXIT_STOPPED
@@ -69,7 +69,7 @@ def stopped_run_equals_an_uninterrupted_run(ranks: Ranks) -> None:
 @expensive
 @check_every_strategy
 def logging_interval_does_not_change_the_model(ranks: Ranks) -> None:
-    """The learning rate depends on whether the last step was applied, which is known a step later, or when logged."""
+    """Whether a step was applied, and so the next learning rate, is known one step later or when it is logged."""
     world, found = ranks.world, []
     for steps in (1, STEPS):
         out = ranks.folder / f"logged_{steps}"
@@ -82,7 +82,7 @@ def logging_interval_does_not_change_the_model(ranks: Ranks) -> None:
 
 @check
 def newest_state_in_memory_is_resumed_by_all_ranks(ranks: Ranks) -> None:
-    """The last rank is one step ahead, rank 0 is new, and the other ranks are one step behind."""
+    """The last rank is one step ahead of the middle ranks, and rank 0 is new."""
     if ranks.world.size < 4:
         return
     world, last = ranks.world, ranks.world.size - 1
@@ -141,7 +141,7 @@ def chosen_batch_does_not_change_on_resume(ranks: Ranks) -> None:
         patch.setattr(machine, "free_memory", lambda: 2**34)
         with signal_at(2, {0}, "SIGTERM"):
             assert run(world, words) == EXIT_STOPPED
-        patch.setattr(machine, "free_memory", lambda: 0)  # now no batch would fit
+        patch.setattr(machine, "free_memory", lambda: 0)  # no batch would fit now
         assert run(world, words) == 0
     if world.rank == 0:
         results = json.loads((out / "train_results.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Compare two runs bit for bit: every tensor, and every logged number except times."""
+"""Compare two runs bit for bit: all tensors, and all logged numbers except times."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ NO_TIMES = ("padding_share",)
 
 
 def newest(out: Path) -> Path:
-    """The checkpoint that `latest` names."""
+    """Return the checkpoint that the file `latest` names."""
     return out / (out / "latest").read_text(encoding="utf-8").strip()
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without times."""
+    """Read metrics.jsonl without times."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [{key: line[key] for key in line if key in NO_TIMES or not key.endswith(TIMES)} for line in lines]
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """The differences between the last checkpoints and the metrics of two runs, at zero tolerance."""
+    """Return the differences between two runs' last checkpoints and metrics. All values must be equal bit for bit."""
     found = []
     for name in {file.name for out in (one, other) for file in newest(out).glob("*.safetensors")}:
         mine, theirs = (load_file(newest(out) / name) for out in (one, other))
@@ -47,5 +47,5 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    # As bytes, NaN (a generator's missing spare number) equals NaN, and 0.0 differs from -0.0.
+    # Compare bytes: NaN (in a generator's state without a spare number) equals NaN, and 0.0 differs from -0.0.
     return one.dtype == other.dtype and one.numpy().tobytes() == other.numpy().tobytes()

@@ -1,12 +1,12 @@
 """Train, and send a signal at an exact moment: `python stopping_at.py STEP RANK SIGNAL MOMENT ARGUMENTS...`.
 
-STEP: counts from 1; 0: no signal. RANK: a rank, or several such as 2,3.
-SIGNAL: a name such as SIGTERM, "hosts" to wait until Horovod elastic has other hosts, or "move" to rename the folder
-`out` to `moved`.
-MOMENT: "start" of the step; "inside" the step, after the first micro-batch; a number: SIGSTOP for so many seconds; a
-name in PHASES: SIGKILL at a random moment of that phase; "queued": once another rank waits for an operation that
-Horovod never finishes.
-In the working directory, each rank records its windows in windows-RANK.jsonl, and a signal by the file `signalled`.
+STEP: counted from 1; 0: no signal. RANK: a rank, or several ranks such as 2,3.
+SIGNAL: a name such as SIGTERM, "hosts" to wait until Horovod elastic reports other hosts, or "move" to rename the
+folder `out` to `moved`.
+MOMENT: "start" of the step; "inside" the step, after the first micro-batch; a number of seconds between SIGSTOP and
+SIGCONT; a name in PHASES for SIGKILL at a random moment of that phase; "queued" for the time at which another rank
+waits for an operation that Horovod never finishes.
+In the working directory, each rank records its windows in windows-RANK.jsonl, and creates `signalled` before a signal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.training.loop import Evaluations
 from hvd_bert.training.saving import Checkpoints
 
-# The trainer's functions that run in a phase. A checkpoint's write runs alongside the next steps.
+# Phase -> the trainer's functions that run in it. A checkpoint is written while the next steps run.
 PHASES = {
     "saving": (Checkpoints.save, files.write, run_folder.save_model),
     "evaluation": (Evaluations.evaluate,),
@@ -51,7 +51,10 @@ PHASES = {
 def signal_at(
     step: int, ranks: set[int], name: str, moment: str = "start", records: Path | None = None
 ) -> Iterator[None]:
-    """Context manager: each rank in `ranks` sends the signal `name` to this process in `step`."""
+    """Context manager: in `step`, the process of each rank in `ranks` sends the signal `name` to itself.
+
+    `moment` and further values of `name`: see this module's docstring. `records`: folder for the recorded windows.
+    """
     original = Prefetcher.micro_batches
     worlds: list[Prefetcher] = []  # one prefetcher per world of Horovod elastic
 
@@ -74,7 +77,7 @@ def signal_at(
                     threading.Thread(target=die_during, args=(moment,), daemon=True).start()
                 elif moment.isdigit():
                     stop = f"kill -STOP {os.getpid()}; sleep {moment}; kill -CONT {os.getpid()}"
-                    subprocess.Popen(["sh", "-c", stop], start_new_session=True, stdout=-3, stderr=-3)  # DEVNULL
+                    subprocess.Popen(["sh", "-c", stop], start_new_session=True, stdout=-3, stderr=-3)  # -3: DEVNULL
                 else:
                     while moment == "queued" and records and not [*records.parent.glob("*/waiting")]:
                         time.sleep(0.01)
@@ -94,12 +97,12 @@ def signal_at(
 
 
 def notes(folder: Path) -> list[dict[str, Any]]:
-    """The ranks' records of their micro-batches. `world`: 1 is the first world, 2 the next world."""
+    """Read the ranks' records of their micro-batches. `world`: 1 for the first world, 2 for the next world."""
     return [json.loads(line) for path in folder.rglob("windows-*.jsonl") for line in path.read_text().splitlines()]
 
 
 def taken(folder: Path, last: int) -> dict[int, Counter[int]]:
-    """Windows per step: up to step `last` by the first world, then by the next world."""
+    """Count the windows per step: those of the first world up to step `last`, and of later worlds after it."""
     found: dict[int, Counter[int]] = {}
     for row in notes(folder):
         if (row["world"] > 1) == (row["step"] > last):
@@ -108,22 +111,22 @@ def taken(folder: Path, last: int) -> dict[int, Counter[int]]:
 
 
 def current_phase() -> str | None:
-    """The phase that this process is in, or None."""
+    """Return this process's current phase, or None."""
     stacks = sys._current_frames().values()
     codes = {frame.f_code for stack in stacks for frame, _ in traceback.walk_stack(stack)}
     return next((phase for phase, within in PHASES.items() if codes & {f.__code__ for f in within}), None)
 
 
 def die_during(phase: str, mean_s: float = 0.01) -> None:
-    """Kill this process by SIGKILL at a random moment: the first event of a Poisson process within the phase."""
-    dice = random.Random(os.getpid())  # does not change the training's random numbers
+    """Kill this process by SIGKILL at a random moment of the phase: the first event of a Poisson process."""
+    dice = random.Random(os.getpid())  # must not change the training's random numbers
     while current_phase() != phase:
         time.sleep(dice.expovariate(1 / mean_s))
-    os.kill(os.getpid(), signal.SIGKILL)  # no other thread runs in between: this one has the interpreter's lock
+    os.kill(os.getpid(), signal.SIGKILL)  # this thread holds the interpreter's lock, so the phase cannot end in between
 
 
 def queue_too_late(folder: Path) -> None:
-    """Never finish the operation that this process waits for, once another rank has been signalled."""
+    """Once another rank has been signalled, make the operation that this process waits for never finish."""
     from horovod.torch.mpi_ops import mpi_lib
 
     poll = mpi_lib.horovod_torch_poll
@@ -139,7 +142,7 @@ def queue_too_late(folder: Path) -> None:
 
 @contextmanager
 def noted_hosts() -> Iterator[threading.Event]:
-    """Context manager: the event is set once Horovod elastic has notified this process of other hosts."""
+    """Context manager: yield an event that is set when Horovod elastic notifies this process of other hosts."""
     notified, original = threading.Event(), ProcessState.on_hosts_updated
 
     def on_hosts_updated(self: ProcessState, *given: Any) -> None:

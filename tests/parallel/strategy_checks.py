@@ -1,6 +1,6 @@
-"""Every strategy computes the gradients and steps of one process, and a strategy's state can be loaded.
+"""Every strategy computes the gradients and steps of one process, and loads another strategy's state.
 
-Gradients are computed from AdamW's first moments after one step, which `Strategy.state` returns in full.
+The gradients are derived from AdamW's first moments after one step, which `Strategy.state` returns in full.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hvd_bert.training.optim import make_optimizer
 
 
 def applied_gradients(training: Training, step: int) -> Gradients:
-    """Make the first optimizer step, on the windows of `step`. Returns the gradients on rank 0, {} on others."""
+    """Run the first optimizer step on the windows of `step`. Returns its gradients on rank 0, and {} on other ranks."""
     training.averaged_step(step)
     _, tensors, rest = training.strategy.state()
     if training.world.rank != 0:
@@ -46,9 +46,9 @@ def first_step(
     tolerance: float = 1e-5,
     recompute: bool = False,
 ) -> tuple[Gradients, Gradients]:
-    """Compare the gradients of the strategy's first step with the gradients of one process for the same windows.
+    """Compare the gradients of the strategy's first step with one process's gradients on the same windows.
 
-    Returns both on rank 0, {} and {} on others.
+    Returns both on rank 0, and {} and {} on other ranks.
     """
     is_first = ranks.world.rank == 0
     training = Training(ranks.world, "--max_grad_norm", clip, *flags, accumulation=accumulation)
@@ -69,7 +69,7 @@ def first_step(
 @expensive
 @check_every_strategy
 def first_gradients_of_every_packed_family_are_those_of_one_process(ranks: Ranks) -> None:
-    """Test FSDP, which shards by a family's layers, and DDP, which needs a gradient of each weight."""
+    """FSDP shards by a family's layers, and DDP needs a gradient for each weight."""
     if ranks.strategy not in ("fsdp", "ddp"):
         return
     sizes = json.loads((ranks.folder / "tiny" / "config.json").read_text())
@@ -83,7 +83,8 @@ def first_gradients_of_every_packed_family_are_those_of_one_process(ranks: Ranks
         found = applied_gradients(training, 0)
         if found:
             assert found.keys() == expected.keys(), name
-            # As one vector, because the weights whose gradients are zero in theory depend on the family.
+            # Compare one concatenated vector, because which weights have zero gradients in theory depends on the
+            # family.
             one, other = (torch.cat([gradients[key].flatten() for key in expected]) for gradients in (found, expected))
             assert (one - other).norm() <= 1e-5 * other.norm(), name
 
@@ -97,13 +98,13 @@ def padded_clipped_and_recomputed_gradients_of_micro_batches_are_those_of_one_pr
 def gradients_of_micro_batches_in_bf16_are_near_those_of_one_process(ranks: Ranks) -> None:
     found, expected = first_step(ranks, "--bf16", accumulation=4, tolerance=0.15)
     if found:
-        with pytest.raises(AssertionError, match="off by"):  # fp32 would be closer
+        with pytest.raises(AssertionError, match="off by"):  # gradients in fp32 would be closer
             assert_close(found, expected, 1e-4)
 
 
 @check_every_strategy
 def deterministic_steps_are_recorded(ranks: Ranks) -> None:
-    """Record losses and weights, which test_worlds.py compares with another strategy's."""
+    """Record losses and weights, which test_worlds.py compares between strategies."""
     training = Training(ranks.world, "--deterministic", "--learning_rate", 1e-3, accumulation=2)
     strategy = training.wrap()
     losses = list[float]()
@@ -121,7 +122,7 @@ def a_step_in_which_most_ranks_have_no_window_equals_that_of_one_process(ranks: 
 
 @check_every_strategy
 def gathered_model_has_the_current_weights(ranks: Ranks) -> None:
-    """The gathered weights have changed in training, and are equal on every rank."""
+    """Training has changed the gathered weights, and they are equal on all ranks."""
     training = Training(ranks.world, "--learning_rate", 1e-3)
     before = training.weights()
     strategy = training.wrap()
@@ -148,7 +149,7 @@ def gathered_model_has_the_current_weights(ranks: Ranks) -> None:
 @check_every_strategy
 def layerwise_optimizers_step_as_in_one_process(ranks: Ranks) -> None:
     for optim in ("lamb", "lars"):
-        # With a smaller epsilon, LAMB would make full steps of gradients that are only rounding errors.
+        # With a smaller epsilon, LAMB would make full steps for gradients that are only rounding errors.
         flags = ("--optim", optim, "--learning_rate", 0.01, "--adam_epsilon", 1e-3)
         strategy = ranks.strategy.partition(":")[0]
         if STRATEGIES[strategy].shards:
@@ -179,7 +180,7 @@ def state_with_frozen_weights_is_loaded_by_another_strategy(ranks: Ranks) -> Non
 
 
 def state_makes_the_same_next_step(ranks: Ranks, frozen: str, *flags: str | float) -> None:
-    """A strategy that loads another strategy's state makes the same next step, to the bit."""
+    """Check that a strategy that loads another instance's state makes the same next step, bit for bit."""
     world, exact = ranks.world, ["--deterministic"] if ranks.world.size > 2 else []
     flags = ("--learning_rate", 1e-3, *exact, *flags)
     first, second = Training(world, *flags, frozen=frozen), Training(world, *flags, frozen=frozen)

@@ -30,7 +30,7 @@ COLOURS = ("red", "green", "pale grey")
 
 
 def rows(count: int) -> list[dict[str, str]]:
-    """Rows with pairs of texts of different lengths; the label is the beginning of the second text."""
+    """Make rows with pairs of texts of different lengths. The label is the beginning of the second text."""
     return [
         {"sentence1": PASSAGE[: 5 * i], "sentence2": COLOURS[i % 3] + PASSAGE[: 7 * i % 29], "label": COLOURS[i % 3]}
         for i in range(1, count + 1)
@@ -59,8 +59,10 @@ def classification_ends_well(ranks: Ranks) -> None:
 
 @check_every_strategy
 def work_equals_that_of_one_process(ranks: Ranks) -> None:
-    """Check uneven shares of a step in bf16; in one world per strategy also several micro-batches in fp32; with Horovod
-    also a custom task."""
+    """Check steps with different numbers of windows per rank in bf16.
+
+    In one world per strategy, also check several micro-batches in fp32; with Horovod, also a custom task.
+    """
     uneven = ["--per_device_train_batch_size", 2, "--global_batch", 2 * ranks.world.size - 1, "--max_grad_norm", 0.01]
     call(doctor.prove, ranks.world, ["--prove", *sample(*uneven, "--bf16", "--dropout", 0.1)])
     if not ranks.runs_expensive_checks:
@@ -88,7 +90,7 @@ def stopped_classification_equals_an_uninterrupted_run(ranks: Ranks) -> None:
 @expensive
 @check
 def texts_of_a_file_are_predicted(ranks: Ranks) -> None:
-    """Predictions equal those of the training's last evaluation."""
+    """The predictions equal those of the training's last evaluation."""
     folder, world = ranks.folder, ranks.world
     words = [folder / "classified", "--input", folder / "dev.jsonl", "--output", folder / "predicted_texts.jsonl"]
     arguments = parse_flags([str(word) for word in words], Launcher("test", world.size, world.rank))
@@ -104,7 +106,7 @@ def texts_of_a_file_are_predicted(ranks: Ranks) -> None:
 
 @check
 def custom_task_ends_well(ranks: Ranks) -> None:
-    """Train an epoch of examples/mnist_rnn.py: an LSTM, without tokens and layers."""
+    """Train an epoch of examples/mnist_rnn.py, whose model is an LSTM and has neither tokens nor layers."""
     strategy, _, stage = sys.argv[3].partition(":")
     words = ["--config", str(EXAMPLES / "mnist_rnn.yaml"), "--num_train_epochs=1", "--logging_steps=1"]
     words += [f"--strategy={strategy}", *([f"--zero_stage={stage}"] if stage else []), "--eval_strategy=no"]

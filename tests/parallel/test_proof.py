@@ -24,6 +24,6 @@ def test_every_mutation_is_found(tmp_path: Path, stride: int) -> None:
 
 
 def test_no_false_alarm_in_bf16_on_three_ranks(tmp_path: Path) -> None:
-    """Three ranks scale their losses by a factor that is no power of 2, so bf16 rounds the gradients differently."""
+    """With three ranks, the factor that scales losses is not a power of 2, so bf16 rounds the gradients differently."""
     command = [*launcher(3, "mpirun"), sys.executable, "-m", "hvd_bert", "doctor", "--prove", "--bf16"]
     run(command, tmp_path, env={"HVD_BERT_CACHE": str(tmp_path / "cache")}).expect(0)

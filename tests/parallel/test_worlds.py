@@ -1,4 +1,4 @@
-"""Checks at 1, 2 and 4 ranks under MPI and Gloo, and comparisons of the worlds with each other.
+"""Run checks on 1, 2 and 4 ranks under MPI and Gloo, and compare the worlds with each other.
 
 Each world starts once and runs all checks (ranks.py).
 """
@@ -32,7 +32,7 @@ from ranks import check_names
 
 pytestmark = pytest.mark.parallel
 
-# Size, launcher, strategy; each launcher starts some of the strategies.
+# (size, launcher, strategy) of each world. Each launcher starts some of the strategies.
 HOROVOD = [(4, "gloo", "horovod"), (2, "mpi", "horovod"), (1, "none", "horovod")]
 OTHERS = [
     (4, "gloo", "fsdp"),
@@ -44,14 +44,14 @@ OTHERS = [
     (1, "none", "fsdp"),
     (1, "none", "none"),
 ]
-# Output folder of a run -> the check that makes it.
+# Output folder of a run -> the check that trains it.
 RUNS = {"run": "whole_run_ends_well", "padded_run": "padded_and_clipped_run_in_micro_batches_ends_well"}
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A world that has run all checks; `results`: check -> traceback or None of each rank."""
+    """A world that has run all its checks. `results`: check -> the traceback of each rank, or None."""
 
     outcome: Outcome
     folder: Path
@@ -73,12 +73,12 @@ class Launch:
         return json.loads(path.read_text(encoding="utf-8"))
 
     def metrics(self, name: str = "run") -> list[dict[str, float]]:
-        """The lines of metrics.jsonl of a run in RUNS."""
+        """Read the lines of metrics.jsonl of a run in RUNS."""
         self.expect(RUNS[name])
         return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
 
     def losses(self, name: str = "run") -> list[float]:
-        """The loss of each step."""
+        """Return the loss of each step."""
         return [line["loss"] for line in self.metrics(name) if "loss" in line]
 
 
@@ -98,7 +98,7 @@ def _start(folder: Path, size: int, by: str, strategy: str) -> Launch:
 
 @pytest.fixture(scope="session")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """worlds(size, by, strategy) -> Launch; a world starts at the first call."""
+    """worlds(size, by, strategy) -> Launch. The first call starts the world."""
 
     @functools.cache
     def start(size: int, by: str, strategy: str) -> Launch:
@@ -116,7 +116,7 @@ def world_name(world: tuple[int, str, str]) -> str:
 def launch(request: pytest.FixtureRequest, worlds: Any) -> Launch:
     """Every world."""
     size, by, strategy = request.param
-    launcher(size, by)  # skips each test of a world that cannot start here
+    launcher(size, by)  # skips the test if the world cannot start here
     if strategy.startswith("deepspeed") and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed (env/setup.sh --deepspeed)")
     return worlds(size, by, strategy)
@@ -132,7 +132,7 @@ def alone(worlds: Any) -> Launch:
 
 
 def test_every_check(launch: Launch) -> None:
-    """All checks pass; failures are listed with their ranks."""
+    """All checks pass. Failures are listed with their ranks."""
     launch.outcome.expect(0)
     checks = check_names(launch.size, launch.strategy)
     failures = [
@@ -147,7 +147,7 @@ def test_every_check(launch: Launch) -> None:
 
 
 def test_losses_of_one_process_equal_the_recorded_ones(alone: Launch) -> None:
-    """golden_losses.json has the losses of the same 20 steps before there were strategies (torch 2.13.0, a CPU)."""
+    """golden_losses.json has the losses of these 20 steps before there were strategies (torch 2.13.0, on a CPU)."""
     golden = json.loads(Path(__file__).with_name("golden_losses.json").read_text())
     np.testing.assert_allclose(alone.losses(), golden, rtol=0, atol=1e-4)
 
@@ -170,7 +170,7 @@ def test_padded_run_is_clipped(alone: Launch) -> None:
 
 
 def test_deterministic_steps_of_ddp_equal_horovods_to_the_bit(worlds: Any) -> None:
-    """Two ranks, since a sum over more ranks depends on the order in which an allreduce adds them."""
+    """Use two ranks, because the sum over more ranks depends on the order in which an allreduce adds them."""
     recorded = []
     for by, strategy in (("mpi", "horovod"), ("mpirun", "ddp")):
         launcher(2, by)  # skips the test if the world cannot start here

@@ -1,6 +1,6 @@
 """Checks of a training step on several ranks, which must equal the step of one process in plain PyTorch.
 
-Most checks are named after a trap of Horovod 0.28 that gives wrong numbers, a crash or a hang.
+Most checks are named after a trap of Horovod 0.28 that causes wrong numbers, a crash or a hang.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.training.optim import make_optimizer
 
 WINDOWS = 17
-GLOBAL_BATCH = 16  # the second step of an epoch has one window, so all ranks except one have none
+GLOBAL_BATCH = 16  # the second step of an epoch has only one window
 # These biases shift all inputs of a softmax equally, so their gradients are zero except for rounding errors.
 ZERO_IN_THEORY = ("attention.self.key.bias", "encoder.layer.1.output.LayerNorm.bias", "qa_outputs.bias")
 Gradients = dict[str, Tensor]
 
 
 def sample(*flags: str | float | Path) -> list[str]:
-    """The command line of a small run on the sample, one window per question, plus `flags`."""
+    """Return the command line of a small run on the sample, with one window per question, plus `flags`."""
     tiny = Path(sys.argv[1]) / "tiny"
     fixed = ["--config", "sample", "--config_name", tiny, "--tokenizer_name", tiny, "--dropout", 0]
-    strategy, _, stage = sys.argv[3].partition(":")  # as in "deepspeed:1"
+    strategy, _, stage = sys.argv[3].partition(":")  # such as "deepspeed:1"
     fixed += ["--strategy", strategy, *(["--zero_stage", stage] if stage else [])]
     fixed += ["--max_train_samples", WINDOWS, "--weight_decay", 0.01, "--adam_beta2", 0.98, "--warmup_ratio", 0.1]
     return command_line.override_argv([str(word) for word in fixed], [str(word) for word in flags])
 
 
 class Training:
-    """The strategy, plan and collator of a run, as the training loop makes them. Each check has its own loop."""
+    """A run's strategy, plan and collator, as the training loop makes them, for a check with its own loop."""
 
     def __init__(self, world: World, *flags: str | float, accumulation: int = 1, frozen: str = "no weight") -> None:
         rank_batch = GLOBAL_BATCH // world.size // accumulation
@@ -79,7 +79,7 @@ class Training:
         return self.strategy
 
     def shares(self, step: int) -> Iterator[Tensor]:
-        """This rank's share of the step's loss, per micro-batch."""
+        """Yield, per micro-batch, this rank's share of the step's loss."""
         for ids in self.plan.rank_windows(step, self.world.rank):
             batch = self.collate(ids)
             with autocast(self.world.device, self.config.train.precision):
@@ -87,7 +87,7 @@ class Training:
             yield losses.sum() * (self.world.size / len(self.plan.step_windows(step)))
 
     def backward(self, step: int, factor: float = 1.0) -> list[float]:
-        """Run the forward and backward passes of a step. Returns the loss per micro-batch."""
+        """Run a step's forward and backward passes. Returns the loss per micro-batch."""
         losses = []
         with self.strategy.micro_batches():
             for loss in self.shares(step):
@@ -96,7 +96,7 @@ class Training:
         return losses
 
     def apply(self) -> None:
-        """Average and clip the gradients of the backward passes, and apply them."""
+        """Average and clip the gradients of the backward passes, and run the optimizer step."""
         self.strategy.synchronize()
         self.strategy.clip()
         self.strategy.step()
@@ -108,20 +108,20 @@ class Training:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def averaged_gradients(self, step: int) -> Gradients:
-        """The averaged gradients of a step, which are not applied."""
+        """Return the averaged gradients of a step without applying them."""
         self.backward(step)
         self.strategy.synchronize()
         self.strategy.clip()
         return self.gradients()
 
     def averaged_step(self, step: int, factor: float = 1.0) -> list[float]:
-        """Make a step. Returns the loss per micro-batch. `factor` multiplies the gradients."""
+        """Run a whole step. Returns the loss per micro-batch. `factor` multiplies the gradients."""
         losses = self.backward(step, factor)
         self.apply()
         return losses
 
     def plain_gradients(self, step: int) -> Gradients:
-        """The gradients of one process for all windows of the step, without a strategy."""
+        """Return one process's gradients for all windows of the step, without a strategy."""
         batch = self.collate(self.plan.step_windows(step))
         loss = window_losses(self.model, batch).mean()
         names, parameters = zip(*self.model.named_parameters(), strict=True)
@@ -129,7 +129,7 @@ class Training:
 
 
 def assert_close(found: Gradients, expected: Gradients, tolerance: float = 1e-5) -> None:
-    """Assert that tensors differ by at most `tolerance` of their norm; ZERO_IN_THEORY: of the norm of all tensors."""
+    """Assert that tensors differ by at most `tolerance` times their norm; ZERO_IN_THEORY: the norm of all tensors."""
     assert found.keys() == expected.keys()
     whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
@@ -139,7 +139,7 @@ def assert_close(found: Gradients, expected: Gradients, tolerance: float = 1e-5)
 
 
 def same(one: Gradients, other: Gradients) -> bool:
-    """Bitwise equality."""
+    """Return whether all tensors are equal bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -151,7 +151,7 @@ def assert_same_on_all_ranks(world: World, tensors: Gradients) -> None:
 
 @check
 def all_waits_over_gloo_call_the_replaced_function(ranks: Ranks) -> None:
-    """`_pause_between_polls` replaces the function that waits. Another Horovod may wait by other functions, too."""
+    """`_pause_between_polls` replaces the function that waits. Another Horovod may also wait in other functions."""
     from horovod.torch.mpi_ops import mpi_lib
 
     if ranks.controller != "gloo":
@@ -159,7 +159,7 @@ def all_waits_over_gloo_call_the_replaced_function(ranks: Ranks) -> None:
     world, training = ranks.world, Training(ranks.world)
     training.wrap()
     waits = {
-        "allgather": (lambda: world.allgather(None), 2),  # sizes and values
+        "allgather": (lambda: world.allgather(None), 2),  # one for the sizes, one for the values
         "sum": (lambda: world.sum(torch.ones(2)), 1),
         "broadcast": (lambda: world.broadcast_tensors({"tensor": torch.ones(2)}), 1),
         "vote": (lambda: world.any_rank_async(False)(), 1),
@@ -175,17 +175,20 @@ def all_waits_over_gloo_call_the_replaced_function(ranks: Ranks) -> None:
 
 @check
 def waits_over_gloo_leave_the_core_to_others(ranks: Ranks) -> None:
-    """`_pause_between_polls` saves CPU time. Another Horovod may pause, and no longer need the replacement."""
+    """`_pause_between_polls` saves CPU time. Another Horovod may pause by itself and not need it."""
     from horovod.torch.mpi_ops import mpi_lib
 
     if ranks.controller != "gloo":
         return
     world, pausing = ranks.world, mpi_lib.horovod_torch_wait_and_clear
-    spent: dict[object, list[float]] = {pausing: [], pausing.__wrapped__: []}  # CPU time of each wait of 0.3 s
+    spent: dict[object, list[float]] = {
+        pausing: [],
+        pausing.__wrapped__: [],
+    }  # CPU seconds of each wait of 0.3 s
     for wait in [*spent] * 3:
         world.allgather(None)
         if world.rank == world.size - 1:
-            time.sleep(0.3)  # simulates work that the others wait for
+            time.sleep(0.3)  # simulates work that the other ranks wait for
         before = time.thread_time()
         with patch.object(mpi_lib, "horovod_torch_wait_and_clear", wait if world.rank == 0 else pausing):
             world.sum(torch.ones(1))
@@ -196,7 +199,7 @@ def waits_over_gloo_leave_the_core_to_others(ranks: Ranks) -> None:
 
 @check
 def only_the_parameters_are_broadcast(ranks: Ranks) -> None:
-    # Horovod's broadcast_optimizer_state makes a hidden step of a new AdamW, which decays every weight.
+    # Horovod's broadcast_optimizer_state runs a hidden step of a new AdamW, which decays every weight.
     world = ranks.world
     training = Training(world, "--seed", 7 + world.rank, "--weight_decay", 0.5)
     before = training.weights()
@@ -210,8 +213,8 @@ def only_the_parameters_are_broadcast(ranks: Ranks) -> None:
 
 @check
 def averaged_gradients_are_those_of_one_process(ranks: Ranks) -> None:
-    # Horovod's zero_grad has no set_to_none, and raises before gradients are averaged. After a step, Horovod counts the
-    # gradients of each group again.
+    # Horovod's zero_grad has no argument set_to_none, and raises before gradients are averaged. After a step, Horovod
+    # counts the gradients of each group again.
     for groups in ((), ("--num_groups", 5)):
         training = Training(ranks.world, "--max_grad_norm", 0, "--learning_rate", 1e-4, *groups)
         training.wrap()
@@ -245,7 +248,7 @@ def inf_on_one_rank_backs_off_the_fp16_scale_on_all(ranks: Ranks) -> None:
     training.averaged_step(0, factor=math.inf if world.rank == world.size - 1 else 1.0)
     assert strategy.scaler.get_scale() == scale / 2
     assert same(training.weights(), before), "a step with inf was applied"
-    while strategy.scaler.get_scale() > 2:  # fp16 may need further halvings of the first, high scale
+    while strategy.scaler.get_scale() > 2:  # fp16 may need more halvings of the high initial scale
         scale = strategy.scaler.get_scale()
         training.averaged_gradients(0)
         strategy.step()
@@ -258,7 +261,7 @@ def inf_on_one_rank_backs_off_the_fp16_scale_on_all(ranks: Ranks) -> None:
 
 @check
 def fp16_allreduce_overflow_skips_the_step_on_all(ranks: Ranks) -> None:
-    # A gradient above 65504 becomes inf when it is sent. A single rank sends nothing, so its gradient is inf before.
+    # A gradient above 65504 becomes inf when it is sent. A single rank sends nothing, so make its gradient inf.
     world = ranks.world
     training = Training(world, "--fp16_allreduce")
     strategy = training.wrap()
@@ -275,7 +278,7 @@ def fp16_allreduce_overflow_skips_the_step_on_all(ranks: Ranks) -> None:
 
 @check
 def bf16_allreduce_rounds_the_mean(ranks: Ranks) -> None:
-    # 2^-8 is the largest error of one rounding; each rank's gradient and each partial sum are rounded.
+    # The largest error of one rounding is 2^-8. Each rank's gradient and each partial sum are rounded.
     world = ranks.world
     for flags in ((), ("--num_groups", 2), ("--deterministic",)):
         training = Training(world, "--bf16_allreduce", "--max_grad_norm", 0, *flags)
@@ -309,7 +312,7 @@ def only_a_single_plain_gradient_is_sparse(ranks: Ranks) -> None:
 
 @check
 def groups_change_no_sum(ranks: Ranks) -> None:
-    """Losses with and without groups are equal; on two ranks to the bit, if the word embeddings are frozen."""
+    """Losses with and without groups are equal; on two ranks with frozen word embeddings, bit for bit."""
     seen = []
     for number in (0, 3):
         training = Training(ranks.world, "--num_groups", number, "--learning_rate", 1e-3, frozen="word_embeddings")
@@ -321,5 +324,5 @@ def groups_change_no_sum(ranks: Ranks) -> None:
             training.apply()
         seen.append(losses)
     groups = [[id(weight) for weight in group] for group in backward_groups(training.model, 3)]
-    assert len(groups) == 3 and sent == (groups if ranks.world.size > 1 else [])  # in this order
+    assert len(groups) == 3 and sent == (groups if ranks.world.size > 1 else [])  # also in this order
     np.testing.assert_allclose(*seen, rtol=0, atol=0 if ranks.world.size <= 2 else 1e-4)

@@ -16,7 +16,7 @@ from hvd_bert.errors import UserError
 
 @check_every_strategy
 def ranks_join_again_once_their_devices_are_known(ranks: Ranks) -> None:
-    """Join again as on GPUs, where this binds NCCL to the device."""
+    """Join again as on GPUs, where the second time binds NCCL to the device."""
     if isinstance(ranks.world, DistributedWorld):
         ranks.world._join_again("gloo", None)
 
@@ -38,14 +38,15 @@ def every_rank_has_its_rank_info(ranks: Ranks) -> None:
 
 @check
 def waits_in_mpi_yield_the_core_on_cpus(ranks: Ranks) -> None:
-    """Horovod's thread would otherwise take the core from the training. Open MPI reads the variable when it starts."""
+    """Otherwise Horovod's thread takes the core from the training. Open MPI reads the variable only at its start."""
     if ranks.controller == "mpi":
         assert os.environ["OMPI_MCA_mpi_yield_when_idle"] == "1"  # noqa: SIM112  # Open MPI's spelling
 
 
 @check_every_strategy
 def allgather_takes_values_of_different_types(ranks: Ranks) -> None:
-    # Under Gloo, Horovod names the collective of an object by the object's type. Without an explicit name, this hung.
+    # Under Gloo, Horovod names an object's collective after the object's type. Without an explicit name, different
+    # types hang.
     values = [{"a": 1}, None, "text", [1.5, (2,)]]
     world = ranks.world
     assert world.allgather(values[world.rank]) == values[: world.size]
