@@ -83,7 +83,7 @@ class Recorder(Callback):
 
 
 def recorded_run(folder: Path, flags: str) -> dict[str, Any]:
-    """Train with additional flags under mpirun. Returns the ranks' figures in the second and last tenth, and failures."""
+    """Train with additional flags under mpirun. Returns the ranks' figures in two tenths of the run, and failures."""
     words = [*small_run(flags), *tiny_bert(folder), "--output_dir", str(folder / "out")]
     command = ["mpirun", "-np", str(RANKS), "--oversubscribe", "--bind-to", "none", sys.executable, __file__]
     subprocess.run([*command, "rank", str(folder), *words], stdout=subprocess.DEVNULL, check=True)

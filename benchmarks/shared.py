@@ -92,7 +92,7 @@ def make_folder(out: Path) -> Path:
 
 
 def in_turns(names: Sequence[str], number: int) -> Sequence[str]:
-    """Return the order of round `number`. Odd rounds are reversed, so that a drift of the machine favours no variant."""
+    """Return the order of round `number`. Odd rounds are reversed, so that drifts favour no variant."""
     return names if number % 2 == 0 else names[::-1]
 
 

@@ -26,7 +26,7 @@ COMMENTED = {
 
 
 def script_by(launcher: str, folder: Path) -> Path:
-    """Write a copy of the job script that starts ranks by a launcher commented out in the original. Returns its path."""
+    """Write a copy of the job script that uses a launcher commented out in the original. Returns its path."""
     text = JOB_SCRIPT.read_text()
     assert f"# {COMMENTED[launcher]} " in text
     command = text[text.index("srun --mpi=pmix") : text.index("python -m")]

@@ -63,10 +63,9 @@ class Machine:
     def run(self, name: str, words: list[str], ranks: int | str = 0, gpus: int | str = 0, **settings: str) -> str:
         """Run a command on the first `gpus` GPUs, and under horovodrun if there are `ranks`. Returns the output.
 
-        NAME.log also has the output. The test fails if the command fails, and is skipped when the time for all tests is
-        over.
-        `ranks`, `gpus`: "all" is the largest power of 2 up to the number of GPUs, on CPUs 2. `settings`: environment
-        variables.
+        NAME.log also has the output. Fails the test if the command fails. Skips it when the time for all tests is over.
+        `ranks`, `gpus`: "all" is the largest power of 2 up to the number of GPUs; on CPUs, 2.
+        `settings`: environment variables.
         """
         if "all" in (ranks, gpus):
             self.require(2, "cuda" if gpus else "cpu")
@@ -106,7 +105,7 @@ class Machine:
         return out
 
     def bench(self, name: str, flags: str, **how: Any) -> Any:
-        """Return the record of `hvd-bert bench` for BERT-base; on CPUs, for a small model. `how`: arguments of `run`."""
+        """Return the record of `hvd-bert bench` for BERT-base or, on CPUs, a small model. `how`: arguments of `run`."""
         small = f"--model {SMALL} --max_seq_length 128 {BATCH} 4 --repeats 1"
         size = self.sized(f"--tf32 {BATCH} 32 --repeats 5", small)
         words = f"-m hvd_bert.tools.bench --bf16 --strategy none {size} {flags} --json".split()

@@ -29,12 +29,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from hvd_bert import Callback, train
 
-SETTINGS = {
-    "config": "sample",
-    "max_train_samples": 33,
-    "max_eval_samples": 7,
-    "num_train_epochs": 2,
-}  # `small_run`
+SETTINGS = {"config": "sample", "max_train_samples": 33, "max_eval_samples": 7, "num_train_epochs": 2}  # `small_run`
 SETTINGS |= {"per_device_train_batch_size": 8, "logging_steps": 1, "dropout": 0}
 
 

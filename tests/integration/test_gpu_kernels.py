@@ -31,11 +31,8 @@ def on_gpu_kernels(words: Sequence[str | Path], folder: Path, starts: Sequence[s
     "flags, used, tolerance",
     [
         (["none", "--torch_compile", "--bf16"], BF16, 2e-2),
-        (
-            ["ddp", "--bf16", "--dropout", "0.1", "--gradient_checkpointing"],
-            BF16,
-            0.5,
-        ),  # with dropout
+        # Dropout uses other random numbers than on a CPU.
+        (["ddp", "--bf16", "--dropout", "0.1", "--gradient_checkpointing"], BF16, 0.5),
         (["fsdp", "--bf16", "--torch_compile", "--gradient_checkpointing"], BF16, 2e-2),
     ],
     ids=["none", "ddp", "fsdp"],

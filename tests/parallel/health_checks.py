@@ -22,11 +22,7 @@ from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.training.api import main as train
 from hvd_bert.training.health import LIMIT
 
-STEPS, ALONE, FIRST = (
-    9,
-    2,
-    4,
-)  # number of steps; a single step with NaN; the first of consecutive steps with NaN
+STEPS, ALONE, FIRST = 9, 2, 4  # number of steps; a single step with NaN; the first of several consecutive ones
 
 
 @contextmanager

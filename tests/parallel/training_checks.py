@@ -181,10 +181,7 @@ def waits_over_gloo_leave_the_core_to_others(ranks: Ranks) -> None:
     if ranks.controller != "gloo":
         return
     world, pausing = ranks.world, mpi_lib.horovod_torch_wait_and_clear
-    spent: dict[object, list[float]] = {
-        pausing: [],
-        pausing.__wrapped__: [],
-    }  # CPU seconds of each wait of 0.3 s
+    spent: dict[object, list[float]] = {pausing: [], pausing.__wrapped__: []}  # CPU seconds of each wait of 0.3 s
     for wait in [*spent] * 3:
         world.allgather(None)
         if world.rank == world.size - 1:
