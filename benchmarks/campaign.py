@@ -144,7 +144,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["rank"]:  # started by `recorded_run`
+    if sys.argv[1:2] == ["rank"]:  # a rank started by `recorded_run`
         recorder = Recorder(Path(sys.argv[2]))
         del sys.argv[1:3]
         start_rank(recorder.train, command_line.parse)

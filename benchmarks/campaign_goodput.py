@@ -251,9 +251,9 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def measure(folder: Path, flags: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Measure, print the table of docs/evidence/failing-clusters.md, and write goodput.json to the folder.
+    """Measure the goodput of each strategy, write goodput.json to the folder, and print the table.
 
-    `rest`: flags of the trainer.
+    The table is for docs/evidence/failing-clusters.md. `rest`: flags of the trainer.
     """
     rows: dict[str, Any] = {}
     for name in flags.strategies:

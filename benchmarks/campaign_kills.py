@@ -1,6 +1,6 @@
 """Kill or stop trainings in forked ranks, and compare them with uninterrupted trainings.
 
-The ranks are forked from a process with all imports, so that hundreds of starts take minutes.
+The ranks are forked from a process that has imported everything, so that hundreds of starts take only minutes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Stopped(Reporter):
 
 
 class SlowWrites(Reporter):
-    """Slows down the writing of each file of a checkpoint, and reports the step when a write begins."""
+    """Delays the write of each file of a checkpoint, and reports the step at which the write of a checkpoint begins."""
 
     def __init__(self, slower_s: float) -> None:
         self.slower_s = slower_s
@@ -92,7 +92,7 @@ class SlowWrites(Reporter):
             self.pipe.send(("writes", state.step))
             return snapshot(state)
 
-        patch.object(files, "flush", slow_flush).start()  # until this rank ends
+        patch.object(files, "flush", slow_flush).start()  # the patches last until this rank ends
         patch.object(TrainState, "snapshot", reported_snapshot).start()
 
 
@@ -224,8 +224,8 @@ def rank_kills(folder: Path, minutes: int) -> dict[str, Any]:
 def kills(folder: Path, number: int) -> dict[str, Any]:
     """Compare a run that is killed at random moments with an uninterrupted run.
 
-    Some kills hit the start, most the training, and many the write of a checkpoint. Writes are slowed down: in some
-    attempts a write takes fewer steps than --save_steps, in others more.
+    Some kills occur at the start, most in the training, and many while a checkpoint is written. Writes are delayed, so
+    that some last fewer steps than --save_steps, and others more.
     """
     tally: dict[str, Any] = {"failures": [], "kills": 0, "while_starting": 0, "while_writing": 0, "steps_lost": []}
     last = 3 * SAVE_STEPS * number

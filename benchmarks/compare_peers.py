@@ -219,7 +219,7 @@ def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float)
     Raises UserError if it is above `tolerance`, or if a loss is missing, NaN or infinite: the speed of variants that
     train differently must not be compared.
     """
-    steps = np.array([*itertools.zip_longest(*losses.values())], dtype=float)  # None becomes NaN
+    steps = np.array([*itertools.zip_longest(*losses.values())], dtype=float)  # a missing loss (None) becomes NaN
     worst = float(np.abs(steps.T / steps.T[0] - 1).max()) if steps.size else math.nan
     if not worst <= tolerance:
         said = "\n".join(f"  {name:12} {' '.join(map(str, values))}" for name, values in losses.items())
@@ -325,5 +325,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the exit terminates the current run
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the exit also ends the running command
     end(main)

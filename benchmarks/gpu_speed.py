@@ -112,7 +112,7 @@ def test_speed(name, machine):
     variables = variables | ({"ranks": gpus} if gpus > 1 else {})
     records = measured(machine, name) if name in MODES else [machine.bench(name, flags, **variables)]
     values, text = described(machine, records)
-    # MIG instances and a GH200 have no published peak, hence no MFU and no goals.
+    # MIG instances and a GH200 have no published peak, so they have neither an MFU nor goals.
     gpu = records[0]["device_name"] if name in MODES and "mfu" in records[0]["figures"] else ""
     stages = next((stages for model, stages in STAGES.items() if model in gpu), ())
     share = median(medians(records)) / gpus / median(medians(measured(machine, "eager")))

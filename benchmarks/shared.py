@@ -56,7 +56,7 @@ def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float, 
             status = f"none after {timeout_s:.0f} s"
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)  # launchers then terminate their ranks
+                os.killpg(process.pid, signal.SIGTERM)  # launchers forward it to their ranks
                 try:
                     process.wait(grace_s)
                 except subprocess.TimeoutExpired:

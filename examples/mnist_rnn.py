@@ -40,7 +40,7 @@ class RowReader(nn.Module):
 
 
 class MnistRnn(DatasetTask):
-    """Classify images of digits."""
+    """A task that classifies images of digits."""
 
     unit: ClassVar[str] = "images"
     metrics: Mapping[str, Literal["max", "min"]] = {"accuracy": "max", "eval_loss": "min"}

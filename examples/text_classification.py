@@ -47,7 +47,7 @@ def is_text(cell: str | None) -> bool:
 
 
 class TextClassification(EncoderTask):
-    """Predict the class of a text, or of a pair of texts."""
+    """A task that predicts the class of a text, or of a pair of texts."""
 
     metrics: Mapping[str, Literal["max", "min"]] = {
         "accuracy": "max",
@@ -98,7 +98,7 @@ class TextClassification(EncoderTask):
         """Return the label of each row as text."""
         labels, kind = column(rows, self.label_column), rows.features[self.label_column]
         if isinstance(kind, datasets.ClassLabel):
-            return [kind.names[label] if label >= 0 else str(label) for label in labels]  # GLUE's test sets have -1
+            return [kind.names[label] if label >= 0 else str(label) for label in labels]  # -1 in GLUE's test sets
         names = []
         for row, label in enumerate(labels, start=1):
             name = str(label)
