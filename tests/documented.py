@@ -15,7 +15,7 @@ PAGES = [
     *sorted(str(p.relative_to(REPOSITORY)) for p in REPOSITORY.glob("docs/**/*.md")),
 ]
 GUIDES = ["README.md", "docs/start/quickstart.md", *(page for page in PAGES if page.startswith("docs/guides/"))]
-PLACEHOLDER = r"\b[A-Z][A-Z_]*\b"  # stands for any word
+PLACEHOLDER = r"\b[A-Z][A-Z_]*\b"  # capital letters stand for any word
 
 _FENCE = re.compile(
     r"(?:^<!-- needs: (?P<needs>[a-z, ]+) -->\n)?^(?P<indent> *)```bash\n(?P<content>.*?)^ *```$",

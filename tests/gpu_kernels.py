@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend
 from hvd_bert.model import attention
 
 HALF = (torch.float16, torch.bfloat16)
-LIMITS = True  # whether flash refuses fp32 and odd head sizes
+LIMITS = True  # whether flash refuses fp32 and head sizes that are not multiples of 8
 OVERRIDES = torch.library.Library("aten", "IMPL")
 
 

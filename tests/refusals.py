@@ -1,4 +1,4 @@
-"""Check refusals by the values that they name, not by their wording."""
+"""Check refusals by the values that their messages name, not by the messages' wording."""
 
 from __future__ import annotations
 

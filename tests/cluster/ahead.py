@@ -1,4 +1,4 @@
-"""Run a module with the highest priority on this machine, for ranks whose messages are timed: ahead.py -m MODULE ..."""
+"""Run a module with the highest priority on this machine, because its messages are timed: ahead.py -m MODULE ..."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start the cluster once per process, and stop it at the end."""
+"""Fixtures for the test cluster, which starts once per process, and for altered environments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launch import programs, served
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """The running cluster."""
+    """The running cluster, whose Python commands the fork server runs."""
     with started_cluster() as cluster:
         server = cluster.serve_commands()
         yield cluster

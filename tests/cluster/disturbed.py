@@ -1,4 +1,4 @@
-"""Train on two hosts, one rank each, and wait before a step until the test has caused a fault."""
+"""Train on two hosts, with one rank per host, and wait before a step until the test has caused a fault."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from harness import FOLDER, SMALL, Cluster
 from launch import Outcome
 
 STEPS, SAVE_STEPS, GATE = 12, 4, 7  # the fault is before step 7, three steps after a checkpoint
-STALL_S = 20  # the default is 600
+STALL_S = 20  # the default is 600 s
 START_S = 400.0  # maximum time until rank 0 reaches the gate, on a loaded machine
-LEFT_S = 60.0  # maximum time from the end of the launcher to the end of the ranks
+LEFT_S = 60.0  # maximum time from the launcher's end to the ranks' end
 TRAIN = f"{FOLDER / 'altered.py'} -m hvd_bert.train {SMALL} {STEPS} --save_steps {SAVE_STEPS} --no_do_eval"
 ON_BOTH = "--nodes=2 --ntasks-per-node=1"
 AGENTS = f"srun {ON_BOTH} --mpi=none --kill-on-bad-exit=1 --wait=60"
@@ -55,7 +55,7 @@ class Disturbed:
         self.out = folder / "out"
         self.gates = folder / "gates"
         self.gates.mkdir()
-        for name in ("reached", "go"):  # pipes
+        for name in ("reached", "go"):  # named pipes
             os.mkfifo(self.gates / name)
         if "torchrun" in self.launch:
             self._note_agents()
@@ -94,7 +94,7 @@ class Disturbed:
             yield training
 
     def go(self) -> None:
-        """Open the gate."""
+        """Let rank 0 continue with the step at which it waits."""
         go = os.open(self.gates / "go", os.O_RDWR)  # also for reading, so that opening does not wait for a reader
         os.write(go, b"g")
 

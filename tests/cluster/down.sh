@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Stops the test cluster, also if it has started only in part, and checks that no process remains.
+# Stops the test cluster, even if it has started only in part, and checks that no process remains.
 #   bash tests/cluster/down.sh [--quiet]
 set -euo pipefail
 # shellcheck source=tests/cluster/common.sh

@@ -22,7 +22,7 @@ from launch import REPOSITORY, Outcome, environment, programs, run
 
 FOLDER = Path(__file__).resolve().parent
 JOB_SCRIPT = REPOSITORY / "scripts" / "hvd.slurm"
-# Far above the 15 to 25 s that a test needs on two idle cores.
+# Far more than the 15 to 25 s that a test needs on two idle cores.
 TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "190")) * 2
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 HOSTS = ["a100-01", "a100-02"]
@@ -36,7 +36,7 @@ Environment = Mapping[str, "str | None"]
 
 @dataclass(frozen=True)
 class Ended:
-    """A finished job: state, exit status, and logs."""
+    """A finished job, with its state, exit status and logs."""
 
     id: str
     state: str
@@ -141,7 +141,7 @@ class Cluster:
                 logs = [Path(facts[name]) for name in ("StdOut", "StdErr")]
                 texts = "\n".join(path.read_text() for path in logs if path.exists())
                 pytest.fail(f"job {job} is {facts['JobState']}, not {states or FINAL}\n{texts}", pytrace=False)
-            time.sleep(0.2)  # between polls, which the deadline ends
+            time.sleep(0.2)  # polls until the deadline
 
     def ended(self, job: str, timeout: float = TIMEOUT_S) -> Ended:
         """Wait for the end of a job, and return its result."""

@@ -132,4 +132,4 @@ touch "$state/ready"
 trap - ERR
 set +e
 wait
-sleep infinity # keep the logs after the daemons have ended
+sleep infinity # keep the namespaces after the daemons have ended

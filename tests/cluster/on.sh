@@ -16,7 +16,7 @@ first=$(first_process) || {
 here=(sh -c 'cd "$1" && shift && exec "$@"' sh "$PWD")
 enter=(nsenter --target "$first" --net --uts --mount --pid)
 export HOME=$state/home
-export OMPI_MCA_orte_tmpdir_base=$state/local # Open MPI's session folders, which killed ranks leave behind
+export OMPI_MCA_orte_tmpdir_base=$state/local # for Open MPI's session folders, which killed ranks leave behind
 if [ "$host" = login ]; then exec "${enter[@]}" "${here[@]}" "$@"; fi
 pid=$(cat "$state/nodes/$host/pid" 2>/dev/null) || {
   echo "tests/cluster/on.sh: no host '$host': login, a100-01, ..." >&2

@@ -1,4 +1,4 @@
-"""`hvd-bert doctor` on two hosts: a table of all ranks, the allreduce, a single verdict."""
+"""`hvd-bert doctor` on two hosts prints a table of all ranks, the allreduce and a single verdict."""
 
 from __future__ import annotations
 

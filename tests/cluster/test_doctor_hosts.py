@@ -1,4 +1,4 @@
-"""`hvd-bert doctor --hosts` on two hosts by ssh: no failure, and each kind of failure."""
+"""`hvd-bert doctor --hosts` checks two hosts by ssh: without a failure, and with each kind of failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def without_environment(cluster: Cluster) -> Iterator[None]:
 def failures(
     cluster: Cluster, cwd: Path, arguments: str, env: Environment | None = None
 ) -> list[tuple[str, list[str], str]]:
-    """Name, hosts and finding of each failed check."""
+    """Return the name, hosts and finding of each failed check."""
     report = read_report(cluster.on("login", f"{DOCTOR} {arguments} --json", cwd, env).expect(2))
     assert not report["ready"] and not report["command"]
     return [(line["name"], line["hosts"], line["found"]) for line in report["checks"] if line["status"] == "failure"]
@@ -62,7 +62,7 @@ def test_hosts_that_cannot_be_reached(cluster: Cluster, tmp_path: Path, argument
 
 
 def test_host_without_the_environment(cluster: Cluster, tmp_path: Path, without_environment: None) -> None:
-    cold = {"HVD_BERT_TEST_COLD": "1"}  # not by the fork server, whose Python is not hidden
+    cold = {"HVD_BERT_TEST_COLD": "1"}  # without the fork server, whose Python is not hidden
     ((name, hosts, text),) = failures(cluster, tmp_path, BOTH, cold)
     assert (name, hosts) == ("Clone", ["a100-02"]) and sys.executable in text
 

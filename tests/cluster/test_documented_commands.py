@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cluster
 NODES_ELSEWHERE = r"h100|--nodes=4"
 DOCTOR = "hvd-bert doctor --hosts a100-01:2,a100-02:2"
 PRINTED = "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train"
-# A command per way to start ranks. Other tests of this folder start ranks in the remaining ways.
+# One command per way to start ranks. Other tests in this folder cover the remaining ways.
 RUN_HERE = (
     DOCTOR,
     "sbatch scripts/hvd.slurm",

@@ -41,7 +41,7 @@ def test_trains_and_resumes(apart: Cluster, launcher: str) -> None:
     for host in HOSTS:
         assert apart.state.parent != Path("/tmp") or "pytest" not in killed.on(host, "ls", "/tmp")
     whole.train().expect(0)
-    killed.out = Path(f"/tmp/{launcher}")  # on the host of rank 0 only
+    killed.out = Path(f"/tmp/{launcher}")  # a folder on rank 0's host only
     with killed.waiting_at_gate(60.0) as outcome:
         killed.on(HOSTS[1], "kill", "-KILL", str(killed.pid(1)))
         killed.go()

@@ -1,4 +1,4 @@
-"""Training on two hosts continues after time limits, requeues, and lost and added hosts."""
+"""Training on two hosts continues after time limits and requeues, and when hosts are lost or added."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wait_for(cluster: Cluster, job: str, text: str, log: Path | None = None, tim
     while not (log.exists() and text in log.read_text()):
         if time.monotonic() > deadline or cluster.show(job)["JobState"] in FINAL:
             pytest.fail(f"no {text!r} in\n{cluster.ended(job)}", pytrace=False)
-        time.sleep(0.2)  # between polls, which the deadline ends
+        time.sleep(0.2)  # polls until the deadline
 
 
 def cancel(cluster: Cluster, *words: str) -> None:

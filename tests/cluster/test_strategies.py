@@ -35,7 +35,7 @@ STARTED = {
     "torch's variables, horovod": f"{FOUR} --mpi=none {BY_HAND} python -m {{train}}",
     "horovodrun, fsdp": "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m {train} --strategy fsdp",
 }
-# Listening programs on the host of rank 0 and on the other host, as in docs/guides/cluster.md.
+# Programs that listen on rank 0's host and on the other host, as listed in docs/guides/cluster.md.
 RANK, LAUNCHER = {("rank", "eth0")}, {("launcher", "all")}
 SLURM, MPI = ({(name, where) for where in ("all", "loopback")} for name in ("slurmstepd", "orted"))
 LISTENING = {

@@ -1,4 +1,4 @@
-"""scripts/scaling.slurm: a sweep over two hosts in a Slurm job, which is requeued and resumes."""
+"""scripts/scaling.slurm sweeps over two hosts in a Slurm job, is requeued, and resumes."""
 
 from __future__ import annotations
 

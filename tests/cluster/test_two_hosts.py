@@ -1,4 +1,4 @@
-"""Four ranks on two hosts, over ssh and in Slurm jobs."""
+"""Train four ranks on two hosts, over ssh and in Slurm jobs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_horovodrun_over_mpi_with_a_cache_per_node(
     assert results(tmp_path / "out")["job"] is None
     assert "a100-02: rank 2 cpu, rank 3 cpu" in printed(outcome), outcome
     assert tokenised(env) == {"a100-01": 2, "a100-02": 2}  # train and dev, once per node
-    for rank in range(4):  # as in docs/guides/cluster.md; not every Open MPI has libfabric
+    for rank in range(4):  # the table in docs/guides/cluster.md; not every Open MPI uses libfabric
         libfabric = {("rank", "eth0")}
         assert listening(listeners, rank) - libfabric == {("orted", "all"), ("orted", "loopback"), ("rank", "all")}
 

@@ -34,7 +34,7 @@ def watch(launcher: subprocess.Popen[bytes], folder: Path, limit_s: float) -> di
                 ends[file.stem] = time.time()
         if ends["launcher"] is None and launcher.poll() is not None:
             ends["launcher"], deadline = time.time(), time.monotonic() + limit_s
-        time.sleep(LOOK_S)  # between polls
+        time.sleep(LOOK_S)  # interval between polls
     return ends
 
 

@@ -213,7 +213,7 @@ if __name__ == "__main__":
     sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("bert")
     gc.freeze()
     gc.enable()
-    del sys.path[0]  # this folder
+    del sys.path[0]  # remove this folder
     if len(sys.argv) > 2:
         continue_inside(int(sys.argv[2]))
     become(serve(sys.argv[1]))

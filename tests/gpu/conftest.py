@@ -28,7 +28,7 @@ COLUMNS = ("check", "goal", "found", "result", "seconds")
 ASYNC = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
 COMPILE, GRAPHS, BATCH = "--torch_compile", "--torch_compile_mode reduce-overhead", "--per_device_train_batch_size"
 SMALL = launch.SAMPLE / "six_layers.json"  # model for CPUs
-collect_ignore: list[str] = []  # pytest's name
+collect_ignore: list[str] = []  # a name that pytest reads
 MAX_RANKS = 32  # a divisor of the global batch
 TRAIN = "hvd_bert.train --config sample --max_train_samples 700 --no_do_eval --report_to none --global_batch 32"
 
@@ -166,13 +166,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     option = config.option
-    if not hasattr(option, "minutes"):  # pytest was started for other folders
+    if not hasattr(option, "minutes"):  # these options are missing if pytest was started for other folders
         return collect_ignore.append("test_gpu.py")
     gpus = torch.cuda.device_count() if option.device == "cuda" else 0
     if option.device == "cuda" and not gpus:
         found = f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees none; NVML: {probes.gpus()}"
         remedy = "--device cpu runs the checks that need no GPU."
-        pytest.exit(f"gpu_acceptance: no GPU: {found}. {remedy}", 30)  # pytest itself uses 3
+        pytest.exit(f"gpu_acceptance: no GPU: {found}. {remedy}", 30)  # 30, because pytest itself uses 3
     try:
         out = make_folder(option.out.resolve())
     except UserError as error:

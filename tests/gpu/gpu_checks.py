@@ -54,7 +54,7 @@ def errors(kernel, window_size, device, dtype):
     found = {"both passes": float(torch.stack(shares).max())}  # NaN if any is NaN
     if window_size is not None:
         return found
-    # With values of 1, the output is the sum of the probabilities that remain, divided by 1 - p: 1 on average.
+    # With values of 1, the output is the sum of the remaining probabilities divided by 1 - p, which is 1 on average.
     equal = torch.zeros_like(upstream)  # all probabilities of a window are equal
     output = kernel(equal, equal, torch.ones_like(equal), windows, DROPOUT, 1.0).double()[..., 0]
     variance = len(lengths) * HEADS * DROPOUT / (1 - DROPOUT)  # of the sum: 1 / length for each of a window's tokens

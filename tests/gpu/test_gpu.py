@@ -1,4 +1,4 @@
-"""Checks of the values that the package computes on GPUs; benchmarks/gpu_speed.py measures the speed."""
+"""Check the values that the package computes on GPUs; benchmarks/gpu_speed.py measures the speed."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from hvd_bert.checkpoint.files import checkpoint_name
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(0)]  # each command has its own time limit
 # Maximum relative difference of a step's loss, in 20 steps from the same weights.
 SAME_SUMS, SAME_PRECISION = 1e-4, 1e-3
-OTHER_ROUNDING = 5e-2  # bf16 and fp16, also with compiled kernels
+OTHER_ROUNDING = 5e-2  # bf16 and fp16, with and without compiled kernels
 MAX_SKIPPED = 3  # steps of fp16, until the loss scale is low enough
 HALF = f"--bf16 {GRAPHS}"
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -97,7 +97,7 @@ def test_20_steps(name, machine):
 
 @pytest.mark.parametrize("flags", ["", "--bf16", f"--bf16 {COMPILE}", HALF], ids=["fp32", "bf16", "compiled", "graphs"])
 def test_resume(flags, machine):
-    """Weights, optimizer and losses are equal to the bit; with reduce-overhead losses up to 5e-2."""
+    """Weights, optimizer and losses are equal bit for bit; with reduce-overhead, losses up to 5e-2."""
     graphs = GRAPHS in flags
     words = f"{flags} --strategy none --deterministic --dropout {0.1 * (not graphs)}"
     words += " --max_steps 10 --save_steps 5 --logging_steps 1"

@@ -1,4 +1,4 @@
-"""Small runs of the real command line on the sample."""
+"""Commands for small runs on the sample, and functions that read their outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MPIs from the package index, each in a virtual environment in the user's cache that shares this one's packages."""
+"""Other MPIs from the package index, each in a cached virtual environment that also has this environment's packages."""
 
 from __future__ import annotations
 

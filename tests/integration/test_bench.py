@@ -1,4 +1,4 @@
-"""`hvd-bert bench` alone and under a launcher: the printed table, and the figures as JSON."""
+"""Run `hvd-bert bench` alone and under a launcher, and check the printed table and the JSON figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hvd-bert doctor` alone and under launchers."""
+"""Run `hvd-bert doctor` alone and under launchers."""
 
 from __future__ import annotations
 

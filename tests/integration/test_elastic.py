@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 WINDOWS, STEPS_PER_EPOCH = 33, 3  # as in small_run
 MAX_DIFFERENCE = 1e-5  # after a change of ranks, gradients are summed in a different order
-HOSTS = ("localhost", "127.0.0.1", "127.1")  # names of this machine
+HOSTS = ("localhost", "127.0.0.1", "127.1")  # three names of this machine
 
 
 def elastic(

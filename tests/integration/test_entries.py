@@ -1,4 +1,4 @@
-"""Ranks that end with running threads, fail, warn or cannot join the others (entries.py)."""
+"""Ranks that end with running threads, fail, warn or cannot join the other ranks (entries.py)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from launch import TRAIN, launcher, run
 
 pytestmark = pytest.mark.integration
 
-# Ways to start ranks, each with a strategy. tests/cluster tests several hosts.
+# Launchers, each with a strategy. tests/cluster tests several hosts.
 STARTED = [("torch", "horovod"), ("deepspeed", "deepspeed"), ("accelerate", "ddp")]
 STARTED += [("JSM", "horovod"), ("FLUX", "ddp"), ("PMIX", "horovod")]
 

@@ -65,7 +65,7 @@ KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "bit of a token": ("batch", lambda row: row.__ixor__(1)),
 }
 LAYER = "bert.encoder.layer.1."
-TARGETS = (  # rank, step (counted from 1), tensor
+TARGETS = (  # (rank, step counted from 1, tensor)
     (0, 1, "bert.embeddings.position_embeddings.weight"),
     (1, 2, LAYER + "attention.self.value.weight"),
     (0, 3, LAYER + "output.dense.bias"),

@@ -23,7 +23,7 @@ from hvd_bert.tools.doctor import __main__ as doctor
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 TASK = "text_classification:TextClassification"
-TEXTS = 17  # the second step of an epoch has one text, so all ranks except one have none
+TEXTS = 17  # the second step of an epoch has only one text
 STEPS = 5
 PASSAGE = "The box in the hall is red. What colour is the green house, and where did it stand?"
 COLOURS = ("red", "green", "pale grey")

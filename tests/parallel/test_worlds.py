@@ -114,7 +114,7 @@ def world_name(world: tuple[int, str, str]) -> str:
 
 @pytest.fixture(params=HOROVOD + OTHERS, ids=world_name, scope="session")
 def launch(request: pytest.FixtureRequest, worlds: Any) -> Launch:
-    """Every world."""
+    """Each world in turn."""
     size, by, strategy = request.param
     launcher(size, by)  # skips the test if the world cannot start here
     if strategy.startswith("deepspeed") and find_spec("deepspeed") is None:

@@ -301,7 +301,7 @@ def only_a_single_plain_gradient_is_sparse(ranks: Ranks) -> None:
         training.backward(0)
         words = word_embedding(training.model)
         assert words is not None and words.weight.grad is not None
-        alone = type(strategy) is Strategy and "--torch_compile" not in flags  # the other flags are Horovod's
+        alone = type(strategy) is Strategy and "--torch_compile" not in flags  # the other flags apply only to Horovod
         assert words.weight.grad.is_sparse == (alone or not flags)
         strategy.synchronize()
         assert not words.weight.grad.is_sparse
