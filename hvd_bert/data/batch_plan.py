@@ -1,9 +1,9 @@
 """The batch plan: the windows of each step, and each rank's share of them.
 
-A step's windows depend only on the seed, the step and the global batch; a rank's share also on the world size. So a
-resume replays nothing, and worlds of different size with the same global batch train on the same windows in each step.
-Shares are balanced, since all ranks wait for the slowest one: the numbers of windows differ by at most one, and the
-costs are nearly equal.
+A step's windows depend only on the data, the seed, the step and the global batch. A rank's share also depends on the
+world size. So a resumed run need not replay earlier steps, and runs with different world sizes but the same global
+batch train on the same windows in each step. Shares are balanced, since all ranks wait for the slowest rank: the ranks'
+window counts differ by at most one, and their costs are nearly equal.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hvd_bert.errors import UserError
 
 Ids = NDArray[np.int64]
 Lengths = NDArray[np.int32]
-Mixture = tuple[tuple[int, int], ...]  # per data file: its windows, and how many of them an epoch takes
-_CANDIDATES = 32  # items per part to try for a swap: larger parts are nearly even without swaps
+Mixture = tuple[tuple[int, int], ...]  # per data file: (number of windows, windows used per epoch)
+_CANDIDATES = 32  # items per part to try as swaps; parts with more items are nearly balanced without swaps
 
 
-@dataclass(frozen=True, eq=False)  # compared and hashed by identity, for lru_cache
+@dataclass(frozen=True, eq=False)  # eq=False: hashed by identity, so that lru_cache accepts plans
 class BatchPlan:
-    """Assigns windows to `size` ranks: `global_batch` per step, over all ranks and `accumulation` micro-batches.
+    """Assigns `global_batch` windows per step to `size` ranks with `accumulation` micro-batches each.
 
-    `lengths`: tokens per window. `crossover`: see `window_costs`. `mixture`: empty if an epoch takes each window once.
+    `lengths`: tokens per window. `crossover`: see `window_costs`. `mixture`: empty if an epoch uses each window once.
     """
 
     lengths: Lengths
@@ -47,7 +47,7 @@ class BatchPlan:
             )
 
     def with_global_batch(self, global_batch: int) -> BatchPlan:
-        """Copy the plan with another `global_batch`, and enough micro-batches that none is larger than before."""
+        """Copy the plan with another `global_batch`, and with enough micro-batches that their size does not grow."""
         rank_batch = self.global_batch // (self.size * self.accumulation)
         accumulation = math.ceil(global_batch / (self.size * rank_batch))
         return replace(self, global_batch=global_batch, accumulation=accumulation)
@@ -59,7 +59,7 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps per epoch; the last one may be smaller."""
+        """Optimizer steps per epoch. The last step of an epoch may have fewer windows."""
         return math.ceil(self.num_windows / self.global_batch)
 
     @property
@@ -68,35 +68,35 @@ class BatchPlan:
         return self.size * self.accumulation
 
     def step_windows(self, step: int) -> Ids:
-        """Ids of the windows of optimizer step `step` (0, 1, ... across epochs), over all ranks."""
+        """Return the ids of all ranks' windows in optimizer step `step`, counted from 0 across epochs."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         first = step_in_epoch * self.global_batch
         mixture = self.mixture or ((self.num_windows, self.num_windows),)
         return _epoch_order(mixture, self.seed, epoch)[first : first + self.global_batch]
 
     def rank_windows(self, step: int, rank: int) -> list[Ids]:
-        """Ids of the windows of `rank` in each of the step's `accumulation` micro-batches.
+        """Return the ids of the rank's windows for each of the step's `accumulation` micro-batches.
 
-        All ranks have the same number of micro-batches, or some would wait forever: in an epoch's last step, some
-        micro-batches may be empty. The ranks' totals are balanced first, since ranks wait for each other once per step.
-        Each rank's micro-batches are balanced next, since the largest needs the most memory.
+        All ranks have the same number of micro-batches, since otherwise some ranks would wait forever. In an epoch's
+        last step, some micro-batches may be empty. The ranks' totals are balanced first, since ranks wait for each
+        other once per step. Each rank's micro-batches are balanced next, since the largest needs the most memory.
         """
         ids = _shares(self, step)[rank]
         costs = window_costs(self.lengths[ids], self.crossover)
         return [ids[part] for part in balanced_partition(costs, self.accumulation)]
 
     def rank_tokens(self, step: int) -> Ids:
-        """Tokens per rank in a step, [size]."""
+        """Return the number of tokens per rank in a step, int64 [size]."""
         return np.array([self.lengths[ids].sum(dtype=np.int64) for ids in _shares(self, step)])
 
     def imbalance(self, step: int) -> float:
-        """Tokens of the most loaded rank in a step, divided by the mean over the ranks."""
+        """Return the largest number of tokens per rank in a step, divided by the mean over the ranks."""
         tokens = self.rank_tokens(step)
         return float(tokens.max() * self.size / tokens.sum())
 
 
 class HeaviestFirst(BatchPlan):
-    """A plan whose first step is the epoch's step with the most tokens: it needs the most memory."""
+    """A plan whose step 0 has the windows of the epoch's step with the most tokens, which needs the most memory."""
 
     def step_windows(self, step: int) -> Ids:
         return super().step_windows(step or self._heaviest)
@@ -107,9 +107,9 @@ class HeaviestFirst(BatchPlan):
         return max(steps, key=lambda step: self.lengths[BatchPlan.step_windows(self, step)].sum(dtype=np.int64))
 
 
-@lru_cache(maxsize=8)  # several steps: batches are prefetched
+@lru_cache(maxsize=8)  # several steps, since batches are prefetched
 def _shares(plan: BatchPlan, step: int) -> list[Ids]:
-    """Ids of the windows of each rank, in the step's order."""
+    """Return the ids of each rank's windows, in the step's order."""
     windows = plan.step_windows(step)
     costs = window_costs(plan.lengths[windows], plan.crossover)
     return [windows[part] for part in balanced_partition(costs, plan.size)]
@@ -119,7 +119,7 @@ def _shares(plan: BatchPlan, step: int) -> list[Ids]:
 def _epoch_order(mixture: Mixture, seed: int, epoch: int) -> Ids:
     chosen, first = [], 0
     for file, (windows, taken) in enumerate(mixture):
-        # The file's series of windows has all of them, shuffled, before any of them again.
+        # A file's windows are used in shuffled rounds: each window once per round, across epochs.
         begin = epoch * taken
         rounds = range(begin // windows, -(-(begin + taken) // windows))
         series = np.concatenate([_shuffled(windows, seed, file, number + 1) for number in rounds])
@@ -136,15 +136,16 @@ def _shuffled(count: int, *seeds: int) -> Ids:
 
 
 def mix(windows: Sequence[int], weights: Sequence[float]) -> Mixture:
-    """Make `BatchPlan.mixture` from the number of windows and the weight of each file."""
+    """Make `BatchPlan.mixture` from each file's number of windows and weight. Weight 2 uses each window twice."""
     mixture = tuple((n, max(1, round(weight * n))) for n, weight in zip(windows, weights, strict=True))
     return () if all(weight == 1 for weight in weights) else mixture
 
 
 def window_costs(lengths: ArrayLike, crossover: int) -> Ids:
-    """Costs of windows of n tokens: n * (crossover + n), the encoder's FLOP divided by attention's FLOP per pair.
+    """Return n * (crossover + n) for windows of n tokens: the encoder's FLOP in units of attention's FLOP per pair.
 
-    `crossover`: the length at which attention costs as much as the rest of the encoder (`model.flops.ForwardFlops`).
+    `crossover`: the window length at which attention costs as much as the rest of the encoder
+    (`model.flops.ForwardFlops`).
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     return tokens * (crossover + tokens)
@@ -153,9 +154,9 @@ def window_costs(lengths: ArrayLike, crossover: int) -> Ids:
 def balanced_partition(costs: Ids, parts: int) -> list[Ids]:
     """Split the indices of `costs` into `parts` sorted lists of equal length and nearly equal cost.
 
-    Costs are whole numbers, so that all hosts compute the same: sums of floats may differ in the last bits.
+    Costs are integers, so that all hosts compute the same result: sums of floats may differ in the last bits.
 
-    Lengths differ by at most one; the first lists are the longer ones. Items are first assigned in snake order, the
+    List lengths differ by at most one, and the longer lists come first. Items are first assigned in snake order, the
     most expensive first. Then the most loaded part swaps one item with the least loaded part, the second most loaded
     with the second least loaded, and so on, so that each pair's costs become as close as possible. This repeats until
     no swap helps. Ties are broken by index, so the result is deterministic.
@@ -177,7 +178,7 @@ def balanced_partition(costs: Ids, parts: int) -> list[Ids]:
         new_gap[empty[most_loaded, ::stride, None] | empty[least_loaded, None, ::stride]] = np.iinfo(np.int64).max
         new_gap = new_gap.reshape(half, -1)
         best = new_gap.argmin(axis=1)
-        swapping = np.flatnonzero(new_gap[np.arange(half), best] < gap)  # the pairs whose best swap helps
+        swapping = np.flatnonzero(new_gap[np.arange(half), best] < gap)  # pairs whose best swap reduces the gap
         if not len(swapping):  # the loop ends: each swap lowers the sum of the squared totals
             break
         candidates = -(-members.shape[1] // stride)
@@ -190,7 +191,10 @@ def balanced_partition(costs: Ids, parts: int) -> list[Ids]:
 
 
 def _snake(order: Ids, parts: int) -> Ids:
-    """Assign `order` to the parts from first to last, then back, and so on; the remainder goes to the first parts."""
+    """Deal out the items of `order` to parts 0 ... n-1, then n-1 ... 0, and so on.
+
+    The remainder goes to the first parts. Returns [parts, size of the largest part], with -1 in empty slots.
+    """
     rows = -(-len(order) // parts)
     table = np.full((rows, parts), -1, dtype=np.int64)
     table.flat[: len(order)] = order

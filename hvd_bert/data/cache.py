@@ -1,11 +1,11 @@
 """A folder cache: one folder per key, built by the first process that needs it and used by all others.
 
-An entry is built in a temporary folder next to it, flushed to disk and renamed, so it is always complete. One process
-per host compares its files with their SHA-256: an entry that was damaged later is refused.
+An entry is built in a temporary folder in the cache, flushed to disk and renamed, so it is always complete. To detect
+later damage, one process per host verifies the SHA-256 checksums of the entry's files.
 
-Processes that miss at the same time wait for a file lock, which the kernel frees if its holder dies. They do not wait
-in a collective, since tokenization may exceed a collective's timeout. If two hosts share a file system whose locks do
-not reach across hosts, each builds its own copy and the first rename wins.
+Processes that need a missing entry at the same time wait for a file lock, which the kernel frees if its holder dies.
+They do not wait in a collective, since tokenization may exceed a collective's timeout. If two hosts share a file system
+whose locks do not reach across hosts, each builds its own copy and the first rename wins.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from hvd_bert.storage import locks
 from hvd_bert.storage.reading import open_regular, read_json, sha256_of
 from hvd_bert.storage.writing import flush
 
-SUMS = "sha256.json"  # checksums of the other files by name
+SUMS = "sha256.json"  # file name -> checksum of each other file of an entry
 _LEFTOVER_AGE_S = 24 * 3600.0
 
 
 def default_cache_dir() -> Path:
-    """Folder of the cached windows, in $HVD_BERT_CACHE, $XDG_CACHE_HOME/hvd_bert or ~/.cache/hvd_bert."""
+    """Return the folder "windows" in $HVD_BERT_CACHE, $XDG_CACHE_HOME/hvd_bert or ~/.cache/hvd_bert."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("HVD_BERT_CACHE") or Path(caches) / "hvd_bert") / "windows"
 
 
 def entry(cache_dir: Path, key: str, build: Callable[[Path], None], verify: bool = True) -> Path:
-    """Find the folder of `key`, or make it by `build(empty_folder)`.
+    """Return the folder of `key`. If it does not exist, create it by calling `build(empty_folder)`.
 
-    `verify`: compare the files with their checksums. One process per host is enough.
+    `verify`: verify the files' checksums. One process per host is enough.
 
     Raises UserError if the folder is damaged, or `cache_dir` cannot be written. Other errors of `build` propagate, and
     its partial output is removed.
     """
     folder = cache_dir / key
-    if not folder.exists():  # a filled read-only cache needs no lock
+    if not folder.exists():  # no lock otherwise, so that a filled cache may be read-only
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
             with locks.acquire(cache_dir / f"{key}.lock", wait=True):
@@ -64,7 +64,7 @@ def entry(cache_dir: Path, key: str, build: Callable[[Path], None], verify: bool
 
 
 def reading(folder: Path) -> AbstractContextManager[None]:
-    """Context manager: turn errors of reading a folder of the cache into a UserError."""
+    """Context manager: turn errors while reading the cache entry `folder` into a UserError."""
     return as_user_error(
         lambda reason: (
             f"{folder} is damaged or cannot be read ({reason}). Remove this folder: the next run makes it again."
@@ -93,7 +93,7 @@ def _build(entry: Path, build: Callable[[Path], None]) -> None:
         try:
             building.rename(entry)
         except OSError:
-            if not entry.exists():  # otherwise another host was first, with the same content
+            if not entry.exists():  # if it exists, another host was first, with the same content
                 raise
         flush(entry.parent)
     finally:
@@ -101,8 +101,8 @@ def _build(entry: Path, build: Callable[[Path], None]) -> None:
 
 
 def _remove_leftovers(cache_dir: Path) -> None:
-    """Remove the folders of builders that died."""
+    """Remove temporary folders older than a day, which dead processes have left."""
     for leftover in cache_dir.glob("tmp-*"):
-        with contextlib.suppress(FileNotFoundError):  # another process may remove it, too
+        with contextlib.suppress(FileNotFoundError):  # another process may remove it at the same time
             if time.time() - leftover.stat().st_mtime > _LEFTOVER_AGE_S:
                 shutil.rmtree(leftover, ignore_errors=True)

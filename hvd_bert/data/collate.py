@@ -1,4 +1,4 @@
-"""Windows to tensors: the model's batches, packed without padding, or padded. They are prefetched."""
+"""Converts windows to the model's batches, packed without padding or padded, and prefetches them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hvd_bert.data.batch_plan import BatchPlan, Ids
 from hvd_bert.data.window_table import WindowTable
 
 AHEAD = 2  # batches to prefetch
-BUCKET = 512  # tokens
+BUCKET = 512  # a packed batch's tokens are padded to a multiple of this for CUDA graphs
 Arrays = dict[str, np.ndarray]
-DTYPES = {"cu_seqlens": np.int32, "attention_mask": np.bool_}  # of tensors that are not int64
+DTYPES = {"cu_seqlens": np.int32, "attention_mask": np.bool_}  # all other tensors are int64
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Limits the shapes of packed batches, since a CUDA graph has a fixed one: tokens are a multiple of BUCKET.
+    """Limits on the shapes of packed batches, since a CUDA graph has a fixed shape. Tokens are a multiple of BUCKET.
 
     `windows`: maximum windows per batch. `longest`: maximum tokens per window.
     """
@@ -33,32 +33,34 @@ class Bucket:
     longest: int
 
     def padding(self, tokens: int) -> list[int]:
-        """Lengths of the padding windows that follow a batch's own windows."""
+        """Return the lengths of the padding windows that fill a batch of `tokens` tokens up to a multiple of BUCKET."""
         whole, rest = divmod(-tokens % BUCKET, self.longest)
         return [self.longest] * whole + [rest] * (rest > 0)
 
     @property
     def borders(self) -> int:
-        """Size of cu_seqlens, with room for all windows and padding windows."""
+        """Size of cu_seqlens: the maximum number of windows and padding windows, plus 1."""
         return self.windows + -(-(BUCKET - 1) // self.longest) + 1
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B windows, N tokens in total: packed into one row, or padded to T tokens with one row each.
+    """B windows with N tokens in total, either packed into one row or padded to T tokens with one row per window.
 
     Attributes:
-        lengths: Tokens per window, then per padding window of a bucket.
-        input_ids, token_type_ids, position_ids: int64, [1, N] packed or [B, T] padded; positions restart in each
-            window.
+        lengths: Tokens per window, followed by tokens per padding window if there is a bucket.
+        input_ids, token_type_ids, position_ids: int64, [1, N] packed or [B, T] padded. Positions restart at 0 in
+            each window.
         attention_mask: bool [B, T], false at padding; None if packed.
-        cu_seqlens: int32 [B + 1], 0 and the end of each window in the row; None if padded. With a bucket, [borders],
-            filled up with N.
-        cells: int64 [N], each token's index in a matrix of len(lengths) rows and max(lengths) columns; None if padded.
-        longest: At least the tokens of the longest window; with a bucket, equal in all batches.
-        starts, ends: int64 [B], first and last token of the answer, counted from the window's start; 0, 0 if the
-            window has no answer.
-        num_windows: Windows that count: B, or 0 for an empty share. Then B is 1 and its loss must count as 0.
+        cu_seqlens: int32 [B + 1]: 0, then the end of each window in the row; None if padded. With a bucket, it has the
+            fixed size [borders], and its remaining entries are N.
+        cells: int64 [N], each token's index in a flattened matrix of len(lengths) rows and max(lengths) columns; None
+            if padded.
+        longest: Tokens of the longest window; with a bucket, the same upper bound in all batches.
+        starts, ends: int64 [B], indices of the answer's first and last token, counted from the window's start; 0, 0 if
+            the window does not contain the answer.
+        num_windows: Number of windows that count toward the loss: B, or 0 if the rank's share is empty. An empty
+            share's batch still holds one window, whose loss must be multiplied by 0.
     """
 
     input_ids: torch.Tensor
@@ -75,16 +77,16 @@ class Batch:
 
     @property
     def num_positions(self) -> int:
-        """Token positions of the windows that count, padding included."""
+        """Number of token positions, including padding; 0 for an empty share."""
         return self.input_ids.numel() if self.num_windows else 0
 
 
 @dataclass(frozen=True, eq=False)
 class Collator:
-    """Makes batches on a device from a table of windows (columns: see `hvd_bert.data.window_table`).
+    """Makes batches on a device from a window table (columns: see `hvd_bert.data.window_table`).
 
-    `pad_to`: None for packed windows, else the minimum length of padded ones. `bucket`: limits the shapes of packed
-    batches.
+    `pad_to`: minimum length to which windows are padded; None packs the windows instead. `bucket`: limits on the shapes
+    of packed batches.
     """
 
     windows: WindowTable
@@ -93,7 +95,7 @@ class Collator:
     bucket: Bucket | None = None
 
     def __call__(self, ids: Sequence[int] | np.ndarray) -> Batch:
-        """Make a batch of the windows `ids`. Without ids, it has one window that does not count."""
+        """Make a batch of the windows `ids`. If `ids` is empty, it has one window and `num_windows` 0."""
         rows = ids if len(ids) else [0]
         windows = self.windows.lists("input_ids", rows)
         context_starts = self.windows.numbers("context_start", rows)
@@ -112,12 +114,12 @@ class Collator:
         return Batch(**sent, lengths=[*map(len, windows)], longest=longest, num_windows=len(ids))
 
     def _send(self, arrays: Arrays) -> dict[str, torch.Tensor]:
-        """Copy all arrays to the device at once. Each is aligned to 16 bytes, as compiled kernels need it."""
+        """Copy all arrays to the device in one transfer. Each is aligned to 16 bytes, as compiled kernels require."""
         tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
         parts = [pad(tensor.flatten().view(torch.uint8), (0, -tensor.nbytes % 16)) for tensor in tensors.values()]
         buffer = torch.cat(parts)
         if self.device.type == "cuda":
-            buffer = buffer.pin_memory()  # otherwise this thread would wait for the copy
+            buffer = buffer.pin_memory()  # a copy from unpinned memory would block this thread
         sent = buffer.to(self.device, non_blocking=True).split([len(part) for part in parts])
         return {
             name: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -155,9 +157,9 @@ def _padded(windows: list[np.ndarray], context_starts: np.ndarray, length: int) 
 
 
 class Prefetcher:
-    """A rank's batches in the plan's order, starting at optimizer step `first`.
+    """Iterates over a rank's batches in the plan's order, starting at optimizer step `first`.
 
-    A thread makes the next batches and copies them to the device during the training on the current one.
+    A background thread makes the next batches and copies them to the device during training on the current one.
     """
 
     def __init__(self, plan: BatchPlan, collate: Callable[[Ids], Any], rank: int, first: int) -> None:
@@ -168,7 +170,7 @@ class Prefetcher:
         self._next = first
         self._ahead: deque[Future[Any]] = deque()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._fill()  # a step that cannot be shared out fails here, before training starts
+        self._fill()  # an error of the batch plan is raised here, before training starts
 
     def micro_batches(self, step: int) -> Iterator[Any]:
         """Yield the micro-batches of a step. Steps must be requested in order."""

@@ -1,6 +1,6 @@
 """Splits questions and their contexts into windows of tokens, one batch of questions at a time.
 
-A window is `[CLS] question [SEP] piece of the context [SEP]`, or what the tokenizer has in place of these special
+A window is `[CLS] question [SEP] piece of the context [SEP]`, or the counterpart with the tokenizer's own special
 tokens, for example `<s> question </s></s> piece of the context </s>`. A context that is too long for one window is
 split into pieces that overlap by `doc_stride` tokens, exactly as a fast tokenizer does with
 `truncation="only_second", stride=doc_stride, return_overflowing_tokens=True` (as in Hugging Face's
@@ -45,9 +45,10 @@ _Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """Options of the windows, in tokens. `max_seq_length` includes special tokens.
+    """Options for cutting windows. Lengths are in tokens; `max_seq_length` includes special tokens.
 
-    `doc_stride` is run_qa's: the overlap of neighboring windows. `max_samples`: use only the first questions.
+    `doc_stride`: overlap of neighboring windows, as in run_qa. `max_samples`: number of questions to use, from the
+    first one on; None means all.
     """
 
     max_seq_length: int = 384
@@ -57,14 +58,14 @@ class WindowOptions:
 
 @dataclass(frozen=True)
 class WindowCounts:
-    """Statistics of the windows of some questions."""
+    """Statistics of a set of questions and their windows."""
 
     questions: int = 0
     windows: int = 0
     shortened_questions: int = 0  # truncated to leave room for the context
-    answerable_questions: int = 0
-    cut_answers: int = 0  # no window contains the whole answer
-    tokenless_answers: int = 0  # the tokenizer drops all characters of the answer
+    answerable_questions: int = 0  # with an answer whose position is known
+    cut_answers: int = 0  # answers that no window contains completely
+    tokenless_answers: int = 0  # answers whose characters the tokenizer drops
 
     def __add__(self, other: WindowCounts) -> WindowCounts:
         return WindowCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
@@ -85,7 +86,7 @@ class Layout:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase) -> Layout:
-        """Find the layout that a tokenizer gives a pair of texts. Raises UserError if it is not supported."""
+        """Return the tokenizer's layout for a pair of texts. Raises UserError if the layout is not supported."""
         name = tokenizer.name_or_path or type(tokenizer).__name__
         if not tokenizer.is_fast:
             raise UserError(
@@ -122,7 +123,7 @@ class Layout:
 
 
 class WindowTokenizer:
-    """A tokenizer's backend without truncation and padding, and its layout. Raises UserError if not supported."""
+    """A tokenizer's backend without truncation and padding, and its layout. Raises UserError if unsupported."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: WindowOptions) -> None:
         self.layout = Layout.of(tokenizer)
@@ -133,7 +134,7 @@ class WindowTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """A text's tokens: their ids, and the characters [start, end) of each."""
+    """A text's tokens: the id and the character range [start, end) of each."""
 
     ids: _Int32s
     char_starts: _Int32s
@@ -142,9 +143,10 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _PerQuestion:
-    """The common part of a question's windows.
+    """Data that all windows of a question share.
 
-    `head`: tokens before the piece of the context. `first`, `last`: the answer's tokens in the context, -1 without one.
+    `head`: the window's tokens before the context piece. `first`, `last`: indices of the answer's first and last token
+    in the context; -1 without an answer.
     """
 
     number: int
@@ -156,7 +158,7 @@ class _PerQuestion:
 
 @dataclass(frozen=True, slots=True)
 class _PerWindow:
-    """The piece [start, stop) of the context's tokens in a window.
+    """A window: the question's `head` and the context tokens [start, stop).
 
     [CLS] question tokens [SEP] tokens of the piece [SEP]
     <-------- head ----------->^context_start       ^context_end
@@ -168,7 +170,7 @@ class _PerWindow:
 
     @property
     def label(self) -> tuple[int, int]:
-        """First and last token of the answer in the window; 0, 0 without the whole answer."""
+        """Indices of the answer's first and last token in the window; 0, 0 if the window lacks part of the answer."""
         if not self.start <= self.of.first <= self.of.last < self.stop:
             return 0, 0
         shift = len(self.of.head) - self.start
@@ -178,9 +180,9 @@ class _PerWindow:
 def cut(
     window_tokenizer: WindowTokenizer, questions: Sequence[Question], first_number: int
 ) -> tuple[Iterator[pa.RecordBatch], WindowCounts]:
-    """Cut questions into windows. Returns the rows of the table, and their statistics.
+    """Cut questions into windows. Returns the rows for the window table, and their statistics.
 
-    `first_number`: number of the first question in the table.
+    `first_number`: the value of the column `question` for the first question.
     """
     layout, options = window_tokenizer.layout, window_tokenizer.options
     contexts = _tokenized_contexts(window_tokenizer.backend, questions)
@@ -226,7 +228,7 @@ def _tokenized_contexts(backend: tokenizers.Tokenizer, questions: Sequence[Quest
 
 
 def _answer_tokens(question: Question, context: _Tokens) -> tuple[int, int]:
-    """First and last token of the context that share a character with the first answer; -1, -1 if there is none.
+    """Return the indices of the context's first and last token that overlap the first answer; -1, -1 if none does.
 
     Blanks around the answer are ignored.
     """
@@ -271,13 +273,13 @@ def _record_batch(windows: Sequence[_PerWindow], layout: Layout) -> pa.RecordBat
 
 
 def _range(sequence_ids: list[int | None], text: int) -> tuple[int, int]:
-    """Index of the first token of one text of a pair, and the index after its last."""
+    """Return the index of the first token of text number `text` (0 or 1), and the index after its last token."""
     indices = [index for index, sequence in enumerate(sequence_ids) if sequence == text]
     return indices[0], indices[-1] + 1
 
 
 def _plain_copy(tokenizer: Any) -> tokenizers.Tokenizer:
-    """Copy the backend without truncation and padding, which the original keeps and the cache key ignores."""
+    """Copy the tokenizer's backend and turn off truncation and padding in the copy, so the cache key ignores them."""
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.encode_special_tokens = tokenizer.backend_tokenizer.encode_special_tokens
     backend.no_truncation()
@@ -290,6 +292,6 @@ def _lists(lengths: Sequence[int], values: Iterable[_Int32s]) -> pa.ListArray:
 
 
 def _numbers(values: npt.ArrayLike) -> pa.Array:
-    """Make an int32 Arrow array. `pa.array` would import pandas: 0.2 s."""
+    """Make an int32 Arrow array. `pa.array` would import pandas, which takes 0.2 s."""
     numbers = np.ascontiguousarray(values, np.int32)
     return pa.Array.from_buffers(pa.int32(), len(numbers), [None, pa.py_buffer(numbers)])

@@ -3,12 +3,12 @@
 question        int32        index into `source.questions()`
 input_ids       list<int32>  the window's tokens, without padding
 context_start   int32        index in input_ids of the first token of the context piece
-context_end     int32        index after its last token: the final [SEP], or the special token in its place
+context_end     int32        index after the last token of the piece: of the final [SEP] or its counterpart
 start_position, end_position
-                int32        first and last token (inclusive, indices in input_ids) of the first answer;
-                             0, 0 (the [CLS]) if this window does not contain the whole answer
+                int32        indices in input_ids of the first answer's first and last token (inclusive);
+                             0, 0 (the [CLS]) if the window does not contain the whole answer
 char_starts, char_ends
-                list<int32>  for each token of the piece, its characters [start, end) in the context
+                list<int32>  the character range [start, end) in the context of each token of the piece
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_FORMAT = 5  # part of the cache key; raise it with every change of the format or of the windows
+_FORMAT = 5  # part of the cache key; increase it whenever the file format or the windows change
 _QUESTIONS_AT_ONCE = 1000
 _Int32s = npt.NDArray[np.int32]
 _DATA, _META = "windows.arrow", "windows.json"
 
 
 class WindowTable:
-    """Windows as Arrow record batches with the columns above, memory-mapped if they come from the cache."""
+    """Windows in Arrow record batches with the columns above; memory-mapped if they come from the cache."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class WindowTable:
         self._ends = np.cumsum(sizes)
         self._begins = self._ends - sizes
         self._numbers: dict[str, _Int32s] = {}
-        self._lists: dict[str, list[tuple[_Int32s, _Int32s]]] = {}  # offsets and values, by record batch
+        self._lists: dict[str, list[tuple[_Int32s, _Int32s]]] = {}  # by column: (offsets, values) per record batch
         for name in batches[0].schema.names:
             columns = [batch.column(name) for batch in batches]
             if isinstance(columns[0], pa.ListArray):
@@ -69,13 +69,13 @@ class WindowTable:
 
     @staticmethod
     def from_columns(columns: dict[str, Any]) -> WindowTable:
-        """Make a table in memory from some of the columns."""
+        """Make an in-memory table from a subset of the columns."""
         batches = pa.table(columns).cast(pa.schema([SCHEMA.field(name) for name in columns])).to_batches()
         return WindowTable(batches)
 
     @staticmethod
     def joined(tables: Sequence[WindowTable]) -> WindowTable:
-        """Join tables. Questions are numbered consecutively."""
+        """Concatenate tables. Questions are renumbered consecutively across the tables."""
         if len(tables) == 1:
             return tables[0]
         findings = Findings.joined([table.findings for table in tables])
@@ -89,19 +89,19 @@ class WindowTable:
 
     @property
     def lengths(self) -> _Int32s:
-        """Tokens per window, int32 [windows]; reads only the offsets of the windows, not their tokens."""
+        """Tokens per window, int32 [windows]. Reads only the list offsets, not the tokens."""
         return np.concatenate([np.diff(offsets) for offsets, _ in self._lists["input_ids"]])
 
     def column(self, name: str) -> _Int32s:
-        """All values of a numeric column, int32 [windows]."""
+        """Return all values of a numeric column, int32 [windows]."""
         return self._numbers[name]
 
     def numbers(self, name: str, ids: Sequence[int] | npt.NDArray[np.int64]) -> _Int32s:
-        """Values of a numeric column for the windows `ids`, int32 [len(ids)]."""
+        """Return a numeric column's values for the windows `ids`, int32 [len(ids)]."""
         return self._numbers[name][np.asarray(ids, dtype=np.int64)]
 
     def lists(self, name: str, ids: Sequence[int] | npt.NDArray[np.int64]) -> list[_Int32s]:
-        """Values of a list column for the windows `ids`: int32 arrays, which are views of the file."""
+        """Return a list column's values for the windows `ids`: an int32 array per window, as a view of the file."""
         found = []
         for number, id_ in zip(np.searchsorted(self._ends, ids, side="right"), ids, strict=True):
             offsets, values = self._lists[name][number]
@@ -111,19 +111,19 @@ class WindowTable:
 
 
 def _view(numbers: pa.Array) -> _Int32s:
-    """View an Arrow array as a numpy array. Arrow's to_numpy would import pandas: 0.2 s."""
+    """View an Arrow array as a numpy array. Arrow's to_numpy would import pandas, which takes 0.2 s."""
     whole = np.frombuffer(numbers.buffers()[1] or b"", dtype=np.int32)
     return whole[numbers.offset : numbers.offset + len(numbers)]
 
 
 def check_lengths(options: WindowOptions, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `UserError` for options that no window can satisfy."""
+    """Raise `UserError` if `max_seq_length` exceeds the tokenizer's limit or is too small for `doc_stride`."""
     length, stride = options.max_seq_length, options.doc_stride
     if length > tokenizer.model_max_length:
         raise UserError(
             f"--max_seq_length {length}: this model's tokenizer allows at most {tokenizer.model_max_length}."
         )
-    needed = stride + int(tokenizer.num_special_tokens_to_add(pair=True)) + 2  # room for a token of each text
+    needed = stride + int(tokenizer.num_special_tokens_to_add(pair=True)) + 2  # + 1 token each of question and context
     if length < needed:
         raise UserError(
             f"--max_seq_length {length} leaves no room for a question with --doc_stride {stride}: "
@@ -141,10 +141,11 @@ def prepare(
 ) -> WindowTable:
     """Load the windows of `source` from the cache, or build them. Called by every rank, without collectives.
 
-    `leader`: one rank per host, which verifies the cached windows, and logs truncated questions and lost answers. Only
-    the building process shows a progress bar, so `show_progress` may be true on all ranks of a host.
+    `leader`: true on one rank per host, which verifies the checksums of the cached windows and logs truncated questions
+    and lost answers. `show_progress` may be true on all ranks of a host, since only the process that builds the windows
+    shows the progress bar.
 
-    Raises `UserError` for unusable options, tokenizers or questions, for a damaged cache, and for one that cannot
+    Raises `UserError` if the options, the tokenizer or the questions are unusable, or if the cache is damaged or cannot
     be written.
     """
     check_lengths(options, tokenizer)
@@ -160,7 +161,7 @@ def prepare(
 
 
 def in_memory(questions: Sequence[Question], window_tokenizer: WindowTokenizer) -> WindowTable:
-    """Cut a few questions into windows, without the cache. Call `check_lengths` before."""
+    """Cut a few questions into windows, without the cache. Call `check_lengths` first."""
     batches, counts = cut(window_tokenizer, questions, 0)
     return WindowTable(list(batches), counts)
 
@@ -205,7 +206,7 @@ def _log_findings(name: str, findings: Findings, counts: WindowCounts) -> None:
 
 @dataclass(frozen=True)
 class _Meta:
-    """Content of the table's second file."""
+    """Content of windows.json."""
 
     counts: WindowCounts
     findings: Findings
@@ -244,7 +245,7 @@ def _write(folder: Path, source: Source, window_tokenizer: WindowTokenizer, show
 
 
 def _opened(entry: Path) -> WindowTable:
-    """Open the table in a folder of the cache. Raises UserError if it is truncated or malformed."""
+    """Open the table in the cache folder `entry`. Raises UserError if the table is truncated or malformed."""
     with cache.reading(entry):
         meta = convert(read_json(entry / _META), _Meta)
         with pa.ipc.open_stream(pa.memory_map(str(entry / _DATA))) as stream:

@@ -1,4 +1,4 @@
-"""A task of independent examples: a subclass supplies the model, the examples and the loss."""
+"""Base class of tasks with independent examples. A subclass supplies the model, the examples and the loss."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """A training or validation set.
+    """The examples of a training or validation set.
 
     Attributes:
-        collate: Makes a batch of at least one id, on the CPU or the rank's device. See `Task.batch` for random numbers.
-        lengths: Tokens per example, or another whole number that its cost grows with.
-        digest: A hash of the content, which must be equal on all ranks and on resume.
-        mixture: For training on several files, as in `BatchPlan`.
-        groups: Each example's group, from 0. One rank evaluates a group, such as the windows of a question. None: each
-            example is a group.
+        collate: Makes a batch from one or more example ids, on the CPU or the rank's device. See `Task.batch` for
+            random numbers.
+        lengths: Tokens per example, or another integer measure of an example's cost.
+        digest: A hash of the content. It must be equal on all ranks and on resume.
+        mixture: See `BatchPlan.mixture`, for training on several files.
+        groups: Group number of each example, from 0. All examples of a group, such as the windows of a question, are
+            evaluated on the same rank. None: each example is its own group.
     """
 
     collate: Callable[[Ids], Any]
@@ -56,7 +57,7 @@ class Examples:
 
     @classmethod
     def of_tensors(cls, *tensors: Tensor) -> Examples:
-        """Make an example of each row of the tensors. All cost the same."""
+        """Make one example per row of the tensors. All examples have length 1."""
         digest = hashlib.sha256()
         for tensor in tensors:
             digest.update(tensor.contiguous().numpy().tobytes())
@@ -65,34 +66,38 @@ class Examples:
 
     @classmethod
     def of_dataset(cls, dataset: Any, digest: str, lengths: Lengths | None = None) -> Examples:
-        """Make an example of each item of a map-style data set. torch's default_collate makes the batches."""
+        """Make one example per item of a map-style data set, with batches from torch's default_collate.
+
+        `lengths`: 1 per example by default.
+        """
         lengths = np.ones(len(dataset), dtype=np.int32) if lengths is None else lengths
         return cls(lambda ids: default_collate([dataset[int(i)] for i in ids]), lengths, digest)
 
 
 Result = TypeVar("Result")
-Share = tuple[Ids, Tensor, Any]  # a rank's validation examples, their losses, and the result of `collect`
+Share = tuple[Ids, Tensor, Any]  # a rank's validation ids, their losses, and the result of `collect`
 
 
 class DatasetTask(Task):
-    """Subclass it, create `model`, `train` and `dev` in `load`, and define `forward` and `score`.
+    """A task with independent examples.
 
-    `trained`: the folder of the training whose weights are loaded after `load`, to evaluate them.
+    A subclass creates `model`, `train` and `dev` in `load`, and defines `forward` and `score`. `trained`: the output
+    folder of the training to evaluate, whose weights are loaded after `load`; None when training.
     """
 
     train: Examples | None = None
     dev: Examples | None = None
     trained: str | None = None
-    crossover: int = 1  # length from which the cost of an example grows faster than its length: see `window_costs`
+    crossover: int = 1  # see `window_costs`
 
     def __init__(self, config: Config, world: World) -> None:
         name = config.model.model_name_or_path
-        # Question answering loads its weights itself.
+        # Question answering loads trained weights in its own `load`.
         evaluates = not config.train.do_train and config.data.task != QUESTION_ANSWERING
         of_training = as_trained(config) if evaluates else None
         self.config, self.world = of_training or config, world
         self.trained = name if of_training else None
-        torch.manual_seed(self.config.train.seed)  # seeds weights that are not loaded
+        torch.manual_seed(self.config.train.seed)  # for new weights
         self.load(self.config)
         if evaluates and (self.trained or not isinstance(self.model, PreTrainedModel)):
             if name in (None, DEFAULT_MODEL):
@@ -110,7 +115,10 @@ class DatasetTask(Task):
             raise UserError(f"--task {self.config.data.task}: {source} has no examples. Give data with examples.")
 
     def limit(self, data: DataArguments) -> None:
-        """Apply --max_train_samples. `load` must apply --max_eval_samples, since `score` knows the examples."""
+        """Apply --max_train_samples, and check that `load` has applied --max_eval_samples.
+
+        Only `load` can apply the latter, since `score` may depend on data that belong to the examples of `dev`.
+        """
         count = data.max_train_samples
         if self.train is not None and count is not None:
             self.train = replace(self.train, lengths=self.train.lengths[:count], mixture=())
@@ -120,42 +128,42 @@ class DatasetTask(Task):
 
     @abstractmethod
     def load(self, config: Config) -> None:
-        """Create `model`, `train` (for training) and `dev` (for evaluations). Called by every rank, by itself.
+        """Create `model`, `train` (for training) and `dev` (for evaluation). Every rank calls it, without collectives.
 
-        To evaluate a trained model, `config` has its training's --model_name_or_path, --train_file and so on, and the
-        trained weights are loaded afterwards.
+        When a trained model is evaluated, `config` has the settings of its training, such as --model_name_or_path and
+        --train_file, and the trained weights are loaded afterwards.
         """
 
     @abstractmethod
     def forward(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Compute the losses of a batch's n examples, [n], and their outputs, [n, ...], such as their classes."""
+        """Compute per-example losses, [n], and outputs, [n, ...], such as predicted classes, of a batch of n examples."""
 
     @abstractmethod
     def score(self, outputs: Any) -> dict[str, float]:
-        """Compute the metrics from the outputs of all examples of `dev`, in their order. Called on rank 0."""
+        """Compute the metrics from the outputs of all examples of `dev`, in their order. Called on rank 0 only."""
 
     def predictions(self, outputs: Any) -> Any:
-        """Content of eval_predictions.json, in which tensors become lists; None: no file. Called on rank 0.
+        """Return the content of eval_predictions.json, or None for no file. Tensors become lists. Called on rank 0.
 
-        For `hvd-bert predict`: a list with a value for each example, or a dict of such lists.
+        `hvd-bert predict` needs a list with one value per example, or a dict of such lists.
         """
         return None
 
     def inputs(self, rows: Dataset) -> Examples:
-        """Make examples of a file's rows, for `hvd-bert predict`. Labels are arbitrary: the losses do not count."""
+        """Make examples from a file's rows, for `hvd-bert predict`. Their labels are arbitrary, since losses are ignored."""
         raise UserError(f"--task {self.config.data.task}: to predict, it needs a method `inputs`. Add it.")
 
     def predict(self, rows: Dataset) -> Any:
-        """Return the `predictions` for the rows of a file on rank 0. A collective."""
+        """Return the `predictions` for the rows of a file: on rank 0 as lists, on all other ranks None. A collective."""
         with self.world.raise_on_all_ranks():
             self.dev = self.inputs(rows)
             self._check_not_empty("the result of `inputs`")
-        vars(self).pop("_share", None)  # computed for other rows
+        vars(self).pop("_share", None)  # cached for the previous `dev`
         self.world.check_same(self.fingerprint())
         return self._on_rank_0(self.model, lambda shares: as_lists(self.predictions(self._joined(shares)[0])))
 
     def positions(self, batch: Any, tokens: int) -> int:
-        """Number of token positions of a batch, including padding. `tokens`: without."""
+        """Return a batch's number of token positions, including padding. `tokens`: its number without padding."""
         return tokens
 
     def batch(self, ids: Ids) -> MicroBatch:
@@ -182,9 +190,9 @@ class DatasetTask(Task):
         return result or EvaluationResult(metrics, self.summary(metrics))
 
     def _on_rank_0(self, model: nn.Module, use: Callable[[list[Share]], Result]) -> Result | None:
-        """Call `use` on rank 0 with the shares of all ranks. A collective.
+        """Evaluate `dev`, and return `use(shares of all ranks)` on rank 0, None on all other ranks. A collective.
 
-        The forward passes need none, so ranks may have different numbers of batches, or none.
+        Forward passes run no collectives, so ranks may have different numbers of batches, or none.
         """
         with self.world.raise_on_all_ranks(EXIT_FAILURE):  # NaN weights, for example
             share = self._evaluate_share(model)
@@ -195,9 +203,9 @@ class DatasetTask(Task):
 
     @cached_property
     def _share(self) -> Ids:
-        """Ids of this rank's examples of `dev`. All shares have nearly the same cost.
+        """Ids of this rank's examples of `dev`, longest first. All ranks' shares have nearly the same cost.
 
-        Examples of similar length share a batch, the longest first: if memory runs out, it does so at once.
+        This order puts examples of similar length into a batch, and an out-of-memory error occurs in the first batch.
         """
         assert self.dev is not None
         costs = window_costs(self.dev.lengths, self.crossover)
@@ -225,16 +233,16 @@ class DatasetTask(Task):
                 all_losses.append(losses)
                 yield part, outputs
 
-        with evaluating(model, eager=self.config.train.captures_graphs):  # not captured: batches have any size
+        with evaluating(model, eager=self.config.train.captures_graphs):  # no CUDA graphs: batch shapes vary
             collected = self.collect(predict_batches()) if len(ids) else None
         return ids, torch.cat(all_losses), collected
 
     def collect(self, outputs: Iterable[tuple[Ids, Tensor]]) -> Any:
-        """Concatenate this rank's outputs for rank 0. `outputs`: the ids and the outputs of each batch."""
+        """Concatenate this rank's outputs, to be sent to rank 0. `outputs`: (ids, outputs) of each batch."""
         return self._concatenated([values for _, values in outputs])
 
     def join(self, collected: Sequence[Any], order: Tensor) -> Any:
-        """Join the results of `collect` of all ranks, for `score`. `order`: sorts the examples by id."""
+        """Join all ranks' results of `collect` for `score`. `order`: permutation that sorts the concatenated examples by id."""
         return self._concatenated(collected)[order]
 
     def _concatenated(self, outputs: Sequence[Tensor]) -> Tensor:
@@ -264,13 +272,13 @@ class DatasetTask(Task):
         return EvaluationResult(metrics, self.summary(metrics), self.files(outputs), outputs)
 
     def _joined(self, shares: list[Share]) -> tuple[Any, Tensor]:
-        """Join the shares of all ranks: outputs and losses of all examples in their order."""
+        """Join the shares of all ranks. Returns the outputs and losses of all examples, in the order of `dev`."""
         ids, losses, collected = zip(*(share for share in shares if len(share[0])), strict=True)
         order = torch.from_numpy(np.argsort(np.concatenate(ids)))
         return self.join(collected, order), torch.cat(losses)[order]
 
     def files(self, outputs: Any) -> dict[str, Any]:
-        """Output files by name, as in `EvaluationResult.files`. Called on rank 0."""
+        """Return the output files for `EvaluationResult.files`: file name -> JSON content. Called on rank 0."""
         predictions = as_lists(self.predictions(outputs))
         if predictions is None:
             return {}
@@ -286,7 +294,7 @@ class DatasetTask(Task):
         return f"--task {self.config.data.task}: `{method}` must return {needed}, but {problem}."
 
     def summary(self, metrics: dict[str, float]) -> str:
-        """Format an evaluation in one line."""
+        """Format the metrics of an evaluation in one line."""
         assert self.dev is not None
         scores = [f"{name} {metrics[name]:.4f}" for name in self.metrics if not name.startswith("eval_loss")]
         return "  ".join([*scores, f"loss {metrics['eval_loss']:.3f}", f"on {len(self.dev)} {self.unit}"])
@@ -305,7 +313,7 @@ class DatasetTask(Task):
 
 
 def as_lists(content: Any) -> Any:
-    """Convert tensors and arrays, also nested ones, to lists."""
+    """Convert tensors and arrays, including nested ones, to lists."""
     if isinstance(content, dict):
         return {key: as_lists(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
@@ -314,10 +322,10 @@ def as_lists(content: Any) -> Any:
 
 
 def to_device(content: Any, device: torch.device) -> Any:
-    """Copy tensors, also nested ones, to the device."""
+    """Copy tensors, including nested ones, to the device."""
     if isinstance(content, Tensor):
         if device.type == "cuda" and content.device.type == "cpu":
-            content = content.pin_memory()  # otherwise the thread that makes batches would wait for the copy
+            content = content.pin_memory()  # a copy from unpinned memory would block this thread
         return content.to(device, non_blocking=True)
     if isinstance(content, dict):
         return {key: to_device(value, device) for key, value in content.items()}

@@ -19,12 +19,12 @@ _UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # ignores special tokens suc
 
 
 def load_tokenizer(args: ModelArguments) -> Any:
-    """Load the model's fast tokenizer. Raises UserError if there is none, or its layout of windows is not supported."""
+    """Load the model's fast tokenizer. Raises UserError if it has none, or one with an unsupported layout."""
     extra: dict[str, Any] = {"use_fast": True}
-    if args.config_name and hub.lacks_model_type(args.tokenizer):  # the configuration names the tokenizer's class
+    if args.config_name and hub.lacks_model_type(args.tokenizer):  # transformers finds the tokenizer's class by it
         extra["config"] = hub.load_pretrained(AutoConfig, args.config_name, **args.on_hub)
     tokenizer = _load_with_case(args, **extra)
-    # transformers returns a tokenizer for a folder without a vocabulary, too.
+    # For a folder without a vocabulary, transformers returns an empty tokenizer.
     if len(tokenizer) <= len(tokenizer.all_special_tokens) or hub.LFS_POINTER in tokenizer.get_vocab():
         found = hub.lfs_pointers(args.tokenizer) or "Name a tokenizer's folder (--tokenizer_name FOLDER)"
         raise UserError(f"'{args.tokenizer}' has no vocabulary. {found}.")
@@ -33,10 +33,10 @@ def load_tokenizer(args: ModelArguments) -> Any:
 
 
 def _load_with_case(args: ModelArguments, **extra: Any) -> Any:
-    """Load the tokenizer, with lower-casing as its files have it. Raises UserError.
+    """Load the tokenizer, and turn off lower-casing if its files do not call for it. Raises UserError.
 
-    Without "do_lower_case" in tokenizer_config.json, transformers lower-cases texts for BERT's vocabularies. A cased
-    vocabulary would then lack most words, so tokenizer.json decides, or else the vocabulary.
+    Without "do_lower_case" in tokenizer_config.json, transformers lower-cases texts for BERT's vocabularies, even cased
+    ones. Then texts are lower-cased only if tokenizer.json says so or no word of the vocabulary has upper-case letters.
     """
     name, options = args.tokenizer, args.on_hub
     tokenizer = hub.load_pretrained(AutoTokenizer, name, **options, **extra)
@@ -58,5 +58,5 @@ def _load_with_case(args: ModelArguments, **extra: Any) -> Any:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Hash a tokenizer's vocabulary and rules."""
+    """Hash a tokenizer's vocabulary and rules. Returns 12 hex digits."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:12]

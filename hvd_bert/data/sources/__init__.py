@@ -1,1 +1,1 @@
-"""From a file or the hub to checked examples."""
+"""Read and check questions from data files and hub data sets."""

@@ -1,4 +1,4 @@
-"""Rows and nested entries of data files -> a `Question` or a `Mistake` each."""
+"""Converts each row or nested entry of a data file to a `Question` or a `Mistake`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hvd_bert.data.sources.questions import SHORT, Found, Mistake, Question, Rea
 
 LEVELS = ("data", "paragraphs", "qas")  # SQuAD's nesting: each level is a list of the next
 SQUAD = Reading().names
-_Text = str | int  # 1912.0 is 1912
-_WHOLE = re.compile(r"\A(-?[0-9]+)\.0\Z")  # as pandas writes the ids of a column with a missing value
-_NUMPY = re.compile(r"\b(?:np\.\w+|array)(?=\()|, dtype=[^)]+(?=\))")  # numpy's notation in objects that pandas writes
+_Text = str | int  # int: 1912.0 becomes "1912"
+_WHOLE = re.compile(r"\A(-?[0-9]+)\.0\Z")  # integer ids, which pandas writes as floats if one is missing
+_NUMPY = re.compile(r"\b(?:np\.\w+|array)(?=\()|, dtype=[^)]+(?=\))")  # numpy's notation in pandas' cells
 _NAN = re.compile(r"(?<=[ (\[])nan(?=[,)\]}])")
 _NO_COMMA = re.compile(r"(['\"])\s+\1")
-_TYPES = {"answer_start": "a whole number", "is_impossible": "true or false"}  # of fields that are not text
+_TYPES = {"answer_start": "a whole number", "is_impossible": "true or false"}  # types of non-text fields
 _EXAMPLE = '{"text": ["London"], "answer_start": [16]}'
 
 
@@ -32,16 +32,16 @@ class _Entry(msgspec.Struct):
     question: _Text = ""
     title: _Text = ""
     id: _Text = ""
-    is_impossible: bool | int = False  # 0.0 is 0
+    is_impossible: bool | int = False  # int: 0.0 becomes 0
 
 
 # --- SQuAD's nesting -----------------------------------------------------------------------------
 
 
 def read_questions(where: str, node: Any, reading: Reading, outer: Mapping[str, Any] | None = None) -> Iterator[Found]:
-    """Yield the questions of a row or of a level of SQuAD's nesting, in which levels may be missing or repeated.
+    """Yield the questions of a flat row or of SQuAD's nested levels, some of which may be missing or repeated.
 
-    `outer`: title and context of the levels above.
+    `where`: path of `node` in the file. `outer`: title and context from the levels above.
     """
     outer = outer or {}
     names = SQUAD if "context" in outer else reading.names
@@ -71,7 +71,7 @@ def read_questions(where: str, node: Any, reading: Reading, outer: Mapping[str, 
 
 
 def is_nested(node: Mapping[str, Any]) -> bool:
-    """Whether an object has a level of SQuAD's nesting, perhaps by another name. Answers have texts."""
+    """Return whether an object is nested: it has a SQuAD level, or it contains an object other than an answer."""
     items = (item for value in node.values() for item in (value if isinstance(value, list) else [value]))
     return bool(set(LEVELS) & set(node)) or any(isinstance(item, dict) and "text" not in item for item in items)
 
@@ -80,9 +80,9 @@ def is_nested(node: Mapping[str, Any]) -> bool:
 
 
 def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], reading: Reading) -> Question:
-    """Make a question with its answers. Raises Mistake with its path and, if it can be scored, the question."""
+    """Make a question with its answers. Raises Mistake, with the question if an evaluation can score it."""
     given = {field: row[name] for field, name in names.items() if name in row}
-    values = {field: value for field, value in given.items() if value == value and value not in (None, "")}  # not NaN
+    values = {field: value for field, value in given.items() if value == value and value not in (None, "")}  # excludes NaN
     if reading.purpose == "prediction" or _is_missing(values.get("is_impossible")):
         values.pop("is_impossible", None)
     question: Question | None = None
@@ -121,7 +121,7 @@ def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], read
 
 
 def _pairs(at: str, answers: Any, starts: Any) -> list[tuple[Any, Any]]:
-    """Pair texts with starts. `answers`: an object, a text or a list of either. `starts`: one or a list."""
+    """Pair answer texts with starts. `answers`: an object, a text, or a list of either. `starts`: a start or a list."""
     if isinstance(answers, dict):
         if "text" not in answers:
             raise Mistake("wrong structure", f'has no "text" ({shown(answers)})', at)
@@ -137,7 +137,10 @@ def _pairs(at: str, answers: Any, starts: Any) -> list[tuple[Any, Any]]:
 
 
 def _find(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None]:
-    """Find an answer in its context. Returns its text in the context's Unicode form, and its start. Raises Mistake."""
+    """Find an answer in its context. Returns its text in the context's Unicode form, and its start or None if unknown.
+
+    Raises Mistake if the answer is not at `start`, or if the first answer is not in the context exactly once.
+    """
     text = as_text(f"{at}.text", text)
     start = None if _is_missing(start) else _converted(f"{at}.answer_start", start, int)
     for form in (None, "NFC", "NFD"):
@@ -148,7 +151,7 @@ def _find(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None
                 return answer, position
             break
     if start is None and at != "answers[0]":
-        return text, None  # the metric compares texts only
+        return text, None  # only the metric uses further answers, and it compares texts
     reason = f"the answer {SHORT.repr(text)} is not in its context"
     if start is not None:
         found = context[start : start + len(text)] if start >= 0 else ""
@@ -164,10 +167,13 @@ def _find(at: str, context: str, text: Any, start: Any) -> tuple[str, int | None
 
 
 def _parsed(field: str, value: Any, context: str) -> Any:
-    """Parse a cell in the notation of JSON, Python or numpy. Returns another text unchanged. Raises Mistake."""
+    """Parse a cell in the notation of JSON, Python or numpy. Returns plain texts and other values unchanged.
+
+    Raises Mistake if a text begins like a list or an object but cannot be parsed.
+    """
     if not isinstance(value, str) or not value.startswith(("{", "[")):
         return value
-    if value in context and value.strip("[{}] "):  # such as [1], the number of a footnote
+    if value in context and value.strip("[{}] "):  # an answer such as [1], a footnote number
         return value
     for parse in (json.loads, _literal, lambda text: _literal(_NAN.sub("None", _NUMPY.sub("", text)))):
         try:
@@ -185,7 +191,7 @@ def _literal(text: str) -> Any:
 
 
 def _converted(path: str, value: Any, kind: Any) -> Any:
-    """Convert a value by msgspec: "16" and 16.0 become 16, "False" becomes False. Raises Mistake."""
+    """Convert a value to the type `kind`: "16" and 16.0 become 16, "False" becomes False. Raises Mistake."""
     try:
         return msgspec.convert(value.strip() if kind is int and isinstance(value, str) else value, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -196,12 +202,12 @@ def _converted(path: str, value: Any, kind: Any) -> Any:
 
 
 def as_text(path: str, value: Any) -> str:
-    """Convert a text or a whole number to text. Raises Mistake."""
+    """Convert a text or an integer to text. Raises Mistake for other types."""
     return str(_converted(path, value, _Text))
 
 
 def _is_missing(value: Any, context: str = "") -> bool:
-    """Whether a value is None, NaN, empty or a program's word for these. Words in the context are answers."""
+    """Return whether a value is None, NaN, empty, or a word such as "null" that does not occur in `context`."""
     if isinstance(value, str):
         word = value.strip().lower()
         return not word or (word in ("nan", "none", "null", "na", "<na>") and value not in context)
@@ -209,7 +215,7 @@ def _is_missing(value: Any, context: str = "") -> bool:
 
 
 def shown(value: Any) -> str:
-    """Quote the start of a value, for messages."""
+    """Describe a value for a message: its start, or an object's first keys."""
     if isinstance(value, dict):
         return f"found an object with {', '.join(map(SHORT.repr, list(value)[:5])) or 'nothing in it'}"
     text = json.dumps(value, ensure_ascii=False, default=str)

@@ -1,7 +1,7 @@
-"""Data files -> objects with their paths. Content that is no data is refused with its likely format and a remedy.
+"""Parses data files into objects with their paths. For unreadable content, the error names its likely format.
 
-The readers of `datasets` turn texts that look like numbers or dates into these, move the cells of CSV rows that are
-longer than the first line, and report no lines. msgspec decides the types of questions (entries.py).
+The readers of `datasets` are not used: they convert texts that look like numbers or dates, misplace the cells of CSV
+rows that are longer than the header, and do not report line numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvd_bert.storage.reading import GIB, open_regular
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
-Located = tuple[str, Any]  # a path in the file, and the object or mistake there
+Located = tuple[str, Any]  # (path in the file, object or mistake at that path)
 Choose = Callable[[list[str]], list[str]]  # all columns of a file -> the columns to read; raises UserError
 _GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
 _JSON = re.compile(r"\s*[\[{]")
@@ -36,7 +36,7 @@ MAX_RATIO = 100  # largest ratio of unpacked to packed size; gzip itself allows 
 
 @contextlib.contextmanager
 def opened(path: str, name: str = "") -> Iterator[BinaryIO]:
-    """Open a data file. OSError inside the block becomes UserError. `name`: for messages."""
+    """Open a data file. OSError inside the block becomes UserError. `name`: the file's name in messages."""
     try:
         with open_regular(path) as file:
             yield file
@@ -47,7 +47,7 @@ def opened(path: str, name: str = "") -> Iterator[BinaryIO]:
 
 
 def is_index(column: str) -> bool:
-    """Whether a column's name shows that it is an index, which pandas wrote."""
+    """Return whether a column's name is one that pandas writes for an unnamed index."""
     return column in ("", "__index_level_0__") or column.startswith("Unnamed: ")
 
 
@@ -65,9 +65,9 @@ def unpacked(name: str, content: bytes) -> bytes:
 
 
 def parsed(name: str, content: bytes, choose: Choose, tsv: bool = False) -> Iterable[Located]:
-    """Parse the rows of CSV or Parquet, the lines of JSON Lines, or the one value of JSON. Raises UserError.
+    """Parse the rows of CSV or Parquet, the lines of JSON Lines, or the single value of JSON. Raises UserError.
 
-    `tsv`: cells are separated by tabs, and quotes are text.
+    `tsv`: text rows have cells separated by tabs, and quotes are ordinary characters.
     """
     if content.startswith(PARQUET):
         return _parquet_rows(name, content, choose)
@@ -92,7 +92,7 @@ def _json_values(name: str, text: str, choose: Choose) -> list[Located]:
     try:
         values = [("", json.loads(text))]
     except (ValueError, RecursionError) as error:
-        if getattr(error, "msg", "") != "Extra data":  # not JSON Lines: a whole value is followed by more
+        if getattr(error, "msg", "") != "Extra data":  # JSON Lines has further values after the first
             raise UserError(f"{name}: not JSON: {error}. Fix the file.") from error
         values = list(_json_lines(name, text))
     rows = values[0][1] if isinstance(values[0][1], list) else [value for _, value in values]
@@ -114,8 +114,11 @@ def _json_lines(name: str, text: str) -> Iterator[Located]:
 
 
 def _csv_rows(name: str, text: str, choose: Choose, tsv: bool) -> Iterator[Located]:
-    """Parse CSV with names in the first line. Strict: pandas and pyarrow read `"a" b` as `a b`, which moves offsets."""
-    csv.field_size_limit(2**31 - 1)  # a long text is not an error
+    """Parse CSV with column names in the first line.
+
+    Strict, since reading `"a" b` as `a b`, as pandas and pyarrow do, would shift character offsets.
+    """
+    csv.field_size_limit(2**31 - 1)  # by default, texts over 128 KiB are errors
     text = text.lstrip("\r\n")
     header = re.split(r"[\r\n]", text[:_MAX_HEADER], maxsplit=1)[0]
     delimiter = "\t" if tsv else max(_DELIMITERS, key=header.count)
@@ -124,7 +127,7 @@ def _csv_rows(name: str, text: str, choose: Choose, tsv: bool) -> Iterator[Locat
         delimiter=delimiter,
         quoting=csv.QUOTE_NONE if tsv else csv.QUOTE_MINIMAL,
         strict=True,
-    )  # a cell too many is under None, one too few is None
+    )  # extra cells are stored under the key None; missing cells are None
     try:
         if rows.fieldnames:
             choose(list(rows.fieldnames))
@@ -141,7 +144,7 @@ def _csv_rows(name: str, text: str, choose: Choose, tsv: bool) -> Iterator[Locat
 
 @contextlib.contextmanager
 def parquet_file(name: str, content: bytes) -> Iterator[ParquetFile]:
-    """Open Parquet. Errors inside the block become UserError."""
+    """Open Parquet content. Errors inside the block become UserError."""
     from pyarrow import BufferReader
     from pyarrow.parquet import ParquetFile
 

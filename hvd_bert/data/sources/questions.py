@@ -1,4 +1,4 @@
-"""Questions, how they are read, and the mistakes for which they are refused or left out."""
+"""Questions, the settings for reading them, and the mistakes for which they are refused or left out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from functools import cached_property
 from hvd_bert.errors import UserError
 
 SHORT = reprlib.Repr()
-SHORT.maxstring = 80  # characters of data quoted in a message
-_SHOWN = 5  # mistakes that a message quotes
+SHORT.maxstring = 80  # length limit of texts quoted in messages
+_SHOWN = 5  # maximum number of mistakes in a message
 UNANSWERED = "unanswered question"
 
 
@@ -23,8 +23,8 @@ UNANSWERED = "unanswered question"
 class Question:
     """A question about a context.
 
-    `answer_texts[i]` starts at character `answer_starts[i]` of `context`. None: unknown, so that only the metric uses
-    the text. Both are empty if the question has no answer (SQuAD v2.0).
+    `answer_texts[i]` starts at character `answer_starts[i]` of `context`. If the start is None (unknown), only the
+    metric uses the text. Both are empty if the question has no answer (SQuAD v2.0).
     """
 
     id: str
@@ -37,10 +37,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings for reading a source. Only flat rows have columns.
+    """Settings for reading a source. The column names apply to flat rows only.
 
-    `bad_examples`: "error", or "skip" to leave out questions with a mistake. `purpose`: "training" needs the positions
-    of the answers, "evaluation" their texts, "prediction" neither.
+    `bad_examples`: "error", or "skip" to leave out questions with a mistake. `purpose`: "training" needs the answers'
+    positions, "evaluation" needs their texts, and "prediction" needs neither.
     """
 
     question_column: str = "question"
@@ -51,13 +51,13 @@ class Reading:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Columns of flat rows by SQuAD's keys. The digest of hub data sets depends on the order."""
+        """Mapping from SQuAD's keys to column names of flat rows. Hub data sets' digests depend on its order."""
         names = ("id", "title", "context", "question", "answers", "answer_start", "is_impossible")
         given = {"context": self.context_column, "question": self.question_column, "answers": self.answer_column}
         return {name: given.get(name, name) for name in names}
 
     def digest(self, content_digest: str, version_2_with_negative: bool) -> str:
-        """SHA-256 of the content and of the settings that decide which questions are used, or refused.
+        """Hash the content's digest with the settings that decide which questions are used or refused. Returns SHA-256.
 
         Without the settings, windows cached by one run would hide an error from a run with other settings.
         """
@@ -70,7 +70,10 @@ class Reading:
 
 
 class Mistake(Exception):
-    """A mistake in the data. `kind`: for counts. `path`: in the file. `question`: if an evaluation can score it."""
+    """A mistake in the data.
+
+    `kind`: category, for counts. `path`: path in the file. `question`: the question, if an evaluation can score it.
+    """
 
     question: Question | None = None
 
@@ -82,17 +85,17 @@ class Mistake(Exception):
         return f"{self.path}: {self.reason}" if self.path else self.reason
 
 
-Found = tuple[str, Question | Mistake]  # with its path in the file
+Found = tuple[str, Question | Mistake]  # (path in the file, question or mistake)
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Facts about a source for the log.
+    """Results of reading a source, for the log.
 
     Attributes:
-        columns: The columns of flat rows and their use; "" if they have SQuAD's names.
-        mistakes: Number of questions by kind of mistake, with `--bad_examples skip`.
-        first: The first mistakes, with their paths.
+        columns: Description of the columns of flat rows; "" if they have SQuAD's names.
+        mistakes: Kind of mistake -> number of questions, with `--bad_examples skip`.
+        first: Descriptions of the first mistakes, with their paths.
         left_out: Number of questions left out.
     """
 
@@ -103,7 +106,7 @@ class Findings:
 
     @staticmethod
     def joined(several: Sequence[Findings]) -> Findings:
-        """Add the counts of several sources."""
+        """Add up the counts of several sources. Drops `columns` and `first`."""
         mistakes: Counter[str] = Counter()
         for findings in several:
             mistakes.update(findings.mistakes)
@@ -113,10 +116,13 @@ class Findings:
 def checked(
     name: str, found: Iterable[Found], version_2_with_negative: bool, reading: Reading
 ) -> tuple[list[Question], Findings]:
-    """Select the questions without mistakes. Raises UserError for mistakes unless `reading` skips them."""
+    """Select the usable questions. Raises UserError for mistakes unless `reading` skips them, or if none is usable.
+
+    When mistakes are skipped, an evaluation still uses the questions that it can score by their answers' texts.
+    """
     questions: list[Question] = []
     mistakes: list[Mistake] = []
-    paths: dict[str, str] = {}  # first path of each id
+    paths: dict[str, str] = {}  # question id -> path of its first occurrence
     left_out = 0
     for where, item in found:
         mistake, question = (item, item.question) if isinstance(item, Mistake) else (None, item)
@@ -147,7 +153,7 @@ def checked(
 def _unusable(
     where: str, question: Question, paths: dict[str, str], version_2_with_negative: bool, reading: Reading
 ) -> Mistake | None:
-    """Find the mistake that makes a question unusable for training and scoring, or None."""
+    """Return the mistake that makes a question unusable for its purpose, or None. Records the id in `paths`."""
     label = where if question.id == where else f"question {SHORT.repr(question.id)} ({where})"
     if reason := text_mistake(question):
         return Mistake("unusable text", reason, label)
@@ -161,10 +167,10 @@ def _unusable(
 
 
 def text_mistake(question: Question) -> str:
-    """Describe a mistake in the question's texts; "" if there is none."""
+    """Describe the first mistake in the question's texts. Returns "" without mistakes."""
     if not question.context.strip():
         return "its context is empty or missing"
-    # A question of blanks, which has no tokens, is accepted: it does no harm.
+    # A question of blanks is accepted: it has no tokens, but its windows are valid.
     if not question.question:
         return "its question is empty or missing"
     answers = [("answer", text) for text in question.answer_texts]

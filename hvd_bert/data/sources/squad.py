@@ -1,10 +1,10 @@
-"""Data files and hub data sets -> checked `Question`s.
+"""Opens data files and hub data sets as sources of checked `Question`s.
 
-A file is SQuAD's JSON, JSON Lines, CSV or Parquet: the content decides, not the name. Opening is fast: the content is
-parsed and checked only by `Source.questions()`, on the rank that needs it.
+A file is SQuAD's JSON, JSON Lines, CSV or Parquet. Its content determines the format, not its name. Opening is fast:
+only `Source.load` parses and checks the content, on the ranks that need it.
 
-Character offsets count Unicode code points from the start of the unstripped context: some of SQuAD's contexts begin
-with a space, which counts.
+Character offsets count Unicode code points from the start of the unstripped context, since some of SQuAD's contexts
+begin with a space.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _DEFAULT = Reading()
 class Source:
     """A source of questions.
 
-    `name` appears in messages (a path, or `squad[train]`). `digest` is the SHA-256 of the content and its reading, so
-    that equal digests mean equal questions. `load` parses and checks the content again at each call, since tokenization
-    needs the questions once and training runs for hours. It raises UserError if the content is wrong.
+    `name`: name in messages, a path or `squad[train]`. `digest`: SHA-256 of the content and the reading settings; equal
+    digests mean equal questions. `load`: parses and checks the content at each call. The questions are not kept in
+    memory, since only tokenization needs them. Raises UserError if the content is wrong.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Source:
     load: Callable[[], tuple[list[Question], Findings]] = field(repr=False, compare=False)
 
     def questions(self) -> list[Question]:
-        """Load the questions only."""
+        """Load the questions without the findings."""
         return self.load()[0]
 
 
 def open_file(path: str | os.PathLike[str], version_2_with_negative: bool, reading: Reading = _DEFAULT) -> Source:
-    """Open a data file. Raises UserError if it cannot be read; `questions()` checks the content."""
+    """Open a data file. Raises UserError if it cannot be read. `Source.load` checks the content."""
     name = os.fspath(path)
     with files.opened(name) as opened:
         digest = sha256_of(opened)
@@ -70,7 +70,7 @@ def open_hub(
     cache_dir: str | None = None,
     reading: Reading = _DEFAULT,
 ) -> Source:
-    """Open a split of a data set from the hub or its local cache. Raises UserError if it or a column is missing."""
+    """Open a split of a data set from the hub or its local cache. Raises UserError if a split or column is missing."""
     columns = Columns(f"{dataset_name}[{split}]", reading)
     rows = hub.load_split(dataset_name, split, dataset_config_name, cache_dir)
     rows = rows.select_columns(columns.choose(rows.column_names))
@@ -98,14 +98,14 @@ def _source(
 
 
 def from_questions(name: str, questions: Iterable[Question]) -> Source:
-    """Make a source of questions in memory, which are not checked."""
+    """Make a source of in-memory questions. They are not checked."""
     given = list(questions)
     content = json.dumps([astuple(question) for question in given]).encode()
     return Source(name, hashlib.sha256(content).hexdigest(), lambda: (given, Findings()))
 
 
 def joined(sources: Sequence[Source], limit: int | None = None) -> Source:
-    """Join the first `limit` questions of each source. Returns a single source unchanged."""
+    """Join the first `limit` questions of each source, or all. Returns a single source unchanged."""
     if len(sources) == 1:
         return sources[0]
     digest = hashlib.sha256(" ".join(source.digest for source in sources).encode()).hexdigest()
@@ -118,7 +118,7 @@ def joined(sources: Sequence[Source], limit: int | None = None) -> Source:
 
 
 def check_ids(sources: Sequence[Source], questions: Sequence[Sequence[Question]]) -> None:
-    """Raise UserError if questions of two sources have the same id: predictions are by id."""
+    """Raise UserError if questions of two sources have the same id, since ids are the keys of predictions."""
     first: dict[str, str] = {}
     for source, some in zip(sources, questions, strict=True):
         other = next((q for q in some if first.setdefault(q.id, source.name) != source.name), None)
@@ -128,17 +128,17 @@ def check_ids(sources: Sequence[Source], questions: Sequence[Sequence[Question]]
 
 @dataclass
 class Columns:
-    """The columns of flat rows. `used`: description of the chosen columns; "" if they have SQuAD's names."""
+    """Chooses the columns of flat rows. `used`: description of the chosen columns; "" if they have SQuAD's names."""
 
     name: str
     reading: Reading
     used: str = ""
 
     def choose(self, present: list[str]) -> list[str]:
-        """Choose the columns of a file to read. Raises UserError if one is missing, or occurs twice."""
+        """Choose which of the columns `present` to read. Raises UserError if one is missing or occurs twice."""
         names = self.reading.names
         if names["question"] not in present and not set(LEVELS).isdisjoint(present):
-            return present  # nested rows
+            return present  # the rows are nested
         optional = ("answers",) if self.reading.purpose == "prediction" else ()
         needed = [names[field] for field in ("context", "question", "answers") if field not in optional]
         wrong = [column for column in needed if present.count(column) != 1]
