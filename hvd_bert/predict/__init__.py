@@ -1,1 +1,1 @@
-"""The command `predict`. answering.py answers questions, rows.py predicts, answerer.py has `QuestionAnswerer`."""
+"""The command `predict`. answering.py answers questions, rows.py runs custom tasks on rows of a file."""

@@ -11,7 +11,7 @@ Exit status: 0 predicted, 1 failure, 2 bad input.
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the other imports, which take seconds
+if __name__ == "__main__":  # runs before the other imports, which take seconds
     from hvd_bert.startup import start_command
 
     start_command()
@@ -52,7 +52,7 @@ def _predict(argv: list[str] | None) -> None:
     if not flags.output:
         run(flags)
         return
-    # torch.distributed joins the ranks of any launcher, and a single process needs neither it nor Horovod.
+    # torch.distributed works with the ranks of any launcher. A single process needs no communication.
     flags.strategy = "none" if launcher.is_alone else "ddp"
     answers = task == QUESTION_ANSWERING
     run_as_rank(partial(answer_file, flags) if answers else partial(predict_file, flags, task), flags.strategy)
@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
         add_flag(parser, name, FLAGS[name].default, FLAGS[name].shown_default)
     for name in (name for name in ANSWERING if name != SWITCH):
         add_flag(parser, name, None, "as trained, else at most 384" if name == "max_seq_length" else "as trained")
-    # Not add_flag, whose switches take a value: MODEL may follow.
+    # add_flag's switches accept a value, so they would consume MODEL if it comes next.
     parser.add_argument("--bf16", action="store_true", help="Compute in bf16 instead of fp32. (default: False)")
     parser.add_argument(
         f"--{SWITCH}", action="store_true", default=None, help="Allow 'no answer'. (default: as trained)"

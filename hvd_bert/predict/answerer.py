@@ -1,7 +1,7 @@
 """`QuestionAnswerer`: a trained model that answers questions, for Python programs and for `hvd-bert predict`.
 
-Questions are answered in blocks, which bounds the memory. Blocks depend only on the questions, so that any number of
-ranks gives the same answers.
+Questions are answered in blocks, which bounds memory use. Blocks depend only on the questions, so the answers do not
+depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from hvd_bert.tasks.tokenizer import load_tokenizer
 
 Texts = str | Sequence[str]
 BATCH_SIZE = 8
-# A block has at most this many questions and, except for a single question, this many characters of contexts.
+# Limits of a block: number of questions, and total characters of their contexts.
 BLOCK_QUESTIONS, BLOCK_CHARACTERS = 64, 2**18
 
 
 class QuestionAnswerer:
-    """Answers questions with the model of a training, from its output folder, a checkpoint or the hub.
+    """Answers questions with a trained model from an output folder, a checkpoint or the hub.
 
         qa = QuestionAnswerer("runs/mine")
         answer = qa(question="Where was Ada born?", context="Ada was born in London.")
         answer.text, answer.start, answer.end, answer.score
 
-    The default settings are those of the training (train_config.yaml). Without that file, windows have at most 384
-    tokens. `device`: by default the first GPU, or else the CPU. `precision`: fp32, bf16 or fp16. `batch_size`: windows
-    per forward pass.
+    Default settings are those of the training (train_config.yaml). Without that file, `max_seq_length` is 384 or the
+    model's limit, if that is less. `device`: the first GPU by default, or the CPU if there is no GPU. `precision`:
+    "fp32", "bf16" or "fp16". `batch_size`: windows per forward pass.
 
-    Raises UserError, a ValueError, for a model or a setting that cannot be used.
+    Raises UserError, a subclass of ValueError, for an unusable model or setting.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class QuestionAnswerer:
         settings = _settings(name, {setting: arguments[setting] for setting in ANSWERING})
         args = ModelArguments(model_name_or_path=name)
         tokenizer = load_tokenizer(args)
-        with torch.random.fork_rng(devices=[]):  # loading seeds the caller's random numbers
+        with torch.random.fork_rng(devices=[]):  # loading seeds torch's CPU generator; restore the caller's state
             self.model = load_model(args, tokenizer, settings.get("max_seq_length", 1), seed=0, needs_head=True).eval()
         check_precision(self.model.config, precision)
         longest = int(min(384, max_tokens(self.model.config), tokenizer.model_max_length))
@@ -95,7 +95,7 @@ class QuestionAnswerer:
         self.precision, self.batch_size = precision, batch_size
         self.tokenizer = tokenizer
         self._window_tokenizer = WindowTokenizer(tokenizer, self.window_options)
-        self._warned = False  # whether truncation was reported
+        self._warned = False  # whether the truncation warning was logged
 
     def __call__(
         self,
@@ -106,9 +106,9 @@ class QuestionAnswerer:
     ) -> Any:
         """Answer one question, or a list of questions. Returns an Answer, or a list in the order of the questions.
 
-        Either argument may be a single text for all elements of the other. Or the first argument is
-        `{"question": ..., "context": ...}`, or a list of such. `top_k`: in place of each Answer, return a list of the
-        best Candidates, at most `top_k` and at most the n best.
+        If one argument is a list, the other may be a single text, which is then used for each element. Without
+        `context`, `question` is `{"question": ..., "context": ...}` or a list of such dicts. With `top_k`, each Answer
+        is replaced by a list of the best Candidates, at most `top_k` and at most `n_best_size`.
         """
         check_types(locals(), get_type_hints(QuestionAnswerer.__call__))
         require(top_k is None or top_k >= 1, f"top_k {top_k}: must be at least 1.")
@@ -118,7 +118,7 @@ class QuestionAnswerer:
         return found[0] if single else found
 
     def answers(self, questions: Iterable[Question]) -> Iterator[Answer]:
-        """Answer questions in their order, without checking them."""
+        """Yield the answers in the order of the questions. Does not check the questions' texts."""
         for block in blocks(questions):
             yield from self.answer_block(block)
 
@@ -145,7 +145,10 @@ class QuestionAnswerer:
 
 
 def blocks(questions: Iterable[Question]) -> Iterator[list[Question]]:
-    """Split questions into blocks of limited size."""
+    """Split questions into blocks of at most BLOCK_QUESTIONS questions and BLOCK_CHARACTERS characters of contexts.
+
+    A single question with a longer context is a block of its own.
+    """
     block: list[Question] = []
     characters = 0
     for question in questions:
@@ -159,7 +162,7 @@ def blocks(questions: Iterable[Question]) -> Iterator[list[Question]]:
 
 
 def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Complete the given settings by the recorded settings of the training."""
+    """Fill settings that are None with the recorded settings of the training. Leaves out settings without any value."""
     trained = trained_settings(model)
     task = trained.get("task", QUESTION_ANSWERING)
     if task != QUESTION_ANSWERING:
@@ -175,7 +178,7 @@ def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _questions(question: Any, context: Any) -> list[Question]:
-    """Pair questions with contexts. Raises UserError if they do not match or a text cannot be used."""
+    """Pair questions with contexts. Raises UserError if their numbers differ or a text is unusable."""
     asked = [question] if isinstance(question, str | Mapping) else list(question)
     both = [item for item in asked if isinstance(item, Mapping) and {"question", "context"} <= item.keys()]
     if context is None or both:

@@ -1,6 +1,6 @@
-"""Print answers in one process, or write them to a file by all ranks.
+"""Answers questions: prints answers in a single process, or writes them to a file with all ranks.
 
-For a file, every rank answers one block of questions per round, and rank 0 writes the round's answers.
+For a file, every rank answers one block of questions per round. Then rank 0 writes the round's answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hvd_bert.predict.answerer import QuestionAnswerer, blocks
 from hvd_bert.predict.writing import Write, check, reserved, written
 from hvd_bert.tasks.tokenizer import tokenizer_digest
 
-PRINTED = 3  # answers printed per file
+PRINTED = 3  # number of answers printed without --output
 WIDTH = 100
 Row = dict[str, Any]
 COLUMNS = dict.fromkeys(("id", "question", "context", "answer"), pa.string())
@@ -41,7 +41,7 @@ CANDIDATES = pa.list_(pa.struct({"text": pa.string(), "start": pa.int64(), "end"
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Answer and print. Raises UserError."""
+    """Print the answer to --question, or a few answers for --input. Raises UserError."""
     qa = load_model(flags, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if flags.input:
         _print_some(flags, qa)
@@ -51,7 +51,7 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def load_model(flags: argparse.Namespace, device: torch.device) -> QuestionAnswerer:
-    """Load the model with the settings of the command line."""
+    """Load the model with the command line's settings."""
     settings = {name: getattr(flags, name) for name in ANSWERING}
     precision, batch_size = "bf16" if flags.bf16 else "fp32", flags.per_device_eval_batch_size
     kernels.start(flags.cpu_kernels, precision, device)
@@ -59,7 +59,7 @@ def load_model(flags: argparse.Namespace, device: torch.device) -> QuestionAnswe
 
 
 def open_input(flags: argparse.Namespace, qa: QuestionAnswerer) -> Source:
-    """Open the questions of --input."""
+    """Open the file of questions --input."""
     columns = flags.question_column, flags.context_column, flags.answer_column
     reading = squad.Reading(*columns, purpose="prediction")
     return squad.open_file(flags.input, qa.span_options.version_2_with_negative, reading)
@@ -79,14 +79,14 @@ def _print_some(flags: argparse.Namespace, qa: QuestionAnswerer) -> None:
 
 
 def _show(context: str, question: str, answer: Answer) -> None:
-    """Print an answer. Control characters in the texts do not reach the terminal."""
+    """Print an answer with its context and question. Control characters are escaped."""
     passage = textwrap.fill(context, WIDTH, initial_indent="  ", subsequent_indent="  ")
     said = f"{answer.text or '(no answer)'}  (probability {answer.score:.2f})"
     print(visible(f"{passage}\n  Q: {question}\n  A: {said}"))
 
 
 def answer_file(flags: argparse.Namespace, world: World) -> None:
-    """Answer --input and write --output, which appears once it is complete. A collective."""
+    """Answer the questions in --input and write --output, which appears once it is complete. A collective."""
     check(flags, world)
     with world.raise_on_all_ranks():
         qa = load_model(flags, world.device)
@@ -109,7 +109,7 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
                 if first + world.rank < len(all_blocks):  # in the last round, some ranks may have no block
                     block = all_blocks[first + world.rank]
                     rows += map(partial(_row, flags), block, qa.answer_block(block))
-            gathered = list(chain.from_iterable(world.gather(rows)))  # complete on rank 0 only
+            gathered = list(chain.from_iterable(world.gather(rows)))  # rows of all ranks on rank 0
             with world.writing("--output", flags.output):
                 if write:
                     write(pa.Table.from_pylist(gathered, schema))
@@ -120,7 +120,7 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
 
 
 def _common_inputs(qa: QuestionAnswerer, source: Source) -> dict[str, object]:
-    """Facts that must be equal on all ranks."""
+    """Return facts that must be equal on all ranks."""
     digest = hashlib.sha256(qa.model.config.to_json_string().encode())
     for weights in qa.model.state_dict().values():
         digest.update(weights.cpu().contiguous().numpy())

@@ -1,4 +1,4 @@
-"""Predictions of a custom task for the rows of a file, by all ranks."""
+"""Predicts for the rows of a file with a custom task, on all ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from hvd_bert.tasks.rows import read_rows
 
 
 def predict_file(flags: argparse.Namespace, task_name: str, world: World) -> None:
-    """Predict for the rows of --input, and write them with the predictions as columns to --output. A collective."""
+    """Predict for the rows of --input. Write the rows, with predictions as added columns, to --output. A collective."""
     check(flags, world)
     with world.raise_on_all_ranks():
-        # As in an evaluation by the trainer.
+        # The same setup as when the trainer evaluates.
         config = command_line.parse(["--no_do_train", "--no_do_eval"], _settings(flags, task_name))
         set_precision(config.train)
         kernels.start(config.train.cpu_kernels, config.train.precision, world.device)
@@ -65,7 +65,7 @@ def _settings(flags: argparse.Namespace, task_name: str) -> dict[str, Any]:
 
 
 def _with_columns(table: pa.Table, task_name: str, found: Any) -> pa.Table:
-    """Add the predictions to the rows of the input. They replace columns of the same names."""
+    """Add the predictions as columns to the table of input rows. They replace columns of the same names."""
     columns = {"prediction": found} if isinstance(found, list) else found
     lists = isinstance(columns, dict) and all(isinstance(values, list) for values in columns.values())
     if not lists or any(len(values) != len(table) for values in columns.values()):

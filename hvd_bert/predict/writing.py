@@ -1,4 +1,4 @@
-"""A file of predictions: JSON Lines, CSV or Parquet, which appears once it is complete."""
+"""Writes a file of predictions in JSON Lines, CSV or Parquet. The file appears once it is complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Write = Callable[[pa.Table], object]
 
 
 def check(flags: argparse.Namespace, world: World) -> None:
-    """Create the folder of --output, and refuse a file that cannot be written or replaced. A collective."""
+    """Create the folder of --output. Raises UserError if the file cannot be written or replaced. A collective."""
     with world.writing("--output", flags.output, EXIT_BAD_INPUT) as writes:
         if writes:
             check_apart("--output", flags.output, {"model_name_or_path": flags.model})
@@ -32,7 +32,7 @@ def check(flags: argparse.Namespace, world: World) -> None:
 
 
 def check_columns(path: Path, schema: pa.Schema) -> None:
-    """Raise UserError if a column has bytes, which JSON and CSV cannot hold."""
+    """Raise UserError if `path` is JSON Lines or CSV and a column has bytes, which these formats cannot hold."""
     for field in schema if path.suffix != ".parquet" else ():
         if _has_bytes(field.type):
             raise UserError(
@@ -47,9 +47,10 @@ def _has_bytes(kind: pa.DataType) -> bool:
 
 @contextmanager
 def reserved(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield a temporary file that replaces `path`, or its target, unless the block raises. Raises OSError.
+    """Yield the path of a temporary file that replaces `path` after the block, unless the block raises. Raises OSError.
 
-    A file that another process writes meanwhile is replaced with `overwrite` only.
+    If `path` is a symbolic link, its target is replaced. If another process creates `path` in the meantime, it is
+    replaced only with `overwrite`.
     """
     with replacing(path.resolve(), durable=True) as new:
         check_output(path, overwrite)  # again: another process may have written it since
@@ -59,7 +60,7 @@ def reserved(path: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def written(new: Path, suffix: str, schema: pa.Schema) -> Iterator[Write]:
-    """Write tables to a file in the format that `suffix` names. Raises OSError."""
+    """Yield a function that appends tables to the file `new`, in the format that `suffix` names. Raises OSError."""
     if suffix == ".jsonl":
         file: Any = new.open("w", encoding="utf-8", newline="")  # closed below
         write: Write = partial(_write_lines, file)
@@ -73,7 +74,7 @@ def written(new: Path, suffix: str, schema: pa.Schema) -> Iterator[Write]:
     try:
         yield write
     except BaseException:
-        with suppress(OSError):  # closing may fail to write the buffer
+        with suppress(OSError):  # closing writes the buffer, which may fail again
             file.close()
         raise
     file.close()
@@ -84,7 +85,7 @@ def _write_lines(file: Any, table: pa.Table) -> None:
 
 
 def _write_csv(writer: CSVWriter, table: pa.Table) -> None:
-    """Write rows. Lists and structures become JSON."""
+    """Write a table as CSV. Lists and structures become JSON texts."""
     for number, field in enumerate(table.schema):
         if pa.types.is_nested(field.type):
             texts = [_json(value) for value in table.column(number).to_pylist()]
@@ -93,5 +94,5 @@ def _write_csv(writer: CSVWriter, table: pa.Table) -> None:
 
 
 def _json(value: Any) -> str:
-    """Format as JSON, with dates, times and decimals as texts."""
+    """Format a value as JSON, with dates, times and decimals as texts."""
     return json.dumps(value, ensure_ascii=False, default=lambda other: getattr(other, "isoformat", other.__str__)())

@@ -1,6 +1,6 @@
 """The interface between the training loop and a task: model, data, loss and evaluation.
 
-`DatasetTask` (dataset.py) implements most of it for independent examples: start there for a custom task.
+For a custom task, start with `DatasetTask` (dataset.py), which implements most of it for independent examples.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ QUESTION_ANSWERING_CLASS = "hvd_bert.tasks.question_answering:QuestionAnswering"
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`content` on the rank's device. `num_positions`: token positions, including padding.
+    """A batch for one forward and backward pass. `content`: the task's batch, on the rank's device.
 
-    With `num_windows` 0, the rank's share of the step is empty. The batch then holds one window whose loss must not
-    count, so that all ranks run the same number of forward and backward passes.
+    `num_tokens`: without padding. `num_positions`: including padding. If `num_windows` is 0, the rank's share is empty:
+    `content` then holds one window whose loss must not count, so that all ranks run the same number of passes.
     """
 
     content: Any
@@ -48,9 +48,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Metrics and a line for the log, on every rank.
+    """Metrics of an evaluation and a one-line summary for the log, on every rank.
 
-    On rank 0 also `files`, the JSON content of output files by name (of `run_folder.RUN_FILES`), and `outputs`, the
+    Only on rank 0: `files` maps names of output files (of `run_folder.RUN_FILES`) to JSON content, and `outputs` is the
     argument of `score`.
     """
 
@@ -61,21 +61,21 @@ class EvaluationResult:
 
 
 class Task(ABC):
-    """A model with its data. Creating it loads and checks everything, without collectives; it raises UserError.
+    """A model with its data. The constructor loads and checks both, without collectives. Raises UserError.
 
     Attributes:
         unit: Name of the examples in messages. The code says "window" for all tasks.
-        metrics: Metrics for --metric_for_best_model and the report -> whether "max" or "min" is best; the first is the
-            default. `evaluate` returns them. A task may set them when it is created.
-        model: On the CPU at first; with the same weights on all ranks.
-        tokenizer: Saved with the model; None without one.
-        plan: Assigns training windows to steps and ranks; None without training.
-        padding: The --padding that the model needs; None: as given.
-        evaluates: Whether there is data to evaluate on.
-        dev_share: The share of the validation data that --fast_dev_run evaluates.
-        forward_flops: FLOP of the model; None: unknown.
-        lora: peft's wrapper of `model`, until the adapters are merged; None without --lora_rank.
-        adapter_files: The trained adapters, after they were merged.
+        metrics: Name of each metric for --metric_for_best_model and the report -> "max" or "min", whichever is best.
+            `evaluate` returns these metrics. The first is the default. The constructor may set them.
+        model: The model, initially on the CPU. Its weights are equal on all ranks.
+        tokenizer: The tokenizer to save with the model, or None.
+        plan: The assignment of training windows to steps and ranks; None without training.
+        padding: The value of --padding that the model needs in place of the given value; None if it needs no other.
+        evaluates: Whether the run evaluates and has validation data.
+        dev_share: The fraction of the validation data that --fast_dev_run evaluates.
+        forward_flops: FLOP of the model's forward pass; None if unknown.
+        lora: peft's wrapper of `model` until the adapters are merged; None without --lora_rank.
+        adapter_files: peft's files of the trained adapters, by name; empty until the adapters are merged.
     """
 
     unit: ClassVar[str] = "windows"
@@ -97,13 +97,13 @@ class Task(ABC):
     def batch(self, ids: Ids) -> MicroBatch:
         """Make a micro-batch of the training windows `ids` on this rank's device. Runs in a background thread.
 
-        It must be a function of `ids`, or a resumed run differs. For random numbers, use a generator seeded by the ids:
-        checkpoints do not hold what this thread has drawn from the global generators.
+        The batch must depend on `ids` only, or a resumed run differs. For random numbers, use a generator seeded by the
+        ids, since checkpoints do not save the global generators' state in this thread.
         """
 
     @abstractmethod
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
-        """Compute the loss of each window of a batch. `model`: as wrapped by the strategy."""
+        """Compute the loss of each window of a batch. `model`: the model as wrapped by the strategy."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> EvaluationResult:
@@ -114,7 +114,7 @@ class Task(ABC):
         """Facts that must be equal on all ranks in addition to the settings, such as the content of the data."""
 
     def facts(self) -> dict[str, object]:
-        """Further facts for train_results.json, on rank 0."""
+        """Further entries for train_results.json, on rank 0."""
         return {}
 
     @abstractmethod
@@ -122,19 +122,19 @@ class Task(ABC):
         """Facts that must not change on resume in addition to settings and model shape, such as the training data."""
 
     def window_names(self, ids: Ids) -> list[str]:
-        """Names for messages, by which a user finds the training windows `ids` in the data."""
+        """Return names by which a user can find the training windows `ids` in the data, for messages."""
         return [f"number {id_}" for id_ in ids.tolist()]
 
     def flops(self, lengths: Lengths, micro_batches: int) -> float | None:
-        """Useful FLOP of training on windows of these lengths, without padding; None: unknown."""
+        """Return the FLOP of training on windows of these lengths, without padding; None if unknown."""
         return self.forward_flops.training(lengths, micro_batches) if self.forward_flops else None
 
     def compile(self, model: nn.Module, mode: str | None) -> None:
-        """Compile `model` in place, for --torch_compile. `mode`: --torch_compile_mode."""
+        """Compile `model` in place, for --torch_compile. `mode`: value of --torch_compile_mode."""
         model.compile(dynamic=True, mode=mode)
 
     def save_description(self, folder: Path) -> None:
-        """Write configuration and tokenizer, without which transformers cannot load the weights of a folder."""
+        """Write the configuration and tokenizer, which transformers needs to load weights from `folder`."""
         if isinstance(self.model, PreTrainedModel):
             self.model.config.save_pretrained(folder)
         self._save_tokenizer(folder)
@@ -147,13 +147,13 @@ class Task(ABC):
         if isinstance(self.model, PreTrainedModel):
             self.model.save_pretrained(folder)
         else:
-            # Copies, since DeepSpeed makes the weights views of one tensor, which safetensors refuses.
+            # Under DeepSpeed, weights are views of one tensor, which safetensors refuses.
             weights = {name: value.clone().contiguous() for name, value in self.model.state_dict().items()}
             safetensors.torch.save_file(weights, folder / "model.safetensors")
         self._save_tokenizer(folder)
 
     def add_adapters(self, config: Config) -> None:
-        """With --lora_rank, train adapters in place of the encoder. Raises UserError."""
+        """With --lora_rank, freeze the encoder and add trainable adapters to it. Raises UserError if that fails."""
         if self.plan and config.model.lora_rank:
             self.lora = add_adapters(self.model, config.model, config.train.seed)
             self.forward_flops = self.forward_flops and forward_flops(self.model)
@@ -164,32 +164,32 @@ class Task(ABC):
             self.adapter_files, self.lora = merge(self.lora), None
 
     def _save_tokenizer(self, folder: Path) -> None:
-        """Save the tokenizer with the names of the inputs that the model was trained with."""
+        """Save the tokenizer. Its `model_input_names` list token types only if the model was trained with them."""
         if self.tokenizer is None:
             return
         types, inputs = "token_type_ids", self.tokenizer.model_input_names
         takes = getattr(self.model, "takes_token_types", types in inputs)
         if takes != (types in inputs):
             names = [*inputs, types] if takes else [name for name in inputs if name != types]
-            self.tokenizer.model_input_names = self.tokenizer.init_kwargs["model_input_names"] = names  # 2nd: is saved
-        self.tokenizer.save_pretrained(folder, save_jinja_files=False)  # a chat template's file could replace a user's
+            self.tokenizer.model_input_names = self.tokenizer.init_kwargs["model_input_names"] = names  # the 2nd is saved
+        self.tokenizer.save_pretrained(folder, save_jinja_files=False)  # it could overwrite a user's template
 
 
 def task_name(task: type[Task]) -> str:
-    """The --task by which other commands can import a program's class, which may be a script's."""
+    """Return the value of --task by which other commands can import `task`, even if a script defines it."""
     script = task.__module__ == "__main__" and getattr(sys.modules["__main__"], "__file__", None)
     return f"{Path(script).stem if script else task.__module__}:{task.__qualname__}"
 
 
 def task_class(name: str, custom: type[Task] | None = None) -> type[Task]:
-    """Import the class of question answering, or of a custom task by MODULE:CLASS. Raises UserError if there is none.
+    """Import the class of question answering, or that of a custom task, MODULE:CLASS. Raises UserError if that fails.
 
-    `custom`: the class itself, if a program gives it. Its name need not be importable.
+    `custom`: the class, if a program passes it directly. Then `name` need not be importable.
     """
     try:
         found = custom or resolve_name(QUESTION_ANSWERING_CLASS if name == QUESTION_ANSWERING else name)
     except (Exception, SystemExit) as error:
-        if name == QUESTION_ANSWERING or isinstance(error, UserError):  # this package or one that it needs is damaged
+        if name == QUESTION_ANSWERING or isinstance(error, UserError):  # the installation is damaged
             raise
         raise UserError(
             f"--task {name}: cannot be imported ({type(error).__name__}: {error}). Give MODULE:CLASS, such as"
@@ -205,7 +205,7 @@ def task_class(name: str, custom: type[Task] | None = None) -> type[Task]:
 
 
 def load_task(config: Config, world: World, custom: type[Task] | None = None) -> Task:
-    """Load and check the task of --task with its model and data, without collectives. Raises UserError.
+    """Create and check the task that --task names, with its model and data, without collectives. Raises UserError.
 
     `custom`: see `task_class`.
     """
@@ -226,9 +226,9 @@ def load_task(config: Config, world: World, custom: type[Task] | None = None) ->
 
 
 def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: World, mixture: Mixture = ()) -> BatchPlan:
-    """Make the batch plan of the settings. Raises UserError if the global batch does not fit the ranks.
+    """Make the batch plan from the settings. Raises UserError if they do not fit the data or the ranks.
 
-    A fixed global batch need not divide evenly: ranks may differ by one window, as in the last step of an epoch.
+    --global_batch need not be a multiple of the world size: the ranks' window counts may then differ by one.
     """
     if not len(lengths):
         raise UserError("The training data have no examples. Give data with examples.")
@@ -238,7 +238,7 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
             f"--gradient_accumulation_steps {accumulation}: a step would have more micro-batches than the"
             f" {len(lengths)} windows of the training data. Use a smaller number or more data."
         )
-    rank_batch = args.per_device_train_batch_size * world.devices or 1  # 0: training/batch_size.py will choose it
+    rank_batch = args.per_device_train_batch_size * world.devices or 1  # 0: training/batch_size.py chooses it later
     global_batch = rank_batch * accumulation * world.size
     plan = BatchPlan(lengths, global_batch, accumulation, world.size, args.seed, crossover, mixture)
     if args.global_batch == -1:
@@ -259,7 +259,7 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
 
 
 def weight_copies(trains: bool, strategy: str, world: World) -> int:
-    """Minimum number of arrays of the weights' size that a rank needs in this host's free memory."""
+    """Return how many copies of the weights, or arrays of their size, a rank needs in this host's free memory."""
     if world.process.generation > 0:
         return 0  # this process still has the memory of its previous world
     whole = not STRATEGIES[strategy].shards

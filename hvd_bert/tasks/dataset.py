@@ -136,7 +136,7 @@ class DatasetTask(Task):
 
     @abstractmethod
     def forward(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Compute per-example losses, [n], and outputs, [n, ...], such as predicted classes, of a batch of n examples."""
+        """Compute a batch's losses, [n], and outputs, [n, ...], such as predicted classes, for its n examples."""
 
     @abstractmethod
     def score(self, outputs: Any) -> dict[str, float]:
@@ -150,11 +150,11 @@ class DatasetTask(Task):
         return None
 
     def inputs(self, rows: Dataset) -> Examples:
-        """Make examples from a file's rows, for `hvd-bert predict`. Their labels are arbitrary, since losses are ignored."""
+        """Make examples from a file's rows, for `hvd-bert predict`. Labels are arbitrary: losses are ignored."""
         raise UserError(f"--task {self.config.data.task}: to predict, it needs a method `inputs`. Add it.")
 
     def predict(self, rows: Dataset) -> Any:
-        """Return the `predictions` for the rows of a file: on rank 0 as lists, on all other ranks None. A collective."""
+        """Return the `predictions` for the rows of a file, as lists; None on ranks other than 0. A collective."""
         with self.world.raise_on_all_ranks():
             self.dev = self.inputs(rows)
             self._check_not_empty("the result of `inputs`")
@@ -242,7 +242,7 @@ class DatasetTask(Task):
         return self._concatenated([values for _, values in outputs])
 
     def join(self, collected: Sequence[Any], order: Tensor) -> Any:
-        """Join all ranks' results of `collect` for `score`. `order`: permutation that sorts the concatenated examples by id."""
+        """Join all ranks' results of `collect` for `score`. `order`: permutation that sorts examples by id."""
         return self._concatenated(collected)[order]
 
     def _concatenated(self, outputs: Sequence[Tensor]) -> Tensor:

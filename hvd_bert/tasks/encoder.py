@@ -1,4 +1,4 @@
-"""A task of an encoder with one of transformers' heads for texts or tokens, on packed or padded texts."""
+"""Base class of tasks that train an encoder with a transformers head, on packed or padded texts."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ from hvd_bert.tasks.base import weight_copies
 from hvd_bert.tasks.dataset import DatasetTask, Examples
 from hvd_bert.tasks.tokenizer import load_tokenizer, tokenizer_digest
 
-SEEN = 200  # steps whose padding is reported
-IGNORED = -100  # label of a token without a loss, the default of torch's cross_entropy
-Labelled = tuple[Batch, Tensor]  # texts, and a label per text or per token
+SEEN = 200  # number of steps over which the padding for CUDA graphs is reported
+IGNORED = -100  # label of tokens without a loss; cross_entropy's default ignore_index
+Labelled = tuple[Batch, Tensor]  # a batch of texts, and a label per text or per token
 
 
 class EncoderTask(DatasetTask):
-    """Subclass it. Let `load` call `load_model`, and make `train` and `dev` by `encode` and `examples`.
+    """A task that trains an encoder with a head.
 
-    `forward` calls `logits`.
+    A subclass's `load` calls `load_model`, and makes `train` and `dev` with `encode` and `examples`. Its `forward`
+    calls `logits`.
     """
 
     unit: ClassVar[str] = "texts"
     model: Any
-    classes: Sequence[str] = ()  # one for regression, none for spans
+    classes: Sequence[str] = ()  # one class for regression; empty for spans
 
     def load_model(self, head: Any, classes: Sequence[str] = ()) -> None:
-        """Create `tokenizer`, `model` and `classes` from the settings. Raises UserError.
+        """Set `tokenizer`, `model` and `classes` from the settings. Raises UserError.
 
-        `head`: transformers' AutoModelForSequenceClassification or AutoModelForTokenClassification. `classes`: names
-        for config.json, by default the model's. If the model has these names, whatever their case, its order is used.
-        A trained model keeps its names.
+        `head`: transformers' AutoModelForSequenceClassification or AutoModelForTokenClassification. `classes`: class
+        names for config.json; default: the model's. If the model has the same names, regardless of case, its order is
+        used. When a trained model is evaluated, `classes` is ignored in favor of its saved names.
         """
         args, train = self.config.model, self.config.train
         if self.trained:
@@ -75,7 +76,7 @@ class EncoderTask(DatasetTask):
             self.crossover = self.forward_flops.crossover
 
     def encode(self, *texts: Any, **options: Any) -> Any:
-        """Tokenize texts, or pairs of texts, and truncate them to --max_seq_length."""
+        """Tokenize texts, or pairs of texts, and truncate them to --max_seq_length. Returns a BatchEncoding."""
         length = self.config.data.max_seq_length
         special = self.tokenizer.num_special_tokens_to_add(pair=len(texts) > 1)
         if length <= special:
@@ -85,7 +86,7 @@ class EncoderTask(DatasetTask):
             return self.tokenizer(*texts, truncation=True, max_length=length, return_token_type_ids=True, **options)
 
     def examples(self, encoded: Any, labels: Sequence[Any]) -> Examples:
-        """Make examples of the result of `encode`. `labels`: a number per text, or a list with one per token."""
+        """Make examples from the result of `encode`. `labels`: per text, a number or a list of one number per token."""
         ids, types = encoded["input_ids"], encoded["token_type_ids"]
         starts = [row.index(1) if 1 in row else len(row) for row in types]
         none = np.zeros(len(ids), dtype=np.int32)
@@ -101,14 +102,14 @@ class EncoderTask(DatasetTask):
         return Examples(batch, table.lengths, digest)
 
     def collator(self, table: WindowTable) -> Collator:
-        """Make the collator of a table of windows, by the settings."""
+        """Make a collator for a window table according to the settings."""
         data, train = self.config.data, self.config.train
         longest = min(data.max_seq_length, max_tokens(self.model.config))
         bucket = Bucket(train.per_device_train_batch_size, longest) if train.captures_graphs else None
         return Collator(table, self.world.device, data.pad_to, bucket)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Compute logits in float32: [texts, classes], or for tokens [texts, tokens of the longest text, classes]."""
+        """Compute float32 logits: [texts, classes], or [texts, tokens of the longest text, classes] per token."""
         return head_logits(model, batch)
 
     def positions(self, batch: Labelled, tokens: int) -> int:
@@ -137,12 +138,12 @@ class EncoderTask(DatasetTask):
 
 
 def _named_classes(config: Any, classes: Sequence[str]) -> list[str]:
-    """Set the classes of the configuration, by default its own, and return their names."""
+    """Set and return the configuration's class names. If `classes` is empty, its present names stay."""
     before = [str(config.id2label[i]) for i in range(config.num_labels)]
     order = [name.lower() for name in before]
     if not classes:
         classes = before
-    elif sorted(map(str.lower, classes)) == sorted(order):  # as in run_glue
+    elif sorted(map(str.lower, classes)) == sorted(order):  # the model's order, as in run_glue
         classes = sorted(classes, key=lambda name: order.index(name.lower()))
     config.num_labels = len(classes)
     config.problem_type = "regression" if len(classes) == 1 else None

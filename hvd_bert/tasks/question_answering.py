@@ -1,4 +1,4 @@
-"""Extractive question answering on data like SQuAD's: the model marks the answer in the context."""
+"""Extractive question answering on data like SQuAD's: the model finds the answer's span in the context."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from hvd_bert.tasks.dataset import Examples
 from hvd_bert.tasks.encoder import EncoderTask
 
 SCORES = ("exact_match", "f1")
-DEV_BATCHES = 16  # per rank, which --fast_dev_run evaluates
-ENTRY = ("text", "start_logit", "end_logit", "probability")  # keys of a candidate in run_qa's file
+DEV_BATCHES = 16  # approximate number of batches per rank that --fast_dev_run evaluates
+ENTRY = ("text", "start_logit", "end_logit", "probability")  # keys of a candidate in eval_nbest_predictions.json
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QuestionSet(Examples):
-    """Questions and their windows, of all files. `questions` and `sets` (see `members`): only of validation data."""
+    """Windows of the questions of all files. `questions` and `sets` (see `members`) are empty for training data."""
 
     source: Source
     windows: WindowTable
@@ -50,7 +50,7 @@ class QuestionSet(Examples):
 
 
 class QuestionAnswering(EncoderTask):
-    """An example is a window, and the windows of a question give its answer."""
+    """Question answering. An example is a window; the outputs of a question's windows are combined into its answer."""
 
     unit: ClassVar[str] = "windows"
     metrics: Mapping[str, Literal["max", "min"]] = {"f1": "max", "exact_match": "max", "eval_loss": "min"}
@@ -73,12 +73,12 @@ class QuestionAnswering(EncoderTask):
                 self.metrics = {**self.metrics, **dict.fromkeys(names, "max")}
 
     def question_set(self, source: Source, windows: WindowTable, **more: Any) -> QuestionSet:
-        """Make examples of windows. `more`: fields of `QuestionSet`."""
+        """Make examples from windows. `more`: further fields of `QuestionSet`."""
         collate = self.collator(windows)
         return QuestionSet(collate, windows.lengths, source.digest, source=source, windows=windows, **more)
 
     def _load_split(self, split: str) -> QuestionSet:
-        """Load the "train" or "validation" questions. The ranks of a host tokenize once. Raises UserError."""
+        """Load the "train" or "validation" questions. One rank per host tokenizes them. Raises UserError."""
         data, world, cache_dir = self.config.data, self.world, self.config.model.cache_dir
         files, sources = zip(*open_split(data, split, cache_dir), strict=True)
         limit = data.max_train_samples if split == "train" else data.max_eval_samples
@@ -104,7 +104,7 @@ class QuestionAnswering(EncoderTask):
         return self.question_set(source, windows, groups=groups, questions=every, sets=sets)
 
     def limit(self, data: DataArguments) -> None:
-        """`load` has applied the limits, to questions."""
+        """Do nothing: `load` has limited the number of questions."""
 
     def positions(self, batch: Any, tokens: int) -> int:
         return int(batch.num_positions)
@@ -116,11 +116,11 @@ class QuestionAnswering(EncoderTask):
         return span_outputs(model, batch)
 
     def collect(self, outputs: Iterable[tuple[Ids, Tensor]]) -> dict[int, Answer]:
-        """Answer this rank's questions. The keys are the questions' numbers."""
+        """Answer this rank's questions. Returns question number -> answer."""
         assert self.dev is not None
         windows = self.dev.windows
         mine = np.unique(windows.numbers("question", self._share))
-        # `question` becomes the index in this rank's list.
+        # `answers_of` needs indices into this rank's list of questions.
         logits = (replace(w, question=int(np.searchsorted(mine, w.question))) for w in window_logits(windows, outputs))
         answers = answers_of([self.dev.questions[i] for i in mine], logits, span_options(self.config.data))
         return dict(zip(mine.tolist(), answers, strict=True))
@@ -134,7 +134,7 @@ class QuestionAnswering(EncoderTask):
         assert self.dev is not None
         data, sets = self.config.data, self.dev.sets
         v2 = data.version_2_with_negative
-        # v2.0's best thresholds need all spans, also where "no answer" wins at the current threshold.
+        # The best thresholds of v2.0 need each question's best span, even if "no answer" wins at the current threshold.
         texts = {answer.id: answer.best_span if v2 else answer.text for answer in outputs}
         odds = {answer.id: answer.null_odds for answer in outputs if answer.null_odds is not None} if v2 else None
         metrics: dict[str, float] = {}
@@ -143,7 +143,7 @@ class QuestionAnswering(EncoderTask):
             scores = score(questions, texts, odds, v2, data.null_score_diff_threshold)
             metrics |= {metric_key(metric, name): value for metric, value in scores.items()}
         files = [name for name in sets if name]
-        for metric in SCORES if files else ():  # as in MRQA, all files count the same
+        for metric in SCORES if files else ():  # as in MRQA, the mean over the files is unweighted
             metrics[metric_key(metric, "macro")] = fmean(metrics[metric_key(metric, name)] for name in files)
         return metrics
 
@@ -155,7 +155,7 @@ class QuestionAnswering(EncoderTask):
         return "  ".join([f"{scores}  on {metrics['total']:.0f} questions", *of_files])
 
     def files(self, outputs: list[Answer]) -> dict[str, Any]:
-        """Make run_qa's files and the samples. Only v2.0 has odds of "no answer"."""
+        """Make run_qa's output files and the samples. Only v2.0 has eval_null_odds.json."""
         assert self.dev is not None
         v2 = self.config.data.version_2_with_negative
         odds = {answer.id: answer.null_odds for answer in outputs if answer.null_odds is not None}
@@ -172,12 +172,12 @@ class QuestionAnswering(EncoderTask):
         assert self.train is not None
         try:
             return [self._question_ids[n] for n in self.train.windows.numbers("question", ids).tolist()]
-        except Exception:  # the data is gone or has changed, or never had questions (bench): no reason to fail
+        except Exception:  # the data was removed or changed, or is synthetic (bench); a message should not fail
             return super().window_names(ids)
 
     @cached_property
     def _question_ids(self) -> list[str]:
-        """Ids of the training questions, read again once a message needs them."""
+        """Ids of the training questions. They are read again when a message first needs them."""
         assert self.train is not None
         return [question.id for question in self.train.source.questions()]
 
@@ -189,12 +189,12 @@ class QuestionAnswering(EncoderTask):
 
 
 def metric_key(name: str, data: str) -> str:
-    """Name a metric of the validation set `data`; "": of all sets."""
+    """Return the key of a metric for the validation set `data`; "" stands for all sets together."""
     return f"{data}_{name}" if data else name
 
 
 def members(sizes: Mapping[str, int]) -> dict[str, range]:
-    """Indices of the questions of each validation set by its name; "" has all of them, unless a set has that name."""
+    """Map the name of each validation set to its questions' indices, and "" to all (unless a set is named "")."""
     ends = list(accumulate(sizes.values()))
     sets = {name: range(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
     return {"": range(ends[-1])} | sets

@@ -1,4 +1,4 @@
-"""Rows of data files and of the hub's data sets, as `datasets.Dataset`, for custom tasks."""
+"""Reads rows of data files and hub data sets into a `datasets.Dataset`, for custom tasks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def load_rows(config: Config, name: Literal["train", "validation"], split: str | None = None) -> Dataset | None:
     """Load the rows of --train_file or --validation_file, or of --dataset_name's `split` (default: `name`).
 
-    Returns None if the run does not need them, or has no validation data. Leaves out index columns of pandas, and
-    validation rows after the first --max_eval_samples. Raises UserError.
+    Returns None if the run does not need the rows, or has no validation data. Leaves out pandas' index columns, and
+    validation rows beyond --max_eval_samples. Raises UserError.
     """
     from datasets import Split, concatenate_datasets
 
@@ -50,9 +50,9 @@ def load_rows(config: Config, name: Literal["train", "validation"], split: str |
 
 
 def read_rows(path: str, flag: str) -> Dataset:
-    """Read the rows of a file, which `flag` names, with the types of Parquet or JSON. Cells of CSV are texts.
+    """Read the rows of the file that `flag` names. Values have their types in Parquet or JSON; CSV cells are texts.
 
-    Raises UserError.
+    Raises UserError if the file cannot be read or has no rows.
     """
     import datasets
     import pyarrow as pa
@@ -60,13 +60,13 @@ def read_rows(path: str, flag: str) -> Dataset:
     name, split = f"{flag} {path}", datasets.NamedSplit(flag.removeprefix("--").removesuffix("_file"))
     with files.opened(path, name) as file:
         content = files.unpacked(name, file.read())
-    datasets.disable_progress_bars()  # a task's `rows.map` would show them on every rank
+    datasets.disable_progress_bars()  # otherwise each rank would show one for a task's `rows.map`
     choose = partial(_check_columns, name)
     if content.startswith(files.PARQUET):
         with files.parquet_file(name, content) as parquet:
             table = parquet.read(choose(parquet.schema_arrow.names))
     else:
-        as_glue = Path(path.lower().removesuffix(".gz")).suffix == ".tsv"  # GLUE's texts have unpaired quotes
+        as_glue = Path(path.lower().removesuffix(".gz")).suffix == ".tsv"  # GLUE's .tsv texts have unpaired quotes
         columns: dict[str, list[Any]] = {}
         for count, row in enumerate(_objects(name, files.parsed(name, content, choose, as_glue))):
             for key in row:
@@ -91,7 +91,7 @@ def _check_columns(name: str, columns: list[str]) -> list[str]:
 
 
 def _objects(name: str, located: Iterable[files.Located]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `files.parsed`. Raises UserError for the first value that is no row."""
+    """Yield the rows of `files.parsed`. Raises UserError for the first value that is not an object."""
     for where, value in located:
         if isinstance(value, Mistake):
             raise UserError(f"{name}: {value}. Fix the file.")
@@ -105,7 +105,7 @@ def _objects(name: str, located: Iterable[files.Located]) -> Iterator[dict[str, 
 
 
 def _array(name: str, column: str, values: list[Any]) -> pa.Array:
-    """Make an array of one type. Raises UserError for the first value of another type, such as a number after texts."""
+    """Make an array from a column's values. Raises UserError for the first value that breaks the common type."""
     import pyarrow as pa
 
     def problem(count: int) -> str:
@@ -124,7 +124,7 @@ def _array(name: str, column: str, values: list[Any]) -> pa.Array:
 
 
 def column(rows: Dataset, name: str) -> list[Any]:
-    """Return the values of a column. Raises UserError without the column, or if a value is missing."""
+    """Return the values of a column. Raises UserError if the column or a value is missing."""
     if name not in rows.column_names:
         found = ", ".join(rows.column_names)
         raise UserError(f"The {rows.split} data have no column `{name}`, only {found}. Rename one.")
@@ -138,7 +138,7 @@ def column(rows: Dataset, name: str) -> list[Any]:
 
 
 def text_column(rows: Dataset, name: str) -> list[str]:
-    """Return the texts of a column. Whole numbers become texts, as in the reader of questions. Raises UserError."""
+    """Return the texts of a column. Integers become texts. Raises UserError for missing values and other types."""
     texts = []
     for number, value in enumerate(column(rows, name), start=1):
         try:

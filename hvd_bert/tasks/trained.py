@@ -1,4 +1,4 @@
-"""Settings and weights of a training, for an evaluation by a custom task."""
+"""Restores the settings and weights of a training, to evaluate it with a custom task."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from hvd_bert.storage.reading import open_regular
 
 _HUB, _FILES = {"dataset_name", "dataset_config_name"}, {"train_file", "validation_file"}
 _TRAINING_FLAGS = {name for name, flag in FLAGS.items() if flag.group in ("model", "data")} | {"seed"}
-_TRAINING_FLAGS -= {"task", "max_eval_samples", "pad_to_max_length"}  # the last follows from --padding
+_TRAINING_FLAGS -= {"task", "max_eval_samples", "pad_to_max_length"}  # pad_to_max_length follows from --padding
 
 
 def as_trained(config: Config) -> Config | None:
-    """Replace unset settings of model, data and seed by those of the training in --model_name_or_path.
+    """Fill unset settings of model, data and seed with those of the training in the folder --model_name_or_path.
 
-    Given data replace all data of the training. Returns None if that folder has no training's settings.
+    If a data set or data file is given, the training's data settings are not used. Returns None if the folder has no
+    settings of a training.
     """
     trained = trained_settings(str(config.model.model_name_or_path))
     if not trained:
@@ -48,6 +49,6 @@ def load_weights(model: nn.Module, folder: str) -> None:
     ):
         open_regular(file).close()
         with safetensors.safe_open(file, "pt") as content:
-            if any(".lora_A." in name for name in content.keys()):  # noqa: SIM118  # it is no mapping
+            if any(".lora_A." in name for name in content.keys()):  # noqa: SIM118  # it is not a mapping
                 raise UserError(f"{folder} {LORA_CHECKPOINT}")
         safetensors.torch.load_model(model, file)

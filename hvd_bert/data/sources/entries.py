@@ -82,7 +82,7 @@ def is_nested(node: Mapping[str, Any]) -> bool:
 def _question(where: str, row: Mapping[str, Any], names: Mapping[str, str], reading: Reading) -> Question:
     """Make a question with its answers. Raises Mistake, with the question if an evaluation can score it."""
     given = {field: row[name] for field, name in names.items() if name in row}
-    values = {field: value for field, value in given.items() if value == value and value not in (None, "")}  # excludes NaN
+    values = {field: value for field, value in given.items() if value == value and value not in (None, "")}  # not NaN
     if reading.purpose == "prediction" or _is_missing(values.get("is_impossible")):
         values.pop("is_impossible", None)
     question: Question | None = None
