@@ -1,1 +1,1 @@
-"""Evaluation: from a model's logits to answers, exact match and F1."""
+"""Evaluation: computes logits, answers, exact match and F1."""

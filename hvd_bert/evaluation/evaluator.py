@@ -1,4 +1,4 @@
-"""A model's losses and outputs, batch by batch, and the logits of each window."""
+"""Runs a model batch by batch, and splits its outputs into the logits of each window."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def batch_outputs(
     precision: str,
     show_progress: bool = False,
 ) -> Iterator[Outputs]:
-    """Yield the ids of each batch of `ids`, and the losses and outputs that `forward` returns, on the CPU.
+    """Run `forward` on batches of `ids`. Yields each batch's ids, float32 losses and outputs, on the CPU.
 
-    A batch is read only after the next one is queued, so that a GPU also works while the caller uses the outputs.
+    Each batch is yielded only after the next batch is queued, so that a GPU computes while the caller uses the outputs.
     """
     parts = [ids[first : first + batch_size] for first in range(0, len(ids), batch_size)]
     previous = None
@@ -51,7 +51,7 @@ def batch_outputs(
 
 
 def _queue_copies(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-    """Start copies to the CPU. The event: when they are complete; None from a CPU."""
+    """Start copies to the CPU. Returns them, and a CUDA event that they are complete; None for CPU tensors."""
     copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # into pinned memory
     if not tensors[0].is_cuda:
         return copies, None
@@ -63,7 +63,7 @@ def _queue_copies(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], torch.cud
 def _read(ids: Ids, copies: list[torch.Tensor], copied: torch.cuda.Event | None) -> Outputs:
     if copied:
         copied.synchronize()
-        copies = [copy.clone() for copy in copies]  # the next copies use the pinned memory again: allocating it is slow
+        copies = [copy.clone() for copy in copies]  # the next copies reuse the pinned memory
     losses, outputs = copies
     return ids, losses, outputs
 
@@ -72,18 +72,18 @@ def _read(ids: Ids, copies: list[torch.Tensor], copied: torch.cuda.Event | None)
 
 
 def span_options(data: DataArguments) -> SpanOptions:
-    """Select the settings of answers."""
+    """Select the settings for extracting answers."""
     return SpanOptions(**{field.name: getattr(data, field.name) for field in dataclasses.fields(SpanOptions)})
 
 
 def span_outputs(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the loss of each window [B], and its start logits followed by its end logits [B, 2T]."""
+    """Compute the loss per window [B], and the start logits followed by the end logits [B, 2T]."""
     starts, ends = span_logits(model, batch)
     return span_losses(starts, ends, batch.starts, batch.ends), torch.cat((starts, ends), 1)
 
 
 def window_logits(windows: WindowTable, outputs: Iterable[tuple[Ids, torch.Tensor]]) -> Iterator[WindowLogits]:
-    """Yield the logits of each window. `outputs`: ids of batches and their outputs by `span_outputs`."""
+    """Yield the logits of each window. `outputs`: for each batch, its ids and the logits from `span_outputs`."""
     lengths = windows.lengths
     for ids, values in outputs:
         start_rows, end_rows = (side.numpy() for side in values.chunk(2, 1))

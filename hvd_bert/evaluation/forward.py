@@ -1,4 +1,4 @@
-"""Forward pass of a batch: inputs, logits, and the loss of each window."""
+"""Runs the forward pass on a batch: model inputs, logits, and the loss per window."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_bert.model.bert import span_losses
 
 
 def window_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Compute the loss of each window, float32 [B]: the mean of the cross-entropies of start and end."""
+    """Compute the loss per window, float32 [B]: the mean of the cross-entropies of start and end."""
     starts, ends = span_logits(model, batch)
     return span_losses(starts, ends, batch.starts, batch.ends)
 
@@ -31,9 +31,10 @@ def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Ten
 
 
 def head_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Compute logits in float32: [B, classes], or for a head for tokens [B, T, classes].
+    """Compute float32 logits: [B, classes] for a text head, [B, T, classes] for a token head.
 
-    `model`: as wrapped by the strategy. T: tokens of the longest text.
+    `model`: the model as wrapped by the strategy. T: tokens of the longest text. Logits after a text's end are
+    arbitrary.
     """
     logits: torch.Tensor = model(**model_inputs(batch)).logits.float()
     count = len(batch.starts)
@@ -47,7 +48,10 @@ def head_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _window_rows(row: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Pad values [N] of a packed batch's tokens to [B, T]. One operation: a kernel per window is slow on a GPU."""
+    """Arrange a packed batch's per-token values [N] in rows [B, T], padded with -inf.
+
+    One operation for all windows, since a kernel per window is slow on a GPU.
+    """
     assert batch.cells is not None
     shape, count = (len(batch.lengths), max(batch.lengths)), len(batch.starts)
     rows = row.new_full((shape[0] * shape[1],), float("-inf")).scatter_(0, batch.cells, row).view(shape)
@@ -55,7 +59,7 @@ def _window_rows(row: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def model_inputs(batch: Batch) -> dict[str, Any]:
-    """Make the arguments of the model's forward pass."""
+    """Make the keyword arguments of the model's forward pass from a batch."""
     inputs: dict[str, Any] = {
         "input_ids": batch.input_ids,
         "token_type_ids": batch.token_type_ids,

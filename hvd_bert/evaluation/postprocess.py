@@ -1,13 +1,13 @@
-"""Logits to answers: the n best spans of each question from the logits of its windows.
+"""Converts logits to answers: finds the n best spans of each question from the logits of its windows.
 
-Rules and file entries are those of `postprocess_qa_predictions` in transformers' run_qa example, with one
-difference: run_qa pairs the `n_best_size` highest starts of a window with its `n_best_size` highest ends, and
-can miss a good span (a start outside the top 20 with a very high end). Here every pair within
-`max_answer_length` is scored, as a banded (T, max_answer_length) matrix for T context tokens. The result is
-exact; run_qa's search approximates it.
+The rules and the files' entries are those of `postprocess_qa_predictions` in transformers' run_qa example, with one
+difference. run_qa pairs the `n_best_size` highest starts of a window with its `n_best_size` highest ends, and can
+miss a good span (a start outside the top 20 with a very high end). Here every pair within `max_answer_length` is
+scored, as a banded (T, max_answer_length) matrix for T context tokens. So the result is exact, and run_qa's search
+approximates it.
 
-Ties go to the earliest span, then to the shortest, so that the result does not depend on the order of the
-windows or the number of ranks. Needs numpy only.
+Among spans of equal score, the earliest wins, then the shortest, so that the result does not depend on the order of
+the windows or the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from hvd_bert.errors import UserError
 
 IntArray = npt.NDArray[np.integer[Any]]
 FloatArray = npt.NDArray[np.float32]
-_Columns = npt.NDArray[np.float64]  # candidates: score, first character, end, start logit and end logit, [5, n]
-_Row = tuple[float, int | None, int | None, float, float]  # one candidate: the values of `_Columns`
+_Columns = npt.NDArray[np.float64]  # n candidates, [5, n]: score, start and end character, start and end logit
+_Row = tuple[float, int | None, int | None, float, float]  # one candidate; None, None: "no answer"
 _NO_ANSWER: _Row = (0.0, None, None, 0.0, 0.0)
 
-# The null odds of a question without a span: above any threshold and, unlike infinity, valid JSON.
+# Null odds of a question without any span. Above all thresholds and, unlike infinity, valid JSON.
 CERTAINLY_NO_ANSWER = sys.float_info.max
 
 
 @dataclass(frozen=True)
 class SpanOptions:
-    """Settings of answers, with run_qa's names and defaults."""
+    """Settings for extracting answers, with run_qa's names and defaults."""
 
     n_best_size: int = 20
     max_answer_length: int = 30  # tokens
     version_2_with_negative: bool = False
-    null_score_diff_threshold: float = 0.0  # the answer is "" if the null odds are above this
+    null_score_diff_threshold: float = 0.0  # v2.0: the answer is "" if the null odds exceed this
 
 
 @dataclass(frozen=True, slots=True)
 class WindowLogits:
-    """A window, [CLS] question [SEP] context piece [SEP] without padding, and its logits. T: tokens of the piece."""
+    """The logits of a window ([CLS] question [SEP] context piece [SEP]) without padding. T: tokens of the piece."""
 
-    question: int  # index into the questions passed to `answers_of`, which may be one rank's share
-    context_start: int  # index of the first context token
-    char_starts: IntArray  # (T,) first character of each context token, in the question's context
-    char_ends: IntArray  # (T,) index after its last character
+    question: int  # index into the questions passed to `answers_of`
+    context_start: int  # index of the first context token in the window
+    char_starts: IntArray  # (T,) index of each context token's first character in the context
+    char_ends: IntArray  # (T,) index after its last character in the context
     start_logits: FloatArray  # (context_start + T + 1,)
     end_logits: FloatArray  # (context_start + T + 1,)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible answer: the characters [start, end) of the context, or "no answer" with text "" and None, None.
+    """A possible answer: the characters [start, end) of the context. "No answer": text "", with start and end None.
 
-    `probability`: among the n best, which sum to 1. The keys of transformers' former pipeline also work: answer, start,
-    end, score.
+    `probability`: softmax of the scores over the n best candidates. The keys of transformers' former pipeline also
+    work: candidate["answer"], ["start"], ["end"] and ["score"].
     """
 
     text: str
@@ -80,10 +80,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Answer(Candidate):
-    """The candidate that answers a question. `text` is "" if the context does not answer it.
+    """The candidate that was chosen as a question's answer. `text` is "" if the context does not answer the question.
 
-    `null_odds`: for SQuAD 2.0, the score of "no answer" minus that of the best span. `nbest`: the best candidates, best
-    first.
+    `null_odds`: for SQuAD v2.0, the score of "no answer" minus that of the best span; else None. `nbest`: the best
+    candidates, best first.
     """
 
     id: str = field(compare=False)
@@ -92,7 +92,7 @@ class Answer(Candidate):
 
     @property
     def best_span(self) -> str:
-        """The best answer that is not empty, whatever "no answer" scores; "" if there is no span."""
+        """Text of the best span, regardless of the score of "no answer"; "" if there is no span."""
         return next((candidate.text for candidate in self.nbest if candidate.text), "")
 
 
@@ -100,17 +100,18 @@ def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], o
     """Answer each question, in the order of `questions`. The windows may be in any order.
 
     A candidate is a start and an end in the context of one window, with end >= start and at most `max_answer_length`
-    tokens. Its score is the sum of the two logits. The n best are the `n_best_size` best over a question's windows.
-    Equal texts from two windows or two spans are two entries, as in run_qa.
+    tokens. Its score is the sum of the two logits. The n best are the `n_best_size` best candidates over all windows
+    of a question. Equal texts from two windows or two spans are two entries, as in run_qa.
 
-    v1.1: the best candidate is the answer. v2.0: the null score is the minimum of start[CLS] + end[CLS] over the
-    windows. Its entry (text "") is among the n best by its score, or last if its score is too low. The best span is
-    always included. A question without a candidate gets the answer "" with probability 1; run_qa gives "empty".
+    v1.1: the best candidate is the answer. v2.0: the score of "no answer" is the minimum of start[CLS] + end[CLS] over
+    the windows. "No answer" (text "") is sorted into the n best by its score; if its score is too low, it is the last
+    entry. The best span is always included. A question without candidates gets the answer "" with probability 1, where
+    run_qa gives "empty".
 
     Raises UserError if a logit is not finite.
     """
     found: list[tuple[list[_Columns], list[_Row]]] = [([], []) for _ in questions]
-    for window in windows:  # at once: a GPU computes the next batch meanwhile
+    for window in windows:  # searched one by one: a GPU computes the next batch meanwhile
         _check(window, questions[window.question].id)
         candidates, nulls = found[window.question]
         start_logit, end_logit = window.start_logits[0], window.end_logits[0]
@@ -124,7 +125,7 @@ def _answer(question: Question, candidates: Sequence[_Columns], nulls: Sequence[
     rows = _best(np.concatenate(candidates, axis=1), options.n_best_size) if candidates else []
     is_answered, null_odds = bool(rows), None
     if options.version_2_with_negative:
-        null = min(nulls, key=lambda row: (row[0], *row[3:]), default=_NO_ANSWER)  # of the windows, as in run_qa
+        null = min(nulls, key=lambda row: (row[0], *row[3:]), default=_NO_ANSWER)  # of all windows, as in run_qa
         null_odds = null[0] - rows[0][0] if rows else CERTAINLY_NO_ANSWER
         is_answered = is_answered and not null_odds > options.null_score_diff_threshold
         rows = _with_null(rows, null, options.n_best_size)
@@ -137,15 +138,16 @@ def _answer(question: Question, candidates: Sequence[_Columns], nulls: Sequence[
         Candidate("" if start is None else question.context[start:end], start, end, probability, *logits)
         for (_, start, end, *logits), probability in zip(rows, (weights / weights.sum()).tolist(), strict=True)
     )
-    # Not always the first candidate: the threshold decides between "no answer" and the best span.
+    # The threshold, not the order, decides between "no answer" and the best span.
     chosen = next(candidate for candidate in nbest if bool(candidate.text) == is_answered)
     return Answer(**vars(chosen), id=question.id, null_odds=null_odds, nbest=nbest)
 
 
 def _with_null(rows: list[_Row], null: _Row, count: int) -> list[_Row]:
-    """Insert "no answer" by its score, after spans of an equal score. It replaces the worst span, but not the only one.
+    """Insert "no answer" into the spans `rows` by its score, after spans of equal score.
 
-    `count`: --n_best_size.
+    If there are `count` spans (--n_best_size), it replaces the worst, unless that is the only span or "no answer"
+    scores below all spans.
     """
     rank = sum(score >= null[0] for score, *_ in rows)
     spans = max(1, count - 1) if rank < count else count
@@ -154,26 +156,26 @@ def _with_null(rows: list[_Row], null: _Row, count: int) -> list[_Row]:
 
 
 def _best(candidates: _Columns, count: int) -> list[_Row]:
-    """Select the `count` best candidates, best first."""
+    """Return the `count` best candidates, best first."""
     score, start, end, start_logit, _ = candidates
-    # The last sort key only orders duplicates: one span in two windows.
+    # The last sort key, -start_logit, orders only duplicates of a span from two windows.
     order = np.lexsort((-start_logit, end, start, -score))[:count]
     return [(score, int(start), int(end), *logits) for score, start, end, *logits in candidates[:, order].T.tolist()]
 
 
 def _best_candidates(window: WindowLogits, options: SpanOptions) -> _Columns:
-    """Select a window's candidates that may be among the n best of its question, unordered. T >= 1.
+    """Return a window's candidates that may be among the n best of its question, unordered. Requires T >= 1.
 
-    They include all ties with the n-th best, since only the comparison of all windows can break them.
+    Includes all candidates that tie with the n-th best, since ties are broken over all windows of the question.
     """
     num_tokens = len(window.char_starts)
     context = slice(window.context_start, window.context_start + num_tokens)
     starts, ends = window.start_logits[context], window.end_logits[context]
     without_text = window.char_ends <= window.char_starts
-    if without_text.any():  # byte-level tokens of repeated blanks; alone they would give the answer ""
+    if without_text.any():  # byte-level tokens of repeated blanks would give the answer ""
         starts, ends = (np.where(without_text, np.float32(-np.inf), side) for side in (starts, ends))
 
-    # scores[s, k]: start s, end s + k; ends after the context are -inf.
+    # scores[s, k]: score of the span from token s to token s + k; -inf if it ends after the context.
     length = min(options.max_answer_length, num_tokens)
     padded_ends = np.concatenate((ends, np.full(length - 1, -np.inf, dtype=np.float32)))
     scores = (starts[:, None] + np.lib.stride_tricks.sliding_window_view(padded_ends, length)).ravel()

@@ -1,4 +1,4 @@
-"""Samples of an evaluation's right and wrong answers, for people to read."""
+"""Selects samples of right and wrong answers from an evaluation, for people to read."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from hvd_bert.data.sources.questions import Question
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.squad_metric import question_scores
 
-PER_KIND = 10
-EXCERPT = 400  # characters of the context
+PER_KIND = 10  # samples of right answers, and of wrong answers
+EXCERPT = 400  # length of a context excerpt in characters
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 def sample_answers(
     questions: Sequence[Question], answers: Sequence[Answer], version_2_with_negative: bool
 ) -> list[dict[str, Any]]:
-    """Choose up to `PER_KIND` right answers and as many wrong ones, each in the order of the questions.
+    """Choose up to PER_KIND right answers, then up to PER_KIND wrong answers, both in the order of the questions.
 
     The choice depends only on the questions and answers, and is spread evenly over the questions.
     """
     found: dict[bool, dict[int, dict[str, Any]]] = {True: {}, False: {}}
-    # The first n of this order are spread evenly for each n, so that few questions have to be scored.
+    # For each n, the first n questions of this order are spread evenly, so scoring can stop early.
     for i in sorted(range(len(answers)), key=lambda number: number * GOLDEN_RATIO % 1):
         exact, f1 = question_scores(questions[i], answers[i].text, version_2_with_negative)
         if len(found[exact == 1]) < PER_KIND:
@@ -34,7 +34,7 @@ def sample_answers(
 
 
 def sample(question: Question, answer: Answer) -> dict[str, Any]:
-    """Describe an answer and its question."""
+    """Describe an answer and its question, as an entry of eval_samples.json."""
     excerpt, start = _excerpt(question, answer)
     return {
         "id": question.id,
@@ -43,15 +43,15 @@ def sample(question: Question, answer: Answer) -> dict[str, Any]:
         "answers": list(dict.fromkeys(question.answer_texts)),
         "answer_start": start,
         "prediction": answer.text,
-        # Further digits depend on the number of ranks.
+        # Rounded, since further digits depend on the number of ranks.
         "probability": round(answer.probability, 4),
     }
 
 
 def _excerpt(question: Question, answer: Answer) -> tuple[str, int | None]:
-    """Cut the context around the first gold answer, else around the prediction. Returns also the gold answer's start.
+    """Cut an excerpt around the first gold answer or, if its position is unknown, around the prediction.
 
-    "…" marks an omission.
+    Returns the excerpt, with "…" for omissions, and the gold answer's start in it or None.
     """
     context = question.context
     gold = question.answer_starts[0] if question.answer_starts else None

@@ -1,13 +1,13 @@
-"""Answers to metrics: exact match and F1 as the official SQuAD scripts compute them, for v1.1 and v2.0.
+"""Computes exact match and F1 as the official SQuAD scripts for v1.1 and v2.0 do.
 
 Both scripts compare normalized texts and take the best value over a question's gold answers. They differ for texts
-that have no words after the normalization:
-- v1.1: two texts without words have F1 0 but exact match 1, so F1 can be below exact match.
-- v2.0: F1 is 1 if both texts have no words, 0 if one of them has none. Gold answers without words are ignored.
-  Without a remaining gold answer, only a prediction without words is right.
+that have no words after normalization:
+- v1.1: for two texts without words, F1 is 0 but exact match is 1, so F1 can be below exact match.
+- v2.0: F1 is 1 if both texts have no words, 0 if only one of them has no words. Gold answers without words are ignored.
+  If no gold answer remains, only a prediction without words is right.
 
 Sources: evaluate-v1.1.py (Rajpurkar et al. 2016) and evaluate-v2.0.py (Rajpurkar et al. 2018). The tests compare
-with these scripts.
+this module with these scripts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def normalize(text: str) -> str:
 
 
 def _f1(gold: str, prediction: str) -> float:
-    """Harmonic mean of precision and recall over the words of two normalized texts; 0 if they share none."""
+    """Compute F1 over the words of two normalized texts; 0 if they share no words."""
     gold_words, predicted_words = gold.split(), prediction.split()
     num_same = sum((Counter(gold_words) & Counter(predicted_words)).values())
     if not num_same:
@@ -45,21 +45,22 @@ def score(
     version_2_with_negative: bool = False,
     null_score_diff_threshold: float = 0.0,
 ) -> dict[str, float]:
-    """Compute the official metrics in percent. `predictions` and `null_odds` map question ids to texts and odds.
+    """Compute the official metrics in percent. `predictions`: question id -> text. `null_odds`: question id -> odds.
 
     v1.1: exact_match, f1, total (the number of questions).
 
-    v2.0: also HasAns_exact, HasAns_f1, HasAns_total, NoAns_exact, NoAns_f1 and NoAns_total, omitted without such a
-    question. `exact_match` is evaluate-v2.0.py's `exact`. With `null_odds`, which replace that script's probability of
-    "no answer" (--na-prob-file), also best_exact, best_exact_thresh, best_f1 and best_f1_thresh: the best values over
-    all thresholds on the odds, and their thresholds. Questions with odds above `null_score_diff_threshold`
-    (--na-prob-thresh) count as answered with "".
+    v2.0: also HasAns_exact, HasAns_f1 and HasAns_total for answerable questions, and NoAns_exact, NoAns_f1 and
+    NoAns_total for unanswerable questions, if there are such questions. `exact_match` is evaluate-v2.0.py's `exact`.
+
+    With `null_odds`, which replace that script's probability of "no answer" (--na-prob-file), also best_exact,
+    best_exact_thresh, best_f1 and best_f1_thresh: the best values over all thresholds on the odds, and the thresholds
+    that give them. Questions with odds above `null_score_diff_threshold` (--na-prob-thresh) count as answered with "".
 
     For exact best thresholds, predict `Answer.best_span` for every question: no threshold can restore the text of a
     prediction "". The other metrics do not change.
 
-    Every question needs a prediction and odds, and for v1.1 an answer. Entries for other ids are ignored. Equal odds
-    are processed in the order of `questions`.
+    Every question needs a prediction, with `null_odds` also odds, and for v1.1 at least one gold answer. Entries for
+    other ids are ignored. Equal odds are processed in the order of `questions`.
     """
     exact, f1 = zip(*(question_scores(q, predictions[q.id], version_2_with_negative) for q in questions), strict=True)
     if not version_2_with_negative:
@@ -115,8 +116,9 @@ def _best_threshold(
 ) -> tuple[float, float]:
     """Find the highest mean score in percent over all thresholds, and its threshold.
 
-    As in the official script, every question first counts as unanswered, at threshold 0.0. Then predictions are added
-    one by one, in the order of rising odds. A text for an unanswerable question loses the point of "".
+    As in the official script, every question first counts as answered with "", at threshold 0.0. Then predictions are
+    added one by one, in the order of rising odds: an answerable question gains its score, and an unanswerable question
+    loses its point if its prediction is not "".
     """
     current = best = float(has_answer.count(False))
     best_threshold = 0.0
