@@ -1,1 +1,1 @@
-"""Encoders with a head: configuration, weights, attention, FLOP."""
+"""Encoders with a head: configuration, weights, attention and FLOP."""

@@ -1,8 +1,8 @@
 """Attention over packed windows: each token attends to its own window only, and there is no padding.
 
 If windows were padded to 384 tokens, more than half of SQuAD's positions would be padding. Here a batch of windows is
-one row of N tokens; `windows`, passed through the model's forward, gives the borders of the windows. `choose` selects
-the kernel.
+one row of N tokens. The model's forward pass hands on the argument `windows`, which has the windows' borders. `choose`
+selects the kernel.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hvd_bert.model.cpu import kernels
 from hvd_bert.model.cpu.attention import Attention, drop_threshold, local_mask, split_by_window
 
 NAME = "packed_windows"
-# The first arguments of torch's operations as by_flash and by_efficient pass them. torch's public functions above these
-# operations have no dropout (varlen_attn), or are not developed any more (jagged tensors, pytorch#155065).
+# The first arguments of torch's private operations, as by_flash and by_efficient pass them. torch's public alternatives
+# have no dropout (varlen_attn) or are no longer developed (jagged tensors, pytorch#155065).
 FLASH = (
     "query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale,"
     " window_size_left, window_size_right"
@@ -34,7 +34,7 @@ EFFICIENT = (
 )
 
 
-@dataclass  # not frozen, nor a tuple: --torch_compile would compile again for each number of windows
+@dataclass  # --torch_compile would recompile a frozen class or a tuple for each number of windows
 class Windows:
     """Borders of the windows in a row.
 
@@ -42,7 +42,8 @@ class Windows:
         lengths: Tokens per window.
         cu_seqlens: int32 [B + 1] on the device: 0 and each window's end.
         longest: Tokens of the longest window.
-        window_size: Of local attention, as in ModernBERT: tokens that are farther apart do not attend to each other.
+        window_size: Largest distance between tokens that attend to each other, for local attention as in ModernBERT;
+            None for global attention.
     """
 
     lengths: list[int]
@@ -52,7 +53,7 @@ class Windows:
 
 
 def make_windows(lengths: list[int], device: torch.device, window_size: int | None = None) -> Windows:
-    """Windows of these lengths."""
+    """Make the borders of windows of these lengths. `window_size`: see `Windows`."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
     return Windows(lengths, cu_seqlens, max(lengths), window_size)
 
@@ -73,13 +74,13 @@ def attend_within_windows(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention inside each window, for transformers' AttentionInterface.
+    """Compute attention within each window, for transformers' AttentionInterface.
 
     `query`, `key`, `value`: [1, heads, N, head size]. Without `windows`, the row is one window. Tokens that are
-    `sliding_window` or more apart do not attend to each other. Groups of heads may share a key and a value. Returns
-    [1, N, heads, head size] and no attention weights.
+    `sliding_window` or more positions apart do not attend to each other. `key` and `value` may have fewer heads, each
+    shared by a group of query heads. Returns [1, N, heads, head size] and no attention weights.
     """
-    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions are always computed in fp32
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions make them fp32 under autocast
     if windows is None:
         windows = make_windows([query.shape[2]], query.device)
     if sliding_window and windows.longest > sliding_window:
@@ -96,8 +97,8 @@ def attend_within_windows(
     return output[None], None
 
 
-# --torch_compile traces flash as part of a layer's graph, and calls other kernels between two graphs: they read the
-# lengths, or torch cannot trace their backward pass (by_efficient, 2.13).
+# --torch_compile traces flash as part of a layer's graph. All other kernels run between two graphs, since they read the
+# windows' lengths, or torch cannot trace their backward pass (by_efficient, torch 2.13).
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_flash(*options: Any) -> bool:
     return choose(*options) is by_flash
@@ -109,11 +110,11 @@ def _by_other_kernel(options: tuple[Any, ...], *inputs: Any) -> Tensor:
 
 
 def choose(device: torch.device, dtype: torch.dtype, dropout: float, head_size: int, local: bool = False) -> Kernel:
-    """The kernel for a device, a dtype and a dropout probability. `local`: whether the attention is local."""
+    """Choose the fastest kernel for these inputs. `local`: whether the attention is local."""
     if device.type == "cuda":
         fused = gpu_kernels(device)
         aligned, half = head_size % 8 == 0, dtype in (torch.float16, torch.bfloat16)
-        if by_flash in fused and half and aligned and head_size <= 192:  # some GPUs have no larger ones
+        if by_flash in fused and half and aligned and head_size <= 192:  # some GPUs do not support larger heads
             return by_flash
         if local:
             return by_window
@@ -127,7 +128,7 @@ def choose(device: torch.device, dtype: torch.dtype, dropout: float, head_size: 
 
 @cache
 def gpu_kernels(device: torch.device) -> frozenset[Kernel]:
-    """The fused kernels that this torch has for this GPU. Flash needs an Ampere (8.0) or later."""
+    """Return the fused kernels that this torch supports on the GPU. Flash needs compute capability 8.0 (Ampere)."""
     flash = torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
     needed = {by_efficient: ("_efficient_attention_forward", EFFICIENT)}
     needed |= {by_flash: ("_flash_attention_forward", FLASH)} if flash else {}
@@ -135,15 +136,15 @@ def gpu_kernels(device: torch.device) -> frozenset[Kernel]:
 
 
 def _takes(name: str, arguments: str) -> bool:
-    """Whether torch has an operation `name` whose first arguments are `arguments`."""
+    """Return whether torch has an operation `name` whose first arguments are `arguments`."""
     operation = getattr(torch.ops.aten, name, None)
     found = operation.default._schema.arguments if operation else ()
     return ", ".join(argument.name for argument in found).startswith(arguments)
 
 
 def by_flash(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropout: float, scaling: float) -> Tensor:
-    """torch's flash attention over all windows at once: GPU, half precision."""
-    cu_seqlens, longest = windows.cu_seqlens, windows.longest  # both known on the host, so nothing waits for the device
+    """Compute torch's flash attention over all windows at once, on a GPU in half precision."""
+    cu_seqlens, longest = windows.cu_seqlens, windows.longest  # no values are read from the GPU
     output: Tensor = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -163,7 +164,7 @@ def by_flash(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropou
 
 
 def by_efficient(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropout: float, scaling: float) -> Tensor:
-    """torch's memory-efficient attention over all windows at once: GPU, fp32 and fp16."""
+    """Compute torch's memory-efficient attention over all windows at once, on a GPU in fp32 or fp16."""
     assert windows.window_size is None
     cu_seqlens, longest = windows.cu_seqlens, windows.longest
     needs_sums = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
@@ -185,7 +186,7 @@ def by_efficient(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dr
 
 
 def by_jagged(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropout: float, scaling: float) -> Tensor:
-    """torch's attention over a jagged tensor: GPU, any precision and head size. Needs no operation named above."""
+    """Compute torch's attention over a jagged tensor, on a GPU, with any precision and head size."""
     assert windows.window_size is None
     shortest = min(windows.lengths)
     q, k, v = (
@@ -200,7 +201,7 @@ def by_jagged(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropo
 
 
 def by_window(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropout: float, scaling: float) -> Tensor:
-    """One call of torch's attention per window; works everywhere, and is the fastest on CPUs without dropout."""
+    """Call torch's attention once per window. Works everywhere, and is the fastest kernel on CPUs without dropout."""
     outputs = [
         scaled_dot_product_attention(
             q[None], k[None], v[None], local_mask(q, windows.window_size), dropout_p=dropout, scale=scaling
@@ -213,14 +214,14 @@ def by_window(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropo
 def by_probabilities(
     query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropout: float, scaling: float
 ) -> Tensor:
-    """Attention with dropout on the CPU, fp32 or bf16. torch's own draws slowly and stores the probabilities thrice."""
+    """Compute attention with dropout on the CPU, in fp32 or bf16, by `model.cpu.attention`."""
     inputs = (query, key, value, windows.lengths, windows.window_size, dropout, scaling)
     output: Tensor = Attention.apply(*inputs)  # type: ignore[no-untyped-call]
     return output
 
 
 def by_fused(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropout: float, scaling: float) -> Tensor:
-    """Attention by the compiled CPU kernel; it stores the dropout mask as bits."""
+    """Compute attention with dropout by the compiled CPU kernel, which stores the dropout mask as bits."""
     assert windows.window_size is None
     inputs = (query, key, value, windows.lengths, drop_threshold(dropout), scaling)
     output: Tensor = fused_kernels.Attention.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -228,7 +229,7 @@ def by_fused(query: Tensor, key: Tensor, value: Tensor, windows: Windows, dropou
 
 
 def _mask(make: Callable[..., Any], attention_mask: Tensor | None = None, **options: Any) -> Any:
-    """Make transformers' mask of padded windows, also without padding: looking for padding waits for the GPU."""
+    """Make transformers' mask of padded windows, even if no window is padded: testing that would wait for the GPU."""
     if attention_mask is not None:
         options["allow_is_bidirectional_skip"] = False
     return make(attention_mask=attention_mask, **options)

@@ -21,8 +21,8 @@ from hvd_bert.model.cpu import linear
 from hvd_bert.model.loading import load_config, load_encoder
 from hvd_bert.model.unlisted import check_unlisted
 
-# For speed, vocabularies are padded: by fewer tokens than this, or than this share if they are large. A larger surplus
-# means another vocabulary.
+# Models may have more embeddings than tokens, since padded sizes are faster. If the surplus reaches both of these
+# limits (tokens, share of the embeddings), the vocabulary is another model's.
 VOCAB_PADDING, VOCAB_PADDING_SHARE = 128, 0.005
 
 
@@ -36,12 +36,13 @@ def load_model(
     config: Any = None,
     head: Any = AutoModelForQuestionAnswering,
 ) -> Any:
-    """The model on the CPU, in fp32. New weights (the head, or all from scratch) are a function of `seed`.
+    """Load or create a model on the CPU, in fp32. New weights (the head, or all from scratch) depend only on `seed`.
 
-    `padded`: whether batches are padded, for transformers' own attention, or packed. `needs_head`: whether saved
-    weights must include the head. `config`: the result of `load_config`, if it is known. `head`: see
+    `padded`: true for padded batches, which use transformers' own attention; false for packed batches. `needs_head`:
+    whether saved weights must include the head. `config`: the result of `load_config`, if already loaded. `head`: see
     `families.class_with_head`.
-    Raises UserError if the model's family is not supported, or it does not fit the tokenizer or `max_seq_length`.
+
+    Raises UserError if the model is not supported, or if it does not fit the tokenizer or `max_seq_length`.
     """
     source = args.configuration
     config = config or load_config(source, args, head=head)
@@ -49,7 +50,7 @@ def load_model(
     check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
     token_types = takes_token_types(config, tokenizer, kind)
     if head is AutoModelForQuestionAnswering:
-        config.num_labels = 2  # start and end, whatever head the checkpoint has
+        config.num_labels = 2  # start and end, even if the checkpoint has a classifier
     configure(config, kind, args.dropout, padded, args.attention_dropout)
     torch.default_generator.manual_seed(seed)  # the caller seeds the GPUs
     model = load_encoder(kind, args, config, needs_head) if args.model_name_or_path else None
@@ -65,7 +66,7 @@ def load_model(
 def new_model(
     config: Any, dropout: float | None, seed: int, padded: bool = False, attention_dropout: float | None = None
 ) -> Any:
-    """A model with a span head and new weights, a function of `seed`, from a configuration, which is modified."""
+    """Create a model with a span head from a configuration. Its weights depend only on `seed`. Modifies `config`."""
     config.num_labels = 2  # start and end
     kind = families.model_class(config)
     configure(config, kind, dropout, padded, attention_dropout)
@@ -79,7 +80,7 @@ def new_model(
 def configure(
     config: Any, kind: Any, dropout: float | None, padded: bool, attention_dropout: float | None = None
 ) -> None:
-    """Set a configuration's dropout probabilities, unless they are None, and the attention of class `kind`."""
+    """Set a configuration's dropout probabilities, unless they are None, and the attention for class `kind`."""
     for name in _dropout_settings(config):
         given = (attention_dropout if name.startswith("attention") else None, dropout, getattr(config, name))
         setattr(config, name, next(value for value in given if value is not None))
@@ -89,7 +90,7 @@ def configure(
 
 
 def _dropout_settings(config: Any) -> list[str]:
-    """The dropout probabilities in a configuration: hidden_dropout_prob in BERT, mlp_dropout in ModernBERT, ..."""
+    """Return the names of a configuration's dropout settings, such as hidden_dropout_prob or mlp_dropout."""
     return [
         name
         for name, value in config.to_dict().items()
@@ -98,12 +99,11 @@ def _dropout_settings(config: Any) -> list[str]:
 
 
 def takes_token_types(config: Any, tokenizer: Any, kind: Any) -> bool:
-    """Whether a model of class `kind` gets token types 0 and 1: if it has both, and its tokenizer assigns them to the
-    two texts of a pair.
+    """Return whether batches for a model of class `kind` include token types.
 
-    Such a tokenizer may not list token types among its inputs (`model_input_names`): since transformers 5, the
-    tokenizers of ALBERT, RemBERT and others do not, though these models were pretrained with both types. A RoBERTa with
-    BERT's tokenizer has type 0 only.
+    They do if the model has types 0 and 1, and the tokenizer assigns them to the two texts of a pair. The tokenizer
+    need not list token types among its inputs (`model_input_names`): since transformers 5, the tokenizers of ALBERT,
+    RemBERT and others do not, though these models were pretrained with both types. RoBERTa has type 0 only.
     """
     taken = "token_type_ids" in inspect.signature(kind.forward).parameters
     types, listed = getattr(config, "type_vocab_size", 0), "token_type_ids" in tokenizer.model_input_names
@@ -112,19 +112,20 @@ def takes_token_types(config: Any, tokenizer: Any, kind: Any) -> bool:
 
 
 def span_losses(start_logits: Tensor, end_logits: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """Loss per window, float32 [B]: the mean of the cross-entropies of start and end.
+    """Compute the loss per window, float32 [B]: the mean of the cross-entropies of start and end.
 
-    `start_logits`, `end_logits`: [B, T], -inf after a window's end. `starts`, `ends`: the answers' tokens, int64 [B].
+    `start_logits`, `end_logits`: float32 [B, T], -inf after a window's end. `starts`, `ends`: indices of the answers'
+    first and last token, int64 [B].
     """
     first = cross_entropy(start_logits, starts, reduction="none")
     return (first + cross_entropy(end_logits, ends, reduction="none")) / 2
 
 
 def check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str, max_seq_length: int) -> None:
-    """Raise UserError if the model has another vocabulary than the tokenizer, or too few positions."""
+    """Raise UserError if model and tokenizer have different vocabularies, or the model fewer positions than needed."""
     embeddings = getattr(config, "vocab_size", 0)  # CANINE has none
     surplus = embeddings - len(tokenizer)
-    largest = max(tokenizer.get_vocab().values())  # not the number of tokens: ids may have gaps
+    largest = max(tokenizer.get_vocab().values())  # may exceed the number of tokens, since ids may have gaps
     if not 0 <= surplus < max(VOCAB_PADDING, VOCAB_PADDING_SHARE * embeddings) or largest >= embeddings:
         raise UserError(
             f"Model and vocabulary differ: {model_name} has {embeddings} embeddings, but the tokenizer"

@@ -1,7 +1,7 @@
-"""The table of families of encoders: their inputs, and the layers that this package replaces.
+"""The table of encoder families: which inputs they need, and which of their layers this package replaces.
 
-To add a family, add a row to `FAMILIES`, and a size to tests/unit/test_families.py, whose tests then compare it with
-transformers. Models of all other families are trained with transformers' layers, on padded windows.
+To add a family, add a row to `FAMILIES`, and a model size to tests/unit/test_families.py, whose tests then compare the
+family with transformers. Models of all other families are trained with transformers' layers, on padded windows.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from hvd_bert.model.precision import evaluating
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models with the same `model_type`. On CPUs, `layers.place` replaces every nn.Linear.
+    """A family of models with the same `model_type` in config.json.
 
     Attributes:
-        packed: Attention goes through transformers' AttentionInterface, the model takes position_ids, and no other
-            layer mixes the tokens of a row. So windows can be packed. Otherwise they are padded to the longest window.
-        attention: The class of the self-attention, if JoinedAttention can replace it.
-        add_and_norm: The classes that AddAndNorm can replace.
-        positions_after_padding: Positions start at pad_token_id + 1, as in RoBERTa.
-        question_attends_globally: The question's tokens attend to all tokens, as in Longformer.
-        only_fp32: The mask of the attention overflows in half precision.
-        since: The first version of transformers with the family, if pyproject.toml also allows older versions.
+        packed: Whether windows can be packed: attention uses transformers' AttentionInterface, the model takes
+            position_ids, and no other layer mixes the tokens of a row. Other families' windows are padded.
+        attention: Class name of the self-attention, if JoinedAttention can replace it; else "".
+        add_and_norm: Class names of the layers that AddAndNorm can replace.
+        positions_after_padding: Whether positions start at pad_token_id + 1, as in RoBERTa.
+        question_attends_globally: Whether the question's tokens attend to all tokens, as in Longformer.
+        only_fp32: Whether half precision is refused, since the attention mask overflows in it.
+        since: First transformers version with this family, if pyproject.toml allows older versions; else "".
     """
 
     packed: bool = False
@@ -48,7 +48,7 @@ def _norms(name: str) -> tuple[str, ...]:
 
 
 def _like_bert(name: str) -> Family:
-    """A family with BERT's layers. `name`: the beginning of its classes' names."""
+    """Make the row of a family with BERT's layers. `name`: prefix of its class names."""
     return Family(packed=True, attention=f"{name}SelfAttention", add_and_norm=_norms(name))
 
 
@@ -87,19 +87,19 @@ FAMILIES: dict[str, Family] = {
 
 
 def find_family(config: Any) -> Family:
-    """The row of a model's configuration. Families without a row get padded windows and unchanged layers."""
+    """Return the family of a model's configuration. Unlisted families get padded windows and unchanged layers."""
     return FAMILIES.get(config.model_type, _PADDED)
 
 
 def model_class(config: Any) -> Any:
-    """transformers' class of an encoder with a span head."""
+    """Return transformers' class of an encoder with a span head for a configuration."""
     return MODEL_FOR_QUESTION_ANSWERING_MAPPING[type(config)]
 
 
 def class_with_head(head: Any, config: Any, source: str) -> Any:
-    """transformers' class of a model with a head, from its configuration. Raises UserError if there is none.
+    """Return transformers' model class with a head for a configuration. Raises UserError if there is no such class.
 
-    `head`: a class such as AutoModelForSequenceClassification. `source`: the model's name.
+    `head`: an auto class such as AutoModelForSequenceClassification. `source`: the model's name for messages.
     """
     if type(config) not in head._model_mapping:
         raise UserError(
@@ -110,14 +110,17 @@ def class_with_head(head: Any, config: Any, source: str) -> Any:
 
 
 def max_tokens(config: Any) -> int:
-    """The number of positions of a model, which limits the length of a window."""
+    """Return the maximum window length of a model: its number of positions, or sys.maxsize without a limit."""
     offset = config.pad_token_id + 1 if find_family(config).positions_after_padding else 0
     positions = getattr(config, "max_position_embeddings", None) or -1  # XLNet and T5 have no limit
     return sys.maxsize if positions < 0 else int(positions) - offset
 
 
 def choose_padding(config: Any, padding: str, unit: str = "windows") -> str:
-    """The --padding of a training: "none" becomes "longest" if the model's family takes no packed windows. Logs why."""
+    """Return `padding` (--padding), or "longest" if it is "none" and the family does not support packed windows.
+
+    Logs the reason. `unit`: name of the examples in messages.
+    """
     name = config.model_type
     if name not in FAMILIES:
         log.info("%s is not a listed family: %s are padded, and no layer is replaced by a faster one.", name, unit)
@@ -127,7 +130,7 @@ def choose_padding(config: Any, padding: str, unit: str = "windows") -> str:
 
 
 def check_precision(config: Any, precision: str) -> None:
-    """Raise UserError if the model's family fails with the precision."""
+    """Raise UserError if the model's family does not support the precision ("fp32", "bf16" or "fp16")."""
     if precision != "fp32" and find_family(config).only_fp32:
         raise UserError(
             f"--{precision} does not work with {config.model_type} models, whose attention overflows in it. Omit the"
@@ -136,36 +139,36 @@ def check_precision(config: Any, precision: str) -> None:
 
 
 def adapt(model: Any, token_types: bool) -> Any:
-    """Add hooks so that the model takes this trainer's batches, packed or padded. Returns the model.
+    """Add hooks so that the model accepts this trainer's batches, packed or padded. Returns the model.
 
-    `token_types`: whether the model gets token types.
+    `token_types`: whether to pass token types to the model.
     """
     model.takes_token_types, family = token_types, find_family(model.config)
     if "ForQuestionAnswering" not in type(model).__name__:
         # Longformer's other heads choose the tokens that attend globally themselves.
         family = replace(family, question_attends_globally=False)
-    if not family.packed or family.positions_after_padding or not token_types:  # else its inputs are BERT's
+    if not family.packed or family.positions_after_padding or not token_types:  # otherwise its inputs are BERT's
         model.register_forward_pre_hook(partial(_family_inputs, family), with_kwargs=True)
     if type(model).__name__.endswith("ForSequenceClassification"):
-        layers = getattr(model.base_model, "encoder", model.base_model)  # excludes the pooler
-        mean = getattr(model.config, "classifier_pooling", "cls") == "mean"  # ModernBERT's
+        layers = getattr(model.base_model, "encoder", model.base_model)  # the module before the pooler
+        mean = getattr(model.config, "classifier_pooling", "cls") == "mean"  # ModernBERT's setting
         layers.register_forward_hook(partial(_one_token_per_text, mean=mean), with_kwargs=True)
     return model
 
 
 def try_once(model: Any) -> None:
-    """Run the encoder on one short window. Raises any exception if the configuration is wrong."""
+    """Run the encoder on a short window. If the configuration is wrong, an exception of any type propagates."""
     config = model.config
     length = int(np.max(getattr(config, "attention_window", 2)))  # Longformer pads to multiples of its window
     tokens = torch.full((1, length), config.vocab_size - 1, device=model.device)  # 0 or 1 may be padding
-    if find_family(config).positions_after_padding:  # padding has no position, and Longformer's window may exceed them
+    if find_family(config).positions_after_padding:  # the window may exceed the positions
         tokens[:, max_tokens(config) :] = config.pad_token_id
     with evaluating(model):
         model.base_model(input_ids=tokens)
 
 
 def _family_inputs(family: Family, model: Any, _: Any, inputs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """Convert the arguments of `evaluation.forward` for the family's forward pass."""
+    """Forward pre-hook: convert the arguments from `evaluation.forward.model_inputs` to the family's."""
     inputs = {"token_type_ids": None, "attention_mask": None, **inputs}
     ids, types, mask = inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"]
     if types is None or not model.takes_token_types:
@@ -188,7 +191,7 @@ def _family_inputs(family: Family, model: Any, _: Any, inputs: dict[str, Any]) -
 
 
 def _one_token_per_text(_: Any, __: Any, inputs: dict[str, Any], output: Any, mean: bool) -> Any:
-    """Reduce each packed text to one token for the head: the first one, or the mean."""
+    """Forward hook: reduce each packed text to one vector for the head, its first token's or the mean."""
     windows = inputs.get("windows")
     if windows:
         texts = output.last_hidden_state[0].split(windows.lengths)
@@ -197,11 +200,11 @@ def _one_token_per_text(_: Any, __: Any, inputs: dict[str, Any], output: Any, me
 
 
 def _positions_after_padding(ids: torch.Tensor, positions: torch.Tensor, padding: int) -> torch.Tensor:
-    """RoBERTa's positions of packed windows: from padding + 1 on, and `padding` at padding tokens.
+    """Compute RoBERTa's positions of packed windows, [1, N]: in each window, they count up from padding + 1.
 
-    `positions`: from 0 on in each window.
+    Padding tokens have the position `padding`. `positions`: positions that start at 0 in each window.
     """
     is_token = (ids != padding).long()
     before = is_token.cumsum(1) - is_token
-    starts = torch.arange(ids.shape[1], device=ids.device) - positions  # index of each token's window
+    starts = torch.arange(ids.shape[1], device=ids.device) - positions  # where each token's window starts
     return (before - before.gather(1, starts) + 1) * is_token + padding

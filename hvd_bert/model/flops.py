@@ -1,4 +1,4 @@
-"""Useful FLOP of training: the matrix products that an encoder's windows need, without padding and recomputation."""
+"""Counts the useful FLOP of training: an encoder's matrix products, without padding and recomputation."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch import nn
 
-BACKWARD = 2  # times the forward pass: gradients of both factors, each as expensive as the product
+BACKWARD = 2  # FLOP relative to the forward pass: a product has two gradients, each as expensive as itself
 
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """FLOP of a forward pass over windows of n tokens: per_batch + the sum of n * per_token + n^2 * per_pair.
+    """FLOP of a forward pass over windows of n tokens: per_batch + sum(n * per_token + n^2 * per_pair).
 
     Attributes:
-        per_batch: Work that does not depend on the windows, for example on DeBERTa's relative positions.
-        per_token: Linear layers: 2 FLOP per weight and use of it; Longformer's attention.
-        per_pair: Scores and weighted sums of attention. ModernBERT's local attention counts as if it were global.
-        crossover: The window length in tokens at which attention costs as much as the rest of the encoder: 2304 tokens
-            for MiniLM, 4608 for BERT-base.
-        frozen: Share of `per_token` of weights without a gradient: their backward pass costs as much as the forward
-            pass, in place of twice as much.
+        per_batch: FLOP per micro-batch that do not depend on the windows, such as for DeBERTa's relative positions.
+        per_token: FLOP per token: 2 per weight of a linear layer and use of it, and Longformer's attention.
+        per_pair: FLOP per pair of tokens: attention's scores and weighted sums. ModernBERT's local attention counts as
+            global attention.
+        crossover: Window length in tokens at which attention costs as much as the rest of the encoder: 2304 for MiniLM,
+            4608 for BERT-base.
+        frozen: The part of `per_token` that belongs to frozen weights. Their backward pass costs as much as the forward
+            pass, not twice as much.
     """
 
     per_batch: int
@@ -33,7 +34,7 @@ class ForwardFlops:
     frozen: int = 0
 
     def training(self, lengths: ArrayLike, micro_batches: int = 1) -> float:
-        """FLOP of forward and backward passes over windows of `lengths` tokens, in `micro_batches`.
+        """Return the FLOP of forward and backward passes over windows of `lengths` tokens in `micro_batches`.
 
         Embedding look-ups and elementwise operations are not counted, as usual for the model FLOP utilization
         (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
@@ -44,11 +45,11 @@ class ForwardFlops:
 
 
 def forward_flops(model: Any) -> ForwardFlops:
-    """The FLOP of a model of one of FAMILIES with a head. Each head counts as if it took every token."""
+    """Count the forward FLOP of a model with a head, from a listed family. Heads count as if applied to every token."""
     config, hidden, layers = model.config, model.config.hidden_size, model.config.num_hidden_layers
     encoder, head, frozen, per_batch = 0, 0, 0, 0
     for name, layer in model.named_modules():
-        positions_or_question = ".pos_" in name or "_global" in name  # DeBERTa's, see below; Longformer's, not counted
+        positions_or_question = ".pos_" in name or "_global" in name  # DeBERTa: see below; Longformer: not counted
         unused = "original_module" in name  # peft's copy
         if not isinstance(layer, nn.Linear | nn.Conv1d) or positions_or_question or unused:
             continue
@@ -64,11 +65,11 @@ def forward_flops(model: Any) -> ForwardFlops:
             encoder += flops
     attended = config.num_attention_heads * getattr(config, "head_dim", hidden // config.num_attention_heads)
     per_pair = 4 * attended * layers * getattr(config, "inner_group_num", 1)
-    if config.model_type == "longformer":  # its chunks overlap: 4 for scores, 3 for weighted sums
+    if config.model_type == "longformer":  # its chunks overlap: 4 parts for scores, 3 for sums
         encoder += 7 * hidden * sum(config.attention_window)
         per_pair = 0
     if getattr(config, "relative_attention", False):  # DeBERTa's
-        per_position = 2 * hidden * layers * len(config.pos_att_type)  # and token, or row of the positions' weights
+        per_position = 2 * hidden * layers * len(config.pos_att_type)  # per token, or per row of positions
         if config.model_type == "deberta":  # two positions per token
             encoder += 2 * hidden * per_position
             per_pair += 2 * per_position

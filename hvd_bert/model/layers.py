@@ -1,7 +1,7 @@
-"""Layers that replace transformers': faster ones for CPUs, and query, key and value as one product for GPUs.
+"""Layers that replace transformers' layers: faster layers for CPUs, and joined query, key and value products for GPUs.
 
-A new layer has the parameters of the replaced layer under the same names, so state_dict and saved models stay
-transformers' own. The table in `families.py` has the replaced classes.
+A new layer has the parameters of the replaced layer under the same names, so state_dict and saved models keep
+transformers' format. The table in `families.py` names the replaced classes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def place(model: nn.Module, device: torch.device, compiled: bool = False) -> None:
-    """Move a model to its device, with the fastest layers for this device. Only layers of listed families are replaced.
+    """Move a model to its device, and replace layers of listed families by the fastest layers for this device.
 
-    `compiled`: torch.compile will compile the model. It does not support this package's layers for CPUs.
+    `compiled`: whether torch.compile will compile the model, which does not support this package's CPU layers.
     """
     config: Any = getattr(model, "config", None)
     family = FAMILIES.get(getattr(config, "model_type", ""))
@@ -42,9 +42,9 @@ def place(model: nn.Module, device: torch.device, compiled: bool = False) -> Non
 
 
 def replace_layers(module: nn.Module, layers: Mapping[type | str, Replace]) -> None:
-    """Replace the layers in a module, innermost first, except layers with hooks, such as pruned ones.
+    """Replace layers in a module in place, innermost first. Skips layers with hooks, such as pruned layers.
 
-    `layers`: a class, or the name of a class of transformers -> a function that makes the new layer from the old one.
+    `layers`: class, or name of a transformers class -> function that makes the new layer from the old layer.
     """
     for name, layer in module.named_children():
         replace_layers(layer, layers)
@@ -55,14 +55,14 @@ def replace_layers(module: nn.Module, layers: Mapping[type | str, Replace]) -> N
 
 
 class AddAndNorm(nn.Module):
-    """BERT's output layers: dense, then dropout, residual and layer norm, which the compiled kernel joins."""
+    """BERT's output layers: dense, then dropout, residual and layer norm, which one compiled kernel can join."""
 
     def __init__(self, replaced: Any) -> None:
         super().__init__()
         self.dense, self.dropout, self.LayerNorm = replaced.dense, replaced.dropout, replaced.LayerNorm
 
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-        """hidden_states [..., size of dense], input_tensor [..., size] -> [..., size]."""
+        """Map `hidden_states` [..., dense.in_features] and the residual `input_tensor` [..., size] to [..., size]."""
         rows, norm, size = self.dense(hidden_states), self.LayerNorm, input_tensor.shape[-1]
         precision = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input_tensor.dtype
         chosen = input_tensor.device.type == "cpu" and kernels.active(precision).norm == kernels.FUSED
@@ -77,10 +77,10 @@ class AddAndNorm(nn.Module):
 
 
 class JoinedAttention(nn.Module):
-    """BERT's self-attention over packed windows; under autocast, query, key and value are one product of all weights.
+    """BERT's self-attention over packed windows. Under autocast, one matrix product computes query, key and value.
 
-    As in MLPerf's entries: a large product fills a GPU better, and the hidden states are cast once. In fp32, joining
-    would only add a copy of the weights.
+    As in MLPerf's entries, a large product uses a GPU better, and the hidden states are cast only once. In fp32,
+    joining would only add a copy of the weights.
     """
 
     def __init__(self, replaced: Any) -> None:
@@ -90,14 +90,14 @@ class JoinedAttention(nn.Module):
 
     @staticmethod
     def of(layer: Any) -> nn.Module:
-        """Make the layer from transformers' `layer`, or return this if it has adapters."""
+        """Make the layer from transformers' `layer`, or return `layer` unchanged if it has adapters."""
         has_adapters = any(type(part) is not nn.Linear for part in (layer.query, layer.key, layer.value))
         return layer if has_adapters else JoinedAttention(layer)
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """`hidden_states`: [1, N, hidden size]. Returns the same shape, and no attention weights."""
+        """Map `hidden_states`, [1, N, hidden size], to the same shape. Returns None in place of attention weights."""
         layers = (self.query, self.key, self.value)
         if torch.is_autocast_enabled(hidden_states.device.type):
             weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
@@ -112,8 +112,8 @@ class JoinedAttention(nn.Module):
 def compile_layers(model: nn.Module, mode: str | None) -> None:
     """Compile each layer for any number of tokens. Names in state_dict do not change. Call `place` before.
 
-    `mode`: torch.compile's. With "reduce-overhead", CUDA graphs are captured per number of tokens; the model's next
-    forward pass overwrites their outputs. Raises UserError if the layers are not built as BERT's.
+    `mode`: torch.compile's mode. With "reduce-overhead", a CUDA graph is captured per number of tokens, and the model's
+    next forward pass overwrites its outputs. Raises UserError if the layers lack BERT's structure.
     """
     network: Any = model
     try:
@@ -123,8 +123,8 @@ def compile_layers(model: nn.Module, mode: str | None) -> None:
         family = network.config.model_type
         raise UserError(f"--torch_compile does not support {family} models. Remove the flag.") from None
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # all layers share their code
-    torch._dynamo.config.specialize_float = True  # dropout's probability, by which the attention is chosen
+    torch._dynamo.config.specialize_float = True  # the dropout probability selects the attention kernel
     for layer in layers:
         layer.compile(dynamic=True, mode=mode)
-    if mode == REDUCE_OVERHEAD:  # else torch may see a new step in each layer's call
+    if mode == REDUCE_OVERHEAD:  # otherwise torch may take each layer's call for a new step
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin(), prepend=True)

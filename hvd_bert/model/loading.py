@@ -1,4 +1,4 @@
-"""Loads a model's configuration and weights, and refuses models that could not be trained."""
+"""Loads a model's configuration and weights, and refuses models that cannot be trained."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from hvd_bert.machine import free_memory
 from hvd_bert.model.families import class_with_head, find_family
 from hvd_bert.storage.reading import GIB
 
-LORA_CHECKPOINT = (  # after the name of a folder
+LORA_CHECKPOINT = (  # end of a message that begins with a folder's name
     "is a checkpoint of a training with --lora_rank, which can only be resumed. Name the output folder of the finished"
     " training."
 )
-# Settings whose other values transformers' encoders would ignore or fail with -> the supported value.
+# Setting of config.json -> supported value. transformers' encoders ignore other values, or fail.
 SUPPORTED = {
     "position_embedding_type": "absolute",
     "quantization_config": None,
     "chunk_size_feed_forward": 0,
     "is_decoder": False,
 }
-# Other values that a family supports.
+# (family, setting, further supported value)
 SUPPORTED_BY_FAMILY = {("jina_embeddings_v3", "position_embedding_type", "rotary")}
 
 
 def load_encoder(kind: Any, args: ModelArguments, config: Any, needs_head: bool) -> Any:
-    """Load the model of class `kind` in --model_name_or_path, in fp32. Raises UserError if weights are missing.
+    """Load a model of class `kind` from --model_name_or_path, in fp32. Raises UserError if weights are missing.
 
-    Its pooler and, unless `needs_head`, its head get new weights if they have none.
+    A missing pooler gets new weights. So does a missing head, unless `needs_head`.
     """
     name = args.model_name_or_path
     model, info = hub.load_pretrained(
@@ -45,7 +45,7 @@ def load_encoder(kind: Any, args: ModelArguments, config: Any, needs_head: bool)
         config=config,
         dtype=torch.float32,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # the error below is clearer
+        ignore_mismatched_sizes=True,  # the error raised below is clearer
     )
     sizes = {key: f"{key}: {[*saved]} instead of {[*needed]}" for key, saved, needed in info["mismatched_keys"]}
     new, encoder = sizes.keys() | info["missing_keys"], f"{model.base_model_prefix}."
@@ -66,7 +66,11 @@ def load_encoder(kind: Any, args: ModelArguments, config: Any, needs_head: bool)
 
 
 def _why_lost(lost: list[str], saved: list[str], encoder: str, described: str) -> str:
-    """Explain why weights are missing, and what to do. `lost`: missing names. `saved`: unknown names."""
+    """Explain why weights are missing, and what to do.
+
+    `lost`: weights of the model that the checkpoint lacks. `saved`: weights in the checkpoint that the model does not
+    have. `described`: description of the first lost weights.
+    """
     if any(".lora_A." in key for key in saved):
         return LORA_CHECKPOINT
     ending = lost[0].removeprefix(encoder)
@@ -82,7 +86,10 @@ def _why_lost(lost: list[str], saved: list[str], encoder: str, described: str) -
 
 
 def load_config(name: str, args: ModelArguments, copies: int = 1, head: Any = AutoModelForQuestionAnswering) -> Any:
-    """Load and check a configuration. Raises UserError, also if `copies` of its weights exceed the free memory."""
+    """Load and check a configuration.
+
+    Raises UserError if it is unsupported, or if `copies` of the model's weights in fp32 exceed the free memory.
+    """
     config = hub.load_pretrained(AutoConfig, name, **args.on_hub)
     kind = class_with_head(head, config, name)
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
@@ -95,7 +102,7 @@ def load_config(name: str, args: ModelArguments, copies: int = 1, head: Any = Au
 
 
 def _check_config(config: Any) -> None:
-    """Raise ValueError if a model of this configuration could not be built or trained."""
+    """Raise ValueError if a model with this configuration cannot be built or trained."""
     if find_family(config).positions_after_padding and not isinstance(config.pad_token_id, int):
         raise ValueError("config.json: pad_token_id is missing, after which the positions start")
     for name, supported in SUPPORTED.items():
@@ -106,7 +113,7 @@ def _check_config(config: Any) -> None:
 
 
 def num_weights(config: Any, kind: Any) -> int:
-    """Number of weights of a model of class `kind`, without allocating them."""
+    """Count the weights of a model of class `kind`, without allocating them."""
     config = copy.deepcopy(config)
     config.num_labels = 2  # start and end; the configuration may be a classifier's
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685) by peft: trains low-rank adapters in place of an encoder's weights."""
+"""LoRA (Hu et al. 2021, arXiv:2106.09685) with peft: trains low-rank adapters instead of an encoder's weights."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hvd_bert.config.data import ModelArguments
 from hvd_bert.errors import UserError
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-# Names of query and value layers in the families, and of layers that compute both.
+# Names of query and value layers in the listed families, and of layers that compute both.
 _QUERY_VALUE = {"query", "value", "query_proj", "value_proj", "q_lin", "v_lin", "q_proj", "v_proj", "q", "v"}
 _FUSED = {"Wqkv", "in_proj"}
 
 
 def add_adapters(model: nn.Module, args: ModelArguments, seed: int) -> Any:
-    """Freeze the encoder except its pooler, and add adapters to its query and value layers, a function of `seed`.
+    """Freeze the encoder except its pooler, and add adapters to its query and value layers, initialized from `seed`.
 
-    Changes the model in place; its head is trained in full. Returns peft's wrapper, for `merge`. Raises UserError if
-    peft is not installed, or if the model has no query and value layers.
+    Modifies the model in place. Its head and pooler are trained in full. Returns peft's wrapper, for `merge`. Raises
+    UserError if peft is not installed, the rank is too large, or the model has no query and value layers.
     """
     for package in ("peft", "accelerate"):  # peft imports accelerate
         if find_spec(package) is None:
@@ -57,7 +57,7 @@ def add_adapters(model: nn.Module, args: ModelArguments, seed: int) -> Any:
 
 
 def merge(wrapper: Any) -> dict[str, bytes]:
-    """Add the adapters to the model's weights, in place. Returns peft's files of all trained weights, by name."""
+    """Add the adapters to the model's weights, in place. Returns peft's files of trained weights by name."""
     with tempfile.TemporaryDirectory() as folder:
         wrapper.save_pretrained(folder, save_embedding_layers=False)
         files = {name: (Path(folder) / name).read_bytes() for name in FILES}

@@ -1,4 +1,4 @@
-"""Trial of a model whose family is not in the table of `families.py`."""
+"""Tests whether a model whose family `families.py` does not list can be trained."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hvd_bert.errors import short_reason
 from hvd_bert.model.families import max_tokens
 from hvd_bert.model.precision import evaluating
 
-AT_LEAST = 32  # tokens in the trial window
-SPECIAL = ("bos", "cls", "decoder_start", "eos", "mask", "pad", "sep", "unk")  # config.json: bos_token_id, ...
+AT_LEAST = 32  # minimum tokens of the longer test window
+SPECIAL = ("bos", "cls", "decoder_start", "eos", "mask", "pad", "sep", "unk")  # bos_token_id and so on in config.json
 
 
 def check_unlisted(model: Any, max_seq_length: int) -> None:
-    """Run a model on a window of `max_seq_length` tokens and on a shorter, padded one.
+    """Run a model on a window of `max_seq_length` tokens and on a padded window of half the length.
 
-    Freezes weights without a gradient: ranks could not average them, and weight decay would change them. Raises
-    ValueError if the model needs other inputs than tokens, or if padding changes its results.
+    Freezes weights that get no gradient: ranks could not average their gradients, and weight decay would change them.
+    Raises ValueError if the model needs inputs other than tokens, or if padding changes its results.
     """
     length = min(max(max_seq_length, AT_LEAST), max_tokens(model.config))
     half, name = length // 2, model.config.model_type
@@ -34,14 +34,14 @@ def check_unlisted(model: Any, max_seq_length: int) -> None:
     for weights in model.parameters():
         weights.requires_grad_(weights.grad is not None)
     model.zero_grad()
-    per_token = (both.shape[1], alone.shape[1]) == (length, half)  # logits per token, not per class
+    per_token = (both.shape[1], alone.shape[1]) == (length, half)  # the head returns logits per token
     padded = both[1:, :half] if per_token else both[1:]
     if not (padded - alone).abs().max() <= 1e-5 * alone.abs().max():  # also true for NaN
         raise ValueError(f"padding changes the results of {name} models")
 
 
 def _windows(config: Any, length: int, half: int) -> torch.Tensor:
-    """Two windows [2, length] of random tokens. The second ends after `half`. As BART's inputs, they end with eos."""
+    """Make windows of random tokens, [2, length]. The second has `half` tokens. Both end with eos, as BART requires."""
     special = {getattr(config, f"{name}_token_id", None) for name in SPECIAL}
     words = torch.tensor([word for word in range(config.vocab_size) if word not in special])
     rows = words[torch.randint(len(words), (2, length), generator=torch.Generator().manual_seed(0))]

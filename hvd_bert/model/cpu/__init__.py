@@ -1,1 +1,1 @@
-"""Attention, linear layers and layer norm that are faster on the CPU than torch's."""
+"""Attention, linear layers and layer norm for CPUs, faster than torch's."""

@@ -1,8 +1,8 @@
-"""Attention with dropout inside packed windows on CPUs without the compiled kernel, in fp32 and bf16.
+"""Attention with dropout within packed windows, for CPUs without the compiled kernel, in fp32 and bf16.
 
-torch draws one random number per probability and stores the probabilities thrice. Here 8 random bits per probability
-decide, or 16 where 8 are not enough, and 5 bytes per probability are stored. The random bits come from torch's own
-generator, so a checkpoint's random state covers them.
+torch draws one random number per probability and stores three copies of the probabilities. Here 8 random bits decide
+whether a probability is dropped, or 16 if 8 are not enough. In fp32, 5 bytes per probability are stored. The random
+bits come from torch's own generator, so a checkpoint's random state includes them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LEVELS = 2**16  # p is rounded to a multiple of 1 / LEVELS
+LEVELS = 2**16  # dropout probabilities are rounded to multiples of 1 / LEVELS
 WORD_BITS = 64
 BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 def keep_mask(shape: torch.Size, p: float) -> Tensor:
-    """int8 [shape]: 0 with probability `p` (rounded), else -1, all bits set; from torch's default CPU generator.
+    """Draw a dropout mask, int8 [shape]: 0 with probability `p` (rounded), else -1, which has all bits set.
 
-    One element in 256 needs 8 more bits. The result is as exact as with 16 bits per element.
+    Uses torch's default CPU generator. The mask is as exact as with 16 random bits per element, but only one element in
+    256 needs more than 8 bits.
     """
     count = shape.numel()
     high, low = divmod(drop_threshold(p), 256)
@@ -38,29 +39,32 @@ def keep_mask(shape: torch.Size, p: float) -> Tensor:
 
 
 def masked(values: Tensor, keep: Tensor, out: Tensor) -> Tensor:
-    """Write `values`, or 0 where `keep` is 0, to `out`. torch would copy `keep` to a wider type."""
+    """Write `values` to `out`, with 0 where `keep` is 0. Returns `out`. torch would copy `keep` to a wider type."""
     bits = BITS_OF[values.dtype]
     np.bitwise_and(values.detach().view(bits).numpy(), keep.numpy(), out=out.view(bits).numpy())
     return out
 
 
 def kept_scale(p: float) -> float:
-    """The factor of the elements that are not dropped: 1 / (1 - p), p rounded."""
+    """Return the factor of elements that are not dropped: 1 / (1 - p) for the rounded p."""
     return LEVELS / (LEVELS - drop_threshold(p))
 
 
 def drop_threshold(p: float) -> int:
-    """Threshold (of LEVELS) below which an element is dropped."""
+    """Return how many of the LEVELS equally likely random values drop an element with probability `p`."""
     return min(round(p * LEVELS), LEVELS - 1)
 
 
 def split_by_window(windows: list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors [N, heads, head size] into views [heads, T, head size] of each window."""
+    """Split tensors [N, heads, head size] by window. Yields each window's views, [heads, T, head size].
+
+    `windows`: tokens per window.
+    """
     return zip(*(tensor.transpose(0, 1).split(windows, 1) for tensor in tensors), strict=True)
 
 
 def local_mask(query: Tensor, window_size: int | None) -> Tensor | None:
-    """bool [T, T]: which tokens of a window attend to each other; None if all do. `query`: [heads, T, head size]."""
+    """Return which tokens of a window attend to each other, bool [T, T]; None if all do. `query`: [heads, T, size]."""
     length = query.shape[1]
     if window_size is None or length <= window_size + 1:
         return None
@@ -69,10 +73,10 @@ def local_mask(query: Tensor, window_size: int | None) -> Tensor | None:
 
 
 class Attention(torch.autograd.Function):
-    """dropout(softmax(scaling q k^T)) v in each window; tensors are [N, heads, head size].
+    """dropout(softmax(scaling q k^T)) v within each window; tensors are [N, heads, head size].
 
-    One function for all windows, so that products are written in place and nothing is concatenated afterwards. Scores
-    and dropout are scaled by scaling the tokens, which are fewer than the pairs of tokens.
+    A single function for all windows, so that products are written into the result and nothing is concatenated. The
+    factors of scores and dropout multiply per-token tensors, which are smaller than the tensors of token pairs.
     """
 
     @staticmethod
@@ -112,7 +116,7 @@ class Attention(torch.autograd.Function):
         for (q, k, v, g, of_q, of_k, of_v), probabilities, keep in zip(windows, saved[::2], saved[1::2], strict=True):
             of_probabilities = torch.bmm(g, v.transpose(1, 2), out=_pairs(first, q))
             masked(of_probabilities, keep, out=of_probabilities)
-            of_scores = _pairs(second, q)  # at first the masked probabilities
+            of_scores = _pairs(second, q)  # holds the masked probabilities first
             torch.bmm(masked(probabilities, keep, out=of_scores).transpose(1, 2), g, out=of_v)
             torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype, grad_input=of_scores)
             torch.bmm(of_scores, k, out=of_q)
@@ -122,11 +126,12 @@ class Attention(torch.autograd.Function):
 
 
 def _for_pairs(query: Tensor, lengths: list[int]) -> Tensor:
-    """Memory for a number per head and pair of tokens. Each window uses it in turn, so it stays in the CPU's cache."""
+    """Allocate memory for one number per head and token pair of the longest window. All windows reuse it, so it stays
+    in the CPU's cache."""
     return query.new_empty(query.shape[1] * max(lengths) ** 2)
 
 
 def _pairs(memory: Tensor, tokens: Tensor) -> Tensor:
-    """[heads, T, T], uninitialized, at the start of `memory`. `tokens`: [heads, T, head size]."""
+    """Return a view [heads, T, T] of the start of `memory`, with arbitrary content. `tokens`: [heads, T, head size]."""
     heads, length, _ = tokens.shape
     return memory[: heads * length**2].view(heads, length, length)

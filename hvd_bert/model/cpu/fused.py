@@ -1,6 +1,6 @@
-"""The operations of fused.cpp: attention with dropout, dropout + residual + layer norm, and linear layers in bf16.
+"""The compiled operations of fused.cpp: attention with dropout, dropout + residual + layer norm, linear layers in bf16.
 
-`python -m hvd_bert.model.cpu.fused` compiles them, as env/setup.sh does. Without them, other kernels are used.
+To compile them, run `python -m hvd_bert.model.cpu.fused`, as env/setup.sh does. Without them, other kernels are used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvd_bert import machine
 from hvd_bert.errors import log
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-MULTIPLE = 32  # sizes of heads and layers must be multiples of this
+MULTIPLE = 32  # head sizes and layer sizes must be multiples of this
 FLAGS = (
     "-O3 -std=c++20 -fPIC -fopenmp -fno-strict-aliasing -mfma -mvaes -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq"
     " -mavx512bf16 -DCPU_CAPABILITY_AVX512 -DCPU_CAPABILITY=AVX512"
@@ -31,20 +31,20 @@ FLAGS = (
 
 
 def library() -> Path:
-    """Path of the compiled operations in the Python environment. Its name has a hash of source, torch and flags."""
+    """Return the path of the compiled library. Its name contains a hash of source, torch version and compiler flags."""
     digest = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {FLAGS.split()}".encode()).hexdigest()[:12]
     return Path(sysconfig.get_path("platlib")) / f"hvd_bert_fused-{digest}.so"
 
 
 def build() -> None:
-    """Compile the operations, with the compiler of the environment variable CXX, else g++."""
-    from torch.utils import cpp_extension  # slow
+    """Compile the operations with the compiler that the environment variable CXX names; default: g++."""
+    from torch.utils import cpp_extension  # slow to import
 
     compiler, folder = os.environ.get("CXX", "g++"), library().parent
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         subprocess.run([compiler, *FLAGS.split(), *includes, "-c", str(SOURCE)], check=True, cwd=scratch)
-        # Not with -fopenmp, so that torch's own OpenMP runs the threads.
+        # Linked without -fopenmp, so that torch's own OpenMP runs the threads.
         libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
         subprocess.run([compiler, "-shared", "fused.o", "-o", "fused.so", *libraries], check=True, cwd=scratch)
         os.replace(f"{scratch}/fused.so", library())
@@ -52,14 +52,14 @@ def build() -> None:
 
 @cache
 def available() -> bool:
-    """Whether the operations are compiled for this torch, and this CPU has their instructions."""
-    capability = torch.backends.cpu.get_cpu_capability()  # the user may have lowered it
+    """Return whether the operations are compiled for this torch version, and this CPU supports their instructions."""
+    capability = torch.backends.cpu.get_cpu_capability()  # ATEN_CPU_CAPABILITY may lower it
     if not (capability.startswith("AVX512") and {"avx512_bf16", "vaes"} <= machine.cpu_flags() and library().exists()):
         return False
     try:
         torch.ops.load_library(str(library()))
         torch.ops.hvd_bert.linear(torch.zeros(1, 32, dtype=torch.bfloat16), torch.zeros(32, 32), torch.zeros(32))
-    except (OSError, RuntimeError) as error:  # compiled for another system, or oneDNN may not use all instructions
+    except (OSError, RuntimeError) as error:  # compiled for another system, or oneDNN is limited
         log.warning("The compiled kernels cannot be used: %s. Others compute the same.", str(error).splitlines()[0])
         return False
     return True
@@ -74,8 +74,10 @@ class _Operation(torch.autograd.Function):
 
 
 class Attention(_Operation):
-    """dropout(softmax(scaling q k^T)) v in each window, with `dropped` of 65,536 probabilities set to 0; tensors are
-    [N, heads, head size], fp32 or bf16."""
+    """dropout(softmax(scaling q k^T)) v within each window, with dropout probability `dropped` / 65,536.
+
+    Tensors are [N, heads, head size], fp32 or bf16.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -88,7 +90,7 @@ class Attention(_Operation):
 
 
 class LinearInBf16(_Operation):
-    """rows [..., in], fp32 or bf16, times weight [out, in] transposed, plus bias, both fp32: [..., out] in bf16."""
+    """Linear layer in bf16: rows [..., in] (fp32 or bf16), weight [out, in] and bias (fp32) -> [..., out] (bf16)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -100,7 +102,7 @@ class LinearInBf16(_Operation):
 
 
 class AddNorm(_Operation):
-    """layer_norm(dropout(rows) + residual): rows [..., size], fp32 or bf16; all other tensors fp32."""
+    """layer_norm(dropout(rows) + residual). `rows`: [..., size] in fp32 or bf16. All other tensors are fp32."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -113,7 +115,7 @@ class AddNorm(_Operation):
 
 
 def _seed() -> int:
-    return int(torch.empty((), dtype=torch.int64).random_().numpy())  # a checkpoint's random state covers it
+    return int(torch.empty((), dtype=torch.int64).random_().numpy())  # checkpoints save this generator
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The choice of kernels on the CPU: a function of the CPU model, so that a resumed run uses equal kernels.
+"""Chooses CPU kernels by the CPU model only, so that a resumed run uses the same kernels on the same CPU model.
 
-`TABLE` has the measured choices. On other CPU models, torch's own kernels compute. benchmarks/cpu_kernels.py measures a
-machine.
+`TABLE` has the choices for measured CPU models. Other CPU models use torch's own kernels. benchmarks/cpu_kernels.py
+measures the kernels on a machine.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ TORCH, OWN, FUSED, ONEDNN, OPENBLAS = "torch", "own", "fused", "onednn", "openbl
 
 @dataclass(frozen=True)
 class Kernels:
-    """The implementation of each operation: torch's, this package's ("fused": compiled), or another library's."""
+    """The implementation of each operation: "torch", this package's ("own", or "fused" if compiled), or a library's."""
 
-    linear: str = TORCH  # in fp32 also "onednn" or "openblas", in bf16 also "fused"
-    attention: str = TORCH  # with dropout also "own" or "fused"
-    norm: str = TORCH  # dropout, residual and layer norm; also "fused"
-    allocator: str = TORCH  # settings of malloc; also "own"
+    linear: str = TORCH  # fp32: also "onednn" or "openblas"; bf16: also "fused"
+    attention: str = TORCH  # with dropout: also "own" or "fused"
+    norm: str = TORCH  # dropout + residual + layer norm; also "fused"
+    allocator: str = TORCH  # malloc's settings; also "own"
 
 
 class Choice(NamedTuple):
-    """The kernels for a CPU model. fp16 uses torch's."""
+    """The kernels for a CPU model by precision. fp16 uses torch's kernels."""
 
     fp32: Kernels = Kernels()
     bf16: Kernels = Kernels()
@@ -55,11 +55,11 @@ TABLE = {
 
 _VENDORS = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
 _BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86, aarch64
-_choice: Choice | None = None  # the process's choice; None: not made yet
+_choice: Choice | None = None  # this process's choice; None until it is made
 
 
 def cpu_model() -> str:
-    """This machine's CPU model, a key of TABLE. ATEN_CPU_CAPABILITY may lower the instruction set that torch uses."""
+    """Return this machine's CPU model, a key of TABLE. ATEN_CPU_CAPABILITY may lower the instruction set it names."""
     if platform.machine() in ("aarch64", "arm64"):
         return "aarch64"
     cpuinfo, level = machine.cpuinfo(), torch.backends.cpu.get_cpu_capability()
@@ -70,9 +70,9 @@ def cpu_model() -> str:
 
 
 def start(cpu_kernels: str, precision: str, device: torch.device) -> None:
-    """Choose kernels and the allocator's settings for this process, before large allocations.
+    """Choose kernels and apply the allocator's settings for this process. Call this before large allocations.
 
-    `cpu_kernels`: "auto", by the CPU model, or "torch". Warns if the CPU emulates the precision.
+    `cpu_kernels`: "auto" (chosen by CPU model) or "torch". Logs a warning if the CPU emulates bf16.
     """
     select(cpu_kernels)
     if device.type != "cpu":
@@ -86,7 +86,7 @@ def start(cpu_kernels: str, precision: str, device: torch.device) -> None:
 
 
 def select(cpu_kernels: str) -> Choice:
-    """Choose only the kernels."""
+    """Choose the kernels without applying the allocator's settings. `cpu_kernels`: as in `start`."""
     global _choice
     _choice = Choice(*map(without_missing, TABLE[cpu_model()])) if cpu_kernels == "auto" else Choice()
     return _choice
@@ -94,7 +94,7 @@ def select(cpu_kernels: str) -> Choice:
 
 @contextmanager
 def override(kernels: Kernels) -> Iterator[None]:
-    """Context manager: use these kernels as far as they are installed."""
+    """Context manager: use these kernels, except those that are not installed, for fp32 and bf16."""
     global _choice
     before, _choice = _choice, Choice(without_missing(kernels), without_missing(kernels))
     try:
@@ -104,7 +104,7 @@ def override(kernels: Kernels) -> Iterator[None]:
 
 
 def active(precision: str | torch.dtype) -> Kernels:
-    """The kernels for tensors of a precision, with the current number of threads."""
+    """Return the kernels for tensors of a precision, with the current number of threads."""
     choice = _choice or select("auto")
     chosen = {"fp32": choice.fp32, torch.float32: choice.fp32, "bf16": choice.bf16, torch.bfloat16: choice.bf16}
     kernels = chosen.get(precision, TORCH_ONLY)
@@ -112,13 +112,13 @@ def active(precision: str | torch.dtype) -> Kernels:
 
 
 def record(precision: str, device: torch.device) -> dict[str, str] | None:
-    """The CPU model and its kernels, for the run's record and its checkpoints; None for a run on GPUs."""
+    """Return the CPU model and its kernels, for the run's record and checkpoints; None on GPUs."""
     return {"cpu": cpu_model(), **asdict(active(precision))} if device.type == "cpu" else None
 
 
 def without_missing(kernels: Kernels) -> Kernels:
-    """Drop kernels that this installation lacks."""
-    # Not public; torch.compile's CPU back end uses it.
+    """Replace kernels that this installation lacks."""
+    # _linear_pointwise is private; torch.compile's CPU back end uses it.
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     kernels = kernels if has_onednn else _without(ONEDNN, kernels)
     if FUSED in asdict(kernels).values() and not fused.available():
@@ -128,7 +128,7 @@ def without_missing(kernels: Kernels) -> Kernels:
 
 @cache
 def _for_threads(kernels: Kernels) -> Kernels:
-    """With several threads, drop OpenBLAS (it runs one) and compiled linear layers (too little work per thread)."""
+    """Replace kernels that are slower with several threads: OpenBLAS, which runs one, and compiled linear layers."""
     kernels = _without(OPENBLAS, kernels)
     return replace(kernels, linear=TORCH) if kernels.linear == FUSED else kernels
 
@@ -140,14 +140,14 @@ def _without(library: str, kernels: Kernels) -> Kernels:
 
 @cache
 def has_openblas() -> bool:
-    """Whether numpy's BLAS is OpenBLAS with one thread."""
+    """Return whether numpy's BLAS is OpenBLAS with one thread."""
     built = np.show_config(mode="dicts")
     library = built["Build Dependencies"]["blas"]["name"] if isinstance(built, dict) else ""
     return "openblas" in library and openblas_threads() == 1
 
 
 def openblas_threads() -> int:
-    """The number of threads that OpenBLAS reads from the environment at numpy's import."""
+    """Return the number of threads that OpenBLAS takes from the environment when numpy is imported."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         value = os.environ.get(name, "").split(",")[0]
         if value.isdecimal() and int(value) > 0:

@@ -1,7 +1,7 @@
-"""Matrix products and linear layers on the CPU by oneDNN or by numpy's OpenBLAS, in fp32.
+"""Matrix products and linear layers on the CPU: by oneDNN or numpy's OpenBLAS in fp32, by the compiled kernel in bf16.
 
-torch uses MKL for fp32, which has only half the speed on AMD cores. The precision is the same; only the order of the
-sums differs. In bf16, torch uses oneDNN itself.
+For fp32, torch uses MKL, which has only half the speed of these libraries on AMD cores. The precision is the same; only
+the order of the sums differs.
 """
 
 from __future__ import annotations
@@ -20,30 +20,33 @@ from hvd_bert.model.cpu.kernels import FUSED, ONEDNN, TORCH
 
 
 def keep_few_kernels() -> None:
-    """Limit oneDNN's caches to the kernels of about one micro-batch. Call this before the first product.
+    """Limit oneDNN's kernel caches to about one micro-batch's kernels. Call this before the first product.
 
-    All layers of a model share kernels, so a step in bf16 takes a quarter longer without caches. The next micro-batch
-    has other lengths and rarely uses the kernels again. A kernel takes half a megabyte and fragments the heap: with
-    torch's default, 1024 in each of two caches, a rank grew to 11 GB.
+    The layers of a model share kernels, so without any cache a step in bf16 takes a quarter longer. But the next
+    micro-batch has other lengths and rarely reuses kernels. A kernel takes half a megabyte and fragments the heap: with
+    torch's default of 1024 kernels in each of two caches, a rank grew to 11 GB.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
-    os.environ.setdefault("LRU_CACHE_CAPACITY", "1")  # torch's own cache above oneDNN's
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "1")  # torch's own cache on top of oneDNN's
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """rows [N, in] times weight [out, in] transposed, plus bias [out]: [N, out]. Either may be a transposed view."""
+    """Compute rows [N, in] times weight^T (weight: [out, in]) plus bias [out] -> [N, out], in fp32 without autograd.
+
+    `rows` and `weight` may be transposed views.
+    """
     if kernels.active(torch.float32).linear == ONEDNN:
         result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
         return result
     result = rows.new_empty(len(rows), len(weight))
-    # Tensor.numpy() would make a weight's storage fixed in size, but FSDP frees it between two uses.
+    # Tensor.numpy() would fix the size of a weight's storage, but FSDP frees this storage between two uses.
     np.matmul(np.from_dlpack(rows.detach()), np.from_dlpack(weight.detach().t()), out=result.numpy())
     return result if bias is None else result.add_(bias.detach())
 
 
 def _weight_gradient(gradient: Tensor, rows: Tensor) -> Tensor:
-    """gradient [N, out] transposed times rows [N, in]: [out, in]."""
-    # oneDNN copies the first operand: pass the narrower one.
+    """Compute gradient^T times rows (gradient: [N, out], rows: [N, in]) -> [out, in]."""
+    # oneDNN copies the first operand, so pass the narrower matrix first.
     if kernels.active(torch.float32).linear == ONEDNN and gradient.shape[1] > rows.shape[1]:
         return product(rows.t(), gradient.t()).t().contiguous()
     return product(gradient.t(), rows.t())
@@ -72,13 +75,13 @@ class Linear(nn.Linear):
 
     @staticmethod
     def of(layer: nn.Linear) -> Linear:
-        """Make a layer with the parameters of `layer`."""
+        """Make a layer that shares the parameters of `layer`."""
         made = Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
         made.weight, made.bias = layer.weight, layer.bias
         return made
 
     def forward(self, input: Tensor) -> Tensor:
-        """input [..., in] -> [..., out]."""
+        """Map `input`, [..., in], to [..., out]."""
         if self._is_fused(input):
             result: Tensor = LinearInBf16.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
             return result
@@ -88,7 +91,7 @@ class Linear(nn.Linear):
             return super().forward(input)
         rows = input.reshape(-1, self.in_features)
         result = _Linear.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
-        # No view, as in torch's linear layers: FSDP would lose the gradients of an in-place operation on a view.
+        # Not a view, as in torch's linear layers: FSDP would lose gradients of in-place operations on a view.
         return torch.ops.aten._unsafe_view(result, (*input.shape[:-1], self.out_features))  # type: ignore[no-any-return]
 
     def _is_fused(self, input: Tensor) -> bool:
@@ -96,5 +99,5 @@ class Linear(nn.Linear):
         if not in_bf16 or input.device.type != "cpu" or kernels.active(torch.bfloat16).linear != FUSED:
             return False
         fits = not (self.in_features % MULTIPLE or self.out_features % MULTIPLE) and input.numel() > 0
-        trained = self.weight.requires_grad  # a frozen weight needs fewer products
+        trained = self.weight.requires_grad  # for frozen weights, torch computes fewer products
         return fits and trained and self.weight.is_contiguous() and self.weight.dtype == torch.float32
