@@ -1,1 +1,1 @@
-"""Strategies add data parallelism to a model. The training loop uses only the methods of `base.Strategy`."""
+"""Strategies for training a model on several ranks. The training loop uses only `base.Strategy`'s methods."""

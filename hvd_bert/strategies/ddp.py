@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from hvd_bert.distributed.world import World
 from hvd_bert.strategies.base import Strategy
 
-# Newer versions of torch renamed this argument, and warn about the old name.
+# Newer torch versions use another name for this argument, and warn about the old name.
 _NEWER = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if _NEWER else "broadcast_buffers"
 
 
 class DDPStrategy(Strategy):
-    """Wraps the model. The backward pass averages gradients in buckets, and ends when all have arrived."""
+    """Wraps the model. The backward pass averages gradients in buckets, and returns when all are averaged."""
 
     module: DistributedDataParallel
 
@@ -30,8 +30,8 @@ class DDPStrategy(Strategy):
             device_ids=[world.device] if world.device.type == "cuda" else None,
             **buffers,
             gradient_as_bucket_view=True,
-            # DDP rebuilds its buckets after the first step, so a resumed run would reduce in a different order. Not so
-            # if parameters may be unused.
+            # DDP rebuilds its buckets after the first step, so a resumed run would reduce in a different order. It does
+            # not rebuild them if parameters may be unused.
             find_unused_parameters=self.options.train.deterministic,
         )
 
@@ -40,8 +40,8 @@ class DDPStrategy(Strategy):
             super().backward(loss)
 
     def _average_next(self, averages: bool) -> None:
-        self.module.require_backward_grad_sync = averages  # as no_sync() does; the next forward pass reads it
+        self.module.require_backward_grad_sync = averages  # as in no_sync(); the next forward pass reads it
 
     def mark_gradients(self, mark: Callable[[], None]) -> None:
-        # Called after the last gradient: models register parameters in any order, and may use only some of them.
+        # A hook on all gradients: models register parameters in any order, and may use only some of them.
         register_multi_grad_hook(self._trained(), lambda _: mark())

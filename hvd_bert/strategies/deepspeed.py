@@ -1,6 +1,7 @@
-"""DeepSpeed's ZeRO shards the optimizer state (stage 1), also gradients (2). An optional package.
+"""DeepSpeed's ZeRO, which shards the optimizer state (stage 1) or also the gradients (stage 2) over the ranks.
 
-Forward and backward pass are those of the other strategies, in fp32 or torch's autocast.
+DeepSpeed is an optional package. Forward and backward passes run as in the other strategies, in fp32 or with torch's
+autocast.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 
 
 class DeepSpeedStrategy(Strategy):
-    """ZeRO over the ranks. DeepSpeed clips and steps in one call, so `clip` does both."""
+    """Trains with ZeRO. DeepSpeed clips gradients and updates weights in one call, so `clip` does both."""
 
     module: Any
     separates_comm = False  # it waits inside backward and step
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
-        os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # else it probes for one, and logs that
+        os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # else DeepSpeed probes and logs
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # Our users cannot act on torch's warnings about DeepSpeed's calls.
+        # Users cannot act on torch's warnings about DeepSpeed's calls.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         # Imported late: it takes seconds and probes for accelerators.
         self._deepspeed = deepspeed = import_module("deepspeed")
         world.broadcast_tensors(model.state_dict())
-        # DeepSpeed would compile an allreduce for one host's ranks. A rank killed meanwhile leaves a lock that blocks
-        # all later ones.
+        # Without this, DeepSpeed compiles an allreduce for the ranks of a host. A rank that is killed during the
+        # compilation leaves a lock that blocks all later runs.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # DeepSpeed takes the rank's device from these variables.
+        # DeepSpeed takes the rank's device from LOCAL_RANK, or from Open MPI's variable.
         os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
         os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
         deepspeed.init_distributed(dist_backend="nccl" if world.device.type == "cuda" else "gloo")
@@ -46,7 +47,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _wrap(self, optimizer: Any) -> Any:
         options, self.optimizer = self.options, optimizer
-        # DeepSpeed's default, but at most all parameters: it allocates a whole bucket (2 GB) in every backward pass.
+        # DeepSpeed's default, limited to the model's size: each backward pass allocates a bucket (2 GB).
         bucket = min(500_000_000, sum(parameter.numel() for parameter in self.model.parameters()))
         self.module, *_ = self._deepspeed.initialize(
             model=self.module,
@@ -56,8 +57,8 @@ class DeepSpeedStrategy(Strategy):
                 "gradient_accumulation_steps": options.accumulation,
                 "gradient_clipping": options.train.max_grad_norm,
                 "zero_optimization": {"stage": options.parallel.zero_stage, "reduce_bucket_size": bucket},
-                "zero_allow_untested_optimizer": True,  # torch's AdamW, as under the other strategies
-                # Without this it disables autocast. No module's gradients are sent as bf16.
+                "zero_allow_untested_optimizer": True,  # torch's AdamW, as in the other strategies
+                # Otherwise DeepSpeed disables autocast. The empty list keeps all gradients in fp32.
                 "torch_autocast": {
                     "enabled": options.train.bf16,
                     "dtype": "bfloat16",
@@ -71,10 +72,10 @@ class DeepSpeedStrategy(Strategy):
 
     def backward(self, loss: Tensor) -> None:
         with self._guard():
-            self.module.backward(loss * self.options.accumulation)  # DeepSpeed divides the loss by the accumulation
+            self.module.backward(loss * self.options.accumulation)  # DeepSpeed divides by it
         self._micro_batches += 1
         if self._micro_batches < self.options.accumulation:
-            self.module.step()  # only counts the micro-batch
+            self.module.step()  # here, it only counts the micro-batch
 
     def clip(self) -> Tensor:
         self._micro_batches = 0
@@ -83,10 +84,10 @@ class DeepSpeedStrategy(Strategy):
         return torch.as_tensor(self.module.get_global_grad_norm())
 
     def step(self) -> None:
-        self._has_stepped = True  # `clip` has applied it
+        self._has_stepped = True  # `clip` has updated the weights
 
     def _sharded(self) -> dict[str, nn.Parameter]:
-        """The parameters by name, without frozen ones: DeepSpeed neither shards nor updates them."""
+        """Return the trained parameters by name. DeepSpeed neither shards nor updates frozen parameters."""
         return {name: parameter for name, parameter in self.trained.named_parameters() if parameter.requires_grad}
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
@@ -110,9 +111,10 @@ class DeepSpeedStrategy(Strategy):
                 utils.safe_set_full_optimizer_state(parameter, tensors[f"{name}/{moment}"].to(parameter.device), moment)
 
     def _make_state(self, step: Tensor) -> None:
-        """Create AdamW's state as of `step`, with moments of zero.
+        """Create AdamW's state with step count `step` and zero moments.
 
-        DeepSpeed 0.19 itself would make it available for the first parameter group only, and after the first step.
+        DeepSpeed 0.19 itself makes this state accessible only after the first step, and only for the first parameter
+        group.
         """
         for part in self._zero.single_partition_of_fp32_groups:
             moments = {name: torch.zeros_like(part) for name in MOMENTS}

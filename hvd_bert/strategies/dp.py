@@ -1,4 +1,4 @@
-"""torch's DataParallel: one process with several GPUs. Only for comparison: a process per GPU is faster."""
+"""torch's DataParallel: a single process with several GPUs. For comparison only: a process per GPU is faster."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvd_bert.strategies.base import Strategy
 
 
 class DPStrategy(Strategy):
-    """Splits each batch over the GPUs of this process, and sums their gradients on the first one."""
+    """Splits each batch over the GPUs of this process, and sums the GPUs' gradients on the first GPU."""
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         return WindowParallel(model, device_ids=world.gpus)
 
 
 class WindowParallel(nn.DataParallel[nn.Module]):
-    """Splits packed batches between windows. Splits padded batches, and other models' batches, as torch does."""
+    """DataParallel that splits packed batches at window borders. All other batches are split as in torch."""
 
     _packed = False
 
@@ -33,7 +33,7 @@ class WindowParallel(nn.DataParallel[nn.Module]):
         return [() for _ in batches], batches
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-        # torch's threads inherit whether autocast is on, but not its dtype: bf16 would become fp16.
+        # DataParallel's threads inherit whether autocast is on, but not its dtype: bf16 would become fp16.
         dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
         forwards = [torch.autocast("cuda", dtype, enabled)(replica.__call__) for replica in replicas]
         return super().parallel_apply(forwards, inputs, kwargs)
@@ -43,9 +43,10 @@ class WindowParallel(nn.DataParallel[nn.Module]):
 
 
 def split_windows(tokens: dict[str, Any], devices: list[torch.device]) -> list[dict[str, Any]]:
-    """Split packed windows, as `evaluation.forward` passes them, into batches in order, one per device.
+    """Split a packed batch's model inputs into one batch per device, in the order of the windows.
 
-    Their numbers of windows differ by at most one. With fewer windows than devices, the last devices get none.
+    `tokens`: inputs from `evaluation.forward.model_inputs`. The batches' window counts differ by at most one. If there
+    are fewer windows than devices, the last devices get no batch.
     """
     lengths = tokens["windows"].lengths
     shares = [share.tolist() for share in np.array_split(lengths, min(len(devices), len(lengths)))]
@@ -59,9 +60,9 @@ def split_windows(tokens: dict[str, Any], devices: list[torch.device]) -> list[d
 
 
 def join_windows(outputs: list[Any], device: Any) -> Any:
-    """Concatenate the outputs of the batches of `split_windows` on `device`."""
+    """Concatenate the model's outputs for the batches from `split_windows` on `device`."""
     first = outputs[0]
-    for name in first:  # logits of classes have a row per window; logits of tokens have all windows in one row
+    for name in first:  # class logits: a row per window; token logits: one row for all windows
         dimension = 0 if name == "logits" and first[name].ndim == 2 else 1
         first[name] = torch.cat([output[name].to(device) for output in outputs], dim=dimension)
     return first

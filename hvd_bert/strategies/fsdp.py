@@ -30,11 +30,11 @@ WHOLE = StateDictOptions(full_state_dict=True)
 class FSDPStrategy(Strategy):
     """Shards a copy of the model, layer by layer.
 
-    The model itself stays whole, to evaluate and save, so every rank holds one more copy of the weights.
+    The unsharded model remains for evaluation and saving, so every rank also holds a whole copy of the weights.
     """
 
     module: Any
-    separates_comm = False  # it waits inside forward and backward
+    separates_comm = False  # ranks wait for each other inside forward and backward passes
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         world.broadcast_tensors(model.state_dict())
@@ -43,7 +43,7 @@ class FSDPStrategy(Strategy):
         return self.trained
 
     def _guard_forward(self) -> None:
-        """Limit the waits for weights in the forward pass."""
+        """Add hooks that limit how long the forward pass waits for other ranks' weights."""
         waits = ExitStack()
 
         def begin(*_: object) -> None:
@@ -57,7 +57,7 @@ class FSDPStrategy(Strategy):
         self.trained.register_forward_hook(uncompiled(end), always_call=True)
 
     def micro_batches(self) -> AbstractContextManager[Any]:
-        # Each micro-batch gathers the weights again. Through casts of an earlier one, their gradients would be lost.
+        # No shared casts: each micro-batch gathers the weights again, and casts of earlier ones would lose gradients.
         return nullcontext()
 
     def _average_next(self, averages: bool) -> None:
@@ -97,9 +97,9 @@ class FSDPStrategy(Strategy):
 
 
 def sharded_copy(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Copy a model and shard each layer of the copy."""
+    """Copy a model, and shard each layer of the copy over the ranks of `mesh`."""
     copied = copy.deepcopy(model)
-    # In reverse order: lists inside a layer, as ALBERT's, come first.
+    # In reverse order, so that lists inside a layer, as in ALBERT, are sharded before the layer.
     for layers in reversed([module for module in copied.modules() if isinstance(module, nn.ModuleList)]):
         for layer in layers:
             fully_shard(layer, mesh=mesh)

@@ -1,7 +1,7 @@
 """Horovod's strategy: ring-allreduce averages gradients while the backward pass still runs.
 
-A factor of the loss in `Training._step` (training/loop.py) makes the average the mean over all windows of the step.
-Comments name the pitfalls of Horovod 0.28 that the code avoids.
+`Training._step` (training/loop.py) scales the loss so that the average over ranks is the mean over all windows of the
+step. Comments name the pitfalls of Horovod 0.28 that the code avoids.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.strategies.base import Strategy
 
-# With more ranks, gathering the rows of their words may send more bytes than a ring-allreduce of all rows.
+# Maximum world size for sparse gradients. With more ranks, gathering their rows may send more than a dense allreduce.
 MAX_GATHERING = 16
-NCCL_WITH_BF16 = 21000  # 2.10.0, as Horovod gives NCCL's version
+NCCL_WITH_BF16 = 21000  # NCCL 2.10.0 as Horovod encodes it, the first version with bf16
 
 
 class Bf16Compression:
-    """Sends gradients as bf16, in which none overflows in practice. `hvd.Compression.fp16` is the counterpart."""
+    """Sends gradients as bf16, in which they do not overflow in practice. Same interface as `hvd.Compression.fp16`."""
 
     @staticmethod
     def compress(gradient: Tensor) -> tuple[Tensor, torch.dtype]:
@@ -47,10 +47,10 @@ def check_bf16(device: torch.device) -> None:
 
 
 def backward_groups(model: nn.Module, limit: int) -> list[list[nn.Parameter]]:
-    """Divide the trained parameters into at most `limit` groups of nearly equal bytes, in order of the backward pass.
+    """Divide the trained parameters into at most `limit` groups of nearly equal bytes, in backward-pass order.
 
-    Groups end between layers (the entries of module lists), from last to first. All other parameters follow: gradients
-    of embeddings and of parameters that layers share are complete only at the end.
+    The entries of module lists count as layers. The last layer comes first, and groups are split only between layers.
+    All other parameters follow, since the gradients of embeddings and shared parameters are complete only at the end.
     """
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     layer_of = {weight: layer for stack in stacks for layer in stack for weight in layer.parameters()}
@@ -71,14 +71,14 @@ def backward_groups(model: nn.Module, limit: int) -> list[list[nn.Parameter]]:
 
 
 class HorovodStrategy(Strategy):
-    """Wraps the optimizer, which sends each gradient as soon as the backward pass has computed it."""
+    """Wraps the optimizer in Horovod's, which sends each gradient as soon as the backward pass has computed it."""
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         if self.options.parallel.bf16_allreduce:
             with world.raise_on_all_ranks():
                 check_bf16(world.device)
-        # Only the parameters: broadcasting a fresh AdamW's state takes a hidden step that decays every weight.
-        world.broadcast_tensors(model.state_dict())  # one GPU needs no Horovod with NCCL for this
+        # Not the optimizer state: to broadcast a new AdamW's, Horovod takes a hidden step that decays the weights.
+        world.broadcast_tensors(model.state_dict())  # a single GPU works without Horovod's NCCL
         return model
 
     def _wrap(self, optimizer: Any) -> Any:
@@ -87,7 +87,7 @@ class HorovodStrategy(Strategy):
         parallel = self.options.parallel
         half = Bf16Compression if parallel.bf16_allreduce else hvd.Compression.fp16
         groups = backward_groups(self.model, parallel.num_groups) if parallel.num_groups else None
-        # The optimizer must have its final parameter groups: groups added later would get the class defaults.
+        # Call this with the final parameter groups: groups added later would get the optimizer class's defaults.
         wrapped = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=self.model.named_parameters(),
@@ -109,7 +109,7 @@ class HorovodStrategy(Strategy):
         return self.options.parallel.fp16_allreduce or self.options.parallel.bf16_allreduce
 
     def _has_word_rows(self) -> bool:
-        """Whether ranks gather sparse gradients. Horovod supports none in groups or with compression."""
+        """Return whether ranks gather sparse gradients. Horovod does not support them in groups or with compression."""
         dense = self.options.parallel.num_groups or self._is_compressed
         return not dense and self._world.size <= MAX_GATHERING
 
@@ -119,18 +119,19 @@ class HorovodStrategy(Strategy):
         super().synchronize()
 
     def _not_averaged(self) -> list[str]:
-        """Names of the parameters whose averaged gradients have not arrived yet."""
+        """Return the names of the parameters whose averaged gradients have not arrived yet."""
         import horovod.torch as hvd
 
         def has_arrived(handle: int) -> bool:
             try:
                 return bool(hvd.poll(handle))
-            except (RuntimeError, ValueError):  # already waited for and released
+            except (RuntimeError, ValueError):  # synchronize has already released the handle
                 return True
 
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         handles = {key: handle for key, (handle, _) in self.optimizer._handles.items()}
-        # A sparse gradient has a function in place of a handle. Nothing tells whether this gradient has arrived.
+        # A sparse gradient has a function instead of a handle, so its arrival cannot be tested. Name it only if no
+        # dense gradient is late.
         late = [key for key, handle in handles.items() if not callable(handle) and not has_arrived(handle)]
         late = late or [key for key, handle in handles.items() if callable(handle)]
         return [names[id(p)] for key in late for p in (key if isinstance(key, tuple) else (key,))]

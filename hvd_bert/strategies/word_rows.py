@@ -1,4 +1,4 @@
-"""Sparse gradients of the word embedding: a few thousand rows of the batch's words in place of the vocabulary's."""
+"""Sparse gradients of the word embedding, with rows only for the batch's words instead of the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 
 def word_embedding(model: nn.Module) -> nn.Embedding | None:
-    """The word embedding of a model of transformers, if it is trained and no other layer shares its weight."""
+    """Return a transformers model's word embedding if it is trained and no other layer shares its weight, or None."""
     try:
         embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
-    except NotImplementedError:  # transformers does not find it
+    except NotImplementedError:  # transformers cannot determine it
         return None
     if type(embedding) is not nn.Embedding or not embedding.weight.requires_grad:
         return None
@@ -20,23 +20,23 @@ def word_embedding(model: nn.Module) -> nn.Embedding | None:
 
 
 class WordRows:
-    """Makes the gradient sparse in the backward pass, and dense again for the optimizer."""
+    """Makes an embedding's gradient sparse in the backward pass, and dense again for the optimizer."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
-        """Let the backward pass make sparse gradients with one row per word of the batch."""
+        """Make the backward pass return sparse gradients with one row per distinct word of the batch."""
         embedding.sparse = True
         self._weight = embedding.weight
-        # Add up the rows of equal words before they are sent.
+        # Add up rows of equal words, so that fewer rows are sent.
         self._weight.register_hook(lambda gradient: gradient.coalesce() if gradient.is_sparse else gradient)
         self._dense = torch.zeros_like(self._weight, requires_grad=False)
         self._rows = torch.empty(0, dtype=torch.int64)
 
     def make_dense(self) -> None:
-        """Replace the gathered gradient by a dense one. Adds the rows of equal words in the order of the ranks."""
+        """Replace the gathered sparse gradient by a dense gradient. Rows of equal words are added in rank order."""
         gradient = self._weight.grad
         if gradient is None or not gradient.is_sparse:  # the model also uses the weight in another way
             return
-        self._dense.index_fill_(0, self._rows, 0.0)  # clears the rows of the last step; all others are still zero
+        self._dense.index_fill_(0, self._rows, 0.0)  # clears the previous step's rows; all other rows are zero
         self._rows = gradient._indices()[0]
         self._dense.index_add_(0, self._rows, gradient._values())
         self._weight.grad = self._dense

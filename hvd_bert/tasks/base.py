@@ -171,7 +171,7 @@ class Task(ABC):
         takes = getattr(self.model, "takes_token_types", types in inputs)
         if takes != (types in inputs):
             names = [*inputs, types] if takes else [name for name in inputs if name != types]
-            self.tokenizer.model_input_names = self.tokenizer.init_kwargs["model_input_names"] = names  # the 2nd is saved
+            self.tokenizer.model_input_names = self.tokenizer.init_kwargs["model_input_names"] = names  # 2nd: saved
         self.tokenizer.save_pretrained(folder, save_jinja_files=False)  # it could overwrite a user's template
 
 
