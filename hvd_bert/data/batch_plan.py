@@ -179,7 +179,7 @@ def balanced_partition(costs: Ids, parts: int) -> list[Ids]:
         new_gap = new_gap.reshape(half, -1)
         best = new_gap.argmin(axis=1)
         swapping = np.flatnonzero(new_gap[np.arange(half), best] < gap)  # pairs whose best swap reduces the gap
-        if not len(swapping):  # the loop ends: each swap lowers the sum of the squared totals
+        if not len(swapping):  # always reached, since each swap lowers the sum of squared totals
             break
         candidates = -(-members.shape[1] // stride)
         given, taken = (stride * candidate for candidate in np.divmod(best[swapping], candidates))

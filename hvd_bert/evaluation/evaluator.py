@@ -51,7 +51,7 @@ def batch_outputs(
 
 
 def _queue_copies(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-    """Start copies to the CPU. Returns them, and a CUDA event that they are complete; None for CPU tensors."""
+    """Start copies to the CPU. Returns them, and the CUDA event of their completion; None for CPU tensors."""
     copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # into pinned memory
     if not tensors[0].is_cuda:
         return copies, None
@@ -72,7 +72,7 @@ def _read(ids: Ids, copies: list[torch.Tensor], copied: torch.cuda.Event | None)
 
 
 def span_options(data: DataArguments) -> SpanOptions:
-    """Select the settings for extracting answers."""
+    """Return the settings for extracting answers, a subset of the data arguments."""
     return SpanOptions(**{field.name: getattr(data, field.name) for field in dataclasses.fields(SpanOptions)})
 
 

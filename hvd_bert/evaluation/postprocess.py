@@ -111,7 +111,7 @@ def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], o
     Raises UserError if a logit is not finite.
     """
     found: list[tuple[list[_Columns], list[_Row]]] = [([], []) for _ in questions]
-    for window in windows:  # searched one by one: a GPU computes the next batch meanwhile
+    for window in windows:  # handled one by one, while a GPU computes the next batch
         _check(window, questions[window.question].id)
         candidates, nulls = found[window.question]
         start_logit, end_logit = window.start_logits[0], window.end_logits[0]

@@ -123,7 +123,7 @@ def span_losses(start_logits: Tensor, end_logits: Tensor, starts: Tensor, ends: 
 
 def check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str, max_seq_length: int) -> None:
     """Raise UserError if model and tokenizer have different vocabularies, or the model fewer positions than needed."""
-    embeddings = getattr(config, "vocab_size", 0)  # CANINE has none
+    embeddings = getattr(config, "vocab_size", 0)  # CANINE has no vocabulary
     surplus = embeddings - len(tokenizer)
     largest = max(tokenizer.get_vocab().values())  # may exceed the number of tokens, since ids may have gaps
     if not 0 <= surplus < max(VOCAB_PADDING, VOCAB_PADDING_SHARE * embeddings) or largest >= embeddings:

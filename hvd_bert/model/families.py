@@ -145,7 +145,7 @@ def adapt(model: Any, token_types: bool) -> Any:
     """
     model.takes_token_types, family = token_types, find_family(model.config)
     if "ForQuestionAnswering" not in type(model).__name__:
-        # Longformer's other heads choose the tokens that attend globally themselves.
+        # Longformer's other heads choose by themselves which tokens attend globally.
         family = replace(family, question_attends_globally=False)
     if not family.packed or family.positions_after_padding or not token_types:  # otherwise its inputs are BERT's
         model.register_forward_pre_hook(partial(_family_inputs, family), with_kwargs=True)

@@ -59,7 +59,7 @@ def load_model(flags: argparse.Namespace, device: torch.device) -> QuestionAnswe
 
 
 def open_input(flags: argparse.Namespace, qa: QuestionAnswerer) -> Source:
-    """Open the file of questions --input."""
+    """Open --input as a source of questions."""
     columns = flags.question_column, flags.context_column, flags.answer_column
     reading = squad.Reading(*columns, purpose="prediction")
     return squad.open_file(flags.input, qa.span_options.version_2_with_negative, reading)

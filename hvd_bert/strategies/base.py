@@ -54,7 +54,7 @@ class FusedClip:
         self._optimizer, self.limit, self._fp16 = optimizer, args.max_grad_norm, args.fp16
 
     def clip(self, norm: Tensor) -> None:
-        """Make the optimizer's next step clip the gradients by their norm. If the norm is not finite, it is skipped."""
+        """Make the optimizer's next step clip the gradients by their norm. A norm that is not finite skips the step."""
         if self.limit:  # the inverse of clip_grad_norm_'s factor
             self._optimizer.grad_scale = ((norm + 1e-6) / self.limit).clamp(min=1.0)
         if not self._fp16:  # under fp16, the scaler sets found_inf
@@ -197,9 +197,9 @@ class Strategy:
         return self.model
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-        """Return the unsharded state for a checkpoint; it is complete on rank 0 only. A collective.
+        """Return a checkpoint's state: weights, optimizer tensors by "parameter/name", and the rest for JSON.
 
-        Consists of the weights, the optimizer's tensors by "parameter/name", and the remaining state for JSON.
+        The state is unsharded, and complete on rank 0 only. A collective.
         """
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         rest = {"groups": groups, "scaler": self.scaler.state_dict()}

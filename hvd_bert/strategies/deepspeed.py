@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from hvd_bert.distributed.world import World
 from hvd_bert.strategies.base import Strategy
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's moving averages
 
 
 class DeepSpeedStrategy(Strategy):
     """Trains with ZeRO. DeepSpeed clips gradients and updates weights in one call, so `clip` does both."""
 
     module: Any
-    separates_comm = False  # it waits inside backward and step
+    separates_comm = False  # ranks wait for each other inside `backward` and `clip`
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # else DeepSpeed probes and logs

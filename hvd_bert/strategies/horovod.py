@@ -95,8 +95,8 @@ class HorovodStrategy(Strategy):
             backward_passes_per_step=self.options.accumulation,
             compression=half if self._is_compressed else hvd.Compression.none,
             # Gradients are put into buffers in the order in which they become ready. From 3 ranks on, a gradient's
-            # position in its buffer decides the order of its sum, and so the rounding. A single group always has the
-            # same buffer, but no overlap.
+            # position in its buffer decides the order of summation, and so the rounding. A single group always has the
+            # same buffer, but its allreduce does not overlap with the backward pass.
             groups=1 if self.options.train.deterministic else groups,
         )
         # Fused optimizers have this attribute. Without it, `GradScaler.step` (see `FusedClip`) waits for the device to

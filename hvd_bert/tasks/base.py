@@ -65,7 +65,7 @@ class Task(ABC):
 
     Attributes:
         unit: Name of the examples in messages. The code says "window" for all tasks.
-        metrics: Name of each metric for --metric_for_best_model and the report -> "max" or "min", whichever is best.
+        metrics: Name of each metric for --metric_for_best_model and reports -> "max" if higher is better, else "min".
             `evaluate` returns these metrics. The first is the default. The constructor may set them.
         model: The model, initially on the CPU. Its weights are equal on all ranks.
         tokenizer: The tokenizer to save with the model, or None.
@@ -107,19 +107,19 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> EvaluationResult:
-        """Evaluate on the validation data. A collective; the model's training mode is restored."""
+        """Evaluate the model on the validation data, and restore its training mode. A collective."""
 
     @abstractmethod
     def fingerprint(self) -> dict[str, object]:
-        """Facts that must be equal on all ranks in addition to the settings, such as the content of the data."""
+        """Return facts, besides the settings, that must be equal on all ranks, such as a hash of the data."""
 
     def facts(self) -> dict[str, object]:
-        """Further entries for train_results.json, on rank 0."""
+        """Return further entries for train_results.json. Called on rank 0."""
         return {}
 
     @abstractmethod
     def identity(self) -> dict[str, object]:
-        """Facts that must not change on resume in addition to settings and model shape, such as the training data."""
+        """Return facts, besides settings and model shape, that must not change on resume, such as the data's hash."""
 
     def window_names(self, ids: Ids) -> list[str]:
         """Return names by which a user can find the training windows `ids` in the data, for messages."""

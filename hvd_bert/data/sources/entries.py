@@ -16,7 +16,7 @@ import msgspec
 
 from hvd_bert.data.sources.questions import SHORT, Found, Mistake, Question, Reading
 
-LEVELS = ("data", "paragraphs", "qas")  # SQuAD's nesting: each level is a list of the next
+LEVELS = ("data", "paragraphs", "qas")  # SQuAD's nested lists, from outer to inner
 SQUAD = Reading().names
 _Text = str | int  # int: 1912.0 becomes "1912"
 _WHOLE = re.compile(r"\A(-?[0-9]+)\.0\Z")  # integer ids, which pandas writes as floats if one is missing
