@@ -121,7 +121,7 @@ class Strategy:
         return optimizer
 
     def _make_word_rows(self) -> WordRows | None:
-        """Make the word embedding's gradient sparse, if supported. Only on CPUs, where it was measured to be faster."""
+        """Make the word embedding's gradient sparse, if supported. Only on CPUs: on GPUs, it was not measured."""
         dense = self.options.train.deterministic or self.options.train.torch_compile
         if dense or self._world.device.type != "cpu" or not self._has_word_rows():
             return None

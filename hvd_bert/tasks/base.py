@@ -98,7 +98,7 @@ class Task(ABC):
         """Make a micro-batch of the training windows `ids` on this rank's device. Runs in a background thread.
 
         The batch must depend on `ids` only, or a resumed run differs. For random numbers, use a generator seeded by the
-        ids, since checkpoints do not save the global generators' state in this thread.
+        ids, since the global generators' state in a checkpoint depends on which batches were prefetched.
         """
 
     @abstractmethod

@@ -21,8 +21,8 @@ _TRAINING_FLAGS -= {"task", "max_eval_samples", "pad_to_max_length"}  # pad_to_m
 def as_trained(config: Config) -> Config | None:
     """Fill unset settings of model, data and seed with those of the training in the folder --model_name_or_path.
 
-    If a data set or data file is given, the training's data settings are not used. Returns None if the folder has no
-    settings of a training.
+    A given --dataset_name replaces the training's data set and files. A given data file replaces the training's data
+    set. Returns None if the folder has no settings of a training.
     """
     trained = trained_settings(str(config.model.model_name_or_path))
     if not trained:
