@@ -49,7 +49,7 @@ NOT_PROVED = ("evaluation", "checkpoints", "profiling", "output")  # groups of f
 
 
 def make_parser() -> Parser:
-    """The parser of the command's flags."""
+    """Make the parser of the command's flags."""
     parser = Parser(prog="hvd-bert doctor")
     parser.description = "Check hosts, ranks and network before a training, and print how to fix each problem."
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of text. (default: False)")
@@ -87,14 +87,14 @@ def _add_hosts(parser: Parser) -> None:
 
 
 def slots_by(flags: argparse.Namespace) -> dict[str, int]:
-    """The slots of each host in --hosts or --hostfile; empty without these flags. Raises UserError."""
+    """Read the number of slots per host from --hosts or --hostfile; empty without these flags. Raises UserError."""
     if flags.hostfile:
         return read_hostfile(flags.hostfile)
     return host_slots(flags.hosts) if flags.hosts else {}
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """The slots of each host of a file with lines of `a100-01 slots=2` or `a100-01:2`. Raises UserError."""
+    """Read the number of slots per host from lines of `a100-01 slots=2` or `a100-01:2`. Raises UserError."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -107,7 +107,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """Parse the command's own flags and the trainer's settings, for --prove. Raises UserError."""
+    """Parse the command line of --prove into the command's own flags and the trainer's settings. Raises UserError."""
     from hvd_bert.config import command_line, settings  # imports yaml, which may be missing
     from hvd_bert.tools.runs.trainer_flags import names_data
 
@@ -126,7 +126,7 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         raise UserError(f"--prove trains {PROOF_STEPS} steps, checks no host and keeps no output: omit {names}.")
     words = rest if names_data(rest) else ["--config=sample", "--dropout=0.1", *rest]
     config = command_line.parse(command_line.override_argv(words, fixed))
-    args = replace(config.train, output_dir=None)  # a --config file may name a run's folder
+    args = replace(config.train, output_dir=None)  # a --config file may set a folder, but the proof keeps no output
     args.refuse_auto("hvd-bert doctor --prove")
     on_several = " or ".join(name for name, row in STRATEGIES.items() if row.several_gpus)
     differs = args.fp16 or args.torch_compile or args.optim != "adamw_torch_fused"
@@ -137,7 +137,7 @@ def parse_proof(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 
 
 def prove(world: World) -> None:
-    """Prove that the ranks do the work of one process. Called by all ranks."""
+    """Run the proof of --prove (prove.py). Called by all ranks."""
     with world.raise_on_all_ranks():
         flags, config = parse_proof(sys.argv[1:])
     with collector_paused():
@@ -175,7 +175,7 @@ def _check(argv: list[str] | None) -> int:
     slots = slots_by(flags)
     if slots and not launcher.is_alone:
         raise UserError(f"--hosts: start the check once, not in each process of {launcher.name}.")
-    keep_running()  # callers need the exit status
+    keep_running()  # callers need the exit status, even if the output is lost
     report = Report(flags.json, first, flags.verbose)
     unused = [f"{name}={value}" for name, value in other_sizes(launcher, os.environ).items()]
     report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size, "ignored": unused}

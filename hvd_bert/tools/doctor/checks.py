@@ -1,4 +1,4 @@
-"""Check a host: turn facts (probes.py) into lines of the report."""
+"""Check this host: turn the facts of probes.py into results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REBUILD = "Rebuild it with the modules loaded now: env/build_horovod.sh --python
 
 
 def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[CheckResult]:
-    """Run all checks of this host. `output_dir`: rank 0's folder; None on hosts without rank 0."""
+    """Run all checks of this host. `ranks_here`: number of ranks on it. `output_dir`: None on hosts without rank 0."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     checks: dict[str, Callable[[], Iterable[CheckResult]]] = {
         "Python": lambda: [python_line(sys.version_info[:3], sys.executable)],
@@ -67,7 +67,7 @@ def torch_line(version: str) -> CheckResult:
 
 
 def packages_line(requirements: Path) -> CheckResult:
-    """Check that the packages of requirements.txt are installed. Horovod and mpi4py have separate lines."""
+    """Check that the packages of requirements.txt are installed, except Horovod and mpi4py, which have own checks."""
     try:
         names = dict.fromkeys(re.findall(r"^[\w-]+", requirements.read_text(encoding="utf-8"), re.MULTILINE))
     except OSError as error:
@@ -85,7 +85,10 @@ def driver_line(gpus: Gpus) -> CheckResult:
 
 
 def cuda_line(torch_cuda: str | None, visible: int, gpus: Gpus, hidden: bool) -> CheckResult:
-    """Compare the `visible` GPUs, which torch can use, with the GPUs that the driver lists."""
+    """Compare the GPUs that torch can use with the GPUs that the driver lists.
+
+    `visible`: number of GPUs that torch can use. `hidden`: whether CUDA_VISIBLE_DEVICES hides all GPUs.
+    """
     if visible:
         return ok("CUDA", f"torch uses CUDA {torch_cuda}; {visible} GPU(s): {', '.join(gpus.names) or 'names unknown'}")
     if not gpus.names:
@@ -116,7 +119,7 @@ def horovod_line(build: HorovodBuild) -> CheckResult:
 
 
 def torch_nccl() -> str:
-    """Version of torch's NCCL; "" if torch has none."""
+    """Return the version of torch's NCCL; "" if torch was built without CUDA."""
     return ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else ""
 
 
@@ -133,7 +136,7 @@ def nccl_lines(build: HorovodBuild, gpus: int, of_torch: str) -> list[CheckResul
 
 
 def mpi_line(build: HorovodBuild, by_srun: bool) -> CheckResult:
-    """Check that mpi4py and mpirun use the same MPI."""
+    """Check that mpi4py and mpirun use the same MPI. `by_srun`: whether srun starts the ranks, without mpirun."""
     if not build.error and not build.mpi:
         hint = "To use MPI, run env/setup.sh --with-mpi." if probes.mpirun() else ""
         return ok("MPI", "Horovod was built without MPI: start it with `horovodrun --gloo`", hint)
@@ -169,7 +172,7 @@ def slurm_lines(slurm: Slurm) -> list[CheckResult]:
 
 
 def folder_line(name: str, folder: Path, hint: str) -> CheckResult:
-    """Check that files can be written to a folder, which need not exist, and the free space."""
+    """Check that files can be written to a folder, which need not exist yet, and that enough disk space is free."""
     try:
         check_folder(folder)
         free = shutil.disk_usage(first_existing(folder)).free

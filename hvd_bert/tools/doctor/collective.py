@@ -1,4 +1,4 @@
-"""Measure Horovod's allreduce of gradients."""
+"""Measure the speed of Horovod's allreduce."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from hvd_bert.tools.rendering import seconds
 from hvd_bert.tools.rendering.page import Grid
 
 REPEATS = 5
-SMALL_CALLS = 20  # per repeat: a single call of the small message would measure differences of the ranks' starts
+SMALL_CALLS = 20  # per repeat: a single call with the small message would only measure how far apart the ranks start
 
 
 def timing(method: str, num_bytes: int, world_size: int, repeats: Sequence[float]) -> dict[str, Any]:
-    """Figures of allreduces of `num_bytes` per rank. `repeats`: seconds per call on the slowest rank.
+    """Compute the figures of allreduces of `num_bytes` per rank. `repeats`: seconds per call on the slowest rank.
 
-    `gb_per_s`: 10^9 bytes per second that a rank sends: a ring sends each byte 2(n-1)/n times ("bus bandwidth").
+    `gb_per_s` is the bus bandwidth, in 10^9 bytes per second: in a ring of n ranks, each rank sends 2(n-1)/n times
+    `num_bytes`.
     """
     found = {"method": method, "num_bytes": num_bytes, "world_size": world_size, "seconds": repeats}
     median_s = statistics.median(repeats)
@@ -31,7 +32,10 @@ def timing(method: str, num_bytes: int, world_size: int, repeats: Sequence[float
 
 
 def measure(world: World, num_bytes: int) -> list[dict[str, Any]]:
-    """Time allreduces of `num_bytes` and of 4 bytes. A collective. Raises UserError on all ranks if memory is short."""
+    """Time allreduces of `num_bytes` and of 4 bytes. A collective. Returns their figures, see `timing`.
+
+    Raises UserError on all ranks if memory is short or a sum is wrong.
+    """
     import horovod.torch as hvd
 
     device = world.device if hvd.nccl_built() else torch.device("cpu")
@@ -49,12 +53,12 @@ def measure(world: World, num_bytes: int) -> list[dict[str, Any]]:
 
 
 def _seconds(world: World, hvd: Any, buffer: torch.Tensor) -> list[float]:
-    """Seconds per allreduce on this rank, for each repeat. An additional first call checks the sum."""
+    """Measure the seconds per allreduce on this rank, once per repeat. An additional first call checks the sum."""
     times = []
     synchronize: Callable[[], None] = torch.cuda.synchronize if buffer.is_cuda else lambda: None
     for repeat in range(REPEATS + 1):
         calls = SMALL_CALLS if buffer.numel() == 1 and repeat else 1
-        buffer.fill_(0.0 if repeat else world.rank + 1.0)  # repeated sums would grow
+        buffer.fill_(0.0 if repeat else world.rank + 1.0)  # zeros, as repeated sums of other values would grow
         synchronize()
         world.allgather(None)  # all ranks start together
         start = time.perf_counter()

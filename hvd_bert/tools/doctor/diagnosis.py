@@ -21,21 +21,25 @@ from hvd_bert.tools.doctor.lines import Report, failure, merged, ok, warning
 from hvd_bert.tools.doctor.ranks import add_ranks, rank_here
 from hvd_bert.tools.rendering import seconds
 
-# Rank 0 times out first and reports: if another rank exited earlier, the launcher would kill rank 0.
+# Seconds by which other ranks time out later than rank 0: if one exited first, the launcher would kill rank 0 before
+# it reports.
 OTHERS_LATER_S = 30.0
 INTERFACE = "the network interface or the subnet with HVD_BERT_INTERFACE (docs/guides/cluster.md)"
 
 
 @contextmanager
 def limited(report: Report, timeout: float, name: str, doing: str, hint: str) -> Iterator[None]:
-    """Context manager: end this process with a failure if the block takes too long, as it does if a rank is missing."""
+    """Context manager: end this process with a failure if the block takes longer than `timeout` seconds.
+
+    Otherwise, ranks would wait forever for a missing rank. `name`, `doing`, `hint`: the failure's check, finding and hint.
+    """
     timeout += 0 if report.shown else OTHERS_LATER_S
 
     def expire() -> None:
         report.add(failure(name, f"{doing}: not finished after {timeout:.0f} s", hint))
         report.close()
         sys.stderr.flush()
-        os._exit(EXIT_BAD_INPUT)  # the main thread hangs in a library
+        os._exit(EXIT_BAD_INPUT)  # an exception would not end the main thread, which hangs in a library
 
     timer = threading.Timer(timeout, expire)
     timer.daemon = True
@@ -47,11 +51,11 @@ def limited(report: Report, timeout: float, name: str, doing: str, hint: str) ->
 
 
 def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> int:
-    """Run all checks. Returns the exit status of this rank."""
+    """Run all checks and print the report. Returns the exit status of this rank."""
     alone = launcher.name == "none"
     if alone:
         report.add(*checks.host_lines(launcher.name, flags.slots, flags.output_dir))
-        if probes.horovod().error:  # the import may also crash this process
+        if probes.horovod().error:  # importing Horovod could crash this process
             return report.close()
     hint = "Look for a rank that failed above. On several hosts, open the firewalls between them, and name"
     try:
@@ -62,7 +66,7 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
     if alone:
         try:
             check_tasks(launcher, os.environ)
-        except LaunchError as error:  # only a warning: checks of hosts run without a launcher
+        except LaunchError as error:  # only a warning: a host may be checked without a launcher
             report.add(warning("Tasks", str(error)))
         report.starts = launch_line.on_this_host()
     hint = "Rerun the check. If it fails again, check the network between the hosts."
@@ -82,20 +86,20 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
         except CollectiveError as error:
             report.add(failure(name, str(error)))
             break
-        except Exception as error:  # only on this rank: the others must not wait
+        except Exception as error:  # only on this rank: abort, so that the others do not wait
             reason = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
             report.add(failure(name, reason))
             report.close()
             if not report.shown:
                 print(f"hvd_bert: {reason}", file=sys.stderr, flush=True)
             world.abort(EXIT_BAD_INPUT)
-    status = world.broadcast(report.close())  # rank 0's report is complete
+    status = world.broadcast(report.close())  # only rank 0's report is complete
     world.close()
     return int(status)
 
 
 def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, report: Report) -> int:
-    """Report why this rank joined no world. Returns the rank's exit status."""
+    """Report why this rank could not join the world. Returns the rank's exit status."""
     is_mistake = isinstance(error, UserError)
     reason = str(error) if is_mistake else f"{type(error).__name__}: {error}"
     if report.shown:
@@ -104,7 +108,7 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
         hint = "" if is_mistake else "Fix the failures above first, then run env/setup.sh to rebuild Horovod."
         report.add(failure("World", reason, hint))
         return report.close()
-    # Rank 0 reports problems of all ranks, and other ranks must not fail earlier; they print only their own problems.
+    # Rank 0 reports the problems that all ranks have. Other ranks must not fail before it, and print only their own.
     no_horovod = bool(probes.horovod().error)
     if isinstance(error, CollectiveError):
         found_by_all = not error.mine
@@ -117,20 +121,20 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
 
 
 def _examine_hosts(flags: argparse.Namespace, launcher: Launcher, world: World, report: Report) -> None:
-    """Add the checks of all hosts, which the first rank of each host runs."""
+    """Check all hosts, each by its local rank 0, and add the results."""
     output_dir = flags.output_dir if world.rank == 0 else None
     found = checks.host_lines(launcher.name, world.local_size, output_dir) if world.local_rank == 0 else []
     report.add(*merged([(host, lines) for host, lines in world.allgather((world.host, found)) if lines]))
 
 
 def _examine_ranks(world: World, report: Report) -> None:
-    """Add the table of ranks and the checks of all ranks together. Raises CollectiveError for a refused device."""
+    """Add the table of ranks and the checks that compare ranks. Raises CollectiveError if a device is refused."""
     world.set_up_device()
     add_ranks(world.allgather(rank_here(world)), report, world.controller)
 
 
 def _measure(num_bytes: int, world: World, report: Report) -> None:
-    """Add the figures of the allreduce. Raises CollectiveError if memory is short or the sum is wrong."""
+    """Measure the allreduce and add its figures. Raises CollectiveError if memory is short or the sum is wrong."""
     timings = collective.measure(world, num_bytes)
     report.data["allreduce"] = timings
     report.print_details(f"\n{collective.allreduce_table(timings)}\n")

@@ -1,4 +1,4 @@
-"""Check the hosts in --hosts or --hostfile, other hosts over ssh, and print the horovodrun line."""
+"""Check the hosts in --hosts or --hostfile, all except this one over ssh, and print the horovodrun line."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from hvd_bert.tools.doctor.lines import OK, CheckResult, Report, failure, merged
 from hvd_bert.tools.doctor.ranks import Rank, add_ranks, described
 
 CLONE = PACKAGE.parent
-# Variables that the checks depend on; horovodrun passes all variables to the ranks.
+# Environment variables that the checks on other hosts depend on. horovodrun passes all variables to the ranks.
 VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HVD_BERT_CACHE", SETTING)
-# A host whose key has changed is refused. horovodrun itself connects with StrictHostKeyChecking=no.
+# accept-new refuses a host whose key has changed. horovodrun itself connects with StrictHostKeyChecking=no.
 OPTIONS = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new", "-o", "ConnectTimeout=5")
 AT_ONCE = 64  # hosts that are checked in parallel
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """The JSON report of the doctor on a host. `ranks` is empty if the doctor joined no world."""
+    """The doctor's JSON report of a host. `ranks`: the doctor's own rank; empty if it could not join a world."""
 
     checks: tuple[CheckResult, ...]
     ranks: tuple[dict[str, Any], ...] = ()
 
 
 def check_hosts(slots: Mapping[str, int], flags: argparse.Namespace, report: Report) -> int:
-    """Check hosts for a rank per slot, and make one report. Returns the exit status."""
+    """Check that each host can run a rank per slot, and print one report. Returns the exit status."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         examined = pool.map(lambda host: _examine(host, slots[host], flags), slots)
         found = dict(zip(slots, examined, strict=True))
@@ -49,7 +49,7 @@ def check_hosts(slots: Mapping[str, int], flags: argparse.Namespace, report: Rep
     if report.ready or all(each.ranks for each in found.values()):
         try:
             ranks = _planned(found, slots)
-        except ValueError as error:  # a UserError, or the format of another version
+        except ValueError as error:  # a UserError, or a rank in another version's format
             report.add(failure("Ranks", str(error)))
         else:
             add_ranks(ranks, report)
@@ -59,13 +59,13 @@ def check_hosts(slots: Mapping[str, int], flags: argparse.Namespace, report: Rep
 
 
 def _results(found: HostReport, first: bool) -> list[CheckResult]:
-    """The results of a host, except the world of one rank and, on all but the `first` host, the output folder."""
+    """Return a host's results without its world of one rank, if it joined, and without "Output" unless `first`."""
     lines = [line for line in found.checks if line.name != "World" or line.status != OK]
     return lines if first else [line for line in lines if line.name != "Output"]
 
 
 def _ssh(flags: argparse.Namespace) -> list[str]:
-    """The ssh command with the flags' port and key."""
+    """Build the ssh command with the flags' port and key."""
     port = ["-p", str(flags.ssh_port)] if flags.ssh_port else []
     return ["ssh", *port, *(["-i", str(flags.ssh_identity_file.absolute())] if flags.ssh_identity_file else [])]
 
@@ -93,7 +93,7 @@ def _examine(host: str, slots: int, flags: argparse.Namespace) -> HostReport:
 
 
 def _command(host: str, slots: int, flags: argparse.Namespace) -> list[str]:
-    """The command that runs the doctor on a host: over ssh, unless it is this host."""
+    """Build the command that runs the doctor on a host: over ssh, unless it is this host."""
     doctor = [sys.executable, "-m", "hvd_bert", "doctor", "--json", "--slots", str(slots)]
     doctor += ["--timeout", str(flags.timeout), "--output_dir", str(flags.output_dir.absolute())]
     if own_address_at(host) is not None:
@@ -104,7 +104,7 @@ def _command(host: str, slots: int, flags: argparse.Namespace) -> list[str]:
 
 
 def _refused(host: str, done: subprocess.CompletedProcess[str], flags: argparse.Namespace) -> HostReport:
-    """The failure of a host that printed no report."""
+    """Explain why the doctor printed no report on a host: ssh failed, or the doctor did not start."""
     last = (done.stderr.strip() or "it printed nothing").splitlines()[-1].strip()
     if done.returncode != 255:  # the status of ssh's own errors
         hint = f"{CLONE} and its environment must be the same on all hosts: share them, or set them up on each."
@@ -118,7 +118,7 @@ def _refused(host: str, done: subprocess.CompletedProcess[str], flags: argparse.
 
 
 def _planned(found: Mapping[str, HostReport], slots: Mapping[str, int]) -> list[Rank]:
-    """The ranks that horovodrun would start. Raises UserError if a host has too few GPUs or reports no ranks."""
+    """List the ranks that horovodrun would start. Raises UserError if a host has too few GPUs or reports no ranks."""
     ranks: list[Rank] = []
     for host, each in found.items():
         if not each.ranks:
@@ -131,7 +131,7 @@ def _planned(found: Mapping[str, HostReport], slots: Mapping[str, int]) -> list[
                 device = choose_device(len(own.gpus), local_rank, slots[host])
             except UserError as error:
                 raise UserError(f"{host}: {error}") from None
-            device_id = own.device_id if device == own.device else None  # known only for the first GPU
+            device_id = own.device_id if device == own.device else None  # reported only for the host's first GPU
             rank = replace(own, rank=len(ranks), host=host, local_rank=local_rank, interface=own.interface or used)
             ranks.append(replace(rank, device=device, device_id=device_id))
     check_devices(ranks)
@@ -139,7 +139,10 @@ def _planned(found: Mapping[str, HostReport], slots: Mapping[str, int]) -> list[
 
 
 def _address(host: str, hosts: Sequence[str]) -> str:
-    """The address by which other hosts reach `host`; "" if unknown. This host's name may resolve to its loopback."""
+    """Return the address by which other hosts reach `host`; "" if unknown.
+
+    For this host, uses the route to another host, because its own name may resolve to the loopback address.
+    """
     others = [other for other in hosts if other != host]
     if own_address_at(host) and others:
         return address_towards(others[0]) or ""
@@ -150,7 +153,7 @@ def _address(host: str, hosts: Sequence[str]) -> str:
 
 
 def _setting(ranks: Sequence[Rank]) -> str:
-    """HVD_BERT_INTERFACE for the ranks: the set value, or a subnet if names of interfaces differ, else ""."""
+    """Choose HVD_BERT_INTERFACE for the ranks: its current value, or a subnet if interface names differ, else ""."""
     interface_of = {rank.host: rank.interface for rank in ranks}
     names = set(interface_of.values())
     if os.environ.get(SETTING) or len(names) == 1 or "unknown" in names:
@@ -166,7 +169,7 @@ def _setting(ranks: Sequence[Rank]) -> str:
 
 
 def _start_line(slots: Mapping[str, int], ranks: Sequence[Rank], flags: argparse.Namespace) -> str:
-    """The horovodrun line that starts a training."""
+    """Build the horovodrun line that starts a training."""
     setting = _setting(ranks)
     options = ["--ssh-port", str(flags.ssh_port)] if flags.ssh_port else []
     options += ["--ssh-identity-file", str(flags.ssh_identity_file)] if flags.ssh_identity_file else []

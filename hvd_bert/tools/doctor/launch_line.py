@@ -1,4 +1,4 @@
-"""Commands that start a training, printed if the checks pass."""
+"""Build the commands that start a training, which the doctor prints if the checks pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from hvd_bert.tools.doctor.checks import MEMORY_PER_RANK
 
 
 def on_this_host() -> dict[str, str]:
-    """Description -> command, for each that would start here: one process, a rank per GPU or core, a Slurm job."""
+    """Build the commands that would start a training here: one process, a rank per GPU or core, a Slurm job.
+
+    Returns description -> command.
+    """
     gpus, build, slurm = torch.cuda.device_count(), probes.horovod(), probes.slurm()
     flags, of = ([], "") if gpus else (["--config", "sample"], ", on sample data")  # small enough for a CPU
     train = shlex.join([_program("python"), "-m", "hvd_bert.train", *flags])
@@ -43,7 +46,7 @@ def on_this_host() -> dict[str, str]:
 
 
 def horovodrun(slots: Mapping[str, int], options: Sequence[str] = (), flags: Sequence[str] = ()) -> str:
-    """The horovodrun line that starts a rank per slot. `flags`: the training's flags."""
+    """Build the horovodrun line that starts a rank per slot. `options`: horovodrun's. `flags`: the trainer's."""
     hosts = ",".join(f"{host}:{number}" for host, number in slots.items())
     train = [_program("python"), "-m", "hvd_bert.train", *flags]
     program, *words = launchers.horovodrun(launchers.LaunchOptions(train, sum(slots.values()), hosts, extra=options))
@@ -51,7 +54,7 @@ def horovodrun(slots: Mapping[str, int], options: Sequence[str] = (), flags: Seq
 
 
 def _program(name: str) -> str:
-    """A program of this Python environment: the name if the environment is active, else the path."""
+    """Return a program's name if this Python environment is active, else its path in the environment."""
     environment = Path(sys.executable).parent
     active = Path(shutil.which("python") or "").parent == environment
     return name if active else str(environment / name)

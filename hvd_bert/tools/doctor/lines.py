@@ -20,7 +20,7 @@ HEADLINES = ("World", "Allreduce")  # checks that a summary lists even if they p
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of a check. `hint`: how to fix the problem. `hosts`: the hosts with this result, if not all hosts."""
+    """The result of a check. `hint`: how to fix the problem. `hosts`: the hosts with this result; (): all hosts."""
 
     status: str
     name: str
@@ -36,7 +36,7 @@ class CheckResult:
         return f"{text}\n{_filled(indent, indent, '-> ' + self.hint)}" if self.hint else text
 
 
-# Results of checks: passed; may need attention; no training would start.
+# Make a check's result: it passed; it may need attention; a training would not start.
 ok, warning, failure = (partial(CheckResult, status) for status in (OK, WARNING, FAILURE))
 
 
@@ -47,7 +47,7 @@ def _filled(start: str, indent: str, text: str) -> str:
 
 
 def isolated(name: str, check: Callable[[], Iterable[CheckResult]]) -> list[CheckResult]:
-    """Run a check. An error in the check becomes a failure, so that the next check still runs."""
+    """Run a check and return its results. An exception becomes a failure, so that the next check still runs."""
     try:
         return list(check())
     except Exception as error:
@@ -56,7 +56,7 @@ def isolated(name: str, check: Callable[[], Iterable[CheckResult]]) -> list[Chec
 
 
 def merged(by_host: Sequence[tuple[str, Sequence[CheckResult]]]) -> list[CheckResult]:
-    """Merge the results of several hosts: equal results appear once, others with their hosts."""
+    """Merge the results of several hosts. Equal results appear once, with their hosts unless all hosts have them."""
     hosts_by_result: dict[CheckResult, list[str]] = {}
     for host, results in by_host:
         for result in results:
@@ -70,9 +70,10 @@ def merged(by_host: Sequence[tuple[str, Sequence[CheckResult]]]) -> list[CheckRe
 
 @dataclass
 class Report:
-    """Prints a summary at the end, or a JSON object; with `verbose` also each result when it is added.
+    """Collects results and prints a summary or a JSON object at the end; with `verbose`, also each result at once.
 
-    `shown`: whether anything is printed, on rank 0. `starts`: description -> command that starts a training.
+    `shown`: whether this process prints; only rank 0 does. `starts`: description -> command that starts a training.
+    `data`: additional fields of the JSON object.
     """
 
     as_json: bool
@@ -94,7 +95,7 @@ class Report:
             self._write(text)
 
     def _write(self, text: str) -> None:
-        """Print text in one write, because launchers tag every write."""
+        """Print text in a single write, because launchers tag every write."""
         if self.shown:
             sys.stdout.write((text if self.as_json else visible(text)) + "\n")
             sys.stdout.flush()
@@ -105,7 +106,10 @@ class Report:
         return all(result.status != FAILURE for result in self.results)
 
     def close(self, ready: str = "Ready: a training would start here", status: int = EXIT_BAD_INPUT) -> int:
-        """Print the summary, which begins with `ready` if no check failed. Returns the exit status, see `status`."""
+        """Print the summary or JSON object. Returns the exit status: EXIT_OK if no check failed, else `status`.
+
+        `ready`: first words of the summary if no check failed.
+        """
         if self.as_json:
             checks = [asdict(result) for result in self.results]
             self._write(json.dumps({"ready": self.ready, "checks": checks, **self.data}))
@@ -123,7 +127,10 @@ class Report:
         return f"{verdict}{also}."
 
     def _summary(self) -> list[str]:
-        """Paragraphs: numbered problems, failures first; then commands, else ranks. With --verbose only commands."""
+        """Return the paragraphs: numbered problems, failures first; then the start commands, else HEADLINES.
+
+        If a check failed, only the problems. With --verbose, which has already printed them, only the commands.
+        """
         problems = sorted((r for r in self.results if r.status != OK), key=lambda result: result.status != FAILURE)
         listed = [result.text(f"  {number}. ") for number, result in enumerate(problems, 1)]
         ranks = [f"  {r.name}: {r.found}" for r in self.results if r.name in HEADLINES and r.status == OK]

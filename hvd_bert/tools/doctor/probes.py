@@ -23,7 +23,7 @@ import json, horovod, horovod.torch as hvd
 built = {name: bool(getattr(hvd, name + "_built")()) for name in ("mpi", "gloo", "nccl")}
 print(json.dumps({"version": horovod.__version__, **built}))
 """
-# MPI is not initialized, because it refuses to start on the login nodes of some clusters.
+# Does not initialize MPI, which refuses to start on the login nodes of some clusters.
 _MPI4PY = """
 import mpi4py
 mpi4py.rc.initialize = False
@@ -34,7 +34,7 @@ print(" ".join(MPI.Get_library_version().split("\\0")[0].split()))
 
 @dataclass(frozen=True)
 class HorovodBuild:
-    """Version and features of Horovod, or the `error` of its import."""
+    """Horovod's version and the libraries that it was built with; only the `error` if it cannot be imported."""
 
     version: str = ""
     mpi: bool = False
@@ -45,7 +45,7 @@ class HorovodBuild:
 
 @dataclass(frozen=True)
 class Gpus:
-    """Version of the driver, newest CUDA that it supports, and names of the GPUs; or the `error` of NVML."""
+    """The driver's version, the newest CUDA version that it supports, and the GPUs; only the `error` if NVML fails."""
 
     driver: str = ""
     cuda: str = ""
@@ -55,9 +55,9 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Slurm:
-    """Version of Slurm, and the kinds of MPI that `srun --mpi=` supports; or the `error` of a command.
+    """Slurm's version, and the MPI kinds that `srun --mpi=` supports; only the `error` if a command fails.
 
-    `absent`: the reason why this host is in no cluster.
+    `absent`: the reason why this host does not belong to a Slurm cluster; "" if it does.
     """
 
     version: str = ""
@@ -67,12 +67,15 @@ class Slurm:
 
     @property
     def pmix(self) -> str:
-        """The kind of PMIx; "" without one."""
+        """The first PMIx kind, for `srun --mpi=`; "" if PMIx is not supported."""
         return next((kind for kind in self.mpi_kinds if kind.startswith("pmix")), "")
 
 
 def run_command(command: list[str], timeout: float = COMMAND_TIMEOUT_S) -> str:
-    """Run a command and return the output. Raises UserError if it is missing, fails or takes more than `timeout` s."""
+    """Run a command and return its output and errors as text.
+
+    Raises UserError if the command is missing, fails or takes more than `timeout` seconds.
+    """
     shown = " ".join([Path(command[0]).name, *("..." if "\n" in word else word for word in command[1:])])
     try:
         done = subprocess.run(
@@ -91,13 +94,13 @@ def run_command(command: list[str], timeout: float = COMMAND_TIMEOUT_S) -> str:
 
 
 def _last_line(program: str) -> str:
-    """Run a Python program and return the last printed line; libraries may print others. Raises UserError."""
+    """Run a Python program and return its last line; libraries may print lines before it. Raises UserError."""
     return run_command([sys.executable, "-c", program], IMPORT_TIMEOUT_S).strip().splitlines()[-1]
 
 
 @cache
 def horovod() -> HorovodBuild:
-    """Version and features of Horovod."""
+    """Import Horovod in a subprocess, and return its version and build."""
     try:
         return convert(parse_json(_last_line(_HOROVOD)), HorovodBuild)
     except UserError as error:
@@ -105,13 +108,13 @@ def horovod() -> HorovodBuild:
 
 
 def mpi4py() -> str:
-    """Version text of the MPI that mpi4py uses. Raises UserError."""
+    """Return the version text of the MPI library that mpi4py uses. Raises UserError."""
     return _last_line(_MPI4PY)
 
 
 @cache
 def gpus() -> Gpus:
-    """Driver and GPUs according to NVML."""
+    """Query the driver and GPUs through NVML."""
     try:
         import pynvml
     except ImportError as error:
@@ -128,7 +131,7 @@ def gpus() -> Gpus:
 
 @cache
 def slurm() -> Slurm:
-    """Version and kinds of MPI of Slurm."""
+    """Query Slurm's version and MPI kinds."""
     if shutil.which("srun") is None:
         return Slurm(absent="not found (no srun on PATH)")
     try:
@@ -141,19 +144,19 @@ def slurm() -> Slurm:
 
 
 def mpi_kinds(listed: str) -> tuple[str, ...]:
-    """Parse the output of `srun --mpi=list`, in the formats of Slurm 20 to 25."""
+    """Parse the MPI kinds in the output of `srun --mpi=list`, in the formats of Slurm 20 to 25."""
     kinds = "\n".join(line for line in listed.splitlines() if not line.lower().rstrip().endswith("are..."))
     return tuple(dict.fromkeys(re.findall(r"\b(?:pmix\w*|pmi2|openmpi|cray_shasta)\b", kinds)))
 
 
 def mpirun() -> tuple[str, str] | None:
-    """Path and version text of mpirun; None if there is none. Raises UserError."""
+    """Return mpirun's path and version text; None if it is not on PATH. Raises UserError."""
     path = shutil.which("mpirun")
     return (path, run_command([path, "--version"])) if path else None
 
 
 def mpi_version(text: str) -> tuple[str, str] | None:
-    """Family and version of an MPI, from the version text of its mpirun or library."""
+    """Parse an MPI's family and version from the version text of its mpirun or library; None if unknown."""
     patterns = {
         "Open MPI": r"Open MPI\)? v?(\d[\w.]*)",
         "Intel MPI": r"Intel\(R\) MPI Library(?:.*?Version)? (\d+\.\d+)",

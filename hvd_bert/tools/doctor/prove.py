@@ -39,11 +39,11 @@ from hvd_bert.training.optim import make_optimizer, make_schedule
 from hvd_bert.training.start import Start, load, prepare
 from hvd_bert.training.state import random_numbers, seed_ranks, set_random_numbers
 
-# Maximum errors of a gradient or an update, as a share of its norm. The norm of the whole gradient, which is clipped,
-# has an error of up to 1e-5 in fp32.
+# Maximum error of a tensor's gradient or update, relative to its norm. Even in fp32, the total gradient norm, by which
+# gradients are clipped, has an error of up to 1e-5.
 BOUNDS = {"gradient": 1e-4, "gradient sent as fp16": 2e-3, "gradient sent as bf16": 1.6e-2, "update": 1e-4}
-ROUNDING = 3e-7  # share of a tensor's norm that is lost when a small gradient or update is added to the tensor
-FLOOR = 1e-2  # share of the whole norm added to each tensor's: key biases have zero gradients, so only rounding errors
+ROUNDING = 3e-7  # rounding error of adding a small gradient or update to a tensor, relative to the tensor's norm
+FLOOR = 1e-2  # share of the total gradient norm, added to each tensor's: key biases' gradients are only rounding errors
 CHECKS = {
     "Plan": "each window of a step is taken once, by the rank to which the batch plan assigns it",
     "Inputs": "every micro-batch has the content of its windows",
@@ -58,7 +58,7 @@ Row = dict[str, Any]  # check -> facts about a rank's step
 
 
 def digest(value: Any) -> str:
-    """Hash an object that may hold tensors, on any device."""
+    """Hash an object that may contain tensors on any device."""
 
     def plain(item: Any) -> Any:
         if not isinstance(item, Tensor):
@@ -70,14 +70,14 @@ def digest(value: Any) -> str:
 
 
 def record_batch(row: Row, ids: Ids, batch: MicroBatch, gpus: list[torch.device]) -> None:
-    """Add the facts about a micro-batch to a rank's row, before the forward pass."""
+    """Add a micro-batch's window ids, content and random state to a rank's row. Called before the forward pass."""
     found = {"Plan": ids.tolist(), "Inputs": digest(batch), "Seeds": digest(random_numbers(gpus))}
     for check, value in found.items():
         row.setdefault(check, []).append(value)
 
 
 class OneProcess:
-    """Repeats the steps of all ranks in one process, without strategy and collectives."""
+    """Repeats the steps of all ranks in one process, without a strategy or collectives."""
 
     def __init__(self, task: Task, plan: BatchPlan, config: Config, world: World) -> None:
         self.task, self.args, self.device, self.gpus = task, config.train, world.device, world.gpus
@@ -86,7 +86,7 @@ class OneProcess:
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.model, self.args, world.size * world.devices)
         self.schedule = make_schedule(self.optimizer, self.args, self.args.max_steps)
-        self.random: list[Tensors] = []  # states of the random numbers per rank
+        self.random: list[Tensors] = []  # random state of each rank
         for rank in range(world.size):
             other = copy.copy(world)
             other.rank = rank
@@ -94,7 +94,10 @@ class OneProcess:
             self.random.append(random_numbers(self.gpus))
 
     def gradients(self, step: int) -> tuple[list[Row], dict[str, float]]:
-        """Compute the clipped gradients of step `step` (0, 1, ...). Returns the rows of all ranks, and figures."""
+        """Compute the averaged and clipped gradients of step `step` (0, 1, ...), which the parameters hold.
+
+        Returns the rows of all ranks, and the learning rate, loss and gradient norm.
+        """
         own, size = random_numbers(self.gpus), len(self.random)
         rows: list[Row] = [{} for _ in range(size)]
         loss = 0.0
@@ -105,7 +108,7 @@ class OneProcess:
                 record_batch(row, ids, batch, self.gpus)
                 with autocast(self.device, self.args.precision):
                     losses = self.task.losses(self.model, batch)[: batch.num_windows]
-                # Use the ranks' factor: in bf16, the rounding errors depend on the factor.
+                # Scale the loss by the ranks' factor: in bf16, the rounding errors depend on it.
                 share = losses.sum() * (size / len(self.plan.step_windows(step)))
                 share.backward()
                 loss += float(share.detach()) / size
@@ -118,12 +121,12 @@ class OneProcess:
         return rows, {"learning_rate": self.schedule.get_last_lr()[0], "loss": loss, "grad_norm": float(norm)}
 
     def state(self) -> Tensors:
-        """Copies of the weights and the optimizer's tensors, as "parameter" and "parameter/slot"."""
+        """Copy the weights ("PARAMETER") and the optimizer state ("PARAMETER/exp_avg", ...) to the CPU."""
         slots = {f"{name}/{slot}": t for name, p in self.trained.items() for slot, t in self.optimizer.state[p].items()}
         return {name: t.detach().to("cpu", copy=True) for name, t in (self.trained | slots).items()}
 
     def load(self, weights: Tensors, slots: Tensors) -> None:
-        """Load the ranks' state."""
+        """Load the ranks' weights and optimizer state."""
         self.model.load_state_dict(weights)
         for name, tensors in optimizer_states(slots).items():
             parameter = self.trained[name]
@@ -131,22 +134,25 @@ class OneProcess:
 
 
 class Proof(Callback):
-    """Compares each step on rank 0. `failures`: the first per check. `steps`: in docs/reference/output-files.md."""
+    """Compares each step of the ranks with one process, on rank 0.
+
+    `failures`: check -> its first failure. `steps`: described in docs/reference/output-files.md.
+    """
 
     def __init__(self, strategy: Strategy, reference: OneProcess | None, config: Config, world: World) -> None:
-        """`reference`: None on all ranks except 0."""
+        """`reference`: the process to compare with; None on all ranks except 0."""
         self.strategy, self.reference, self.world = strategy, reference, world
         self.failures: dict[str, str] = {}
-        self.compared: set[str] = set()  # the checks that compared something
+        self.compared: set[str] = set()  # checks that had something to compare
         self.steps: list[dict[str, Any]] = []
         self._row: Row = {}  # this rank's row of the current step
         self._prefetched: deque[Ids] = deque()
-        self._share = 1 - config.train.adam_beta1  # weight of a gradient in AdamW's first moment
+        self._share = 1 - config.train.adam_beta1  # weight of the new gradient in AdamW's first moment
         sent = [f" sent as {name}" for name in ("fp16", "bf16") if getattr(config.parallel, f"{name}_allreduce")]
         self._bound = BOUNDS["gradient" + "".join(sent)]
 
     def make_batch(self, task: Task, ids: Ids) -> MicroBatch:
-        """Make a micro-batch of this rank, and store its window ids until `on_batch`."""
+        """Make a micro-batch of this rank, and queue its window ids for `on_batch`."""
         self._prefetched.append(ids)
         return task.batch(ids)
 
@@ -154,7 +160,7 @@ class Proof(Callback):
         record_batch(self._row, self._prefetched.popleft(), batch, self.world.gpus)
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
-        """Compare the finished step `step` (1, 2, ...)."""
+        """Compare step `step` (1, 2, ...), which the ranks have finished, with one process. A collective."""
         weights, slots, _ = self.strategy.state()
         hashes = {name: digest(t) for name, t in {**self.strategy.gather_model().state_dict(), **slots}.items()}
         rows = self.world.gather(self._row | {"Copies": hashes})
@@ -168,7 +174,7 @@ class Proof(Callback):
             self._compare_rows(self.reference.plan.step_windows(step - 1), expected, rows)
             self._compare_tensors(self.reference, {n: t.detach().cpu() for n, t in {**weights, **slots}.items()})
             self.reference.load(weights, slots)
-        self.world.allgather(None)  # ranks wait for rank 0 here; in a step, the watchdog would end the wait
+        self.world.allgather(None)  # wait for rank 0 here: a wait within the next step would trigger the watchdog
 
     def _compare_rows(self, windows: Ids, expected: list[Row], rows: list[Row]) -> None:
         taken = sorted(window for row in rows for ids in row["Plan"] for window in ids)
@@ -182,7 +188,7 @@ class Proof(Callback):
         self._expect("Seeds", len({tuple(row["Seeds"]) for row in rows}) == len(rows), "two ranks have the same")
 
     def _compare_tensors(self, reference: OneProcess, ranks: Tensors) -> None:
-        """Compare the gradients, then the update that one process makes from the ranks' gradients."""
+        """Compare the ranks' gradients with one process's, then the updates from the ranks' gradients."""
         before = reference.state()
         expected = {name: p.grad.cpu() for name, p in reference.trained.items() if p.grad is not None}
         whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
@@ -211,7 +217,7 @@ class Proof(Callback):
             self.failures.setdefault(check, f"step {len(self.steps)}: {found}")
 
     def results(self) -> Iterator[CheckResult]:
-        """The result of each check, on rank 0."""
+        """Yield the result of each check. Called on rank 0."""
         for check, text in CHECKS.items():
             if check not in self.compared:
                 self.failures[check] = "nothing was compared"
@@ -222,11 +228,11 @@ class Proof(Callback):
 
 
 def prove(start: Start, world: World) -> Proof:
-    """Train, and compare each step. A collective; only rank 0's proof has results."""
+    """Train, and compare each step with one process. A collective; only rank 0's proof has results."""
     task, config = start.task, start.config
     assert task.plan is not None
     if not task.plan.mixture:  # a mixture of files is not shortened
-        # The third step ends an epoch with one window more than ranks, which they cannot share evenly.
+        # The third step ends the epoch with one window more than there are ranks, so they cannot share it evenly.
         lengths = task.plan.lengths[: 2 * task.plan.global_batch + world.size + 1]
         task.plan = replace(task.plan, lengths=lengths)
     reference = OneProcess(task, task.plan, config, world) if world.rank == 0 else None
@@ -238,13 +244,13 @@ def prove(start: Start, world: World) -> Proof:
     with tempfile.TemporaryDirectory() as folder:
         start = start.in_folder(Path(folder))
         training = Training(start, replace(prepared, batches=batches), None, metrics_logger, world)
-        training.logs_late = False  # the next step changes the weights that are compared
+        training.logs_late = False  # log before the next step, which changes the weights to compare
         training.run()
     return proof
 
 
 def run(flags: argparse.Namespace, config: Config, world: World) -> None:
-    """Run the command. A collective. Raises CollectiveError on all ranks if the work is not equal."""
+    """Run the proof and print its report. A collective. Raises CollectiveError on all ranks if a comparison fails."""
     start = load(config, world)
     settings, launcher = start.config.as_flat(), world.launcher
     proof, report = prove(start, world), Report(flags.json, shown=world.rank == 0)

@@ -21,15 +21,15 @@ from hvd_bert.tools.doctor.checks import torch_nccl
 from hvd_bert.tools.doctor.lines import WIDTH, CheckResult, Report, failure, ok, warning
 from hvd_bert.tools.rendering.page import Grid
 
-LIBRARIES = {"mpi": "MPI", "gloo": "Gloo"}  # Horovod's name of a controller -> library
+LIBRARIES = {"mpi": "MPI", "gloo": "Gloo"}  # Horovod's controller -> name of the library
 
 
 @dataclass(frozen=True)
 class Rank(RankInfo):
-    """A rank with versions of packages and facts about the host.
+    """A rank, with its package versions and facts about its host.
 
-    `gpus`, `driver`: models and driver of the visible GPUs. `interface`: the network interface set for the ranks ("":
-    all). `addresses`: by network interface.
+    `gpus`, `driver`: models and driver version of the visible GPUs. `interface`: the network interface that is set for
+    the ranks ("": all interfaces). `addresses`: network interface -> its addresses.
     """
 
     versions: dict[str, str] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Rank(RankInfo):
 
 
 def rank_here(world: World) -> Rank:
-    """The rank of this process, whose device must be set up."""
+    """Collect the facts about this process's rank. Its device must be set up."""
     return Rank(
         **vars(world.rank_infos[world.rank]),
         versions=own_versions(world),
@@ -59,9 +59,9 @@ def rank_here(world: World) -> Rank:
 
 
 def own_versions(world: World) -> dict[str, str]:
-    """Versions of packages and, if MPI connects the ranks, of MPI."""
+    """Return the versions of packages and, if MPI connects the ranks, of MPI."""
     found = {name: version for name, version in versions().items() if version}
-    found["torch"] = torch.__version__  # with the CUDA that it was built for
+    found["torch"] = torch.__version__  # includes the build, such as +cu124
     if torch.version.cuda:
         found |= {"CUDA of torch": torch.version.cuda, "NCCL of torch": torch_nccl()}
     if world.controller == "mpi":
@@ -70,7 +70,7 @@ def own_versions(world: World) -> dict[str, str]:
 
 
 def add_ranks(ranks: Sequence[Rank], report: Report, controller: str = "") -> None:
-    """Add the table of ranks and the checks. `controller`: Horovod's controller, if the ranks have joined a world."""
+    """Add the table of ranks and their checks. `controller`: Horovod's; "" if the ranks have not joined a world."""
     report.data["ranks"] = [asdict(rank) | {"cores": sorted(rank.cores)} for rank in ranks]
     if controller != "none":
         report.print_details(f"\n{ranks_table(ranks)}\n")
@@ -96,9 +96,9 @@ def ranks_table(ranks: Sequence[Rank]) -> str:
 
 
 def described(ranks: Sequence[Rank]) -> str:
-    """Describe the numbers of ranks and hosts, and the kind of device."""
+    """Describe ranks in a phrase, such as "4 rank(s) on 2 host(s), each with a GPU"."""
     hosts = {rank.host for rank in ranks}
-    device = "on CPUs" if ranks[0].device == "cpu" else "each with a GPU"  # equal on all ranks, checked by World
+    device = "on CPUs" if ranks[0].device == "cpu" else "each with a GPU"  # World allows no mixture
     return f"{len(ranks)} rank(s) on {len(hosts)} host(s), {device}"
 
 
@@ -112,7 +112,7 @@ def _versions_line(ranks: Sequence[Rank]) -> CheckResult:
 
 
 def _gpus_lines(ranks: Sequence[Rank]) -> list[CheckResult]:
-    """Warn if models or drivers of the ranks' GPUs differ."""
+    """Warn if GPU models or drivers differ between ranks."""
     values = {"model": [rank.gpu for rank in ranks], "driver": [rank.driver for rank in ranks]}
     found = _differences(ranks, values) if ranks[0].gpus else ""
     hint = "The slowest GPU sets the speed of all. Use hosts with the same GPUs and drivers."
@@ -120,7 +120,10 @@ def _gpus_lines(ranks: Sequence[Rank]) -> list[CheckResult]:
 
 
 def _differences(ranks: Sequence[Rank], values: Mapping[str, Sequence[str]]) -> str:
-    """Describe the names whose values differ, with the ranks of each value. `values`: name -> value of each rank."""
+    """Describe values that differ between ranks, with the ranks of each value; "" if none differ.
+
+    `values`: name -> value of each rank.
+    """
     differing = []
     for name, each in values.items():
         ranks_of: dict[str, list[int]] = {}
@@ -132,7 +135,7 @@ def _differences(ranks: Sequence[Rank], values: Mapping[str, Sequence[str]]) -> 
 
 
 def _cores_lines(ranks: Sequence[Rank]) -> list[CheckResult]:
-    """Warn if there are more ranks than cores, or if ranks leave most cores of a host unused."""
+    """Warn if ranks share too few cores, or are bound to one core each although the host has two or more per rank."""
     on_host = Counter(rank.host for rank in ranks)
     bound = [rank for rank in ranks if len(rank.cores) == 1 and rank.host_cores >= 2 * on_host[rank.host]]
     if bound:

@@ -1,6 +1,6 @@
 """Evaluate a trained model: scores, scores by kind of question, worst mistakes, comparison with another model.
 
-Exit status: 0 evaluated, 1 failure, 2 bad input. `running.py` has the slow imports, for which --help does not wait.
+Exit status: 0 evaluated, 1 failure, 2 bad input. The slow imports are in `running.py`, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def main(world: World) -> None:
     running.run(own, configs, world)
 
 
-# Settings whose defaults are the values of the model's training.
+# Settings that default to their values in the model's training.
 TRAINED = {name for name, flag in FLAGS.items() if flag.group in ("data", "question-answering")}
 TRAINED -= {"train_file", "max_train_samples", "max_eval_samples"}
 TRAINED |= {"per_device_eval_batch_size"}
 DATA = {"dataset_name", "dataset_config_name", "validation_file", "question_column", "context_column", "answer_column"}
 DATA |= {"bad_examples"}
 SHARED = DATA | {"task", "version_2_with_negative"}  # settings that are the same for both compared models
-# Flags that the command accepts: data, answers, model, and how and where to compute.
+# Flags that the command accepts: data, answers, model, output, precision and strategy.
 ACCEPTED = TRAINED | {name for name, flag in FLAGS.items() if flag.group == "model"} - {"model_name_or_path"}
 ACCEPTED |= {"max_eval_samples", "output_dir", "bf16", "fp16", "tf32", "deterministic", "cpu_kernels", "strategy"}
 ACCEPTED |= {"num_threads"}
 
 
 def make_parser() -> Parser:
-    """The parser of the command's own flags."""
+    """Make the parser of the command's own flags."""
     parser = Parser(
         prog="hvd-bert evaluate",
         usage="%(prog)s [-h] MODEL [--validation_file FILE] [--compare MODEL] [--FLAG VALUE ...]",
@@ -74,7 +74,7 @@ def make_parser() -> Parser:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
-    """Parse the command's own flags, and the settings with which each model is evaluated. Raises UserError."""
+    """Parse the command's own flags, and the settings for evaluating each model. Raises UserError."""
     parser = make_parser()
     if not HELP & set(argv) and (not argv or argv[0].startswith("-")):
         raise UserError(f"Name the model first: {parser.prog} MODEL [--validation_file FILE].")

@@ -16,7 +16,7 @@ THRESHOLDS = (
     "The best scores that another --null_score_diff_threshold would give on these questions. Choose the threshold on"
     " other questions than the ones whose scores you report."
 )
-BEST = {"exact_match": "best_exact", "f1": "best_f1"}  # metric -> key of the best value
+BEST = {"exact_match": "best_exact", "f1": "best_f1"}  # metric -> key of its value at the best threshold
 
 
 def make_page(results: dict[str, Any]) -> Page:
@@ -47,7 +47,7 @@ def make_page(results: dict[str, Any]) -> Page:
 
 
 def _scores(title: str, rows: Sequence[dict[str, Any]]) -> Grid:
-    """The table of scores: EM and F1 of a model; for two models, EM only for all questions."""
+    """Make a table of EM and F1 per slice. For two models, tables other than "questions" have only F1."""
     first = title.capitalize()
     if "compared" not in rows[0]:
         cells = [[row["slice"], f"{row['questions']:,}", *(f"{row[name]:.2f}" for name in SHORT)] for row in rows]
@@ -66,7 +66,7 @@ def _scores(title: str, rows: Sequence[dict[str, Any]]) -> Grid:
 
 
 def _thresholds(models: Sequence[dict[str, float]]) -> Grid:
-    """The table of the best thresholds, with enough digits to reproduce the best scores."""
+    """Make the table of the best no-answer thresholds, with enough digits to reproduce the best scores."""
     rows = [
         [SHORT[name] + model, f"{metrics[name]:.2f}", f"{metrics[best]:.2f}", repr(metrics[f"{best}_thresh"])]
         for model, metrics in zip((" of A", " of B") if len(models) > 1 else ("",), models, strict=True)

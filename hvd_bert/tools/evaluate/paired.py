@@ -11,28 +11,29 @@ RESAMPLES = 10_000
 
 
 def interval(differences: NDArray[np.float64]) -> tuple[float, float]:
-    """The 95 % interval of the mean of `differences` [questions] in percent, by the percentile bootstrap.
+    """Compute the 95 % interval of the mean of `differences`, in percent, by the percentile bootstrap.
 
-    Rounded as printed, so that the verdict agrees with the printed interval. Swapping the models negates the interval,
-    unless they tie.
+    `differences`: score of A minus score of B, for each question. The interval is rounded as printed, so that the
+    verdict agrees with it. Swapping the models negates the interval, unless their mean scores are equal.
     """
     count, sign = len(differences), -1 if differences.sum() < 0 else 1
-    # The counts of values in a resample follow the multinomial distribution; drawing them is faster than questions.
+    # Draw how often each distinct value occurs (multinomial distribution), which is faster than drawing questions.
     values, times = np.unique(np.round(sign * differences, 9), return_counts=True)
     means = np.random.default_rng(0).multinomial(count, times / count, RESAMPLES) @ values / count
-    low, high = sorted(np.round(sign * np.quantile(means, (0.025, 0.975)), 2) + 0.0)  # + 0.0: no -0.0
+    low, high = sorted(np.round(sign * np.quantile(means, (0.025, 0.975)), 2) + 0.0)  # + 0.0 turns -0.0 into 0.0
     return float(low), float(high)
 
 
 def verdict(low: float, high: float) -> str:
-    """The verdict in words, from the interval of A - B."""
+    """Return the verdict in words. `low`, `high`: the interval of A - B."""
     return "no clear difference" if low <= 0 <= high else "A is better" if low > 0 else "B is better"
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The two-sided p-value of McNemar's exact test, from the numbers of questions that only one model answers right.
+    """Compute the two-sided p-value of McNemar's exact test.
 
-    Under the null hypothesis, each of these questions is answered by either model with probability 1/2.
+    `only_first`, `only_second`: number of questions that only this model answers exactly. Under the null hypothesis,
+    both models are equally likely to be the right one for each of these questions.
     """
     count = only_first + only_second
     log_all = lgamma(count + 1) - count * log(2)

@@ -25,7 +25,7 @@ from hvd_bert.training.start import set_up
 
 
 def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> None:
-    """Run the evaluation. `configs`: one per model. Called by all ranks."""
+    """Run the evaluation. `configs`: the settings for each model. Called by all ranks."""
     with world.raise_on_all_ranks():
         strategy_class(configs[0].parallel.strategy)  # raises if the strategy is not installed
     set_up(configs[0], world)
@@ -63,13 +63,13 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
 
 
 def _check_outputs(flags: argparse.Namespace, config: Config, world: World) -> None:
-    """Raise UserError if a file cannot be written. Changes nothing."""
+    """Raise UserError if an output file cannot be written. Creates no files."""
     if flags.json:
         output_dir.check_apart("--json", flags.json, config.as_flat())
     if config.train.output_dir:
         output_dir.check(config.as_flat(), world.process.locks)
     out = Path(os.path.realpath(config.train.output_dir or ""))
-    if flags.json and (out.exists() or Path(os.path.realpath(flags.json.parent)) != out):  # else it will be created
+    if flags.json and (out.exists() or Path(os.path.realpath(flags.json.parent)) != out):  # else the run creates it
         with writing_to("--json", flags.json):
             check_output(flags.json, flags.overwrite)
 
@@ -77,7 +77,7 @@ def _check_outputs(flags: argparse.Namespace, config: Config, world: World) -> N
 def _results(
     configs: Sequence[Config], tasks: Sequence[Task], evaluations: Sequence[EvaluationResult], num_mistakes: int
 ) -> dict[str, Any]:
-    """The content of evaluation.json for one model or two, without the environment."""
+    """Collect the content of evaluation.json for one model or two, without the environment."""
     data, compared, task = configs[0].data, len(configs) == 2, tasks[0]
     results: dict[str, Any] = {
         "generator": "hvd_bert.evaluate",

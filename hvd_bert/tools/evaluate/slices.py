@@ -1,4 +1,4 @@
-"""Compute scores of all questions and of groups, compare two models, and find the worst mistakes."""
+"""Score all questions and groups of questions (slices), compare two models, and find the worst mistakes."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _ANSWER_LENGTHS = {"no answer": -1, "1": 1, "2": 2, "3": 3, "4-5": 5, "6-10": 10
 
 
 def scored(questions: Sequence[Question], answers: Sequence[Answer], config: Config) -> Scores:
-    """The scores of each answer; their means are the metrics of the evaluation."""
+    """Score each answer. The means of the scores are the metrics of the evaluation."""
     found = []
     for question, answer in zip(questions, answers, strict=True):
         if answer.null_odds is not None and answer.null_odds > config.data.null_score_diff_threshold:
-            found.append((float(not question.answer_texts),) * 2)  # the official script ignores the text
+            found.append((float(not question.answer_texts),) * 2)  # the official script then counts "no answer"
         else:
             found.append(question_scores(question, answer.text, config.data.version_2_with_negative))
     return dict(zip(SCORES, 100 * np.array(found).T, strict=True))
 
 
 def score_slices(dev: QuestionSet, models: Sequence[Scores]) -> dict[str, list[dict[str, Any]]]:
-    """Title -> a row per slice of the questions, with the scores of one or two models."""
+    """Score the slices of the questions. Returns title -> a row per slice, with the scores of one or two models."""
     return {
         title: [{"slice": name} | _row(models, members) for name, members in slices.items()]
         for title, slices in slices_of(dev.questions, dev.sets).items()
@@ -46,7 +46,7 @@ def score_slices(dev: QuestionSet, models: Sequence[Scores]) -> dict[str, list[d
 
 
 def _row(models: Sequence[Scores], members: Ids) -> dict[str, Any]:
-    """The scores of a slice and, for two models, whether they differ (docs/guides/evaluating.md)."""
+    """Score a slice. For two models, also test whether their scores differ (docs/guides/evaluating.md)."""
     first, *others = ({name: scores[name][members] for name in SCORES} for scores in models)
     row = {"questions": len(members)} | {name: float(values.mean()) for name, values in first.items()}
     if not others:
@@ -68,7 +68,7 @@ def _row(models: Sequence[Scores], members: Ids) -> dict[str, Any]:
 def mistakes(
     questions: Sequence[Question], answers: Sequence[Answer], scores: Scores, count: int
 ) -> list[dict[str, Any]]:
-    """The `count` worst wrong answers, by lowest F1, then by highest probability."""
+    """Find the `count` worst wrong answers: by lowest F1, then by highest probability."""
     found = [
         sample(questions[i], answers[i]) | {name: float(scores[name][i]) for name in SCORES}
         for i in np.flatnonzero(scores["exact_match"] < 100).tolist()
@@ -77,7 +77,10 @@ def mistakes(
 
 
 def slices_of(questions: Sequence[Question], sets: Mapping[str, range]) -> dict[str, dict[str, Ids]]:
-    """Title -> name of a slice -> numbers of its questions. No slice is empty. `sets`: the questions of each file."""
+    """Divide the questions into slices, none of which is empty. Returns title -> slice -> indices of its questions.
+
+    `sets`: file -> indices of its questions.
+    """
     answered = _by_label([ANSWERED[not question.answer_texts] for question in questions], ANSWERED)
     return {
         "questions": {"all": np.arange(len(questions))} | (answered if len(answered) > 1 else {}),
@@ -93,7 +96,7 @@ def _by_label(labels: Sequence[str], order: Iterable[str]) -> dict[str, Ids]:
 
 
 def _question_word(question: str) -> str:
-    """The first question word in an English question, as in `QUESTION_WORDS`."""
+    """Find the first question word of an English question. Returns an entry of `QUESTION_WORDS`."""
     found = _QUESTION_WORD.search(question)
     word = " ".join(found[0].lower().split()) if found else "other"
     if word.startswith("who"):
@@ -102,13 +105,13 @@ def _question_word(question: str) -> str:
 
 
 def _answer_length(question: Question) -> str:
-    """The length of the first gold answer, as in `_ANSWER_LENGTHS`."""
+    """Classify the length of the first gold answer. Returns a key of `_ANSWER_LENGTHS`."""
     length = len(question.answer_texts[0].split()) if question.answer_texts else -1
     return next(name for name, maximum in _ANSWER_LENGTHS.items() if length <= maximum)
 
 
 def _by_quartile(lengths: Ids) -> dict[str, Ids]:
-    """Up to four groups of about equal size, by increasing length."""
+    """Divide the questions by length into up to four groups of about equal size. Returns length range -> indices."""
     groups, previous = {}, -1
     for longest in np.unique(np.quantile(lengths, (0.25, 0.5, 0.75, 1), method="lower")).tolist():
         members = np.flatnonzero((previous < lengths) & (lengths <= longest))
