@@ -1,4 +1,4 @@
-"""Pages, tables and charts; this module formats values with their units."""
+"""Render reports as pages, tables and charts. This module formats values with their units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 DASH = "-"  # an unknown figure
-SHORT = {"exact_match": "EM", "f1": "F1"}  # the scores of question answering, and their names in tables
+SHORT = {"exact_match": "EM", "f1": "F1"}  # question-answering score -> its name in tables
 
 
 def number(value: float | None, form: str = ".4g") -> str:
@@ -31,7 +31,7 @@ def shown(value: Any) -> str:
 
 
 def seconds(value: float) -> str:
-    """Format a time: 15 s, 1.23 ms, 40 us; a dash if it is NaN."""
+    """Format a time given in seconds: 15 s, 1.23 ms, 40 us; a dash if it is NaN."""
     if math.isnan(value):
         return DASH
     unit, scale = time_unit(value)
@@ -39,12 +39,12 @@ def seconds(value: float) -> str:
 
 
 def time_unit(value: float) -> tuple[str, float]:
-    """The largest unit of which a time (in seconds) has at least 1, and the number of units per second."""
+    """Choose the unit (s, ms or us) for a time of `value` seconds. Returns it, and how many make a second."""
     return ("s", 1) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("us", 1e6)
 
 
 def duration(value: float) -> str:
-    """Format a long time: 15 s, 5 min 1 s, 3 h 20 min."""
+    """Format a long time given in seconds: 15 s, 5 min 1 s, 3 h 20 min."""
     whole = round(value)
     if whole < 60:
         return f"{whole} s"
@@ -55,12 +55,12 @@ def duration(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a share: 12.3 %."""
+    """Format a share as a percentage: 12.3 %."""
     return f"{100 * share:.1f} %"
 
 
 def byte_size(size: float) -> str:
-    """Format a size: 40 bytes, 42.3 MiB."""
+    """Format a size given in bytes: 40 bytes, 42.3 MiB."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{digits(size)} {unit}"

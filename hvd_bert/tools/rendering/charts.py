@@ -1,4 +1,4 @@
-"""Curves of the HTML page. The page contains their data, which charts.js draws in the browser with plotly.js."""
+"""Prepare the curves of the HTML page. The page contains their data; charts.js draws them with plotly.js."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Series:
     x: ArrayLike
     y: ArrayLike  # NaN: no value
     colour: int = 0  # index in the palette: a run has the same colour in all charts
-    points: bool = False  # mark each point, for curves of few points
+    points: bool = False  # whether each point is marked, for curves with few points
     band: Sequence[NDArray[np.float64]] = ()  # lower and upper edge of an area around the curve
 
 
@@ -40,11 +40,11 @@ class Chart:
     x_title: str
     y_title: str
     series: Sequence[Series]
-    stacked: bool = False  # stacked areas, which add up to a whole
-    noisy: bool = False  # the page adds a smoothed curve to each curve
+    stacked: bool = False  # whether curves are stacked areas, which add up to a whole
+    noisy: bool = False  # whether the page adds a smoothed curve to each curve
 
     def data(self) -> Markup:
-        """JSON for charts.js, escaped for a script element."""
+        """Return the chart as JSON for charts.js, escaped for a script element."""
         limit = max(MIN_POINTS, min(MAX_POINTS, MAX_POINTS_OF_ALL // max(1, len(self.series))))
         curves = [_curve(series, limit) for series in self.series]
         content = {"x": self.x_title, "stacked": self.stacked, "noisy": self.noisy, "curves": curves}
@@ -64,7 +64,7 @@ class Chart:
 
 
 def finite(series: Series) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The points of a curve, without points that have no value."""
+    """Return x and y of a curve's points, without points that have no value."""
     x, y = np.asarray(series.x, dtype=np.float64), np.asarray(series.y, dtype=np.float64)
     known = np.isfinite(x) & np.isfinite(y)
     return x[known], y[known]
@@ -92,7 +92,7 @@ def _short(values: NDArray[np.float64]) -> list[float | int]:
 def downsample(
     x: NDArray[np.float64], y: NDArray[np.float64], limit: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Choose at most `limit` points: the first, the last, and the extremes of sections of equal length."""
+    """Choose at most `limit` points: the first, the last, and the minimum and maximum of each equal-sized section."""
     if len(y) <= limit:
         return x, y
     edges = np.linspace(0, len(y), (limit - 2) // 2 + 1).astype(int)
@@ -104,7 +104,7 @@ def downsample(
 
 
 def scripts() -> list[Markup]:
-    """The JavaScript of a page with charts: plotly.js and charts.js."""
+    """Read the JavaScript of a page with charts: plotly.js and charts.js."""
     plotly = resources.files("plotly").joinpath("package_data/plotly.min.js")
     own = resources.files("hvd_bert.tools.rendering").joinpath("charts.js")
     return [Markup(file.read_text(encoding="utf-8")) for file in (plotly, own)]

@@ -1,4 +1,4 @@
-"""Style and file formats of matplotlib's figures. Importing this module makes matplotlib draw without a display."""
+"""Set the style of matplotlib figures, and render them. Importing this module selects a backend without a display."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ STYLE: Any = {
     "savefig.dpi": 300,
     "pdf.fonttype": 42,  # publishers refuse the default, Type 3
     "svg.hashsalt": "hvd_bert",  # the same runs give the same file
-    "text.parse_math": False,  # names with dollar signs are no formulas
+    "text.parse_math": False,  # dollar signs in names do not enclose formulas
 }
 UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 def saved(figure: Figure, form: str = "png") -> bytes:
-    """The content of a file with the figure."""
+    """Render a figure to bytes in the format `form`."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=form, metadata=UNDATED.get(form))
     return buffer.getvalue()

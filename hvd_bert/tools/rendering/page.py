@@ -38,7 +38,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Figures:
-    """The main figures, each with its name."""
+    """The main figures: pairs of name and value."""
 
     items: Sequence[tuple[str, str]]
 
@@ -54,7 +54,7 @@ class Quote:
 
 @dataclass(frozen=True)
 class Code:
-    """Lines to copy."""
+    """Lines to copy, such as commands."""
 
     text: str
 
@@ -83,7 +83,7 @@ class Grid:
     words: int = 1
 
     def for_terminal(self) -> str:
-        """The table as text, with numbers aligned to the right."""
+        """Format the table as text, with numbers aligned to the right."""
         cells = [self.head, *self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = (
@@ -96,14 +96,14 @@ class Grid:
         return "\n".join("  " + line.rstrip() for line in lines)
 
     def for_latex(self) -> str:
-        """The table as a tabular with the rules of booktabs."""
+        """Format the table as a LaTeX tabular with the rules of booktabs."""
         columns = "l" * self.words + "r" * (len(self.head) - self.words)
         head, *rows = (" & ".join(map(latex, row)) + r" \\" for row in (self.head, *self.rows))
         body = [r"\toprule", head, r"\midrule", *rows, r"\bottomrule"]
         return "\n".join([rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}"])
 
     def without_empty(self) -> Grid:
-        """The table without columns of dashes alone."""
+        """Return the table without columns that contain only dashes."""
         known = [any(row[column] != DASH for row in self.rows) for column in range(len(self.head))]
         head, *rows = ([cell for cell, keep in zip(row, known, strict=True) if keep] for row in (self.head, *self.rows))
         return Grid(head, rows, self.words)
@@ -111,7 +111,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG with its description `alt`. `half`: half as wide as the page. `others`: files in other formats by name."""
+    """A PNG picture. `alt`: description. `half`: whether it is half as wide as the page.
+
+    `others`: file name -> content of the picture in another format.
+    """
 
     name: str
     png: bytes
@@ -135,7 +138,7 @@ class Page:
         self.blocks += blocks
 
     def add_section(self, title: str, *blocks: Block) -> None:
-        """Add a section with the blocks that are not empty, unless all are empty."""
+        """Add a section with the blocks that are not empty. Adds nothing if all are empty."""
         shown = [block for block in blocks if not _is_empty(block)]
         self.blocks += [Text(title, 2), *shown] if shown else []
 
@@ -145,12 +148,12 @@ class Page:
         return [block for block in self.blocks if isinstance(block, Picture)]
 
     def as_text(self) -> str:
-        """The texts, lists and tables of the page for a terminal."""
+        """Format the texts, lists and tables of the page for a terminal. Omits other blocks."""
         shown = [_plain(block) for block in self.blocks if isinstance(block, Text | Listing | Grid)]
         return visible("\n\n".join([self.title, *shown]))
 
     def as_html(self) -> str:
-        """The page as one self-contained HTML file."""
+        """Render the page as one self-contained HTML file."""
         folder = resources.files("hvd_bert.tools.rendering")
         template, style = (folder.joinpath(f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css"))
         headings = [block for block in self.blocks if isinstance(block, Text) and block.level == 2]
@@ -188,7 +191,7 @@ def _plain(block: Text | Listing | Grid) -> str:
     return f"{block.text}\n{'-' * len(block.text)}" if block.level else textwrap.fill(block.text, WIDTH)
 
 
-# Special characters of LaTeX.
+# LaTeX's special characters -> their escapes.
 _WORDS = {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
 _LATEX = str.maketrans({mark: f"\\{mark}" for mark in "&%$#_{}"} | {mark: f"${mark}$" for mark in "<>|"} | _WORDS)
 

@@ -1,4 +1,4 @@
-"""Names of a report's files; checks and writes the report's folder."""
+"""Name a report's files, check the folder for a report, and write it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hvd_bert.storage.writing import check_folder, make_folder, replacing, write
 PAGE = "report.html"
 CSV_FILES = ("report.csv", "runs.csv")
 LATEX = "report.tex"
-PANEL = "scaling_{}_{}.{}"  # number of the table, panel, format
-PANELS = ("speedup", "efficiency", "throughput", "memory")  # drawn by plots.py; not there, as it imports matplotlib
+PANEL = "scaling_{}_{}.{}"  # table number, panel, format
+PANELS = ("speedup", "efficiency", "throughput", "memory")  # of plots.py, which imports matplotlib
 FORMATS = ("png", "svg", "pdf")
 _PANELS = (PANEL.format(*parts) for parts in itertools.product(range(1, 100), PANELS, FORMATS))
 NAMES = {PAGE, LATEX, *CSV_FILES, *_PANELS, "report.md"}  # earlier versions wrote report.md
 
 
 def check(folder: Path, overwrite: bool) -> list[Path]:
-    """Find the files of an earlier report in the folder. Raises OSError if no new report can be written there."""
+    """Find the files of an earlier report in the folder. Raises OSError if a new report cannot be written there."""
     check_folder(folder)
     earlier = sorted(path for path in folder.iterdir() if path.name in NAMES) if folder.exists() else []
     for path in earlier:
@@ -35,9 +35,9 @@ def check(folder: Path, overwrite: bool) -> list[Path]:
 
 
 def write(folder: Path, contents: Mapping[str, bytes], overwrite: bool) -> None:
-    """Write a report and remove outdated files of an earlier report. Raises OSError."""
+    """Write a report, and remove files of an earlier report that the new one lacks. Raises OSError."""
     make_folder(folder)
-    with replacing(folder / PAGE) as page:  # locks out another report into this folder
+    with replacing(folder / PAGE) as page:  # prevents another process from writing a report here
         earlier = check(folder, overwrite)
         for name in contents.keys() - {PAGE}:
             write_named(folder / name, contents[name])

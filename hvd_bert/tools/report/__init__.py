@@ -1,1 +1,1 @@
-"""Report on finished runs: the page of a run, and speed-ups over a baseline."""
+"""Report on runs: the page of a run, and speed-ups over a baseline."""

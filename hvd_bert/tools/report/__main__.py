@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the report's flags."""
+    """Make the parser of the report's flags."""
     parser = Parser(prog="hvd-bert report")
     parser.description = (
         "Show one run, finished or running, or compare several: curves, scores, settings and speed-ups, as an HTML page"
@@ -68,7 +68,7 @@ def write(flags: argparse.Namespace) -> None:
     folders = finding.find(flags.runs)
     if flags.out is None:
         flags.out = Path("report") if len(folders) > 1 else folders[0] / "report"
-        flags.overwrite |= len(folders) == 1  # the page in a run's own folder may always be replaced
+        flags.overwrite |= len(folders) == 1  # a report in the run's own folder may always be replaced
     with writing_to("--out", flags.out):
         report_files.check(flags.out, flags.overwrite)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None

@@ -1,4 +1,4 @@
-"""Check whether two groups of runs did the same work and have the same losses."""
+"""Check whether two groups of runs did the same work, and whether their losses agree."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ from hvd_bert.tools.runs.launching import STRONG
 from hvd_bert.tools.runs.record import Record
 
 EARLY_STEPS = 20
-# Maximum differences of losses, relative to the reference: of single losses in the first steps, of the last quarter.
+# Maximum differences relative to the reference: of each loss in the first steps, and of the last quarter's mean loss.
 EARLY_TOLERANCE, LAST_TOLERANCE = 1e-3, 0.1
-# Losses that differ by less always agree: 0.01 is the loss of an answer with a probability of 0.99.
+# Mean losses that differ by less than this always agree: 0.01 is the loss of an answer with a probability of 0.99.
 NATS = 0.01
 
 
 @dataclass(frozen=True)
 class Group:
-    """Repeats: runs of the same strategy, size and work. Figures are medians over the repeats."""
+    """Repeated runs with the same strategy, size and work. Figures are medians over the repeats."""
 
     runs: tuple[Record, ...]
     label: str
 
     @property
     def first(self) -> Record:
-        """A run of the group, for properties that are equal in all runs."""
+        """The first run, for properties that are equal in all runs of the group."""
         return self.runs[0]
 
     @property
     def name(self) -> str:
-        """Label, ranks and nodes, for a sentence."""
+        """Label, number of ranks and, if there are several, number of nodes; for use within a sentence."""
         run = self.first
         on = f" on {run.nodes} nodes" if run.nodes > 1 else ""
         return f"{self.label}, {counted(run.results.world_size, 'rank')}{on}"
 
     @cached_property
     def speeds(self) -> list[float]:
-        """Throughput of each repeat in the steady state."""
+        """Throughput of each repeat after warm-up, in windows per second."""
         return [run.windows_per_s for run in self.runs]
 
     @property
     def windows_per_s(self) -> float:
-        """Median throughput."""
+        """Median throughput of the repeats."""
         return statistics.median(self.speeds)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Minimum and maximum throughput."""
+        """Minimum and maximum throughput of the repeats."""
         return min(self.speeds), max(self.speeds)
 
     @property
     def variation(self) -> float:
-        """The range of the throughput over its median."""
+        """Maximum minus minimum throughput, as a share of the median."""
         return (max(self.speeds) - min(self.speeds)) / self.windows_per_s
 
     def figure(self, value: Callable[[Record], Any]) -> Any:
-        """The value of all runs if they are equal, else the median; None if a run lacks the figure."""
+        """Combine a figure of all runs: the value if it is equal in all, else the median; None if a run lacks it."""
         values = [value(run) for run in self.runs]
         if None in values or len(set(values)) == 1:
             return None if None in values else values[0]
@@ -70,7 +70,10 @@ class Group:
 
 
 def differences(base: Group, other: Group, kind: str) -> list[str]:
-    """Describe differences in work or devices between two groups; empty if they are comparable."""
+    """Describe differences in work or threads between two groups; empty if they are comparable.
+
+    `kind`: STRONG or WEAK scaling.
+    """
     theirs, ours = base.first.work, other.first.work
     found = [
         f"{name} is {ours.get(name, 'unknown')}, the baseline's {theirs.get(name, 'unknown')}"
@@ -119,7 +122,10 @@ def losses_differ(reference: Group, group: Group) -> str:
 
 
 def _first_losses_differ(one: Record, two: Record) -> str:
-    """Compare losses up to EARLY_STEPS, as means between steps that both runs logged. Returns a difference, or ""."""
+    """Compare losses up to EARLY_STEPS, as means between steps that both runs logged.
+
+    Describes the first difference; "" if there is none.
+    """
     sums: list[dict[int, float]] = []  # step -> sum of the losses up to this step
     for lines in (one.steps, two.steps):
         totals = np.cumsum(lines["loss"] * np.diff(lines["step"], prepend=0))

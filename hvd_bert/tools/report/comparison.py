@@ -20,19 +20,19 @@ from hvd_bert.tools.runs.record import Record
 
 RESAMPLES = 10_000
 RANGE = 0.95
-Baseline = tuple[str, int]  # strategy and ranks
+Baseline = tuple[str, int]  # strategy and number of ranks
 UNCHECKED = ""  # value of `Compared.checked` if no other row has the same batch
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A row of a table."""
+    """A row of a scaling table."""
 
     group: Group
     checked: str  # name of the group with which the losses were compared
-    reason: str = ""  # the reason why there is no speed-up
+    reason: str = ""  # the reason why the row has no speed-up; "" if it has one
     speedup: float | None = None
-    range: tuple[float, float] | None = None  # of the speed-up; None if a group has a single run, without a variance
+    range: tuple[float, float] | None = None  # of the speed-up; None if either group has a single run
     efficiency: float | None = None
     total_speedup: float | None = None  # speed-up of whole trainings, including checkpoints and logging
     serial: float | None = None  # serial fraction by Karp and Flatt, for strong scaling
@@ -40,7 +40,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class ScalingTable:
-    """Groups with the same global batch (`kind` strong) or batch per device (weak), and their baseline."""
+    """Groups that share a batch size, and their baseline.
+
+    `size`: global batch for `kind` STRONG, batch per device for WEAK.
+    """
 
     kind: str
     size: float
@@ -64,7 +67,7 @@ class ScalingTable:
 
     @property
     def title(self) -> str:
-        """The kind of scaling and the fixed batch."""
+        """The kind of scaling and the batch that all rows share."""
         unit, devices = self.baseline.first.unit, self.baseline.first.devices
         if self.kind == WEAK:
             unit = unit.removesuffix("s") if self.size == 1 else unit
@@ -85,7 +88,7 @@ def parse_baseline(text: str) -> Baseline:
 def comparable(records: Sequence[Record], by_sweeps: Mapping[Path, Excluded]) -> tuple[list[Record], list[Excluded]]:
     """Split runs into comparable runs on the most common hardware, and excluded runs.
 
-    `by_sweeps`: runs that `finding.sweeps` excludes.
+    `by_sweeps`: folder -> entry of each run that `finding.sweeps` excludes.
     """
     excluded = list(dict.fromkeys(by_sweeps.values()))
     reasons = {record: record.comparable() for record in records if Path(record.name) not in by_sweeps}
@@ -101,7 +104,7 @@ def comparable(records: Sequence[Record], by_sweeps: Mapping[Path, Excluded]) ->
 
 
 def grouped(runs: Sequence[Record]) -> list[Group]:
-    """Group the repeats, in the order of the tables."""
+    """Group the runs that are repeats of each other. Returns the groups in the order of the tables' rows."""
     members: dict[object, list[Record]] = {}
     for run in runs:
         results = run.results
@@ -120,7 +123,7 @@ def _order(group: Group) -> tuple[object, ...]:
 
 
 def _label(run: Record, runs: Sequence[Record]) -> str:
-    """The strategy, with the settings in which other runs of the strategy differ."""
+    """Return the run's strategy, with the values of its settings that differ between runs of this strategy."""
     strategy = run.results.strategy
     peers = [peer for peer in runs if peer.results.strategy == strategy and peer.results.world_size > 1]
     if run.results.world_size == 1:
@@ -131,7 +134,10 @@ def _label(run: Record, runs: Sequence[Record]) -> str:
 
 
 def tables(groups: Sequence[Group], baseline: Baseline | None) -> list[ScalingTable]:
-    """Make all tables: strong scaling, then weak scaling. Groups without scaling are compared side by side."""
+    """Make all tables: strong scaling, then weak scaling.
+
+    Groups that are in no table with several numbers of devices are compared side by side.
+    """
     made = []
     for kind in (STRONG, WEAK):
         by_size: dict[float, list[Group]] = {}
@@ -149,10 +155,10 @@ def tables(groups: Sequence[Group], baseline: Baseline | None) -> list[ScalingTa
 
 
 def _split_by_work(kind: str, size: float, groups: Sequence[Group], chosen: Baseline | None) -> list[ScalingTable]:
-    """Make a table for each set of groups with the same work.
+    """Make a table for each set of groups with the same work. `chosen`: value of --baseline.
 
-    Groups whose work no other group has join the first table, without a speed-up. If all groups differ, they share a
-    table.
+    A group whose work differs from all others joins the first table, without a speed-up. If the work of all groups
+    differs, they share a table.
     """
     by_work: list[list[Group]] = []
     for group in groups:
@@ -178,7 +184,10 @@ def _chosen(groups: Sequence[Group], chosen: Baseline) -> Group | None:
 
 
 def default_baseline(groups: Sequence[Group]) -> Group:
-    """Choose strategy none, else Horovod's smallest world, else the smallest world. `groups`: ordered by `grouped`."""
+    """Choose a baseline: strategy none, else Horovod's smallest world, else the smallest world.
+
+    `groups`: in the order of `grouped`.
+    """
     return min(groups, key=lambda group: {"none": 0, "horovod": 1}.get(group.first.results.strategy, 2))
 
 
@@ -195,10 +204,11 @@ def _line(base: Group, group: Group, rows: Sequence[Group], kind: str) -> Compar
 
 
 def _check(base: Group, group: Group, rows: Sequence[Group], kind: str) -> tuple[str, str]:
-    """The name of the group with which the losses were compared, and the reason why `group` has no speed-up.
+    """Compare the work of `group` with the baseline's, and its losses with a reference's.
 
-    The reference is the baseline if it has the same batch, else another group with the same batch. Without one, the
-    repeats of `group` are compared with each other.
+    Returns the name of the reference, and the reason why `group` has no speed-up ("" if it has one). The reference is
+    the baseline if it has the same batch, else another group with the same batch. Without another group, the repeats of
+    `group` are compared with each other.
     """
     if differing := differences(base, group, kind):
         return "", "the work differs: " + "; ".join(differing)
@@ -214,17 +224,17 @@ def _check(base: Group, group: Group, rows: Sequence[Group], kind: str) -> tuple
 
 
 def _overall_speed(run: Record) -> float | None:
-    """Windows per second of the whole training."""
+    """Compute windows per second over the whole training; None if its time is 0."""
     return run.results.train_samples / run.results.train_runtime if run.results.train_runtime > 0 else None
 
 
 def serial_fraction(speedup: float, size: float) -> float:
-    """The share of the work that is not parallel, by the metric of Karp and Flatt (1990)."""
+    """Compute the serial fraction of the work by Karp and Flatt (1990). `size`: devices over the baseline's."""
     return (1 / speedup - 1 / size) / (1 - 1 / size)
 
 
 def speedup_range(base: Group, group: Group) -> tuple[float, float] | None:
-    """The range of the speed-up, by a bootstrap of the repeats of both groups; None if a group has a single run."""
+    """Compute the range of the speed-up by a bootstrap of both groups' repeats; None if a group has a single run."""
     if len(base.runs) < 2 or len(group.runs) < 2:
         return None
     random = np.random.default_rng(0)  # fixed, so that reports are reproducible

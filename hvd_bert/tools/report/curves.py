@@ -20,21 +20,24 @@ GPU_FIGURES = (
     ("gpu_memory_gib", "GPU memory in use", "GiB"),
     ("gpu_power_w", "GPU power", "W"),
 )
-Sets = Mapping[str, tuple[int, Sequence[Record]]]  # name of a curve -> index in the palette, and runs
+Sets = Mapping[str, tuple[int, Sequence[Record]]]  # name of a curve -> index in the palette, and the curve's runs
 
 
 def run_charts(record: Record) -> list[Chart]:
-    """Charts of a run: the recorded figures among loss, scores, learning rate, gradient norm and throughput."""
+    """Make the charts of a run: loss, scores, learning rate, gradient norm and throughput, as far as recorded."""
     losses = [_series(record, "loss", "training", 0), _series(record, "eval_loss", "validation", 1)]
     scores = [_series(record, f"eval_{name}", score_name(name), i) for i, name in enumerate(record.score_names)]
     charts = [_chart("Loss", "loss", losses)]
-    if len(record.evaluations) > 1:  # a single evaluation is no curve
+    if len(record.evaluations) > 1:  # a single evaluation does not make a curve
         charts.append(_chart("Scores", _score_unit([record]), scores))
     return [*charts, *_training_charts({record.name: (0, [record])})]
 
 
 def of_runs(records: Sequence[Record], groups: Sequence[Group]) -> list[Chart]:
-    """Charts of several runs: a curve per row of the tables, with a band over the repeats, or per run."""
+    """Make the charts of several runs. A group has one curve, with a band for the range of its repeats.
+
+    Runs without a group, and of groups with the same name, have a curve each.
+    """
     sets = _named(records, groups)
     charts = [_chart("Training loss", "loss", _curves(sets, "loss"))]
     if any(len(record.evaluations) > 1 for record in records):
@@ -56,31 +59,31 @@ def _training_charts(sets: Sets) -> list[Chart]:
 
 
 def _chart(title: str, unit: str, series: Iterable[Series], noisy: bool = True, stacked: bool = False) -> Chart:
-    """Make a chart over the steps, without curves that have no values."""
+    """Make a chart over the steps. Omits curves that have no values."""
     return Chart(title, "step", unit, [curve for curve in series if len(finite(curve)[0])], stacked, noisy)
 
 
 def _score_unit(records: Sequence[Record]) -> str:
-    """The unit of a chart of scores. EM and F1 are in percent."""
+    """Return the unit for a chart of scores: EM and F1 are in percent."""
     return "percent" if any("exact_match" in record.score_names for record in records) else "score"
 
 
 def score_name(name: str) -> str:
-    """A score's name for tables and charts."""
+    """Return a score's name for tables and charts."""
     return SHORT.get(name, name.replace("_", " "))
 
 
 def group_names(groups: Sequence[Group]) -> list[str]:
-    """Unique names of the groups: the global batch is added to equal names."""
+    """Name the groups. Adds the global batch to names that several groups share."""
     names = [group.name for group in groups]
     batches = [f"{name}, batch {group.first.results.global_batch}" for name, group in zip(names, groups, strict=True)]
     return [name if names.count(name) == 1 else batch for name, batch in zip(names, batches, strict=True)]
 
 
 def _named(records: Sequence[Record], groups: Sequence[Group]) -> Sets:
-    """Curve name -> runs: one curve per table row, or per run where two rows have the same name.
+    """Assign the runs to named curves: one per group, and one for each run of groups with the same name.
 
-    The index in the palette gives each strategy a color, and each number of devices its dashes.
+    The index in the palette gives each strategy a color, and each number of devices a dash pattern.
     """
     labels = list(dict.fromkeys(group.label for group in groups))
     counts = sorted({group.first.devices for group in groups})
@@ -106,7 +109,7 @@ def _curves(sets: Sets, key: str) -> list[Series]:
 
 
 def _median(repeats: Sequence[Series]) -> Series:
-    """The median and range of the repeats, at the steps that all repeats have."""
+    """Combine repeats into a curve of their median, with their range, at the steps that all repeats have."""
     known = [series for series in repeats if len(finite(series)[0])]
     if len(known) < 2:
         return [*known, *repeats][0]
@@ -123,7 +126,7 @@ def _series(record: Record, key: str, name: str, colour: int) -> Series:
 
 
 def step_time(record: Record) -> Chart:
-    """The phases of a step over the steps, without the first line, which is warm-up."""
+    """Chart step time by phase. Omits the first log line, which is warm-up."""
     steps = record.steps
     unit, scale = time_unit(float(np.nanmax([0, *steps["step_s"][1:]])))
     series = [
@@ -134,9 +137,9 @@ def step_time(record: Record) -> Chart:
 
 
 def gpu_usage(record: Record) -> list[Chart]:
-    """Utilization, memory and power of the GPU of each rank, over the steps."""
+    """Chart GPU utilization, memory and power per rank over the steps."""
     by_rank = {int(rank): record.gpus.where("rank", rank) for rank in np.unique(record.gpus["rank"]) if rank >= 0}
-    if not by_rank:  # metrics.jsonl has the figures of rank 0
+    if not by_rank:  # use metrics.jsonl, which has rank 0's figures
         by_rank = {0: record.steps}
     charts = []
     for key, title, unit in GPU_FIGURES:

@@ -17,18 +17,18 @@ from hvd_bert.tools.report.comparison import Compared, ScalingTable
 
 IDEAL = "0.45"
 MARKERS = ("s", "o", "^", "D", "v", "P", "X")
-LINEAR_UP_TO = 8  # for larger ratios of most to fewest devices, the axis is logarithmic
+LINEAR_UP_TO = 8  # for larger ratios of most to fewest devices, the horizontal axis is logarithmic
 WIDTH, HEIGHT = 3.4, 2.1  # inches: a column of a two-column paper
-LONG_NAME = 16  # characters: names that are longer go into a legend
-GAP = 0.095  # distance of two lines of text, as a share of the axis' height
+LONG_NAME = 16  # characters: if any name is longer, all names go into a legend
+GAP = 0.095  # minimum distance between two names, as a share of the axis' height
 
 
-Values = tuple[float, float, float]  # a figure, and the ends of the error bar
+Values = tuple[float, float, float]  # a figure, and the lower and upper end of its error bar
 Measure = Callable[[Compared], Values | None]
 
 
 def _speedup(line: Compared, scale: float = 1.0) -> Values:
-    """The speed-up and its range, times `scale`. Without a range, the bar has no length."""
+    """Return the speed-up and its range, times `scale`. Without a range, the error bar has no length."""
     speedup = line.speedup or 0.0
     low, high = line.range or (speedup, speedup)
     return speedup * scale, low * scale, high * scale
@@ -39,7 +39,7 @@ def _memory(line: Compared) -> Values | None:
     return (statistics.median(values), min(values), max(values)) if values else None
 
 
-# Panel -> function for the values of a row, and title with fields for the baseline and the unit.
+# Panel -> function that returns a row's values, and a title with fields for the baseline and the unit.
 MEASURES: dict[str, tuple[Measure, str]] = {
     "speedup": (_speedup, "Speed-up over {base}"),
     "efficiency": (
@@ -52,7 +52,7 @@ MEASURES: dict[str, tuple[Measure, str]] = {
 
 
 def panel(table: ScalingTable, name: str, formats: Sequence[str]) -> dict[str, bytes]:
-    """Plot a panel of MEASURES against the number of devices. Returns the file's content per format."""
+    """Plot the panel `name` of MEASURES against the number of devices. Returns format -> content of the file."""
     measure, title = MEASURES[name]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
@@ -78,7 +78,10 @@ End = tuple[float, float, str, str]  # the last point of a line: x, y, name and 
 
 
 def _lines(axes: Axes, table: ScalingTable, measure: Measure) -> list[End]:
-    """Draw a line per strategy with error bars, shifted a little so that no line hides another."""
+    """Draw a line with error bars per strategy, each shifted a little so that it hides no other.
+
+    Returns the ends of the lines.
+    """
     labels = list(dict.fromkeys(line.group.label for line in table.lines))
     counts, linear, ends = table.device_counts, _is_linear(table), []
     for number, label in enumerate(labels):
@@ -101,7 +104,7 @@ def _is_linear(table: ScalingTable) -> bool:
 
 
 def _axes(axes: Axes, table: ScalingTable) -> None:
-    """Set a tick per number of devices, and few ticks on the vertical axis."""
+    """Set up the axes: a tick for each number of devices, and few ticks on the vertical axis."""
     counts = table.device_counts
     axes.set_xlabel(
         "ranks"
@@ -119,7 +122,7 @@ def _axes(axes: Axes, table: ScalingTable) -> None:
 
 
 def _ideal(axes: Axes, table: ScalingTable, name: str) -> End:
-    """Draw the ideal: a speed-up proportional to the number of devices, or an efficiency of 1."""
+    """Draw the ideal line: a speed-up proportional to the number of devices, or an efficiency of 1."""
     counts = table.device_counts
     xs = [counts[0] + (counts[-1] - counts[0]) * part / 200 for part in range(201)]
     values = [x / table.baseline.first.devices if name == "speedup" else 1.0 for x in xs]
@@ -128,7 +131,7 @@ def _ideal(axes: Axes, table: ScalingTable, name: str) -> End:
 
 
 def _name(axes: Axes, ends: Sequence[End]) -> None:
-    """Write the names of the lines on the right without overlaps. Thin lines connect short lines with their names."""
+    """Write each line's name on the right, without overlaps. A dotted line leads from its end to the right edge."""
     low, high = axes.get_ylim()
     right = axes.get_xlim()[1]
     ends = sorted(ends, key=lambda end: end[1])

@@ -25,8 +25,8 @@ NO_REASON = (
     "No reason is recorded: the job may have been killed. Its log has more. To resume, rerun the same command with the"
     " same --output_dir."
 )
-RECENT = 20  # last lines, from which the remaining time of a running run is estimated
-MAX_ROWS, MAX_NAMES = 50, 8  # shown skipped steps, and names of windows per step
+RECENT = 20  # number of last log lines from which the remaining time of a running run is estimated
+MAX_ROWS, MAX_NAMES = 50, 8  # maximum number of skipped steps in the table, and of window names per step
 
 
 def make_page(record: Record) -> Page:
@@ -48,7 +48,7 @@ def make_page(record: Record) -> Page:
 
 
 def _about(record: Record) -> list[Block]:
-    """Model, data and start time, in a line."""
+    """Describe model, data and start time in one line; empty if they are unknown."""
     settings, start = record.settings, finite_number(record.facts.get("time"))
     data = settings.get("dataset_name") or settings.get("train_file") or []
     used = [[settings.get("model_name_or_path") or ""], data if isinstance(data, list) else [data]]
@@ -59,7 +59,7 @@ def _about(record: Record) -> list[Block]:
 
 
 def status(record: Record) -> Status:
-    """The state of the run: finished with its results, running, or ended early with the reason."""
+    """Describe the state of the run: finished with its results, running, or ended early with the reason."""
     total = record.number("train_steps")
     reached = f"step {record.step:,}" + (f" of {total:,.0f} ({record.step / total:.0%})" if total else "")
     if record.state == "running":
@@ -76,7 +76,7 @@ def status(record: Record) -> Status:
 
 
 def _result(record: Record) -> str:
-    """The results of a finished training in a sentence, without the scores of single files."""
+    """Describe the results of a finished training in a sentence, without per-file scores."""
     names = [name for name in record.score_names if not any(name.endswith(f"_{n}") for n in record.score_names)]
     scores = [f"{curves.score_name(name)} {_figure(record.score(name))}" for name in names]
     work = [f"{record.step:,} steps"] if record.step else []
@@ -90,7 +90,7 @@ def _result(record: Record) -> str:
 
 
 def figures(record: Record) -> list[tuple[str, str]]:
-    """The run's main figures: pairs of name and text."""
+    """Return the run's main figures as pairs of name and formatted value."""
     found = [(curves.score_name(name), _figure(record.score(name))) for name in record.score_names]
     losses, speeds = record.steps["loss"], record.steps["windows_per_s"][1:]
     if "eval_loss" in record.scores:
@@ -115,7 +115,7 @@ def _figure(value: Any) -> str:
 
 
 def _skipped_steps(record: Record) -> list[Block]:
-    """The table of the last skipped steps; empty if no step was skipped."""
+    """Make the table of the last skipped steps; empty if no step was skipped."""
     rows = []
     for event in record.skipped_steps[-MAX_ROWS:]:
         first, *_ = [*objects(event.get("batch")), {}]
@@ -135,12 +135,12 @@ def _skipped_steps(record: Record) -> list[Block]:
 
 
 def _step_time(record: Record) -> list[Block]:
-    """The table of mean times per phase, and a chart."""
+    """Make the table of mean times per phase, and a chart; empty if fewer than two lines are logged."""
     steps = record.steps
     if len(steps) < 2 or "step_s" not in steps:
         return []
     kinds = {"": "per step"}
-    if "compute_min_s" in steps:  # recorded for several ranks
+    if "compute_min_s" in steps:  # recorded only with several ranks
         kinds |= {"_min": "minimum over ranks", "_max": "maximum over ranks"}
     rows, whole = [], steps.mean("step_s")
     for phase in (*PHASES, "step"):
@@ -161,7 +161,7 @@ def _samples(record: Record) -> Iterator[Block]:
 
 
 def _sample(sample: Mapping[str, Any]) -> Details:
-    """The context with the gold answer marked, and the model's prediction."""
+    """Show a sample: the context with the gold answer marked, and the model's prediction."""
     golds = [str(answer) for answer in converted(sample.get("answers"), list[Any], [])]
     predicted = str(sample.get("prediction", "")) or "no answer"
     rows = [
@@ -179,7 +179,7 @@ def _sample(sample: Mapping[str, Any]) -> Details:
 
 
 def _ranks(record: Record) -> list[Block]:
-    """The table of hosts with their ranks, and the table of ranks with times and memory."""
+    """Make the table of hosts with their ranks, and a folded table of ranks with times and memory."""
     ranks = record.entries("ranks")
     if not ranks:
         return []
@@ -249,6 +249,6 @@ def _reproduce(record: Record) -> list[Block]:
 
 
 def summary(record: Record) -> Sequence[str]:
-    """A few lines about the run for the terminal."""
+    """Summarize the run in a few lines for the terminal."""
     state = status(record)
     return [f"{record.name}: {state.label} {state.text}", *(f"  {name}: {value}" for name, value in figures(record))]

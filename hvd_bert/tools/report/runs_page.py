@@ -26,7 +26,10 @@ def make_page(
     reasons: Sequence[str],
     set_up: Sequence[Block],
 ) -> Page:
-    """Make the page. `groups`: comparable runs. `compared`: tables with speed-ups."""
+    """Make the page. `groups`: the comparable runs. `compared`: the tables with speed-ups.
+
+    `reasons`: lines on the runs without a speed-up. `set_up`: blocks of the section "Set-up".
+    """
     page = Page(f"Report on {len(records)} runs")
     costs: list[Block] = []
     for index, table in enumerate(compared, start=1):
@@ -60,7 +63,7 @@ def _folded(grid: Grid) -> Block:
 
 
 def _panels(table: ScalingTable, index: int, *names: str) -> list[Picture]:
-    """Plot panels of a table in all formats, if there are several numbers of devices. `index`: of the table."""
+    """Plot panels of a table in all formats, if it has several numbers of devices. `index`: the table's number."""
     pictures = []
     known = [name for name in names if any(map(plots.MEASURES[name][0], table.measured))]
     for name in known if table.scales else ():
@@ -71,7 +74,7 @@ def _panels(table: ScalingTable, index: int, *names: str) -> list[Picture]:
 
 
 def overview(records: Sequence[Record]) -> Grid:
-    """The table with the main figures of each run."""
+    """Make the table with the main figures of each run."""
     scores = list(dict.fromkeys(name for record in records for name in record.score_names))
     head = ["run", "state", "strategy", "ranks", "step", "time", "last logged loss"]
     rows = []
@@ -95,14 +98,14 @@ T_QUANTILES = [float(quantile) for quantile in _QUANTILES.split()]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean; up to 4 % too wide for more values than T_QUANTILES covers."""
+    """Compute the 95 % confidence interval of the mean; up to 4 % too wide beyond the values of T_QUANTILES."""
     quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
     mean, half = statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half
 
 
 def repeats(groups: Sequence[Group]) -> Grid | None:
-    """The table of scores, loss and throughput of groups with several seeds; None without such groups."""
+    """Make the table of scores, loss and throughput of groups with several seeds; None without such groups."""
     named = zip(curves.group_names(groups), groups, strict=True)
     rows = [
         row for name, group in named if len({run.results.seed for run in group.runs}) > 1 for row in _rows(name, group)

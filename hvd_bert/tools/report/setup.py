@@ -19,13 +19,13 @@ from hvd_bert.tools.runs.record import Record
 from hvd_bert.tools.runs.tolerant import finite_number
 
 TEXTS = yaml.safe_load(resources.files("hvd_bert.tools.report").joinpath("texts.yaml").read_text(encoding="utf-8"))
-OUTPUT = ("output_dir", "overwrite_output_dir")  # settings that differ between all runs
+OUTPUT = ("output_dir", "overwrite_output_dir")  # settings that say nothing about the training
 # Keys of train_results.json that describe the world and the machine.
 FACTS = ("world_size", "global_batch", "learning_rate", "train_steps", "hosts", "device_name", "threads_per_rank")
 
 
 def blocks(records: Sequence[Record], sweeps: Sequence[str]) -> list[Block]:
-    """The paragraph and the commands of sweeps or, without sweeps, of runs."""
+    """Make the paragraph "Set-up" and a block with the commands of the sweeps or, without sweeps, of the runs."""
     commands = sweeps or [str(record.facts["command"]) for record in records if "command" in record.facts]
     return [Text(paragraph(records)), Code("\n".join(dict.fromkeys(commands)))]
 
@@ -36,25 +36,25 @@ def paragraph(records: Sequence[Record]) -> str:
     sentences = []
     for title, forms in TEXTS["set_up"].items():
         facts = [_fact([facts.get(key) for facts in known], key, form) for key, form in forms.items()]
-        words = dict.fromkeys(filter(None, facts))  # without repeats, such as the CPU as device and as processor
+        words = dict.fromkeys(filter(None, facts))  # without repeated facts: a CPU is both the device and the processor
         sentences += [f"{title}: {', '.join(words)}."] if words else []
     return " ".join(sentences)
 
 
 def _used(record: Record) -> dict[str, Any]:
-    """The run's facts and flags by the keys of texts.yaml, except versions of unused packages."""
+    """Collect a run's facts and flags by the keys of texts.yaml, except versions of packages that it did not use."""
     facts = dict(record.facts) | {f"--{name}": value for name, value in record.settings.items()}
     for group in ("machine", "versions", "work", "job"):
         facts |= {f"{group}.{name}": value for name, value in record.object(group).items()}
     others = [row.package for name, row in STRATEGIES.items() if name != facts.get("strategy")]
     unused = [f"versions.{package}" for package in others if package]
     unused += [] if facts.get("machine.gpus") else ["versions.nccl", "versions.cuda"]
-    unused += ["controller"] if facts.get("controller") == "none" else []  # a single rank has none
+    unused += ["controller"] if facts.get("controller") == "none" else []  # a single rank does not need a controller
     return {key: value for key, value in facts.items() if key not in unused}
 
 
 def _fact(found: Sequence[Any], key: str, form: str) -> str:
-    """Format one fact; different values are joined by "and". "" if no run recorded it."""
+    """Format one fact; different values are joined by "and". "" if no run recorded it. `found`: the runs' values."""
     items = (item for value in found for item in (value if isinstance(value, list) else [value]))
     values = list(dict.fromkeys(_text(key, item) for item in items if item not in (None, "")))
     text = form.format(" and ".join(filter(None, [", ".join(values[:-1]), *values[-1:]])), count=len(values))
@@ -64,7 +64,7 @@ def _fact(found: Sequence[Any], key: str, form: str) -> str:
 def _text(key: str, value: Any) -> str:
     if key.endswith("_bytes"):
         return f"{(finite_number(value) or 0) / GIB:.0f} GiB"
-    if key == "work.the model":  # `197 tensors, 1,000,000 parameters, 0123456789ab`
+    if key == "work.the model":  # `197 tensors, 1,000,000 parameters, 0123456789ab` -> `1,000,000 parameters`
         return str(value).rpartition(", ")[0].partition(", ")[2]
     if key.startswith("versions."):
         return str(value).partition("+")[0]  # without the name of the build
@@ -74,7 +74,7 @@ def _text(key: str, value: Any) -> str:
 
 
 def settings(record: Record) -> list[Block]:
-    """The table of settings that differ from their defaults, and a folded table of the others."""
+    """Make the table of settings that differ from their defaults, and a folded table of all other settings."""
     changed, others = [], []
     for name, value in record.settings.items():
         flag = FLAGS.get(name)
@@ -88,7 +88,10 @@ def settings(record: Record) -> list[Block]:
 
 
 def differences(records: Sequence[Record]) -> Grid:
-    """The table of differing settings. Runs are rows, or columns if there are more settings; repeats share a row."""
+    """Make the table of settings that differ between runs. Repeats share an entry.
+
+    Runs are rows, or columns if there are more settings than runs.
+    """
     values = [_compared(record) for record in records]
     names = dict.fromkeys(name for compared in values for name in compared)
     differing = [name for name in names if len({compared.get(name, DASH) for compared in values}) > 1]
@@ -96,7 +99,7 @@ def differences(records: Sequence[Record]) -> Grid:
         names_by_values: dict[tuple[str, ...], list[str]] = {}
         for record, compared in zip(records, values, strict=True):
             names_by_values.setdefault(tuple(compared.get(name, DASH) for name in chosen), []).append(record.name)
-        if 1 < len(names_by_values) < len(records):  # without the seed, some runs are repeats
+        if 1 < len(names_by_values) < len(records):  # some runs differ only in the seed: they are repeats
             break
     runs = [run + (f" and {len(others)} more" if others else "") for run, *others in names_by_values.values()]
     if len(chosen) > len(runs):

@@ -14,17 +14,17 @@ from hvd_bert.tools.runs.finding import Excluded
 from hvd_bert.tools.runs.record import Record
 from hvd_bert.tools.runs.tolerant import converted
 
-SPREAD = 0.1  # range of the repeats over their median, above which a caveat is added
-SHORT_S = 10.0  # seconds of a training, below which a caveat is added
+SPREAD = 0.1  # `Group.variation` above which a caveat is added
+SHORT_S = 10.0  # seconds: shorter trainings get a caveat
 LEFT_OUT = ", left out"  # added to the name of a row without a speed-up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A figure of runs, or of a row of runs, and the column's title in each table ("": not in the table)."""
+    """A figure of a run or of a table row, and its column title in each table ("": the table does not have it)."""
 
-    of_run: Callable[[Record], Any] = lambda run: None  # a row of several runs has `Group.figure` of the values
-    of_row: Callable[[Compared], Any] | None = None  # in place of `of_run`, for figures of whole rows
+    of_run: Callable[[Record], Any] = lambda run: None  # rows combine their runs by `Group.figure`
+    of_row: Callable[[Compared], Any] | None = None  # replaces `of_run`, for figures that only rows have
     runs: str = ""  # title in runs.csv
     report: str = ""  # title in report.csv
     speed: str = ""  # title in the page's first table, which is also printed and in report.tex
@@ -32,7 +32,7 @@ class Column:
     text: Callable[[Any], str] = shown  # formats the figure for the page's tables
 
     def value(self, line: Compared) -> Any:
-        """The figure of a row."""
+        """Return the figure of a row."""
         return self.of_row(line) if self.of_row else line.group.figure(self.of_run)
 
 
@@ -49,7 +49,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _score(value: float | None) -> str:
-    """Format percents with two digits, fractions with four."""
+    """Format a score: percents with two decimals, fractions with four."""
     return number(value, ".4f" if value is not None and abs(value) <= 1 else ".2f")
 
 
@@ -58,12 +58,12 @@ def _hours(value: float) -> str:
 
 
 def _device_hours(line: Compared) -> float:
-    """GPU-hours of a training, or core-hours on CPUs."""
+    """Compute the GPU-hours of a training; on CPUs, the core-hours."""
     run, seconds = line.group.first, line.group.figure(lambda run: run.results.train_runtime)
     return float(run.devices * (run.results.threads_per_rank if run.on_cpu else 1) * seconds / 3600)
 
 
-# In the order of all tables: a figure at different positions in two tables has two entries.
+# All tables have their columns in this order. A figure whose position differs between tables has two entries.
 COLUMNS = (
     Column(of_run=lambda run: run.results.strategy, runs="strategy"),
     Column(of_row=lambda line: line.group.label, report="strategy", cost="strategy"),
@@ -113,7 +113,7 @@ COLUMNS = (
 
 
 def speedups(table: ScalingTable, brief: bool = False) -> Grid:
-    """The table of times, speed-ups and efficiencies. `brief`: with fewer columns, for a terminal."""
+    """Make the table of times, speed-ups and efficiencies. `brief`: whether to omit columns, for a terminal."""
     runs = [line.group.first for line in table.lines]
     hidden = {"total speed-up", "serial fraction"} if brief else set()
     hidden |= {"nodes"} if all(run.nodes == 1 for run in runs) else set()
@@ -123,7 +123,7 @@ def speedups(table: ScalingTable, brief: bool = False) -> Grid:
 
 
 def costs(table: ScalingTable) -> Grid:
-    """The table of process times, memory, losses and scores."""
+    """Make the table of process times, memory, losses and scores."""
     columns = [(column.cost, column) for column in COLUMNS if column.cost]
     scores = dict.fromkeys(name for line in table.lines for name in line.group.first.final_scores)
     return _grid(table, [*columns, *((SHORT.get(name, name), _score_column(name)) for name in scores)])
@@ -142,7 +142,7 @@ def _grid(table: ScalingTable, columns: Sequence[tuple[str, Column]]) -> Grid:
 
 
 def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:
-    """The rows of report.csv, one per table and group."""
+    """Make the rows of report.csv, one per table and group."""
     return [
         {"scaling": table.kind if table.scales else "side by side", "size": f"{table.size:g}"}
         | {"baseline": table.baseline.name}
@@ -153,7 +153,7 @@ def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:
 
 
 def run_rows(runs: Iterable[Record], excluded: Iterable[Excluded]) -> list[dict[str, Any]]:
-    """The rows of runs.csv, one per run. Scores come last, since they differ by task."""
+    """Make the rows of runs.csv, one per run. Scores come last, since they differ by task."""
     used = [
         {"run": run.name}
         | {column.runs: column.of_run(run) for column in COLUMNS if column.runs}
@@ -164,7 +164,7 @@ def run_rows(runs: Iterable[Record], excluded: Iterable[Excluded]) -> list[dict[
 
 
 def headline(table: ScalingTable) -> Status:
-    """The speed-ups on the largest number of devices, the fastest strategy first."""
+    """Describe the speed-ups on the largest number of devices, the fastest strategy first."""
     rows = [line for line in table.measured if line.group is not table.baseline]
     rows.sort(key=lambda line: (-line.group.first.devices, -(line.speedup or 0)))
     best, *others = (line for line in rows if line.group.first.devices == rows[0].group.first.devices)
@@ -179,7 +179,7 @@ def headline(table: ScalingTable) -> Status:
 
 
 def reasons(tables: Iterable[ScalingTable], excluded: Sequence[Excluded]) -> list[str]:
-    """Lines on runs and rows without a speed-up, each with the reason."""
+    """List the runs and rows without a speed-up, each with the reason."""
     where: dict[tuple[str, str, str], list[str]] = {}
     for table in tables:
         for line in table.lines:
@@ -192,12 +192,12 @@ def reasons(tables: Iterable[ScalingTable], excluded: Sequence[Excluded]) -> lis
 
 
 def lower(table: ScalingTable) -> str:
-    """The title of a table within a sentence."""
+    """Return a table's title with a lower-case first letter, for use within a sentence."""
     return table.title[0].lower() + table.title[1:]
 
 
 def caveats(tables: Sequence[ScalingTable]) -> list[str]:
-    """Reasons why the figures are less reliable, as sentences."""
+    """List reasons why the figures are less reliable, as sentences."""
     found = []
     for table in tables:
         suffix = f" ({lower(table)})" if len(tables) > 1 else ""
@@ -239,7 +239,7 @@ def _joined(names: Sequence[str]) -> str:
 
 
 def as_latex(tables: Iterable[ScalingTable], set_up: str) -> str:
-    """The tables of speed-ups and the paragraph "Set-up" in LaTeX."""
+    """Format the tables of speed-ups and the paragraph "Set-up" in LaTeX. `set_up`: the paragraph."""
     parts = [
         f"\\begin{{table*}}\n\\centering\n\\caption{{{latex(table.title)}. Baseline: {latex(table.baseline.name)}.}}\n"
         f"{speedups(table).for_latex()}\n\\end{{table*}}\n"

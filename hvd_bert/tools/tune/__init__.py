@@ -1,1 +1,1 @@
-"""Search for the flags of a training with the best score: `hvd-bert tune`."""
+"""Search for the training flags that give the best score: `hvd-bert tune`."""

@@ -1,4 +1,4 @@
-"""Search for a better learning rate, batch, length or other flags of a training: `hvd-bert tune`.
+"""Search for a better learning rate, batch size, number of epochs or other training flags: `hvd-bert tune`.
 
     hvd-bert tune --ranks 4 --range learning_rate=2e-5:2e-4:log --range global_batch=32,64 --train_file train-v1.1.json
 
@@ -40,7 +40,7 @@ RANGES = {
     "num_train_epochs": "2,3,4",
     "warmup_ratio": "0:0.2",
 }
-# Flags that tuning sets for each run -> remedy: flags that a sweep sets and flags of evaluation, except ACCEPTED.
+# Flag that tuning sets for each run -> remedy: flags that a sweep sets and evaluation flags, except ACCEPTED.
 ACCEPTED = {"num_train_epochs", "max_steps", "strategy", "per_device_eval_batch_size"}
 EVALUATION = {name: "scores are compared" for name, flag in FLAGS.items() if flag.group == "evaluation"}
 SET_BY_TUNE = {name: remedy for name, remedy in (SET_BY_SWEEP | EVALUATION).items() if name not in ACCEPTED}
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> Parser:
-    """The parser of the command's own flags."""
+    """Make the parser of the command's own flags."""
     parser = Parser(prog="hvd-bert tune", allow_abbrev=False)
     parser.description = (
         "Search for the flags with the best score by trainings. All other flags go to python -m hvd_bert.train."

@@ -1,4 +1,4 @@
-"""Search with optuna: the searched flags, the trials, the study in the folder of a tuning, and the answer."""
+"""Search with optuna: parse the searched flags, run the trials, store them as a study, and give the answer."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ from hvd_bert.tools.runs.one_run import LOG, MODEL, Watch
 from hvd_bert.tools.runs.out_folder import OTHER_OUT
 
 STUDY, PAGE, FIRST, NAME = "study.log", "tune.html", "baseline", "tune"
-BEGIN = b'{"op_code":'  # first bytes of each line of the study
+BEGIN = b'{"op_code":'  # first bytes of each line of study.log
 PRUNERS = {"median": MedianPruner, "halving": SuccessiveHalvingPruner, "none": NopPruner}
 PLOTS = draw.plot_optimization_history, draw.plot_param_importances, draw.plot_slice, draw.plot_parallel_coordinate
-REASON = "reason"  # attribute of trials that failed or ended early
+REASON = "reason"  # trial attribute: why the trial failed or ended early
 FORM = "Give NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B"
-# A searched flag -> the flag that overrides it.
+# Searched flag -> the flag that overrides it.
 OVERRIDING = {
     "num_train_epochs": "max_steps",
     "warmup_ratio": "warmup_steps",
     "per_device_train_batch_size": "global_batch",
 }
 Value = int | float | str
-# Trains with a setting in a folder; returns the reason of a failure, or "".
+# Function that trains with a setting in a folder. Returns the reason for a failure, or "".
 TrainSetting = Callable[[Sequence[str], Path, Watch], str]
 
 
 class TrialFailed(Exception):
-    """A training that failed or has no score."""
+    """A training has failed or has no score."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A flag of the trainer to search. `now`: the user's value, or the default."""
+    """A trainer flag to search. `now`: the user's value, or the default. `distribution`: optuna's, of the values."""
 
     name: str
     now: Value
@@ -68,7 +68,10 @@ class Parameter:
 
     @classmethod
     def of(cls, text: str, flags: Sequence[str], config: Config, ranks: int) -> Parameter:
-        """Parse a value of --range. `flags`, `config`: the trainer's flags and their settings. Raises UserError."""
+        """Parse a value of --range. Raises UserError.
+
+        `flags`, `config`: the trainer's flags and the settings parsed from them. `ranks`: world size.
+        """
         name, _, values = text.partition("=")
         if name not in FLAGS or not values:
             raise UserError(f"--range {text}: no values, or no flag of the trainer. {FORM}.")
@@ -93,7 +96,7 @@ class Parameter:
         return getattr(self.distribution, "choices", ())
 
     def flag(self, value: Value) -> str:
-        """The trainer's flag with a value."""
+        """Format the flag with a value, for the trainer's command line."""
         return f"--{self.name}={as_text(value)}"
 
 
@@ -103,7 +106,7 @@ def as_text(value: Value | None) -> str:
 
 
 def number(text: str) -> Value:
-    """Parse a number; other texts are returned unchanged."""
+    """Parse a number. Returns any other text unchanged."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
@@ -111,10 +114,13 @@ def number(text: str) -> Value:
 
 
 class Search:
-    """Trainings with different settings, compared by the metric of --metric_for_best_model."""
+    """Runs trainings with different settings and compares them by --metric_for_best_model."""
 
     def __init__(self, parameters: Sequence[Parameter], start: TrainSetting, out: Path, check: Watch) -> None:
-        """Train with the user's own settings, unless an earlier start has. Raises UserError or TrialFailed."""
+        """Train with the user's own settings, unless an earlier start finished this run.
+
+        Raises UserError if the run has no score, and TrialFailed if it fails.
+        """
         self.parameters, self.start, self.out, self.check = parameters, start, out, check
         self.distributions = {each.name: each.distribution for each in parameters}
         folder = out / FIRST
@@ -132,10 +138,10 @@ class Search:
     def run(self, count: int, minutes: float | None, pruner: str, seed: int, answered: bool) -> dict[str, Any]:
         """Run the remaining trials, print the answer and write the page. Returns the result for tune.json.
 
-        `count`: number of all trials. `answered`: whether an earlier start has finished. Raises UserError if no setting
-        other than the user's was tried.
+        `count`: total number of trials, including earlier starts. `answered`: whether an earlier start has printed an
+        answer. Raises UserError if no setting other than the user's was tried.
         """
-        warnings.simplefilter("ignore")  # optuna warns of scores that are reported again and of plots of few trials
+        warnings.simplefilter("ignore")  # optuna warns about repeatedly reported scores and plots of few trials
         study = self._load(pruner, answered)
         count = self._enqueue(study, count)
         print(f"{len(finished(study))} of {count} trials are done")
@@ -160,19 +166,19 @@ class Search:
         return result
 
     def _load(self, pruner: str, answered: bool) -> Study:
-        """Load or create the study in the folder, which must be locked. A killed trial is enqueued again.
+        """Load or create the study in the folder, which must be locked. Enqueues a killed trial again.
 
-        Raises UserError for a damaged file, which optuna would replace by a new study. `answered`: see `run`.
+        Raises UserError if the file is damaged: optuna would replace it with a new study. `answered`: see `run`.
         """
-        optuna.logging.set_verbosity(optuna.logging.ERROR)  # failed trials are in the table
+        optuna.logging.set_verbosity(optuna.logging.ERROR)  # the table lists failed trials
         path = self.out / STUDY
         with as_user_error(lambda reason: f"{path} is damaged ({reason}): restore it, or {OTHER_OUT}"):
             first, newline, _ = (path.read_bytes() if path.exists() else b"").partition(b"\n")
-            # A kill before the first line was complete leaves no file, or the beginning of the line.
+            # After a kill before the first line was complete, there is no file, or only the beginning of the line.
             cut = not newline and BEGIN.startswith(first[: len(BEGIN)]) and not answered
             if not cut and convert(parse_json(first), dict[str, Any]).get("study_name") != NAME:
                 raise ValueError("its begin is missing")
-            # After a kill, optuna would wait for its old lock, and append to an incomplete line.
+            # After a kill, optuna would wait for its own old lock, and append to an incomplete last line.
             (self.out / f"{STUDY}.lock").unlink(missing_ok=True)
             if path.exists():
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
@@ -189,22 +195,25 @@ class Search:
         return study
 
     def _enqueue(self, study: Study, count: int) -> int:
-        """Add the first run as a trial and, if `count` is enough, all combinations. Returns the number of trials."""
+        """Add the first run as a trial. Enqueue all combinations if they are finitely many and at most `count`.
+
+        Returns the number of trials to reach, at most `count`.
+        """
         if not study.trials:
             now, scores = {each.name: each.now for each in self.parameters}, self._by_epoch(self.out / FIRST)
-            with suppress(ValueError):  # the user's values may be outside of the ranges
+            with suppress(ValueError):  # the user's values may be outside the ranges
                 first = create_trial(
                     params=now, distributions=self.distributions, value=self.baseline, intermediate_values=scores
                 )
                 study.add_trial(first)
         if math.prod(len(each.choices) or math.inf for each in self.parameters) > count:
             return count
-        for values in itertools.product(*(each.choices for each in self.parameters)):  # TPE would repeat some
+        for values in itertools.product(*(each.choices for each in self.parameters)):  # TPE could try one twice
             study.enqueue_trial(dict(zip(self.distributions, values, strict=True)), skip_if_exists=True)
         return min(count, len(finished(study)) + len(study.get_trials(states=(TrialState.WAITING,))))
 
     def _try_next(self, study: Study) -> None:
-        """Score a setting and print the result. Deletes the weights of all trials except the best, as they are large.
+        """Score the next setting and print the result. Deletes the large weights of all trials except the best.
 
         A trial that a signal stops stays in state RUNNING, and `_load` enqueues it again.
         """
@@ -223,7 +232,7 @@ class Search:
                 delete(folder / MODEL)
 
     def _score(self, trial: Trial) -> float:
-        """Train with a trial's setting, or return the setting's known score. Raises TrialFailed and TrialPruned."""
+        """Return the score of a trial's setting. Trains unless it is known. Raises TrialFailed and TrialPruned."""
         setting, folder = self._setting(trial), self._folder(trial)
         known = {self._setting(each): float(each.value) for each in complete(trial.study)} | {(): self.baseline}
         if setting in known:
@@ -243,7 +252,7 @@ class Search:
         return value
 
     def _train(self, setting: Sequence[str], folder: Path, watch: Watch) -> None:
-        """Train with a setting. Raises TrialFailed and, for bad input among the user's own flags, UserError."""
+        """Train with a setting. Raises TrialFailed; for bad input among the user's own flags, UserError."""
         try:
             failure = self.start(setting, folder, watch)
         finally:
@@ -253,7 +262,7 @@ class Search:
             raise TrialFailed(failure)
 
     def _by_epoch(self, folder: Path) -> dict[int, float]:
-        """Epoch -> score of a run's evaluations, except the final one."""
+        """Return the scores of a run's evaluations by epoch, except the final evaluation."""
         run = record.read(folder)
         epochs, scores = run.evaluations["epoch"], run.evaluations["eval_" + self.metric.removeprefix("eval_")]
         last = run.settings.get("num_train_epochs", math.inf)
@@ -264,7 +273,7 @@ class Search:
             trial.report(score, epoch)
 
     def _answer(self, study: Study) -> tuple[dict[str, Any], str]:
-        """The result for tune.json, and the answer as text: the best setting if it is better than the user's own."""
+        """Return the result for tune.json, and the answer as text: the best setting if it beats the user's own."""
         before, metric = f"{self.baseline:.4g}", self.metric
         result: dict[str, Any] = {"set": [], "metric": metric, "without_tuning": self.baseline}
         sign = -1 if self.direction == "minimize" else 1
@@ -282,7 +291,7 @@ class Search:
         )
 
     def _setting(self, trial: Trial | FrozenTrial) -> tuple[str, ...]:
-        """The flags whose values differ from the user's."""
+        """Return a trial's flags whose values differ from the user's own."""
         values = trial.params
         return tuple(each.flag(values[each.name]) for each in self.parameters if values[each.name] != each.now)
 
@@ -296,12 +305,12 @@ class Search:
 
 
 def complete(study: Study) -> list[FrozenTrial]:
-    """The trials with a final score."""
+    """List the trials with a final score."""
     return [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
 
 
 def finished(study: Study) -> list[FrozenTrial]:
-    """The trials that need not run again: completed, failed or pruned."""
+    """List the trials that need not run again: completed, failed or pruned."""
     return [trial for trial in study.trials if trial.state == TrialState.COMPLETE or REASON in trial.user_attrs]
 
 
