@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def main(world: World) -> None:
-    """Run the whole measurement. Called by all ranks."""
+    """Run the measurement. Called by all ranks."""
     with world.raise_on_all_ranks():
         own, config = parse(sys.argv[1:])
     with collector_paused():
@@ -42,7 +42,7 @@ MODEL_FLAGS = {"model_name_or_path", "config_name", "tokenizer_name"}
 
 
 def make_parser() -> Parser:
-    """The parser of the benchmark's own flags."""
+    """Make the parser of the benchmark's own flags."""
     parser = Parser(prog="hvd-bert bench", allow_abbrev=False)
     parser.description = (
         "Measure the training throughput. Also takes all flags of python -m hvd_bert.train. To compare strategies and"
@@ -59,7 +59,7 @@ def make_parser() -> Parser:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """Return the benchmark's flags and the trainer's. Raises UserError."""
+    """Parse the benchmark's own flags and the trainer's settings. Raises UserError."""
     flags, rest = make_parser().parse_known_args(argv)
     given = command_line.flag_names(rest)
     flags.random = not names_data(rest)

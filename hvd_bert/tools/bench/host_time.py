@@ -1,4 +1,4 @@
-"""Measure the host's time to start a step and the GPU's time to compute it: the shorter one waits for the other."""
+"""Measure the host's time to launch a step and the GPU's time to compute it. The faster of the two waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.output.callback import Callback
 from hvd_bert.tasks.base import MicroBatch
 
-# Prefixes of CUDA's calls that start kernels, graphs and copies.
+# Prefixes of the CUDA calls that launch kernels, graphs and copies.
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 KERNEL_ROWS = 10
 # name -> label and format
@@ -29,22 +29,22 @@ FIGURES = {
 
 
 def measurable(config: Config, world: World) -> bool:
-    """Whether times of the host can be measured: on a single GPU, as ranks wait for each other, without --profile."""
+    """Whether the host's times can be measured: without --profile, on a single GPU, as ranks wait for each other."""
     alone = world.size * world.devices == 1
     return world.device.type == "cuda" and alone and not config.profiling.steps_to_record
 
 
 def figures(host_s: Sequence[float], events: Sequence[Any]) -> dict[str, Any]:
-    """Compute FIGURES, None if not measured, and list the longest kernels and copies.
+    """Compute FIGURES (None if not measured), and list the longest kernels and copies.
 
-    `host_s`: the host's seconds per measured step. `events`: a profile's key_averages().
+    `host_s`: seconds that the host needed to launch each measured step. `events`: a profile's key_averages().
     """
     rows, launches = [], 0
     for event in events:
         seconds = event.self_device_time_total / 1e6
         if event.device_type.name == "CPU":
             launches += event.count if event.key.startswith(LAUNCHES) else 0
-        # Annotations, such as "Optimizer.step", cover kernels, which have their own rows.
+        # Skip annotations such as "Optimizer.step": the kernels inside have their own rows.
         elif seconds and not getattr(event, "is_user_annotation", False):
             rows.append({"name": event.key, "calls": event.count, "seconds": seconds})
     rows.sort(key=lambda row: -row["seconds"])
@@ -54,7 +54,7 @@ def figures(host_s: Sequence[float], events: Sequence[Any]) -> dict[str, Any]:
 
 
 def advice(found: Mapping[str, float | None], captures_graphs: bool) -> str | None:
-    """A line of advice if the GPU waits for the host, else None. `captures_graphs`: see TrainArguments."""
+    """Return a line of advice if the GPU waits for the host, else None. `captures_graphs`: see TrainArguments."""
     host_ms, busy_ms, count = (found[name] for name in FIGURES)
     if host_ms is None or busy_ms is None or host_ms <= busy_ms:
         return None
@@ -67,9 +67,9 @@ def advice(found: Mapping[str, float | None], captures_graphs: bool) -> str | No
 
 @contextmanager
 def counted_waits() -> Iterator[list[str]]:
-    """Context manager: record the operations that wait for the GPU, except waits for events.
+    """Context manager: record the operations that make the host wait for the GPU, except waits for CUDA events.
 
-    Yields a list that has their files and lines after the block.
+    Yields a list. After the block, it has a FILE:LINE for each of these operations.
     """
     waits: list[str] = []
     with warnings.catch_warnings(record=True) as seen:
@@ -84,15 +84,15 @@ def counted_waits() -> Iterator[list[str]]:
 
 
 class HostTimer(Callback):
-    """Times the host in the second half of the first section, counts waits for the GPU there, and profiles a step.
+    """Measures the host's launch times and waits in the second half of the first section, and profiles a step.
 
-    `section`: steps per section. `last`: the step to profile; no measured step may follow, because a profile slows
-    down launches until the process ends.
+    `section`: number of steps per section. `last`: the step to profile. No measured step may follow, because a profile
+    slows down launches until the process ends.
     """
 
     def __init__(self, section: int, last: int) -> None:
         self._steps, self._last = {*range(section // 2 + 1, section + 1), last}, last
-        self._step, self._start = 1, 0.0  # the current step and its start; 0: not started, or not measured
+        self._step, self._start = 1, 0.0  # current step, and its start time (0: not started or not measured)
         self._host_s: list[float] = []
         self._profile, self._counting = profile(), ExitStack()
         self._section, self._waits = section, list[str]()
@@ -100,7 +100,7 @@ class HostTimer(Callback):
     def on_batch(self, batch: MicroBatch) -> None:
         if self._start or self._step not in self._steps:
             return
-        torch.cuda.synchronize()  # the step must not wait for earlier work
+        torch.cuda.synchronize()  # so that the step does not wait for earlier work
         if self._step == self._section // 2 + 1:
             self._waits = self._counting.enter_context(counted_waits())
         if self._step == self._last:
@@ -113,10 +113,10 @@ class HostTimer(Callback):
             self._profile.stop()
         elif self._start:
             self._host_s.append(time.perf_counter() - self._start)
-        if step == self._section + 2:  # the waits of logging the section are counted, too
+        if step == self._section + 2:  # this late, to count the waits for logging the section
             self._counting.close()
         self._step, self._start = step + 1, 0.0
 
     def figures(self) -> dict[str, Any]:
-        """All figures, with the longest kernels and the waits; after the last step."""
+        """Return all figures, with the longest kernels and the waits. Called after the last step."""
         return {**figures(self._host_s, self._profile.key_averages()), "host_waits": self._waits}

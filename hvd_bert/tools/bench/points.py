@@ -30,7 +30,7 @@ class SweepPoint(Point):
     """
 
     scaling: str
-    repeat: int  # or the seed
+    repeat: int  # 1, 2, ...; with --seeds, the seed
     global_batch: int
     state: PointState = "waiting"
     reason: str = ""
@@ -50,9 +50,10 @@ class SweepPoint(Point):
 
 
 class SweepPlan(argparse.Namespace):
-    """The flags of a sweep. `flags`: the user's flags of the trainer. `threads`: per rank.
+    """The flags of a sweep. `flags`: the trainer's flags that the user gave.
 
-    `epochs` replaces `steps`, and `seeds` replaces `repeats`: one run per seed.
+    `threads`: threads per rank; None if the trainer chooses. `epochs` replaces `steps`. `seeds` replaces `repeats`:
+    one run per seed.
     """
 
     strategies: list[str]
@@ -67,7 +68,7 @@ class SweepPlan(argparse.Namespace):
     threads: int | None
 
     def points(self, config: Config) -> list[SweepPoint]:
-        """All points in the order of the runs. `config`: the settings of all points.
+        """List all points in the order of the runs. `config`: the settings that all points share.
 
         Each repeat runs all settings, every second repeat in reverse order, so that a drift of the machine's speed
         affects all settings equally. Raises UserError if a batch does not divide evenly.
@@ -96,7 +97,10 @@ class SweepPlan(argparse.Namespace):
         ]
 
     def _sizes(self, strategy: str) -> Sequence[int]:
-        """The numbers of ranks for a strategy: 1 for a single process, 2 or more GPUs for `several_gpus`."""
+        """Return the numbers of ranks to run a strategy on: 1 for a single process.
+
+        For `several_gpus`, returns the numbers of GPUs of the single process, each 2 or more.
+        """
         row = STRATEGIES[strategy]
         if not row.several_gpus:
             return [1] if row.world == ALONE else self.ranks
@@ -106,35 +110,35 @@ class SweepPlan(argparse.Namespace):
         return sizes
 
     def trainer_flags(self, point: SweepPoint, accumulation: int, folder: Path) -> list[str]:
-        """The arguments of `python -m hvd_bert.train` for a point. `accumulation`: micro-batches per step."""
+        """Return the arguments of `python -m hvd_bert.train` for a point. `accumulation`: micro-batches per step."""
         own = [
             f"--strategy={point.strategy}",
             *self.length_flags(),
             *([f"--seed={point.repeat}"] if self.seeds else []),
             f"--per_device_train_batch_size={point.global_batch // (point.ranks * accumulation)}",
-            "--global_batch=-1",  # the --config file may fix it
+            "--global_batch=-1",  # the --config file may set it
             f"--output_dir={folder}",
             "--overwrite_output_dir",  # the folder already holds the log
         ]
         return command_line.override_argv(self.strategy_flags(point.strategy), own)
 
     def length_flags(self) -> list[str]:
-        """The trainer's flags for the length of a run."""
+        """Return the trainer's flags for the length of a run."""
         if self.epochs is None:
             return [f"--max_steps={self.steps}"]
         return ["--max_steps=-1", f"--num_train_epochs={self.epochs}"]  # -1: the --config file may limit the steps
 
     def strategy_flags(self, strategy: str) -> list[str]:
-        """The trainer's flags for all points of a strategy; flags of other strategies get their defaults."""
+        """Return the trainer's flags for all points of a strategy. Flags of other strategies get their defaults."""
         others = [f"--{name}={FLAGS[name].default}" for name, owner in OWNERS.items() if owner != strategy]
         return command_line.override_argv(with_defaults(self.flags, self.threads), others)
 
     def common_flags(self) -> list[str]:
-        """The trainer's flags for all points, without flags of single strategies."""
+        """Return the trainer's flags for all points, without strategy-specific flags."""
         return with_defaults(command_line.drop_flags(self.flags, OWNERS), self.threads)
 
     def own_flags(self, strategy: str) -> list[str]:
-        """The flags of a single strategy that the user, or the --config file, sets."""
+        """Return the flags specific to `strategy` that the user or the --config file sets."""
         own = {name: self.values[name] for name, owner in OWNERS.items() if owner == strategy}
         changed = {name: value for name, value in own.items() if value != FLAGS[name].default}
         return [f"--{name}" if value is True else f"--{name}={value}" for name, value in changed.items()]
@@ -146,7 +150,7 @@ class SweepPlan(argparse.Namespace):
 
 
 def check_flags(plan: SweepPlan) -> tuple[Config, dict[str, str]]:
-    """Return the settings of all points, and the strategies that refuse them, with the reason.
+    """Check the trainer's flags. Returns the settings of all points, and strategy -> reason if it refuses them.
 
     Raises UserError if no strategy accepts the settings, for missing files, and for flags of strategies that are not in
     the sweep.
@@ -164,7 +168,7 @@ def check_flags(plan: SweepPlan) -> tuple[Config, dict[str, str]]:
             )
     configs, refused = {}, {}
     for strategy in plan.strategies:
-        command_line.parse([*plan.own_flags(strategy), f"--strategy={strategy}"])  # flags may exclude each other
+        command_line.parse([*plan.own_flags(strategy), f"--strategy={strategy}"])  # raises if they exclude each other
         try:
             configs[strategy] = command_line.parse(
                 [*plan.strategy_flags(strategy), f"--strategy={strategy}", *plan.length_flags()]

@@ -66,7 +66,7 @@ class Recorder(Callback):
 
 
 def run(flags: argparse.Namespace, config: Config, world: World) -> None:
-    """Measure, and print on rank 0. Called by all ranks."""
+    """Measure the throughput; rank 0 prints it and writes --json. Called by all ranks."""
     if flags.replaced:
         log.warning(
             "--%s: not used. The benchmark only trains, for --steps and --repeats.", ", --".join(flags.replaced)
@@ -123,26 +123,26 @@ def _measure(flags: argparse.Namespace, config: Config, world: World) -> dict[st
 
 
 def section_figures(row: dict[str, float]) -> dict[str, float]:
-    """The figures of a section. `row`: the metrics logged at the section's end."""
+    """Select the figures of a section. `row`: the metrics logged at the section's end."""
     useful = {"useful_gflops": 1000 * row["tflops_per_s"]} if "tflops_per_s" in row else {}
     return useful | {name: row[name] for name in FIGURES | SHARES if name in row}
 
 
 def spread(sections: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Median, minimum and maximum of each figure over the sections."""
+    """Compute median, minimum and maximum of each figure over the sections."""
     columns = {name: [section[name] for section in sections] for name in sections[0]}
     return {name: {"median": median(c), "least": min(c), "most": max(c)} for name, c in columns.items()}
 
 
 def padding_share(rows: list[dict[str, float]]) -> float:
-    """Share of padding in the computed positions, over all ranks and sections. `rows`: logged metrics per section."""
+    """Compute the share of padding in all positions, over ranks and sections. `rows`: metrics logged per section."""
     tokens = [row["tokens_per_s"] * row["step_s"] for row in rows]
     positions = [count / (1 - row["padding_share"]) for count, row in zip(tokens, rows, strict=True)]
     return 1 - sum(tokens) / sum(positions)
 
 
 def evaluation_rate(task: Task, steps: range, device: torch.device, precision: str) -> float:
-    """Windows/s of forward passes without gradients, on the batches of some steps, in a world of 1."""
+    """Measure forward passes without gradients on the batches of `steps`, in a world of 1. Returns windows/s."""
     assert task.plan is not None
     batches = [task.batch(ids) for step in steps for ids in task.plan.rank_windows(step, 0)]
     with evaluating(task.model), autocast(device, precision):
@@ -189,11 +189,11 @@ def _print_table(record: dict[str, Any]) -> None:
 # Tokens per window: minimum, deciles and maximum over the 3,889 windows of the first 11 articles of SQuAD v1.1's
 # training set, with bert-base-uncased's vocabulary, at most 384 tokens and stride 128.
 SQUAD_DECILES = (41, 95, 114, 133, 150, 167, 185, 207, 239, 279, 384)
-FIRST_TOKEN = 1000  # ids below are special or unused in bert-base-uncased's vocabulary
+FIRST_TOKEN = 1000  # lower ids are special, unused or characters in bert-base-uncased's vocabulary
 
 
 def lengths_like_squad(count: int, longest: int, seed: int) -> NDArray[np.int32]:
-    """Draw lengths of `count` windows from SQuAD's distribution, clipped to `longest` tokens."""
+    """Draw the lengths of `count` windows, in tokens, from SQuAD's distribution, clipped to `longest`."""
     quantiles = np.random.Generator(np.random.PCG64(seed)).random(count) * (len(SQUAD_DECILES) - 1)
     drawn = np.interp(quantiles, np.arange(len(SQUAD_DECILES)), SQUAD_DECILES)
     return np.minimum(drawn.astype(np.int32), longest)

@@ -38,7 +38,7 @@ from hvd_bert.tools.runs.one_run import MODEL, Stopped, Watch, exit_status, trai
 from hvd_bert.tools.runs.out_folder import opened, replace
 from hvd_bert.tools.runs.trainer_flags import PRESET, names_data, with_defaults
 
-FAILURES = 2  # after this number of failures in a row, a setting's other repeats are not run
+FAILURES = 2  # after this number of failures in a row, a setting's remaining repeats are not run
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +60,7 @@ def _sweep(argv: Sequence[str], check: Watch) -> int:
 
 
 def make_parser() -> Parser:
-    """The parser of the sweep's own flags."""
+    """Make the parser of the sweep's own flags."""
     parser = Parser(prog="hvd-bert bench sweep", allow_abbrev=False)
     parser.description = (
         "Train with each strategy on each number of ranks, and compare their throughput. All other flags go to"
@@ -123,14 +123,14 @@ class Sweep:
         self.plan, self.launching, self.out, self.check = plan, launching, plan.out, check
         self.config, self.refused = check_flags(plan)
         self.points = plan.points(self.config)
-        self.other_rows: list[dict[str, Any]] = []  # points of earlier commands that this plan does not have
+        self.other_rows: list[dict[str, Any]] = []  # rows of points that only earlier commands had
         self.now = {"command": ["hvd-bert", "bench", "sweep", *argv], **launching.machine.record()}
         self.same = self._same()
         self.failures: Counter[tuple[str, int, str]] = Counter()
         self.unit = "windows"  # unit of a batch, known after the first run
 
     def _same(self) -> dict[str, object]:
-        """The settings that must stay the same when the sweep resumes."""
+        """Collect the settings that must stay the same when the sweep resumes."""
         plan, scalings = self.plan, SCALINGS[self.plan.scaling]
         return {
             "--steps": plan.steps if plan.epochs is None else None,
@@ -164,7 +164,7 @@ class Sweep:
         status = EXIT_FAILURE if count["skipped"] or count["failed"] else EXIT_OK
         if count["done"] and not self._report():
             print(f"Tables and plots: hvd-bert report {self.out} --out {self.out / 'report'}")
-            return EXIT_FAILURE if self.plan.report else status  # the flags were right
+            return EXIT_FAILURE if self.plan.report else status  # not bad input: this command's flags are valid
         return status
 
     def _report(self) -> bool:
@@ -177,20 +177,23 @@ class Sweep:
         return subprocess.run(report, check=False).returncode == EXIT_OK
 
     def _stopped(self, reason: str, done: int) -> Stopped:
-        """Requeue the Slurm job, and describe the stop. `done`: number of points that were done at the start."""
+        """Requeue the Slurm job, and return an exception that describes the stop and how to resume.
+
+        `done`: number of points that were done at the start.
+        """
         remaining, now = len(self._in_state("waiting")), len(self._in_state("done"))
         progress = f"{now} of {len(self.points)} points" if now > done else ""
         why_not: str | None = ""
-        if "SIGINT" not in reason:  # Ctrl-C in an interactive session of a job
+        if "SIGINT" not in reason:  # SIGINT is Ctrl-C in an interactive job
             why_not = slurm.requeue(os.environ, self.plan.requeue, progress, partial(print, flush=True))
         stopped = Stopped(f"{reason}, {remaining} points remaining")
         stopped.then = "" if why_not is None else f"{why_not} {stopped.then}".strip()
         return stopped
 
     def _resume(self, previous: dict[str, Any]) -> None:
-        """Find the points that are done or cannot run here. `previous`: sweep.json of an earlier start.
+        """Mark the points that are done or cannot run here. `previous`: content of sweep.json from an earlier start.
 
-        Strategies, ranks, repeats and kinds of scaling may be added. Rows of other points stay in sweep.json.
+        The plan may have new strategies, ranks, repeats or kinds of scaling. Points that it lacks stay in sweep.json.
         """
         self.same = previous.get("same", {}) | self.same
         rows = {row["name"]: row for row in previous.get("points", [])}
@@ -241,7 +244,7 @@ class Sweep:
             print(f"[{number}/{len(self.points)}] {label}: {outcome}{took}  ETA {self._eta()}", flush=True)
 
     def _eta(self) -> str:
-        """Estimate the time of the remaining points, each by the mean of its finished repeats, else of all runs."""
+        """Estimate the remaining time, with the mean time of each point's finished repeats, else of all runs."""
         ran = [(point.setting, point.seconds) for point in self.points if point.seconds is not None]
         if not ran:
             return "?"
@@ -256,7 +259,7 @@ class Sweep:
         folder, environ = self.out / point.name, self.launching.environment(point, os.environ)
         flags = self.plan.trainer_flags(point, self.config.train.gradient_accumulation_steps, folder)
         point.command = self.launching.command(point, flags, environ)
-        first = point.strategy == "none" and not self._in_state("done")  # bad input would fail all points
+        first = point.strategy == "none" and not self._in_state("done")  # bad input would make all points fail
         timeout = self.plan.timeout
         point.reason, point.seconds = train(point.command, environ, folder, timeout, self.check, refuse=first)
         if point.reason:
@@ -271,7 +274,7 @@ class Sweep:
                 delete(folder / MODEL)
 
     def _print_reasons(self, state: PointState) -> None:
-        """Print each reason once, with its points' names."""
+        """Print each reason once, with the first point's name and the number of other points."""
         points: dict[str, list[str]] = {}
         for point in self._in_state(state):
             points.setdefault(point.reason, []).append(point.name)

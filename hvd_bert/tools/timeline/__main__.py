@@ -48,7 +48,7 @@ def _analyze(flags: argparse.Namespace) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command's flags."""
+    """Make the parser of the command's flags."""
     parser = Parser(prog="hvd-bert timeline")
     parser.description = "Analyze a Horovod timeline: phases, bandwidth, exposed communication, stragglers, and advice."
     parser.add_argument(

@@ -6,8 +6,9 @@ two lines of metadata give the tensor's `pid`. Other events follow without line 
     {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": 5780290, "pid": 47},{"ph": "X", "name": "1", "ts": ...}
 
 `ts` is in microseconds. `B` and `E` begin and end a span; `E` has no name. The last `E` of an operation has the
-tensor's dtype and shape. `X` means that rank 1 has become ready. `i` is the start of a cycle. After every event the
-file ends with "]", which the next event overwrites. The file of a killed job may lack the "]" and end within an event.
+tensor's dtype and shape. `X` means that a rank, here rank 1, has become ready. `i` is the start of a Horovod cycle.
+After every event the file ends with "]", which the next event overwrites. The file of a killed job may lack the "]" and
+end within an event.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from tqdm import tqdm
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import GIB, MIB, open_regular
 
-Event = tuple[str, str, int, int, int]  # phase, name of a BEGIN or rank of a TICK, microseconds, tensor, bytes
-NONE = -1  # none, or unknown
+Event = tuple[str, str, int, int, int]  # phase, name of a BEGIN or rank of a TICK, microseconds, pid, bytes
+NONE = -1  # missing or unknown
 BEGIN, END, TICK = "B", "E", "X"
 BLOCK = 2 * MIB  # bytes that are parsed at a time
-MAX_BYTES = GIB  # bytes of a file that are read: the analysis needs up to three times as much memory
-LONGEST_EVENT = MIB  # maximum length of an event
+MAX_BYTES = GIB  # maximum bytes that are read of a file: the analysis needs up to three times as much memory
+LONGEST_EVENT = MIB  # maximum bytes of an event
 LARGEST = 2**50  # maximum bytes of a tensor
 _START = b'{"ph": "'
 _EVENT = re.compile(
@@ -46,10 +47,10 @@ ITEM_BYTES |= dict.fromkeys(("int32", "float32", "uint32"), 4) | dict.fromkeys((
 
 @dataclass
 class Timeline:
-    """A timeline's file. All attributes except `path` are filled while `events` reads the file.
+    """A timeline file. All attributes except `path` are filled while `events` reads the file.
 
-    `names`: names of spans. `ranks`: ranks named by ticks. `count`: number of events of tensors. `first_us`, `last_us`:
-    times of the first and the last event. `cut_short`: no "]" follows the last event.
+    `names`: names of the spans. `ranks`: ranks that ticks name. `count`: number of tensor events. `first_us`,
+    `last_us`: times of the first and the last event. `cut_short`: whether the "]" after the last event is missing.
     """
 
     path: Path
@@ -61,7 +62,7 @@ class Timeline:
     cut_short: bool = False
 
     def events(self) -> Iterator[Event]:
-        """Read the complete events of tensors, in the file's order. Raises UserError."""
+        """Read the complete tensor events, in the file's order. Raises UserError."""
         _check_start(self.path)
         for phase, name, time, pid, dtype, shape in self._matches():
             ts = int(time)
@@ -77,7 +78,7 @@ class Timeline:
                 yield phase or END, name, ts, int(pid), _tensor_bytes(dtype, shape) if dtype else NONE
 
     def _matches(self) -> Iterator[tuple[str, ...]]:
-        """Match _EVENT in the first MAX_BYTES, with a progress bar on a terminal. Yields the groups of each match."""
+        """Find _EVENT in the first MAX_BYTES, with a progress bar on a terminal. Yields the groups of each match."""
         size, rest = min(self.path.stat().st_size, MAX_BYTES), b""
         bar: dict[str, Any] = {"disable": None, "leave": False, "desc": self.path.name}
         with open_regular(self.path) as opened, tqdm.wrapattr(opened, "read", size, **bar) as file:
@@ -91,7 +92,7 @@ class Timeline:
 
 
 def _check_start(path: Path) -> None:
-    """Raise UserError if the file cannot be read or is no timeline by its first bytes."""
+    """Raise UserError if the file cannot be read, or if its first bytes show that it is not a timeline."""
     try:
         with open_regular(path) as file:
             start = file.read(LONGEST_EVENT).removeprefix(codecs.BOM_UTF8)
@@ -109,7 +110,7 @@ def _check_start(path: Path) -> None:
 
 @lru_cache(4096)
 def _tensor_bytes(dtype: str, shape: str) -> int:
-    """Bytes of a tensor; NONE if unknown."""
+    """Compute the bytes of a tensor; NONE if the dtype is unknown or the size is not plausible."""
     if dtype not in ITEM_BYTES:
         return NONE
     size = ITEM_BYTES[dtype] * math.prod(map(int, re.findall("[0-9]+", shape)))

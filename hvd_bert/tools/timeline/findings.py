@@ -24,7 +24,7 @@ from hvd_bert.tools.timeline.operations import (
     span_kind,
 )
 
-# Kind of a phase -> meaning.
+# Kind of a phase -> its meaning, in the order in which a message goes through the phases.
 KINDS = {
     "negotiation": "negotiation: until all ranks are ready",
     "wait": "waiting for the device's data",
@@ -33,30 +33,30 @@ KINDS = {
     "collective": "on the wire",
     "set-up": "set-up",
 }
-FULL = 0.5  # minimum share of the usual number of tensors in a training step
-LATE_US = 2000  # twice Horovod's cycle: a smaller delay may be none
-SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes: upper limits of the classes of messages
+FULL = 0.5  # minimum number of tensors in a training step, as a share of the median
+LATE_US = 2000  # twice Horovod's cycle time: ranks with a smaller lag may not be late
+SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes: upper limits of the message size classes
 BIG = 1 << 20  # bytes: smaller messages are mostly latency and do not count for the bandwidth
-FAST = 0.05  # share of the big messages that neither computation nor a late rank delayed
+FAST = 0.05  # share of the big messages: the fastest, assumed not to be delayed by computation or a late rank
 # Thresholds of the advice:
 WAIT_SHARE = 0.05  # share of the step spent waiting for the last rank
-SAME_RANK = 0.6  # share of the steps in which the straggler is last
-ENOUGH_STEPS = 10  # minimum number of steps that name ranks, to name a straggler
-EXPOSED_SHARE = 0.10  # share of the step
+SAME_RANK = 0.6  # share of the steps in which a straggler is last
+ENOUGH_STEPS = 10  # minimum number of steps with named ranks, for finding a straggler
+EXPOSED_SHARE = 0.10  # share of the step that is exposed communication
 SMALL_MESSAGE = 1 << 20  # bytes: in smaller messages, latency matters more than bandwidth
 MANY_MESSAGES = 8  # per step
 NO_CACHE = "HOROVOD_CACHE_CAPACITY=0"
 
 
 def quantile(values: Sequence[float], part: float = 0.5) -> float:
-    """A quantile, by default the median; NaN without values."""
+    """Compute a quantile, by default the median; NaN without values."""
     return float(np.quantile(values, part)) if values else math.nan
 
 
 class Phase:
-    """A phase of messages. `count`: number of messages or, for negotiations, of tensors.
+    """A phase of messages or, for negotiations, of tensors. `count`: number of messages or tensors.
 
-    `total_s`: time with at least one message (tensor) in the phase.
+    `total_s`: time with at least one of them in the phase. `share`: `total_s` as a share of the recorded time.
     """
 
     def __init__(self, name: str, spans: list[tuple[int, int]], covered_us: int) -> None:
@@ -71,7 +71,7 @@ class Phase:
 
 
 def find_phases(negotiations: list[Negotiation], messages: list[Message], covered_us: int) -> list[Phase]:
-    """The phases in the order in which a message goes through them, within a kind by time."""
+    """Compute the phases, in the order of KINDS; within a kind, by decreasing time."""
     spans = defaultdict(list)
     for row in negotiations:
         spans[row.name].append((row.start, row.end))
@@ -83,7 +83,10 @@ def find_phases(negotiations: list[Negotiation], messages: list[Message], covere
 
 
 class SizeClass:
-    """Allreduces of up to `up_to` bytes (None: larger). `bytes_per_s`: bytes over the time of the collectives."""
+    """Allreduces of a size class. `up_to`: its upper limit in bytes (None: no limit).
+
+    `bytes_per_s`: bytes of all messages, divided by the time of their collectives.
+    """
 
     def __init__(self, up_to: int | None, messages: list[Message]) -> None:
         self.up_to, self.messages = up_to, len(messages)
@@ -94,25 +97,26 @@ class SizeClass:
 
 
 def size_limit(message: Message) -> int | None:
-    """The upper limit of a message's size class."""
+    """Return the upper limit of a message's size class in bytes; None for the class without a limit."""
     return next((limit for limit in SIZES if message.size <= limit), None)
 
 
 def bandwidth(messages: list[Message]) -> float:
-    """Bytes per second of messages; NaN if there are none."""
+    """Compute the bandwidth of messages in bytes per second; NaN without messages."""
     took = sum(message.received - message.sent for message in messages)
     return sum(message.size for message in messages) / max(1, took) * 1e6 if messages else math.nan
 
 
 class RankRow:
-    """How often and how long others waited for a rank.
+    """The delays of a rank: how often and how long other ranks waited for it.
 
-    `last`: number of negotiations in which the rank was last by more than 2 ms; `share`: their share. `steps`: number
-    of steps, out of `of_steps`, in which the rank was last. `waited_s`: total time that ranks waited in these steps.
+    `last`: number of negotiations in which the rank was last by more than 2 ms. `share`: their share of all
+    negotiations that name ranks. `steps`: number of steps, out of `of_steps`, in which the rank was last. `waited_s`:
+    total time that the first rank waited for it in these steps.
     """
 
     def __init__(self, rank: int, tensors: list[Negotiation], steps: list[Negotiation]) -> None:
-        """`tensors`: all negotiations that name ranks. `steps`: the latest negotiation of each step with ranks."""
+        """`tensors`: all negotiations that name ranks. `steps`: `Step.latest` of each step that has it."""
 
         def late(rows: list[Negotiation]) -> list[float]:
             return [row.lag * 1e-6 for row in rows if row.last_rank == rank and row.lag > LATE_US]
@@ -125,10 +129,13 @@ class RankRow:
 
 
 class StepFigures:
-    """Figures of the steps after the first: medians of times, shares of `step_s`, bounds `least` and `most`."""
+    """Figures of the full steps. Times are medians unless named p99, and shares are relative to the step time.
+
+    `exposed_least` and `exposed_most` are bounds. `hidden_share`: share of `busy` that is certainly hidden.
+    """
 
     def __init__(self, steps: list[Step], took: list[int]) -> None:
-        """`took`: the known times of steps in us."""
+        """`took`: the known step times in us."""
         busy, waits = [step.busy for step in steps], [step.wait for step in steps]
         least, most = [step.exposed_min for step in steps], [step.exposed_max for step in steps]
         step_us = quantile(took)
@@ -145,7 +152,10 @@ class StepFigures:
 
 
 def full_steps(steps: list[Step]) -> list[Step]:
-    """The steps with the usual number of tensors, except the first step, which includes set-up."""
+    """Return the steps with the usual number of tensors, except the first step, which includes set-up.
+
+    Empty if fewer than two steps remain.
+    """
     usual = quantile([step.tensors for step in steps])
     full = [step for step in steps[1:] if step.tensors >= FULL * usual]
     return full if len(full) > 1 else []
@@ -165,14 +175,15 @@ def read(path: Path, ranks: int | None = None) -> Findings:
 class Findings:
     """All findings in a timeline. `ranks`: number of ranks, None if unknown.
 
-    Bandwidths: `bytes_per_s`: large messages; `wire_bytes_per_s`: the bytes that each rank sends in a ring;
-    `fast_bytes_per_s`: the fastest 5 % of messages above 1 MiB.
+    `bytes_per_s`: bandwidth of messages above 1 MiB, or of all messages if those carry less than half of the bytes.
+    `wire_bytes_per_s`: bandwidth of the bytes that each rank sends in a ring. `fast_bytes_per_s`: bandwidth that the
+    fastest 5 % of messages above 1 MiB reach.
     """
 
     def __init__(
         self, timeline: Timeline, begun: list[Negotiation], operations: list[Operation], ranks: int | None
     ) -> None:
-        """`begun`: all negotiations, also unfinished ones. `ranks`: number of ranks, if the file does not name them."""
+        """`begun`: all negotiations, including unfinished ones. `ranks`: see `read`."""
         messages = find_messages(operations)
         negotiations = [row for row in begun if row.end != NONE]
         naming = [row for row in negotiations if row.ticks]
@@ -201,9 +212,9 @@ class Findings:
 
 
 def advise(findings: Findings) -> list[str]:
-    """Up to two lines of advice on figures above their thresholds (listed in docs/guides/profiling.md).
+    """Return up to two lines of advice on figures above their thresholds (listed in docs/guides/profiling.md).
 
-    The most expensive problem comes first. Without a problem, the only line says so.
+    The most expensive problem comes first. Without a problem, returns a line that says so.
     """
     step = findings.step
     if step is None:
@@ -220,7 +231,7 @@ def advise(findings: Findings) -> list[str]:
 
 
 def _waiting(findings: Findings, step: StepFigures) -> tuple[float, str] | None:
-    """Advice on waiting for the last rank: the lost share of the step, and the text; None if little is lost."""
+    """Advise on waiting for the last rank. Returns the lost share of the step and the text; None if little is lost."""
     rows, named = findings.rank_rows, findings.rank_rows[0].of_steps if findings.rank_rows else 0
     known = 2 * named >= step.steps
     if known and named >= ENOUGH_STEPS:
@@ -273,7 +284,7 @@ def _exposed(step: StepFigures) -> tuple[float, str] | None:
 
 
 def exposed(step: StepFigures) -> str:
-    """Format the time and share of exposed communication, or their range."""
+    """Format the time and share of exposed communication per step; as ranges if the bounds differ by 5 % or more."""
     low, high = step.exposed_least_s, step.exposed_most_s
     if high - low < 0.05 * high:
         return f"{seconds(high)} ({percent(step.exposed_most_share)})"

@@ -2,7 +2,8 @@
 
 A tensor goes through NEGOTIATE_ALLREDUCE (from the first ready rank to the last, with a tick per rank), then
 ALLREDUCE, which contains activities: MEMCPY_IN_FUSION_BUFFER, MPI_ALLREDUCE, ... (common.h). Tensors that share a
-buffer begin the collective's activity together: all B, then all E. Negotiations by the response cache have no ticks.
+buffer begin the collective's activity together: all B, then all E. Negotiations that Horovod answers from its response
+cache have no ticks.
 
 A step begins with the first tensor that was already allreduced in the step before. Communication after the step's last
 tensor was ready on all ranks is *exposed*: the backward pass is over, and the step waits. Earlier communication is
@@ -24,14 +25,14 @@ REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 OPERATIONS = (*REDUCTIONS, "ALLGATHER", "BROADCAST", "ALLTOALL")
 COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BCAST", "ALLTOALL", "REDUCESCATTER", "REDUCE")
 NEGOTIATION, OPERATION, COLLECTIVE, OTHER = "negotiation", "operation", "collective", "other"
-ASYNCHRONOUS = "NCCL_"  # prefix of collectives that another thread waits for
+ASYNCHRONOUS = "NCCL_"  # prefix of collectives whose end another thread waits for
 AT_ONCE_US = 5000  # a negotiation this soon after a message may have waited for the sending thread
 SMALL = 0.01  # share of a step's bytes: a smaller message after the gradients is a loss or a metric
 
 
 @cache
 def span_kind(name: str) -> str:
-    """The kind of a span, by name; OTHER for names that Horovod does not use."""
+    """Return the kind of a span, by its name; OTHER for names that Horovod does not use."""
     if name.startswith("NEGOTIATE_"):
         return NEGOTIATION
     if name in OPERATIONS:
@@ -55,7 +56,10 @@ class Span:
 
 @dataclass(slots=True)
 class Negotiation(Span):
-    """A negotiation. `ticks`: number of named ranks. `lag`: from the first tick to the last, which is `last_rank`'s."""
+    """A negotiation. `ticks`: number of its ticks; each names a rank. `lag`: us from the first to the last tick.
+
+    `last_rank`: rank of the last tick.
+    """
 
     ticks: int = 0
     first_tick: int = 0
@@ -70,8 +74,8 @@ class Negotiation(Span):
 
 @dataclass(slots=True)
 class Operation(Span):
-    """The operation of a tensor. `negotiation`: the tensor's preceding negotiation. `message`: number of the message.
-    `size`: bytes, NONE if unknown. `collective`: name of the first collective inside."""
+    """The operation of a tensor. `negotiation`: the tensor's negotiation before it. `message`: number of the message
+    that contains the tensor. `size`: bytes, NONE if unknown. `collective`: name of the operation's first collective."""
 
     pid: int = NONE
     negotiation: Negotiation | None = None
@@ -94,7 +98,7 @@ def find_operations(events: Iterable[Event]) -> tuple[list[Negotiation], list[Op
     operations: list[Operation] = []
     opened: defaultdict[int, list[Span]] = defaultdict(list)  # by tensor
     negotiated: dict[int, Negotiation] = {}  # by tensor, until its operation begins
-    sending: dict[str, int] = {}  # collective -> message, until a tensor ends it
+    sending: dict[str, int] = {}  # collective -> number of the message, until the first E
     for phase, name, ts, pid, size in events:
         stack = opened[pid]
         top = stack[-1] if stack else None  # None: the span began before the recording
@@ -132,10 +136,10 @@ def find_operations(events: Iterable[Event]) -> tuple[list[Negotiation], list[Op
 class Message:
     """Tensors that were sent together. Times in us.
 
-    `seen`: time at which the last tensor was ready on the first rank; `ready`: on all ranks. `start` and `end`: the
-    operation with copies; `sent` and `received`: only the collective. `size`: bytes, NONE if unknown. `activities`:
-    start and end by name. `named`: number of tensors whose negotiations name ranks. `latest`: the negotiation among
-    them with the largest lag.
+    `seen`: time at which the last tensor was ready on any rank; `ready`: on all ranks. `start` and `end`: of the
+    operation, with copies; `sent` and `received`: of the collective only. `size`: bytes, NONE if unknown. `activities`:
+    name -> start and end. `named`: number of tensors whose negotiations name ranks. `latest`: the negotiation with the
+    largest lag among those that name ranks.
     """
 
     def __init__(self, operations: list[Operation]) -> None:
@@ -150,7 +154,7 @@ class Message:
         self.end = max(operation.end for operation in operations)
         self.activities: dict[str, tuple[int, int]] = {}
         for span in chain.from_iterable(operation.activities for operation in operations):
-            # Writing 200 events takes time: the activity is between the last B and the first E.
+            # Horovod takes time to write an event per tensor: the activity is between the last B and the first E.
             start, end = self.activities.get(span.name, (span.start, span.end))
             self.activities[span.name] = max(start, span.start), min(end, span.end)
         sent = [times for name, times in self.activities.items() if span_kind(name) == COLLECTIVE]
@@ -161,12 +165,12 @@ class Message:
 
 
 def _latest(negotiations: list[Negotiation]) -> Negotiation | None:
-    """The negotiation with the largest lag; among equal lags, the last."""
+    """Return the negotiation with the largest lag; among equal lags, the last; None without negotiations."""
     return max(reversed(negotiations), key=lambda negotiation: negotiation.lag, default=None)
 
 
 def find_messages(operations: list[Operation]) -> list[Message]:
-    """Group the finished operations into messages, in the order in which they began."""
+    """Group the finished operations into messages, in the order in which the messages began."""
     together = defaultdict(list)
     for operation in operations:
         if operation.end != NONE:
@@ -177,14 +181,14 @@ def find_messages(operations: list[Operation]) -> list[Message]:
 class Step:
     """The messages of a training step. Times in us.
 
-    `number`: 0, 1, ... in the file. `start`: time at which the first tensors were ready. `busy`: time with a message in
-    flight. `exposed_min` and `exposed_max`: bounds of the exposed time. `wait`: time at the step's end in which the
-    first rank waits for the last. `latest`: the negotiation with the largest lag, None unless half of the tensors name
-    ranks.
+    `number`: the step's position in the file (0, 1, ...). `start`: time at which the first message's tensors were
+    ready on any rank. `busy`: time with a message in flight. `exposed_min` and `exposed_max`: bounds of the exposed
+    time. `wait`: time at the step's end in which the first rank waits for the last. `latest`: the negotiation with the
+    largest lag; None unless the negotiations of at least half of the tensors name ranks.
     """
 
     def __init__(self, number: int, messages: list[Message], free: int) -> None:
-        """`free`: time at which all earlier messages had ended."""
+        """`free`: time at which all messages of earlier steps had ended."""
         self.number = number
         self.start = min(message.seen for message in messages)
         self.messages, self.tensors = len(messages), sum(message.tensors for message in messages)
@@ -205,7 +209,7 @@ class Step:
 
 
 def find_steps(messages: list[Message]) -> list[Step]:
-    """Group the messages of reductions into steps."""
+    """Group the messages of REDUCTIONS into training steps."""
     steps: list[list[Message]] = []
     reduced: set[int] = set()
     for message in messages:
@@ -225,7 +229,7 @@ def find_steps(messages: list[Message]) -> list[Step]:
 
 
 def _drop_trailing(steps: list[list[Message]]) -> None:
-    """Remove a step's last message if it is small and became ready only after the others were received."""
+    """Remove each step's last message if it is small and became ready only after all earlier messages had ended."""
     received = 0
     for step in steps:
         last = step[-1]
@@ -237,10 +241,10 @@ def _drop_trailing(steps: list[list[Message]]) -> None:
 
 
 def _earliest_ready(messages: list[Message], seen: int) -> int:
-    """The earliest time at which a step's last tensor can have been ready on the first rank.
+    """Return the earliest time at which a step's last tensor can have been ready on the first rank.
 
-    `seen`: time at which Horovod noticed the tensor. The sending thread notices no tensors while it sends the messages
-    of a negotiation, a list, one by one:
+    `seen`: time at which Horovod noticed the tensor. A negotiation yields a list of messages. While the thread sends
+    them one by one, it does not notice new tensors:
 
         list       |   1   |    2    |
         message    |-a-|-b-||-c-|-d-|      c's and d's tensors can have been ready since a was sent

@@ -1,4 +1,4 @@
-"""Findings as text, tables and JSON, for a terminal and for the page."""
+"""Present the findings as text, tables and JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def speed(bytes_per_s: float) -> str:
 
 
 def facts(findings: Findings) -> list[str]:
-    """Facts about the file, and its gaps."""
+    """Describe the file, and what it lacks."""
     ranks = counted(findings.ranks, "rank") if findings.ranks else "an unknown number of ranks (set it with --ranks N)"
     events = f"{findings.events:,} events of {ranks} in {seconds(findings.covered_s)}"
     lines = [f"{findings.path}: {events}, {byte_size(findings.size)}."]
@@ -43,7 +43,7 @@ def facts(findings: Findings) -> list[str]:
 
 
 def step_lines(findings: Findings) -> list[str]:
-    """The time of a step, and the share of communication."""
+    """Describe the step time and its share of communication."""
     step = findings.step
     if step is None:
         return ["No steps found: no tensor was allreduced in 3 steps."]
@@ -59,7 +59,7 @@ def step_lines(findings: Findings) -> list[str]:
 
 
 def phases(findings: Findings) -> Grid:
-    """The table of phases."""
+    """Make the table of phases."""
     rows = []
     for phase in findings.phases:
         cells = [phase.name, KINDS[phase.kind], f"{phase.count:,}", seconds(phase.total_s), percent(phase.share)]
@@ -68,7 +68,7 @@ def phases(findings: Findings) -> Grid:
 
 
 def sizes(findings: Findings) -> Grid:
-    """The table of messages by size."""
+    """Make the table of messages by size."""
     rows = []
     for row in findings.sizes:
         name = f"up to {byte_size(row.up_to)}" if row.up_to else "larger"
@@ -79,7 +79,7 @@ def sizes(findings: Findings) -> Grid:
 
 
 def bandwidth(findings: Findings) -> list[str]:
-    """Lines on the bandwidth of the network."""
+    """Describe the network's bandwidth, or why it is unknown."""
     if findings.ranks == 1:
         return ["Bandwidth: none, as one rank sends nothing. Its messages are copies in its memory."]
     if math.isnan(findings.bytes_per_s):
@@ -102,7 +102,7 @@ def bandwidth(findings: Findings) -> list[str]:
 
 
 def ranks(findings: Findings) -> Grid:
-    """The table of ranks, with how often each is last."""
+    """Make the table of ranks: how often each is last, and by how long."""
     rows = []
     for row in findings.rank_rows:
         tensors = [f"{row.last:,}", percent(row.share), seconds(row.median_s), seconds(row.p99_s)]
@@ -113,7 +113,7 @@ def ranks(findings: Findings) -> Grid:
 
 
 def ranks_line(findings: Findings) -> str:
-    """The number of steps in the table of ranks, or the reason why there is no table."""
+    """Say in how many steps the last rank is known, or why there is no table of ranks."""
     if findings.ranks == 1:
         return "A single rank does not wait."
     if not findings.rank_rows:
@@ -123,7 +123,7 @@ def ranks_line(findings: Findings) -> str:
 
 
 def page(findings: Findings, definitions: bool = False) -> Page:
-    """Make the page. `definitions`: whether the definitions of the figures are added."""
+    """Make the page. `definitions`: whether to add the definitions of the figures."""
     found = Page(TITLE)
     found.add(Text(" ".join(facts(findings))), Text("Advice", 2), Listing(findings.advice))
     found.add(Text("Steps", 2), Listing(step_lines(findings)))
@@ -152,5 +152,5 @@ DEFINITIONS = (
 
 
 def as_json(findings: Findings) -> str:
-    """The findings as a JSON object; unknown values are null."""
+    """Convert the findings to a JSON object; unknown values are null."""
     return json.dumps(json.loads(json.dumps(findings, default=vars), parse_constant=lambda nan: None))
