@@ -1,4 +1,4 @@
-"""Find the first failure in a run's log, which has caused the later ones."""
+"""Find the first failure in a run's log, which has caused the later failures."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from hvd_bert.errors import EXIT_STOPPED
 from hvd_bert.storage.reading import open_regular
 
-MAX_LINE, MAX_LINES = 2**14, 100_000  # characters per line; last lines of a log that are read
-# Marks before a rank's lines, by horovodrun or `mpirun --tag-output`, by `torchrun --tee`, and in torch's tracebacks.
+MAX_LINE, MAX_LINES = 2**14, 100_000  # maximum characters per line; number of a log's last lines that are searched
+# Marks before a rank's lines: of horovodrun or `mpirun --tag-output`, of `torchrun --tee`, and of torch's tracebacks.
 _MARK = re.compile(r"\[(?:(?:\d+,)?\d+\]<std(?:out|err)>|(?:default|rank)\d+\]): ?")
-# The first line of an attempt, by the trainer or by Slurm: a requeued job appends to its log.
+# The first line of an attempt, written by the trainer or by Slurm. A requeued job appends its attempts to one log.
 _BEGIN = re.compile(
     r"(?:\S+ \S+ INFO )?\d+ rank\(s\) on |slurmstepd.*: error: .* DUE TO (?:JOB REQUEUE|PREEMPTION|NODE FAILURE)"
 )
-# Last lines of the attempt that Slurm ended, which follow Slurm's line.
+# Last lines of an attempt that Slurm ended. They follow Slurm's line, but do not belong to the next attempt.
 _REQUEUED = re.compile(r"srun: error: .*: Terminated$|hvd_bert: Stopped .*, saved in [^ ]+\.$")
 _NO_CAUSE = "Stopped (?:after step|by )|the launcher was killed"
 _MESSAGE = re.compile(rf"^hvd_bert: (?!{_NO_CAUSE})(.*)", re.MULTILINE)
@@ -27,7 +27,7 @@ _FAILED = re.compile(r"(rank \d+ on \S+) failed:$")
 _WAITED = re.compile(r"^(rank \d+ on \S+ has waited \d+ s for .*?)(?:\. Check the file systems.*)?$", re.MULTILINE)
 _OTHERS = re.compile(rf"^(?:hvd_bert: )?((?:{_NO_CAUSE}|rank \d+ on \S+ lost another rank).*)", re.MULTILINE)
 _EXCEPTION = re.compile(
-    r"(?!RuntimeError: Horovod detected that one|torch\.distributed\.elastic)"  # raised by launchers
+    r"(?!RuntimeError: Horovod detected that one|torch\.distributed\.elastic)"  # raised by launchers, not by ranks
     r"[\w.]*(?:Error|Exception|Interrupt)(?::|$)"
 )
 _CHAINED = re.compile(r"During handling of the above|The above exception was the")
@@ -43,21 +43,21 @@ _TERMINATED = re.compile(r"Terminated|signal 15| 143$")  # launchers terminate t
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Read the lines of a log. Raises OSError."""
+    """Read the lines of a log; longer lines are split at MAX_LINE characters. Raises OSError."""
     with io.TextIOWrapper(open_regular(path), "utf-8", "replace") as file:
         yield from iter(partial(file.readline, MAX_LINE), "")
 
 
 def split_mark(line: str) -> tuple[str, str]:
-    """Split a line into its mark and text. mpirun marks each write, so a line may have several marks."""
+    """Split a line into its mark (_MARK) and text. mpirun marks each write, so a line may have several marks."""
     mark = _MARK.match(line)
     return (mark[0], line.replace(mark[0], "").rstrip()) if mark else ("", line.rstrip())
 
 
 def first_failure(lines: Iterable[str], hosts: Sequence[str] = ()) -> str:
-    """The first failure in the last attempt of a log, as one line; "" if there is none.
+    """Find the first failure in the last attempt of a log. Returns one line; "" if there is no failure.
 
-    `hosts`: the host of each rank, for launchers that do not name it.
+    `hosts`: the host of each rank, for launchers that do not name the hosts.
     """
     attempt: deque[tuple[str, str]] = deque(maxlen=MAX_LINES)
     requeued = False
@@ -76,7 +76,7 @@ def first_failure(lines: Iterable[str], hosts: Sequence[str] = ()) -> str:
 
 
 def _raised(attempt: Iterable[tuple[str, str]]) -> list[str]:
-    """The first reported exception, with rank and host, if any."""
+    """Find the first exception that a rank reports. Returns it with rank and host, as a list of at most one line."""
     lines = iter(attempt)
     for mark, line in lines:
         if failed := _FAILED.match(line):
@@ -86,7 +86,7 @@ def _raised(attempt: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _exception(lines: Iterable[str]) -> str:
-    """The exception of the first traceback; if exceptions are chained, the last of them."""
+    """Find the exception of the first traceback; if exceptions are chained, the last of them. "" without exceptions."""
     found = ""
     for line in lines:
         if found and line.startswith("Traceback "):
@@ -99,7 +99,7 @@ def _exception(lines: Iterable[str]) -> str:
 
 
 def _ended(text: str, hosts: Sequence[str], lost: Collection[str]) -> list[tuple[str, str]]:
-    """Pairs of a failed rank and how it ended. Ranks that lost another rank, or were terminated, come last."""
+    """List pairs of a failed rank and how it ended. Ranks that lost another rank, or were terminated, come last."""
     host_of, ends = {str(rank): host for rank, host in enumerate(hosts)}, []
     for match in (match for pattern in _ENDED for match in re.finditer(pattern, text, re.MULTILINE)):
         end = match.groupdict("")

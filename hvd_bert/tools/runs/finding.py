@@ -17,11 +17,11 @@ from hvd_bert.tools.runs.tolerant import unreadable
 
 MARKS = {RESULTS, SETTINGS, METRICS, EVALUATED_ONLY}
 SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its runs
-Excluded = tuple[str, str]  # name of one or more runs without a speed-up, and the reason
+Excluded = tuple[str, str]  # name of one or more runs, and the reason why they have no speed-up
 
 
 class SweepRow(Struct):
-    """The fields of a point in sweep.json that are read back."""
+    """A point in sweep.json, with the fields that are read back."""
 
     name: str
     strategy: str = ""
@@ -40,7 +40,7 @@ class SweepFile(Struct):
 
 
 def find(paths: Sequence[Path]) -> list[Path]:
-    """Find the run folders among and below `paths`, without duplicates. Raises UserError if there are none."""
+    """Find the run folders among and below `paths`, without duplicates. Raises UserError for a path without runs."""
     found: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
@@ -65,7 +65,7 @@ def _walk(path: Path) -> Iterable[tuple[Path, set[str]]]:
 
 
 def sweeps(paths: Sequence[Path]) -> tuple[list[str], dict[Path, Excluded]]:
-    """The last command of each sweep in or below `paths`, and the failed and skipped runs by folder."""
+    """Read the sweeps in or below `paths`. Returns the last command of each, and folder -> failed or skipped run."""
     commands, excluded = [], {}
     for folder in (folder for path in paths for folder, files in _walk(path) if SWEEP in files):
         try:

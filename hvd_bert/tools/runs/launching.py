@@ -26,22 +26,22 @@ from hvd_bert.tools.rendering import counted
 STRONG, WEAK = "strong", "weak"  # kinds of scaling
 CHOICES = ("auto", *sorted(name for name, row in LAUNCHERS.items() if row.command), "none")
 TAKE_HOSTS = [name for name, row in LAUNCHERS.items() if row.takes_hosts]
-RANKS_PER_CORE = 16  # with more, ranks only wait for each other and fill the memory
+RANKS_PER_CORE = 16  # more ranks would only wait for each other and fill the memory
 TRAIN = (sys.executable, "-m", "hvd_bert.train")
-EXPORTED = ("OMP_NUM_THREADS", SETTING)  # variables that ranks on other hosts get: threads, network interfaces
-_HOST = re.compile(r"(\w[\w.-]*)(?::([1-9][0-9]{0,3}))?", re.ASCII)  # "-" first would be an option of ssh
+EXPORTED = ("OMP_NUM_THREADS", SETTING)  # environment variables passed to other hosts: threads, network interface
+_HOST = re.compile(r"(\w[\w.-]*)(?::([1-9][0-9]{0,3}))?", re.ASCII)  # a leading "-" would make it an option of ssh
 
 
 @dataclass(eq=False)
 class Point:
-    """A training to start. `ranks`: number of processes or, with `several_gpus`, of GPUs of the single process."""
+    """A training to start. `ranks`: number of processes; with `several_gpus`, number of GPUs of the single process."""
 
     strategy: str
     ranks: int
 
     @property
     def row(self) -> StrategyRow:
-        """Facts about the strategy."""
+        """The strategy's row of STRATEGIES."""
         return STRATEGIES[self.strategy]
 
     @property
@@ -54,7 +54,7 @@ class Point:
 
 
 def host_slots(hosts: str, source: str = "-H") -> dict[str, int]:
-    """The slots of each host of HOST:SLOTS,... Raises UserError, which names the source, if the list is malformed."""
+    """Parse HOST:SLOTS,... into the number of slots per host. Raises UserError, which names `source`, if malformed."""
     slots: dict[str, int] = {}
     for entry in hosts.split(","):
         match = _HOST.fullmatch(entry)
@@ -66,7 +66,7 @@ def host_slots(hosts: str, source: str = "-H") -> dict[str, int]:
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """The nodes and tasks of the Slurm job that this process runs in; None without a job."""
+    """Read the nodes and tasks of the Slurm job that this process runs in; None outside a job."""
     if "SLURM_JOB_ID" not in environ:
         return None
     nodes, tasks = requested(environ)
@@ -86,7 +86,7 @@ class Machine:
 
     @classmethod
     def here(cls, environ: Mapping[str, str]) -> Machine:
-        """The resources that this process may use."""
+        """Find the cores and GPUs that this process may use, and its Slurm job. Raises UserError."""
         # Count GPUs as torch does in the ranks. A subprocess imports torch, so that this process need not.
         program = "import torch; print(torch.cuda.device_count())"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, errors="replace")
@@ -96,13 +96,13 @@ class Machine:
         return cls(len(os.sched_getaffinity(0)), int(last[0]), find_allocation(environ))
 
     def record(self) -> dict[str, object]:
-        """Facts about this host for sweep.json."""
+        """Return facts about this host for sweep.json."""
         return {"host": socket.gethostname(), "processor": cpu_name(), "cores": self.cores, "gpus": self.gpus}
 
 
 @dataclass(frozen=True)
 class Launching:
-    """The selected launcher with its arguments and hosts (-H), and this machine."""
+    """The selected launcher, with additional arguments and hosts (-H), and this machine."""
 
     choice: str
     extra_args: tuple[str, ...]
@@ -125,7 +125,7 @@ class Launching:
             raise UserError(f"--launcher {self.choice}: {missing}.")
 
     def record(self) -> dict[str, object]:
-        """The launcher and versions, which must be equal in all compared runs."""
+        """Return the launcher and versions, which must be equal in all compared runs."""
         where = "a Slurm job" if self.machine.allocation else "hosts" if self.hosts else "one host"
         return {
             "--launcher": f"auto, {where}" if self.choice == "auto" else self.choice,
@@ -135,7 +135,7 @@ class Launching:
 
     @property
     def slots(self) -> int:
-        """The maximum number of ranks; 2 on a host without GPUs."""
+        """The maximum number of ranks: slots of -H, tasks of the Slurm job, or this host's GPUs (2 without GPUs)."""
         allocation = self.machine.allocation
         if self.hosts:
             return sum(host_slots(self.hosts).values())
@@ -150,16 +150,16 @@ class Launching:
         return inside and (self.choice == "auto" or launcher_row(self.choice).spans_job)
 
     def launcher(self, point: Point) -> str:
-        """The launcher that starts a point."""
+        """Choose the launcher for a point."""
         choice = self.choice
         if choice == "auto":
             local = "horovodrun" if point.row.world == HOROVOD else "torchrun"
             choice = "horovodrun" if self.hosts else "srun" if self.machine.allocation else local
-        elsewhere = self.hosts is not None or choice == "srun"  # a single process needs a launcher to get there
+        elsewhere = self.hosts is not None or choice == "srun"  # then even a single process needs a launcher
         return "none" if point.row.world == ALONE and not elsewhere else choice
 
     def command(self, point: Point, flags: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-        """The command that trains a point. `flags`: the trainer's flags. `environ`: from `environment`."""
+        """Build the command that trains a point. `flags`: the trainer's flags. `environ`: result of `environment`."""
         command, train = launcher_row(self.launcher(point)).command, [*TRAIN, *flags]
         if command is None:
             return train
@@ -169,7 +169,7 @@ class Launching:
         return [program_path(program) or program, *words]
 
     def environment(self, point: Point, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment of a point's training. A single process with several GPUs sees only `point.ranks` GPUs."""
+        """Build the environment of a point's training. For `several_gpus`, only `point.ranks` GPUs are visible."""
         threads = self.threads(environ)
         made = dict(environ) if threads is None else {**environ, "OMP_NUM_THREADS": str(threads)}
         if point.row.several_gpus:
@@ -178,15 +178,15 @@ class Launching:
         return made
 
     def threads(self, environ: Mapping[str, str]) -> int | None:
-        """Threads per rank on CPUs: OMP_NUM_THREADS, else 1. None with GPUs, where the trainer chooses.
+        """Choose the threads per rank on CPUs: OMP_NUM_THREADS, else 1. None with GPUs, where the trainer chooses.
 
-        With more threads, a single rank would use cores that the ranks of a larger world share.
+        With a larger default, a single rank would use the cores that the ranks of a larger world share.
         """
         value = environ.get("OMP_NUM_THREADS", "").split(",")[0]
         return None if self.machine.gpus else int(value) if value.isdecimal() and int(value) > 0 else 1
 
     def obstacle(self, point: Point) -> str:
-        """The reason why a point cannot run here, with a remedy; "" if none is known."""
+        """Return the reason why a point cannot run here, with a remedy; "" if no reason is known."""
         launcher_name, gpus, allocation = self.launcher(point), self.machine.gpus, self.machine.allocation
         if missing := point.row.missing or _missing(launcher_name):
             return missing
@@ -216,7 +216,7 @@ class Launching:
         return ""
 
     def warn_of_shared_cores(self, points: Sequence[Point], threads: int) -> None:
-        """Warn if ranks share cores, which limits the speed-up. `threads`: per rank."""
+        """Warn if ranks share cores, which limits the speed-up. `threads`: threads per rank."""
         machine, maximum = self.machine, max((point.processes for point in points), default=0)
         if machine.gpus or machine.allocation or self.hosts or maximum * threads <= machine.cores:
             return
@@ -246,19 +246,19 @@ def add_flags(parser: Parser, out: str) -> None:
 
 
 def choose(flags: argparse.Namespace) -> Launching:
-    """The launcher that the flags of `add_flags` select on this host. Raises UserError."""
+    """Return the launcher that the flags of `add_flags` select on this host. Raises UserError."""
     chosen = Launching(flags.launcher, tuple(flags.launcher_flag), flags.H, Machine.here(os.environ))
     chosen.check()
     return chosen
 
 
 def _missing(launcher: str) -> str:
-    """The error if a launcher's program is missing; "" if it is installed or none is needed."""
+    """Return the error if a launcher's program is missing; "" if it is installed or the launcher has no program."""
     remedy = launcher_row(launcher).remedy
     return f"{launcher} is not on PATH: {remedy}" if remedy and program_path(launcher) is None else ""
 
 
 def program_path(name: str) -> str | None:
-    """Path of a launcher in this Python environment, else on PATH."""
+    """Find a launcher's program in this Python environment, else on PATH; None if it is missing."""
     own = Path(sys.executable).parent / name
     return str(own) if own.is_file() else shutil.which(name)

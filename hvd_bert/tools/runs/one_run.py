@@ -27,9 +27,9 @@ from hvd_bert.tools.runs.failure import first_failure, read_lines, split_mark
 from hvd_bert.tools.runs.out_folder import locked
 from hvd_bert.tools.runs.record import EVENTS, METRICS, RESULTS
 
-# Without SIGHUP: it ends this process, upon which the guard ends the run.
+# SIGHUP is not handled: it ends this process, and then the guard ends the run.
 HANDLED = tuple(number for number in SIGNALS if number != signal.SIGHUP)
-TO_END_S = 40  # longer than torchrun waits for unresponsive ranks; horovodrun over MPI waits until they have ended
+TO_END_S = 40  # longer than torchrun waits for unresponsive ranks; horovodrun over MPI waits without a limit
 LOG, MODEL = "run.log", "model.safetensors"
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 EXIT_NOT_STARTED = 127  # a shell's status for a missing program
@@ -45,7 +45,7 @@ if group:
 
 
 class Stopped(Exception):
-    """A signal stopped this process or a run. `then`: how to resume."""
+    """A signal has stopped this process or a run. `then`: how to resume."""
 
     then = "Rerun the same command to resume."
 
@@ -57,7 +57,8 @@ Watch = Callable[[], None]
 def signals() -> Iterator[Watch]:
     """Make SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 raise Stopped inside the block.
 
-    Yields a function that raises Stopped again: Python drops exceptions of handlers in finalizers and forks.
+    Yields a function that raises Stopped if a signal has arrived. Python drops the handler's own exception in
+    finalizers and forks.
     """
     received: list[str] = []
 
@@ -104,8 +105,8 @@ def train(
     """Run a training that overwrites `folder`; all output goes to run.log.
 
     `watch`: see `start_and_wait`. `refuse`: raise UserError for bad input instead of returning the reason.
-    Returns the reason of a failure, else "", and the run's seconds. A failed training leaves no results. Raises
-    Stopped, and UserError if the folder cannot be written.
+    Returns the reason for a failure ("" without one), and the run's wall time in seconds. A failed training leaves no
+    results. Raises Stopped, and UserError if the folder cannot be written.
     """
     with ExitStack() as stack:
         with writing_to("--out", folder):
@@ -135,10 +136,10 @@ def train(
 def start_and_wait(
     command: Sequence[str], environ: Mapping[str, str], log: TextIO, timeout: float, watch: Watch
 ) -> int | None:
-    """Run a command; terminate all its processes after `timeout` s or at a signal. Returns its exit status.
+    """Run a command. Terminates all its processes after `timeout` seconds or at a signal. Returns its exit status.
 
     Processes that outlive the command are terminated, too: they would slow down the next run.
-    `watch`: called every second; an exception of it terminates the command.
+    `watch`: function that is called every second. If it raises, the command is terminated.
     Returns None after a timeout, and EXIT_NOT_STARTED if the command cannot be started, with the reason in the log.
     """
     with _guard() as guard_fd, _adopting() as adopted:
@@ -187,7 +188,7 @@ def _guard() -> Iterator[int]:
 
 @contextmanager
 def _adopting() -> Iterator[Callable[[], list[psutil.Process]]]:
-    """Context manager: be a subreaper, so that orphaned descendants become children of this process.
+    """Context manager: make this process a subreaper, so that orphaned descendants become its children.
 
     Yields a function that lists all descendants that were started inside the block.
     """
@@ -203,8 +204,8 @@ def _adopting() -> Iterator[Callable[[], list[psutil.Process]]]:
 def _end(launcher: subprocess.Popen[bytes] | None, started: Callable[[], list[psutil.Process]]) -> None:
     """Terminate a launcher, which ends its ranks on all hosts; if it has ended, terminate the remaining processes.
 
-    SIGTERM first, then SIGKILL. The launcher's process group gets the signal, because horovodrun may be a shell that
-    does not forward it to mpirun. `started`: lists the running processes.
+    Sends SIGTERM and, after TO_END_S seconds, SIGKILL. SIGTERM goes to the launcher's process group, because horovodrun
+    may be a shell that does not forward it to mpirun. `started`: function that lists the processes still running.
     """
     with _handler(signal.SIG_IGN):
         if launcher and launcher.poll() is None:
@@ -229,6 +230,6 @@ def _send(number: signal.Signals, processes: Sequence[psutil.Process]) -> None:
 
 
 def failure_in(path: Path) -> str:
-    """The reason of a run's failure in one line: the first failure in the log, else the last line."""
+    """Describe a run's failure in one line: the first failure in the log, else the log's last line."""
     lines = list(read_lines(path))
     return visible(first_failure(lines) or next(text for _, text in map(split_mark, reversed(lines)) if text))

@@ -50,7 +50,7 @@ def read_record(path: Path, kind: type[Kind]) -> Kind:
 def opened(record: Path, same: Mapping[str, Any], kind: str) -> Iterator[dict[str, Any]]:
     """Create and lock the folder of the file `record`. Yields the file's content; {} if there is no file yet.
 
-    `same`: settings that must equal the recorded ones. `kind`: sweep or tuning, for messages.
+    `same`: settings that must be equal to those in the file. `kind`: "sweep" or "tuning", for messages.
     Raises UserError if a setting differs, if the folder cannot be written, or if it has other content.
     """
     folder = record.parent
@@ -59,7 +59,7 @@ def opened(record: Path, same: Mapping[str, Any], kind: str) -> Iterator[dict[st
             paths = list(folder.iterdir()) if folder.is_dir() else []
             if not record.exists() and {path.name for path in paths} - {LOCK}:
                 raise UserError(f"--out {folder} is not empty and has no {record.name}: choose another folder.")
-            for path in paths:  # the .lock of a killed optuna is a link, but nothing is written to it
+            for path in paths:  # a killed optuna leaves a link NAME.lock, but nothing is written to it
                 if is_special(path) and not path.is_dir() and path.suffix != ".lock":
                     raise UserError(f"--out {folder}: {path.name} is a link or a pipe. Remove it, or {OTHER_OUT}")
             make_folder(folder)
@@ -83,7 +83,7 @@ def _as_text(value: Any) -> str:
 def locked(folder: Path, wait: bool) -> Iterator[None]:
     """Context manager: hold the lock of a folder, as a run does.
 
-    If another process has the lock, waits for it or raises InUse.
+    If another process holds the lock: waits if `wait`, else raises InUse.
     """
     try:
         lock = locks.acquire(folder / LOCK, wait=False)

@@ -1,4 +1,4 @@
-"""Read the folder of a run, which may also be running, have failed, or only have evaluated.
+"""Read the folder of a run, whether it has finished, is still running, has failed, or has only evaluated.
 
 Damaged files are listed in `Record.problems`. Properties that use `Record.results` need a comparable run
 (`Record.comparable`).
@@ -34,18 +34,18 @@ RESULTS, METRICS, SETTINGS = "train_results.json", "metrics.jsonl", "train_confi
 EVALUATED_ONLY, EVALUATION = "eval_config.yaml", "eval_results.json"
 EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
 WORLD = ("strategy", "world_size", "device_name")
-DEFAULT_SCORES = tuple(SHORT)  # for runs that record no names of scores
-SILENT_S = 300.0  # where locks cannot be checked, a run counts as running for this time after its last write
+DEFAULT_SCORES = tuple(SHORT)  # for runs that do not record the names of their scores
+SILENT_S = 300.0  # seconds after its last write in which a run counts as running where locks cannot be checked
 State = Literal["finished", "running", "ended"]
 Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
-# Flags of single strategies, which change how gradients are sent.
+# Strategy-specific flags, which change how gradients are sent.
 OWNED = {f"--{name}": FLAGS[name] for name in OWNERS}
 # Keys of `work` in train_results.json that differ between repeats, or depend on the number of steps.
 NOT_COMPARED = ("--seed", "--num_train_epochs", "--max_steps")
 
 
 class TrainResults(Struct, kw_only=True):
-    """The values of train_results.json that a comparison needs. Older runs lack the values with a default."""
+    """The values of train_results.json that a comparison needs. Values with a default are missing in older runs."""
 
     work: dict[str, Any]
     world_size: Positive
@@ -69,7 +69,7 @@ class TrainResults(Struct, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """The files of a run."""
+    """The content of a run's files."""
 
     name: str
     state: State
@@ -83,9 +83,9 @@ class Record:
     samples: Sequence[Mapping[str, Any]]
     checkpoints: Sequence[int]  # steps, in increasing order
     best: Mapping[str, Any]  # `metric`, `value` and `step`; for an unfinished run, from the newest checkpoint
-    ended: str  # the recorded reason why an unfinished run has ended; "" if there is none
-    warnings: Sequence[Mapping[str, Any]]  # events, with their ranks
-    skipped_steps: Sequence[Mapping[str, Any]]  # events, with the windows
+    ended: str  # the recorded reason why an unfinished run has ended; "" if unknown
+    warnings: Sequence[Mapping[str, Any]]  # warning events, with their ranks
+    skipped_steps: Sequence[Mapping[str, Any]]  # events of skipped steps, with the steps' windows
     worlds: Sequence[str]  # strategy, number of ranks and device at each start, without repeats
     problems: Sequence[str]  # files, or lines of files, that could not be read
 
@@ -96,15 +96,15 @@ class Record:
         return int(steps[-1]) if len(steps) else 0
 
     def number(self, key: str) -> float | None:
-        """A number of `facts`."""
+        """Return the number `key` of `facts`; None if it is missing or not finite."""
         return finite_number(self.facts.get(key))
 
     def object(self, key: str) -> Mapping[str, Any]:
-        """An object of `facts`; empty if it is missing."""
+        """Return the object `key` of `facts`; empty if it is missing."""
         return converted(self.facts.get(key), dict[str, Any], {})
 
     def entries(self, key: str) -> Sequence[Mapping[str, Any]]:
-        """A list of objects of `facts`; empty if it is missing."""
+        """Return the list of objects `key` of `facts`; empty if it is missing."""
         return objects(self.facts.get(key))
 
     @property
@@ -119,7 +119,7 @@ class Record:
         return [name for name in names if name in self.scores or f"eval_{name}" in self.evaluations]
 
     def score(self, name: str) -> float | None:
-        """The last value of a score."""
+        """Return a score's value in eval_results.json, else in the last evaluation logged; None if unknown."""
         value = finite_number(self.scores.get(name))
         if value is not None:
             return value
@@ -128,7 +128,7 @@ class Record:
         return float(found[-1]) if len(found) else None
 
     def comparable(self) -> str:
-        """The reason why the speed of the run cannot be compared; "" if it can."""
+        """Return the reason why the speed of the run cannot be compared with other runs'; "" if it can."""
         damaged = [problem for problem in self.problems if problem.startswith((RESULTS, METRICS))]
         if damaged:
             return damaged[0]
@@ -168,17 +168,17 @@ class Record:
 
     @property
     def variant(self) -> Mapping[str, str]:
-        """Settings of the strategy, which only change how gradients are sent."""
+        """The strategy-specific settings and Horovod's controller, which only change how gradients are sent."""
         found = {name: self._identity[name] for name in OWNED if name in self._identity}
         for name, flag in OWNED.items():
             if name not in found and flag.owner == self.results.strategy:
                 value = self.settings.get(name[2:])
-                found[name] = str(flag.default if value is None else value)  # missing in the results of older runs
+                found[name] = str(flag.default if value is None else value)  # older runs did not record it in `work`
         return found | {"controller": visible(str(self.results.controller))}
 
     @property
     def without_dropout(self) -> bool:
-        """Whether the losses do not depend on random numbers."""
+        """Whether the run trained without dropout, so that the losses do not depend on random numbers."""
         work = self._identity
         return work.get("--dropout") in ("0", "0.0") and work.get("--attention_dropout") in ("0", "0.0", "None")
 
@@ -189,7 +189,7 @@ class Record:
 
     @property
     def devices(self) -> int:
-        """Number of GPUs, or of ranks on CPUs."""
+        """Number of GPUs; on CPUs, number of ranks."""
         return self.results.world_size * self.results.devices_per_rank
 
     @property
@@ -204,7 +204,7 @@ class Record:
         return max(by_host.values(), default=1) * self.results.threads_per_rank
 
     def of_processes(self, key: str, over: Callable[[list[float]], float] = statistics.median) -> float | None:
-        """A figure of the ranks' processes, such as `user_s`, combined by `over`; None if no rank has it."""
+        """Combine a figure of the ranks' processes, such as `user_s`, by `over`; None if no rank has the figure."""
         known = [value for process in self.results.processes if (value := process.get(key)) is not None]
         return over(known) if known else None
 
@@ -215,19 +215,19 @@ class Record:
 
     @property
     def windows_per_s(self) -> float:
-        """Windows per second over all lines after the first, which is warm-up."""
+        """Windows per second over all log lines after the first, which is warm-up; mean weighted by time."""
         seconds = self.steps["step_s"][1:] * np.diff(self.steps["step"])
         return float(np.average(self.steps["windows_per_s"][1:], weights=seconds))
 
     @property
     def exposed_share(self) -> float | None:
-        """Share of exposed communication in the step time; None if any line lacks it."""
+        """Share of exposed communication in the step time; None if any log line after the first lacks it."""
         known = np.isfinite(self.steps["exposed_comm_s"][1:]).all()
         return self.steps.mean("exposed_comm_s") / self.steps.mean("step_s") if known else None
 
     @property
     def last_loss(self) -> float:
-        """Mean loss over the last quarter of the lines."""
+        """Mean loss over the last quarter of the log lines."""
         losses = self.steps["loss"]
         return float(losses[-max(1, len(losses) // 4) :].mean())
 
@@ -238,11 +238,11 @@ class Record:
 
 
 def read(folder: Path) -> Record:
-    """Read the run in a folder, which may be written at the same time."""
+    """Read the run in a folder, even while the run is writing to it."""
     problems: list[str] = []
     events = objects(list(tolerant.read_lines(folder / EVENTS, problems)))
     starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
-    # Starts of trainings only: a later evaluation may have used the folder.
+    # Only starts of trainings: a later evaluation may have used the folder.
     begins = [events[number] for number in starts if "train_steps" in events[number]]
     since = events[starts[-1] :] if starts else []
     ends = [str(event.get("message")).removeprefix("hvd_bert: ") for event in since if event.get("event") == "end"]
@@ -301,6 +301,6 @@ def _is_running(folder: Path) -> bool:
 
 
 def _checkpoints(folder: Path) -> list[int]:
-    """The steps of the checkpoints, except checkpoints that were set aside."""
+    """List the steps of the checkpoints in increasing order, except checkpoints that were set aside."""
     names = (re.fullmatch("checkpoint-(0|[1-9][0-9]*)", path.name) for path in folder.glob("checkpoint-*"))
     return sorted(int(name[1]) for name in names if name)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hvd_bert.storage.reading import Kind, convert, parse_json, read_json, read_text
 
 MAX_BYTES = 2**32  # maximum size of a JSON Lines file
-MAX_STEP = 2**53  # floats hold all whole numbers up to this one
+MAX_STEP = 2**53  # floats represent all whole numbers up to 2**53 exactly
 LARGEST = 1e300  # limit of all numbers, so that products and sums are finite
 
 
@@ -34,25 +34,28 @@ class LineArrays:
         return self.columns.get(key, np.full(len(self), math.nan))
 
     def mean(self, key: str) -> float:
-        """Mean over the known values after the first line, which is warm-up; NaN if there are none."""
+        """Return the mean after the first line, which is warm-up, weighted by the steps per line.
+
+        Ignores lines without a value. NaN if no line has a value.
+        """
         values, weights = self[key][1:], np.diff(self["step"])
         known = np.isfinite(values)
         return float(np.average(values[known], weights=weights[known])) if known.any() else math.nan
 
     def where(self, key: str, value: float) -> LineArrays:
-        """The lines in which `key` has a value."""
+        """Select the lines in which `key` has the value `value`."""
         chosen = self[key] == value
         return LineArrays({name: column[chosen] for name, column in self.columns.items()})
 
 
 def columns(lines: Sequence[Mapping[str, Any]]) -> LineArrays:
-    """Make arrays of the numbers in JSON objects, by key."""
+    """Make an array for each key of JSON objects, with the object's number or NaN."""
     keys = dict.fromkeys(key for line in lines for key in line)
     return LineArrays({key: np.array([finite_number(line.get(key)) for line in lines], np.float64) for key in keys})
 
 
 def converted(value: Any, kind: type[Kind], default: Kind) -> Kind:
-    """The value, or `default` if the value has another type, as in a damaged file."""
+    """Return the value, or `default` if the value does not have the type `kind`, as in a damaged file."""
     try:
         return convert(value, kind)
     except ValueError:
@@ -60,12 +63,12 @@ def converted(value: Any, kind: type[Kind], default: Kind) -> Kind:
 
 
 def objects(value: Any) -> list[dict[str, Any]]:
-    """The objects in a list; empty for anything else."""
+    """Return the JSON objects in a list; empty if `value` is not a list."""
     return [entry for entry in converted(value, list[Any], []) if isinstance(entry, dict)]
 
 
 def finite_number(value: Any) -> float | None:
-    """The value if it is a finite number below LARGEST, else None."""
+    """Return the value if it is a finite number whose magnitude is below LARGEST, else None."""
     finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return float(value) if finite else None
 
@@ -76,7 +79,10 @@ def unreadable(path: Path, error: Exception) -> str:
 
 
 def load(path: Path, problems: list[str], kind: type[Kind]) -> Kind:
-    """Read an object or list from a JSON file; empty if the file is missing, damaged or of another type."""
+    """Read an object or list from a JSON file; empty if the file is missing, damaged or has another type.
+
+    Adds a file that cannot be read to `problems`.
+    """
     try:
         return converted(read_json(path), kind, kind())
     except (OSError, ValueError) as error:
@@ -86,7 +92,7 @@ def load(path: Path, problems: list[str], kind: type[Kind]) -> Kind:
 
 
 def read_lines(path: Path, problems: list[str]) -> Iterator[Any]:
-    """Read the values of a JSON Lines file. An incomplete last line is being written and is no problem."""
+    """Read the values of a JSON Lines file. Adds damaged lines to `problems`, except a last line being written."""
     try:
         lines = read_text(path, MAX_BYTES, "replace").split("\n")
     except FileNotFoundError:
@@ -106,7 +112,7 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[Any]:
 
 
 def read_metrics(path: Path, problems: list[str]) -> tuple[LineArrays, LineArrays]:
-    """Read the lines of steps, whose numbers must increase, and the lines of evaluations."""
+    """Read metrics.jsonl. Returns the lines of steps, whose numbers must increase, and the lines of evaluations."""
     steps: list[Mapping[str, Any]] = []
     evaluations: list[Mapping[str, Any]] = []
     left_out = 0

@@ -1,4 +1,4 @@
-"""The trainer's flags in commands that start runs: defaults, flags that the command sets, flags of the data."""
+"""The trainer's flags in commands that start runs: defaults, flags that the command sets itself, data flags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import UserError
 
 PRESET = "sweep"
-# Flags of single strategies -> their strategy.
+# Strategy-specific flag -> its strategy.
 OWNERS = {name: flag.owner for name, flag in FLAGS.items() if flag.owner}
 # Flags that name the training data. Without any of them, PRESET is trained.
 DATA_FLAGS = {"config", "task", "dataset_name", "train_file"}
@@ -25,7 +25,7 @@ DEFAULTS = (
 )
 FROM_START = "each run starts from scratch, in its own folder below --out"
 DISTORTS_TIMES = "recording would distort the measured times"
-# Flags that a sweep sets for each run -> remedy.
+# Flag that a sweep sets for each run -> remedy.
 SET_BY_SWEEP = {
     **{name: FROM_START for name, flag in FLAGS.items() if flag.chooses_start},
     # --peak_tflops records nothing, and the MFU needs it.
@@ -46,21 +46,21 @@ def names_data(flags: Sequence[str]) -> bool:
 
 
 def with_defaults(flags: Sequence[str], threads: int | None, defaults: Sequence[str] = DEFAULTS) -> list[str]:
-    """Add defaults to the user's flags of the trainer. `threads`: per rank."""
+    """Add defaults to the trainer's flags from the user. `threads`: threads per rank; None: the trainer chooses."""
     preset = [] if names_data(flags) else [f"--config={PRESET}"]
     ours = [*defaults, *([] if threads is None else [f"--num_threads={threads}"])]
     return [*preset, *command_line.override_argv(ours, flags)]
 
 
 def check_own(flags: Sequence[str], own: Mapping[str, str], who: str) -> None:
-    """Raise UserError for a trainer's flag that the command `who` sets itself. `own`: these flags -> remedy."""
+    """Raise UserError if `flags` include a flag that the command `who` sets itself. `own`: such a flag -> remedy."""
     for spelling in sorted(command_line.flag_names(flags)):
         for name in command_line.given_flags([f"--{spelling}"]) & own.keys():
             raise UserError(f"--{spelling}: {who} sets it for each run: {own[name]}.")
 
 
 def check_files(config: Config) -> None:
-    """Raise UserError if a data file or the batch is missing. A custom task may read a folder."""
+    """Raise UserError if a data file is missing or the batch size is "auto". A custom task may read a folder."""
     config.train.refuse_auto("runs that are compared")
     for name in ("train_file", "validation_file"):
         missing = [file.path for file in config.data.files(name) if not Path(file.path).exists()]
