@@ -177,7 +177,7 @@ class Sweep:
         return subprocess.run(report, check=False).returncode == EXIT_OK
 
     def _stopped(self, reason: str, done: int) -> Stopped:
-        """Requeue the Slurm job, and return an exception that describes the stop and how to resume.
+        """Requeue the Slurm job, except after Ctrl-C. Returns an exception that describes the stop and how to resume.
 
         `done`: number of points that were done at the start.
         """
@@ -255,7 +255,7 @@ class Sweep:
         return str(tqdm.format_interval(total))
 
     def _run(self, point: SweepPoint) -> None:
-        """Train a point in a new folder and fill in its result. Raises Stopped."""
+        """Train a point in its own folder, and store the result in the point. Raises Stopped."""
         folder, environ = self.out / point.name, self.launching.environment(point, os.environ)
         flags = self.plan.trainer_flags(point, self.config.train.gradient_accumulation_steps, folder)
         point.command = self.launching.command(point, flags, environ)

@@ -67,7 +67,7 @@ def torch_line(version: str) -> CheckResult:
 
 
 def packages_line(requirements: Path) -> CheckResult:
-    """Check that the packages of requirements.txt are installed, except Horovod and mpi4py, which have own checks."""
+    """Check that the packages of requirements.txt are installed. Horovod and mpi4py have checks of their own."""
     try:
         names = dict.fromkeys(re.findall(r"^[\w-]+", requirements.read_text(encoding="utf-8"), re.MULTILINE))
     except OSError as error:
@@ -136,7 +136,7 @@ def nccl_lines(build: HorovodBuild, gpus: int, of_torch: str) -> list[CheckResul
 
 
 def mpi_line(build: HorovodBuild, by_srun: bool) -> CheckResult:
-    """Check that mpi4py and mpirun use the same MPI. `by_srun`: whether srun starts the ranks, without mpirun."""
+    """Check that mpi4py and mpirun use the same MPI. `by_srun`: whether srun, not mpirun, starts the ranks."""
     if not build.error and not build.mpi:
         hint = "To use MPI, run env/setup.sh --with-mpi." if probes.mpirun() else ""
         return ok("MPI", "Horovod was built without MPI: start it with `horovodrun --gloo`", hint)

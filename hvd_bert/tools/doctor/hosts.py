@@ -59,7 +59,7 @@ def check_hosts(slots: Mapping[str, int], flags: argparse.Namespace, report: Rep
 
 
 def _results(found: HostReport, first: bool) -> list[CheckResult]:
-    """Return a host's results without its world of one rank, if it joined, and without "Output" unless `first`."""
+    """Return a host's results, except a passed check "World" and, unless `first`, the check "Output"."""
     lines = [line for line in found.checks if line.name != "World" or line.status != OK]
     return lines if first else [line for line in lines if line.name != "Output"]
 

@@ -46,7 +46,7 @@ def on_this_host() -> dict[str, str]:
 
 
 def horovodrun(slots: Mapping[str, int], options: Sequence[str] = (), flags: Sequence[str] = ()) -> str:
-    """Build the horovodrun line that starts a rank per slot. `options`: horovodrun's. `flags`: the trainer's."""
+    """Build the horovodrun line that starts a rank per slot, with horovodrun's `options` and the trainer's `flags`."""
     hosts = ",".join(f"{host}:{number}" for host, number in slots.items())
     train = [_program("python"), "-m", "hvd_bert.train", *flags]
     program, *words = launchers.horovodrun(launchers.LaunchOptions(train, sum(slots.values()), hosts, extra=options))

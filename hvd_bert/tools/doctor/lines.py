@@ -36,7 +36,7 @@ class CheckResult:
         return f"{text}\n{_filled(indent, indent, '-> ' + self.hint)}" if self.hint else text
 
 
-# Make a check's result: it passed; it may need attention; a training would not start.
+# Make a check's result. ok: it passed; warning: it may need attention; failure: a training would not start.
 ok, warning, failure = (partial(CheckResult, status) for status in (OK, WARNING, FAILURE))
 
 

@@ -45,7 +45,7 @@ class HorovodBuild:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The driver's version, the newest CUDA version that it supports, and the GPUs; only the `error` if NVML fails."""
+    """Driver version, newest CUDA version that the driver supports, and GPU models; only the `error` if NVML fails."""
 
     driver: str = ""
     cuda: str = ""

@@ -94,7 +94,7 @@ class OneProcess:
             self.random.append(random_numbers(self.gpus))
 
     def gradients(self, step: int) -> tuple[list[Row], dict[str, float]]:
-        """Compute the averaged and clipped gradients of step `step` (0, 1, ...), which the parameters hold.
+        """Compute the averaged and clipped gradients of step `step` (0, 1, ...), in the parameters' `grad`.
 
         Returns the rows of all ranks, and the learning rate, loss and gradient norm.
         """
@@ -134,13 +134,13 @@ class OneProcess:
 
 
 class Proof(Callback):
-    """Compares each step of the ranks with one process, on rank 0.
+    """Compares each step of the ranks with the same step in one process, on rank 0.
 
     `failures`: check -> its first failure. `steps`: described in docs/reference/output-files.md.
     """
 
     def __init__(self, strategy: Strategy, reference: OneProcess | None, config: Config, world: World) -> None:
-        """`reference`: the process to compare with; None on all ranks except 0."""
+        """`reference`: repeats the steps in one process; None on all ranks except 0."""
         self.strategy, self.reference, self.world = strategy, reference, world
         self.failures: dict[str, str] = {}
         self.compared: set[str] = set()  # checks that had something to compare
@@ -160,7 +160,7 @@ class Proof(Callback):
         record_batch(self._row, self._prefetched.popleft(), batch, self.world.gpus)
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
-        """Compare step `step` (1, 2, ...), which the ranks have finished, with one process. A collective."""
+        """Compare step `step` (1, 2, ...), which the ranks have finished, with the same step in one process."""
         weights, slots, _ = self.strategy.state()
         hashes = {name: digest(t) for name, t in {**self.strategy.gather_model().state_dict(), **slots}.items()}
         rows = self.world.gather(self._row | {"Copies": hashes})
@@ -188,7 +188,7 @@ class Proof(Callback):
         self._expect("Seeds", len({tuple(row["Seeds"]) for row in rows}) == len(rows), "two ranks have the same")
 
     def _compare_tensors(self, reference: OneProcess, ranks: Tensors) -> None:
-        """Compare the ranks' gradients with one process's, then the updates from the ranks' gradients."""
+        """Compare the ranks' gradients, and the updates that result from these gradients, with one process's."""
         before = reference.state()
         expected = {name: p.grad.cpu() for name, p in reference.trained.items() if p.grad is not None}
         whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
@@ -228,7 +228,7 @@ class Proof(Callback):
 
 
 def prove(start: Start, world: World) -> Proof:
-    """Train, and compare each step with one process. A collective; only rank 0's proof has results."""
+    """Train, and compare each step with the same step in one process. A collective; only rank 0's proof has results."""
     task, config = start.task, start.config
     assert task.plan is not None
     if not task.plan.mixture:  # a mixture of files is not shortened

@@ -98,7 +98,7 @@ def ranks_table(ranks: Sequence[Rank]) -> str:
 def described(ranks: Sequence[Rank]) -> str:
     """Describe ranks in a phrase, such as "4 rank(s) on 2 host(s), each with a GPU"."""
     hosts = {rank.host for rank in ranks}
-    device = "on CPUs" if ranks[0].device == "cpu" else "each with a GPU"  # World allows no mixture
+    device = "on CPUs" if ranks[0].device == "cpu" else "each with a GPU"  # the same on all ranks
     return f"{len(ranks)} rank(s) on {len(hosts)} host(s), {device}"
 
 

@@ -69,7 +69,7 @@ def _check_outputs(flags: argparse.Namespace, config: Config, world: World) -> N
     if config.train.output_dir:
         output_dir.check(config.as_flat(), world.process.locks)
     out = Path(os.path.realpath(config.train.output_dir or ""))
-    if flags.json and (out.exists() or Path(os.path.realpath(flags.json.parent)) != out):  # else the run creates it
+    if flags.json and (out.exists() or Path(os.path.realpath(flags.json.parent)) != out):  # else the run creates out
         with writing_to("--json", flags.json):
             check_output(flags.json, flags.overwrite)
 

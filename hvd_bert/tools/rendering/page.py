@@ -128,7 +128,7 @@ Block = Text | Status | Figures | Quote | Code | Details | Listing | Grid | Pict
 
 @dataclass
 class Page:
-    """A title and blocks, in order."""
+    """A report: its title and its blocks, in order."""
 
     title: str
     blocks: list[Block] = field(default_factory=list)

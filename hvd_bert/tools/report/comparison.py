@@ -88,7 +88,7 @@ def parse_baseline(text: str) -> Baseline:
 def comparable(records: Sequence[Record], by_sweeps: Mapping[Path, Excluded]) -> tuple[list[Record], list[Excluded]]:
     """Split runs into comparable runs on the most common hardware, and excluded runs.
 
-    `by_sweeps`: folder -> entry of each run that `finding.sweeps` excludes.
+    `by_sweeps`: folder -> name and reason of each run that `finding.sweeps` excludes.
     """
     excluded = list(dict.fromkeys(by_sweeps.values()))
     reasons = {record: record.comparable() for record in records if Path(record.name) not in by_sweeps}
@@ -229,7 +229,10 @@ def _overall_speed(run: Record) -> float | None:
 
 
 def serial_fraction(speedup: float, size: float) -> float:
-    """Compute the serial fraction of the work by Karp and Flatt (1990). `size`: devices over the baseline's."""
+    """Compute the serial fraction of the work by the metric of Karp and Flatt (1990).
+
+    `size`: number of devices, relative to the baseline's.
+    """
     return (1 / speedup - 1 / size) / (1 - 1 / size)
 
 

@@ -29,7 +29,7 @@ from hvd_bert.tools.runs.record import EVENTS, METRICS, RESULTS
 
 # SIGHUP is not handled: it ends this process, and then the guard ends the run.
 HANDLED = tuple(number for number in SIGNALS if number != signal.SIGHUP)
-TO_END_S = 40  # longer than torchrun waits for unresponsive ranks; horovodrun over MPI waits without a limit
+TO_END_S = 40  # seconds: longer than torchrun waits for unresponsive ranks; horovodrun over MPI waits without a limit
 LOG, MODEL = "run.log", "model.safetensors"
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 EXIT_NOT_STARTED = 127  # a shell's status for a missing program

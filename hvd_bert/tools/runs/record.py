@@ -35,7 +35,7 @@ EVALUATED_ONLY, EVALUATION = "eval_config.yaml", "eval_results.json"
 EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
 WORLD = ("strategy", "world_size", "device_name")
 DEFAULT_SCORES = tuple(SHORT)  # for runs that do not record the names of their scores
-SILENT_S = 300.0  # seconds after its last write in which a run counts as running where locks cannot be checked
+SILENT_S = 300.0  # seconds: if locks cannot be checked, a run counts as running for this time after its last write
 State = Literal["finished", "running", "ended"]
 Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 # Strategy-specific flags, which change how gradients are sent.
@@ -199,7 +199,7 @@ class Record:
 
     @property
     def needed_cores(self) -> int:
-        """Number of threads of all ranks on a host, on the host with the most ranks."""
+        """Number of threads of all ranks on the host with the most ranks."""
         by_host = Counter(str(rank.get("host")) for rank in self.results.ranks)
         return max(by_host.values(), default=1) * self.results.threads_per_rank
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hvd_bert.storage.reading import Kind, convert, parse_json, read_json, read_text
 
-MAX_BYTES = 2**32  # maximum size of a JSON Lines file
+MAX_BYTES = 2**32  # maximum bytes of a JSON Lines file
 MAX_STEP = 2**53  # floats represent all whole numbers up to 2**53 exactly
 LARGEST = 1e300  # limit of all numbers, so that products and sums are finite
 
@@ -34,9 +34,9 @@ class LineArrays:
         return self.columns.get(key, np.full(len(self), math.nan))
 
     def mean(self, key: str) -> float:
-        """Return the mean after the first line, which is warm-up, weighted by the steps per line.
+        """Return the mean of the known values after the first line, which is warm-up; NaN if there are none.
 
-        Ignores lines without a value. NaN if no line has a value.
+        The weight of a line is the number of steps since the line before.
         """
         values, weights = self[key][1:], np.diff(self["step"])
         known = np.isfinite(values)
@@ -49,7 +49,7 @@ class LineArrays:
 
 
 def columns(lines: Sequence[Mapping[str, Any]]) -> LineArrays:
-    """Make an array for each key of JSON objects, with the object's number or NaN."""
+    """Make one array per key from JSON objects, with NaN where an object has no number for the key."""
     keys = dict.fromkeys(key for line in lines for key in line)
     return LineArrays({key: np.array([finite_number(line.get(key)) for line in lines], np.float64) for key in keys})
 
@@ -92,7 +92,7 @@ def load(path: Path, problems: list[str], kind: type[Kind]) -> Kind:
 
 
 def read_lines(path: Path, problems: list[str]) -> Iterator[Any]:
-    """Read the values of a JSON Lines file. Adds damaged lines to `problems`, except a last line being written."""
+    """Read the values of a JSON Lines file. Adds damaged lines to `problems`, except an incomplete last line."""
     try:
         lines = read_text(path, MAX_BYTES, "replace").split("\n")
     except FileNotFoundError:

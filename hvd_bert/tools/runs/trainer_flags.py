@@ -46,7 +46,7 @@ def names_data(flags: Sequence[str]) -> bool:
 
 
 def with_defaults(flags: Sequence[str], threads: int | None, defaults: Sequence[str] = DEFAULTS) -> list[str]:
-    """Add defaults to the trainer's flags from the user. `threads`: threads per rank; None: the trainer chooses."""
+    """Add defaults to the user's flags for the trainer. `threads`: threads per rank; None: the trainer chooses."""
     preset = [] if names_data(flags) else [f"--config={PRESET}"]
     ours = [*defaults, *([] if threads is None else [f"--num_threads={threads}"])]
     return [*preset, *command_line.override_argv(ours, flags)]

@@ -131,7 +131,8 @@ class RankRow:
 class StepFigures:
     """Figures of the full steps. Times are medians unless named p99, and shares are relative to the step time.
 
-    `exposed_least` and `exposed_most` are bounds. `hidden_share`: share of `busy` that is certainly hidden.
+    `exposed_least` and `exposed_most`: bounds of exposed communication. `hidden_share`: share of the communication
+    that is certainly hidden.
     """
 
     def __init__(self, steps: list[Step], took: list[int]) -> None:

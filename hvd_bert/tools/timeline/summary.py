@@ -23,7 +23,7 @@ def speed(bytes_per_s: float) -> str:
 
 
 def facts(findings: Findings) -> list[str]:
-    """Describe the file, and what it lacks."""
+    """Describe the timeline file and its gaps."""
     ranks = counted(findings.ranks, "rank") if findings.ranks else "an unknown number of ranks (set it with --ranks N)"
     events = f"{findings.events:,} events of {ranks} in {seconds(findings.covered_s)}"
     lines = [f"{findings.path}: {events}, {byte_size(findings.size)}."]

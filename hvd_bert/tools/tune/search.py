@@ -60,7 +60,7 @@ class TrialFailed(Exception):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A trainer flag to search. `now`: the user's value, or the default. `distribution`: optuna's, of the values."""
+    """A trainer flag to search. `now`: the user's value, or the default. `distribution`: the values to try."""
 
     name: str
     now: Value
@@ -197,7 +197,7 @@ class Search:
     def _enqueue(self, study: Study, count: int) -> int:
         """Add the first run as a trial. Enqueue all combinations if they are finitely many and at most `count`.
 
-        Returns the number of trials to reach, at most `count`.
+        Returns the total number of trials, at most `count`.
         """
         if not study.trials:
             now, scores = {each.name: each.now for each in self.parameters}, self._by_epoch(self.out / FIRST)
@@ -208,7 +208,7 @@ class Search:
                 study.add_trial(first)
         if math.prod(len(each.choices) or math.inf for each in self.parameters) > count:
             return count
-        for values in itertools.product(*(each.choices for each in self.parameters)):  # TPE could try one twice
+        for values in itertools.product(*(each.choices for each in self.parameters)):  # TPE might repeat combinations
             study.enqueue_trial(dict(zip(self.distributions, values, strict=True)), skip_if_exists=True)
         return min(count, len(finished(study)) + len(study.get_trials(states=(TrialState.WAITING,))))
 
