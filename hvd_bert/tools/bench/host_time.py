@@ -29,7 +29,7 @@ FIGURES = {
 
 
 def measurable(config: Config, world: World) -> bool:
-    """Whether the host's times can be measured: without --profile, on a single GPU (several ranks wait for each other)."""
+    """Whether the host's times can be measured: without --profile, on a single GPU, as several ranks would wait."""
     alone = world.size * world.devices == 1
     return world.device.type == "cuda" and alone and not config.profiling.steps_to_record
 

@@ -189,7 +189,7 @@ def _print_table(record: dict[str, Any]) -> None:
 # Tokens per window: minimum, deciles and maximum over the 3,889 windows of the first 11 articles of SQuAD v1.1's
 # training set, with bert-base-uncased's vocabulary, at most 384 tokens and stride 128.
 SQUAD_DECILES = (41, 95, 114, 133, 150, 167, 185, 207, 239, 279, 384)
-FIRST_TOKEN = 1000  # lower ids are special, unused or characters in bert-base-uncased's vocabulary
+FIRST_TOKEN = 1000  # lower ids are special or unused in bert-base-uncased's vocabulary
 
 
 def lengths_like_squad(count: int, longest: int, seed: int) -> NDArray[np.int32]:

@@ -26,7 +26,7 @@ LIBRARIES = {"mpi": "MPI", "gloo": "Gloo"}  # Horovod's controller -> name of th
 
 @dataclass(frozen=True)
 class Rank(RankInfo):
-    """A rank, with its package versions and facts about its host.
+    """A rank with its package versions and facts about its host.
 
     `gpus`, `driver`: models and driver version of the visible GPUs. `interface`: the network interface that is set for
     the ranks ("": all interfaces). `addresses`: network interface -> its addresses.

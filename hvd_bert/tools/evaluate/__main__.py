@@ -44,7 +44,7 @@ TRAINED |= {"per_device_eval_batch_size"}
 DATA = {"dataset_name", "dataset_config_name", "validation_file", "question_column", "context_column", "answer_column"}
 DATA |= {"bad_examples"}
 SHARED = DATA | {"task", "version_2_with_negative"}  # settings that are the same for both compared models
-# Flags that the command accepts: data, answers, model, output, precision and strategy.
+# Flags that the command accepts: for data, answers, model, output and computation.
 ACCEPTED = TRAINED | {name for name, flag in FLAGS.items() if flag.group == "model"} - {"model_name_or_path"}
 ACCEPTED |= {"max_eval_samples", "output_dir", "bf16", "fp16", "tf32", "deterministic", "cpu_kernels", "strategy"}
 ACCEPTED |= {"num_threads"}
