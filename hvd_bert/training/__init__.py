@@ -1,1 +1,1 @@
-"""The trainer: `loop.py` trains, `api.py` is for Python programs, hvd_bert/train.py is the command."""
+"""The trainer: `loop.py` has the training loop, `api.py` the function `train` for Python programs."""

@@ -1,4 +1,4 @@
-"""Training from a Python program: `from hvd_bert import train`. The command calls the same `run`."""
+"""Training from a Python program: `from hvd_bert import train`. The command line uses `run` of this module, too."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:  # large libraries
     from hvd_bert.distributed.world import World
     from hvd_bert.tasks.base import Task
 
-Setting = str | int | float | bool | Sequence[str] | None  # a flag's value in Python
+Setting = str | int | float | bool | Sequence[str] | None  # type of a flag's value in Python
 _TRAINING = threading.Lock()  # held while `train` runs
-_TRAINED: set[int] = set()  # the processes that have trained: this one, or those from which it was forked
+_TRAINED: set[int] = set()  # process ids in which `train` ran; a forked process inherits its parent's
 
 
 def train(
@@ -37,15 +37,16 @@ def train(
     callbacks: Sequence[Callback] = (),
     **settings: Any,
 ) -> RunResult:
-    """Train and evaluate as the command does, on all ranks. The process may train again afterwards.
+    """Train and evaluate as the command does. Call this on all ranks. It can be called again afterwards.
 
-    The ranks are those of the process group of torch.distributed that the program has initialized, which stays, or else
-    the launcher's. `settings`: the command's flags; None stands for the default. `task`: a name, or a custom class.
+    The ranks are those of the launcher or, if the program has initialized torch.distributed, of its process group,
+    which remains usable. `settings`: the command's flags, without dashes; None means the default. `task`: the name or
+    the class of a task.
 
-    Raises UserError, which is a ValueError, and the errors of callbacks. Under a launcher, the ranks report the error
-    and end instead.
+    Raises UserError, which is a ValueError, and the errors of callbacks. Under a launcher, the ranks instead report the
+    error and exit.
     """
-    if _TRAINING.locked():  # also by a callback of that training
+    if _TRAINING.locked():  # a thread or a callback of the running training may have called this
         raise UserError("train() runs already in this process: wait for its end, or start another process.")
     if _TRAINED - {os.getpid()}:
         raise UserError(
@@ -56,7 +57,7 @@ def train(
     with _TRAINING, _process_restored():
         from hvd_bert.distributed.runner import run_in_program
         from hvd_bert.tasks.base import task_name
-        from hvd_bert.training import loop  # noqa: F401  here, or `run` would freeze the program's objects
+        from hvd_bert.training import loop  # noqa: F401  if `run` imports it, the program's objects get frozen
 
         own = task if isinstance(task, type) else None
         given = {"config": config, "task": task_name(own) if own else task, **settings}
@@ -76,21 +77,21 @@ def train(
 
 
 def main(world: World) -> None:
-    """The command, on one rank. Called by all ranks."""
+    """Run the command line of this process on its rank. Called by all ranks."""
     run(None, world)
 
 
 def run(
     words: list[str] | None, world: World, callbacks: Sequence[Callback] = (), own: type[Task] | None = None
 ) -> RunResult:
-    """A whole run on one rank, from a command line (None: this process's) to the output files. Called by all ranks.
+    """Run a command line, from parsing it to the output files. Called by all ranks.
 
-    `own`: the task's class, if a program gives it.
+    `words`: the command line; None: this process's. `own`: the class of a custom task, if a program gives it.
     """
     with world.raise_on_all_ranks():
         config = command_line.parse(words)
-        # Inside, so that warnings of the imports are shown once. In a later world of Horovod elastic, freezing again
-        # would keep the previous world's memory.
+        # Import here so that all ranks' equal warnings are shown once. In a later world of Horovod elastic, do not
+        # freeze the garbage collector's objects again: the previous world's memory would never be freed.
         with nullcontext() if "hvd_bert.training.loop" in sys.modules else collector_paused():
             from hvd_bert.training import fast_dev_run, loop
     entry = fast_dev_run.run if config.train.fast_dev_run else loop.run
@@ -99,10 +100,10 @@ def run(
 
 @contextmanager
 def _process_restored() -> Iterator[None]:
-    """Context manager: restore the state of the process that a run changes."""
+    """Context manager: restore the process-wide state that a run changes."""
     with ExitStack() as restored:
         restored.callback(gc.collect)  # the model and its hooks refer to each other
-        restored.callback(random.setstate, random.getstate())  # imports draw some
+        restored.callback(random.setstate, random.getstate())  # before imports draw random numbers
         import numpy as np
         import torch
 
@@ -134,5 +135,5 @@ def _process_restored() -> Iterator[None]:
                 yield
         finally:
             events.end()
-            with suppress(OSError, ValueError):  # the program's own stream may be closed
+            with suppress(OSError, ValueError):  # the program may have closed its own stream
                 sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`--per_device_train_batch_size auto`: as many of the longest windows as fit into the memory of every rank."""
+"""`--per_device_train_batch_size auto`: find how many of the longest windows fit into the memory of every rank."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hvd_bert.monitoring.usage import memory_now, memory_peak, reset_memory_peak
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tasks.base import Task, make_plan
 
-USABLE = {"cuda": 0.9, "cpu": 0.8}  # share of the free memory; other processes need host memory, too
-ENOUGH = 256 << 20  # growth in bytes from which on CPUs are not measured further: larger batches would take long
+USABLE = {"cuda": 0.9, "cpu": 0.8}  # usable share of the free memory; on CPUs, other processes may need more of it
+ENOUGH = 256 << 20  # on CPUs, stop doubling the batch once it adds this many bytes: larger batches take long to measure
 
 
 def choose(task: Task, args: TrainArguments, resume_point: ResumePoint | None, world: World) -> int | None:
-    """Choose the batch per device if the flag is auto: the checkpoint's, or the largest that fits. None otherwise.
+    """Choose the batch size per device if the flag is auto: the checkpoint's, or the largest that fits. Otherwise None.
 
-    Plans the task's steps with this batch. A collective. `resume_point`: on rank 0. Raises CollectiveError if a rank
-    has no memory for one window.
+    Replaces the task's batch plan by one with this batch size. A collective. `resume_point`: needed on rank 0 only.
+    Raises CollectiveError if a rank has too little memory for a single window.
     """
     if args.per_device_train_batch_size != AUTO:
         return None
@@ -48,31 +48,31 @@ def choose(task: Task, args: TrainArguments, resume_point: ResumePoint | None, w
 
 
 def _free_memory(world: World) -> int:
-    """This rank's share of the device's free memory in bytes."""
+    """Return the free memory of this rank's GPU, or its share of the host's free memory, in bytes."""
     if world.device.type == "cuda":
         return torch.cuda.mem_get_info(world.device)[0]
     free = machine.free_memory() // len(world.host_ranks)
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc's allocator retains freed memory, which would hide a batch's growth
+    if hasattr(libc, "malloc_trim"):  # glibc retains freed memory, which would hide how much a batch allocates
         libc.malloc_trim(0)
     return free
 
 
 def _largest(task: Task, args: TrainArguments, world: World) -> int:
-    """Return how many of the longest windows fit on this rank. Raises UserError if one does not."""
+    """Return how many of the longest windows fit on this rank. Raises UserError if not even one does."""
     plan, device = task.plan, world.device
     assert plan is not None
     if args.gradient_checkpointing:
         recompute_layers(task.model)
     free = _free_memory(world)
-    # Reserved besides the memory of a micro-batch: optimizer state, averaged weights, communication buffers and, on
-    # CPUs, rank 0's copy for checkpoints (docs/guides/memory.md).
+    # Reserve memory for optimizer state, averaged weights, communication buffers and, on CPUs, rank 0's checkpoint copy
+    # (docs/guides/memory.md).
     gradients = 4 * sum(weight.numel() for weight in task.model.parameters() if weight.requires_grad)
     usable = USABLE[device.type] * free - gradients * (3 + bool(args.ema_decay) + 3 * (device.type == "cpu"))
     longest, at_start = np.argsort(-plan.lengths, kind="stable"), memory_now(device)
 
     def needed(count: int) -> float:
-        """Bytes of a micro-batch of the `count` longest windows; infinite if the GPU is too small."""
+        """Measure the bytes that a micro-batch of the `count` longest windows needs; infinite if memory runs out."""
         reset_memory_peak(device)
         try:
             batch = task.batch(longest[:count])

@@ -1,4 +1,4 @@
-"""Work and step times of each line of metrics.jsonl, and the step-time summary at the end of a training."""
+"""Throughput and step times for each line of metrics.jsonl, and the step-time summary at the end of a training."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hvd_bert.training.meter import Meter
 
 
 class Breakdown:
-    """Reads the meter's lines, adds figures that follow from the windows' lengths, and sums up the lines.
+    """Reads the meter's log lines, adds imbalance, FLOP/s and MFU, and sums up the lines for the step-time summary.
 
-    With several lines, the sums exclude the first one, whose steps (usually one) are warm-up.
+    If there are several lines, the sums exclude the first line, whose steps (usually one) are warm-up.
     """
 
     def __init__(
@@ -29,18 +29,21 @@ class Breakdown:
         peak_flops: float | None,
         step: int,
     ) -> None:
-        """`flops`: `Task.flops`. `peak_flops`: of all devices; None if unknown. `step`: steps done before."""
+        """Sum up from step `step`, the number of steps that are already done.
+
+        `flops`: `Task.flops`. `peak_flops`: the peak FLOP/s of all devices together; None if unknown.
+        """
         self.meter, self.plan, self.flops, self.peak_flops = meter, plan, flops, peak_flops
-        self.taken = 0  # steps that this process has taken
+        self.taken = 0  # number of steps since this process started, unlike the step number of a resumed run
         self._imbalances = sum(plan.imbalance(before) for before in range(meter.last_step, step))
         self._lines = 0
-        self._sums: Counter[str] = Counter()  # sums over the log lines; NaN if a figure is unknown
+        self._sums: Counter[str] = Counter()  # sums over the log lines; "flops" is NaN if unknown
         self._phases = torch.zeros(plan.size, len(meter.phases), dtype=torch.float64)
 
     def count(self, step: int) -> None:
-        """Count step `step` (0, 1, ...) while it is taken."""
+        """Count step `step` (0, 1, ...) while it runs."""
         self.taken += 1
-        self._imbalances += self.plan.imbalance(step)  # while the plan caches the step's assignment
+        self._imbalances += self.plan.imbalance(step)  # now, because the plan still caches the step's assignment
 
     def end_line(self, step: int) -> None:
         """End a log line after step `step`."""
@@ -48,7 +51,7 @@ class Breakdown:
         self._line_imbalances, self._imbalances = self._imbalances, 0.0
 
     def read(self) -> dict[str, float]:
-        """The row of `Meter.read` with `imbalance`, `tflops_per_s` and, if the peak is known, `mfu`. A collective."""
+        """Return the row of `Meter.read` with `imbalance` and, if known, `tflops_per_s` and `mfu`. A collective."""
         before, row = self.meter.last_step, self.meter.read()
         steps = range(before, self.meter.last_step)
         windows = np.concatenate([self.plan.step_windows(before) for before in steps])
@@ -71,7 +74,10 @@ class Breakdown:
         return rates if self.peak_flops is None else rates | {"mfu": flops_per_s / self.peak_flops}
 
     def results(self) -> dict[str, Any]:
-        """The key `breakdown` of train_results.json (docs/reference/output-files.md); empty without a line."""
+        """Return the value of train_results.json's key `breakdown` (docs/reference/output-files.md).
+
+        Empty if no line was logged.
+        """
         if not self._lines:
             return {}
         sums = self._sums
@@ -92,14 +98,14 @@ class Breakdown:
 
 
 def _over_ranks(milliseconds: torch.Tensor, step: torch.Tensor) -> dict[str, float]:
-    """Mean, minimum and maximum of `milliseconds` [ranks], and the mean's share of the mean `step` [ranks]."""
+    """Return the mean, minimum and maximum of a phase's `milliseconds` [ranks], and its share of the `step` [ranks]."""
     mean, minimum, maximum = milliseconds.mean(), milliseconds.min(), milliseconds.max()
     figures = {"ms": mean, "min_ms": minimum, "max_ms": maximum, "share": mean / step.mean()}
     return {name: float(value) for name, value in figures.items()}
 
 
 def describe_steps(results: Mapping[str, Any]) -> list[str]:
-    """Lines of the step-time summary. `results`: of train_results.json. Empty if no step was taken."""
+    """Format the step-time summary as lines; none if no step was taken. `results`: content of train_results.json."""
     found = results["breakdown"]
     if not found:
         return []
@@ -116,7 +122,7 @@ def describe_steps(results: Mapping[str, Any]) -> list[str]:
 
 
 def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Lines of evaluations, checkpoints, and rates with work."""
+    """Format the summary's lines on evaluations, checkpoints and throughput. `found`: `Breakdown.results`."""
     lines = []
     if results.get("evaluations"):
         lines.append(f"{results['evaluations']} evaluation(s) in {results['evaluation_s']:.1f} s.")
@@ -126,7 +132,7 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
             f"{results['checkpoints']} checkpoint(s): training waited {waited:.2f} s, writing took {wrote:.2f} s."
         )
     tokens, work = "", ""
-    if found["tokens_per_s"] != found["windows_per_s"]:  # otherwise examples have no tokens, and each counts as 1
+    if found["tokens_per_s"] != found["windows_per_s"]:  # equal if the examples have no tokens: each counts as one
         tokens = f", {found['tokens_per_s']:,.0f} tokens/s"
         work = (
             f"; padding {found['padding_share']:.1%}; maximum tokens per rank {found['imbalance']:.3f} times the mean"

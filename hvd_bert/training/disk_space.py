@@ -1,4 +1,4 @@
-"""Disk space of a checkpoint, from the sizes of its tensors."""
+"""The disk space that a checkpoint needs, calculated from the sizes of its tensors."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hvd_bert.storage.writing import first_existing
 
 
 def gib(count: float) -> str:
-    """Format a number of bytes."""
+    """Format a number of bytes in GiB, or in MiB up to 0.1 GiB."""
     return f"{count / GIB:,.2f} GiB" if count > GIB / 10 else f"{count / MIB:.2f} MiB"
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Total bytes of `tensors`."""
+    """Return the size of all `tensors` together in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def checkpoint_bytes(config: Config, model: nn.Module) -> int:
-    """Bytes of a checkpoint of `model`: weights, their averages, and the optimizer's moments."""
+    """Return the size of a checkpoint of `model` in bytes: weights, their moving averages, the optimizer's moments."""
     weights = tensor_bytes(model.state_dict().values())
     if config.checkpoint.save_only_model:
         return weights
@@ -37,7 +37,8 @@ def checkpoint_bytes(config: Config, model: nn.Module) -> int:
 def check(config: Config, model: nn.Module, step: int) -> None:
     """Raise UserError if the disk of the output folder has no space for a checkpoint or, without any, for the model.
 
-    `step`: where the training resumes. At 0, an earlier run's checkpoints are removed first.
+    `step`: the step from which the training resumes. At 0, the space of an earlier run's checkpoints counts as free,
+    since the run removes them first.
     """
     saves = config.checkpoint.save_steps or config.checkpoint.load_best_model_at_end
     need = checkpoint_bytes(config, model) if saves else tensor_bytes(model.state_dict().values())

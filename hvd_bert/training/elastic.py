@@ -1,7 +1,7 @@
-"""The training's state in the memory of each rank, from which the next world of Horovod elastic resumes.
+"""The training state that each rank keeps in memory, from which the next world of Horovod elastic resumes.
 
-Weights change only in the optimizer's update, during which no rank waits for another. So a rank that notices a lost
-rank in a collective has the whole state of its last finished step. Some ranks may be one step ahead of others.
+Weights change only in the optimizer's update, which has no collectives. A rank notices that another rank is lost only
+in a collective, so it then has the complete state of its last finished step. Ranks may differ by one step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hvd_bert.errors import log
 
 @contextmanager
 def keep_on_failure(world: World, state: Callable[[], ResumePoint | None]) -> Iterator[None]:
-    """Under Horovod elastic, keep `state()` for the next world if the training inside fails.
+    """Context manager: under Horovod elastic, keep `state()` for the next world if the block raises an exception.
 
-    The previous world's state is dropped only here, since a rank may be lost while that state is broadcast.
+    The state from the previous world is dropped only on entry, since a rank may be lost while that state is broadcast.
     """
     world.process.last_state = None
     try:
@@ -31,7 +31,7 @@ def keep_on_failure(world: World, state: Callable[[], ResumePoint | None]) -> It
 
 
 def newest(world: World) -> ResumePoint | None:
-    """The state of the most steps in the memory of any rank, or None. Only its rank has the tensors. A collective."""
+    """Return the most advanced state in any rank's memory, or None. Only that rank gets the tensors. A collective."""
     if not world.elastic:
         return None
     mine: ResumePoint | None = world.process.last_state

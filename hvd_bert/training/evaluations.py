@@ -1,4 +1,4 @@
-"""Evaluations during a run, and the results of a training that the final evaluation needs."""
+"""Evaluations during a run, and the training results that the final evaluation needs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from hvd_bert.tasks.base import EvaluationResult, Task
 
 @dataclass(frozen=True)
 class Trained:
-    """The results of a training, whose model is in the task and has the weights of step `step`.
+    """A finished training. The task's model has the weights of step `step`.
 
-    `evaluation`: of this model, if it was evaluated. `eval_pending`: its evaluation still counts for the best score.
-    `to_resume`: the state, under Horovod elastic.
+    Attributes:
+        results: The training's results for train_results.json.
+        step: Step of the model's weights: the last step, or the best with --load_best_model_at_end.
+        evaluation: Evaluation of this model; None if it has not been evaluated.
+        eval_pending: Whether the final evaluation still has to update the best score.
+        to_resume: Under Horovod elastic, the state from which a new world resumes. Otherwise None.
     """
 
     results: dict[str, Any]
@@ -39,7 +43,7 @@ class Evaluations:
         self._totals = {"evaluations": 0, "evaluation_s": 0.0}
 
     def evaluate(self, model: nn.Module) -> EvaluationResult:
-        """A collective."""
+        """Evaluate `model` and time the evaluation. A collective."""
         start = time.perf_counter()
         evaluation = self.task.evaluate(model)
         self._last_s = time.perf_counter() - start
@@ -48,7 +52,7 @@ class Evaluations:
         return evaluation
 
     def evaluate_trained(self, trained: Trained, metrics_logger: MetricsLogger) -> EvaluationResult:
-        """The evaluation of the trained model. A collective."""
+        """Return the trained model's evaluation; run and record it if that has not been done. A collective."""
         evaluation = trained.evaluation
         if evaluation is None:
             evaluation = self.evaluate(self.task.model)
@@ -58,10 +62,10 @@ class Evaluations:
         return evaluation
 
     def record(self, evaluation: EvaluationResult, metrics_logger: MetricsLogger, step: int) -> None:
-        """Record and show the last evaluation. `step`: of the model."""
+        """Record and show the latest evaluation, with its duration. `step`: the step of the evaluated weights."""
         metrics = evaluation.metrics | {"eval_s": self._last_s}
         metrics_logger.evaluated(metrics, evaluation.summary, step, evaluation.files.get("eval_samples.json", ()))
 
     def results(self) -> dict[str, Any]:
-        """The evaluations' keys of train_results.json."""
+        """Return the keys of train_results.json that are about evaluations."""
         return self._totals | ({"best": self.best.state()} if self.best else {})

@@ -1,4 +1,4 @@
-"""`--fast_dev_run`: a run of two steps in a temporary folder, and an estimate of the whole run."""
+"""`--fast_dev_run`: run two steps in a temporary folder, and estimate time, memory and disk space of the whole run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from hvd_bert.tasks.base import Task
 from hvd_bert.training import loop
 from hvd_bert.training.disk_space import checkpoint_bytes, gib, tensor_bytes
 
-# Settings that would write outside the output folder are turned off.
+# Settings that are turned off: they would write outside the temporary folder, or do not apply to two steps.
 OVERRIDES: dict[str, Any] = {"overwrite_output_dir": False, "report_to": "none", "timeline": None, "profile": False}
 
 
 def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: type[Task] | None = None) -> RunResult:
-    """Take two steps, evaluate, save, and log the estimate of the whole run. Called by all ranks.
+    """Run two steps, evaluate, save, and log an estimate of the whole run. Called by all ranks.
 
-    The returned result's folder is removed; its `results` have the estimate, too.
+    The key `estimate` of the returned `results` has the estimate. The returned `output_dir` no longer exists.
     """
     with _temporary_folder(config, world) as folder:
         changed = from_values(config.as_flat() | OVERRIDES | {"output_dir": str(folder)})
@@ -46,7 +46,7 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
 
 @contextmanager
 def _temporary_folder(config: Config, world: World) -> Iterator[Path]:
-    """Context manager: a folder on the output folder's disk. It is removed even if this process is killed."""
+    """Context manager: yield a temporary folder on the output folder's disk. It is removed even if rank 0 is killed."""
     folder, guard = Path(config.train.output_dir or "runs"), None
     with world.writing("--output_dir", folder, EXIT_BAD_INPUT) as writes:
         if writes:
@@ -66,7 +66,7 @@ def _temporary_folder(config: Config, world: World) -> Iterator[Path]:
 
 
 class Estimate(Callback):
-    """Collects the figures of the estimate."""
+    """Callback that collects measurements of the two steps and calculates the estimate from them."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -80,13 +80,13 @@ class Estimate(Callback):
             self._free = shutil.disk_usage(str(self._config.train.output_dir)).free
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
-        self._metrics = metrics  # of the last step: the first one warms up
+        self._metrics = metrics  # overwrites the first step's, which is warm-up
 
     def figures(self, results: dict[str, Any]) -> dict[str, float]:
-        """Log and return the estimate, on rank 0. `results`: of the two steps (train_results.json)."""
+        """Log and return the estimate on rank 0. `results`: train_results.json of the two steps."""
         plan, args, world = self._plan, self._config.train, self._world
         steps, step_s = args.total_steps(plan.steps_per_epoch), self._metrics["step_s"]
-        if self._metrics["padding_share"] == 0:  # with padding, all steps take as long
+        if self._metrics["padding_share"] == 0:  # packed: a step's time depends on its tokens, so scale to the mean
             step_s = float(plan.lengths.mean()) * plan.global_batch / self._metrics["tokens_per_s"]
         evaluations, evaluation_s = 0, 0.0
         if "evaluations" in results:
@@ -113,11 +113,13 @@ class Estimate(Callback):
         return {**times, "run_s": run_s, "memory_bytes": peak, "disk_bytes": disk}
 
     def _most_disk(self, steps: int) -> int:
-        """The run's largest disk space in bytes: an old checkpoint is removed once a new one is written, and before the
-        model is written."""
+        """Return the maximum disk space of the run in bytes.
+
+        While a new checkpoint is written, the old one that it replaces still exists. The final model is written last.
+        """
         args = self._config.checkpoint
         saves = math.ceil(steps / args.save_steps) if args.save_steps else 0
-        if args.load_best_model_at_end:  # each evaluation may save one
+        if args.load_best_model_at_end:  # each evaluation may save a checkpoint
             saves = steps
         retained = args.save_total_limit + args.load_best_model_at_end
         return min(saves * self._checkpoint + self._weights, (retained + 1) * self._checkpoint)

@@ -1,7 +1,7 @@
-"""Steps whose loss or gradient is NaN or infinite: skipped, recorded and, if there are too many, the end of a training.
+"""Handling of skipped steps, whose gradient is NaN or infinite: record each, and stop a training that has too many.
 
-The averaged gradient has the same norm on all ranks, so all ranks find such a step without a further message. They find
-it a step later, since nothing waits for the device; `Strategy.step` has left the weights as they were.
+The averaged gradient has the same norm on all ranks, so all ranks detect such a step without communicating. They do so
+one step later, since the host does not wait for the device; `Strategy.step` has already skipped the update.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import EXIT_FAILURE, log
 from hvd_bert.training.meter import Meter
 
-# Skipped steps in a row that end the training. With fp16 and finite losses: LIMIT_SCALED until a first step is applied,
-# since loss scaling skips up to 16 until its scale fits, and then LIMIT_LATER.
+# Number of consecutive skipped steps that ends the training. With fp16 and finite losses, it is LIMIT_SCALED until a
+# step is applied, since loss scaling may skip 16 steps before its scale fits, and LIMIT_LATER from then on.
 LIMIT, LIMIT_SCALED, LIMIT_LATER = 3, 20, 10
 ADVICE = (
     "Lower --learning_rate, lengthen the warm-up (--warmup_ratio 0.1), or clip the gradient (--max_grad_norm 1). If it"
@@ -32,7 +32,7 @@ ADVICE_AT_START = (
 
 
 class Health:
-    """Watches the steps of a training. All ranks call the methods after the same steps."""
+    """Counts skipped steps and ends a training that has diverged. All ranks call the methods after the same steps."""
 
     def __init__(
         self,
@@ -43,22 +43,25 @@ class Health:
         window_names: Callable[[Ids], list[str]],
         fp16: bool,
     ) -> None:
-        """`step`: steps done. `window_names`: ids -> names. `fp16`: loss scaling or fp16 allreduce is on."""
+        """Register with the meter.
+
+        `step`: number of steps done. `window_names`: `Task.window_names`. `fp16`: whether fp16 or fp16 allreduce is on.
+        """
         self.meter, self.plan, self.world, self.window_names = meter, plan, world, window_names
         self._fp16, self._step = fp16, step
-        # Consecutive skipped steps, and consecutive skipped steps without a finite loss.
+        # Number of consecutive skipped steps, and of those at the end whose loss was NaN or infinite on some rank.
         self._skipped = self._without_loss = 0
         self._cause = "No gradient was finite"
         meter.on_step = self._on_step_end
 
     def close(self) -> None:
-        """Break the cycle of references with the meter, which would keep the model's memory."""
+        """Break the reference cycle with the meter, which would keep the model in memory."""
         self.meter.on_step = None
 
     def _on_step_end(self, loss: float, grad_norm: float) -> None:
-        """Count a settled step. `loss`: this rank's. `grad_norm`: equal on all ranks.
+        """Count a settled step. Raises CollectiveError after too many skipped steps.
 
-        Raises CollectiveError after too many skipped steps.
+        `loss`: this rank's loss. `grad_norm`: norm of the averaged gradient, equal on all ranks.
         """
         self._step += 1
         if math.isfinite(grad_norm):
@@ -83,7 +86,7 @@ class Health:
             log.warning("%s. The step is skipped: the weights stay as they were.", self._cause)
 
     def _record(self, losses: list[float], ranks: Iterable[int], grad_norm: float) -> None:
-        """Record the skipped step in events.jsonl, with mean loss and windows of `ranks`."""
+        """Record the skipped step in events.jsonl, with each of the `ranks`' mean loss and windows."""
         before, batch = self._step - 1, []
         windows = len(self.plan.step_windows(before))
         for rank in ranks:
@@ -94,11 +97,11 @@ class Health:
         events.add("skipped_step", step=self._step, grad_norm=str(grad_norm), batch=batch)
 
     def _is_unchanged(self) -> bool:
-        """Whether all steps of the run were skipped."""
+        """Return whether all steps of the training were skipped, so that the weights are unchanged."""
         return self.meter.skipped_steps == self._step
 
     def check_end(self) -> None:
-        """Call after the last step. Raises CollectiveError if all steps were skipped, so that nothing was trained."""
+        """Raise CollectiveError if all steps were skipped: nothing was trained. Call this after the last step."""
         self.meter.settle()
         if self._is_unchanged():
             raise CollectiveError(
@@ -106,7 +109,7 @@ class Health:
             )
 
     def check(self, step: int) -> None:
-        """Call after `Meter.read` at `step`. Raises CollectiveError if the loss is not finite with finite gradients."""
+        """Raise CollectiveError if the loss of applied steps is NaN or infinite. Call this after `Meter.read`."""
         if not math.isfinite(self.meter.loss_sum):
             raise CollectiveError(
                 f"The loss is {self.meter.loss_sum} at step {step}, or since the last log line: training has diverged."

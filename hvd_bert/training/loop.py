@@ -1,4 +1,4 @@
-"""A training run from the settings to the output files. Read this file first; hvd_bert/train.py is the command."""
+"""A run from its settings to the output files. Start reading here; hvd_bert/train.py is the command."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from hvd_bert.training.optim import large_batch_note
 from hvd_bert.training.saving import Checkpoints
 from hvd_bert.training.start import Prepared, Start, load, prepare
 
-LONG_S = 60.0  # training time from which the step-time summary is printed
+LONG_S = 60.0  # minimum training time in seconds for which the step-time summary is printed
 
 
 def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: type[Task] | None = None) -> RunResult:
-    """Load, train, evaluate and write the output. Called by all ranks; under Horovod elastic again in each world.
+    """Load, train, evaluate and write the output. Called by all ranks, under Horovod elastic once per world.
 
-    `own`: the task's class, if a program gives it.
+    `own`: the class of a custom task, if a program gives it to `train`.
     """
     start = load(config, world, own)
     task = start.task
@@ -52,7 +52,7 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
         if prepared and checks and prepared.state.step < effective["train_steps"]:
             disk_space.check(start.config, task.model, prepared.state.step)
     evaluations = Evaluations(task) if task.evaluates else None
-    # A run that only evaluates does so first: an earlier evaluation stays until there is a new one.
+    # Without training, evaluate before acquiring the folder: if this fails, the earlier evaluation's files remain.
     evaluation = evaluations.evaluate(task.model) if evaluations and not prepared else None
 
     facts = run_folder.task_facts(task) | run_folder.environment_facts(start.config, world)
@@ -76,7 +76,7 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
     if results.get("train_runtime", 0) >= LONG_S and results["breakdown"]:
         log.info("%s", "\n".join(describe_steps(results)))
         if evaluation:
-            log.info("%s", evaluation.summary)  # again: the table is long
+            log.info("%s", evaluation.summary)  # repeated, since the long table may have scrolled it away
     if not config.train.fast_dev_run:
         log.info("%s", run_folder.describe(start.folder))
     events.end()
@@ -84,11 +84,12 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = (), own: t
 
 
 def train_only(config: Config, world: World, callbacks: Sequence[Callback], own: type[Task] | None = None) -> Task:
-    """Train to measure it: without a progress bar, signals, evaluations or a saved model. Called by all ranks.
+    """Train for a measurement, without progress bar, signal handling, evaluations or saved model. Called by all ranks.
 
-    Returns the task with the trained model. `callbacks` get batches, steps and log lines only. `own`: as for `run`.
+    Returns the task with the trained model. Of the `callbacks`, only on_batch, on_step, on_log and on_save are called.
+    `own`: see `run`.
     """
-    with tempfile.TemporaryDirectory() as folder:  # GpuUsage writes into rank 0's
+    with tempfile.TemporaryDirectory() as folder:  # only rank 0's is used, for example by GpuUsage
         changed = {"output_dir": world.broadcast(folder), "resume_from_checkpoint": None, "elastic": False}
         changed["early_stopping_patience"] = None  # it needs evaluations
         start = load(from_values(config.as_flat() | changed), world, own)
@@ -98,7 +99,7 @@ def train_only(config: Config, world: World, callbacks: Sequence[Callback], own:
 
 
 def _open_logs(start: Start, facts: dict[str, Any], callbacks: Sequence[Callback], world: World) -> MetricsLogger:
-    """Open events.jsonl, metrics.jsonl and the reporters. A collective."""
+    """Open events.jsonl, metrics.jsonl and the reporters on rank 0. A collective."""
     with world.writing("--output_dir", start.folder, EXIT_BAD_INPUT) as writes:
         events.begin(start.folder, writes, {"launcher": world.launcher, "decided": start.decided} | facts)
         started = open_reporters(start.config.train.reporters, start.folder) if writes else []
@@ -108,7 +109,7 @@ def _open_logs(start: Start, facts: dict[str, Any], callbacks: Sequence[Callback
 def _write_output(
     start: Start, evaluation: EvaluationResult | None, results: dict[str, Any], world: World
 ) -> dict[str, Any]:
-    """Write the scores and, after a training, its results. Returns the written results. A collective."""
+    """Write the scores and, after training, train_results.json. Returns the content of the latter. A collective."""
     task, folder, settings = start.task, start.folder, start.settings
     results = results | {"processes": world.gather({"rank": world.rank} | process_usage(world.device))}
     with world.writing("--output_dir", folder) as writes:
@@ -117,12 +118,12 @@ def _write_output(
         if writes and task.plan:
             results |= task.facts() | {"work": resume.identity(settings, task.model, task.identity(), task.plan)}
             card.write(folder, settings, results, evaluation.metrics if evaluation else {})
-            write_json(folder / "train_results.json", results)  # last: with this file a run is finished
+            write_json(folder / "train_results.json", results)  # last, since this file marks a run as finished
     return results
 
 
 class Training:
-    """A training: its parts and its loop. After `run`, task.model has the weights of step `model_step`."""
+    """The training loop with its components. After `run`, task.model has the weights of step `model_step`."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class Training:
         metrics_logger: MetricsLogger,
         world: World,
     ) -> None:
-        """A collective. `start`: with the output folder."""
+        """Create the components. A collective. `start`: must have the final output folder (`Start.in_folder`)."""
         config, task, folder = start.config, start.task, start.folder
         state, plan, args = prepared.state, prepared.state.plan, config.train
         self.task, self.config, self.world = task, config, world
@@ -140,7 +141,7 @@ class Training:
         self.batches, self.recording = prepared.batches, prepared.recording
         self.folder, self.evaluations, self.metrics_logger = folder, evaluations, metrics_logger
         self.total_steps = args.total_steps(plan.steps_per_epoch)
-        if args.fast_dev_run:  # the schedule is that of the whole run, and the first step warms up
+        if args.fast_dev_run:  # two steps, because the first is warm-up; the schedule still covers the whole run
             self.total_steps = min(2, self.total_steps)
         peak = peak_flops(args, config.profiling.peak_tflops, world)
         self.breakdown = Breakdown(state.meter, plan, task.flops, peak, state.step)
@@ -153,10 +154,10 @@ class Training:
         self.stop_requests = StopRequests(world)
         with world.writing("--output_dir", folder, EXIT_BAD_INPUT):
             self.gpus = GpuUsage(world, folder)
-        self.logs_late = world.device.type == "cuda"  # while the GPU computes the next step
+        self.logs_late = world.device.type == "cuda"  # log a line while the GPU computes the next step
         self._line: dict[str, float] | None = None  # a log line that has ended but is not logged yet
         self.model_step = state.step
-        self.evaluation: EvaluationResult | None = None  # of the final model
+        self.evaluation: EvaluationResult | None = None  # the final model's evaluation, if it was evaluated
         self._final: Contents | None = None  # under Horovod elastic: the state after the last step
         if evaluations:
             evaluations.best = state.best
@@ -164,7 +165,7 @@ class Training:
     def run(self) -> dict[str, Any]:
         """Train to the end. Returns the results for train_results.json.
 
-        Where `stop_requests` watches, a signal saves a checkpoint and raises CollectiveError.
+        If a signal arrives inside `stop_requests.watched()`, a checkpoint is saved and CollectiveError is raised.
         """
         state, checkpoints, effective = self.state, self.checkpoints, self.effective
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
@@ -179,27 +180,29 @@ class Training:
                 closed.enter_context(closing(part))
             due = self._due()
             if state.eval_pending and self.evaluations and (due.evaluate or not due.ends):
-                self._evaluate()  # a signal stopped the run before it
+                self._evaluate()  # the interrupted run stopped before this evaluation
             while not self._due().ends:
                 self.recording.before(state.step + 1)
                 learning_rate = self._step()
-                stops = self.stop_requests.any_rank_stops()  # the vote is the last message of a recorded step
+                stops = (
+                    self.stop_requests.any_rank_stops()
+                )  # before `after`, so that the recorded step includes the vote
                 self.recording.after(state.step, self.folder)
                 self._after_step(learning_rate, stops)
             self._finish()
-        state.meter.on_applied = None  # the weights' hooks refer to the meter, which would keep the optimizer in memory
+        state.meter.on_applied = None  # the weights' hooks hold the meter, which would keep the optimizer in memory
         return state.meter.results() | {"breakdown": self.breakdown.results()} | checkpoints.totals
 
     def _finish(self) -> None:
-        """After the last step: the last vote and check, then load the weights of `model_step` into task.model."""
+        """Finish after the last step: stop if a signal arrived, else load the final weights into task.model."""
         state = self.state
-        self._start_vote()  # a signal may have come since the last step, for example during an evaluation
+        self._start_vote()  # a signal may have arrived since the last step, for example during an evaluation
         if self.stop_requests.any_rank_stops():
             self._stop()
         self.health.check_end()
         if self.world.elastic:
-            self._final = state.local_snapshot()  # before the model gets other weights
-        state.strategy.gather_model()  # afterwards task.model has the trained weights
+            self._final = state.local_snapshot()  # before averaged or best weights replace those of the last step
+        state.strategy.gather_model()  # copies the trained weights to task.model
         if state.average:
             state.average.swap()
         if state.step < self.total_steps:
@@ -207,16 +210,16 @@ class Training:
         self.model_step = self.checkpoints.load_best()
         self.task.merge_adapters()
         if self.model_step != state.step:
-            self.evaluation = None  # of the last model, which is not the best
+            self.evaluation = None  # it belongs to the last step's weights
 
     def to_resume(self) -> ResumePoint:
-        """This rank's state after its last finished step, for the next world of Horovod elastic."""
+        """Return this rank's state after its last finished step, for the next world of Horovod elastic."""
         contents = self._final or self.state.local_snapshot()
         contents.state["rank_batch"] = self.config.train.rank_batch
         return ResumePoint(self.folder / checkpoint_name(self.state.step), contents)
 
     def _step(self) -> float:
-        """One optimizer step. Returns its learning rate."""
+        """Run one optimizer step. Returns its learning rate."""
         state, strategy, meter = self.state, self.state.strategy, self.state.meter
         step_windows = len(self.plan.step_windows(state.step))
         with strategy.micro_batches():
@@ -225,18 +228,18 @@ class Training:
                 with meter.phase("compute"):
                     with autocast(self.world.device, self.config.train.precision):
                         losses = self.task.losses(strategy.module, batch)[: batch.num_windows]
-                    # The strategy averages over the ranks. With this factor, that is the mean over the step's windows.
+                    # The strategy averages over the ranks. This factor turns that into the mean over all windows.
                     loss = losses.sum() * (self.world.size / step_windows)
                     strategy.backward(loss)
                 meter.add(loss, batch)
-        with meter.phase("other"):  # work that overlaps with averaging the last gradients
+        with meter.phase("other"):  # this work overlaps with the allreduce of the last gradients
             self.checkpoints.check_write()
             self._start_vote()
             self.breakdown.count(state.step)
         with meter.phase("exposed_comm"):
             strategy.synchronize()
         with meter.phase("optimizer"):
-            meter.settle()  # before DeepSpeed steps: advances the schedule if the last step was applied
+            meter.settle()  # advances the schedule if the previous step was applied; DeepSpeed's clip needs that first
             grad_norm = strategy.clip()
             learning_rate: float = state.schedule.get_last_lr()[0]
             strategy.step()
@@ -252,31 +255,31 @@ class Training:
         self.stop_requests.start_vote()
 
     def _stop(self) -> NoReturn:
-        """Save and stop. Under Horovod elastic, if only hosts have changed, leave for the next world."""
+        """Save and stop. If only the hosts have changed, raise HostsChanged: training continues in the next world."""
         reason = self.stop_requests.reason()
         if reason is None:
             raise HostsChanged
         self.checkpoints.save_and_stop(reason)
 
     def _after_step(self, learning_rate: float, stops: bool) -> None:
-        """Log, stop, evaluate, save: whatever is due after this step."""
+        """Log, stop, evaluate and save, as far as each is due after this step."""
         state, due = self.state, self._due()
         state.eval_pending = self.evaluations is not None and (due.evaluate or due.ends)
         self.metrics_logger.notify("on_step", state.step)
-        self._log()  # the line of the step before
+        self._log()  # a line that ended with the previous step
         if due.log:
             self.breakdown.end_line(state.step)
             self._line = {"epoch": state.step / self.plan.steps_per_epoch, "learning_rate": learning_rate}
             if stops or due.evaluate or due.save or due.ends or not self.logs_late:
                 state.meter.settle()
                 self._log()
-        if due.ends:  # before a checkpoint holds the untrained weights
+        if due.ends:  # before saving, so that no checkpoint has untrained weights
             self.health.check_end()
         if stops:
             self._stop()
         if due.evaluate:
             self._evaluate()
-        if self._due().save:  # also if the evaluation ends the training
+        if self._due().save:  # decided again, since the evaluation may end the training early
             self.checkpoints.save()
         state.meter.end_interval("other")
 
@@ -285,14 +288,14 @@ class Training:
         return schedule.due(*steps, self.config, self.evaluations is not None, self.state.best.since)
 
     def _log(self) -> None:
-        """Log the line that has ended, if there is one. A collective."""
+        """Log the line that has ended, if any. A collective."""
         if self._line is None:
             return
         means, meter = self.breakdown.read(), self.state.meter
         step, now, self._line = meter.last_step, self._line | {"grad_norm": meter.grad_norm}, None
         self.health.check(step)
         self.metrics_logger.logged(step, now | means | self.gpus.read(step) | self.checkpoints.metrics())
-        self.checkpoints.is_output_dir_missing()  # not at each step: its file system may be slow
+        self.checkpoints.is_output_dir_missing()  # once per line, not per step: the file system may be slow
 
     def _evaluate(self) -> None:
         assert self.evaluations is not None
@@ -302,17 +305,19 @@ class Training:
         self.evaluations.record(evaluation, self.metrics_logger, step)
         with self.world.writing("--output_dir", self.folder) as writes:
             if writes and not self.checkpoints.is_output_dir_missing() and SAMPLES in evaluation.files:
-                write_json(self.folder / SAMPLES, evaluation.files[SAMPLES])  # while the run continues
+                write_json(self.folder / SAMPLES, evaluation.files[SAMPLES])  # to show answers during training
         self.state.eval_pending = False
         is_best = self.state.best.update(step, evaluation.metrics)
         if is_best and self.config.checkpoint.load_best_model_at_end:
             self.checkpoints.save()
-        self.evaluation = evaluation if self._due().ends else None  # the answers are large
+        self.evaluation = (
+            evaluation if self._due().ends else None
+        )  # free the answers if nobody needs them: they are large
 
 
 def _train(training: Training) -> Trained:
-    """Train, and save the model. A collective."""
-    # A signal ends a fast dev run at once: there is nothing to save.
+    """Run the training and save the model. A collective."""
+    # A fast dev run has nothing to save, so a signal terminates it immediately.
     stops = nullcontext() if training.config.train.fast_dev_run else training.stop_requests.watched()
     with elastic.keep_on_failure(training.world, training.to_resume), stops:
         results = training.run()

@@ -1,4 +1,4 @@
-"""Work, loss and time per phase of a step, summed up for each log line."""
+"""Meter of loss, window and token counts, and time per phase of a step, summed up for each log line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hvd_bert.monitoring import PHASES
 from hvd_bert.tasks.base import MicroBatch
 
 Item = TypeVar("Item")
-Instant = float | torch.cuda.Event  # by the host's clock, or by a GPU's
+Instant = float | torch.cuda.Event  # seconds of the host's clock, or an event in the GPU's queue
 Interval = tuple[str, Instant, Instant]  # phase, start and end
 
 _TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")
 
 
 class Stopwatch:
-    """Splits time into intervals by the device's clock: by CUDA events on a GPU, so that the host does not wait.
+    """Splits time into intervals. On a GPU, CUDA events mark their ends, so that the host does not wait.
 
     `last`: the end of the last interval.
     """
@@ -33,12 +33,12 @@ class Stopwatch:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all intervals and start the first one."""
+        """Discard all intervals and start a new one now."""
         self._intervals: list[Interval] = []
         self.last = self.now()
 
     def now(self) -> Instant:
-        """The present. On a GPU: the instant when the work queued so far is done."""
+        """Return the current instant. On a GPU: the instant when the device finishes the work that is queued so far."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -46,18 +46,18 @@ class Stopwatch:
         return event
 
     def end_interval(self, phase: str) -> None:
-        """End an interval of `phase`. It began at the end of the previous one."""
+        """End an interval that belongs to `phase`. It began at the end of the previous interval."""
         start, self.last = self.last, self.now()
         self._intervals.append((phase, start, self.last))
 
     def take(self) -> list[Interval]:
-        """Return the intervals since the start or the previous call."""
+        """Return the intervals since `restart` or the previous call."""
         taken, self._intervals = self._intervals, []
         return taken
 
 
 def seconds_between(start: Instant, end: Instant) -> float:
-    """Seconds from `start` to `end`. Waits until the device reaches `end`."""
+    """Return the seconds from `start` to `end`. Waits until the device reaches `end`."""
     if isinstance(end, float):
         assert isinstance(start, float)
         return end - start
@@ -68,7 +68,7 @@ def seconds_between(start: Instant, end: Instant) -> float:
 
 
 class DeferredScalars:
-    """Numbers of a step, copied to the host while the device computes the next step."""
+    """Copies numbers of a step to the host while the device computes the next step."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -77,15 +77,15 @@ class DeferredScalars:
         self._filled = False
 
     def put(self, *numbers: torch.Tensor) -> None:
-        """Start to copy 0-dim tensors. `take` must have returned the previous numbers."""
-        # Converted on the device: a copy to another dtype may wait.
+        """Start to copy 0-dim tensors. Call `take` first to get the previous numbers."""
+        # Convert on the device, since a copy to another dtype may make the host wait.
         self._host.copy_(torch.stack([number.detach().double() for number in numbers]), non_blocking=True)
         if self._copied:
             self._copied.record()
         self._filled = True
 
     def take(self) -> list[float]:
-        """Return the numbers once; empty without `put`. Waits only for the device's work before `put`."""
+        """Return the numbers of the last `put` once, else an empty list. Waits only for work queued before `put`."""
         if not self._filled:
             return []
         if self._copied:
@@ -96,26 +96,27 @@ class DeferredScalars:
 
 
 class Meter:
-    """Sums up work, loss and time per log line, without waiting for the device. Times exclude evaluations.
+    """Sums up loss, counts and time per log line without waiting for the device. Times exclude evaluations.
 
-    A step is settled when the host has its loss and norm. `end_line` ends a line. `read` returns it once its last step
-    is settled: at once, or after the next step was started, so that the device has work meanwhile.
+    A step is settled when the host has its loss and gradient norm. `end_line` ends a line, and `read` returns it once
+    the line's last step is settled. That can be immediately or, to keep the device busy, after the next step's start.
 
     Attributes:
-        phases: The phases that are told apart.
-        sums: Sums over the last line and all ranks; the seconds are this rank's.
-        phase_s: Seconds per rank and phase, [ranks, phases], in the last line's `watched` steps: those since a resume.
+        phases: The phases that are measured, in the order of PHASES.
+        sums: Sums of the last line over its steps and all ranks; "seconds" is this rank's, and "watched" is the number
+            of steps whose phases were timed: those since a resume.
+        phase_s: Seconds per rank and phase in the last line's "watched" steps, [ranks, phases].
         on_step: Called when a step is settled, with this rank's loss and the norm of the averaged gradient.
-        on_applied: Called when a step with a finite norm is settled; the strategy has skipped any other step.
-        skipped_steps: Number of skipped steps.
-        grad_norm: Norm of the last settled step.
+        on_applied: Called when a step with a finite gradient norm is settled; the strategy skips all other steps.
+        skipped_steps: Number of skipped steps since the start of training.
+        grad_norm: Gradient norm of the last settled step.
     """
 
     sums: dict[str, Any]
     phase_s: torch.Tensor
 
     def __init__(self, world: World, separates_comm: bool = True) -> None:
-        """`separates_comm`: False if the strategy cannot separate "exposed_comm", which then counts as "compute"."""
+        """`separates_comm`: whether the strategy separates "exposed_comm" from "compute"; else both are "compute"."""
         self.world = world
         self.phases = tuple(phase for phase in PHASES if separates_comm or phase != "exposed_comm")
         self.annotate: Callable[[str], AbstractContextManager[Any]] = nullcontext  # marks a phase for a profiler
@@ -129,8 +130,8 @@ class Meter:
         self._stopwatch = Stopwatch(world.device)
         self._step_loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._pending = DeferredScalars(2, world.device)
-        self._has_settled = False  # any step
-        # This rank's loss, up to the last settled step, and its work since the last line that was read.
+        self._has_settled = False  # whether any step was settled
+        # This rank's sums since the last line that was read; the loss covers settled steps only.
         self._loss = 0.0
         self._counts = np.zeros(3, np.int64)  # windows, tokens, positions
         self._start(0)
@@ -141,13 +142,15 @@ class Meter:
         self._watched_from = step
 
     def end_interval(self, phase: str) -> None:
-        """Count the time since the previous call for `phase`, one of PHASES."""
+        """Count the time since the previous interval's end as time of `phase`, a key of PHASES."""
         self._stopwatch.end_interval(phase)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context manager: count the block's time for phase `name`. Phases leave no gaps: each starts where the
-        previous one ended."""
+        """Context manager: count the time from the end of the previous phase to the end of the block as phase `name`.
+
+        Blocks may be nested.
+        """
         outer, self._phase = self._phase, name
         with self.annotate(name):
             yield
@@ -155,7 +158,7 @@ class Meter:
         self._phase = outer
 
     def timed(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items. The time to wait for each counts for `phase`."""
+        """Yield the items. The time spent waiting for each item counts as `phase`."""
         remaining = iter(items)
         while True:
             with self.annotate(phase):
@@ -166,25 +169,30 @@ class Meter:
             yield item
 
     def gradients_computed(self) -> None:
-        """Call when the last gradients are computed. The rest of this phase waits for other ranks."""
+        """Count the rest of the open phase as exposed communication. Called once the step's gradients are computed."""
         self.end_interval("compute")
         self._phase = "exposed_comm"
 
     def add(self, loss: torch.Tensor, batch: MicroBatch) -> None:
-        """Count a micro-batch. `loss`: this rank's share of the step's loss, as given to the strategy."""
+        """Count a micro-batch. `loss`: the loss that was passed to `Strategy.backward`."""
         self._step_loss += loss.detach()
         self._counts += (batch.num_windows, batch.num_tokens, batch.num_positions)
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
-        """End the step after its micro-batches were added. The step is skipped if `grad_norm` is not finite."""
+        """End the step after its micro-batches were added, and settle the previous step.
+
+        A step whose `grad_norm` is not finite counts as skipped.
+        """
         self.settle()
         self._pending.put(self._step_loss, grad_norm.to(self._step_loss.device))
         self._step_loss.zero_()
 
     def settle(self) -> None:
-        """Settle the last step, if it is not settled: count the loss, except of a skipped step, and call `on_applied`
-        and `on_step`. All ranks call this after the same step."""
-        # On a GPU the host waits here for the last step's collectives. The first step may compile, for minutes.
+        """Settle the last step, unless that is done: count its loss if it was applied, call `on_applied` and `on_step`.
+
+        All ranks must call this after the same step.
+        """
+        # On a GPU the host waits here for the last step's collectives. The first step has no limit: it may compile.
         with self.world.limit_wait(lambda: ["the last step's gradients"]) if self._has_settled else nullcontext():
             taken = self._pending.take()
         if not taken:
@@ -201,20 +209,20 @@ class Meter:
             self.on_step(loss, self.grad_norm)
 
     def end_line(self, step: int) -> None:
-        """End a log line after step `step`. Waits for nothing."""
+        """End a log line after step `step`. Does not wait for the device."""
         self.end_interval("other")
         self._line = step, self._stopwatch.last, self._stopwatch.take(), self._counts.copy()
 
     def read(self) -> dict[str, float]:
-        """Return the means over all ranks of the line that `end_line` ended: keys of metrics.jsonl. A collective.
+        """Return the metrics of the line that `end_line` ended, by their keys in metrics.jsonl. A collective.
 
-        The line's last step must be the last settled one.
+        They are means over all ranks. The line's last step must be the last settled step.
         """
         step, end, intervals, mine_counts = self._line
         mine = [self._loss, *mine_counts.tolist(), *self._seconds_per_phase(intervals)]
         table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
         table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
-        table = self.world.sum(table)  # raises under Horovod elastic if a rank is lost: the sums must not change before
+        table = self.world.sum(table)  # raises if Horovod elastic loses a rank, so the sums must not change before this
         seconds = self._restored_s + seconds_between(self._since, end)
         self._since, self._restored_s, self._loss = end, 0.0, 0.0
         self._counts -= mine_counts
@@ -241,7 +249,7 @@ class Meter:
         } | _spread(self.phases, self.phase_s / watched)
 
     def _seconds_per_phase(self, intervals: list[Interval]) -> list[float]:
-        """Sum the intervals per phase, in the order of `phases`. Waits until the device has reached the last one."""
+        """Sum the intervals per phase, in the order of `phases`. Waits until the device reaches the last one's end."""
         seconds = dict.fromkeys(PHASES, 0.0)
         for phase, start, end in intervals:
             seconds[phase] += seconds_between(start, end)
@@ -251,23 +259,23 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager: the time of the block does not count. Use it right after `read`."""
+        """Context manager: exclude the time of the block. Use it right after `read`."""
         yield
         self._start(self.last_step)
 
     def state(self) -> dict[str, float]:
-        """Totals up to the last line, equal on all ranks, and the seconds since. Waits for the device."""
+        """Return the totals up to the last line, equal on all ranks, and the seconds since. Waits for the device."""
         totals = {name: getattr(self, name) for name in _TOTALS}
         totals |= {"skipped_steps": self.skipped_steps, "skipped_before": self._skipped_before}
         return totals | {"seconds": self._restored_s + seconds_between(self._since, self._stopwatch.now())}
 
     def since_last_log(self) -> list[float]:
-        """This rank's sums since the last line: loss, windows, tokens, positions. Waits for the device."""
+        """Return this rank's sums since the last line: loss, windows, tokens, positions. Waits for the device."""
         self.settle()
         return [self._loss, *self._counts.tolist()]
 
     def restore(self, state: dict[str, float], since_last_log: list[float], step: int) -> None:
-        """Restore the results of `state` and `since_last_log` after `step`. Phases are counted from here on."""
+        """Restore what `state` and `since_last_log` returned after `step`. Phase times of earlier steps are lost."""
         for name in _TOTALS:
             setattr(self, name, state[name])
         self.skipped_steps, self._skipped_before = int(state["skipped_steps"]), int(state["skipped_before"])
@@ -277,7 +285,7 @@ class Meter:
         self._restored_s = state["seconds"]
 
     def results(self) -> dict[str, float]:
-        """Totals of the training by run_qa's names. Samples are windows; train_runtime excludes evaluations."""
+        """Return the training's totals by run_qa's names. Samples are windows; train_runtime excludes evaluations."""
         return {
             "train_runtime": self.train_s,
             "train_samples": self.windows,
@@ -290,7 +298,7 @@ class Meter:
 
 
 def _spread(phases: Sequence[str], seconds: torch.Tensor) -> dict[str, float]:
-    """Per phase: mean of `seconds` [ranks, phases], share of the step and, with several ranks, range over the ranks."""
+    """Return each phase's mean of `seconds` [ranks, phases], share of the step and, with several ranks, min and max."""
     row: dict[str, float] = {}
     whole = float(seconds.mean(0).sum())
     for phase, column in zip(phases, seconds.T, strict=True):

@@ -1,4 +1,4 @@
-"""Optimizer with parameter groups, learning rate with schedule, and moving average of the weights."""
+"""The optimizer and its parameter groups, the learning rate and its schedule, the moving average of the weights."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from transformers.trainer_pt_utils import get_parameter_names
 from hvd_bert.config.training import TrainArguments
 from hvd_bert.errors import UserError
 
-# Names of parameters without weight decay, as in `Trainer.get_decay_parameter_names`, which is slow to import.
+# Name patterns of parameters without weight decay. Copied from transformers' `Trainer.get_decay_parameter_names`, since
+# importing the Trainer is slow.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
 def scaled_learning_rate(args: TrainArguments, devices: int) -> float:
     """Return the peak learning rate for the global batch of `devices` GPUs (or processes on CPUs).
 
-    Linear: Goyal et al. 2017 (arXiv:1706.02677). Sqrt: You et al. 2019 (arXiv:1904.00962). None: unchanged. The factor
-    is at most `lr_scaling_limit`. docs/evidence/results.md compares the rules' F1.
+    --lr_scaling linear is from Goyal et al. 2017 (arXiv:1706.02677), sqrt from You et al. 2019 (arXiv:1904.00962); none
+    leaves --learning_rate unchanged. The factor is at most --lr_scaling_limit. docs/evidence/results.md compares the F1
+    scores.
     """
     ratio = args.windows_per_step(devices) / _base_batch(args)
     factor = float(ratio ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[args.lr_scaling])
@@ -35,14 +37,15 @@ def scaled_learning_rate(args: TrainArguments, devices: int) -> float:
 
 
 def _base_batch(args: TrainArguments) -> int:
-    """The global batch that --learning_rate is meant for."""
+    """Return the global batch for which --learning_rate was chosen."""
     return args.lr_base_batch_size or args.windows_per_step(devices=1)
 
 
 def large_batch_note(args: TrainArguments, global_batch: int, peak: float) -> str | None:
-    """Return a note on a global batch above the base batch, else None.
+    """Return a note if the global batch is larger than the batch that --learning_rate is meant for, else None.
 
-    `global_batch`, `peak`: the run's, which a resumed run takes from its checkpoint, whatever the world size.
+    `global_batch`, `peak`: the run's global batch and peak learning rate. A resumed run has its checkpoint's values, so
+    they are not calculated from the world size here.
     """
     base = _base_batch(args)
     if global_batch <= base:
@@ -56,17 +59,17 @@ def large_batch_note(args: TrainArguments, global_batch: int, peak: float) -> st
 
 
 def check_optimizer(optim: str) -> None:
-    """Raise UserError if an optimizer is not installed."""
+    """Raise UserError if the package of the optimizer `optim` is not installed."""
     if optim != "adamw_torch_fused" and find_spec("pytorch_optimizer") is None:
         install = "pip install .[pytorch_optimizer]"
         raise UserError(f"--optim {optim}: pytorch_optimizer is not installed. Run `{install}`.")
 
 
 def make_optimizer(model: nn.Module, args: TrainArguments, devices: int) -> torch.optim.Optimizer:
-    """Make the optimizer. Weight decay excludes biases and norms, as in transformers' Trainer.
+    """Make the optimizer of --optim. Weight decay excludes biases and norms, as in transformers' Trainer.
 
-    The head's groups come first, since the learning rate of the first group is logged.
-    LAMB: You et al. 2019 (arXiv:1904.00962), without bias correction. LARS: You et al. 2017 (arXiv:1708.03888).
+    The head's parameter groups come first, since the learning rate of the first group is logged. LAMB is from You et
+    al. 2019 (arXiv:1904.00962), without bias correction; LARS is from You et al. 2017 (arXiv:1708.03888).
     """
     learning_rate = scaled_learning_rate(args, devices)
     decaying = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
@@ -95,10 +98,10 @@ def make_optimizer(model: nn.Module, args: TrainArguments, devices: int) -> torc
 
 
 def layer_depths(model: nn.Module) -> dict[int, int]:
-    """Return id(parameter) -> depth below the head: 1 in the last of n layers, n in the first, n + 1 in embeddings.
+    """Map id(parameter) to its depth below the head: 1 in the last of n layers, n in the first, n + 1 in embeddings.
 
-    Embeddings include relative positions. The head's parameters are missing. Raises UserError if the model has no list
-    of layers, or if its layers share weights.
+    Relative-position weights count as embeddings. The head's parameters are left out. Raises UserError if the model has
+    no list of layers, for example because all layers share their weights.
     """
     network: Any = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     count = network.config.num_hidden_layers if network else 0
@@ -115,46 +118,46 @@ def layer_depths(model: nn.Module) -> dict[int, int]:
 
 
 def warmup_steps(args: TrainArguments, total_steps: int) -> int:
-    """Number of warm-up steps: `warmup_steps` (below 1 a share of all steps), else by `warmup_ratio`."""
+    """Return the number of warm-up steps, from --warmup_steps (a share of all steps if below 1) or --warmup_ratio."""
     ratio = args.warmup_steps if 0 < args.warmup_steps < 1 else args.warmup_ratio
     return int(args.warmup_steps) if args.warmup_steps >= 1 else math.ceil(total_steps * ratio)
 
 
 def make_schedule(optimizer: Any, args: TrainArguments, total_steps: int) -> Any:
-    """Make the learning-rate schedule over `total_steps` steps. `optimizer`: as wrapped by the strategy."""
+    """Make the learning-rate schedule over `total_steps` steps. `optimizer`: the strategy's wrapped optimizer."""
     return get_scheduler(args.lr_scheduler_type, optimizer, warmup_steps(args, total_steps), total_steps)
 
 
 class WeightAverage:
     """Exponential moving average of the trained weights (--ema_decay), evaluated and saved in place of the weights.
 
-    After each step: average = decay x average + (1 - decay) x weights. It begins with the initial weights.
+    After each step: average = decay x average + (1 - decay) x weight. The first average is the initial weight.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._weights: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._averages: list[Tensor] = [weight.detach().clone() for weight in self._weights]
-        # average -= lr x (average - weight), by few kernels: maximize negates the gradient, which is the weight, and
-        # weight decay adds the average.
+        # Fused SGD updates all averages with few kernels: average -= lr x (average - weight). The weight is passed as
+        # the gradient, which `maximize` negates, and weight decay adds the average.
         self._sgd: Any = torch.optim.SGD(self._averages, lr=1 - decay, weight_decay=1, maximize=True, fused=True)
 
     @torch.no_grad()
     def update(self, grad_norm: Tensor) -> None:
-        """Update the averages after a step. A step without a finite gradient norm was skipped and changes nothing."""
+        """Update the averages after a step. After a skipped step, whose `grad_norm` is not finite, nothing changes."""
         for average, weight in zip(self._averages, self._weights, strict=True):
             average.grad = weight.detach()
-        # On the device, as in Strategy.clip: the host does not wait. isfinite takes more kernels.
+        # found_inf skips the update on the device, so the host does not wait. isfinite would launch more kernels.
         self._sgd.found_inf = torch.logical_not(grad_norm < torch.inf).float()
         self._sgd.step()
 
     def swap(self) -> None:
-        """Exchange the model's weights and their averages."""
+        """Exchange the model's weights with their averages."""
         for average, weight in zip(self._averages, self._weights, strict=True):
             weight.data, average.data = average.data, weight.data
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context manager: the model has the averages inside the block."""
+        """Context manager: the model holds the averages in place of its weights inside the block."""
         self.swap()
         try:
             yield

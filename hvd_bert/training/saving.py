@@ -1,4 +1,4 @@
-"""Checkpoints during training: training waits while its state is copied, and a thread writes the copy."""
+"""Checkpoints during training: training pauses while its state is copied, then a thread writes the copy to disk."""
 
 from __future__ import annotations
 
@@ -41,33 +41,33 @@ class Checkpoints:
         settings: dict[str, Any],
         facts: dict[str, Any],
     ) -> None:
-        """`folder`: the output folder. `settings`: all settings by flag name. `facts`: of the run, for state.json."""
+        """`folder`: the output folder. `settings`: all settings by flag name. `facts`: further keys of state.json."""
         self.state, self.folder, self.args = state, folder, args
         self._task, self._settings, self._facts = task, settings, facts
-        self._writer = ThreadPoolExecutor(1, "checkpoint writer")  # Python waits for its jobs at exit
+        self._writer = ThreadPoolExecutor(1, "checkpoint writer")  # at exit, Python waits for its pending writes
         self._running: Future[tuple[int, Exception | None, float]] | None = None  # step, error, seconds
         self._first_step = state.step
-        self._last_saved = -1  # not the resumed step, which may be in another run's folder
+        self._last_saved = -1  # not the resumed step: its checkpoint may be in another run's folder
         self._diverged = False
-        self.output_dir_missing = False  # on rank 0: as of the last check
-        self.rerun_with = ""  # flags that the command needs in addition to resume
+        self.output_dir_missing = False  # result of rank 0's last check; False on other ranks
+        self.rerun_with = ""  # flags to add to the command to resume the run
         self.on_save: Callable[[int, Path], None] = lambda step, folder: None  # called on rank 0 after a write
-        self._new: dict[str, float] = {}  # seconds since the last log line
-        # On rank 0: the seconds that training waited, and the seconds of the writes.
+        self._new: dict[str, float] = {}  # the same seconds as in `totals`, but only since the last log line
+        # The number of checkpoints, the seconds that training was paused, and the seconds that the writes took.
         self.totals = {"checkpoints": 0, "checkpoint_pause_s": 0.0, "checkpoint_write_s": 0.0}
 
     def save(self, whole: bool = False) -> None:
-        """Save the state after this step. Training waits for the copy; the write runs alongside the next steps.
+        """Save the state after this step. Training pauses for the copy; the write runs alongside the next steps.
 
-        An earlier write ends first, so a kill loses at most --save_steps and the steps of one write.
-        `whole`: save the whole state, also with --save_only_model.
+        This waits for the previous write, so a killed run repeats at most --save_steps steps plus the steps that ran
+        during one write. `whole`: save the optimizer's state etc. even with --save_only_model.
         """
         model_only = self.args.save_only_model and not whole
         if self.state.step == self._last_saved and not (whole and self.args.save_only_model):
             return
         with self._pause():
             self._finish_write(warns=True)
-            # The other ranks wait here: at the next gradients a slow file system would look like a stall.
+            # Other ranks wait here for rank 0's write. At the next allreduce, a slow write would look like a stall.
             self.state.world.allgather(None)
             snapshot = self.state.snapshot()
         self._last_saved = self.state.step
@@ -83,7 +83,7 @@ class Checkpoints:
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        """Count the time of the block as a pause of training."""
+        """Context manager: count the block's time as a checkpoint pause."""
         self.state.meter.end_interval("other")
         with self.state.meter.phase("checkpoint"):
             start = time.perf_counter()
@@ -96,13 +96,13 @@ class Checkpoints:
 
     @cached_property
     def _description(self) -> dict[str, bytes]:
-        """The model's small files, such as its configuration: the same ones in all checkpoints."""
+        """Names and contents of the model's small files, such as config.json, which are equal in all checkpoints."""
         with tempfile.TemporaryDirectory() as folder:
             self._task.save_description(Path(folder))
             return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
     def _write(self, snapshot: Contents, model_only: bool, keep: set[str]) -> tuple[int, Exception | None, float]:
-        """Write a checkpoint, in the thread. Returns the step, the error, such as a full disk, and the seconds."""
+        """Write a checkpoint. Runs in the writer thread. Returns its step, the error or None, and the seconds taken."""
         start, failure = time.perf_counter(), None
         step, tensors, state = snapshot.state["step"], snapshot.tensors, snapshot.state | self._facts
         if model_only:
@@ -118,15 +118,15 @@ class Checkpoints:
         return step, failure, time.perf_counter() - start
 
     def check_write(self) -> None:
-        """Report the write if it has ended. Waits for nothing.
+        """If the write has ended, count its time and warn if it failed. Does not wait.
 
-        A failed write is only a warning: training continues, and the next write may succeed.
+        Training continues after a failed write, since the next write may succeed.
         """
         if self._running is not None and self._running.done():
             self._finish_write(warns=True)
 
     def _finish_write(self, warns: bool = False) -> Exception | None:
-        """Wait for the write, if there is one, and count its time. Returns its error."""
+        """Wait for the running write, if any, and count its time. Returns its error or None. `warns`: log the error."""
         if self._running is None:
             return None
         step, error, seconds = self._running.result()
@@ -139,25 +139,25 @@ class Checkpoints:
         return error
 
     def is_output_dir_missing(self) -> bool:
-        """Whether the output folder was moved or removed, on rank 0. The caller must then stop the training."""
+        """Check on rank 0 whether the output folder was moved or removed. If so, the caller must stop the training."""
         if self.state.world.rank == 0:
             try:
                 self.folder.stat()
-            except OSError as error:  # other errors may pass within a minute
+            except OSError as error:  # errors other than FileNotFoundError may be temporary, as on a slow file system
                 self.output_dir_missing = isinstance(error, FileNotFoundError)
         return self.output_dir_missing
 
     def close(self) -> None:
-        """Wait for a running write. If the training failed, the launcher kills this rank once others have ended."""
+        """Wait for a running write. After a failure, the launcher may kill this rank first, once other ranks exit."""
         self._writer.shutdown()
 
     def metrics(self) -> dict[str, float]:
-        """The seconds since the last call, by key of metrics.jsonl."""
+        """Return the pause and write seconds since the last call, by their keys in metrics.jsonl."""
         new, self._new = self._new, {}
         return new
 
     def wait_for_write(self) -> None:
-        """Wait for the last write. Raises CollectiveError on all ranks if it failed."""
+        """Wait for the last write. Raises CollectiveError on all ranks if it failed or the loss was not finite."""
         with self.state.world.raise_on_all_ranks(EXIT_FAILURE):
             with self._pause():
                 error = self._finish_write()
@@ -167,9 +167,10 @@ class Checkpoints:
                 raise UserError(f"The checkpoint of step {self._last_saved} could not be written: {error}.")
 
     def save_and_stop(self, reason: str) -> NoReturn:
-        """Save and stop: raises CollectiveError with EXIT_STOPPED.
+        """Save a whole checkpoint, then stop the run by raising CollectiveError with EXIT_STOPPED.
 
-        A folder that was moved or removed is created again. After a signal, a Slurm job is requeued.
+        An output folder that was moved or removed is created again. After a scheduler's signal, the Slurm job is
+        requeued if it can be. `reason`: `StopRequests.reason`.
         """
         if self.state.world.broadcast(self.is_output_dir_missing()):
             self._last_saved = -1
@@ -179,7 +180,7 @@ class Checkpoints:
         self.wait_for_write()
         where = self.folder / files.checkpoint_name(self.state.step)
         message = f"Stopped by {reason} after step {self.state.step}, saved in {where}"
-        by_hand = FOLDER in reason or CTRL_C in reason  # also in an interactive session of a batch job
+        by_hand = FOLDER in reason or CTRL_C in reason  # no scheduler stopped the run, so do not requeue
         why_not = "" if by_hand else self._requeue()
         if why_not is not None:
             without = " without --overwrite_output_dir" if self._settings["overwrite_output_dir"] else ""
@@ -188,8 +189,10 @@ class Checkpoints:
         raise CollectiveError(f"{message}.", status=EXIT_STOPPED)
 
     def _requeue(self) -> str | None:
-        """Requeue the Slurm job, or return why not (`slurm.requeue`). A collective: the other ranks wait, since srun
-        would end rank 0 after the first of them."""
+        """Requeue the Slurm job on rank 0. Returns None, or the reason why it is not requeued (`slurm.requeue`).
+
+        A collective: other ranks wait for rank 0, since srun would terminate it once one of them exits.
+        """
         world, step = self.state.world, self.state.step
         why_not: str | None = None
         if world.rank == 0:
@@ -199,9 +202,9 @@ class Checkpoints:
         return why_not
 
     def load_best(self) -> int:
-        """After the training: wait for the last write. With --load_best_model_at_end load the best weights.
+        """Wait for the last write; with --load_best_model_at_end, load the best weights. Call this after the training.
 
-        Returns the step of the model's weights.
+        Returns the step of the model's weights: the last step, also if the best checkpoint cannot be loaded.
         """
         best, world = self.state.best, self.state.world
         self.wait_for_write()
@@ -224,7 +227,7 @@ class Checkpoints:
 
 
 def restore(state: TrainState, resume_point: ResumePoint | None, args: TrainArguments) -> None:
-    """Restore `state` from the resume point, if there is one. Called by all ranks; one of them has the tensors."""
+    """Restore `state` from the resume point, if there is one. A collective: only one rank has the tensors."""
     root = state.world.broadcast((resume_point.owner_rank or 0) if resume_point else None)
     if root is None:
         return
@@ -233,4 +236,4 @@ def restore(state: TrainState, resume_point: ResumePoint | None, args: TrainArgu
     origin = resume_point.folder.parent.resolve() if resume_point else None
     if origin and not (args.output_dir and origin == Path(args.output_dir).resolve()):
         state.best.folder = state.best.folder or str(origin)
-    contents.tensors.clear()  # frees gigabytes for a large model
+    contents.tensors.clear()  # they take gigabytes for a large model

@@ -1,4 +1,4 @@
-"""Start of a run: check the settings, load model, data and checkpoint, and prepare the first step."""
+"""Start of a run: check the settings, load the model, data and checkpoint, and prepare the first step."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ class Start:
     """The inputs of a run.
 
     Attributes:
-        config: The final settings: the given ones with `decided`.
+        config: The final settings: those of the command, overridden by `decided`.
         task: The model with its data.
-        decided: The settings that the start decided, by flag.
-        resume_point: On rank 0 or, if a rank has it in memory, on all ranks.
-        facts: Facts of the run that all checkpoints record.
-        names_folder: Whether the command names the output folder.
+        decided: The settings that were decided while loading, by flag.
+        resume_point: The checkpoint to resume from, on rank 0 only. If it is a state that a rank has in memory, all
+            ranks have the resume point. None: train from the start.
+        facts: Properties of the run that its checkpoints record in state.json.
+        names_folder: Whether --output_dir was given.
     """
 
     config: Config
@@ -56,24 +57,24 @@ class Start:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings, by flag."""
+        """All settings by flag name."""
         return self.config.as_flat()
 
     @property
     def folder(self) -> Path:
-        """The output folder, after `in_folder`."""
+        """The output folder. Valid only after `in_folder`."""
         return Path(str(self.config.train.output_dir))
 
     def in_folder(self, folder: Path) -> Start:
-        """A copy with the final output folder."""
+        """Return a copy whose settings have the final output folder."""
         decided = self.decided | {"output_dir": str(folder)}
         return replace(self, decided=decided, config=from_values(self.settings | decided))
 
 
 def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
-    """Load the task and the checkpoint, and check them with the settings. A collective, as is each step inside.
+    """Load the task and the checkpoint, and check whether they fit the settings. A collective.
 
-    `own`: the task's class, if a program gives it.
+    `own`: the class of a custom task, if a program gives it to `train`.
     """
     in_memory, names_folder = elastic.newest(world), config.train.output_dir is not None
     set_up(config, world)
@@ -88,7 +89,7 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
         task = load_task(config, world, own)
         check_task(config, task)
     compared = {f"--{name}": value for name, value in settings.items() if not FLAGS[name].chooses_start}
-    world.check_same(compared | task.fingerprint())  # flags first: a path explains different data
+    world.check_same(compared | task.fingerprint())  # flags first: a different path explains different data
     place(task.model, world.device, config.train.torch_compile)
     with world.raise_on_all_ranks():
         resume_point = in_memory or (resume.find(settings) if world.rank == 0 else None)
@@ -102,7 +103,7 @@ def load(config: Config, world: World, own: type[Task] | None = None) -> Start:
 
 
 def decide_by_task(task: Task, config: Config, resume_point: ResumePoint | None, world: World) -> dict[str, Any]:
-    """Decide the settings that depend on the task: an `auto` batch, padding and metric. A collective."""
+    """Return the settings that depend on the task: an `auto` batch size, padding, best-model metric. A collective."""
     given = config.checkpoint.metric_for_best_model
     decided = {
         "per_device_train_batch_size": batch_size.choose(task, config.train, resume_point, world),
@@ -113,7 +114,7 @@ def decide_by_task(task: Task, config: Config, resume_point: ResumePoint | None,
 
 
 def checkpoint_facts(task: Task, config: Config, world: World) -> dict[str, Any]:
-    """Facts of the run that all its checkpoints record. Empty without training."""
+    """Return the properties of the run that its checkpoints record in state.json. Empty without training."""
     if task.plan is None:
         return {}
     return {
@@ -125,7 +126,7 @@ def checkpoint_facts(task: Task, config: Config, world: World) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Prepared:
-    """The parts of a training that is ready for the first step. All checks have passed."""
+    """State, batches and recording of a training that has passed all checks and is ready for its first step."""
 
     state: TrainState
     batches: Prefetcher
@@ -133,7 +134,10 @@ class Prepared:
 
 
 def prepare(start: Start, world: World) -> Prepared:
-    """Prepare the model, the strategy and the first batches, and make the last checks. A collective; writes nothing."""
+    """Prepare the training state, the first batches and the recording, and run the last checks. A collective.
+
+    Writes no files.
+    """
     config, task, resume_point = start.config, start.task, start.resume_point
     assert task.plan
     plan = resume.keep_global_batch(task.plan, resume_point, world)
@@ -156,7 +160,7 @@ def prepare(start: Start, world: World) -> Prepared:
 
 
 def check_task(config: Config, task: Task) -> None:
-    """Raise UserError if nothing is to be done, or the best model is requested without evaluations during training."""
+    """Raise UserError if the run would do nothing, or if a flag needs evaluations during training that do not run."""
     if task.plan is None and not task.evaluates:
         raise UserError(
             "The run would neither train nor evaluate. Give data to train on (--train_file) without --no_do_train, or"
@@ -171,7 +175,7 @@ def check_task(config: Config, task: Task) -> None:
 
 
 def check_requirements(config: Config, world: World) -> None:
-    """Raise UserError if the strategy does not fit the launcher, or if strategy, optimizer or reporter is missing."""
+    """Raise UserError if the strategy does not fit the launcher, or if a package that the settings need is missing."""
     strategy = config.parallel.strategy
     if world.elastic and STRATEGIES[strategy].world != HOROVOD:
         raise UserError(f"--strategy {strategy} is not elastic. Use --strategy horovod.")
@@ -187,10 +191,10 @@ def check_requirements(config: Config, world: World) -> None:
 
 
 def decide_folder(config: Config, in_memory: ResumePoint | None, world: World) -> dict[str, Any]:
-    """Settings, by flag, for the run that this start continues whatever the command line says; empty for none.
+    """Return the settings, by flag, with which this start continues an earlier run. Empty if it does not continue any.
 
-    Continued are the run of an earlier world of Horovod elastic, and that of a requeued Slurm job. Called on rank 0.
-    `in_memory`: the state that a rank has in memory.
+    In a new world of Horovod elastic, it continues the run of the earlier world; after a requeue, that of the Slurm
+    job. These settings override the command line. Called on rank 0. `in_memory`: the state that a rank has in memory.
     """
     folder = str(in_memory.folder.parent) if in_memory else config.train.output_dir
     if world.process.generation == 0 or folder is None or Path(folder) not in FOLDERS_BEGUN:
@@ -204,11 +208,11 @@ def decide_folder(config: Config, in_memory: ResumePoint | None, world: World) -
 
 
 def earlier_attempt(output_dir: str | None, world: World) -> str | None:
-    """Find the output folder of this command in the Slurm job before a requeue; None without a requeue."""
+    """Return the output folder that this command used before its Slurm job was requeued; None if there is none."""
     job = world.job or {}
     if "restarts" not in job:
         return None
-    # A program that trains several times begins its folders in the same order again.
+    # A program may train several times: after a requeue it begins its runs in the same order.
     new = (folder for folder in sorted(Path("runs").glob("*/")) if folder not in FOLDERS_BEGUN)
     for folder in [Path(output_dir)] if output_dir else new:
         commands = events.job_commands(folder, job["id"])
@@ -218,13 +222,13 @@ def earlier_attempt(output_dir: str | None, world: World) -> str | None:
 
 
 def set_up(config: Config, world: World) -> None:
-    """Set precision, threads, kernels and logs of this process, before large allocations. A collective."""
+    """Set this process's precision, threads, CPU kernels and logging before it allocates much memory. A collective."""
     set_precision(config.train)
     world.set_threads(config.parallel.num_threads)
-    with world.raise_on_all_ranks():  # prints equal warnings of several ranks once
+    with world.raise_on_all_ranks():  # also merges equal warnings of several ranks
         kernels.start(config.train.cpu_kernels, config.train.precision, world.device)
     if world.device.type == "cpu":
-        # transformers imports an installed DeepSpeed, which would log on every rank that it chose the CPU.
+        # transformers imports DeepSpeed if it is installed, which would log on every rank that it chose the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    transformers_logging.disable_default_handler()  # our handler shows its warnings
+    transformers_logging.disable_default_handler()  # hvd_bert's handler shows the warnings of transformers
     transformers_logging.enable_propagation()

@@ -1,7 +1,7 @@
-"""The training's state: everything that the next step depends on, saved to resume exactly.
+"""The training state: everything that the next step depends on, so that a run can resume exactly.
 
-State per rank (random numbers, sums since the last log line) is gathered; the rest is equal on all ranks. The batch
-plan is a function of the seed, the step and the global batch, so resuming replays nothing.
+Per-rank state (random generators, sums since the last log line) is gathered; the rest is equal on all ranks. The batch
+plan is a function of the seed, the step and the global batch, so a resumed run need not skip through earlier batches.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from hvd_bert.training.meter import Meter
 from hvd_bert.training.optim import WeightAverage, layer_depths, make_optimizer, make_schedule, warmup_steps
 
 Tensors = dict[str, Tensor]
-Buffers = defaultdict[str, Tensors]  # CPU memory by file
-StrategyState = tuple[Tensors, Tensors, dict[str, Any]]  # of `Strategy.state`
-Sums = list[list[float]]  # of each rank: `Meter.since_last_log`
+Buffers = defaultdict[str, Tensors]  # CPU memory for copies of tensors, by file stem and tensor name
+StrategyState = tuple[Tensors, Tensors, dict[str, Any]]  # the result of `Strategy.state`
+Sums = list[list[float]]  # the result of `Meter.since_last_log` on each rank
 
 
 def copy_to_host(tensors: Tensors, memory: Tensors) -> Tensors:
-    """Copy tensors to the CPU, into `memory`, which later copies reuse: allocating takes longer than copying."""
+    """Copy tensors to the CPU into `memory`, which later calls reuse, since allocating takes longer than copying."""
     for name, tensor in tensors.items():
         if name not in memory:
             memory[name] = _host_memory(tensor)
@@ -48,7 +48,7 @@ def copy_to_host(tensors: Tensors, memory: Tensors) -> Tensors:
 
 
 def _host_memory(tensor: Tensor) -> Tensor:
-    """Uninitialized CPU memory for a tensor. Pinned for a GPU's if the system allows it: copies are faster."""
+    """Allocate CPU memory for a copy of `tensor`. For a GPU tensor, pin it if possible, to copy faster."""
     if tensor.is_cuda:
         with suppress(RuntimeError):
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -74,12 +74,12 @@ class TrainState:
     def fresh(
         model: nn.Module, plan: BatchPlan, best: Best, args: TrainArguments, parallel: ParallelArguments, world: World
     ) -> TrainState:
-        """The state before the first step, with rank 0's weights. A collective."""
+        """Create the state before the first step, with rank 0's weights on all ranks. A collective."""
         with world.raise_on_all_ranks():
             if args.gradient_checkpointing:
                 recompute_layers(model)
             if args.layerwise_lr_decay < 1:
-                layer_depths(model)  # raises if it has no list of layers
+                layer_depths(model)  # raises if the model has no list of layers
         strategy = strategy_class(parallel.strategy)(
             model,
             lambda module: make_optimizer(module, args, world.size * world.devices),
@@ -94,7 +94,7 @@ class TrainState:
         return TrainState(strategy, schedule, meter, plan, world, best, average)
 
     def effective_settings(self, args: TrainArguments) -> dict[str, float]:
-        """Settings that depend on the world size."""
+        """Return the run's final values that depend on the world size, by name."""
         total_steps = args.total_steps(self.plan.steps_per_epoch)
         return {
             "world_size": self.world.size,
@@ -108,11 +108,14 @@ class TrainState:
         }
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Context manager: the model has the averages of its weights, if there are any."""
+        """Context manager: with --ema_decay, the model holds the weights' averages inside the block."""
         return self.average.applied() if self.average else nullcontext()
 
     def snapshot(self) -> Contents | None:
-        """The state for a checkpoint on rank 0, None on other ranks. A collective. The next snapshot overwrites it."""
+        """Return a checkpoint's content on rank 0, None on other ranks. A collective.
+
+        The next snapshot overwrites its tensors.
+        """
         ranks = self.world.gather((random_numbers(self.world.gpus), self.meter.since_last_log()))
         strategy = self.strategy.state()
         if self.world.rank != 0:
@@ -121,25 +124,26 @@ class TrainState:
         return self._contents(strategy, self.buffers, rng, [sums for _, sums in ranks])
 
     def local_snapshot(self) -> Contents:
-        """The state after the last finished step from this rank alone, without random numbers. No collective.
+        """Return the state after the last finished step, without random generators. Not a collective.
 
-        The sums since the last log line have this rank's loss, and all ranks' counts.
+        Its sums since the last log line have the loss of this rank only, but the counts of all ranks, which are
+        calculated from the plan.
         """
-        loss, _, tokens, positions = self.meter.since_last_log()  # first: it advances the schedule
+        loss, _, tokens, positions = self.meter.since_last_log()  # first, since it advances the schedule
         steps = [self.plan.step_windows(step) for step in range(self.meter.last_step, self.step)]
         all_tokens = sum(int(self.plan.lengths[ids].sum(dtype=np.int64)) for ids in steps)
         sums = [loss, sum(map(len, steps)), all_tokens, round(all_tokens * (positions / tokens if tokens else 1))]
         return self._contents(self.strategy.state(), defaultdict(dict), {}, [sums])
 
     def _contents(self, strategy: StrategyState, buffers: Buffers, rng: Tensors, sums: Sums) -> Contents:
-        """The state as it is written."""
+        """Make a checkpoint's content. `rng`: the ranks' generator states."""
         weights, optimizer, rest = strategy
         tensors = {
             "model": copy_to_host(weights, buffers["model"]),
             "optimizer": copy_to_host(optimizer, buffers["optimizer"]),
             "rng": rng,
         }
-        if self.average:  # the averages are evaluated, so they are the checkpoint's model
+        if self.average:  # "model" must be what evaluations use: the averages
             tensors["unaveraged"] = tensors["model"]
             with self.averaged():
                 tensors["model"] = copy_to_host(dict(self.strategy.model.state_dict()), buffers["average"])
@@ -159,9 +163,9 @@ class TrainState:
         return Contents(tensors, state)
 
     def restore(self, contents: Contents, seed: int, root: int = 0) -> None:
-        """Restore a snapshot that rank `root` broadcasts; other ranks may pass an empty one. A collective.
+        """Restore a snapshot that rank `root` broadcasts; other ranks may pass an empty snapshot. A collective.
 
-        Without random numbers for this world size, the generators are seeded by seed and step.
+        If the snapshot has no generator states for this world size, the generators are seeded by `seed`, rank and step.
         """
         world = self.world
         rest, tensors = world.broadcast(contents.state, root), broadcast_groups(contents.tensors, world, root)
@@ -173,7 +177,7 @@ class TrainState:
         self.step = rest["step"]
         self.best = Best(**{**rest["best"], "metric": self.best.metric, "mode": self.best.mode})
         self.eval_pending = rest["eval_pending"]
-        seed_ranks(seed, self.step, world)  # for generators that are not in the checkpoint
+        seed_ranks(seed, self.step, world)  # for generators whose states the checkpoint lacks
         if rest["world_size"] == world.size and tensors["rng"]:
             with world.raise_on_all_ranks():
                 set_random_numbers(_rank_tensors(world.rank, tensors["rng"]), world.gpus)
@@ -181,7 +185,7 @@ class TrainState:
 
 
 def sums_of_rank(rank: int, size: int, saved: Sums) -> list[float]:
-    """The sums with which a rank resumes: its own or, in a world of another size, all of them on rank 0."""
+    """Return the sums with which `rank` resumes: its own or, if the world size changed, all ranks' total on rank 0."""
     if len(saved) == size:
         return saved[rank]
     if rank != 0:
@@ -191,7 +195,7 @@ def sums_of_rank(rank: int, size: int, saved: Sums) -> list[float]:
 
 
 def broadcast_groups(groups: dict[str, Tensors], world: World, root: int) -> dict[str, Tensors]:
-    """The tensors of rank `root`, by group and name, on the CPU of every rank. A collective."""
+    """Copy the tensors of rank `root` to the CPU of every rank. Returns them by group and name. A collective."""
     shapes = {group: {name: (t.shape, t.dtype) for name, t in tensors.items()} for group, tensors in groups.items()}
     shapes = world.broadcast(shapes, root)
     if world.rank != root:
@@ -205,22 +209,22 @@ def broadcast_groups(groups: dict[str, Tensors], world: World, root: int) -> dic
 
 
 def seed_ranks(seed: int, step: int, world: World) -> None:
-    """Seed this rank's generators by a hash of seed, rank and step, so that dropout differs between ranks.
+    """Seed this rank's random generators by a hash of seed, rank and step, so that dropout differs between ranks.
 
-    With `seed + rank`, rank 1 would draw the numbers that rank 0 draws with the next seed.
+    With `seed + rank` instead, rank 1 would draw the same numbers as rank 0 of a run with seed + 1.
     """
     sequence = np.random.SeedSequence(seed, spawn_key=(world.rank, step))
     number, *others = sequence.generate_state(world.devices, np.uint64).tolist()
     random.seed(number)
     np.random.seed(sequence.generate_state(4))
-    torch.manual_seed(number)  # seeds all GPUs, too
+    torch.manual_seed(number)  # also seeds all GPUs
     for gpu, other in zip(world.gpus[1:], others, strict=True):
         with torch.cuda.device(gpu):
             torch.cuda.manual_seed(other)
 
 
 def random_numbers(gpus: Sequence[torch.device]) -> dict[str, Tensor]:
-    """The states of this process's generators: torch, CUDA, numpy, Python."""
+    """Return the states of this process's random generators: those of torch, CUDA, NumPy and Python."""
     _, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, next_gauss = random.getstate()
     state = {
@@ -238,12 +242,12 @@ def _rank_tensors(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def _named_gpus(gpus: Sequence[torch.device]) -> Iterator[tuple[str, torch.device]]:
-    """The rank's GPUs with the names of their generators in a checkpoint: cuda, cuda1, ..."""
+    """Pair the rank's GPUs with the names of their generators in a checkpoint: cuda, cuda1, ..."""
     return ((f"cuda{number or ''}", gpu) for number, gpu in enumerate(gpus))
 
 
 def set_random_numbers(state: dict[str, Tensor], gpus: Sequence[torch.device]) -> None:
-    """Restore what `random_numbers` returned. Raises UserError if these are no states of generators."""
+    """Restore the generator states of `random_numbers`. Raises UserError if they are damaged."""
     try:
         *key, position, has_gauss = state["numpy"].tolist()
         gauss, next_gauss = state["gauss"].tolist()
