@@ -1,1 +1,1 @@
-"""Checkpoints: write, verify, resume."""
+"""Checkpoints: schedule, write, verify and resume them."""

@@ -1,14 +1,14 @@
-"""Checkpoints on disk: folders that are complete or absent, with a checksum of each file.
+"""Checkpoints on disk. A checkpoint folder is either complete or absent, and has a checksum of each file.
 
-    OUTPUT_DIR/checkpoint-120/   model.safetensors, config.json, tokenizer: loads as a model
-                                 optimizer.safetensors, rng.safetensors, state.json: needed to resume; with --ema_decay
-                                 also unaveraged.safetensors
-                                 (their content: `TrainState.snapshot`, training/state.py)
+    OUTPUT_DIR/checkpoint-120/   model.safetensors, config.json, tokenizer files: the model, for `from_pretrained`
+                                 optimizer.safetensors, rng.safetensors, state.json and, with --ema_decay,
+                                 unaveraged.safetensors: needed to resume (see `TrainState.snapshot`)
                                  manifest.json: format version; size and SHA-256 of each file above
     OUTPUT_DIR/latest            the name of the newest checkpoint, for people and scripts
 
 A checkpoint is written into a temporary folder, flushed to disk, renamed, and only then named in `latest`. A previous
-checkpoint of the same step is renamed first; `restore_replaced` undoes that after a kill. No file is unpickled.
+checkpoint of the same step is first renamed; if the process is then killed, `restore_replaced` renames it back. Reading
+a checkpoint never unpickles a file.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ POINTER = "latest"
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 _ASIDE = ".aside"
 _PARTIAL = ".partial-"
-_REPLACED = ".replaced-"  # complete checkpoints, unlike those being discarded
+_REPLACED = ".replaced-"  # prefix of complete checkpoints; folders with the prefix _PARTIAL may be incomplete
 _LEFTOVER = re.compile(rf"({re.escape(_PARTIAL)}(old-)?|{re.escape(_REPLACED)})checkpoint-[0-9]+({re.escape(_ASIDE)})?")
-# A name inside the folder, without control characters and lone surrogates.
+# A file name without folders, control characters or lone surrogates.
 FileName = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z")]
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint cannot be used. The message names the file and the problem."""
+    """A checkpoint is damaged or cannot be resumed. The message names the file and the problem."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """manifest.json. `files`: size and SHA-256 by name."""
+    """Content of manifest.json. `files`: size and SHA-256 by file name."""
 
     format: Count
     files: dict[FileName, dict[str, Any]]
@@ -56,7 +56,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint's content: `tensors` by file stem and name, `state` for state.json, and other `files`."""
+    """A checkpoint's content: `tensors` by file stem and tensor name, `state` for state.json, other `files` by name."""
 
     tensors: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
@@ -64,28 +64,31 @@ class Contents:
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of the checkpoint folder of optimizer step `step`."""
+    """Return the name of the checkpoint folder for optimizer step `step`."""
     return f"checkpoint-{step}"
 
 
 def checkpoint_step(folder: Path) -> int:
-    """The step in a checkpoint folder's name; -1 for any other folder."""
+    """Return the step in a checkpoint folder's name; -1 for any other folder."""
     match = _NAME.fullmatch(folder.name)
     return int(match[1]) if match else -1
 
 
 def is_checkpoint(name: str) -> bool:
-    """Whether a name is a checkpoint's; also if the checkpoint was set aside."""
+    """Return whether a folder name is a checkpoint's, including checkpoints that were set aside."""
     return _NAME.fullmatch(name.removesuffix(_ASIDE)) is not None
 
 
 def is_written(folder: Path) -> bool:
-    """Whether a run wrote this folder, complete or damaged. A user's own folder may have such a name."""
+    """Return whether a run wrote this checkpoint folder, rather than a user who chose such a name."""
     return (folder / "manifest.json").is_file()
 
 
 def write(output_dir: Path, step: int, contents: Contents) -> Path:
-    """Write a checkpoint, replacing one of the same step, and update `latest`. After an OSError nothing has changed."""
+    """Write a checkpoint, replace an existing checkpoint of the same step, and update `latest`. Returns its folder.
+
+    If an OSError prevents that, the existing checkpoint stays.
+    """
     folder = output_dir / checkpoint_name(step)
     partial, replaced = (folder.with_name(f"{prefix}{folder.name}") for prefix in (_PARTIAL, _REPLACED))
     delete(partial)
@@ -100,7 +103,7 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
         manifest = {"format": FORMAT, "step": step, "files": files}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for file in partial.iterdir():
-            shutil.copymode(partial / "manifest.json", file)  # safetensors gives nobody else access
+            shutil.copymode(partial / "manifest.json", file)  # safetensors creates files that only their owner can read
             flush(file)
         flush(partial)
         if is_written(folder):
@@ -112,20 +115,22 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
             restore_replaced(output_dir)
             raise
         flush(output_dir)
-    except SafetensorError as error:  # a full disk, for example
+    except SafetensorError as error:  # for example a full disk
         raise OSError(str(error)) from None
     finally:
         with contextlib.suppress(OSError):
             delete(partial)
-    with contextlib.suppress(OSError):  # the next write or resume removes it
+    with contextlib.suppress(OSError):  # the next write or resume would remove it
         delete(replaced)
     point_to(folder)
     return folder
 
 
 def restore_replaced(output_dir: Path) -> None:
-    """Rename a replaced checkpoint back if its writer was killed before the new one had its name. The caller must hold
-    the run's lock, or be the writer."""
+    """Rename replaced checkpoints back whose replacement is missing, because the writer failed or was killed.
+
+    The caller must hold the run's lock, or be the writer.
+    """
     for replaced in output_dir.glob(f"{_REPLACED}*"):
         folder = output_dir / replaced.name.removeprefix(_REPLACED)
         if checkpoint_step(folder) >= 0 and not folder.exists():
@@ -133,7 +138,7 @@ def restore_replaced(output_dir: Path) -> None:
 
 
 def lost(output_dir: Path) -> str:
-    """The name of the checkpoint in `latest` if there is no such folder, else ""."""
+    """Return the name of the checkpoint in `latest` if its folder is missing, else ""."""
     try:
         name = read_text(output_dir / POINTER, errors="replace").strip()
     except (OSError, ValueError):
@@ -142,13 +147,13 @@ def lost(output_dir: Path) -> str:
 
 
 def point_to(folder: Path) -> None:
-    """Name `folder` in `latest`, for people and scripts. The trainer uses `candidates`."""
+    """Write the name of `folder` into `latest`, for people and scripts. The trainer itself uses `candidates`."""
     with replacing(folder.parent / POINTER, durable=True) as partial:
         partial.write_text(f"{folder.name}\n", encoding="utf-8")
 
 
 def candidates(output_dir: Path) -> list[Path]:
-    """A folder's checkpoints, newest first, complete or not. Raises OSError if the folder cannot be read."""
+    """List the checkpoints in a folder, newest first, including damaged ones. Raises OSError if it cannot be read."""
     if not output_dir.exists():
         return []
     found = [path for path in output_dir.iterdir() if checkpoint_step(path) >= 0]
@@ -156,7 +161,7 @@ def candidates(output_dir: Path) -> list[Path]:
 
 
 def verify(folder: Path) -> Collection[str]:
-    """The names of the checkpoint's files. Raises CorruptCheckpoint unless each has its original size and content."""
+    """Check each file's size and SHA-256. Returns the names of the files; raises CorruptCheckpoint for a mismatch."""
     path = folder / "manifest.json"
     try:
         manifest = convert(read_json(path), Manifest)
@@ -172,7 +177,7 @@ def verify(folder: Path) -> Collection[str]:
 
 
 def read(folder: Path) -> Contents:
-    """Verify a checkpoint and read its state and its tensors, onto the CPU. Raises CorruptCheckpoint."""
+    """Verify a checkpoint and read its state and its tensors into CPU memory. Raises CorruptCheckpoint."""
     paths = [folder / name for name in verify(folder) if name.endswith(".safetensors")]
     try:
         tensors = {path.stem: safetensors.torch.load_file(path) for path in paths}
@@ -182,7 +187,7 @@ def read(folder: Path) -> Contents:
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint. A crash leaves no partial checkpoint under its name."""
+    """Remove a checkpoint. It is renamed first, so a crash never leaves a partial checkpoint under its name."""
     aside = folder.with_name(f"{_PARTIAL}old-{folder.name}")
     delete(aside)
     folder.rename(aside)
@@ -190,21 +195,21 @@ def discard(folder: Path) -> None:
 
 
 def prune(output_dir: Path, limit: int, keep: Collection[str] = ()) -> None:
-    """Discard the run's checkpoints except the newest `limit` and those named in `keep`."""
+    """Discard the run's checkpoints except the newest `limit` ones and those whose names are in `keep`."""
     for folder in [*filter(is_written, candidates(output_dir))][limit:]:
         if folder.name not in keep:
             discard(folder)
 
 
 def remove_leftovers(output_dir: Path) -> None:
-    """Remove files of a killed writer. The caller must hold the run's lock."""
+    """Remove the partial and replaced checkpoints of a killed writer. The caller must hold the run's lock."""
     for path in output_dir.iterdir():
         if _LEFTOVER.fullmatch(path.name):
             delete(path)
 
 
 def clear(output_dir: Path) -> None:
-    """Remove all checkpoints, including those set aside."""
+    """Remove all checkpoints, including those set aside, and `latest`."""
     remove_leftovers(output_dir)
     for folder in candidates(output_dir):
         discard(folder)
@@ -214,7 +219,10 @@ def clear(output_dir: Path) -> None:
 
 
 def set_aside_after(output_dir: Path, step: int) -> list[str]:
-    """Rename the checkpoints of later steps, damaged or not. The run will write them again."""
+    """Set aside the checkpoints after `step`, which the resumed run will write again. Returns their new names.
+
+    Renaming does not delete them, so a user can restore them. `latest` then names the checkpoint of `step`.
+    """
     later = [folder for folder in candidates(output_dir) if checkpoint_step(folder) > step]
     if later:
         point_to(output_dir / checkpoint_name(step))

@@ -1,4 +1,4 @@
-"""The checkpoint to resume from, and whether it fits the run. Rank 0 decides, before any training."""
+"""Choice of the checkpoint to resume from, and the check that it fits the run. Both take place on rank 0."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from hvd_bert.errors import UserError, log
 from hvd_bert.storage.reading import MAX_YAML_BYTES, read_json, read_text
 
 LATEST = "latest"
-# Keys of config.json that do not change a model's outputs. A forward pass with labels may set `problem_type`.
+# Keys of config.json that do not affect a model's outputs. `problem_type` may be set by a forward pass with labels.
 _NOT_COMPUTED = {"_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "problem_type"}
 _NOT_COMPUTED |= {"transformers_version", "use_cache"}
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint to resume from, which rank 0 has read, or a state that rank `owner_rank` has in memory."""
+    """The state to resume from: a checkpoint that rank 0 has read, or one that rank `owner_rank` has in memory.
+
+    `owner_rank` is None for a checkpoint on disk.
+    """
 
     folder: Path
     contents: Contents
@@ -40,12 +43,15 @@ class ResumePoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The JSON of `TrainState.snapshot`, with the run's `identity`."""
+        """Content of state.json: the state of `TrainState.snapshot` and the run's facts, such as `identity`."""
         return self.contents.state
 
 
 def why_no_run(settings: Path) -> str:
-    """Why a settings file does not belong to a run, else "". A run writes all flags; a user's file may lack some."""
+    """Return why a settings file was not written by a run, or "" if it was.
+
+    A run writes all flags, while a user's file may lack some.
+    """
     try:
         whole = "\nresume_from_checkpoint: " in read_text(settings, MAX_YAML_BYTES)
     except (OSError, ValueError) as error:
@@ -54,15 +60,15 @@ def why_no_run(settings: Path) -> str:
 
 
 def unfinished(folder: Path) -> bool:
-    """Whether a training started in this folder and did not finish."""
+    """Return whether a training started in this folder and did not finish."""
     return not why_no_run(folder / "train_config.yaml") and not (folder / "train_results.json").exists()
 
 
 def find(settings: Mapping[str, Any]) -> ResumePoint | None:
-    """The checkpoint of --resume_from_checkpoint, or the newest valid one of an unfinished run in output_dir.
+    """Find the checkpoint of --resume_from_checkpoint, or the newest valid one of an unfinished run in --output_dir.
 
-    `settings`: by flag. None: train from the start. Raises UserError if a checkpoint is requested or exists, but none
-    can be used.
+    Returns None to train from the start. Raises UserError if a checkpoint is requested or exists but none can be used.
+    `settings`: all settings by flag name.
     """
     if not settings["do_train"]:
         return None
@@ -89,7 +95,11 @@ def find(settings: Mapping[str, Any]) -> ResumePoint | None:
 
 
 def _named(folder: Path, output_dir: Path | None) -> ResumePoint:
-    """The checkpoint that the flag names, or a newer one of an unfinished run of the same command in `output_dir`."""
+    """Return the checkpoint that the flag names, or a newer one of the unfinished run in `output_dir`.
+
+    The run in `output_dir` may have resumed from `folder` and then been interrupted. `output_dir` is None if it has no
+    unfinished run.
+    """
     try:
         resume_point = ResumePoint(folder, _resumable(folder))
     except CorruptCheckpoint as error:
@@ -98,17 +108,17 @@ def _named(folder: Path, output_dir: Path | None) -> ResumePoint:
         return resume_point
     own, damage = _newest_valid(output_dir)
     if own is None and not damage:
-        return resume_point  # the run was stopped before its first checkpoint
+        return resume_point  # the unfinished run was interrupted before its first checkpoint
     if own is None or own.step < resume_point.step:
         raise UserError(
             f"--output_dir {output_dir} holds an unfinished run that is not ahead of {folder}: use another folder, or"
             " add --overwrite_output_dir to replace it."
         )
-    return own  # the run resumed from `folder` before it was stopped
+    return own  # the unfinished run resumed from `folder` before it was interrupted
 
 
 def _newest_valid(output_dir: Path) -> tuple[ResumePoint | None, list[str]]:
-    """The newest checkpoint that can be resumed, and why newer ones cannot."""
+    """Return the newest checkpoint that can be resumed, or None, and the problems of newer checkpoints."""
     lost = files.lost(output_dir)
     damage = [f"{output_dir / files.POINTER} names {lost}, which is missing: restore it"] if lost else []
     for folder in files.candidates(output_dir):
@@ -130,9 +140,9 @@ def _resumable(folder: Path) -> Contents:
 def identity(
     settings: Mapping[str, Any], model: nn.Module, learned: Mapping[str, Any], plan: BatchPlan
 ) -> dict[str, Any]:
-    """Properties that must not change on resume: the model's shape, the data, settings that affect learning.
+    """Return the properties that must not change on resume: model shape, data, and settings that affect the result.
 
-    `learned`: the task's properties, such as the training data.
+    `learned`: `Task.identity`.
     """
     learned_by = {f"--{name}": value for name, value in settings.items() if not FLAGS[name].may_change_on_resume}
     return learned_by | {
@@ -144,47 +154,47 @@ def identity(
 
 
 def model_shape(model: nn.Module) -> str:
-    """Count the weights of a model, and hash their names and shapes.
+    """Describe a model's parameters by their number, total size and a hash of their names and shapes.
 
-    For a custom model, the hash includes the configurations of transformers models inside it. `_changes` compares the
-    configuration of a transformers model itself.
+    For a custom model, the hash includes the configurations of transformers models inside it. For a transformers model
+    it does not, since `_changes` compares the configurations.
     """
     described: list[Any] = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     count, size = len(described), sum(parameter.numel() for parameter in model.parameters())
     if not _is_described(model):
         inner: list[Any] = [module.config for module in model.modules() if _is_described(module)]
-        described += [_computed(json.loads(config.to_json_string())) for config in inner]  # without defaults
+        described += [_computed(json.loads(config.to_json_string())) for config in inner]  # JSON without default values
     return f"{count} tensors, {size:,} parameters, {hashlib.sha256(repr(described).encode()).hexdigest()[:12]}"
 
 
 def _is_described(model: nn.Module) -> bool:
-    """Whether `model` is a transformers model with a configuration."""
+    """Return whether `model` is a transformers model, which has a configuration."""
     return hasattr(model, "save_pretrained") and hasattr(getattr(model, "config", None), "to_json_string")
 
 
 def _computed(values: Any) -> Any:
-    """The values of a configuration, also of nested ones, that change the model's outputs."""
+    """Return the values of a configuration, including nested ones, that affect the model's outputs."""
     if not isinstance(values, dict):
         return values
     return {key: _computed(value) for key, value in sorted(values.items()) if key not in _NOT_COMPUTED}
 
 
 def _changes(folder: Path, model: Any) -> list[str]:
-    """Differences between the configurations of a transformers model and of the checkpoint's model."""
+    """Describe the differences between the configurations of a transformers model and of the checkpoint's model."""
     if not _is_described(model) or not (folder / "config.json").exists():
         return []
     before = type(model.config).from_dict(read_json(folder / "config.json"))
     saved, now = (_computed(json.loads(each.to_json_string(use_diff=False))) for each in (before, model.config))
-    compared = sorted(saved.keys() & now.keys())  # other versions of transformers have other keys
+    compared = sorted(saved.keys() & now.keys())  # the keys depend on the version of transformers
     return [f"the model's {key} was {saved[key]} and is {now[key]}" for key in compared if saved[key] != now[key]]
 
 
 def check(
     resume_point: ResumePoint, facts: Mapping[str, Any], args: TrainArguments, global_batch: int, model: nn.Module
 ) -> None:
-    """Raise UserError if the checkpoint is from another model, other data or other settings.
+    """Raise UserError if the checkpoint is from a different model, different data or different settings.
 
-    `facts`: `Start.facts` of this run. The global batch or the flags of the per-rank batch must be equal.
+    The global batch must be equal, or else the flags that set the per-rank batch. `facts`: `Start.facts` of this run.
     """
     saved, now = in_this_version(resume_point.state["identity"]), facts["identity"]
     differing = [
@@ -207,7 +217,7 @@ def check(
 
 
 def _check_cpu(resume_point: ResumePoint, now: Mapping[str, str] | None) -> None:
-    """Warn if the checkpoint is from another CPU model or other kernels. `now`: of this run, by `kernels.record`."""
+    """Warn if the checkpoint is from another CPU model or other kernels. `now`: this run's `kernels.record`."""
     saved = resume_point.state.get("cpu_kernels")
     if saved and now and saved != now:
         pairs = {name: (saved.get(name, "torch"), now.get(name, "torch")) for name in {**saved, **now}}
@@ -222,7 +232,7 @@ def _check_cpu(resume_point: ResumePoint, now: Mapping[str, str] | None) -> None
 def keep_global_batch(plan: BatchPlan, resume_point: ResumePoint | None, world: World) -> BatchPlan:
     """Return the plan with the checkpoint's global batch, so that each step has the same windows as before.
 
-    A collective. Raises CollectiveError if the batch of a new run is larger than an epoch.
+    A collective. Without a checkpoint, raises CollectiveError if the global batch exceeds the number of windows.
     """
     global_batch = world.broadcast(resume_point.state["global_batch"] if resume_point else None)
     if global_batch is None and plan.global_batch > plan.num_windows:

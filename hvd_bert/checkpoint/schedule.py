@@ -1,4 +1,4 @@
-"""The schedule of log lines, evaluations and checkpoints, and the best evaluation so far."""
+"""When to log, evaluate and save, and the best evaluation so far."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from hvd_bert.storage.reading import Count
 
 @dataclass
 class Best:
-    """The best evaluation so far: its value, its step, and how many evaluations since were not better.
+    """The best evaluation so far.
 
-    `mode`: whether the "max" or the "min" of the metric is best. `folder`: on rank 0, the output folder that has the
-    step's checkpoint; "" for the run's own folder.
+    Attributes:
+        metric: Name of the metric that decides which evaluation is best.
+        mode: Whether the "max" or the "min" of the metric is best.
+        value: The best value; None without an evaluation.
+        step: Step of the best evaluation.
+        since: Number of later evaluations, none of which was better.
+        folder: On rank 0, the output folder that has the step's checkpoint; "" for the run's own folder.
     """
 
     metric: str
@@ -26,11 +31,11 @@ class Best:
     folder: str = ""
 
     def state(self) -> dict[str, Any]:
-        """The fields for a checkpoint. The mode is left out: it follows from the task."""
+        """Return the fields for a checkpoint. The mode is left out, since it follows from the task."""
         return {name: value for name, value in vars(self).items() if name != "mode" and value != ""}
 
     def update(self, step: int, metrics: dict[str, float]) -> bool:
-        """Record an evaluation. Returns whether it is the best so far; NaN never is."""
+        """Record an evaluation of the model of step `step`. Returns whether it is the best so far; NaN never is."""
         value = metrics[self.metric]
         if self._is_better(value):
             self.value, self.step, self.since, self.folder = value, step, 0, ""
@@ -46,7 +51,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Due:
-    """The work that is due after a step, in this order. `ends`: whether the training ends with the step."""
+    """The actions that are due after a step, in this order. `ends`: whether the training ends with this step."""
 
     log: bool
     evaluate: bool
@@ -59,8 +64,9 @@ def due(
 ) -> Due:
     """Decide what is due after step `step` (1, 2, ...).
 
-    The final model is evaluated after it is saved, except with --load_best_model_at_end: it may be the best one.
-    `evaluates`: whether the run evaluates at all. `since`: evaluations since the best one (`Best.since`).
+    The final model is evaluated after the training. With --load_best_model_at_end, the last step includes its
+    evaluation, since the model may be the best. `evaluates`: whether the run has data to evaluate on. `since`:
+    `Best.since`.
     """
     train, args = config.train, config.checkpoint
     every = {"no": total_steps, "epoch": steps_per_epoch, "steps": train.eval_steps or train.logging_steps}

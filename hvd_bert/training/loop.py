@@ -184,9 +184,7 @@ class Training:
             while not self._due().ends:
                 self.recording.before(state.step + 1)
                 learning_rate = self._step()
-                stops = (
-                    self.stop_requests.any_rank_stops()
-                )  # before `after`, so that the recorded step includes the vote
+                stops = self.stop_requests.any_rank_stops()  # the vote is part of a recorded step
                 self.recording.after(state.step, self.folder)
                 self._after_step(learning_rate, stops)
             self._finish()
@@ -310,9 +308,7 @@ class Training:
         is_best = self.state.best.update(step, evaluation.metrics)
         if is_best and self.config.checkpoint.load_best_model_at_end:
             self.checkpoints.save()
-        self.evaluation = (
-            evaluation if self._due().ends else None
-        )  # free the answers if nobody needs them: they are large
+        self.evaluation = evaluation if self._due().ends else None  # its answers take much memory
 
 
 def _train(training: Training) -> Trained:
