@@ -1,1 +1,1 @@
-"""Settings: the dataclasses, the command line that fills them, the presets."""
+"""Settings: the dataclasses, the parser of the command line, and the presets."""

@@ -1,4 +1,4 @@
-"""Check the types of arguments of the functions for programs, by the functions' annotations."""
+"""Type checks for the arguments of the functions that Python programs call."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hvd_bert.errors import UserError
 
 
 def check_types(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Raise UserError for a value that is not of the type that `kinds` has for its name, if any.
+    """Raise UserError for a value whose type differs from the type in `kinds`. Both are by argument name.
 
-    A path counts as str, a whole number as float.
+    Names that `kinds` lacks are not checked. A path is accepted as str, and an int as float.
     """
     for name, value in values.items():
         kind = kinds.get(name, Any)
@@ -29,7 +29,7 @@ def check_types(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert paths to text, NumPy's numbers to Python's, and arrays and tables' columns to lists."""
+    """Convert paths to str, NumPy's numbers to Python's, and arrays and table columns to lists."""
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -1,9 +1,9 @@
-"""The command line and YAML files, read into the settings of `hvd_bert.config.settings`.
+"""Parsing of the command line and of YAML files into the settings of `hvd_bert.config.settings`.
 
 Flags of Hugging Face's run_qa example keep their names; docs/guides/migrating.md lists the differences. `--config`
-takes a preset of this package (`--config sample`) or a YAML file of flags; the command line overrides the file. Unknown
-names are errors. Values of a file are read as text, like words of the command line, because YAML's own types would
-change them (1:30 is 90, 010 is 8, `no` is False, and 2024-02-30 is an error).
+takes a preset of this package (`--config sample`) or a YAML file of flags. The command line overrides the file. Unknown
+flags and keys are errors. Values in a file are read as text, like those on the command line, because YAML's own types
+would change them (1:30 is 90, 010 is 8, `no` is False, and 2024-02-30 is an error).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ examples:
   python -m hvd_bert.train --config sample                 sample data, no download
   python -m hvd_bert.train --train_file train-v1.1.json --validation_file dev-v1.1.json
   horovodrun -np 2 python -m hvd_bert.train --bf16         two ranks, one per GPU"""
-# The flags that --help shows without a topic.
+# The most used flags, which --help lists if no topic is given.
 USED_FIRST = """
 model_name_or_path task train_file validation_file max_seq_length per_device_train_batch_size
 gradient_accumulation_steps learning_rate num_train_epochs max_steps warmup_ratio seed bf16 fp16 save_steps
 version_2_with_negative strategy output_dir fast_dev_run report_to
 """
 _TYPES = {a_field.name: a_field.type for section in SECTIONS for a_field in fields(section)}
-# A field's type -> the flag's type in argparse and the placeholder of its value.
+# A field's type -> the flag's type for argparse, and the value's placeholder in --help.
 _KINDS: dict[str, tuple[Callable[[str], Any], str | None]] = {
     "int": (int, "N"),
     "float": (float, "X"),
@@ -51,7 +51,7 @@ _FLAG_BY_SPELLING = {spelling: name for name, flag in FLAGS.items() for spelling
 
 
 def make_parser(names: Collection[str] = FLAGS) -> Parser:
-    """The parser of the trainer's flags, by group. `names`: the flags to include."""
+    """Make a parser of the trainer's flags, which --help lists by group. `names`: the flags to include."""
     parser = Parser(
         prog="python -m hvd_bert.train",
         usage="%(prog)s [-h] [--config NAME|FILE.yaml] [--FLAG VALUE ...]",
@@ -79,9 +79,9 @@ def make_parser(names: Collection[str] = FLAGS) -> Parser:
 
 
 def help_text(topic: str = "") -> str:
-    """The text of `--help TOPIC`: the flags of a group, a single flag, or all; without a topic, the most used flags.
+    """Return the text of `--help TOPIC`. Raises UserError for an unknown topic.
 
-    Raises UserError for an unknown topic.
+    `topic`: a group of flags, a single flag, or "all"; "": the most used flags.
     """
     topics = {"": USED_FIRST.split(), "all": [*FLAGS], **{name: [name] for name in FLAGS}}
     for name, flag in FLAGS.items():
@@ -99,7 +99,7 @@ def help_text(topic: str = "") -> str:
 
 
 def add_flag(parser: argparse._ActionsContainer, name: str, default: Any, shown_default: str) -> None:
-    """Add one of the trainer's flags to a command."""
+    """Add one of the trainer's flags to a command's parser, with this command's default."""
     flag = FLAGS[name]
     kind, metavar = _KINDS[_TYPES[name].split(" | ")[0]] if not flag.auto else (number_or_auto, "N|auto")
     parser.add_argument(
@@ -120,17 +120,16 @@ def _presets() -> list[str]:
 
 
 def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = None) -> Config:
-    """Command line (default: this process's) -> Config.
+    """Parse a command line (default: this process's) into the settings of a run.
 
-    `defaults`: settings that `--config` and flags override, such as the settings of a model's training.
-    Raises UserError for unknown flags or keys, values of the wrong type or out of range, and flags that exclude each
-    other.
+    `defaults`: settings that `--config` and flags override, such as the settings of a model's training. Raises
+    UserError for unknown flags or keys, values of the wrong type or out of range, and flags that exclude each other.
     """
     return from_flags(read_values(sys.argv[1:] if argv is None else argv, defaults))
 
 
 def read_values(argv: Sequence[str], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Parse a command line into the values of all flags, without checking whether they fit together. See `parse`."""
+    """Parse a command line as `parse` does, but return the values of all flags without checking their combination."""
     if HELP & set(argv):
         topic = [*argv, ""][min(argv.index(word) for word in HELP & set(argv)) + 1]
         print(help_text("" if topic.startswith("-") else topic), end="")
@@ -152,15 +151,15 @@ def read_values(argv: Sequence[str], defaults: Mapping[str, Any] | None = None) 
 
 
 def _not_replaced(settings: Mapping[str, Any], given: Set[str]) -> dict[str, Any]:
-    """Remove the settings that the given flags replace (`Flag.replaces`)."""
+    """Return `settings` without those that the flags in `given` replace (`Flag.replaces`)."""
     replaced = {name for flag in given for name in FLAGS[flag].replaces} - given
     return {name: value for name, value in settings.items() if name not in replaced}
 
 
 def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse) -> dict[str, Any]:
-    """Arguments of `run_as_rank`: the settings that a process needs to join its world.
+    """Return the arguments of `run_as_rank` that a process needs before it joins its world.
 
-    If the command line is wrong, only --strategy is read; the error is reported after the ranks have joined.
+    If the command line is wrong, only --strategy is read, since the error is reported after the ranks have joined.
     """
     try:
         if not HELP & set(argv):
@@ -176,17 +175,17 @@ def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse
 
 
 def flag_names(words: Sequence[str]) -> set[str]:
-    """Flag names on a command line, as they are spelled there, with underscores."""
+    """Return the flags on a command line without dashes in front, with hyphens replaced by underscores."""
     return {word.lstrip("-").split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
 
 
 def given_flags(words: Sequence[str]) -> set[str]:
-    """The flags on a command line, by the names of their fields."""
+    """Return the trainer's flags on a command line by the names of their fields, whatever their spelling."""
     return {_FLAG_BY_SPELLING[spelling] for spelling in flag_names(words) & _FLAG_BY_SPELLING.keys()}
 
 
 def drop_flags(words: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Remove flags, in all their spellings, and their values from the words of a command line."""
+    """Remove the flags `names`, in all spellings, and their values from the words of a command line."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in names:
         spellings = FLAGS[name].spellings(name)
@@ -196,21 +195,21 @@ def drop_flags(words: Sequence[str], names: Iterable[str]) -> list[str]:
 
 
 def override_argv(words: Sequence[str], later: Sequence[str]) -> list[str]:
-    """Add the flags of `later` to a command line, in which they replace earlier values."""
+    """Append the flags `later` to a command line, and remove earlier values of the same flags."""
     return [*drop_flags(words, given_flags(later)), *later]
 
 
 def load_yaml(name: str) -> dict[str, Any]:
-    """Read the flags and values of a preset or a YAML file; an empty value or null leaves a flag out.
+    """Read a preset or a YAML file. Returns its values by flag, without flags whose value is empty or null.
 
-    `{package}` in a value stands for this package's folder.
+    `{package}` in a value is replaced by this package's folder. Raises UserError.
     """
     problem = path_problem(name)
     require(not problem, f"--config {shortened(ascii(name))}: {problem}.")
     presets = _presets()
     path = PRESETS / f"{name}.yaml" if name in presets else Path(name)
     try:
-        given = yaml.load(read_text(path, MAX_YAML_BYTES), Loader=yaml.BaseLoader)  # all values stay text
+        given = yaml.load(read_text(path, MAX_YAML_BYTES), Loader=yaml.BaseLoader)  # leaves all values as text
     except FileNotFoundError:
         choices = ", ".join(presets)
         raise UserError(f"--config {name}: no such file, and no preset of that name. Choose from {choices}.") from None
@@ -234,14 +233,14 @@ def load_yaml(name: str) -> dict[str, Any]:
 
 
 def to_argv(flag: str, value: Any) -> list[str]:
-    """A flag and its value as words of a command line."""
+    """Convert a flag and its value to words of a command line."""
     return [f"--{flag}", *map(str, value)] if isinstance(value, list | tuple) else [f"--{flag}={value}"]
 
 
 def trained_settings(model: str) -> dict[str, Any]:
-    """Read the settings of a model's training from train_config.yaml. Empty if the model has no such file.
+    """Read the settings with which a model was trained from its train_config.yaml. Empty without such a file.
 
-    A checkpoint's file is in the folder above.
+    `model`: a model folder or a checkpoint, whose parent folder may have the file. It may also be a hub name.
     """
     folder = Path(model)
     if os.path.isdir(model):  # Path's methods raise for a name that is too long

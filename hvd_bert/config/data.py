@@ -1,4 +1,4 @@
-"""Settings of the model and of the data: questions, windows, answers."""
+"""Settings of the model, the data and question answering."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_bert.errors import UserError
 DEFAULT_MODEL = "bert-base-uncased"
 DEFAULT_DATASET = "squad"
 QUESTION_ANSWERING = "question-answering"
-# Flags with which a trained model answers questions; by default, the values of the training.
+# Flags that also apply when a trained model answers questions. Their defaults are then the values of its training.
 ANSWERING = (
     "version_2_with_negative",
     "max_seq_length",
@@ -26,7 +26,7 @@ ANSWERING = (
 _model = partial(flag, "model")
 _data = partial(flag, "data")
 _answering = partial(flag, "question-answering")
-# Checkpoints hold the model's shape and a digest of the data, so these may change on resume.
+# These flags may change on resume, for example to a moved file: the model's shape and the data's hash are compared.
 _model_source = partial(_model, metavar="NAME", may_change_on_resume=True)
 _data_source = partial(_data, metavar="NAME", may_change_on_resume=True)
 
@@ -81,17 +81,17 @@ class ModelArguments:
 
     @property
     def configuration(self) -> str:
-        """Folder or hub name of the model's configuration."""
+        """The folder or hub name of the model's configuration."""
         return self.config_name or str(self.model_name_or_path)
 
     @property
     def tokenizer(self) -> str:
-        """Folder or hub name of the tokenizer; default: the model's."""
+        """The folder or hub name of the tokenizer, by default that of the model."""
         return self.tokenizer_name or self.model_name_or_path or str(self.config_name)
 
     @property
     def on_hub(self) -> dict[str, Any]:
-        """Arguments of transformers' loaders for names on the hub."""
+        """The arguments of `from_pretrained` that apply to models on the hub: cache folder and revision."""
         return {"cache_dir": self.cache_dir, "revision": self.model_revision}
 
 
@@ -184,10 +184,10 @@ class DataArguments:
             require(works, f"--{f.name} works only with --task {QUESTION_ANSWERING}, not with {self.task}.")
 
     def files(self, flag: str) -> list[DataFile]:
-        """The files of "train_file" or "validation_file"."""
+        """Parse the files of `flag`, "train_file" or "validation_file"."""
         return data_files(flag, getattr(self, flag))
 
     @property
     def pad_to(self) -> int | None:
-        """Minimum length of a padded window in tokens; None without padding. See `Collator`."""
+        """Minimum length in tokens to which `Collator` pads windows; 0: the longest of the batch; None: no padding."""
         return {"none": None, "longest": 0, "max_length": self.max_seq_length}[self.padding]

@@ -1,4 +1,4 @@
-"""The files of --train_file (FILE or FILE:WEIGHT) and of --validation_file (FILE or NAME=FILE)."""
+"""Parsing of the values of --train_file (FILE or FILE:WEIGHT) and --validation_file (FILE or NAME=FILE)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from pathlib import Path
 
 from hvd_bert.config.flag import require
 
-_RESERVED = {"eval", "macro", "HasAns", "NoAns", "best"}  # other metrics are called so, such as macro_f1
+_RESERVED = {"eval", "macro", "HasAns", "NoAns", "best"}  # words in names of other metrics, such as macro_f1
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """`name`: prefix of a validation set's metrics; "" for a single file without a name.
-    `weight`: average number of times that an epoch has each window of a training file."""
+    """A data file.
+
+    `name`: the prefix of a validation file's metrics; "" for a single file without a name. `weight`: how often an epoch
+    has each window of a training file, on average.
+    """
 
     path: str
     name: str = ""
@@ -24,7 +27,10 @@ class DataFile:
 
 
 def data_files(flag: str, given: str | Sequence[str] | None) -> list[DataFile]:
-    """Parse the files of a flag. The path of an existing file is not parsed further. Raises UserError."""
+    """Parse the value of `flag` into its files. A value that is the path of an existing file is not split.
+
+    Raises UserError if two files are the same or have the same name.
+    """
     texts = [given] if isinstance(given, str) else given or []
     files = [_parsed(flag, text, len(texts) > 1) for text in texts]
     paths: dict[str, str] = {}
@@ -49,7 +55,7 @@ def _parsed(flag: str, text: str, several: bool) -> DataFile:
 
 
 def _named(text: str, several: bool) -> DataFile:
-    """Parse FILE or NAME=FILE. Without NAME, each of several files has its own name without endings."""
+    """Parse FILE or NAME=FILE. `several`: name a file without NAME after the file, without its extensions."""
     name, equals, path = text.partition("=")
     if equals and path and "/" not in name and not os.path.exists(text):
         return DataFile(path, name)
@@ -57,7 +63,7 @@ def _named(text: str, several: bool) -> DataFile:
 
 
 def _weighted(text: str) -> DataFile:
-    """Parse FILE or FILE:WEIGHT. A word after the colon is a weight if it is a number, or FILE exists."""
+    """Parse FILE or FILE:WEIGHT. The text after the last colon is the weight if it is a number or FILE exists."""
     path, _, weight = text.rpartition(":")
     is_number = re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", weight, re.ASCII)
     if os.path.exists(text) or not path or not (is_number or os.path.exists(path)):

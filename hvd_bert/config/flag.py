@@ -1,6 +1,6 @@
-"""A flag of the trainer: a field of a settings dataclass whose metadata holds all of the flag's properties.
+"""The trainer's flags. Each is a field of a settings dataclass; the field's metadata holds the flag's properties.
 
-To add one, add a field to a class of `SECTIONS` (settings.py, training.py, data.py).
+To add a flag, add a field to one of the classes in `SECTIONS` (settings.py, training.py, data.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, cast
 from hvd_bert.config.parser import Limits
 from hvd_bert.errors import UserError
 
-# Sections of --help and of docs/reference/flags.md, in this order.
+# The groups of flags, in the order of --help and docs/reference/flags.md.
 GROUPS = [
     "model",
     "data",
@@ -29,23 +29,23 @@ LARGEST_FACTOR = 1e30  # larger factors overflow in fp32
 
 @dataclass(frozen=True, kw_only=True)
 class Flag(Limits):
-    """Properties of a flag, including the range of its values; the default is always accepted.
+    """Properties of a flag, including the range of its values. The default is accepted even if it is out of range.
 
     Attributes:
-        group: Section of --help. A group with the name of a task has flags that other tasks refuse.
+        group: Section of --help. If a group has the name of a task, other tasks refuse its flags.
         help: One-line description.
         default: The field's default.
-        default_text: Description of the default, if `default` alone is not clear.
+        default_text: Description of the default for --help, if the value alone would be unclear.
         negated_help: Description of `--no_X`, for a switch that is on by default.
-        aliases: Other spellings, with dashes.
+        aliases: Other spellings of the flag, with dashes.
         choices: Accepted values. Empty: any value of the field's type within the range.
         metavar: Placeholder of the value in --help.
         owner: The only strategy that accepts a value other than the default. Empty: all strategies do.
-        may_change_on_resume: Whether a resumed run accepts a value other than the checkpoint's: only if the flag does
-            not change the result of the training, or if checkpoints record it in another form (data, model, batch).
-        chooses_start: Whether the flag only decides where a run starts. Only rank 0 reads such a flag; under Horovod
-            elastic, the ranks of a new world may have different values.
-        replaces: Flags of a preset or YAML file that are ignored if this flag is on the command line.
+        may_change_on_resume: Whether a resumed run accepts a value other than the checkpoint's. True only if the flag
+            does not change the training's result, or if checkpoints record it in another form (data, model, batch).
+        chooses_start: Whether the flag only decides where a run starts. Only rank 0 reads such a flag, since under
+            Horovod elastic the ranks of a new world may have different values.
+        replaces: Flags that are ignored in a preset or YAML file if this flag is on the command line.
     """
 
     group: str
@@ -63,26 +63,26 @@ class Flag(Limits):
 
     @property
     def shown_default(self) -> str:
-        """The default as --help shows it."""
+        """The text that --help shows as the default."""
         return self.default_text or (f"{self.default:g}" if isinstance(self.default, float) else str(self.default))
 
     def spellings(self, name: str) -> set[str]:
-        """The flag's names on a command line, without dashes."""
+        """Return the flag's spellings on a command line, without dashes in front and with underscores."""
         negated = {f"no_{name}"} if self.default is True else set()
         return {name, *(alias.lstrip("-").replace("-", "_") for alias in self.aliases)} | negated
 
 
 def flag(group: str, default: Any, description: str, **properties: Any) -> Any:
-    """A dataclass field that is a flag; `properties`: further attributes of `Flag`."""
+    """Make a dataclass field that is a flag. `properties`: further attributes of `Flag`."""
     return field(default=default, metadata={KEY: Flag(group=group, help=description, default=default, **properties)})
 
 
 def flag_properties(a_field: Field[Any]) -> Flag:
-    """The properties of a field that `flag` made."""
+    """Return the flag's properties from a field that `flag` made."""
     return cast(Flag, a_field.metadata[KEY])
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise UserError(message) unless the condition is true."""
+    """Raise UserError(message) unless `condition` is true."""
     if not condition:
         raise UserError(message)

@@ -1,4 +1,4 @@
-"""Hints in messages about unknown flags: the equivalent of another trainer's flag, or a flag with a similar name."""
+"""Hints for error messages about unknown flags: the equivalent of another trainer's flag, or a similar flag."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 
 from hvd_bert.config.settings import FLAGS
 
-# Flags of run_qa (also of older versions), Lightning, DeepSpeed and usual scripts -> remedy.
+# Flags of run_qa (including older versions), Lightning, DeepSpeed and common training scripts -> remedy.
 _REMEDIES = {
     # model and data
     "model model_name model_path model_type bert_model checkpoint": "use --model_name_or_path",
@@ -70,9 +70,12 @@ ELSEWHERE = {name: remedy for names, remedy in _REMEDIES.items() for name in nam
 
 
 def hint(name: str, prefix: str = "--") -> str:
-    """The end of a message about an unknown flag. `prefix`: the dashes before flags in the message's source."""
+    """Return the end of a message about the unknown flag `name`.
+
+    `prefix`: the characters before flags: "--" on the command line, "" in a YAML file.
+    """
     name = name.lower().replace("-", "_")
-    close = difflib.get_close_matches(name, [*ELSEWHERE, *FLAGS], n=1, cutoff=0.8)  # also finds misspelled names
+    close = difflib.get_close_matches(name, [*ELSEWHERE, *FLAGS], n=1, cutoff=0.8)  # exact or misspelled
     if not close:
         return "."
     if close[0] in FLAGS:

@@ -1,4 +1,4 @@
-"""The command-line parser of all commands: checked values, errors that are reported once, and a readable --help."""
+"""The command-line parser of all commands. It checks values, raises errors as UserError, and shortens --help."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from typing import Any, NoReturn
 from hvd_bert.errors import UserError
 
 HELP = {"-h", "--help"}
-LARGEST = 2**32 - 1  # the largest number that all libraries accept
-MAX_SECONDS = 1e9  # the system's clocks overflow beyond 9e9
-AUTO = 0  # the number that stands for the word auto
-MAX_RUNS = 1000  # repeats of a measurement
+LARGEST = 2**32 - 1  # maximum of seeds, which all libraries accept, and of a sweep's numbers
+MAX_SECONDS = 1e9  # maximum of durations; the system's clocks overflow beyond 9e9
+AUTO = 0  # the number that represents the word auto
+MAX_RUNS = 1000  # maximum number of repetitions of a measurement
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The range of a number. None: no limit. `auto`: whether the word auto is accepted, too.
-    `several`: whether several values are accepted, which become a tuple."""
+    """The allowed values of a flag. A limit of None does not apply.
+
+    `auto`: whether the word auto is accepted in addition. `several`: whether the flag takes several values, as a tuple.
+    """
 
     minimum: float | None = None
     above: float | None = None
@@ -42,19 +44,19 @@ class Limits:
 
     @property
     def range(self) -> str:
-        """The range in words; "" if there is none."""
+        """The range in words, such as "at least 1"; "" without limits."""
         return " and ".join(
             f"{words} {limit:g}" if isinstance(limit, float) else f"{words} {limit}" for words, _, limit in self._limits
         )
 
     @property
     def is_in_help(self) -> bool:
-        """Whether --help shows the range: only if it excludes values that a user may give."""
+        """Whether --help shows the range: only if it excludes plausible values, unlike "at least 0"."""
         upper = self.maximum if self.below is None else self.below
         return (upper is not None and upper < MAX_SECONDS) or (self.minimum or 0) > 1
 
     def check(self, name: str, value: Any) -> None:
-        """Raise UserError for a value out of the range. None is accepted, NaN never."""
+        """Raise UserError for a value out of the range. None is always accepted, NaN never. `name`: the flag."""
         if self.auto and value == AUTO:
             return
         if value is not None and not all([value == value, *(holds(value, limit) for _, holds, limit in self._limits)]):
@@ -62,7 +64,7 @@ class Limits:
 
 
 class Checked(argparse.Action):
-    """Stores a flag's value if it is within the flag's `limits` or the default."""
+    """argparse action that stores a flag's value if it is the default or within `limits`; else raises UserError."""
 
     def __init__(self, *args: Any, limits: Limits = Limits(), **options: Any) -> None:
         super().__init__(*args, **options)
@@ -84,7 +86,7 @@ class Checked(argparse.Action):
 
 
 def switch(text: str) -> bool:
-    """Parse the value of a switch: run_qa's words, and YAML's on and off."""
+    """Parse the value of a switch: the words that run_qa accepts, or YAML's on and off."""
     if text.lower() in ("yes", "true", "t", "y", "1", "on"):
         return True
     if text.lower() in ("no", "false", "f", "n", "0", "off"):
@@ -120,9 +122,9 @@ def number_or_auto(text: str) -> int:
 
 
 def path_problem(path: str) -> str:
-    """The reason why no file can have this path, with a remedy; "" if there is none.
+    """Return why a path is not usable, with a remedy, or "" if it is usable.
 
-    Paths must be UTF-8 because libraries always encode them so.
+    Paths must be valid UTF-8, because libraries always encode them as UTF-8.
     """
     if not path:
         return "is empty: give a value, or leave the flag out for its default"
@@ -134,7 +136,7 @@ def path_problem(path: str) -> str:
 
 
 def name_or_path(text: str) -> str:
-    """Parse a name or path that can be opened, written to UTF-8 files, and passed to libraries."""
+    """Parse a name or path. It must not be empty, and must be valid UTF-8 (`path_problem`)."""
     problem = path_problem(text)
     if problem:
         raise argparse.ArgumentTypeError(f"{shortened(ascii(text))} {problem}")
@@ -147,14 +149,14 @@ def path(text: str) -> Path:
 
 
 def shortened(text: str, maximum: int = 200) -> str:
-    """The start of a text, short enough for a message."""
+    """Shorten a text for a message to its first `maximum` characters."""
     return text if len(text) <= maximum else f"{text[:maximum]}... ({len(text)} characters)"
 
 
 class Parser(argparse.ArgumentParser):
     """Checks numbers and paths while it parses them.
 
-    Raises UserError for a wrong command line, in place of argparse's message and exit on every rank.
+    It raises UserError for a wrong command line. argparse would print its message and exit on every rank.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -172,9 +174,9 @@ class Parser(argparse.ArgumentParser):
 def add_number(
     parser: argparse._ActionsContainer, flag: str, default: float | None, text: str, limits: Limits, metavar: str = "N"
 ) -> None:
-    """Add a flag that takes a number: a whole number if `metavar` is N, else a float.
+    """Add a flag that takes a number: an int if `metavar` is N, else a float.
 
-    `text`: the help; "(default: ...)" is added if missing.
+    `text`: the flag's help; "(default: ...)" is appended unless it has that already.
     """
     shown = text if "(default: " in text else f"{text} (default: %(default)s)"
     kind = int if metavar == "N" else float
@@ -182,14 +184,14 @@ def add_number(
 
 
 def invocation(action: argparse.Action) -> str:
-    """A flag as --help shows it: without the spelling with hyphens, and without the optional value of a switch."""
+    """Format a flag for --help, without its spelling with hyphens and without the optional value of a switch."""
     names = [name for name in action.option_strings if "-" not in name.lstrip("-")]
     choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
     return f"{', '.join(names)} {action.metavar or choices}".strip()
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Lists each flag once, as `invocation` writes it. Preserves line breaks of descriptions."""
+    """Help formatter that lists each flag once, as `invocation` formats it, and preserves descriptions' line breaks."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if "\n" in text else super()._fill_text(text, width, indent)

@@ -1,4 +1,4 @@
-"""A run's settings: the dataclasses that become the command line (`command_line.py`) and train_config.yaml."""
+"""A run's settings: dataclasses that define the flags of the command line and the keys of train_config.yaml."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ class ParallelArguments:
 
 @dataclass(frozen=True)
 class ProfilingArguments:
-    # horovodrun on Python 3.11 refuses --timeline, even after the program's name: it is the prefix of two of its flags.
+    # --timeline_file exists because horovodrun on Python 3.11 takes --timeline, even after the program's name, for an
+    # ambiguous prefix of its own flags.
     timeline: str | None = _profiling(
         None,
         "Record Horovod's timeline of --timeline_steps in this file; under horovodrun write --timeline_file.",
@@ -186,12 +187,12 @@ class Config:
         require(not ordered, "--num_groups: --deterministic sends all gradients as one group. Leave one of them out.")
 
     def as_flat(self) -> dict[str, Any]:
-        """All settings by flag name."""
+        """Return all settings by flag name."""
         return {name: value for part in asdict(self).values() for name, value in part.items()}
 
 
 def from_flags(flags: Mapping[str, Any]) -> Config:
-    """Make the settings from the values of all flags. Some flags determine the defaults of others."""
+    """Make the settings from the values of all flags. Derives values that other flags imply, such as the data set."""
     given, derived = dict(flags), dict[str, Any]()
     if given["model_name_or_path"] is None and given["config_name"] is None:
         derived["model_name_or_path"] = DEFAULT_MODEL
@@ -213,12 +214,12 @@ def from_flags(flags: Mapping[str, Any]) -> Config:
 
 
 def from_values(values: Mapping[str, Any]) -> Config:
-    """Make the settings from `Config.as_flat`."""
+    """Make the settings from the values that `Config.as_flat` returns."""
     return Config(*(section(**{f.name: values[f.name] for f in fields(section)}) for section in SECTIONS))
 
 
 def save(settings: Mapping[str, Any], path: Path) -> None:
-    """Write settings (`Config.as_flat`) as YAML that `--config` reads back."""
+    """Write settings (`Config.as_flat`) as a YAML file for `--config`."""
     path.write_text(yaml.safe_dump(dict(settings), sort_keys=False), encoding="utf-8")
 
 
@@ -234,6 +235,9 @@ FLAGS = {f.name: flag_properties(f) for section in SECTIONS for f in fields(sect
 
 
 def in_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Adapt an earlier version's identity of a run: add newer flags' defaults, drop removed flags that were off."""
+    """Adapt a run's identity (`resume.identity`) that an earlier version of hvd_bert recorded.
+
+    Adds the defaults of flags that are newer, and drops flags that no longer exist and were off.
+    """
     defaults = {f"--{name}": flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
     return defaults | {name: value for name, value in identity.items() if name in defaults or value is not False}

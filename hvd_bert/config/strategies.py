@@ -1,6 +1,6 @@
-"""The values of --strategy, and the facts about each that other modules use.
+"""The values of --strategy and their properties, for modules that must not import the strategies' classes.
 
-To add a strategy, write its class in strategies/ and add its row here and in tests/parallel/test_worlds.py.
+To add a strategy, write its class in strategies/, and add a row here and in tests/parallel/test_worlds.py.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-# The library whose collectives connect the ranks. ALONE: no library, a single process.
+# Values of `StrategyRow.world`: the library whose collectives connect the ranks. ALONE: a single process without one.
 HOROVOD, TORCH, ALONE = "horovod", "torch.distributed", "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyRow:
-    """Facts about a strategy.
+    """Properties of a strategy.
 
     Attributes:
-        path: Path of the class, whose module is imported only if the strategy is chosen.
+        path: MODULE:CLASS of the strategy's class. The module is imported only if the strategy is chosen.
         world: HOROVOD, TORCH or ALONE.
-        refuses: FLAG, or FLAG=VALUE for a single value, that does not work with the strategy -> reason and remedy.
-        shards: Whether each rank holds only a part of the weights.
+        refuses: Flags that do not work with the strategy -> reason and remedy. FLAG=VALUE refuses a single value, FLAG
+            all values except the default.
+        shards: Whether the weights are sharded over the ranks.
         several_gpus: Whether a single process trains on all visible GPUs.
-        package: The package that the strategy needs in addition to torch.
+        package: The package that the strategy needs in addition to torch; "" if torch is enough.
         install: The command that installs the package.
     """
 
@@ -37,7 +38,7 @@ class StrategyRow:
 
     @property
     def missing(self) -> str:
-        """The error if the package is missing; "" if it is installed or none is needed."""
+        """The error message if the package is missing; "" if it is installed or the strategy does not need one."""
         absent = self.package and find_spec(self.package) is None
         return f"{self.package} is not installed: run `{self.install}`" if absent else ""
 

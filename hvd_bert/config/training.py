@@ -9,7 +9,7 @@ from functools import partial
 from hvd_bert.config.flag import LARGEST_FACTOR, flag, require
 from hvd_bert.config.parser import AUTO, LARGEST
 
-# Schedules of transformers that need no further arguments and no loss.
+# The learning-rate schedules of transformers that depend on the step only, without further arguments or the loss.
 SCHEDULES = [
     "linear",
     "cosine",
@@ -20,8 +20,8 @@ SCHEDULES = [
     "inverse_sqrt",
 ]
 
-REDUCE_OVERHEAD = "reduce-overhead"  # torch.compile's mode with CUDA graphs
-# --report_to: a package's name -> the reporter's class, and the reporter's files in the output folder.
+REDUCE_OVERHEAD = "reduce-overhead"  # the mode of torch.compile that captures CUDA graphs
+# Names for --report_to, which are packages -> MODULE:CLASS of the reporter, and its files in the output folder.
 REPORTERS = {
     "tensorboard": ("hvd_bert.output.reporters.tensorboard:TensorBoard", ["tb"]),
     "wandb": ("hvd_bert.output.reporters.wandb:Wandb", ["wandb", "tracking.json"]),
@@ -107,7 +107,7 @@ class TrainArguments:
     lr_scheduler_type: str = _training(
         "linear", f"Learning-rate schedule: {', '.join(SCHEDULES)}.", choices=tuple(SCHEDULES), metavar="NAME"
     )
-    # As in BERT's own run_squad; run_qa has none by default.
+    # The default is that of BERT's original run_squad; run_qa's default is 0.
     warmup_ratio: float = _training(
         0.1, "Share of the steps in which the learning rate rises from 0.", minimum=0, below=1
     )
@@ -186,34 +186,34 @@ class TrainArguments:
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16 are both given: choose one.")
 
     def refuse_auto(self, command: str) -> None:
-        """Raise UserError for a batch of "auto", for a command that needs a number."""
+        """Raise UserError if the per-device batch size is auto. `command`: the command or flag that needs a number."""
         known = self.per_device_train_batch_size != AUTO
         require(known, f"--per_device_train_batch_size auto does not work with {command}. Give a number.")
 
     @property
     def captures_graphs(self) -> bool:
-        """Whether torch captures CUDA graphs of the compiled layers on GPUs."""
+        """Whether torch captures CUDA graphs of the compiled layers, which it does on GPUs only."""
         return self.torch_compile_mode == REDUCE_OVERHEAD
 
     @property
     def rank_batch(self) -> int:
-        """Windows per device and step, without --global_batch."""
+        """Number of windows per device and step, unless --global_batch is given."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     def windows_per_step(self, devices: int) -> int:
-        """The global batch of `devices` GPUs (or processes on CPUs)."""
+        """Return the global batch, in windows, for `devices` GPUs (or processes on CPUs)."""
         return self.global_batch if self.global_batch > 0 else devices * self.rank_batch
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Optimizer steps of the whole training."""
+        """Return the number of optimizer steps of the whole training, including steps before a resume."""
         return self.max_steps if self.max_steps > 0 else math.ceil(self.num_train_epochs * steps_per_epoch)
 
     @property
     def reporters(self) -> list[str]:
-        """The names in report_to without repeats."""
+        """The names in --report_to without duplicates; empty for none."""
         return [] if self.report_to == "none" else list(dict.fromkeys(self.report_to.split(",")))
 
     @property
     def precision(self) -> str:
-        """Precision of the forward pass: "fp32", "bf16" or "fp16"."""
+        """The precision of the forward pass: "fp32", "bf16" or "fp16"."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
