@@ -1,1 +1,1 @@
-"""The output folder of a run: its files, records and model card."""
+"""Output of a run: the output folder, metrics, reporters, callbacks and model card."""

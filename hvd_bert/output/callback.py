@@ -1,4 +1,4 @@
-"""`Callback`, the hooks of a program into a run, and `RunResult`, the result of a run."""
+"""`Callback`, by which a program is called during a run, and `RunResult`, the result of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ if TYPE_CHECKING:  # large libraries
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run. `scores`: {} without an evaluation. `results`: content of train_results.json."""
+    """The result of a finished run.
+
+    Attributes:
+        output_dir: The output folder.
+        scores: Metrics of the final evaluation; empty if the run did not evaluate.
+        results: Content of train_results.json, with fewer keys if the run did not train.
+    """
 
     output_dir: Path
     scores: dict[str, float]
@@ -21,27 +27,32 @@ class RunResult:
 
 
 class Callback:
-    """Override the methods that you need. All ranks call them at the same points, except `on_save`, so they may use
-    collectives. An exception ends the run on all ranks."""
+    """Base class of callbacks. Override the methods that you need.
+
+    All methods except `on_save` are called on all ranks at the same points, so they may use collectives. An exception
+    ends the run on all ranks.
+    """
 
     def on_start(self, task: Task, world: World) -> None:
-        """The task is loaded, with its model in `task.model`."""
+        """Called once the task is loaded, with its model in `task.model`."""
 
     def on_batch(self, batch: MicroBatch) -> None:
-        """A micro-batch is ready: its forward pass is next."""
+        """Called with each micro-batch before its forward pass."""
 
     def on_step(self, step: int) -> None:
-        """Step `step` (1, 2, ...) is done."""
+        """Called after step `step` (1, 2, ...)."""
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
-        """A line of metrics.jsonl is written; ranks other than 0 lack its metrics of checkpoints and GPUs. On a GPU,
-        step `step` + 1 may be done already."""
+        """Called after a line of metrics.jsonl for step `step` is written.
+
+        Ranks other than 0 lack the line's checkpoint and GPU metrics. On a GPU, the call may come after the next step.
+        """
 
     def on_evaluate(self, step: int, metrics: dict[str, float]) -> None:
-        """The model of step `step` is evaluated. `step` is 0 without a training."""
+        """Called after an evaluation of the model of step `step`, which is 0 if the run does not train."""
 
     def on_save(self, step: int, folder: Path) -> None:
-        """The checkpoint of step `step` is written. Called on rank 0 only."""
+        """Called on rank 0 only, after the checkpoint of step `step` is written. `folder`: the checkpoint."""
 
     def on_end(self, run: RunResult) -> None:
-        """All files are written."""
+        """Called after all output files are written."""

@@ -1,4 +1,4 @@
-"""The model card: README.md of a training, from its records. It names no paths, hosts or users."""
+"""The model card: README.md of a training, made from its results. It does not contain paths, host or user names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_bert.storage.writing import write_named
 NAME = "README.md"
 Record = Mapping[str, Any]
 
-# How the classes of transformers' models end -> the hub's name of their task.
+# Suffix of a transformers class -> name of its task on the hub.
 HEADS = {
     "ForQuestionAnswering": "question-answering",
     "ForSequenceClassification": "text-classification",
@@ -27,25 +27,28 @@ HEADS = {
 
 
 def from_hub(settings: Record) -> dict[str, str]:
-    """The flags that name something on the hub, with their values. Call it in the run's working directory."""
+    """Return the flags whose values are names on the hub, with their values: those that are not existing paths.
+
+    Call this in the run's working directory, to which paths are relative.
+    """
     names = ("config_name", "tokenizer_name", "dataset_name")
     given = {"model_name_or_path": _base_model(settings)} | {name: settings[name] for name in names}
     return {name: value for name, value in given.items() if value and not Path(value).exists()}
 
 
 def _base_model(settings: Record) -> str | None:
-    """The model that was trained further. None for a custom task with the default, which the task may not use."""
+    """Return the pretrained model. None for a custom task with the default, since the task may not use the flag."""
     model: str | None = settings["model_name_or_path"]
     return None if settings["task"] != QUESTION_ANSWERING and model == DEFAULT_MODEL else model
 
 
 def _without_folders(path: str) -> str:
-    """The last name of a path, also of NAME=PATH."""
+    """Return the last component of a path. For NAME=PATH, NAME= stays in front of it."""
     return re.sub(r"^([^/=]+=)?.*/", r"\1", path.rstrip("/"))
 
 
 def _data(settings: Record, hub: Mapping[str, str], split: str) -> dict[str, Any]:
-    """Describe the "train" or "validation" data of a run by arguments of `EvalResult`."""
+    """Return the arguments of `EvalResult` that describe a run's data. `split`: "train" or "validation"."""
     given = settings[f"{split}_file"]
     files = map(_without_folders, [given] if isinstance(given, str) else given or ())
     data = dict.fromkeys(("dataset_name", "dataset_type"), ", ".join(files) or settings["task"])
@@ -58,9 +61,10 @@ def _data(settings: Record, hub: Mapping[str, str], split: str) -> dict[str, Any
 
 
 def write(folder: Path, settings: Record, results: Record, scores: Record) -> None:
-    """Write the card, unless the folder has a README.md. Raises OSError.
+    """Write the card, unless the folder already has a README.md. Raises OSError.
 
-    `settings`: of the training. `results`: content of train_results.json. `scores`: the evaluation's metrics, if any.
+    `settings`: the training's settings by flag name. `results`: content of train_results.json. `scores`: the final
+    evaluation's metrics; empty without an evaluation.
     """
     path = folder / NAME
     if os.path.lexists(path):
@@ -70,7 +74,7 @@ def write(folder: Path, settings: Record, results: Record, scores: Record) -> No
 
 
 def text(folder: Path, settings: Record, results: Record, scores: Record) -> str:
-    """The card's content. See `write`."""
+    """Return the card's content. See `write` for the parameters."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData  # slow to import
 
     hub, title = results["from_hub"], folder.resolve().name

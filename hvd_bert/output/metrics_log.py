@@ -1,4 +1,4 @@
-"""Metrics and progress of a run, from rank 0: metrics.jsonl, the reporters of --report_to, terminal."""
+"""Output of a run's metrics and progress on rank 0: metrics.jsonl, the reporters of --report_to, and the terminal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from hvd_bert.output.callback import Callback
 from hvd_bert.output.reporters.base import Reporter, Samples
 from hvd_bert.storage.writing import JsonLines
 
-LINE_EVERY_S = 10.0  # minimum time between progress lines without a terminal
+LINE_EVERY_S = 10.0  # minimum seconds between progress lines if there is no terminal for a progress bar
 
 
 class MetricsLogger:
-    """Records metrics and shows progress. On ranks other than 0 (`enabled` false) it only calls the callbacks."""
+    """Records metrics, shows progress and calls callbacks. If not `enabled` (ranks other than 0), calls callbacks only.
+
+    `finished`: whether the run is complete, for `Reporter.close`.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,7 @@ class MetricsLogger:
         unit: str = "windows",
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        """Raises OSError if the file cannot be written. `unit`: of the training data, for messages."""
+        """Open metrics.jsonl. Raises OSError. `unit`: name of the training examples in messages (`Task.unit`)."""
         self.enabled, self.reporters, self.unit, self.callbacks = enabled, [*reporters], unit, callbacks
         self.step = self.first_step = self.total_steps = 0
         self.steps_per_epoch = 1
@@ -41,23 +44,23 @@ class MetricsLogger:
         self.bar = tqdm(disable=True)
 
     def started(self, settings: Mapping[str, Any], resumed_step: int | None) -> None:
-        """Report the settings of a run that starts, or resumes from the checkpoint of step `resumed_step`."""
+        """Pass the settings to the reporters. `resumed_step`: step from which the run resumes; None: a new run."""
         if resumed_step is not None:
             self._report("resumed", resumed_step)
         given = ((name, value) for name, value in settings.items() if value is not None)
         self._report("settings", {name: " ".join(v) if isinstance(v, tuple) else v for name, v in given})
 
     def begin(self, total_steps: int, step: int, steps_per_epoch: int) -> None:
-        """Start the progress display of a training. `step`: the last step that is done."""
+        """Start the progress display of a training. `step`: the number of steps that are already done."""
         self.total_steps = total_steps
         self.step = self.first_step = step
         self.steps_per_epoch = steps_per_epoch
         self.start = self.last_line = time.monotonic()
-        if self.enabled:  # without a terminal there is no bar
+        if self.enabled:  # disable=None: no bar without a terminal
             self.bar = tqdm(total=total_steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
 
     def logged(self, step: int, metrics: dict[str, float]) -> None:
-        """Record and show a step's metrics (keys: docs/reference/output-files.md)."""
+        """Record and show a log line's metrics. docs/reference/output-files.md describes the keys."""
         self.step = step
         if self.enabled:
             self._record(step, metrics)
@@ -65,7 +68,7 @@ class MetricsLogger:
         self.notify("on_log", step, metrics)
 
     def evaluated(self, metrics: dict[str, float], summary: str, step: int, samples: Samples = ()) -> None:
-        """Record an evaluation of the model of step `step` with sample answers, and show its `summary`."""
+        """Record an evaluation's metrics and sample answers, and show its `summary`. `step`: the model's step."""
         if self.enabled:
             named = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
             self._record(step, {"epoch": step / self.steps_per_epoch, **named})
@@ -76,18 +79,18 @@ class MetricsLogger:
         self.notify("on_evaluate", step, metrics)
 
     def notify(self, method: str, *arguments: Any) -> None:
-        """Call a method of all callbacks. An exception ends the run."""
+        """Call a method of all callbacks. Their exceptions are not caught, so they end the run."""
         for callback in self.callbacks:
             getattr(callback, method)(*arguments)
 
     def _record(self, step: int, values: dict[str, float]) -> None:
-        # After an overflow (fp16) the norm may be infinite, for which JSON has no number.
+        # The gradient norm may be infinite or NaN, as after an fp16 overflow, which JSON cannot represent.
         row = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self.jsonl.write({"step": step, **row})
         self._report("scalars", step, dict(_scalar(name, value) for name, value in values.items()))
 
     def _report(self, method: str, *arguments: Any) -> None:
-        """Call a method of all reporters. A reporter that fails is closed and removed."""
+        """Call a method of all reporters. If a reporter fails, warn, close it and remove it."""
         for reporter in [*self.reporters]:
             try:
                 getattr(reporter, method)(*arguments)
@@ -97,7 +100,7 @@ class MetricsLogger:
                 log.warning("%s cannot be written: %s. %s", reporter.title, reason, effect)
                 self.reporters.remove(reporter)
                 if method != "close":
-                    with suppress(Exception):  # the first error is the reason
+                    with suppress(Exception):  # the warning above has the cause
                         reporter.close(False)
 
     def _show_progress(self, metrics: dict[str, float]) -> None:
@@ -126,7 +129,7 @@ class MetricsLogger:
 
 
 def _scalar(name: str, value: float) -> tuple[str, float]:
-    """A metric's name and value for reporters, which group names by the word before the slash."""
+    """Convert a metric's name and value for reporters, which group metrics by the word before the slash."""
     if name.endswith("_share"):
         return f"share/{name.removesuffix('_share')}", value
     if name.endswith("_s") and not name.endswith("_per_s"):

@@ -1,7 +1,7 @@
-"""The output folder: whether a run may use it, and how the run acquires it.
+"""The output folder: the checks whether a run may use it, and its preparation for the run.
 
-`check` comes first and changes nothing. `acquire` comes after all other checks; until then the files of an earlier run
-stay.
+`check` is called first. `acquire` is called after all other checks have passed: only then are the files of an earlier
+run removed.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from hvd_bert.storage.reading import open_regular, parse_json
 from hvd_bert.storage.writing import OWN_PARTIAL, delete, is_special, partial_path, replacing, writing_to
 
 Settings = dict[str, Any]  # all settings by flag name
-Locks = dict[Path, locks.Lock]  # locks that this process holds, by folder
-# Flags for the inputs of a run.
+Locks = dict[Path, locks.Lock]  # the locks that this process holds, by folder
+# Flags whose files and folders a run reads.
 INPUTS = ("model_name_or_path", "config_name", "tokenizer_name", "train_file", "validation_file")
-SETTINGS = ("train_config.yaml", "eval_config.yaml")  # their presence marks a run's folder
-LOGS = (".out", ".err", ".log")  # a scheduler may write them into the folder before the run starts
-FOLDERS_BEGUN: set[Path] = set()  # folders where this process has begun a run
+SETTINGS = ("train_config.yaml", "eval_config.yaml")  # a folder with one of these files holds a run
+LOGS = (".out", ".err", ".log")  # extensions of files that a scheduler may write into the folder before the run starts
+FOLDERS_BEGUN: set[Path] = set()  # the output folders in which this process has begun a training
 
 
 @dataclass(frozen=True)
 class Empty:
-    """The folder is missing, or holds only logs of a scheduler and temporary files of a killed run."""
+    """A folder that is missing, or holds only a scheduler's logs, a lock, and temporary files of a killed run."""
 
 
 @dataclass(frozen=True)
 class OwnRun:
-    """The folder of a run. `finished`: it holds no training that can be resumed."""
+    """The folder of a run. `finished`: whether it holds a finished training or only an evaluation."""
 
     finished: bool
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A folder with files, but without a run's settings. `reason`: why each file of settings is no run's."""
+    """A folder that has files but does not hold a run. `reason`: the problem of each of the SETTINGS files."""
 
     reason: str
 
 
 def _content(folder: Path) -> Empty | OwnRun | Foreign:
-    """Read the content of an output folder."""
+    """Return what an output folder holds."""
     if not _entries(folder):
         return Empty()
     reasons = {name: resume.why_no_run(folder / name) for name in SETTINGS}
@@ -68,10 +68,11 @@ def _content(folder: Path) -> Empty | OwnRun | Foreign:
 
 
 def check(settings: Settings, held: Locks) -> None:
-    """Raise UserError if the output folder cannot be written, is in use, or has files that no run wrote.
+    """Raise UserError if the output folder cannot be written, is in use, or has files that the run may not replace.
 
-    Changes nothing, except that it locks a run's folder and restores a checkpoint that a kill left aside. An evaluation
-    adds to a run's folder. A training resumes an unfinished run, and replaces any run with --overwrite_output_dir.
+    Changes nothing, except that it locks a run's folder and calls `files.restore_replaced`. An evaluation may add files
+    to any run's folder. A training may resume an unfinished run, or replace any run with --overwrite_output_dir.
+    `held`: the locks that this process holds.
     """
     folder = Path(settings["output_dir"] or "runs").absolute()
     if settings["timeline"]:
@@ -80,14 +81,14 @@ def check(settings: Settings, held: Locks) -> None:
         writing.check_folder(folder)
         if settings["output_dir"] is not None:
             _check_inputs(settings, folder)
-            if isinstance(_content(folder), OwnRun):  # a folder that is refused gets no lock file
+            if isinstance(_content(folder), OwnRun):  # do not create a lock file in a folder that will be refused
                 lock(folder, held)  # before reading files that another run may be writing
             _check_content(settings, folder)
             files.restore_replaced(folder)
 
 
 def _check_inputs(settings: Settings, folder: Path) -> None:
-    """Raise UserError if the run would replace files that it reads."""
+    """Raise UserError if the run would replace its own input files."""
     folder, trains = folder.resolve(), settings["do_train"]
     for name, file in _paths(settings, INPUTS):
         path = Path(os.path.realpath(file))
@@ -96,12 +97,15 @@ def _check_inputs(settings: Settings, folder: Path) -> None:
 
 
 def check_apart(flag: str, path: Path, settings: Settings) -> None:
-    """Raise UserError if an output that a flag names is an input, another output, or a file of a run or a model."""
+    """Raise UserError if the file to write would replace an input, another output, or a file of a run or model.
+
+    `flag`: the flag that names the file `path`. `settings`: the flags of the inputs and of other outputs.
+    """
     output = Path(os.path.realpath(path))
     for name, file in _paths(settings, (*INPUTS, "output_dir", "timeline")):
         other = Path(os.path.realpath(file))
         of_run = output == other / LOCK or _is_replaced(output, other, trains=True)
-        if name != "output_dir" and output.name in OF_EVALUATION:  # an evaluation of a model may write there
+        if name != "output_dir" and output.name in OF_EVALUATION:  # an evaluation may write these into a model's folder
             of_run = False
         if of_run or (output == other and flag != f"--{name}_file"):
             replaced = file if output == other else f"a file of {file}"
@@ -113,25 +117,25 @@ def _paths(settings: Settings, flags: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _is_replaced(path: Path, folder: Path, trains: bool) -> bool:
-    """Whether a run in the folder may replace or remove the file."""
+    """Return whether a run with output folder `folder` may replace or remove the file `path`. `trains`: it trains."""
     return folder in path.parents and _replaces(trains, path.relative_to(folder).parts[0])
 
 
 def _replaces(trains: bool, name: str) -> bool:
-    """Whether the run may replace or remove a file of this name in its folder."""
+    """Return whether a run may replace or remove a file with this name in its output folder. `trains`: it trains."""
     if trains:
         return name in RUN_FILES or files.is_checkpoint(name)
     return name in (*fnmatch.filter(RUN_FILES, "eval*"), "metrics.jsonl", "events.jsonl", *REPORTED)
 
 
 def _entries(folder: Path) -> list[str]:
-    """The names in an output folder, without the lock, logs and temporary files of a killed run."""
+    """List the names in an output folder, without the lock file, logs and a killed run's temporary files."""
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     return sorted(name for name in names - {LOCK} if not name.endswith((OWN_PARTIAL, *LOGS)))
 
 
 def _check_content(settings: Settings, folder: Path) -> None:
-    """Raise UserError unless the run may write into the folder as it is now."""
+    """Raise UserError unless the run may write into the folder with its current content."""
     names, trains = _entries(folder), settings["do_train"]
     special = [name for name in names if _replaces(trains, name) and is_special(folder / name)]
     if special:
@@ -154,10 +158,10 @@ def _check_content(settings: Settings, folder: Path) -> None:
 
 
 def acquire(settings: Settings, resume_point: ResumePoint | None, world: World) -> Path:
-    """Lock the output folder, remove files that the run will write again, and save the settings. A collective.
+    """Create and lock the output folder, remove an earlier run's files, and save the settings. A collective.
 
-    Called at the last moment before the first step, or before the scores are written. Creates the folder, and returns
-    it on all ranks. If `resume_point` is a checkpoint of the folder, the run's files up to that step stay.
+    Returns the folder on all ranks. Call this right before the first step or, without training, before the scores are
+    written. If `resume_point` is a checkpoint in the folder, only what was written after its step is removed.
     """
     folder = Path(settings["output_dir"] or "runs")
     with world.writing("--output_dir", folder, EXIT_BAD_INPUT) as writes:
@@ -165,7 +169,7 @@ def acquire(settings: Settings, resume_point: ResumePoint | None, world: World) 
             folder = Path(settings["output_dir"] or _new_dated_folder())
             _acquire(folder, settings, resume_point, world.process.locks)
     folder = Path(world.broadcast(folder))
-    if _content(folder) in (Empty(), OwnRun(finished=False)):  # a host without rank 0 may have another run there
+    if _content(folder) in (Empty(), OwnRun(finished=False)):  # on another host, a different run may have the folder
         FOLDERS_BEGUN.add(folder)
     return folder
 
@@ -173,13 +177,13 @@ def acquire(settings: Settings, resume_point: ResumePoint | None, world: World) 
 def _acquire(folder: Path, settings: Settings, resume_point: ResumePoint | None, held: Locks) -> None:
     trains, overwrites = settings["do_train"], settings["overwrite_output_dir"]
     writing.make_folder(folder)
-    if folder.resolve() not in held:  # it was empty or missing
+    if folder.resolve() not in held:  # `check` locks only folders that hold a run
         lock(folder, held)
         if trains and _content(folder) != Empty():
             raise UserError(f"--output_dir {folder}: another run has written there meanwhile. Rerun the same command.")
         _check_content(settings, folder)
     resumes = resume_point is not None and resume_point.folder.resolve().parent == folder.resolve()
-    if resume_point and resume_point.owner_rank is not None and overwrites:  # the folder is another run's
+    if resume_point and resume_point.owner_rank is not None and overwrites:  # the folder holds a different run
         resumes = False
     if resume_point and resumes:
         forget_after(folder, resume_point.step)
@@ -187,7 +191,8 @@ def _acquire(folder: Path, settings: Settings, resume_point: ResumePoint | None,
         clear(folder, keeps_card=not overwrites)
     _save_settings(settings, folder)
     if trains and not resumes:
-        delete(folder / SETTINGS[1])  # not before: a kill would leave a folder that holds no run
+        # Delete this last: a process killed without any settings file would leave a folder that is refused as foreign.
+        delete(folder / SETTINGS[1])
 
 
 def _save_settings(settings: Settings, folder: Path) -> None:
@@ -197,9 +202,9 @@ def _save_settings(settings: Settings, folder: Path) -> None:
 
 
 def make_again(folder: Path, settings: Settings) -> None:
-    """Create the folder of a running training again, with its settings, after it was moved or removed.
+    """Create the output folder of a running training again, with its settings, after it was moved or removed.
 
-    Its parents are not created, since their file system may be unmounted: then the next write fails.
+    Parent folders are not created, since their file system may be unmounted. The next write then fails.
     """
     with suppress(OSError):
         folder.mkdir()
@@ -207,7 +212,7 @@ def make_again(folder: Path, settings: Settings) -> None:
 
 
 def _new_dated_folder() -> Path:
-    """Create runs/DATE-TIME, a different folder for each of several jobs that start in the same second."""
+    """Create the folder runs/DATE-TIME, or runs/DATE-TIME-N if another job started in the same second."""
     folder = named = Path(time.strftime("runs/%Y%m%d-%H%M%S"))
     number = 1
     while True:
@@ -220,14 +225,17 @@ def _new_dated_folder() -> Path:
 
 
 def lock(folder: Path, held: Locks) -> None:
-    """Lock the folder until the world is left. Raises OSError, or InUse if another run has it."""
+    """Lock the folder until the process leaves its world. Raises OSError, or InUse if another run holds the lock."""
     resolved = folder.resolve()
     if resolved not in held:
         held[resolved] = locks.acquire(folder / LOCK, wait=False)
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Remove the recorded lines, and set aside the checkpoints, of steps after `step`: they will be repeated."""
+    """Prepare the folder for resuming from `step`: remove log lines and set aside checkpoints of later steps.
+
+    Also removes the results and the files of an evaluation.
+    """
     for name in {"train_results.json", *OF_EVALUATION}:
         delete(folder / name)
     for name in ("metrics.jsonl", "gpu_usage.jsonl"):
@@ -244,12 +252,15 @@ def forget_after(folder: Path, step: int) -> None:
 def _logged_step(line: bytes) -> float:
     try:
         return int(parse_json(line.decode("utf-8", "replace"))["step"])
-    except (ValueError, LookupError, TypeError, OverflowError):  # cut short by a crash
+    except (ValueError, LookupError, TypeError, OverflowError):  # a crash cut the line short
         return math.inf
 
 
 def clear(folder: Path, keeps_card: bool = False) -> None:
-    """Remove the files of an earlier run, except its settings: if the process is killed now, the folder is a run's."""
+    """Remove an earlier run's files except its settings, which mark the folder as a run's if the process is killed now.
+
+    `keeps_card`: whether to keep README.md.
+    """
     files.clear(folder)
     for name in {*RUN_FILES} - {*SETTINGS, *([card.NAME] if keeps_card else [])}:
         delete(folder / name)

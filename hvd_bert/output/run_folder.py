@@ -1,4 +1,4 @@
-"""The files of a run in its output folder."""
+"""Names and contents of the files that a run writes into its output folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvd_bert.storage.writing import delete, partial_path, write_json
 from hvd_bert.tasks.base import EvaluationResult, Task
 
 REPORTED = [file for _, files in REPORTERS.values() for file in files]
-# All files that a run may write (docs/reference/output-files.md). --overwrite_output_dir removes them.
+# All files that a run may write (docs/reference/output-files.md). --overwrite_output_dir removes them first.
 RUN_FILES = (
     "train_results.json",
     "eval_results.json",
@@ -49,12 +49,12 @@ RUN_FILES = (
     card.NAME,
 )
 SAMPLES = "eval_samples.json"
-# Files that another evaluation, or further training of the model, makes outdated.
+# Files of an evaluation. They are outdated after another evaluation, or once the model is trained further.
 OF_EVALUATION = {*fnmatch.filter(RUN_FILES, "eval*.json"), "evaluation.html"}
 
 
 def write_evaluation(folder: Path, evaluation: EvaluationResult) -> None:
-    """Write the metrics and the task's files, and remove other files of an earlier evaluation."""
+    """Write the evaluation's metrics and the task's files, and remove other files of an earlier evaluation."""
     contents = {"eval_results.json": evaluation.metrics, **evaluation.files}
     assert contents.keys() <= {*RUN_FILES}, "the next run would not replace them"
     for name, content in contents.items():
@@ -64,26 +64,26 @@ def write_evaluation(folder: Path, evaluation: EvaluationResult) -> None:
 
 
 def save_model(folder: Path, task: Task) -> None:
-    """Write the task's trained model."""
+    """Write the task's trained model into the output folder, by way of a temporary folder. Raises OSError."""
     partial = partial_path(folder / "model.safetensors")
     delete(partial)
     try:
         partial.mkdir()
         task.save(partial)
         for file in partial.rglob("*.safetensors"):
-            file.chmod(partial.stat().st_mode & 0o666)  # safetensors gives nobody else access
-        delete(folder / "adapter")  # a folder cannot replace another one
-        # config.json makes the folder a model and comes last: a crash leaves no partial model.
+            file.chmod(partial.stat().st_mode & 0o666)  # safetensors creates files that only their owner can read
+        delete(folder / "adapter")  # os.replace cannot replace a folder that is not empty
+        # config.json comes last: a folder without it does not load as a model, so a crash leaves no partial model.
         for file in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(file, folder / file.name)
         partial.rmdir()
-    except SafetensorError as error:  # a full disk, for example
+    except SafetensorError as error:  # for example a full disk
         delete(partial)
         raise OSError(str(error)) from None
 
 
 def task_facts(task: Task) -> dict[str, Any]:
-    """Facts about the task for tools: unit of its data, names of its scores, metrics whose minimum is best."""
+    """Return the task's keys of train_results.json: unit of its data, names of scores, metrics whose minimum is best."""
     return {
         "unit": task.unit,
         "scores": sorted(name for name in task.metrics if not name.startswith("eval_loss")),
@@ -92,7 +92,7 @@ def task_facts(task: Task) -> dict[str, Any]:
 
 
 def environment_facts(config: Config, world: World) -> dict[str, Any]:
-    """Facts about the run's environment: ranks with host and device, threads, precision, versions."""
+    """Return the environment's keys of train_results.json: ranks with host and device, threads, precision, versions."""
     precision = config.train.precision
     gpu = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
     return {
@@ -121,5 +121,5 @@ def environment_facts(config: Config, world: World) -> dict[str, Any]:
 
 
 def describe(folder: Path) -> str:
-    """Describe a run's output in a log line: its folder, and the command for a page of it."""
+    """Return a log line with the run's output folder and the command that shows its report."""
     return f"The output is in {folder}. To show it: hvd-bert report {shlex.quote(str(folder))}"

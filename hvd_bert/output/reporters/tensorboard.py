@@ -1,4 +1,4 @@
-"""TensorBoard: scalars, hyper-parameters and sample answers in event files."""
+"""TensorBoard reporter: writes scalars, hyperparameters and sample answers to event files."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ class TensorBoard(Reporter):
     title = "TensorBoard's file"
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError."""
+        """Create an event file. Raises OSError."""
         (folder / FOLDER).mkdir(exist_ok=True)
-        # TensorBoard reads files in the order of their names. Its EventFileWriter reports errors late, from a thread.
+        # TensorBoard reads files in the order of their names, so the time comes first. RecordWriter is used because
+        # TensorBoard's EventFileWriter writes in a thread and raises errors only later.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
         self._writer = RecordWriter((folder / FOLDER / name).open("xb"))
         self._add(0, file_version="brain.Event:2")
 
     def resumed(self, step: int) -> None:
-        self._add(step + 1, session_log=SessionLog(status=SessionLog.START))  # discards the values of later steps
+        self._add(step + 1, session_log=SessionLog(status=SessionLog.START))  # TensorBoard then discards later steps
 
     def settings(self, settings: Settings) -> None:
         self._add(0, summary=hparams_pb(dict(settings)))
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        # One event for all values takes less time than one per value, as by add_scalar.
+        # A single event for all values is faster than one event per value, as add_scalar writes.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._add(step, summary=Summary(value=values))
 
@@ -54,6 +55,6 @@ class TensorBoard(Reporter):
 
 
 def _as_code(sample: Mapping[str, Any]) -> str:
-    """Format a sample as a code block: TensorBoard renders Markdown, and would change other text."""
+    """Format a sample as a Markdown code block, so that TensorBoard shows its text unchanged."""
     lines = {name: " | ".join(value) if isinstance(value, list) else str(value) for name, value in sample.items()}
     return "\n".join(f"    {name:<12} {' '.join(text.split())}" for name, text in lines.items())

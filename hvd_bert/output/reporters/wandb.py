@@ -1,4 +1,4 @@
-"""Weights & Biases. Its own variables (WANDB_MODE, WANDB_PROJECT, WANDB_DIR, ...) apply."""
+"""Weights & Biases reporter. wandb's environment variables (WANDB_MODE, WANDB_PROJECT, WANDB_DIR, ...) apply."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hvd_bert.storage.reading import convert, read_json
 from hvd_bert.storage.writing import write_json
 
 SERVICE = "wandb-core"
-STEP = "train/global_step"  # the name in transformers
-RUN_ID = "tracking.json"  # names the W&B run that a resumed training continues
+STEP = "train/global_step"  # the step's name that transformers' Trainer uses
+RUN_ID = "tracking.json"  # file with the id of the W&B run, which a resumed training continues
 PATIENCE_S = 30.0  # seconds to wait for uploads at the end of a run
-PATIENCE_UNFINISHED_S = 5.0  # a scheduler may give a stopped run little time
+PATIENCE_UNFINISHED_S = 5.0  # shorter, since a scheduler may soon kill a run that it stopped
 
 
 def _refused(reason: str) -> str:
@@ -31,7 +31,7 @@ def _refused(reason: str) -> str:
 
 
 class Wandb(Reporter):
-    """Calls the library in a thread, so that training never waits for a server. An error is raised by the next call."""
+    """Calls wandb in a thread, so that training does not wait for a server. The next call raises the thread's error."""
 
     title = "wandb"
 
@@ -42,7 +42,7 @@ class Wandb(Reporter):
                 wandb.login()
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError."""
+        """Start or continue the W&B run. Raises UserError."""
         with as_user_error(_refused):
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "hvd_bert"),
@@ -50,10 +50,10 @@ class Wandb(Reporter):
                 dir=os.environ.get("WANDB_DIR", folder),
                 id=read_run_id(folder),
                 resume="allow",
-                settings=wandb.Settings(console="off"),  # standard output stays as it is
+                settings=wandb.Settings(console="off"),  # do not capture standard output
             )
         write_json(folder / RUN_ID, {"wandb": self._run.id})
-        # wandb's own step must not go back, as it does when a run resumes.
+        # wandb's own step must increase, but a resumed run repeats steps. So define the step as a metric.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP, step_sync=True)
         self._error: Exception | None = None
@@ -73,7 +73,10 @@ class Wandb(Reporter):
         self._submit(self._run.log, {"eval/samples": wandb.Table(columns=names, data=rows), STEP: step})
 
     def close(self, finished: bool) -> None:
-        """Wait for the thread for a limited time, also after an error: it may still be ending the run."""
+        """End the W&B run. Waits a limited time for the thread, which may still be ending the run after an error.
+
+        Raises TimeoutError if calls or uploads remain, or else the thread's error.
+        """
         self._calls.put(partial(self._run.finish, exit_code=0 if finished else 1))
         self._calls.put(None)
         self._thread.join(PATIENCE_S if finished else PATIENCE_UNFINISHED_S)
@@ -84,7 +87,7 @@ class Wandb(Reporter):
             raise self._error
 
     def _submit(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        """Queue a call. Raises the error of an earlier call."""
+        """Queue a call for the thread. Raises the error of an earlier call."""
         if self._error:
             raise self._error
         self._calls.put(partial(call, *arguments, **options))
@@ -100,17 +103,17 @@ class Wandb(Reporter):
 
 
 def _end_service() -> None:
-    # At exit, wandb would wait forever for its service process. torch_world.py runs wandb's exit function, too.
+    # At exit, wandb's exit function, which torch_world.py also runs, would wait forever for the service process.
     for process in psutil.Process().children():
         if process.name() == SERVICE:
             process.kill()
-    with suppress(Exception, SystemExit):  # the connection is lost, or the service's status is not 0
+    with suppress(Exception, SystemExit):  # it fails without the service process
         wandb.teardown()  # unregisters the exit function
 
 
 def read_run_id(folder: Path) -> str | None:
-    """The run's id at wandb; None if it has none yet. Raises OSError."""
+    """Return the id of the W&B run in an output folder; None if there is no such run. Raises OSError."""
     try:
         return convert(read_json(folder / RUN_ID), dict[str, str]).get("wandb")
-    except (FileNotFoundError, ValueError):  # damaged: the run gets a new id
+    except (FileNotFoundError, ValueError):  # ValueError: the file is damaged, so the run gets a new id
         return None
