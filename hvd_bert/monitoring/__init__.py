@@ -1,6 +1,6 @@
-"""Resource usage of a run: GPUs and their peaks, processes, profiles."""
+"""Monitoring of a run: GPU and process usage, the GPUs' peak FLOP/s, timelines and profiles."""
 
-# The phases of a step in the order of the step-time summary, described in docs/reference/output-files.md.
+# The phases of a step -> their names in the step-time summary, in its order. See docs/reference/output-files.md.
 PHASES = {
     "data": "waiting for data",
     "compute": "forward and backward",

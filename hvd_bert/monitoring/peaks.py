@@ -1,4 +1,4 @@
-"""Peak FLOP/s of GPUs, the reference of the model FLOP utilization (MFU)."""
+"""Peak FLOP/s of GPUs, from which the model FLOP utilization (MFU) is calculated."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hvd_bert.distributed.world import World
 
 TERA = 1e12
 
-# Dense matrix products in TFLOP/s, by torch.cuda.get_device_name() without the brand. Figures that are published with
-# sparsity only are halved. Unlisted names, such as those of MIG instances, have no peak.
-# NVIDIA: "V100 Tensor Core GPU" and "V100S" data sheets, 2020; "Tesla T4" data sheet, 2019; "A100 Tensor Core GPU" data
-# sheet, 2021; "H100 Tensor Core GPU Architecture", 2022 (SXM5, PCIe); "H100" and "H200" data sheets, 2024 (NVL, H200);
-# "L40S" data sheet, 2023.
+# Peak TFLOP/s of dense matrix products, by torch.cuda.get_device_name() without the brand. Figures that are published
+# only for sparse matrices are halved. The peak of unlisted devices, such as MIG instances, is unknown.
+# Sources: NVIDIA's "V100 Tensor Core GPU" and "V100S" data sheets, 2020; "Tesla T4" data sheet, 2019; "A100 Tensor Core
+# GPU" data sheet, 2021; "H100 Tensor Core GPU Architecture", 2022 (SXM5, PCIe); "H100" and "H200" data sheets, 2024
+# (NVL, H200); "L40S" data sheet, 2023.
 _V100 = {"fp16": 125.0, "fp32": 15.7}
 _V100_PCIE = {"fp16": 112.0, "fp32": 14.0}
 _A100 = {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5}
@@ -40,7 +40,7 @@ PEAKS: dict[str, dict[str, float]] = {
 
 
 def published_peak(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of a GPU by its name, or None if unlisted. `precision`: fp32, tf32, bf16 or fp16."""
+    """Return a GPU's peak FLOP/s, or None if PEAKS lacks it. `precision`: fp32, tf32, bf16 or fp16."""
     model = device_name.removeprefix("NVIDIA ").removeprefix("Tesla ")
     figures = PEAKS.get(model, {})
     without_tf32 = precision == "tf32" and "tf32" not in figures  # torch then computes in fp32
@@ -49,9 +49,9 @@ def published_peak(device_name: str, precision: str) -> float | None:
 
 
 def peak_flops(args: TrainArguments, peak_tflops: float | None, world: World) -> float | None:
-    """Peak FLOP/s of all devices of all ranks, or None if one of them is unknown. A collective.
+    """Return the sum of the peak FLOP/s of all ranks' devices, or None if any of them is unknown. A collective.
 
-    `peak_tflops`: the user's figure for one device, if given.
+    `peak_tflops`: --peak_tflops, the peak per device; None: look it up by the device's name.
     """
     mine = None
     if peak_tflops is not None:

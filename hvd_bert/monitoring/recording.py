@@ -1,7 +1,7 @@
-"""Record steps A to B of a training: Horovod's timeline on rank 0, torch's profiler on every rank.
+"""Recording of the steps in --timeline_steps: Horovod's timeline on rank 0, torch's profiler on every rank.
 
 Horovod can start a timeline during training only if HOROVOD_TIMELINE=DYNAMIC was set when it was initialized
-(`hvd_bert.distributed.horovod_world`). A recording that is interrupted is closed with the steps it has.
+(`hvd_bert.distributed.horovod_world`).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError, log
 from hvd_bert.storage.writing import check_folder, is_special, make_folder, write_named, writing_to
 
-TRACE = "trace"  # the folder of the traces; Holistic Trace Analysis reads all files in it
+TRACE = "trace"  # folder of torch's traces; Holistic Trace Analysis reads all files in it, so it holds nothing else
 
 
 class Recording:
-    """Called before and after each step; starts at the first step to record and stops after the last."""
+    """Starts recording before the first step in --timeline_steps and stops after the last."""
 
     def __init__(self, config: ProfilingArguments, total_steps: int, meter: Any, world: World, replaces: bool) -> None:
-        """A collective. Raises CollectiveError if the file cannot be written or the run has no such steps.
+        """Check the settings. A collective. Raises CollectiveError for an unwritable file, or if the steps are missing.
 
-        `meter`: a `Meter`, which splits a step into phases. `replaces`: whether an earlier start of the run may have
-        left the file.
+        `meter`: the training's `Meter`, which marks the phases in the trace. `replaces`: whether the timeline may
+        replace an existing file, since the run was started before or --overwrite_output_dir is given.
         """
         self.config, self.meter, self.world = config, meter, world
         wanted = self.config.steps_to_record
         self.steps = range(wanted.start, min(wanted.stop, total_steps + 1))
-        self.file = Path(config.timeline) if config.timeline else None  # Horovod's timeline
+        self.file = Path(config.timeline) if config.timeline else None  # the file of Horovod's timeline
         self.running = False
         self.profiler: profile | None = None
         with world.raise_on_all_ranks():
@@ -51,24 +51,27 @@ class Recording:
                 _check_file(self.file, replaces)
 
     def before(self, step: int) -> None:
-        """Call before step `step` (1, 2, ...). A collective before the first step to record."""
+        """Start recording if `step` (1, 2, ...) is the first step to record. Call this before each step.
+
+        A collective before the first step to record.
+        """
         if self.running and self.profiler:
             self.profiler.step()
         if self.running or step not in self.steps:
             return
         self.running, self.steps = True, range(step, self.steps[-1] + 1)
         if self.config.profile:
-            self.profiler = profile(schedule=lambda _: ProfilerAction.RECORD)  # a schedule marks the steps
+            self.profiler = profile(schedule=lambda _: ProfilerAction.RECORD)  # only with a schedule are steps marked
             self.profiler.start()
             self.meter.annotate = record_function
-            if not distributed.is_initialized():  # else torch has added it
+            if not distributed.is_initialized():  # otherwise torch adds this itself
                 info = {"rank": self.world.rank, "world_size": self.world.size}
                 self.profiler.add_metadata_json("distributedInfo", json.dumps(info))
         if self.file and self.world.rank == 0:
             with suppress(OSError):  # `after` warns that the file is missing
                 make_folder(self.file.parent)
             self.world.start_timeline(self.file)
-        self.world.allgather(None)  # no rank sends a gradient before rank 0 records it
+        self.world.allgather(None)  # wait, so that no rank sends gradients before rank 0 records
         self.meter.end_interval("other")
 
     def _stop(self) -> None:
@@ -80,11 +83,14 @@ class Recording:
             self.profiler.stop()
 
     def after(self, step: int, folder: Path) -> None:
-        """Call after step `step`. A collective after the last step to record. `folder`: for the trace."""
+        """Stop and write the recording if `step` is the last step to record. Call this after each step.
+
+        A collective after the last step to record. `folder`: the output folder, for the traces.
+        """
         if not self.running or step != self.steps[-1]:
             return
         self._stop()
-        self.world.allgather(None)  # no rank continues before rank 0 has closed the file
+        self.world.allgather(None)  # wait, so that no rank continues before rank 0 has closed the file
         steps = f"steps {self.steps[0]} to {self.steps[-1]}"
         if self.file and self.world.rank == 0 and not self.file.exists():
             log.warning("%s: the timeline could not be written. Training continues.", self.file)
@@ -95,7 +101,7 @@ class Recording:
         self.profiler = None
 
     def _write_traces(self, folder: Path, steps: str) -> None:
-        """Write the trace of each rank on rank 0, which may be the only one that can. A collective."""
+        """Write all ranks' traces on rank 0, since other hosts may not have the output folder. A collective."""
         traces = self.world.gather(self._my_trace())
         if self.world.rank == 0:
             try:
@@ -111,7 +117,7 @@ class Recording:
                 log.info("Traces of %s, one per rank, for ui.perfetto.dev: %s", steps, folder)
 
     def _my_trace(self) -> bytes:
-        """This rank's trace, gzipped; empty if it could not be written."""
+        """Return this rank's gzipped trace; empty if torch could not export it."""
         assert self.profiler is not None
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +129,7 @@ class Recording:
             return b""
 
     def close(self) -> None:
-        """Close an unfinished recording when the training ends. Not a collective, so there are no traces."""
+        """Stop an unfinished recording when training ends. Not a collective, so the ranks' traces are discarded."""
         if not self.running:
             return
         self._stop()
@@ -131,7 +137,7 @@ class Recording:
 
 
 def _check_file(path: Path, replaces: bool) -> None:
-    """Raise UserError if the timeline cannot be written."""
+    """Raise UserError if the timeline cannot be written to `path`. `replaces`: whether the file may exist."""
     with writing_to("--timeline_file", path):
         check_folder(path.parent)
         if is_special(path) or path.is_dir():

@@ -1,4 +1,4 @@
-"""Usage of GPUs and of this process."""
+"""Resource usage: GPU utilization, memory and power, and this process's time and memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hvd_bert.storage.reading import GIB
 from hvd_bert.storage.writing import JsonLines
 
 FILE = "gpu_usage.jsonl"
-PERIOD_S = 1.0
+PERIOD_S = 1.0  # seconds between two samples
 
-Sample = dict[str, float]  # current usage of a GPU, by the names of the metrics
+Sample = dict[str, float]  # a GPU's usage by metric name: gpu_memory_gib, gpu_util_percent, gpu_power_w
 
 
 def take_sample(gpu: torch.device) -> Sample:
-    """Measure a GPU's current usage, as far as torch reports it."""
+    """Measure a GPU's current usage. Metrics that torch does not report are left out."""
     sample = {}
     with suppress(Exception):  # a MIG instance has no utilization; NVML or its package nvidia-ml-py may be missing
         free, total = torch.cuda.mem_get_info(gpu)
@@ -36,7 +36,7 @@ def take_sample(gpu: torch.device) -> Sample:
 
 
 def summarise(samples: list[Sample]) -> Sample:
-    """Mean utilization and power, and maximum memory."""
+    """Return the samples' mean utilization and power, and their maximum memory."""
     found = {name: [sample[name] for sample in samples if name in sample] for name in chain(*samples)}
     return {
         name: max(values) if name == "gpu_memory_gib" else sum(values) / len(values) for name, values in found.items()
@@ -44,13 +44,13 @@ def summarise(samples: list[Sample]) -> Sample:
 
 
 class GpuUsage:
-    """Records GPU usage of all ranks in gpu_usage.jsonl, on rank 0. metrics.jsonl has rank 0's GPU only.
+    """Records the GPU usage of all ranks in gpu_usage.jsonl. metrics.jsonl has the usage of rank 0's first GPU only.
 
-    A thread of each rank samples its GPUs once a second, without delaying steps. Without GPUs nothing is started.
+    On each rank, a thread samples the rank's GPUs once per second. Without GPUs, it is not started.
     """
 
     def __init__(self, world: World, folder: Path) -> None:
-        """Raises OSError on rank 0 if the file cannot be written."""
+        """Start sampling. Raises OSError on rank 0 if the file cannot be written."""
         self.world = world
         self._start = time.monotonic()
         self._samples: dict[torch.device, list[Sample]] = {gpu: [] for gpu in world.gpus}
@@ -68,11 +68,11 @@ class GpuUsage:
                 return
 
     def read(self, step: int) -> dict[str, float]:
-        """gpu_util_percent, gpu_memory_gib and gpu_power_w of rank 0's GPU since the last call. A collective.
+        """Write all GPUs' usage since the last call to gpu_usage.jsonl. A collective.
 
-        Empty without GPUs. Values that torch does not report are left out.
+        Returns the usage of rank 0's first GPU for metrics.jsonl; empty without GPUs.
         """
-        if not self._samples:  # on all ranks: either all have a GPU or none has
+        if not self._samples:  # then no rank has a GPU, so all ranks return here
             return {}
         rows: list[dict[str, Any]] = []
         for gpu, samples in self._samples.items():
@@ -96,17 +96,17 @@ class GpuUsage:
 
 
 def memory_peak(device: torch.device) -> int:
-    """Peak memory of this process in bytes; on a GPU the peak of its tensors."""
+    """Return this process's peak memory in bytes: its resident set or, for a GPU, its tensors on the GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Not getrusage's ru_maxrss, which a process inherits from its parent.
+    # getrusage's ru_maxrss is unsuitable, since a process inherits it from its parent.
     found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     assert found
     return int(found[1]) * 1024
 
 
 def reset_memory_peak(device: torch.device) -> None:
-    """Restart the measurement of `memory_peak`, if the system allows it."""
+    """Reset `memory_peak` to the current memory, if the system allows it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -115,18 +115,17 @@ def reset_memory_peak(device: torch.device) -> None:
 
 
 def memory_now(device: torch.device) -> int:
-    """Current memory of this process in bytes; on a GPU that of its tensors."""
+    """Return this process's current memory in bytes: its resident set or, for a GPU, its tensors on the GPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(psutil.Process(os.getpid()).memory_info().rss)
 
 
 def process_usage(device: torch.device) -> dict[str, float]:
-    """Usage of the whole process until now: `real_s`, `user_s` and `system_s` as in the shell's `time`, and
-    `memory_peak_bytes`."""
+    """Return the process's usage since its start: the times that the shell's `time` reports, and the peak memory."""
     times = os.times()
     stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    started_ticks = int(stat.rpartition(")")[2].split()[19])  # since boot, a clock that is never set
+    started_ticks = int(stat.rpartition(")")[2].split()[19])  # ticks since boot, like CLOCK_BOOTTIME
     started_s = started_ticks / os.sysconf("SC_CLK_TCK")
     return {
         "real_s": round(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, 3),  # imports included
