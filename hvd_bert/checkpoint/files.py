@@ -87,7 +87,7 @@ def is_written(folder: Path) -> bool:
 def write(output_dir: Path, step: int, contents: Contents) -> Path:
     """Write a checkpoint, replace an existing checkpoint of the same step, and update `latest`. Returns its folder.
 
-    If an OSError prevents that, the existing checkpoint stays.
+    If an OSError occurs before the new checkpoint is complete, the existing one stays.
     """
     folder = output_dir / checkpoint_name(step)
     partial, replaced = (folder.with_name(f"{prefix}{folder.name}") for prefix in (_PARTIAL, _REPLACED))

@@ -17,7 +17,7 @@ class Best:
     Attributes:
         metric: Name of the metric that decides which evaluation is best.
         mode: Whether the "max" or the "min" of the metric is best.
-        value: The best value; None without an evaluation.
+        value: The best value; None before the first evaluation.
         step: Step of the best evaluation.
         since: Number of later evaluations, none of which was better.
         folder: On rank 0, the output folder that has the step's checkpoint; "" for the run's own folder.

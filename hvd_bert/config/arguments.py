@@ -14,9 +14,9 @@ from hvd_bert.errors import UserError
 
 
 def check_types(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Raise UserError for a value whose type differs from the type in `kinds`. Both are by argument name.
+    """Raise UserError for an argument whose value is not of its type in `kinds`. Paths count as str, ints as float.
 
-    Names that `kinds` lacks are not checked. A path is accepted as str, and an int as float.
+    `values`, `kinds`: values and types by argument name. Arguments that `kinds` lacks are not checked.
     """
     for name, value in values.items():
         kind = kinds.get(name, Any)

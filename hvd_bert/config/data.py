@@ -26,7 +26,8 @@ ANSWERING = (
 _model = partial(flag, "model")
 _data = partial(flag, "data")
 _answering = partial(flag, "question-answering")
-# These flags may change on resume, for example to a moved file: the model's shape and the data's hash are compared.
+# These flags may change on resume, for example if a file was moved: checkpoints record the model's shape and the data's
+# hash instead.
 _model_source = partial(_model, metavar="NAME", may_change_on_resume=True)
 _data_source = partial(_data, metavar="NAME", may_change_on_resume=True)
 

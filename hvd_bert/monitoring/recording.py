@@ -28,8 +28,9 @@ class Recording:
     """Starts recording before the first step in --timeline_steps and stops after the last."""
 
     def __init__(self, config: ProfilingArguments, total_steps: int, meter: Any, world: World, replaces: bool) -> None:
-        """Check the settings. A collective. Raises CollectiveError for an unwritable file, or if the steps are missing.
+        """Check the settings. A collective.
 
+        Raises CollectiveError if the timeline cannot be written, or if the training has none of the steps to record.
         `meter`: the training's `Meter`, which marks the phases in the trace. `replaces`: whether the timeline may
         replace an existing file, since the run was started before or --overwrite_output_dir is given.
         """

@@ -52,7 +52,7 @@ class OwnRun:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A folder that has files but does not hold a run. `reason`: the problem of each of the SETTINGS files."""
+    """A folder that has files but does not hold a run. `reason`: why a run wrote neither of its SETTINGS files."""
 
     reason: str
 
@@ -117,12 +117,12 @@ def _paths(settings: Settings, flags: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _is_replaced(path: Path, folder: Path, trains: bool) -> bool:
-    """Return whether a run with output folder `folder` may replace or remove the file `path`. `trains`: it trains."""
+    """Return whether a run in `folder` may replace or remove the file `path`. `trains`: whether the run trains."""
     return folder in path.parents and _replaces(trains, path.relative_to(folder).parts[0])
 
 
 def _replaces(trains: bool, name: str) -> bool:
-    """Return whether a run may replace or remove a file with this name in its output folder. `trains`: it trains."""
+    """Return whether a run may replace or remove the file `name` in its folder. `trains`: whether the run trains."""
     if trains:
         return name in RUN_FILES or files.is_checkpoint(name)
     return name in (*fnmatch.filter(RUN_FILES, "eval*"), "metrics.jsonl", "events.jsonl", *REPORTED)
@@ -169,7 +169,7 @@ def acquire(settings: Settings, resume_point: ResumePoint | None, world: World) 
             folder = Path(settings["output_dir"] or _new_dated_folder())
             _acquire(folder, settings, resume_point, world.process.locks)
     folder = Path(world.broadcast(folder))
-    if _content(folder) in (Empty(), OwnRun(finished=False)):  # on another host, a different run may have the folder
+    if _content(folder) in (Empty(), OwnRun(finished=False)):  # other hosts may have a different run in it
         FOLDERS_BEGUN.add(folder)
     return folder
 

@@ -83,7 +83,7 @@ def save_model(folder: Path, task: Task) -> None:
 
 
 def task_facts(task: Task) -> dict[str, Any]:
-    """Return the task's keys of train_results.json: unit of its data, names of scores, metrics whose minimum is best."""
+    """Return the task's keys of train_results.json: unit of the data, names of scores, metrics to be minimized."""
     return {
         "unit": task.unit,
         "scores": sorted(name for name in task.metrics if not name.startswith("eval_loss")),

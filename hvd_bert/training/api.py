@@ -57,7 +57,7 @@ def train(
     with _TRAINING, _process_restored():
         from hvd_bert.distributed.runner import run_in_program
         from hvd_bert.tasks.base import task_name
-        from hvd_bert.training import loop  # noqa: F401  if `run` imports it, the program's objects get frozen
+        from hvd_bert.training import loop  # noqa: F401  else `run` would import it and freeze the program's objects
 
         own = task if isinstance(task, type) else None
         given = {"config": config, "task": task_name(own) if own else task, **settings}
@@ -90,8 +90,8 @@ def run(
     """
     with world.raise_on_all_ranks():
         config = command_line.parse(words)
-        # Import here so that all ranks' equal warnings are shown once. In a later world of Horovod elastic, do not
-        # freeze the garbage collector's objects again: the previous world's memory would never be freed.
+        # Import inside raise_on_all_ranks, which merges the ranks' equal warnings. In a later world of Horovod elastic
+        # nothing is left to import, and gc.freeze in collector_paused would keep the previous world's memory.
         with nullcontext() if "hvd_bert.training.loop" in sys.modules else collector_paused():
             from hvd_bert.training import fast_dev_run, loop
     entry = fast_dev_run.run if config.train.fast_dev_run else loop.run

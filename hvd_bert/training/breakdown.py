@@ -98,7 +98,10 @@ class Breakdown:
 
 
 def _over_ranks(milliseconds: torch.Tensor, step: torch.Tensor) -> dict[str, float]:
-    """Return the mean, minimum and maximum of a phase's `milliseconds` [ranks], and its share of the `step` [ranks]."""
+    """Return a phase's mean, minimum and maximum time over the ranks, and its share of the mean step time.
+
+    `milliseconds`, `step`: time of the phase and of the whole step, [ranks].
+    """
     mean, minimum, maximum = milliseconds.mean(), milliseconds.min(), milliseconds.max()
     figures = {"ms": mean, "min_ms": minimum, "max_ms": maximum, "share": mean / step.mean()}
     return {name: float(value) for name, value in figures.items()}

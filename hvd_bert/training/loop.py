@@ -91,7 +91,7 @@ def train_only(config: Config, world: World, callbacks: Sequence[Callback], own:
     """
     with tempfile.TemporaryDirectory() as folder:  # only rank 0's is used, for example by GpuUsage
         changed = {"output_dir": world.broadcast(folder), "resume_from_checkpoint": None, "elastic": False}
-        changed["early_stopping_patience"] = None  # it needs evaluations
+        changed["early_stopping_patience"] = None  # early stopping needs evaluations
         start = load(from_values(config.as_flat() | changed), world, own)
         metrics_logger = MetricsLogger(start.folder, enabled=False, callbacks=callbacks)
         Training(start, prepare(start, world), None, metrics_logger, world).run()

@@ -103,8 +103,8 @@ class Meter:
 
     Attributes:
         phases: The phases that are measured, in the order of PHASES.
-        sums: Sums of the last line over its steps and all ranks; "seconds" is this rank's, and "watched" is the number
-            of steps whose phases were timed: those since a resume.
+        sums: Windows, tokens and positions of the last line over all ranks, its "seconds" on this rank, and "watched",
+            the number of its steps whose phases were timed: those since a resume.
         phase_s: Seconds per rank and phase in the last line's "watched" steps, [ranks, phases].
         on_step: Called when a step is settled, with this rank's loss and the norm of the averaged gradient.
         on_applied: Called when a step with a finite gradient norm is settled; the strategy skips all other steps.
@@ -116,7 +116,7 @@ class Meter:
     phase_s: torch.Tensor
 
     def __init__(self, world: World, separates_comm: bool = True) -> None:
-        """`separates_comm`: whether the strategy separates "exposed_comm" from "compute"; else both are "compute"."""
+        """`separates_comm`: whether the strategy can time "exposed_comm" apart from "compute"; else it is included."""
         self.world = world
         self.phases = tuple(phase for phase in PHASES if separates_comm or phase != "exposed_comm")
         self.annotate: Callable[[str], AbstractContextManager[Any]] = nullcontext  # marks a phase for a profiler
@@ -142,14 +142,14 @@ class Meter:
         self._watched_from = step
 
     def end_interval(self, phase: str) -> None:
-        """Count the time since the previous interval's end as time of `phase`, a key of PHASES."""
+        """Count the time since the end of the previous interval as time of `phase`, a key of PHASES."""
         self._stopwatch.end_interval(phase)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context manager: count the time from the end of the previous phase to the end of the block as phase `name`.
+        """Context manager: count the time until the end of the block as phase `name`. Blocks may be nested.
 
-        Blocks may be nested.
+        The time starts at the end of the previous phase, so that there are no gaps between phases.
         """
         outer, self._phase = self._phase, name
         with self.annotate(name):
@@ -216,7 +216,8 @@ class Meter:
     def read(self) -> dict[str, float]:
         """Return the metrics of the line that `end_line` ended, by their keys in metrics.jsonl. A collective.
 
-        They are means over all ranks. The line's last step must be the last settled step.
+        The loss and phase times are means over the ranks; rates count the windows and tokens of all ranks. The line's
+        last step must be the last settled step.
         """
         step, end, intervals, mine_counts = self._line
         mine = [self._loss, *mine_counts.tolist(), *self._seconds_per_phase(intervals)]
@@ -298,7 +299,10 @@ class Meter:
 
 
 def _spread(phases: Sequence[str], seconds: torch.Tensor) -> dict[str, float]:
-    """Return each phase's mean of `seconds` [ranks, phases], share of the step and, with several ranks, min and max."""
+    """Return each phase's mean time, share of the step and, if there are several ranks, minimum and maximum.
+
+    `seconds`: mean time per step, [ranks, phases].
+    """
     row: dict[str, float] = {}
     whole = float(seconds.mean(0).sum())
     for phase, column in zip(phases, seconds.T, strict=True):

@@ -41,11 +41,11 @@ class Checkpoints:
         settings: dict[str, Any],
         facts: dict[str, Any],
     ) -> None:
-        """`folder`: the output folder. `settings`: all settings by flag name. `facts`: further keys of state.json."""
+        """`folder`: the output folder. `settings`: all settings by flag name. `facts`: `Start.facts`."""
         self.state, self.folder, self.args = state, folder, args
         self._task, self._settings, self._facts = task, settings, facts
         self._writer = ThreadPoolExecutor(1, "checkpoint writer")  # at exit, Python waits for its pending writes
-        self._running: Future[tuple[int, Exception | None, float]] | None = None  # step, error, seconds
+        self._running: Future[tuple[int, Exception | None, float]] | None = None  # result of `_write`
         self._first_step = state.step
         self._last_saved = -1  # not the resumed step: its checkpoint may be in another run's folder
         self._diverged = False
@@ -60,7 +60,7 @@ class Checkpoints:
         """Save the state after this step. Training pauses for the copy; the write runs alongside the next steps.
 
         This waits for the previous write, so a killed run repeats at most --save_steps steps plus the steps that ran
-        during one write. `whole`: save the optimizer's state etc. even with --save_only_model.
+        during one write. `whole`: save the optimizer's state, too, even with --save_only_model.
         """
         model_only = self.args.save_only_model and not whole
         if self.state.step == self._last_saved and not (whole and self.args.save_only_model):

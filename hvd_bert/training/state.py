@@ -100,7 +100,7 @@ class TrainState:
             "world_size": self.world.size,
             "global_batch": self.plan.global_batch,
             "per_device_train_batch_size": args.per_device_train_batch_size,
-            "learning_rate": self.schedule.base_lrs[0],  # the peak
+            "learning_rate": self.schedule.base_lrs[0],  # the peak of the schedule
             "warmup_steps": warmup_steps(args, total_steps),
             "train_steps": total_steps,
             "steps_per_epoch": self.plan.steps_per_epoch,

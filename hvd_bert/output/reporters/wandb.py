@@ -20,7 +20,7 @@ from hvd_bert.storage.reading import convert, read_json
 from hvd_bert.storage.writing import write_json
 
 SERVICE = "wandb-core"
-STEP = "train/global_step"  # the step's name that transformers' Trainer uses
+STEP = "train/global_step"  # name of the step, as in transformers' Trainer
 RUN_ID = "tracking.json"  # file with the id of the W&B run, which a resumed training continues
 PATIENCE_S = 30.0  # seconds to wait for uploads at the end of a run
 PATIENCE_UNFINISHED_S = 5.0  # shorter, since a scheduler may soon kill a run that it stopped
