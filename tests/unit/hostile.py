@@ -33,7 +33,7 @@ ALL = CONTENTS | NO_FILES
 
 @contextmanager
 def in_place_of(path: Path, name: str) -> Iterator[None]:
-    """Context manager: replace a file by the hostile file `name` of ALL, and restore it afterwards."""
+    """Context manager: replace the file `path` by the hostile file ALL[`name`], and restore it afterwards."""
     before = path.read_bytes() if path.exists() else None
     path.unlink(missing_ok=True)
     ALL[name](path)
@@ -49,15 +49,15 @@ def in_place_of(path: Path, name: str) -> Iterator[None]:
 
 
 def check_message(message: str, *words: str) -> None:
-    """Check that a message has all `words`, is a line of moderate length, and has no control characters."""
+    """Check that a message contains all `words` and, printed, is one line of less than 1000 printable characters."""
     for word in words:
         assert word in message, message
-    printed = message.encode(errors="backslashreplace").decode()  # as all commands print
+    printed = message.encode(errors="backslashreplace").decode()  # commands escape lone surrogates
     assert len(printed) < 1000 and printed.isprintable(), printed
 
 
 class Canary:
-    """An object whose pickle creates the folder `path` when it is loaded."""
+    """An object that creates the folder `path` when its pickle is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,10 +66,10 @@ class Canary:
         return os.mkdir, (str(self.path),)
 
     def pickled(self, path: Path) -> None:
-        """Write the pickle to a file."""
+        """Write this object's pickle to a file."""
         path.write_bytes(pickle.dumps(self))
 
     @property
     def ran(self) -> bool:
-        """Whether a pickle was loaded."""
+        """Whether this object's pickle was loaded."""
         return self.path.exists()

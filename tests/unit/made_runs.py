@@ -1,4 +1,4 @@
-"""Make run folders with given figures."""
+"""Make folders of finished runs with given results."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ def make_run(
     exposed_comm_s: float | None = 0.0,
     **results: Any,
 ) -> Path:
-    """Make the folder of a finished run. The first step is slow; others take `batch` / `windows_per_s` seconds each.
+    """Make the folder of a finished run. Step 1 processes 2 windows per second, later steps `windows_per_s`.
 
-    `batch`: the global batch. The loss falls linearly from `loss` (step 1) to `last_loss` (last step); metrics.jsonl
-    has a line with the mean loss every `every` steps. The optimizer takes a tenth of each step, computation and
-    exposed communication the rest. `scores`: EM and F1, or scores of another task by name.
+    The loss falls linearly from `loss` (step 1) to `last_loss` (last step); metrics.jsonl has a line with the mean
+    loss every `every` steps. The optimizer takes a tenth of each step; computation and exposed communication take
+    the rest. `batch`: the global batch. `scores`: (EM, F1), or another task's scores by name. `work`: additional
+    entries of the run's identity. `results`: additional or replaced entries of train_results.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
     losses = [loss + (last_loss - loss) * step / (steps - 1) for step in range(steps)]
@@ -93,13 +94,13 @@ def make_run(
 
 
 def text_of(page: Path) -> str:
-    """The text of an HTML page, with bars between the cells of a table."""
+    """Return the text of an HTML page, with ` | ` between table cells."""
     body = re.sub(r"<(script|style)\b.*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     return html.unescape(re.sub(r"<[^>]*>", "", re.sub(r"</t[hd]><t[hd][^>]*>", " | ", body)))
 
 
 def make_samples(folder: Path, question: str = "Which box?") -> None:
-    """Write a right and a wrong answer to eval_samples.json."""
+    """Write eval_samples.json with a right and a wrong answer."""
     right = {
         "id": "q1",
         "question": question,
@@ -116,11 +117,12 @@ def make_samples(folder: Path, question: str = "Which box?") -> None:
 
 
 class PretendedRuns:
-    """Replaces `one_run.start_and_wait`: no rank is started.
+    """Replaces `one_run.start_and_wait`: writes the files of a run instead of starting ranks.
 
-    `label_of`: function of folder, command and environment that returns the label of a run in `started`. `make`: writes
-    a finished run into a folder, given the trainer's flags and the label. `ends`: part of a label -> another end of the
-    run: exit status, None for a timeout, or an exception. `during`: writes the files of a run that is not finished.
+    `label_of`: returns a run's label from its folder, command and environment. `make`: writes a finished run, given
+    its folder, the trainer's flags and the label. `started`: the labels of the runs in their order. `ends`: how runs
+    end whose label contains the key: an exit status, None for a timeout, or an exception; other runs succeed.
+    `during`: called with folder and flags while a run is in progress.
     """
 
     def __init__(

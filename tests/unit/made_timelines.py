@@ -1,4 +1,4 @@
-"""Make timelines in the format of Horovod's writer, with given figures."""
+"""Make timelines with given times, in the format that Horovod writes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ START = (
 
 
 class MadeTimeline:
-    """A timeline as Horovod writes it: a tensor's metadata precedes its events; events have no line breaks."""
+    """A timeline as Horovod writes it: a tensor's metadata precedes its events, and no line breaks separate events."""
 
     def __init__(self) -> None:
         self.text = START + '{"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},\n'
         self.pids: dict[str, int] = {}
 
     def event(self, phase: str, ts: int, tensor: str, name: str = "", **more: Any) -> None:
-        """Add an event. `more`: fields after the pid."""
+        """Add an event. `phase`: the trace format's "ph". `ts`: microseconds. `more`: fields after the pid."""
         if tensor not in self.pids:
             self.pids[tensor] = pid = len(self.pids) + 1
             for kind, args in (("process_name", {"name": tensor}), ("process_sort_index", {"sort_index": pid})):
@@ -31,7 +31,7 @@ class MadeTimeline:
     def negotiate(
         self, tensor: str, first: int, last: int = 0, ranks: Sequence[int] = (), collective: str = "ALLREDUCE"
     ) -> None:
-        """Add a negotiation. `ranks`: in the order in which they are ready; the last is ready at `last`."""
+        """Add a negotiation. The final rank of `ranks` is ready at `last`, the others at `first` (in microseconds)."""
         last = last or first
         self.event("B", first, tensor, f"NEGOTIATE_{collective}")
         for rank in ranks:
@@ -41,7 +41,7 @@ class MadeTimeline:
     def send(
         self, tensors: str, start: int, end: int, library: str = "MPI_ALLREDUCE", shape: Any = (256, 1024)
     ) -> None:
-        """Add a message of tensors with names of one letter. Several tensors are copied in and out, in 10 us each."""
+        """Add a message. `tensors`: one-letter names. Two or more go through the fusion buffer: 10 us in, 10 us out."""
         copy, collective = 10 if len(tensors) > 1 else 0, library.split("_")[1].replace("BCAST", "BROADCAST")
         spans = [("MEMCPY_IN_FUSION_BUFFER", start, start + copy), (library, start + copy, end - copy)]
         spans.append(("MEMCPY_OUT_FUSION_BUFFER", end - copy, end))
@@ -55,7 +55,7 @@ class MadeTimeline:
             self.event("E", end, tensor, args={"dtype": "float32", "shape": str(list(shape))})
 
     def write(self, path: Path, end: str = "]") -> Path:
-        """Write the file, with `end` in place of the last comma."""
+        """Write the file, with `end` in place of the final comma. Returns `path`."""
         path.write_text(self.text.removesuffix(",") + end, encoding="utf-8")
         return path
 
@@ -69,10 +69,11 @@ def training(
     step_us: int = 100_000,
     library: str = "MPI_ALLREDUCE",
 ) -> MadeTimeline:
-    """Make steps of three tensors of 1 MiB: a and b are sent together in 20 ms, then c in 10 ms.
+    """Make the timeline of a training whose steps send three tensors of 1 MiB: a and b in one message, then c.
 
-    a is ready at 20 ms of the step, b at 30, c at 60. a and b are sent from 30 to 50, c from 60 to 70, so 20 of 30 ms
-    are hidden and 10 exposed. Rank `straggler` is `by` us late, which delays all later events.
+    a is ready 20 ms after the step's start, b after 30 ms, c after 60 ms. a and b are sent from 30 to 50 ms, c from 60
+    to 70 ms: 20 ms of communication overlap and 10 ms are exposed. `straggler`: a rank that is `by` us late in each
+    step, which delays all later events. `cached`: negotiations do not name the ranks.
     """
     made = MadeTimeline()
     order = sorted(range(ranks), key=lambda rank: rank == straggler)

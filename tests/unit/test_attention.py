@@ -1,4 +1,4 @@
-"""Attention over packed windows, compared with softmax(q k / sqrt(d)) v of one window at a time."""
+"""Attention over packed windows, compared with softmax(q k / sqrt(d)) v computed window by window."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def reference(query, key, value, lengths, scaling, window_size=99):
     params=[by_flash, by_efficient, by_jagged, by_window, by_probabilities], ids=lambda kernel: kernel.__name__
 )
 def kernel(request, monkeypatch):
-    """Run a test with each kernel; tests/gpu_kernels.py computes the kernels of GPUs."""
+    """Run a test with each kernel; tests/gpu_kernels.py emulates the GPU kernels."""
     gpu_kernels.register()
     monkeypatch.setattr(gpu_kernels, "LIMITS", False)
     monkeypatch.setattr(attention, "choose", lambda *_: request.param)
@@ -59,7 +59,7 @@ def same_with_gradients(found: torch.Tensor, expected: torch.Tensor, *inputs: to
 @pytest.mark.parametrize("scaling", [None, 0.3])
 def test_each_token_attends_to_its_own_window(kernel, lengths, scaling):
     torch.manual_seed(0)
-    # As in transformers: views of [1, N, heads x head size].
+    # transformers passes views of [1, N, heads x head size], too.
     query, key, value = (torch.randn(1, 9, 2, 4).transpose(1, 2).requires_grad_() for _ in range(3))
     windows = make_windows(lengths, CPU)
     found, weights = attend_within_windows(torch.nn.Identity(), query, key, value, None, 0.0, scaling, windows)
@@ -90,7 +90,7 @@ def test_grouped_heads_and_a_batch_without_lengths(kernel):
 
 
 def test_dropout_in_training_only_and_equal_in_forward_and_backward_pass(kernel):
-    """The output is linear in the values: <output, upstream> = <values, their gradient>."""
+    """The output is linear in the values, so with equal masks <output, upstream> = <values, their gradient>."""
     module, windows = torch.nn.Identity(), make_windows([4, 5], CPU)
     query, key, value = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
     for mode in (False, True):
@@ -130,7 +130,7 @@ def test_bf16_is_near_fp32_with_the_same_dropout():
 
     for found, expected in zip(output_and_gradients(rounded), output_and_gradients(exact), strict=True):
         assert found.dtype == torch.bfloat16
-        # The bound is the sum of the errors of four roundings in a row.
+        # The bound is the sum of four successive rounding errors.
         bound = 4 * torch.finfo(torch.bfloat16).eps * expected.norm() / 2
         assert (found.float() - expected).norm() < bound
 
@@ -143,11 +143,11 @@ NONE, EFFICIENT, BOTH = frozenset(), frozenset({by_efficient}), frozenset({by_ef
     [
         ("cuda", torch.bfloat16, 0.0, 64, BOTH, by_flash),
         ("cuda", torch.float16, 0.1, 32, BOTH, by_flash),
-        ("cuda", torch.float16, 0.1, 64, EFFICIENT, by_efficient),  # a V100
+        ("cuda", torch.float16, 0.1, 64, EFFICIENT, by_efficient),  # a V100 has no flash attention
         ("cuda", torch.bfloat16, 0.0, 20, BOTH, by_jagged),
         ("cuda", torch.float16, 0.0, 256, BOTH, by_efficient),
         ("cuda", torch.float32, 0.0, 64, BOTH, by_efficient),
-        ("cuda", torch.float32, 0.1, 64, NONE, by_jagged),  # a torch with other signatures
+        ("cuda", torch.float32, 0.1, 64, NONE, by_jagged),  # a torch version with other signatures
         ("cpu", torch.float32, 0.1, 64, NONE, by_probabilities),
         ("cpu", torch.float32, 0.0, 64, NONE, by_window),
         ("cpu", torch.bfloat16, 0.1, 64, NONE, by_probabilities),
@@ -168,7 +168,7 @@ def test_chosen_kernel(device, dtype, dropout, head_size, found, expected, monke
     [
         ((7, 0), {}, EFFICIENT),
         ((8, 0), {}, BOTH),
-        ((9, 0), {"FLASH": "query, other"}, EFFICIENT),  # a torch with other signatures
+        ((9, 0), {"FLASH": "query, other"}, EFFICIENT),  # a torch version with another signature
         ((9, 0), {"EFFICIENT": "query, other", "FLASH": "other"}, NONE),
     ],
 )

@@ -1,4 +1,4 @@
-"""Balanced partition: every item is in one part, parts have equal size, and no swap makes their costs more equal."""
+"""Balanced partition: every item is in one part, sizes are equal, and no swap makes the parts' costs more equal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_each_item_once_and_parts_of_equal_size(costs, parts):
 @given(cost_arrays, st.integers(2, 20))
 @example(np.arange(64) ** 3, 2)
 def test_no_swap_of_the_most_with_the_least_loaded_part_helps(costs, parts):
-    assume(len(costs) <= 32 * parts)  # larger parts do not try every swap
+    assume(len(costs) <= 32 * parts)  # in larger parts, not every swap is tried
     partition = balanced_partition(costs, parts)
     ranking = np.argsort(-totals(costs, partition), kind="stable")
     most_loaded, least_loaded = partition[ranking[0]], partition[ranking[-1]]
@@ -39,7 +39,7 @@ def test_no_swap_of_the_most_with_the_least_loaded_part_helps(costs, parts):
 
 
 def test_ties_are_broken_by_index():
-    """numpy's default order of equal values depends on the processor, so ranks would disagree."""
+    """Ranks must agree, but numpy's default sort orders equal values differently on different processors."""
     costs = np.array([7, 9] * 100)
     order = sorted(range(200), key=lambda item: -costs[item])
     first, second = balanced_partition(costs, 2)
@@ -48,7 +48,7 @@ def test_ties_are_broken_by_index():
 
 
 def test_partition_stays_the_same():
-    """Pin the partition: a resumed run needs the windows of each rank as before."""
+    """Pin the partition: in a resumed run, each rank must get the same windows as before."""
     lengths = [383, 112, 240, 57, 301, 112, 99, 384, 204, 181, 77, 266, 143, 340, 95, 60, 228]
     expected = [[1, 7, 14, 15], [0, 3, 5, 10], [6, 8, 13], [4, 12, 16], [2, 9, 11]]
     assert [part.tolist() for part in balanced_partition(np.array(lengths) ** 2, 5)] == expected
@@ -62,6 +62,6 @@ def test_large_parts_are_even_although_not_all_swaps_are_tried():
 
 def test_cost_is_the_layers_flop():
     tokens, hidden, intermediate = 179, 768, 3072
-    weights = 4 * hidden**2 + 2 * hidden * intermediate  # query, key, value, output; feed-forward
-    flop = 2 * tokens * weights + 2 * 2 * tokens**2 * hidden  # scores and weighted sum
+    weights = 4 * hidden**2 + 2 * hidden * intermediate  # query, key, value and output; feed-forward
+    flop = 2 * tokens * weights + 2 * 2 * tokens**2 * hidden  # plus attention's scores and weighted sum
     assert 4 * hidden * int(window_costs([tokens], 4608)[0]) == flop

@@ -1,4 +1,4 @@
-"""The batch plan: every window once per epoch, the same steps for every world size."""
+"""The batch plan: every window occurs once per epoch, and a step has the same windows for every world size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan, mix
 from hvd_bert.tasks.base import make_plan
 
-MINILM, BERT_BASE = 2304, 4608  # length at which attention costs as much as the rest of a layer
+MINILM, BERT_BASE = 2304, 4608  # tokens at which attention costs as much as the rest of a layer
 quick = settings(max_examples=60)
 
 
@@ -34,7 +34,7 @@ def plans(draw):
 
 
 def lengths(num_windows: int, seed: int = 0) -> np.ndarray:
-    """Draw lengths roughly as in SQuAD: mean 179, at least 40, truncated at 384."""
+    """Draw window lengths like SQuAD's, in tokens: at least 40, 179 on average, truncated at 384."""
     drawn = np.random.default_rng(seed).gamma(5.0, 28.0, num_windows)
     return np.minimum(40 + drawn, 384).astype(np.int32)
 
@@ -44,13 +44,13 @@ def by_rank(plan: BatchPlan, step: int) -> list[list[np.ndarray]]:
 
 
 def rank_costs(plan: BatchPlan, step: int) -> np.ndarray:
-    """The costs that the plan balances, attention included, [size]."""
+    """Compute each rank's cost of a step as the plan estimates it, including attention, [size]."""
     taken = [plan.lengths[np.concatenate(batches)].astype(np.int64) for batches in by_rank(plan, step)]
     return np.array([(tokens * (plan.crossover + tokens)).sum() for tokens in taken])
 
 
 def imbalance(totals: np.ndarray) -> float:
-    """The largest total divided by the mean."""
+    """Return the largest total divided by the mean."""
     return float(totals.max() / totals.mean())
 
 
@@ -68,7 +68,7 @@ def test_each_window_once_per_epoch_in_full_steps(plan, epoch):
 @given(plans(), st.integers(0, 50))
 def test_ranks_share_a_step_evenly(plan, step):
     ranks = by_rank(plan, step)
-    assert {len(batches) for batches in ranks} == {plan.accumulation}  # otherwise some ranks would wait forever
+    assert {len(batches) for batches in ranks} == {plan.accumulation}  # otherwise some ranks would hang
     sizes = [sum(map(len, batches)) for batches in ranks]
     assert max(sizes) - min(sizes) <= 1
     each = [len(ids) for batches in ranks for ids in batches]
@@ -79,14 +79,14 @@ def test_ranks_share_a_step_evenly(plan, step):
     assert plan.rank_tokens(step).tolist() == [plan.lengths[ids].sum() for ids in taken]
     costs, tokens = rank_costs(plan, step), plan.lengths[plan.step_windows(step)].astype(np.int64)
     most_expensive = int((tokens * (plan.crossover + tokens)).max())
-    for size in set(sizes):  # a rank with one window less costs less
+    for size in set(sizes):  # a rank with fewer windows may cost less
         assert np.ptp(costs[np.array(sizes) == size]) <= most_expensive
 
 
 @pytest.mark.parametrize("num_windows", [8, 24, 101])
 @pytest.mark.parametrize("step", [0, 2, 7, 40])
 def test_step_does_not_depend_on_the_world(num_windows, step):
-    worlds = [(1, 1), (1, 2), (2, 2), (1, 4), (2, 4), (1, 8)]  # accumulation and size
+    worlds = [(1, 1), (1, 2), (2, 2), (1, 4), (2, 4), (1, 8)]  # (accumulation, world size)
     plans = [BatchPlan(lengths(num_windows), 8, *world, seed=3, crossover=MINILM) for world in worlds]
     for plan in plans:
         np.testing.assert_array_equal(plan.step_windows(step), plans[0].step_windows(step))
@@ -98,7 +98,7 @@ def test_plan_is_pure(plan, step):
     again = replace(plan, lengths=plan.lengths.copy())
     assigned = [ids.tolist() for batches in by_rank(plan, step) for ids in batches]
     for other in (0, step + plan.steps_per_epoch):
-        again.rank_windows(other, 0)  # other calls in between do not matter
+        again.rank_windows(other, 0)  # calls for other steps must not change the result
     assert [ids.tolist() for batches in by_rank(again, step) for ids in batches] == assigned
 
 
@@ -121,13 +121,13 @@ def test_epochs_and_seeds_differ():
         BatchPlan(lengths(50), 50, 1, 1, seed, MINILM).step_windows(epoch).tolist()
         for seed in range(3)
         for epoch in range(3)
-    ]  # one step per epoch
+    ]  # each epoch is one step
     assert len({tuple(order) for order in orders}) == 9
     assert list(range(50)) not in orders
 
 
 def test_order_stays_the_same():
-    """Pin the order: a resumed run needs it. Equal weights give the order of a single file."""
+    """Pin the order, which a resumed run must repeat. Equal mixture weights give the same order as no mixture."""
     assert not mix((2, 4), (1, 1))
     for weights, epoch_1 in (((1, 1), [1, 2, 0, 4, 5, 3]), ((0.5, 1.5), [3, 2, 4, 1, 4, 5, 3])):
         plan = BatchPlan(lengths(6), 7, 1, 1, seed=3, crossover=1, mixture=mix((2, 4), weights))
@@ -167,7 +167,7 @@ def test_another_global_batch_never_takes_larger_micro_batches(size, accumulatio
     assert (changed.global_batch, changed.accumulation, changed.total_micro_batches) == (after, batches, size * batches)
 
 
-# The global batch of flags on several numbers of ranks
+# The global batch that flags give for different world sizes
 
 LENGTHS = np.full(1000, 150, np.int32)
 

@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, workload and flags. tests/integration/test_bench.py runs it."""
+"""The benchmark's arithmetic, workload and flags. tests/integration/test_bench.py runs the benchmark."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_settings_for_evaluations_and_lost_ranks_are_ignored(tiny):
 
 
 def event(key: str, count: int, device_ms: float = 0, kind: str = "CPU", annotation: bool = False) -> Any:
-    """A row of a profile's key_averages()."""
+    """Make a row of a profile's key_averages()."""
     times = {"self_device_time_total": 1000 * device_ms, "self_cpu_time_total": 5000.0}
     device = SimpleNamespace(name=kind)
     return SimpleNamespace(key=key, count=count, device_type=device, is_user_annotation=annotation, **times)
@@ -122,12 +122,12 @@ def test_advice_if_the_gpu_waits_for_the_host():
 
 @pytest.mark.slow
 def test_host_time_is_measured_in_the_warm_up_and_after_the_sections(tiny, tmp_path, monkeypatch, capsys):
-    """Run the timer on the CPU, with made-up rows of the profile."""
+    """Run the host timer on the CPU, with made-up profile rows."""
     calls, averages = [], torch.profiler.profile.key_averages
 
     def key_averages(profile: Any) -> Any:
         names = {row.key: row.count for row in averages(profile)}
-        assert names["Optimizer.step#AdamW.step"] == 1 and names["aten::embedding"] > 1  # of a single step
+        assert names["Optimizer.step#AdamW.step"] == 1 and names["aten::embedding"] > 1  # one step was profiled
         return EVENTS
 
     def set_mode(mode: str) -> None:
@@ -136,7 +136,7 @@ def test_host_time_is_measured_in_the_warm_up_and_after_the_sections(tiny, tmp_p
             warnings.warn(text, stacklevel=1)
 
     on_step = host_time.HostTimer.on_step
-    monkeypatch.setattr(starting, "set_up", lambda *_: None)  # `set_up` changes the process
+    monkeypatch.setattr(starting, "set_up", lambda *_: None)  # it would change this test process
     monkeypatch.setattr(host_time, "measurable", lambda *_: True)
     monkeypatch.setattr(host_time.HostTimer, "on_step", lambda self, step: (calls.append(step), on_step(self, step)))
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
@@ -148,12 +148,12 @@ def test_host_time_is_measured_in_the_warm_up_and_after_the_sections(tiny, tmp_p
     monkeypatch.setattr(host_time, "time", clock)
     (world := join("none")).set_up_device()
     speed.run(flags, config, world)
-    timed = ["waited", "warn", 3, "waited", 4, 5, 6, "default", *range(7, 13)]  # in the second half of the warm-up
+    timed = ["waited", "warn", 3, "waited", 4, 5, 6, "default", *range(7, 13)]  # second half of the warm-up
     assert calls == [1, 2, *timed, "waited", 13, "waited"]
     record = json.loads((tmp_path / "bench.json").read_text())
     assert (record["host_ms_per_step"], record["launches_per_step"]) == (5000, 37)
     assert record["kernels"][0] == {"name": "gemm", "calls": 300, "seconds": pytest.approx(0.009)}
     assert len(record["host_waits"]) == 1 and record["host_waits"][0].startswith(__file__)
-    assert record["evaluation_windows_per_s"] > 0 and record["memory_reserved_bytes"] is None  # only GPUs have it
+    assert record["evaluation_windows_per_s"] > 0 and record["memory_reserved_bytes"] is None  # None without a GPU
     printed = capsys.readouterr().out
     assert "launches per step: kernels, graphs, copies" in printed and "The GPU waits for the host" in printed

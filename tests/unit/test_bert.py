@@ -1,4 +1,4 @@
-"""The model: its sources, refused input, and packed windows compared with transformers' own results."""
+"""The BERT model: its sources, refused input, and results on packed windows compared with transformers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def bert(tokenizer) -> BertConfig:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, bert, tokenizer) -> Path:
-    """Folders scratch (only a configuration), encoder (with a pooler, without a span head) and model (complete)."""
+    """Save models: scratch (only a configuration), encoder (with a pooler, without a span head), model (complete)."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     bert.save_pretrained(folder / "scratch")
@@ -79,7 +79,7 @@ def test_no_pooler_and_all_parameters_are_used(folders, tokenizer, windows, sour
     model = load(tokenizer, **{key: folders / value for key, value in source.items()})
     assert not [name for name, _ in model.named_parameters() if "pooler" in name]
     window_losses(model, Collator(windows, CPU)([0, 1])).sum().backward()
-    # Horovod would use zero gradients for unused parameters, and AdamW would decay them.
+    # For an unused parameter Horovod would send a zero gradient, and AdamW would decay the parameter.
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
@@ -119,7 +119,7 @@ def test_a_family_whose_results_depend_on_padding_is_refused(tokenizer, tmp_path
 
 @pytest.fixture(scope="module")
 def windows(tokenizer) -> WindowTable:
-    """Eight windows: four of 12 tokens, then 18 to 24; their sum exceeds the number of positions."""
+    """Make eight windows of 12 to 24 tokens, together more tokens than the model has positions."""
     random = np.random.default_rng(0)
     lengths = [12, 12, 12, 12, 18, 20, 22, 24]
     starts = [0, 6, 8, 9, 0, 16, 7, 21]
@@ -131,25 +131,25 @@ def windows(tokenizer) -> WindowTable:
 
 @pytest.fixture(scope="module")
 def model(folders, tokenizer) -> BertForQuestionAnswering:
-    """A model in eval mode, with weights so large that mistakes change the results."""
+    """Make a model in eval mode, with weights so large that mistakes change the results."""
     (folders / "large").mkdir()
     config = BertConfig.from_pretrained(folders / "scratch", initializer_range=0.5)
-    config.vocab_size += 63  # padded
+    config.vocab_size += 63  # a padded vocabulary
     config.save_pretrained(folders / "large")
     return load(tokenizer, config_name=folders / "large").eval()
 
 
 @pytest.mark.slow
 def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model, windows, monkeypatch):
-    """Use the flash attention of a GPU, computed by tests/gpu_kernels.py."""
+    """Use the GPU's flash attention, emulated by tests/gpu_kernels.py."""
     gpu_kernels.register()
-    monkeypatch.setattr(gpu_kernels, "LIMITS", False)  # fp32
+    monkeypatch.setattr(gpu_kernels, "LIMITS", False)  # allows fp32
     monkeypatch.setattr(attention, "choose", lambda *_: attention.by_flash)
     torch._dynamo.reset()
     compiled = load(tokenizer, compiled=True, config_name=folders / "large")
     compile_layers(compiled, None)
     assert all(isinstance(layer.attention.self, JoinedAttention) for layer in compiled.bert.encoder.layer)
-    compiled.load_state_dict(model.state_dict())  # the names are the same
+    compiled.load_state_dict(model.state_dict())  # parameter names are equal, too
     torch._dynamo.utils.counters.clear()
     for ids in ([0, 1, 2], [5], [4, 6, 7, 3]):
         batch = Collator(windows, CPU)(ids)
@@ -165,12 +165,12 @@ def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model
             tree.zero_grad()
             window_losses(tree, batch).mean().backward()
         gradients = ([weights.grad for weights in tree.parameters()] for tree in (model, compiled))
-        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)  # keys' biases: zero in theory
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)  # atol for key biases: their exact gradient is 0
     counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 3  # in training, in evaluation, and with gradients in evaluation
+    assert counters["stats"]["unique_graphs"] == 3  # training, eval mode, eval mode with gradients
     assert not counters["graph_break"] and not counters["unimplemented"]
     draw = np.random.default_rng(0)
-    for _ in range(50):  # other numbers of windows and of tokens
+    for _ in range(50):  # other numbers of windows and tokens
         batch = Collator(windows, CPU)(draw.permutation(len(windows))[draw.integers(len(windows)) :])
         window_losses(compiled.train(), batch)
     assert counters["stats"]["unique_graphs"] == 3
@@ -179,12 +179,12 @@ def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model
         with torch.compiler.set_stance("force_eager"), autocast(CPU, precision), Products() as counted:
             window_losses(compiled, batch)
         products[precision] = counted.count
-    assert products["fp32"] - products["bf16"] == 2 * len(compiled.bert.encoder.layer)  # query, key, value as one
+    assert products["fp32"] - products["bf16"] == 2 * len(compiled.bert.encoder.layer)  # query, key, value in one
     assert pickle.dumps(compiled)
 
 
 class Products(TorchDispatchMode):
-    """Counts products of activations and weights."""
+    """Counts matrix products of activations and weights."""
 
     count = 0
 

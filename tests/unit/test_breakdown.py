@@ -1,4 +1,4 @@
-"""The summary of all steps: phases, rates and FLOP."""
+"""Step-time summary: phases, rates and FLOP/s."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def flops_of(lengths, micro_batches: int) -> float:
 
 
 class FakeMeter:
-    """A meter that reads the given lines: seconds per phase of two ranks, [ranks, phases]."""
+    """A meter of two ranks. Each line of `lines` is read once: seconds per rank and phase, [ranks, phases]."""
 
     phases = PHASES
 
@@ -77,14 +77,14 @@ def test_sums_exclude_the_first_line():
     assert found["tflops_per_s"] == pytest.approx(flops / 6.0 / 1e12)
     assert found["mfu"] == pytest.approx(flops / 6.0 / 1e12)
     assert (found["windows_per_s"], found["tokens_per_s"], found["padding_share"]) == pytest.approx((1.0, 40.0, 0.2))
-    ratios = [tokens(step).max() / tokens(step).sum() * 2 for step in (1, 2, 3)]  # at most one window per rank
+    ratios = [tokens(step).max() / tokens(step).sum() * 2 for step in (1, 2, 3)]  # each rank has at most one window
     assert found["imbalance"] == pytest.approx(np.mean(ratios))
     assert "mfu" not in trained().results()
 
 
 def test_line_after_a_resume_equals_the_uninterrupted_runs():
     whole = Breakdown(FakeMeter(2, TWO_STEPS), plan(), flops_of, 1e12, 2)
-    resumed = Breakdown(FakeMeter(2, TWO_STEPS), plan(), flops_of, 1e12, 4)  # steps 2 and 3 before the stop
+    resumed = Breakdown(FakeMeter(2, TWO_STEPS), plan(), flops_of, 1e12, 4)  # steps 2 and 3 ran before the stop
     for step in (2, 3, 4):
         whole.count(step)
     resumed.count(4)

@@ -1,4 +1,4 @@
-"""Short campaigns of interrupted runs, and the division of a training's time with kills."""
+"""Short campaigns of interrupted runs, and how a training's time splits into useful and lost time."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_goodput_agrees_with_the_notes(tmp_path: Path) -> None:
         start = next(note["time"] for note in notes if note["what"] == "begin")
         steps = Counter(note["step"] for note in notes if note["what"] == "step" and note["time"] <= start + 50)
         last = max(steps)
-        assert row["windows_per_s"] * 50 == pytest.approx(last // 3 * 33 + last % 3 * 16)  # steps of 16, 16 and 1
+        assert row["windows_per_s"] * 50 == pytest.approx(last // 3 * 33 + last % 3 * 16)  # windows per step: 16, 16, 1
         assert any("next_step_s" in kill for kill in row["kills"]) and row["kills"][0]["detection_s"] > 0
         assert sum(kill["repeated_steps"] for kill in row["kills"]) == steps.total() - len(steps)
         assert sum(row["spent"].values()) == pytest.approx(50)
 
 
 def notes(*rows: str) -> list[dict[str, Any]]:
-    """Make notes from rows of time, event and, for a step, the number."""
+    """Make notes from rows "TIME EVENT", or "TIME step NUMBER"."""
     split = [row.split() for row in rows]
     return [{"time": float(time), "what": what, "step": int(*number), "windows": 5} for time, what, *number in split]
 
@@ -51,18 +51,18 @@ def notes(*rows: str) -> list[dict[str, Any]]:
 def test_lost_time_is_divided_into_parts() -> None:
     first = ("100 started", "110 begin", "112 step 1", "114 step 2", "115 kill")
     cases = {
-        # A restart from step 1 is killed again before it trains; the next one repeats step 2.
+        # The first restart, from step 1, is killed before it trains; the second restart repeats step 2.
         ("116 ended", "118 kill", "119 ended", "125 begin", "127 step 2", "129 step 3"): [(1, 2, 1), (1, 6, 2)],
-        # Resumed from memory, after a rank finished a step after the kill; then with a new rank.
+        # The run resumes from memory after a surviving rank finished step 3; later, a new rank joins.
         ("116 step 3", "117 noticed", "118 begin", "120 step 4", "121 noticed", "123 begin"): [(1, 4, 0)],
-        # No rank notices, and the launcher starts others.
+        # No rank notices the kill, and the launcher starts new ranks.
         ("118 started", "119 begin", "120 step 3"): [(3, 1, 1)],
     }
     for rows, expected in cases.items():
         before, *kills = found = account(notes(*first, *rows), global_batch=2, duration_s=20)
         assert [tuple(kill[part] for part in LOST) for kill in kills] == expected, rows
         assert sum(row[part] for row in found for part in PARTS) == pytest.approx(20)
-    assert [before["windows"], kills[0]["windows"], kills[0]["next_step_s"]] == [4, 1, 5]  # steps of 2, 2 and 1
+    assert [before["windows"], kills[0]["windows"], kills[0]["next_step_s"]] == [4, 1, 5]  # windows per step: 2, 2, 1
 
 
 def test_a_training_that_does_not_start_ends(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The model card of a training: its content has no private paths, and it never replaces a user's README.md."""
+"""A training's model card: it contains no private paths and never replaces a user's README.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config
 
 
 def training_results(**changes: Any) -> dict[str, Any]:
-    """Content of train_results.json."""
+    """Return the content of train_results.json, with `changes`."""
     results = {
         "scores": ["accuracy"],
         "strategy": "ddp",
@@ -113,7 +113,7 @@ def test_card_of_a_classification(workdir):  # noqa: F811
     [("nyu-mll/glue", "b/c", "`nyu-mll/glue`, configuration `b/c`"), ("{}/numbers", None, "`numbers`")],
 )
 def test_card_of_a_custom_task_and_a_model_that_is_not_transformers(tmp_path, dataset, config, shown):
-    (tmp_path / "numbers").mkdir()  # data that the task reads by itself
+    (tmp_path / "numbers").mkdir()  # a folder that the task reads itself
     flags = ["--task", "digits:Digits", "--dataset_name", dataset.format(tmp_path)]
     settings = parse([*flags, *(["--dataset_config_name", config] if config else [])]).as_flat()
     content = card.text(tmp_path, settings, training_results(from_hub=card.from_hub(settings)), {"accuracy": 0.97})
@@ -136,14 +136,14 @@ def test_names_on_the_hub(tmp_path, monkeypatch):
     assert (found.base_model, found.datasets) == (names["model_name_or_path"], names["dataset_name"])
     (result,) = found.eval_results
     assert (result.dataset_type, result.dataset_split) == (names["dataset_name"], "validation")
-    (tmp_path / "me" / "mine").mkdir(parents=True)  # a folder is preferred to the hub's repository of this name
+    (tmp_path / "me" / "mine").mkdir(parents=True)  # takes precedence over a hub repository of this name
     assert "tokenizer_name" not in card.from_hub(settings)
 
 
 @pytest.mark.parametrize("dataset", [None, "/secret/x"])
 def test_no_setting_shows_a_path(tmp_path, dataset):
     settings = dict.fromkeys(FLAGS, "/secret/x") | {"dataset_name": dataset, "task": QUESTION_ANSWERING}
-    settings["dataset_config_name"] = None  # never a path
+    settings["dataset_config_name"] = None  # it cannot be a path
     settings["validation_file"] = ["a=/secret/x", "/secret/y/"]
     content = card.text(tmp_path, settings, training_results(), {"accuracy": 1})
     assert "secret" not in content and ("Evaluated on `a=x, y`" in content) == (dataset is None)

@@ -1,4 +1,4 @@
-"""Charts: downsampling of long curves, and data in the page."""
+"""Charts: downsampling of long curves, and the data that a page embeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: complete or absent, verified, found newest first, discarded oldest first."""
+"""Checkpoints on disk: complete or absent, verified when read, searched newest first, deleted oldest first."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def read_state(folder: Path) -> dict:
 
 
 def test_written_checkpoint_is_read_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "BLOCK", 16)  # several blocks per file
+    monkeypatch.setattr(reading, "BLOCK", 16)  # so that files have several blocks
     folder = files.write(tmp_path, 7, contents(7))
     found = files.read(folder)
     assert torch.equal(found.tensors["model"]["weight"], torch.full((3, 2), 7.0))
     assert torch.equal(found.tensors["rng"]["rank0.torch"], torch.arange(5))
     assert found.state == {"step": 7, "learning_rate": 0.1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", "latest"]
-    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # readable as the umask allows
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # the umask's mode for all files
     with safe_open(folder / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}  # transformers refuses others
+        assert file.metadata() == {"format": "pt"}  # transformers requires it
     sums = {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         for name, content in ((name, (folder / name).read_bytes()) for name in FILES if name != "manifest.json")
@@ -69,7 +69,7 @@ def test_files_are_flushed_before_the_checkpoint_gets_its_name(tmp_path, monkeyp
 
 
 def killed_at_each_change(output_dir: Path, action: Callable[[], object]) -> Iterator[None]:
-    """Write a checkpoint, then run `action` in processes killed before the first change of a file, the second, ..."""
+    """Run `action` on a checkpoint in a process killed before its n-th file change; yield for n = 1, 2, ..."""
     for change in itertools.count(1):
         files.clear(output_dir)
         files.write(output_dir, 7, contents(7))

@@ -1,4 +1,4 @@
-"""Windows to tensors, compared with a reference per token; prefetching in the order of the plan."""
+"""Collation of windows, compared token by token with a reference; prefetching in the batch plan's order."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_batch(rows, windows, ids):
     assert batch.num_windows == len(ids)
     assert batch.attention_mask is None
     assert batch.cu_seqlens.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    assert batch.cu_seqlens.dtype == torch.int32  # as attention kernels require
+    assert batch.cu_seqlens.dtype == torch.int32  # required by attention kernels
     others = [value for name, value in vars(batch).items() if torch.is_tensor(value) and name != "cu_seqlens"]
     assert {value.dtype for value in others} == {torch.int64}
 
@@ -86,7 +86,7 @@ def test_padded_batch(rows, windows, ids, pad_to):
 def test_rank_without_windows_gets_an_uncounted_window(windows, pad_to):
     batch = Collator(windows, CPU, pad_to)([])
     assert (batch.num_windows, batch.num_positions) == (0, 0)
-    assert len(batch.lengths) == 1  # without a forward pass, the rank would never call its allreduce
+    assert len(batch.lengths) == 1  # without a forward pass, this rank would miss the allreduce
     assert batch.input_ids.shape == (1, batch.lengths[0])
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/compare_peers.py: rates from times of steps, and refused comparisons."""
+"""benchmarks/compare_peers.py: rates computed from step times, and refused comparisons."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ratios_are_taken_round_by_round() -> None:
         2,
         5,
         1.25,
-    ]  # not the ratio of the medians, 4 / 1.6
+    ]  # a ratio per round; the medians' ratio would be 4 / 1.6
     lines = [line.split(" | ")[1:] for line in compare_peers.table(runs).splitlines()[2:]]
     assert lines[0] == ["4.00 (2.00 to 5.00)", "80", "-", "- |"]
     assert lines[1] == ["1.60 (1.00 to 2.00)", "32", "2.00 (1.25 to 5.00)", "2.00 (1.25 to 4.00) |"]
@@ -53,7 +53,7 @@ def test_losses_that_differ_or_are_missing_are_refused(other: list[float | None]
             compare_peers.check_losses(losses, 1e-4)
 
 
-@pytest.mark.campaign  # a minute and a half: three variants in two rounds
+@pytest.mark.campaign  # takes 90 s: three variants in two rounds
 def test_variants_with_equal_losses_are_compared_in_turns(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="needs env/setup.sh --bench")
     (tmp_path / "train.json").write_bytes(gzip.decompress((SAMPLE / "train-v1.1.json.gz").read_bytes()))

@@ -1,4 +1,4 @@
-"""env/container: the Apptainer recipe makes the same image as the Dockerfile, and the job's numbers agree."""
+"""env/container: the Apptainer recipe matches the Dockerfile, and the MPI operator's job fits the image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def found(pattern: str, text: str = DOCKERFILE) -> str:
 
 
 def installed(text: str) -> tuple[set[str], set[str]]:
-    """The packages that apt-get installs, and the options of env/setup.sh."""
+    """Parse a recipe. Returns the packages that apt-get installs, and the options of env/setup.sh."""
     packages = found(r"--no-install-recommends \\\n((?:.*\\\n)*.*)", text).split("&&")[0].replace("\\", "")
     options = found(r"env/setup\.sh (.*?)(?: &&|\n)", text).replace("${SETUP}", found("^ARG SETUP=(--locked)$"))
     return set(packages.split()), set(options.split())
@@ -32,10 +32,10 @@ def test_apptainer_recipe_agrees_with_the_dockerfile() -> None:
     sections = dict(zip(words[1::2], words[2::2], strict=True))
     assert f"Bootstrap: docker\nFrom: {found(r'^ARG BASE=docker[.]io/(.+)$')}\n" in words[0]
     packages, options = installed(DOCKERFILE)
-    assert installed(sections["post"]) == (packages - {"openssh-server"}, options)  # Slurm starts the ranks
+    assert installed(sections["post"]) == (packages - {"openssh-server"}, options)  # no ssh: Slurm starts the ranks
     files = dict(line.split() for line in sections["files"].strip().splitlines())
     assert files == {name: f"{found(r'^COPY [.] (.+)$')}/{name}" for name in files}
-    # Apptainer has no .dockerignore: %files lists the files that the package and the set-up need, and no .venv or runs.
+    # Apptainer has no .dockerignore, so %files must list what to copy, without .venv and runs.
     assert {"README.md", "pyproject.toml", "requirements.txt", "env", "hvd_bert"} <= set(files)
     for name in files:
         assert (REPOSITORY / name).exists() and not name.startswith((".", "outputs", "runs"))
@@ -44,7 +44,7 @@ def test_apptainer_recipe_agrees_with_the_dockerfile() -> None:
 
 
 def test_job_of_the_mpi_operator_fits_the_image() -> None:
-    """Ranks equal slots and GPUs, the trainer accepts the command, and user and folders are the image's."""
+    """Ranks equal slots and GPUs, the trainer accepts the flags, and user ID and ssh folder match the image."""
     job = yaml.safe_load((CONTAINER / "mpijob.yaml").read_text())["spec"]
     pods = {name: replica["template"]["spec"] for name, replica in job["mpiReplicaSpecs"].items()}
     args = pods["Launcher"]["containers"][0]["args"]

@@ -1,4 +1,4 @@
-"""Kernels for CPUs: the choice for a CPU model, and results compared with torch's or with formulas."""
+"""CPU kernels: the choice per CPU model, and results compared with torch or with formulas."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NEOVERSE = "processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: fp asimd sve bf16 i
     ("text", "architecture", "capability", "model", "emulates"),
     [
         (cpuinfo(*ZEN5), "x86_64", "AVX512", "AMD, AVX-512", False),
-        (cpuinfo(*ZEN5), "x86_64", "AVX2", "AMD, AVX2", False),  # ATEN_CPU_CAPABILITY
+        (cpuinfo(*ZEN5), "x86_64", "AVX2", "AMD, AVX2", False),  # the user set ATEN_CPU_CAPABILITY=avx2
         (cpuinfo(*ZEN3), "x86_64", "AVX2", "AMD, AVX2", True),
         (cpuinfo(*SAPPHIRE_RAPIDS), "x86_64", "AVX512", "Intel, AMX", False),
         (cpuinfo(*ICE_LAKE), "x86_64", "AVX512", "Intel, AVX-512", True),
@@ -60,7 +60,7 @@ def test_cpu_model_and_the_warning_that_it_emulates_bf16(
     machine.CPUINFO.write_text(text)
     monkeypatch.setattr("platform.machine", lambda: architecture)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(kernels, "_choice", None)  # is restored afterwards
+    monkeypatch.setattr(kernels, "_choice", None)  # monkeypatch restores the process's choice
     assert kernels.record("fp32", CPU)["cpu"] == model
     kernels.start("torch", "fp32", CPU)
     kernels.start("torch", "bf16", torch.device("cuda", 0))
@@ -70,7 +70,7 @@ def test_cpu_model_and_the_warning_that_it_emulates_bf16(
 
 
 def test_choice_of_this_process(monkeypatch):
-    monkeypatch.setattr(kernels, "_choice", None)  # is restored afterwards
+    monkeypatch.setattr(kernels, "_choice", None)  # monkeypatch restores the process's choice
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     chosen = kernels.select("auto")
     assert kernels.active("fp32") == kernels.active(torch.float32) == chosen.fp32
@@ -110,7 +110,7 @@ def with_gradients(layer: nn.Linear, values: torch.Tensor, upstream: torch.Tenso
 
 @pytest.fixture(params=[pytest.param(ONEDNN, marks=needs_onednn), pytest.param(OPENBLAS, marks=needs_openblas)])
 def library(request, monkeypatch):
-    """Compute the products by each library."""
+    """Run a test with each library for matrix products."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     with kernels.override(Kernels(linear=request.param)):
         yield
@@ -157,10 +157,10 @@ def test_unsupported_input_uses_torchs_own_layer(monkeypatch):
         layer(values)
 
 
-MANY = 4_000_000  # rounding a rate to 8 bits, an error of 1 / 512, is then at least 7 standard deviations
+MANY = 4_000_000  # so many that rounding a rate to 8 bits (error 1 / 512) is at least 7 standard deviations
 
 
-# Some of these rates need more than 8 bits.
+# Some of these rates cannot be represented in 8 bits.
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.003, 1 / 512, 0.5 + 1 / 512, 1 - 1 / 512])
 def test_rate_and_scale_of_dropout(p):
     torch.manual_seed(0)
@@ -174,7 +174,7 @@ needs_fused = pytest.mark.skipif(not fused.available(), reason="not compiled, or
 
 
 def dropout_factors(bits: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-    """Compute the dropout factors of each window, float64 [heads, T, T], from the operation's bits."""
+    """Unpack the operation's mask bits. Returns each window's dropout factors, float64 [heads, T, T]."""
     masks, bits = [], bits.view(torch.int32)
     for length in lengths:
         words = -(-length // 32)
@@ -242,7 +242,7 @@ def test_linear_layer_in_bf16(tokens, size_in, size_out, bias):
     layer, rows = Linear(size_in, size_out, bias=bias), torch.randn(2, tokens, size_in, requires_grad=True)
     upstream = torch.randn(2, tokens, size_out).bfloat16()
     found = []
-    torch.set_num_threads(1)  # with more, the layer is torch's
+    torch.set_num_threads(1)  # with more threads, the layer uses torch's kernel
     for chosen in (Kernels(linear=FUSED), kernels.TORCH_ONLY):
         with kernels.override(chosen), torch.autocast("cpu", torch.bfloat16):
             found.append(with_gradients(layer, rows, upstream))
@@ -319,7 +319,7 @@ print(done, min(faults() for _ in range(5)))
 
 
 def printed_by(program: str, *words: str) -> list[str]:
-    """Run a program without variables that change glibc's defaults. Returns the printed words."""
+    """Run Python code without MALLOC_* variables, which change glibc's defaults. Returns the printed words."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     words = (sys.executable, "-c", program, *words)
     return subprocess.run(words, env=environ, capture_output=True, text=True, check=True).stdout.split()

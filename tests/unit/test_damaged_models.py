@@ -1,4 +1,4 @@
-"""Damaged and unsuitable model folders: one UserError that names the folder and the reason, before any training."""
+"""Damaged and unsuitable model folders: loading raises a UserError that names the folder and the reason."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LENGTH = 32  # max_seq_length of these tests
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory, tokenizer) -> Path:
-    """The folder of a small, intact model."""
+    """Make the folder of a small, intact model."""
     folder, sizes = tmp_path_factory.mktemp("good"), {"hidden_size": 16, "intermediate_size": 24}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
     BertForQuestionAnswering(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
@@ -46,14 +46,14 @@ def good(tmp_path_factory, tokenizer) -> Path:
 
 
 def load_all(folder: Path, make_questions: Callable[..., list[squad.Question]]) -> None:
-    """Load a model as a run does before it trains."""
+    """Load tokenizer and model and make windows, as a run does before training."""
     args = ModelArguments(model_name_or_path=str(folder))
     tokenizer = load_tokenizer(args)
     load_model(args, tokenizer, LENGTH, seed=1)
     window_table.prepare(squad.from_questions("q", make_questions(1)), tokenizer, WindowOptions(LENGTH, 8))
 
 
-# --- damage: a function of the folder, and a pattern of the reason ------------------------------------
+# --- damage: a function that damages the folder, and a pattern of the reported reason ------------------
 
 Damage = Callable[[Path], object]
 CASES: dict[str, tuple[Damage, str]] = {}
@@ -236,7 +236,7 @@ def test_memory_must_hold_all_copies(good, monkeypatch):
 
 
 def words_only(folder: Path, words: list[str]) -> ModelArguments:
-    """Write a BERT's configuration and, as its tokenizer, a vocabulary only."""
+    """Write a BERT configuration and, instead of tokenizer files, only a vocabulary."""
     folder.mkdir()
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<S>", *words]
     (folder / "vocab.txt").write_text("\n".join(pieces))
@@ -282,7 +282,7 @@ def test_missing_model(tmp_path, monkeypatch, name):
         load_config(name, ModelArguments(model_name_or_path=name))
 
 
-# --- other families than BERT -------------------------------------------------------------------------
+# --- families other than BERT -------------------------------------------------------------------------
 
 
 def test_settings_that_a_family_needs_or_refuses(tokenizer, tmp_path):
@@ -296,4 +296,4 @@ def test_settings_that_a_family_needs_or_refuses(tokenizer, tmp_path):
     load("jina_embeddings_v3", position_embedding_type="rotary")
     with refused("pad_token_id"):
         load("roberta", pad_token_id=None)
-    load("longformer", attention_window=128)  # more than the model's positions
+    load("longformer", attention_window=128)  # wider than the model's positions

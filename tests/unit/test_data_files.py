@@ -1,4 +1,4 @@
-"""Several files are mixed for training and scored separately and together; mistakes are refused or skipped."""
+"""Several data files: mixed for training, scored per file and together; bad examples are refused or skipped."""
 
 from __future__ import annotations
 
@@ -102,15 +102,15 @@ MISTAKES = {
 
 @pytest.fixture
 def bad_file(tmp_path, make_questions, to_squad) -> Path:
-    """A SQuAD file of 12 questions; the first 9 have mistakes."""
+    """Write a SQuAD file of 12 questions, of which the first 9 have mistakes."""
     content: dict[str, Any] = to_squad(make_questions(12))
     qas = [entry for article in content["data"] for paragraph in article["paragraphs"] for entry in paragraph["qas"]]
     qas[0]["answers"][0]["answer_start"] = -1
     qas[1]["question"] = ""
     qas[2]["answers"][0]["answer_start"] += 1
     qas[3]["answers"][0]["text"] = "Pale grey"
-    qas[4]["id"] = "q9"  # the later q9 is then a duplicate
-    qas[5]["answers"] = [{"text": "is"}]  # twice in its context
+    qas[4]["id"] = "q9"  # the real q9 becomes a duplicate
+    qas[5]["answers"] = [{"text": "is"}]  # occurs twice in the context
     qas[6]["answers"][0]["answer_start"] = "here"
     qas[7]["question"] = "\ud83d?"
     qas[8]["answers"] = []
@@ -149,7 +149,7 @@ def test_file_of_mistakes_only_is_refused(tmp_path, make_questions, to_rows):
 
 
 def test_training_skips_mistakes_and_windows_are_equal_on_all_nodes(bad_file, tokenizer, tmp_path, caplog, monkeypatch):
-    """Two nodes without a shared cache make equal windows, and the third call reads the first cache."""
+    """Two nodes without a shared cache make equal windows; the third call reads the first node's cache."""
     tables = []
     for node in ("a", "b", "a"):
         monkeypatch.setenv("HVD_BERT_CACHE", str(tmp_path / node))

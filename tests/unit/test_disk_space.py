@@ -1,4 +1,4 @@
-"""The disk space of a training: its estimate by --fast_dev_run, and the refusal of a disk without space."""
+"""A training's disk space: the estimate of --fast_dev_run, and the refusal of a disk that is too full."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAVES = [["--ema_decay", "0.9", "--optim", "lars"], ["--save_only_model"], ["--l
 
 @pytest.mark.parametrize("flags", [*SAVES, LIMITED], ids=str)
 def test_estimated_space_equals_the_files(base, tmp_path, monkeypatch, flags):  # noqa: F811
-    """Use a model that is large compared with its tokenizer."""
+    """Use a model whose weights are large compared with the tokenizer's files."""
     large = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
     shape = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(shape | large))

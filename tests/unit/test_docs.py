@@ -1,4 +1,4 @@
-"""The README and docs/: flags, paths, names, links and quoted messages exist.
+"""Flags, paths, names, links and messages that the README and docs/ mention exist.
 
 `mkdocs build --strict` checks links and anchors between the pages of docs/ (mkdocs.yml, `validation`).
 """
@@ -27,7 +27,7 @@ from hvd_bert.distributed import runner, signals
 
 TROUBLESHOOTING = "docs/guides/troubleshooting.md"
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-# Flags of other programs that the pages name.
+# Other programs' flags that the pages mention.
 FOREIGN_FLAGS = """
 horovodrun: --autotune --no-stall-check --stall-check-shutdown-time-seconds --timeline-filename --binding-args
     --blacklist-cooldown-range --disable-cache --mpi-args
@@ -41,12 +41,12 @@ launchers: --oversubscribe --cpu --mpirun_hostfile --multi_gpu --num_processes -
 containers: --nv --cap-add --gpus --ipc --shm-size
 others: --include --private --to --sort --logdir --foreground --preserve-status
 """
-GROUPS_OF_FLAGS = {"--save_*"}  # as a page writes them
+GROUPS_OF_FLAGS = {"--save_*"}  # wildcards that a page uses
 
 
 @cache
 def own_flags() -> set[str]:
-    """All flags of the commands, and flags that scripts, benchmarks and examples accept or pass on."""
+    """Return the flags of all commands, and the flags in the text of scripts, benchmarks and examples."""
     parsers = [command_line.make_parser(), *(command.make_parser() for command in flags_page.OTHERS.values())]
     found = {option for parser in parsers for option in parser._option_string_actions}
     for pattern in ("env/*.sh", "env/*.py", "scripts/*", "benchmarks/**/*.py", "examples/*.py", "tests/cluster/*"):
@@ -62,7 +62,7 @@ def test_flags_exist(page: str) -> None:
 
 
 def test_defaults_that_differ_from_run_qas() -> None:
-    """The guide lists exactly the flags shared with TrainingArguments that have another default."""
+    """The guide's table lists all flags whose default differs from TrainingArguments', and the text no such flag."""
     from transformers import TrainingArguments
 
     run_qas = {field.name: field for field in dataclasses.fields(TrainingArguments)}
@@ -80,13 +80,13 @@ def test_defaults_that_differ_from_run_qas() -> None:
 
 def _default(field: dataclasses.Field[Any]) -> Any:
     made = field.default_factory() if callable(field.default_factory) else field.default
-    return getattr(made, "value", made)  # of an enum
+    return getattr(made, "value", made)  # an enum's value
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_paths_exist(page: str) -> None:
     path = re.compile(r"(?:benchmarks|docs|env|examples|hvd_bert|scripts|tests)/[\w./-]*")
-    generated = re.compile(r"env/site\.sh|.*\bNAME\b.*")  # or a name to choose
+    generated = re.compile(r"env/site\.sh|.*\bNAME\b.*")  # or NAME is a placeholder
     named = {span for span in code_spans(text_of(page)) if path.fullmatch(span) and not generated.fullmatch(span)}
     assert {name for name in named if not (REPOSITORY / name).exists()} == set()
 
@@ -167,7 +167,7 @@ def test_the_overview_or_the_list_of_results_links_to_every_page() -> None:
 
 
 def messages() -> list[str]:
-    """List all strings of the code and all lines of the scripts; NUL stands for a value."""
+    """Return all strings in the code and all lines of the scripts, with NUL in place of interpolated values."""
     found = []
     for path in sorted((REPOSITORY / "hvd_bert").rglob("*.py")):
         found += [_text(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
@@ -189,7 +189,7 @@ def _text(node: ast.AST) -> str:
 
 
 def test_quoted_messages_exist() -> None:
-    """A heading in backticks quotes a message of the code; a word in capitals, or `...`, stands for anything."""
+    """A troubleshooting heading in backticks quotes a message; a word in capitals or `...` stands for any text."""
     known = messages()
     quoted = [title[1:-1] for title in headings(text_of(TROUBLESHOOTING)) if re.fullmatch(r"`[^`]+`", title)]
     assert len(quoted) > 10
