@@ -1,4 +1,4 @@
-"""The doctor's decisions from made-up facts, and the report."""
+"""The doctor's decisions from made-up facts, and its report."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_other_strategies_are_named_without_horovod(monkeypatch, installed, foun
 def test_packages(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "package_version", lambda name: "1" if name in ("torch", "numpy") else None)
     file = tmp_path / "requirements.txt"
-    assert checks.packages_line(file).status == WARNING  # not checked without it
+    assert checks.packages_line(file).status == WARNING  # without the file, versions cannot be checked
     for more, status in (("", OK), ("no_such-one==1\n# other\n", FAILURE)):
         file.write_text(f"torch==2.13  # any\nmpi4py==4\nhorovod[pytorch]==0.28.1\n{more}")
         line = checks.packages_line(file)
@@ -157,7 +157,7 @@ def test_differences_between_ranks(ranks, statuses, words, capsys):
 
 def test_bandwidth():
     timing = collective.timing("Horovod, MPI", 400_000_000, 4, (0.5, 0.6, 0.4, 2.0, 0.5))
-    assert (timing["median_s"], timing["gb_per_s"]) == (0.5, pytest.approx(1.2))  # 2 * 3/4 * 0.4 GB / 0.5 s
+    assert (timing["median_s"], timing["gb_per_s"]) == (0.5, pytest.approx(1.2))  # ring of 4: 2 * 3/4 * 0.4 GB / 0.5 s
 
 
 def test_every_check_is_isolated(monkeypatch, tmp_path):
@@ -186,12 +186,12 @@ START = "\n\n  1 process:\n    python train.py\n"
     ],
 )
 def test_report(capsys, verbose, found, status, first, last):
-    """Control characters, which may come from another host, are escaped."""
-    for shown in (True, False):  # only rank 0's report is shown
+    """The report escapes control characters, which another host may have sent."""
+    for shown in (True, False):  # only rank 0 prints its report
         report = Report(as_json=False, shown=shown, verbose=verbose)
         report.starts = {"1 process": "python train.py"}
         report.add(*found)
-        report.print_details("torch \x9b2J")  # as in the table of ranks
+        report.print_details("torch \x9b2J")  # such as the table of ranks
         assert report.close("Ready: it starts") == status
         out = capsys.readouterr().out
         assert not shown or (out.startswith(first) and out.endswith(last)), out
@@ -200,7 +200,7 @@ def test_report(capsys, verbose, found, status, first, last):
 
 
 def diagnose(monkeypatch, join, launcher: Launcher) -> int:
-    """Run a diagnosis whose only check of the host passes. Returns the exit status."""
+    """Run a diagnosis whose only host check passes. Returns the exit status."""
     monkeypatch.setattr(diagnosis.checks, "host_lines", lambda *_: [ok("Python", "3.11")])
     monkeypatch.setattr(diagnosis.HorovodWorld, "join", staticmethod(join))
     report = Report(as_json=False, shown=launcher.rank in (None, 0))
@@ -210,7 +210,7 @@ def diagnose(monkeypatch, join, launcher: Launcher) -> int:
 @pytest.mark.parametrize(
     ("launcher", "error", "status", "out", "err"),
     [
-        (Launcher("mpirun", 4, 3), UserError("no such interface"), 2, "", "hvd_bert: rank 3 on "),  # on this host
+        (Launcher("mpirun", 4, 3), UserError("no such interface"), 2, "", "hvd_bert: rank 3 on "),  # on its host only
         (Launcher("mpirun", 4, 3), UserError("Horovod cannot be loaded"), 0, "", "hvd_bert: rank 3 on "),
         (Launcher("none", None, None), OSError("no socket"), 2, "Not ready: World.", ""),
         (
@@ -219,7 +219,7 @@ def diagnose(monkeypatch, join, launcher: Launcher) -> int:
             0,
             "Ready: ",
             "",
-        ),  # it is not loaded
+        ),  # without ranks, a broken Horovod is not loaded
     ],
 )
 def test_world_that_cannot_be_joined(monkeypatch, capsys, launcher, error, status, out, err):
@@ -237,13 +237,13 @@ def test_refused_device(monkeypatch, capsys):
     assert diagnose(monkeypatch, lambda: world, Launcher("mpirun", 1, 0)) == 2
     assert "World      too few GPUs" in capsys.readouterr().out
     world.set_up_device = Mock(side_effect=OSError("broken"))
-    with pytest.raises(SystemExit):  # ends the other ranks, too
+    with pytest.raises(SystemExit):  # aborts all ranks
         diagnose(monkeypatch, lambda: world, Launcher("mpirun", 1, 0))
     out = capsys.readouterr().out
     assert "World      rank 0 on a: OSError: broken" in out and out.endswith("Not ready: World.\n")
 
 
-@pytest.mark.parametrize(("shown", "seconds"), [(True, 0), (False, 1)])  # rank 0 reports first
+@pytest.mark.parametrize(("shown", "seconds"), [(True, 0), (False, 1)])  # other ranks wait for rank 0's report
 def test_ranks_that_never_join(monkeypatch, shown, seconds):
     statuses: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(diagnosis.os, "_exit", statuses.put)
@@ -269,10 +269,10 @@ def test_proof_fails_beyond_its_bound_and_without_a_comparison():
     ("words", "named"),
     [
         ("--output_dir=mine --max_steps=9", "--max_steps, --output_dir"),
-        ("--no_do_train", "--no_do_train"),  # another spelling
+        ("--no_do_train", "--no_do_train"),  # the negated spelling
         ("--elastic --num-train-epochs=2", "--elastic, --num_train_epochs"),
         ("--load_best_model_at_end", "--load_best_model_at_end"),
-        ("--siz 5 --slots=2", "--size, --slots"),  # of the checks
+        ("--siz 5 --slots=2", "--size, --slots"),  # flags of the checks
     ],
 )
 def test_flags_that_a_proof_refuses(words: str, named: str) -> None:

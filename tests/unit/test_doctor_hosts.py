@@ -41,7 +41,7 @@ def test_hostfile(tmp_path):
 
 @pytest.fixture
 def concluded(monkeypatch, capsys):
-    """concluded(reports, *flags) -> the JSON report on hosts with two slots each."""
+    """Return `conclude(reports, *flags)`, which gives the JSON report on hosts with two slots each."""
     monkeypatch.setattr(hosts, "own_address_at", lambda host: None)
     monkeypatch.setattr(hosts, "_address", lambda host, _: ADDRESSES[host])
     monkeypatch.setattr(launch_line.shutil, "which", lambda name: str(Path(sys.executable).with_name(name)))
@@ -87,7 +87,7 @@ def test_ranks_of_all_hosts(concluded):
         (host("a"), host("b", failure("Output", "on another host than rank 0's"), failure("Disk", "full")), "full"),
         (host("a"), with_gpus("b", "A100", "A100"), "those on a have none"),
         (with_gpus("a", "A100", "A100"), with_gpus("b", "A100"), "2 ranks on b would share one GPU (GPU-b)"),
-        (host("a"), HostReport((ok("Python", "3.11"),)), "b reports no ranks"),  # the clone has another version
+        (host("a"), HostReport((ok("Python", "3.11"),)), "b reports no ranks"),  # its clone has another version
         (host("a"), host("b", versions={"torch": "2.12"}), "torch is 2.13 on ranks 0, 1 and 2.12 on ranks 2, 3"),
     ],
 )
@@ -102,7 +102,7 @@ def test_command_with_a_common_subnet(concluded):
     assert concluded(reports, *SSH.split(), "a key")["command"] == line
 
 
-@pytest.mark.parametrize("address", ["", "fd00::6", "192.0.2.6"])  # unknown, IPv6, of another network
+@pytest.mark.parametrize("address", ["", "fd00::6", "192.0.2.6"])  # unknown; IPv6; in another network
 def test_command_without_a_common_subnet(concluded, monkeypatch, address):
     monkeypatch.setitem(ADDRESSES, "b", address)
     reports = {"a": host("a"), "b": replace(host("b"), ranks=host("a", interface="ib1").ranks)}
@@ -131,7 +131,7 @@ def test_commands_that_start_a_training(monkeypatch, gpus, mpirun, environ, comm
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.setattr(launch_line.torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(64)})
-    monkeypatch.setattr(launch_line, "free_memory", lambda: 10 * GIB)  # 3 GiB per rank
+    monkeypatch.setattr(launch_line, "free_memory", lambda: 10 * GIB)  # enough for 3 ranks of 3 GiB
     monkeypatch.setattr(probes, "horovod", lambda: HorovodBuild("0.28.1", mpi=True, gloo=True))
     monkeypatch.setattr(probes, "slurm", lambda: Slurm("25.05", ("pmix_v4",) if environ else ()))
     monkeypatch.setattr(launch_line.shutil, "which", lambda name: name if mpirun else None)

@@ -1,6 +1,6 @@
-"""Commands in the documentation: the parsers of the programs accept them, and all files exist.
+"""Commands in the documentation: the programs' parsers accept them, and the files they name exist.
 
-bash reads each ```bash fence with programs that only record their arguments. tests/integration runs what it can.
+bash runs each ```bash fence with programs that only record their arguments. tests/integration runs real commands.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCRIPTS = [
 ]
 PROGRAMS = {"apptainer", "bash", "coverage", "docker", "git", "horovodrun", "hf", "hvd-bert", "mkdocs", "module"}
 PROGRAMS |= {"mpirun", "mutmut", "pip", "python", "salloc", "sbatch", "sinfo", "srun", "tensorboard", "torchrun"}
-# Records each call: the program and its arguments, separated by control characters.
+# Appends the program and its arguments to $RECORD, separated by control characters.
 RECORDER = """#!/bin/sh
 { printf '%s\\037' "$0" "$@"; printf '\\036'; } >> "$RECORD"
 """
@@ -39,7 +39,7 @@ PARSERS = {
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which every program and script only records its arguments."""
+    """Make a folder whose programs and scripts only record their arguments."""
     folder = tmp_path_factory.mktemp("clone")
     for name in (*(f"bin/{program}" for program in PROGRAMS), *SCRIPTS):
         path = folder / name
@@ -52,7 +52,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def calls(text: str, clone: Path) -> list[list[str]]:
-    """Run `text` in bash. Returns the words of each call, without `...`."""
+    """Run `text` in bash. Returns the program and arguments of each call, except `...`."""
     record = clone / "record"
     record.write_text("")
     environ = {"PATH": str(clone / "bin"), "RECORD": str(record), "USER": "user"}
@@ -67,7 +67,7 @@ def calls(text: str, clone: Path) -> list[list[str]]:
 
 
 def check(words: list[str]) -> None:
-    """Parse the arguments as the named program does; fail if it refuses them or a file does not exist."""
+    """Parse a command with its program's parser; fail if the parser refuses it or a file does not exist."""
     if not words:
         return
     program, *arguments = words
@@ -104,7 +104,7 @@ def check_command(words: list[str]) -> None:
         command_line.parse(flags)
     elif name in ("bench", "bench sweep", "evaluate", "tune") or "--prove" in flags:
         _, rest = PARSERS[name].parse_known_args(flags)
-        command_line.make_parser().parse_args(rest)  # without checks: in a sweep a flag may apply to a single strategy
+        command_line.make_parser().parse_args(rest)  # no cross-checks: a sweep's flag may apply to one strategy only
     else:
         PARSERS[name].parse_args(flags)
 
@@ -125,7 +125,7 @@ def horovodruns_command(arguments: list[str]) -> list[str]:
 
 
 def started_command(arguments: list[str]) -> list[str]:
-    """The command that mpirun, torchrun or Slurm starts; [] for the shell of salloc."""
+    """Return the command that mpirun, torchrun, srun or sbatch starts; [] for salloc, which opens a shell."""
     while arguments and arguments[0].startswith("-") and arguments[0] != "-m":
         arguments = arguments[2 if arguments[0] in ("-np", "--nproc-per-node") else 1 :]
     if not arguments or arguments[0].endswith(".slurm"):

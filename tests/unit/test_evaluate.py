@@ -1,4 +1,4 @@
-"""The command `evaluate`: settings, scores equal to the trainer's, files, and comparisons."""
+"""The command `evaluate`: its settings, the same scores as the trainer's, files, and comparisons."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hvd_bert.training import loop, start
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SETTINGS = {"max_seq_length": 64, "doc_stride": 8, "n_best_size": 5, "null_score_diff_threshold": 0.25}
-UNUSED = dict.fromkeys(("version_2_with_negative", *SETTINGS.keys() - {"max_seq_length"}))  # by other tasks
+UNUSED = dict.fromkeys(("version_2_with_negative", *SETTINGS.keys() - {"max_seq_length"}))  # other tasks lack these
 QUESTIONS = 12
 
 
 @pytest.fixture
 def make_model(tmp_path, tokenizer, make_questions, write_squad):
-    """make_model(name, **settings) -> an output folder like a training's, with random weights."""
+    """Return `make(name, **settings)`, which makes an output folder as after a training, with random weights."""
     file = write_squad(make_questions(QUESTIONS, unanswered_every=3))
 
     def make(name: str = "model", **settings: Any) -> Path:
@@ -59,7 +59,7 @@ def evaluate(*words: object) -> None:
 
 
 def evaluated(folder: Path, *words: object) -> dict[str, Any]:
-    """Run the command. Returns the content of evaluation.json."""
+    """Run `evaluate`. Returns the content of its JSON file."""
     file = folder.parent / "results.json"
     evaluate(folder, *words, "--json", file, "--overwrite")
     found: dict[str, Any] = json.loads(file.read_text())
@@ -101,7 +101,7 @@ def test_wrong_command_lines(make_model):
         ("MODEL", [*data, model]),
         ("--learning_rate", [model, *data, "--learning_rate=1"]),
         ("--train_file", [model, *data, "--train_file=rows.json"]),
-        ("--validation_file", [model]),  # the training had none
+        ("--validation_file", [model]),  # the training had no validation file
     ):
         with refused(named):
             settings_of(*words)
@@ -138,7 +138,7 @@ def test_scores_and_files_equal_the_trainers(make_model, make_questions, write_s
     assert {path.name for path in ours.glob("[!.]*")} == files
 
     world.leave()
-    (ours / "eval_null_odds.json").touch()  # left by an evaluation with other rules
+    (ours / "eval_null_odds.json").touch()  # from an evaluation with version_2_with_negative
     loop.run(parse([*words, f"--output_dir={ours}"]), world)
     assert {path.name for path in ours.glob("eval*")} == names | {"eval_config.yaml"}, "others are outdated"
 
@@ -193,7 +193,7 @@ def test_custom_task_has_its_metrics(workdir, capsys):  # noqa: F811
 
 
 def test_foreign_files_are_not_replaced(make_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(running, "load_task", None)  # before any work
+    monkeypatch.setattr(running, "load_task", None)  # the refusal must come first
     (tmp_path / "evaluation.html").write_text("mine")
     with refused("evaluation.html", error=CollectiveError):
         evaluate(make_model(), "--output_dir", tmp_path)

@@ -1,4 +1,4 @@
-"""Checks on made-up GPUs (tests/fake_cuda); a single process runs all of them."""
+"""Checks on fake GPUs (tests/fake_cuda); a single process runs all checks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from launch import environment
 
 FOLDER = Path(__file__).resolve().parents[1] / "fake_cuda"
 TORCH = Path(torch.__file__).parent
-# checks.py can be imported only in the process with made-up GPUs.
+# Only the process with fake GPUs can import checks.py.
 CHECKS = re.findall(r"^@check\ndef (\w+)", (FOLDER / "checks.py").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """Check -> traceback, or None."""
+    """Run all checks. Returns each check's traceback, or None if it passed."""
     folder = tmp_path_factory.mktemp("machine")
     library, file = folder / "libdevice.so", folder / "results.json"
     compiler = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{TORCH / 'include'}", str(FOLDER / "device.cpp")]

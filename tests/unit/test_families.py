@@ -1,4 +1,4 @@
-"""Every family of encoders: results as transformers', packed or padded, and FLOP as torch's counter."""
+"""Encoder families: the same results as transformers, packed or padded, and the same FLOP as torch's counter."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 PAD, CLS, SEP, QUESTION, FIRST_TOKEN, VOCABULARY = 1, 2, 3, 4, 5, 60
 LENGTHS = [12, 17, 11, 20, 12]
-# Sizes by the names in configurations. sliding_window: width of local attention, less than the windows' lengths.
+# Sizes by their names in all configurations. sliding_window: local attention, shorter than the windows.
 SMALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -67,7 +67,7 @@ SMALL = {
 }
 
 CONFIGS = {name: CONFIG_MAPPING[name] for name in FAMILIES if name in CONFIG_MAPPING}
-LACKING = sorted(FAMILIES.keys() - CONFIGS.keys())  # in the installed transformers
+LACKING = sorted(FAMILIES.keys() - CONFIGS.keys())  # missing in the installed transformers
 TRAINED = list(CONFIGS)
 PACKED = [name for name in TRAINED if FAMILIES[name].packed]
 PADDED = [name for name in TRAINED if name not in PACKED]
@@ -85,7 +85,7 @@ def small(name: str):
 
 
 def models(name: str, padded: bool = False, pooling: str | None = None, heads=None) -> tuple:
-    """Make two small models with the same random weights: for this package, and for transformers.
+    """Make two small models with the same random weights: this package's and transformers'.
 
     `heads`: None for a span head; CLASSIFIERS or TAGGERS for a head for three classes.
     """
@@ -103,7 +103,7 @@ def models(name: str, padded: bool = False, pooling: str | None = None, heads=No
     else:
         ours = new_model(configs[0], 0.0, seed=1, padded=padded).eval()
     generator = torch.Generator().manual_seed(1)
-    for weights in ours.parameters():  # new biases are 0, and new norms 1: mistakes would not show
+    for weights in ours.parameters():  # initial biases 0 and norms 1 would hide mistakes
         with torch.no_grad():
             weights += 0.1 * torch.randn(weights.shape, generator=generator)
     kind = heads[type(configs[1])] if heads else model_class(configs[1])
@@ -115,12 +115,12 @@ def models(name: str, padded: bool = False, pooling: str | None = None, heads=No
 
 @pytest.fixture(scope="module")
 def windows() -> WindowTable:
-    """Windows `CLS q q q QUESTION SEP SEP context SEP`: Splinter needs the QUESTION, Longformer three SEP."""
+    """Make windows `CLS q q q QUESTION SEP SEP context SEP`: Splinter needs QUESTION, Longformer needs three SEP."""
     random = np.random.default_rng(0)
     ids = [random.integers(FIRST_TOKEN, VOCABULARY, length) for length in LENGTHS]
     for tokens in ids:
         tokens[[0, 4, 5, 6, -1]] = CLS, QUESTION, SEP, SEP, SEP
-    ids[2][8] = PAD  # its text may contain "<pad>"
+    ids[2][8] = PAD  # a text may contain "<pad>"
     starts = [int(random.integers(7, length - 2)) for length in LENGTHS]
     return WindowTable.from_columns(
         {
@@ -137,7 +137,7 @@ def collator(name: str, windows: WindowTable) -> Collator:
 
 
 def transformers_logits(model, windows: WindowTable):
-    """Logits of spans [2, B, T], -inf at padding, or of classes, from the inputs of transformers' collators."""
+    """Run a transformers model on padded windows. Returns span logits [2, B, T], -inf at padding, or class rows."""
     rows = windows.lists("input_ids", range(len(LENGTHS)))
     ids = torch.full((len(rows), max(LENGTHS) + 1), PAD)
     mask, types = torch.zeros_like(ids), torch.zeros_like(ids)
@@ -152,20 +152,20 @@ def transformers_logits(model, windows: WindowTable):
 
 
 def class_rows(logits):
-    """A row per text, or per token of each text."""
+    """Return class logits as rows: one per text, or one per token of all texts."""
     if logits[0].ndim == 1:
         return logits
     return torch.cat([rows[:length] for rows, length in zip(logits, LENGTHS, strict=True)])
 
 
 def compare(models, windows: WindowTable, pad_to: int | None = None, spans: bool = True) -> None:
-    """Compare logits to 1e-5 of the largest, and gradients to 1e-4 of each tensor's norm."""
+    """Compare both models' logits to 1e-5 of the largest logit, and gradients to 1e-4 of each tensor's norm."""
     (ours, theirs), batch = models, Collator(windows, CPU, pad_to)(range(len(LENGTHS)))
     found = torch.stack(span_logits(ours, batch)) if spans else class_rows(head_logits(ours, batch))
     expected = transformers_logits(theirs, windows)
     real = expected != -torch.inf
     assert torch.equal(found != -torch.inf, real)
-    assert expected[real].std() > 0.1  # else mistakes would be rounded away
+    assert expected[real].std() > 0.1  # smaller logits could hide mistakes
     assert (found[real] - expected[real]).abs().max() <= 1e-5 * expected[real].abs().max()
     if spans:
         span_losses(*found, batch.starts, batch.ends).mean().backward()
@@ -177,7 +177,7 @@ def compare(models, windows: WindowTable, pad_to: int | None = None, spans: bool
     total = torch.stack([weights.grad.norm() for weights in theirs.parameters() if weights.grad is not None]).norm()
     for (name, weights), reference in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if weights.requires_grad and reference.grad is not None:
-            limit = max(1e-4 * reference.grad.norm(), 1e-6 * total)  # zero in theory: keys' biases
+            limit = max(1e-4 * reference.grad.norm(), 1e-6 * total)  # key biases: the exact gradient is 0
             assert (weights.grad - reference.grad).norm() <= limit, name
         assert reference.grad is not None or weights.grad is None, name
 
@@ -213,7 +213,7 @@ def test_unlisted_family_is_trained_on_padded_windows_without_our_layers(name, w
     assert [choose_padding(small(listed), "none") for listed in ("bert", "deberta")] == ["none", "longest"]
 
 
-# YOSO hashes tokens; LUKE's positions begin after the padding token's; LXMERT needs an image.
+# YOSO hashes tokens; LUKE's positions start after pad_token_id; LXMERT needs an image.
 @pytest.mark.parametrize(
     ("name", "tokens", "reason"), [("yoso", 8, "padding"), ("luke", 63, "index"), ("lxmert", 8, "visual_feats")]
 )
@@ -228,7 +228,7 @@ def test_unlisted_family_that_fails_is_refused(name, tokens, reason, monkeypatch
 @pytest.mark.parametrize("pad_to", [None, 0], ids=["packed batch", "padded batch"])
 @pytest.mark.parametrize(("name", "heads", "pooling"), CLASSIFIED + TAGGED)
 def test_other_heads_give_the_logits_and_gradients_of_transformers(name, heads, pooling, pad_to, windows):
-    if name in PACKED or pad_to is not None:  # padded families have no packed texts
+    if name in PACKED or pad_to is not None:  # other families are only padded
         compare(models(name, pad_to is not None, pooling, heads), windows, pad_to, spans=False)
 
 
@@ -285,7 +285,7 @@ def test_query_key_and_value_as_one_product(name, windows):
     joined = copy.deepcopy(separate)
     place(joined, CPU, compiled=True)
     assert sum(type(part) is JoinedAttention for part in joined.modules()) == separate.config.num_hidden_layers
-    assert torch.equal(window_losses(joined, batch), window_losses(separate, batch))  # fp32 has three products
+    assert torch.equal(window_losses(joined, batch), window_losses(separate, batch))  # fp32 is not joined
     gradients = []
     for model in (separate, joined):
         with autocast(CPU, "bf16"):
@@ -317,11 +317,11 @@ def test_number_of_positions():
 @pytest.mark.parametrize("name", TRAINED)
 def test_number_of_weights_and_rates_of_dropout(name):
     config = small(name)
-    config.num_labels = 3  # a classifier's
+    config.num_labels = 3  # must not count: the head is for spans
     assert num_weights(config, model_class(config)) == sum(weights.numel() for weights in models(name)[1].parameters())
     model = new_model(small(name), 0.25, seed=1)
     module_rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
-    assert module_rates == ({0.25} if name != "ultrabert" else set())  # only its attention has dropout
+    assert module_rates == ({0.25} if name != "ultrabert" else set())  # it has dropout in attention only
     config_rates = {value for key, value in model.config.to_dict().items() if "dropout" in key and value is not None}
     assert config_rates == {0.25}
     config = new_model(small(name), 0.25, seed=1, attention_dropout=0.5).config.to_dict()
@@ -341,7 +341,7 @@ def test_adapters_begin_with_the_models_results_and_are_merged(name, windows, tm
     assert all("lora_" in name or not name.startswith(f"{model.base_model_prefix}.") for name in trained)
     model.config.save_pretrained(tmp_path)
     save_file(dict(model.state_dict()), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with refused("--lora_rank"):  # a checkpoint is no model yet
+    with refused("--lora_rank"):  # adapters are not merged yet
         load_encoder(type(model), ModelArguments(model_name_or_path=str(tmp_path)), model.config, needs_head=False)
     assert merge(wrapper).keys() == set(FILES) and dict(model.named_parameters()).keys() == before.keys()
 
@@ -370,8 +370,8 @@ def mesh() -> Iterator[DeviceMesh]:
     distributed.destroy_process_group()
 
 
-# ALBERT has layers inside layers, and a pooler. DeBERTa is padded. ModernBERT's classifier uses the mean of a text.
-@pytest.mark.filterwarnings("error:.*returned a view tensor")  # FSDP then misses operations in place
+# ALBERT has nested layers and a pooler, DeBERTa is padded, and ModernBERT's classifier uses the mean over tokens.
+@pytest.mark.filterwarnings("error:.*returned a view tensor")  # FSDP would miss in-place operations
 @pytest.mark.parametrize("classes", [False, True])
 @pytest.mark.parametrize("name", ["albert", "modernbert", "roberta", "deberta-v2"])
 def test_sharded_copies_compute_the_same(name, classes, windows, mesh):
@@ -421,9 +421,9 @@ WINDOWS, LENGTH = 3, 48
 
 
 def counted(model) -> int:
-    """FLOP of a forward and backward pass over padded windows, by torch's counter."""
+    """Count the FLOP of a forward and backward pass over padded windows with torch's counter."""
     tokens = torch.full((WINDOWS, LENGTH), 5)
-    tokens[:, [0, 3, 10, -1]] = torch.tensor([SEP, QUESTION, SEP, SEP])  # Longformer's question ends at the first SEP
+    tokens[:, [0, 3, 10, -1]] = torch.tensor([SEP, QUESTION, SEP, SEP])  # Longformer requires a SEP
     with FlopCounterMode(display=False) as counter:
         output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
         (output.start_logits + output.end_logits).sum().backward()
@@ -436,7 +436,7 @@ def test_flop_formula_agrees_with_torchs_counter(name):
     for key, value in PUBLISHED.get(name, {}).items():
         setattr(config, key, value)
     model = model_class(config)._from_config(config, attn_implementation="eager")
-    # Most of Splinter's head takes one token per window, and a micro-batch projects DeBERTa's positions once.
+    # The formula approximates Splinter's head (mostly one token per window) and DeBERTa's position projections.
     limit = {"splinter": 0.1, "deberta": 0.11}.get(name, 0.01)
     assert forward_flops(model).training([LENGTH] * WINDOWS) == pytest.approx(counted(model), rel=limit)
 
@@ -451,5 +451,5 @@ def test_frozen_weights_have_no_gradients():
     config.num_hidden_layers = 12
     model = model_class(config)._from_config(config, attn_implementation="eager")
     add_adapters(model, ModelArguments(lora_rank=2), seed=1)
-    # The first layer's input needs no gradient.
+    # The tolerance covers the first layer's input, which needs no gradient.
     assert forward_flops(model).training([LENGTH] * WINDOWS) == pytest.approx(counted(model), rel=0.03)

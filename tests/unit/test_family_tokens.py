@@ -1,4 +1,4 @@
-"""Windows of families other than BERT: tokens of their fast tokenizers, labels, and token types."""
+"""Windows for families other than BERT: tokens of their fast tokenizers, labels, and token types."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def byte_level(kind: Any, special: list[str]) -> Any:
 
 
 def modernbert(vocab: dict[str, int], merges: list[tuple[str, ...]], model_max_length: int) -> Any:
-    """A tokenizer as published with ModernBERT: it has no class, and its offsets include spaces."""
+    """Make a tokenizer like ModernBERT's: of the generic class, with offsets that include leading spaces."""
     backend = Tokenizer(models.BPE(vocab, merges))
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -110,7 +110,7 @@ def family_tokenizer(request, tokenizer):
 
 
 def tokenizers_windows(tokenizer, questions, length, stride):
-    """The tokenizer's windows, as run_qa makes them."""
+    """Make windows by the tokenizer's own truncation, as run_qa does."""
     return tokenizer(
         [question.question.lstrip() for question in questions],
         [question.context for question in questions],
@@ -127,7 +127,7 @@ def tokenizers_windows(tokenizer, questions, length, stride):
 @settings(max_examples=40)
 def test_windows_equal_those_of_the_tokenizer(family_tokenizer, tokenizer, case):
     questions, length, stride = case
-    length += 15 * (family_tokenizer is not tokenizer)  # six words in tokens of a byte must not be truncated
+    length += 15 * (family_tokenizer is not tokenizer)  # byte tokens: six words must still fit
     rows, counts = to_windows(family_tokenizer, questions, length, stride)
     expected = tokenizers_windows(family_tokenizer, questions, length, stride)
     assert (counts.questions, counts.windows, counts.shortened_questions) == (len(questions), len(rows), 0)
@@ -154,14 +154,14 @@ def test_windows_have_room_for_the_special_tokens():
 
 
 def typed(config, tokenizer, tmp_path) -> bool:
-    """Whether a new model with this tokenizer uses its token types."""
+    """Return whether a new model with this tokenizer uses token types."""
     config.save_pretrained(tmp_path)
     model = load_model(ModelArguments(config_name=str(tmp_path)), tokenizer, 32, seed=1)
     return model.takes_token_types
 
 
 def test_model_that_was_pretrained_with_token_types_gets_them(tmp_path, make_questions, write_squad):
-    """ALBERT's tokenizer returns no token types by default; the saved tokenizer does."""
+    """ALBERT's tokenizer does not return token types by default, but the tokenizer saved with the model must."""
     tokenizer, folder = MAKERS["albert"](), tmp_path / "model"
     assert "token_type_ids" not in tokenizer.model_input_names
     AlbertConfig(vocab_size=len(tokenizer), embedding_size=16, **SPACES).save_pretrained(folder)
@@ -182,7 +182,7 @@ def test_model_that_was_pretrained_with_token_types_gets_them(tmp_path, make_que
 def test_models_with_token_types(tokenizer, tmp_path):
     words, bytes_ = tokenizer, MAKERS["roberta"]()
     assert typed(BertConfig(vocab_size=len(words), **SPACES), words, tmp_path)
-    assert not typed(BertConfig(vocab_size=len(bytes_), **SPACES), bytes_, tmp_path)  # all of its types are 0
+    assert not typed(BertConfig(vocab_size=len(bytes_), **SPACES), bytes_, tmp_path)  # its token types are all 0
     electra = {"vocab_size": len(words), "embedding_size": 16, **SPACES}
     assert "token_type_ids" not in words.model_input_names
     assert typed(ElectraConfig(**electra), words, tmp_path), "it was pretrained with both"

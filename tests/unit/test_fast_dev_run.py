@@ -1,4 +1,4 @@
-"""--fast_dev_run: estimate, first step, and no remaining files after any end."""
+"""--fast_dev_run: its estimate, the chosen first step, and no remaining files however it ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rehearse(base: list[str], *flags: str, callback: Callback | None = None) -> 
 
 
 class Fails(Callback):
-    """Ends a run in its second step, by an error or by Ctrl-C."""
+    """Ends a run in its second step. `how`: "error", "Ctrl-C", or anything else for no failure."""
 
     def __init__(self, out: Path, how: str) -> None:
         self._out, self._how = out, how
@@ -68,7 +68,7 @@ def test_estimate_of_the_whole_run(base, tmp_path, make_questions, write_squad, 
         found = rehearse(base, *whole, callback=Rates())
     estimate = found.results["estimate"]
     assert (estimate["steps"], estimate["evaluations"], found.results["checkpoints"]) == (9, 3, 1)
-    assert found.scores["total"] == 14  # every third of the 40 questions: 16 batches of one window
+    assert found.scores["total"] == 14  # every third of 40 questions, at most 16 batches
     assert estimate["evaluation_s"] == pytest.approx(found.results["evaluation_s"] * 40 / 14)
     assert estimate["run_s"] == pytest.approx(9 * estimate["step_s"] + 3 * estimate["evaluation_s"])
     assert estimate["memory_bytes"] == found.results["processes"][0]["memory_peak_bytes"]

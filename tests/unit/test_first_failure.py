@@ -1,4 +1,4 @@
-"""First failures in logs of srun, mpirun, horovodrun and torchrun."""
+"""The first failure is found in logs of srun, mpirun, horovodrun and torchrun."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ STOPPED += "srun: error: a100-01: task 1: Terminated\n"
         (LOST + GLOO.format(1, 255), f"rank 1 on a100-01: exit code 255 {BY_SSH}"),
         (LOST + EXITS + GLOO.format(0, 1), "rank 1 on a100-01: exit code 143"),
         (GLOO.format(4, 137), "rank 4: exit code 137"),
-        # torchrun names the rank that it noticed first as the cause.
+        # torchrun reports the rank whose end it noticed first as the cause.
         (
             LOST.partition(":")[2] + TORCHRUN.format(AGENTS.format(1, 2, -9), AGENTS.format(0, 1, 1)),
             "rank 1 on a100-02: signal 9",
@@ -70,7 +70,7 @@ STOPPED += "srun: error: a100-01: task 1: Terminated\n"
         (KILLED + SIGNAL, "rank 3 on a100-02: signal 9 (Killed)"),
         (KILLED + LOST, "the launcher was killed: stopping this rank"),
         ("step 1/4\n", ""),
-        # Several attempts in one log.
+        # Several attempts in one log: only the final attempt counts.
         (MESSAGE + REQUEUED + STOPPED + START, ""),
         (SRUN + REQUEUED.replace("JOB REQUEUE", "NODE FAILURE") + STOPPED, ""),
         (MESSAGE + START + SIGNAL, "rank 3 on a100-02: signal 9 (Killed)"),

@@ -1,4 +1,4 @@
-"""Questions from files of all formats, and from the hub with other columns."""
+"""Questions from files of all formats, and from hub data sets with other column names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def as_lines(rows: Rows) -> bytes:
 
 
 def as_csv(rows: Rows, delimiter: str = ",") -> bytes:
-    """Write CSV with objects as JSON."""
+    """Format rows as CSV, with nested values as JSON."""
     out = io.StringIO()
     writer = csv.writer(out, delimiter=delimiter)
     writer.writerow(rows[0])
@@ -62,7 +62,7 @@ def read(tmp_path: Path, content: Any, reading: Reading = Reading(), v2: bool = 
 
 @pytest.fixture
 def questions(make_questions) -> list[Question]:
-    """Questions with commas, quotes, line breaks and other characters than ASCII, and a question without an answer."""
+    """Make questions with commas, quotes, line breaks and non-ASCII characters, and a question without an answer."""
     odd = 'He said, "東京\r\nis a;\tcity", and left.'
     made = [dataclasses.replace(question, context=f"{question.context} {odd}") for question in make_questions(5)]
     first = Question("first", 'A "title"', odd, 'Which "city"?', ("東京",), (odd.index("東京"),))
@@ -156,7 +156,7 @@ def test_prediction_ignores_mistakes_in_answers(tmp_path, make_questions, to_squ
     content["data"][0]["paragraphs"][0]["qas"][0]["is_impossible"] = "perhaps"
     del content["data"][0]["paragraphs"][1]["qas"][0]["answers"]
     first, second = read(tmp_path, content, predicting)
-    assert first.answer_texts == ("red",)  # shown next to the prediction
+    assert first.answer_texts == ("red",)  # so that it can be shown next to the prediction
     assert second.answer_texts == ()
     for answers in ("London", 3.5, {"text": ["London"]}):
         content = as_lines([{**row, "answers": answers} for row in to_rows(make_questions(2))])
@@ -243,7 +243,7 @@ def test_is_impossible_as_other_types(tmp_path, name, yes, no):
     assert answers_of(read(tmp_path, unanswered, v2=True)) == [("q", (), ())]
 
 
-# --- pandas' habits ------------------------------------------------------------------------------
+# --- values that pandas would convert ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("index", "missing"), [("", "nan"), ("Unnamed: 0", ""), ("__index_level_0__", "None")])
@@ -266,13 +266,13 @@ def test_numbers_of_pandas(tmp_path, name):
         read(tmp_path, FORMATS[name]([{**first, "answer_start": 16.5}]))
     with refused("answers[0].text", "2.5"):
         read(tmp_path, FORMATS[name]([{**first, "answers": 2.5}]))
-    years = [{**ROW, "context": "In 1912.", "answers": 1912.0, "answer_start": 3}]  # a column of years
+    years = [{**ROW, "context": "In 1912.", "answers": 1912.0, "answer_start": 3}]  # pandas makes years numbers
     assert answers_of(read(tmp_path, FORMATS[name](years))) == [("q", ("1912",), (3,))]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_texts_stay_texts(tmp_path, name):
-    """No format converts words for missing values, numbers or dates."""
+    """Texts that look like missing values, numbers or dates are not converted, whatever the format."""
     texts = {"007": "123", "1e3": "NA", "None": "None", "v1.0-3": "true", "z": "[1]", "set": "{1}"}
     rows = [
         {"id": id_, "context": f"{text} it", "question": "2020-01-01", "answers": text} for id_, text in texts.items()
@@ -316,7 +316,7 @@ def test_answers_without_a_start_are_found(tmp_path, name):
             {"answers": ["London", "n", "Paris"]},
             ("London", "n", "Paris"),
             (16, None, None),
-        ),  # need no start
+        ),  # answers after the first need no start
         ({"context": "Ada met Ada.", "answers": "Ada", "answer_start": [8, 0]}, ("Ada", "Ada"), (8, 0)),
     ],
 )

@@ -1,4 +1,4 @@
-"""The names of all flags and modules. A new name is a decision: its commit changes this list and gives the reason."""
+"""The names of all flags and modules. A commit that adds a name must extend these lists and give the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from test_settings import TOOLS
 
 from hvd_bert.config.settings import FLAGS, PACKAGE
 
-# The trainer's flags. A resumed run must have the same values of these as its checkpoint.
+# The trainer's flags whose values a resumed run must share with its checkpoint.
 FIXED_ON_RESUME = """
 dropout attention_dropout version_2_with_negative max_seq_length padding pad_to_max_length doc_stride max_train_samples
 do_train learning_rate lr_base_batch_size weight_decay layerwise_lr_decay ema_decay lora_rank lora_alpha adam_beta1
@@ -25,7 +25,7 @@ report_to eval_strategy eval_steps gradient_checkpointing cpu_kernels save_steps
 resume_from_checkpoint load_best_model_at_end early_stopping_patience requeue elastic strategy zero_stage num_groups
 num_threads timeline timeline_steps profile peak_tflops fast_dev_run
 """
-# Flags and arguments of the other commands.
+# Flags and positional arguments per command, except the trainer.
 OTHERS = {
     "hvd-bert bench": "model steps repeats json overwrite",
     "hvd-bert bench sweep": """
@@ -43,7 +43,7 @@ OTHERS = {
     "hvd-bert timeline": "file json html overwrite ranks",
     "hvd-bert tune": "range trials pruner ranks minutes out launcher H launcher_flag timeout",
 }
-# Modules by folder below hvd_bert.
+# Modules per folder in hvd_bert.
 MODULES = {
     ".": "__main__ errors hub machine startup streams train version",
     "checkpoint": "files resume schedule",

@@ -1,4 +1,4 @@
-"""tests/gpu and scripts/gpu_acceptance.sh: failures of each kind of check, table, time limit, exit status."""
+"""tests/gpu and scripts/gpu_acceptance.sh: failing checks of each kind, the table, time limit and exit status."""
 
 import json
 import math
@@ -35,7 +35,7 @@ WRONG = {
 def test_wrong_kernels_are_found_next_to_right_ones(monkeypatch, kernel):
     kernel.__name__ = "by_mistake"
     monkeypatch.setattr(gpu_checks, "kernels", lambda *_: [(by_window, None), (kernel, None)])
-    monkeypatch.setattr(gpu_checks, "set_precision", lambda _: None)  # it changes the process
+    monkeypatch.setattr(gpu_checks, "set_precision", lambda _: None)  # it would change this test process
     right, text, _ = gpu_checks.attention("fp32", "cpu")
     assert not right and text.startswith("wrong: by_mistake")
 
@@ -79,7 +79,7 @@ def test_skipped_steps_are_not_compared_and_all_others_must_agree(losses, skips,
 
 @pytest.mark.parametrize(("speed", "right"), [(1.0, True), (0.99, False), (math.nan, False)])
 def test_measurements_fail_below_their_goals_and_pass_at_them(tmp_path, monkeypatch, speed, right):
-    """Use made-up figures of 2 H100s, with `speed` times the goals."""
+    """Use made-up measurements of two H100s that are `speed` times the goals."""
     made = {"useful_gflops": speed * 650 * 200, "mfu": 0.5, "tokens_per_s": 1300 * speed, "windows_per_s": 900}
     record = {"device_name": "NVIDIA H100 80GB HBM3", "memory_bytes": [1], "kernels": []}
     record |= dict.fromkeys(gpu_speed.FIGURES, 1) | {"memory_reserved_bytes": [1]}
@@ -139,7 +139,7 @@ def test_table_time_limit_and_exit_status(tmp_path):
     done = run_made(tmp_path, f"--out={tmp_path / 'none'}")
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (30, 1, "") and "no GPU: torch" in done.stderr
     script = [*SCRIPT, "--no-set-up", "--python", sys.executable, "--device=cpu", f"--out={tmp_path / 'out'}"]
-    assert subprocess.run(script, capture_output=True, timeout=120, check=False).returncode == 2  # it is not empty
+    assert subprocess.run(script, capture_output=True, timeout=120, check=False).returncode == 2  # --out is not empty
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
@@ -148,7 +148,7 @@ def test_script_checks_for_a_driver_before_it_installs_anything():
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1) and "no NVIDIA driver" in done.stderr
 
 
-@pytest.mark.campaign  # starts some 60 commands; the tests above cover the rest
+@pytest.mark.campaign  # starts about 60 commands
 def test_all_checks_on_this_cpu(tmp_path):
     words = ["--no-set-up", "--python", sys.executable, "--device=cpu", "--minutes=60", f"--out={tmp_path / 'out'}"]
     done = subprocess.run([*SCRIPT, *words], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: skipped, recorded, and the end of a training."""
+"""Steps with a NaN or infinite loss or gradient are skipped and recorded; too many end the training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WINDOWS = 8
 
 
 class Watched:
-    """The health checks of a training on rank 0 of 2 ranks with equal sums."""
+    """The health checks on rank 0 of 2. `other`: rank 1's loss; all other sums are equal on both ranks."""
 
     def __init__(self, fp16: bool = False) -> None:
         self.world = make_world(size=2)
@@ -39,7 +39,7 @@ class Watched:
 
     def train(self, loss: float, grad_norm: float = 1.0, other: float | None = None) -> None:
         self.meter.add(torch.tensor(loss), SimpleNamespace(num_windows=4, num_tokens=80, num_positions=80))
-        self.meter.end_step(torch.tensor(grad_norm))  # settles the previous step
+        self.meter.end_step(torch.tensor(grad_norm))  # also checks the previous step
         self.other = loss if other is None else other
         self.step += 1
 
@@ -53,7 +53,7 @@ class Watched:
 
 @pytest.fixture
 def recorded(monkeypatch) -> list[dict[str, Any]]:
-    """The recorded events without warnings, which are recorded only after another test has set up logging."""
+    """Collect recorded events, except warnings: whether they are recorded depends on earlier tests' logging."""
     found: list[dict[str, Any]] = []
 
     def add(event: str, **values: Any) -> None:
@@ -83,20 +83,20 @@ def test_skipped_step_is_a_warning_and_an_event_with_its_windows(recorded, caplo
     (found,) = recorded
     names = [f"w{n}" for n in run.plan.rank_windows(1, 1)[0]]
     assert (found["step"], found["batch"]) == (2, [{"rank": 1, "loss": "nan", "windows": names}])
-    assert row["loss"] == run.meter.results()["train_loss"] == 3.0  # of the other steps
-    run.train(2.0, math.inf)  # on all ranks
+    assert row["loss"] == run.meter.results()["train_loss"] == 3.0  # the mean of the finite steps
+    run.train(2.0, math.inf)  # the gradient is summed, so all ranks may be the cause
     run.meter.settle()
     assert [part["rank"] for part in recorded[1]["batch"]] == [0, 1]
     assert "The gradient is NaN or infinite at step 4" in caplog.text
 
 
-# With fp16, no scale makes up for a loss of NaN.
+# With fp16, a smaller loss scale cannot fix a NaN loss, so its limit is lower.
 @pytest.mark.parametrize(
     ("fp16", "loss", "first", "later"), [(True, math.nan, LIMIT, LIMIT), (True, 1.0, LIMIT_SCALED, LIMIT_LATER)]
 )
 def test_training_ends_after_so_many_skipped_steps_in_a_row(fp16, loss, first, later, recorded):
     run, never = Watched(fp16), Watched(fp16)
-    for limit in (first, later):  # a finite step in between restarts the count
+    for limit in (first, later):  # a finite step restarts the count
         for _ in range(limit - 1):
             run.train(loss, math.nan)
         run.train(2.0)
@@ -112,7 +112,7 @@ def test_training_ends_after_so_many_skipped_steps_in_a_row(fp16, loss, first, l
 
 def test_infinite_loss_with_a_finite_gradient_ends_the_training(recorded):
     run = Watched()
-    run.train(math.nan, math.nan)  # is skipped, so it does not end the training
+    run.train(math.nan, math.nan)  # this step is skipped and training continues
     assert math.isnan(run.read()["loss"])
     run.train(math.inf)
     run.train(1.0)

@@ -1,6 +1,6 @@
-"""Forward and backward passes read no tensor on the host, which would wait for the GPU.
+"""Forward and backward passes must not read tensor values on the host, which would wait for the GPU.
 
-tests/fake_cuda cannot see the reads of masks in transformers.
+tests/fake_cuda cannot detect that transformers reads attention masks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hvd_bert.evaluation.forward import head_logits, window_losses
 from hvd_bert.tools.bench.speed import random_windows
 
 CASES = [(name, None, None) for name in TRAINED] + CLASSIFIED + TAGGED
-# Operations whose result or shape depends on values.
+# Operations whose result on the host or whose output shape depends on tensor values.
 READS = {"_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "nonzero"}
 READS |= {"repeat_interleave", "unique_consecutive", "unique_dim"}
 
 
 class Reads(TorchDispatchMode):
-    """Records the operations whose results the host reads."""
+    """Records the operations that make the host wait for tensor values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,5 +52,5 @@ def test_no_model_reads_on_the_host(name, heads, pooling, pad_to):
         outputs(model.train(), batch).sum().backward()
         with torch.no_grad():
             outputs(model.eval(), batch)
-    # Longformer's own code looks for the tokens that attend globally.
+    # Longformer in transformers searches on the host for the tokens with global attention.
     assert bool(reads.found) == (name == "longformer"), reads.found

@@ -1,4 +1,4 @@
-"""Hostile files and names are skipped with a note, refused or shown unchanged, and their code never runs."""
+"""Hostile files are skipped with a note or refused, hostile names are shown as text, and their code never runs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from hvd_bert.tools.report import plots, run_page
 from hvd_bert.tools.report.__main__ import main as report
 from hvd_bert.tools.runs import record
 
-pytestmark = pytest.mark.timeout(300)  # a reader that blocks must fail its test soon
+pytestmark = pytest.mark.timeout(300)  # in case a reader blocks forever
 
 # --- a run's files: the rest of the run is shown, and the run is left out of comparisons --------------
 
 RUN_FILES = {
-    "metrics.jsonl": True,  # whether a comparison needs it
+    "metrics.jsonl": True,  # True: comparisons need the file
     "train_results.json": True,
     "eval_results.json": False,
     "train_config.yaml": False,
@@ -46,7 +46,7 @@ RUN_FILES = {
     "checkpoint-20/state.json": False,
     ".lock": False,
 }
-UNNAMED = ("train_config.yaml", ".lock")  # nothing that is shown depends on them
+UNNAMED = ("train_config.yaml", ".lock")  # no message: the report does not depend on them
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_a_run_is_shown_and_left_out_of_comparisons(run: Path, name: str, conten
             assert reason == "" and shown.results.train_steps == 5
 
 
-# --- files that only the run reads: the run continues without them, or reports the path ---------------
+# --- files that only the run reads: it continues without them or reports their path ------------------
 
 
 @pytest.mark.parametrize("content", hostile.ALL)
@@ -86,7 +86,7 @@ def test_identity_of_a_wandb_run(tmp_path: Path, content: str) -> None:
     hostile.ALL[content](tmp_path / "tracking.json")
     try:
         wandb.read_run_id(tmp_path)
-    except OSError as error:  # callers report it with the path
+    except OSError as error:  # callers add the path
         assert content in hostile.NO_FILES
         hostile.check_message(error.strerror or str(error))
 
@@ -102,7 +102,7 @@ NAMES = ["$\\frac{1}$", "$^$", "\x1b]0;title\x07", "a\ud800b", "<script>alert(1)
 
 
 def test_names_are_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names of folders, strategies, devices, questions and warnings are text. A damaged run does not end the report."""
+    """Names of folders, strategies, devices, questions and warnings are shown as text. Damaged runs are left out."""
     make_run(tmp_path / "runs" / "none", device_name=NAMES[0])
     for number, name in enumerate(NAMES):
         folder = f"{number}{name}".encode(errors="replace").replace(b"/", b"_")
@@ -126,9 +126,9 @@ FOLDERS = ("hvd_bert", "benchmarks", "examples", "scripts")
 PROGRAMS = [path for folder in FOLDERS for path in sorted((REPOSITORY / folder).rglob("*.py"))]
 # Calls that may run code in a file, and the arguments that prevent it.
 FORBIDDEN = {"eval", "exec", "os.system", "os.popen", "tempfile.mktemp", "yaml.unsafe_load", "yaml.full_load"}
-FORBIDDEN |= {"pickle.load", "pickle.loads", "pickle.Unpickler"}  # the module's errors may be named
+FORBIDDEN |= {"pickle.load", "pickle.loads", "pickle.Unpickler"}  # but pickle.UnpicklingError is allowed
 MODULES = {"cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "imp"}
-LOADERS = ("from_pretrained", "from_config", "load_dataset")  # of a folder or the hub
+LOADERS = ("from_pretrained", "from_config", "load_dataset")  # they load from a folder or the hub
 SAFE_WITH = {"torch.load": ("weights_only", "True")}
 
 
@@ -193,7 +193,7 @@ TOKENIZER = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Token
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model's folder whose configuration and tokenizer refer to code in the folder."""
+    """Make a model folder whose configuration and tokenizer refer to code in the folder."""
     target = tmp_path / "model"
     target.mkdir()
     for name in ("config.json", "tokenizer_config.json", "vocab.txt"):
@@ -218,6 +218,6 @@ def test_code_is_refused_without_a_prompt(folder: Path, load: Callable[[str], An
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     with refused(folder):
         load(str(folder))
-    assert sys.stdin.readline() == "y\n"  # the input is unread
+    assert sys.stdin.readline() == "y\n"  # no prompt has read the answer
     assert "custom code" not in "".join(capfd.readouterr())
     assert not (folder.parent / "ran").exists()

@@ -18,7 +18,7 @@ from hvd_bert.data.sources import squad
 
 @pytest.fixture(autouse=True)
 def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and no network."""
+    """Disable the network. Returns the path of an empty cache folder."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no network in this test")

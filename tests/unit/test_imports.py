@@ -1,6 +1,6 @@
-"""Horovod, the launcher's variables and the tests' helpers are used only where they belong.
+"""Horovod, launcher variables and test helpers are used only where they belong.
 
-`lint-imports` checks the layers.
+`lint-imports` checks the layers of the package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def tree(module: str) -> ast.Module:
 
 
 def imported_names(node: ast.AST) -> Iterator[str]:
-    """Yield the full names in an import statement; `from a import b` gives a.b, a module or not."""
+    """Yield the full names in an import statement; `from a import b` gives a.b, whether or not b is a module."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -39,7 +39,7 @@ def imported_names(node: ast.AST) -> Iterator[str]:
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that run when the module is imported, which function bodies do not."""
+    """Yield the nodes below `node` that run at import, so all nodes outside function bodies."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield child
@@ -57,7 +57,7 @@ def test_horovod_is_imported_by_its_modules_only():
     assert not [module for module in others if imports(ast.walk(tree(module)), *libraries)]
 
 
-# DeepSpeed's strategy overrides variables that DeepSpeed reads. A sweep starts srun within a job's allocation.
+# The DeepSpeed strategy overrides variables that DeepSpeed reads. A sweep reads its job's allocation.
 READERS = ("distributed.", "strategies.deepspeed", "tools.runs.launching")
 
 
@@ -77,7 +77,7 @@ def test_only_tests_import_from_tests():
 
 
 def test_layout_stays_small() -> None:
-    """Count boxes, the folders and modules at the top, and arrows, the imports between them."""
+    """Limit the number of boxes (top-level folders and modules) and of arrows (pairs with imports)."""
     graph = grimp.build_graph("hvd_bert", cache_dir=None)
     boxes = {module.split(".")[1] for module in graph.modules if "." in module}
     arrows = {

@@ -1,4 +1,4 @@
-"""The launcher's and the scheduler's variables: launcher, world, device, threads, job, requeue."""
+"""Variables of launchers and schedulers decide launcher, world, device, threads, job and requeue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.tools.runs.launching import Launching, Machine, Point, host_slots
 from hvd_bert.training import start
 
-# Variables that the launchers set for rank 3 of 4.
+# The variables that each launcher sets for rank 3 of 4.
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_CONTROLLER": "gloo"}
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
@@ -28,7 +28,7 @@ PALS = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}
 TORCHS = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a100-01", "MASTER_PORT": "29500"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
-# A job script, and mpirun inside it, have the variables of the batch step: one task in a job of several.
+# Job scripts and their mpirun see the batch step's variables: task 0, although the job has 8 tasks.
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "17"}
 INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}
 NESTED = HOROVODRUN | SRUN | {"HOROVOD_RANK": "0", "SLURM_PROCID": "0"}
@@ -48,7 +48,7 @@ def checked(environ):
 
 
 def for_launcher(function, *more):
-    """Make a function of the environment from a function of launcher and environment."""
+    """Turn a function of launcher and environment into a function of the environment alone."""
     return lambda environ: function(find_launcher(environ), environ, *more)
 
 
@@ -73,35 +73,35 @@ def threads(environ):
     [
         (found, HOROVODRUN | SRUN, ("horovodrun", 4, 3)),
         (found, TORCHRUN | SRUN, ("torchrun", 4, 3)),
-        (found, TORCHS | SRUN, ("srun", 4, 3)),  # exported by a job script
-        (found, TORCHS | INSIDE_SRUN, (BY_TORCH, 4, 3)),  # one step per node
+        (found, TORCHS | SRUN, ("srun", 4, 3)),  # the job script exports torch's variables
+        (found, TORCHS | INSIDE_SRUN, (BY_TORCH, 4, 3)),  # one srun step per node
         (found, TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 1, 0)),
-        # In a batch job; in a step of srun --mpi=pmi2
+        # mpirun in a batch job, and in a step of srun --mpi=pmi2
         (found, MPIRUN | BATCH_STEP, ("mpirun", 4, 3)),
         (found, MPIRUN | {"PMI_RANK": "0", "PMI_SIZE": "1"}, ("mpirun", 4, 3)),
-        (found, {"MVP_COMM_WORLD_RANK": "3", "MVP_COMM_WORLD_SIZE": "4"}, ("mpirun", 4, 3)),  # of MVAPICH 4
+        (found, {"MVP_COMM_WORLD_RANK": "3", "MVP_COMM_WORLD_SIZE": "4"}, ("mpirun", 4, 3)),  # MVAPICH 4
         (found, HYDRA, ("mpirun", 4, 3)),
         (found, {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4"}, ("jsrun", 4, 3)),
-        (found, FLUX | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, ("flux", 4, 3)),  # brokers by srun
-        (found, PALS, ("MPI", None, 3)),  # it sets no size
+        (found, FLUX | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, ("flux", 4, 3)),  # under srun
+        (found, PALS, ("MPI", None, 3)),  # PALS does not set the world size
         (found, BATCH_STEP, ("none", None, None)),
         (found, {"HOROVOD_SIZE": "4", "HOROVOD_LOG_LEVEL": "info"}, ("none", None, None)),
         (found, TORCHS | {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK=2", "WORLD_SIZE=2"}),
         (for_launcher(launch.other_sizes), MANY | {"OMPI_COMM_WORLD_SIZE": "1"}, {"WORLD_SIZE": "8"}),
-        # Variables that make a world
-        (checked, TORCHS | SRUN, "srun"),  # of equal size
+        # Whether variables make a world
+        (checked, TORCHS | SRUN, "srun"),  # both have size 4
         (checked, {"WORLD_SIZE": "4"}, "none"),  # ignored with a warning: job scripts export it
         (checked, {"RANK": "0"}, "none"),
-        # One process, in a step of Slurm with the daemons of all nodes
+        # A world of one process, in a Slurm step that runs the daemons of all nodes
         (checked, SRUN | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, "mpirun"),
         (checked, SRUN | {"FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}, "flux"),
-        # Launchers in each task of srun, of which one reports it
+        # Whether each srun task starts its own launcher; only one of them must report this error
         (nested_below("slurmstepd"), SRUN, False),
         (nested_below("sshd"), HOROVODRUN | SRUN, True),  # horovodrun exports its environment to all ranks
         (nested_below("horovodrun"), HOROVODRUN | INSIDE_SRUN, False),
         (nested_below("mpirun", "slurmstepd"), MPIRUN | SRUN, True),
         (nested_below("mpirun", "bash"), MPIRUN | SRUN | {"SLURM_PTY_PORT": "40001"}, False),  # srun --pty bash
-        (nested_below("orted", "slurmstepd"), MPIRUN | SRUN, False),  # mpirun started its daemon by srun
+        (nested_below("orted", "slurmstepd"), MPIRUN | SRUN, False),  # mpirun starts its daemons by srun
         (launch.speaks_first, NESTED, True),
         (launch.speaks_for_host, TORCHRUN | {"LOCAL_RANK": "0"}, True),
         (launch.speaks_for_host, TORCHRUN | {"LOCAL_RANK": "1"}, False),
@@ -111,13 +111,13 @@ def threads(environ):
         (launch.speaks_first, MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "1"}, True),  # not nested
         (launch.speaks_first, HOROVODRUN | {"HOROVOD_RANK": "0", "SLURM_STEP_NUM_TASKS": "abc"}, True),
         (sees(1), PALS, {"PALS_RANKID", "--strategy none"}),
-        # Names that no host can have
+        # Invalid host names
         *((host_slots, name, {"-H", name}) for name in NO_HOSTS),
-        # Requested tasks of a job
+        # Number of requested tasks per job
         (slurm.requested_tasks, {}, 1),
         (slurm.requested_tasks, BATCH_STEP, 8),
-        (slurm.requested_tasks, INSIDE_SRUN | {"SLURM_NTASKS": "2"} | TWO_BY_TWO, 4),  # `srun -n 2` inside
-        (slurm.requested_tasks, {"SLURM_NTASKS": "1"} | TWO_BY_TWO, 4),  # the step of mpirun's daemons
+        (slurm.requested_tasks, INSIDE_SRUN | {"SLURM_NTASKS": "2"} | TWO_BY_TWO, 4),  # `srun -n 2` in the job
+        (slurm.requested_tasks, {"SLURM_NTASKS": "1"} | TWO_BY_TWO, 4),  # in the step of mpirun's daemons
         (slurm.requested_tasks, {"SLURM_JOB_NUM_NODES": "2"}, 2),  # sbatch --nodes=2 alone
         (slurm.requested_tasks, BATCH_STEP | {slurm.IN_SWEEP: "1"}, 1),
         (threads, {"OMP_NUM_THREADS": "3,1"}, 3),
@@ -128,7 +128,7 @@ def threads(environ):
     ],
 )
 def test_decision(decide, environ, expected):
-    """`expected`: a value, or the set of values that a refusal names."""
+    """`expected`: the value returned, or a set of words that the error message contains."""
     with refused(*expected) if isinstance(expected, set) else nullcontext():
         assert decide(environ) == expected
 
@@ -153,7 +153,7 @@ def test_rule_on_variables_that_make_no_world(rule, environ, named):
 
 
 def test_row_of_a_launcher(monkeypatch):
-    """The row decides how ranks are found, watched and connected, and how the tools start them."""
+    """A launcher's row alone decides how ranks are found, watched and connected, and how the tools start them."""
 
     def command(start):
         return ["prterun", "-n", str(start.ranks), *start.extra, *start.train]
@@ -173,7 +173,7 @@ def test_row_of_a_launcher(monkeypatch):
     assert started.obstacle(point).startswith("2 ranks per node, but 1 GPUs")
 
 
-# The first lines of the MPI libraries' version texts
+# The start of each MPI library's version text
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 20:45:26 UTC 2026\n"
 INTEL = "Intel(R) MPI Library 2021.14 for Linux* OS\n"
@@ -190,7 +190,7 @@ INTEL = "Intel(R) MPI Library 2021.14 for Linux* OS\n"
         (loads(OPEN_MPI), MPIRUN, []),
         (loads(MPICH), SRUN, []),
         (loads(OPEN_MPI), INSIDE_SRUN, []),
-        (loads(OPEN_MPI), SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, []),  # --mpi=pmi2, which any MPI may support
+        (loads(OPEN_MPI), SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, []),  # --mpi=pmi2: works with any MPI
         (loads(OPEN_MPI), SRUN, ["`srun --mpi=pmix`"]),
         (loads(INTEL), MPIRUN, ["mpirun of Open MPI", "Intel(R) MPI Library 2021.14", "env/setup.sh"]),
     ],
@@ -222,7 +222,7 @@ def test_warning_of_a_process_that_is_alone_by_mistake():
 
 def test_choose_device():
     assert devices.choose_device(0, 2, 4) == "cpu"
-    assert devices.choose_device(1, 2, 4) == "cuda:0"  # a GPU each; check_devices refuses a shared GPU
+    assert devices.choose_device(1, 2, 4) == "cuda:0"  # each rank sees its own GPU; check_devices refuses shared GPUs
     assert devices.choose_device(2, 1, 4) == "cuda:1"
     with refused("4 ranks", "2 GPUs"):
         devices.choose_device(2, 2, 4)
@@ -253,10 +253,10 @@ def test_mig_instances_have_the_address_of_their_gpu():
 @pytest.mark.parametrize(
     ("allocated", "limit", "threads"),
     [
-        ([range(2)] * 4, None, [1] * 4),  # never 0
-        ([range(0, 4), range(0, 4), range(4, 10)], None, [2, 2, 6]),  # bound by the launcher
+        ([range(2)] * 4, None, [1] * 4),  # at least 1 thread
+        ([range(0, 4), range(0, 4), range(4, 10)], None, [2, 2, 6]),  # the launcher binds ranks to cores
         ([range(64)] * 2, 100.0, [32, 32]),
-        ([range(64)] * 2, 9.0, [4, 4]),  # of a container
+        ([range(64)] * 2, 9.0, [4, 4]),  # a container's CPU limit
     ],
 )
 def test_share_cores(allocated, limit, threads):
@@ -291,7 +291,7 @@ def test_a_job_is_recorded_with_its_requests():
 
 @pytest.fixture
 def scontrol(monkeypatch, tmp_path):
-    """scontrol(script) -> the only program on PATH, as a shell script."""
+    """Return `write(script)`, which makes a shell script named scontrol the only program on PATH."""
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def write(script: str) -> None:
@@ -314,7 +314,7 @@ def shows(*change: str) -> str:
         (shows("1-00:00:00", "UNLIMITED"), {}, "it has no time limit"),
         (shows("", ""), {"mode": "no"}, "--requeue no"),
         (shows("", ""), {"progress": ""}, "this attempt made no progress, so request more time"),
-        (shows("", ""), {"environ": JOB | {slurm.IN_SWEEP: "1"}}, ""),  # the sweep requeues
+        (shows("", ""), {"environ": JOB | {slurm.IN_SWEEP: "1"}}, ""),  # the sweep requeues the job
         ("echo 'requeue is disabled\nfor job 12, café' >&2; exit 1", {}, "requeue is disabled for job 12, caf\ufffd"),
         ("while :; do :; done", {}, "did not answer in 2.0 s"),
         ("", {}, "did not print its state"),
@@ -342,7 +342,7 @@ def test_hosts_by_scontrol(scontrol):
 @pytest.mark.parametrize("field", ["JobName=", "Comment="])
 @pytest.mark.parametrize(("environ", "name"), [(JOB, "12"), (ARRAY, "10_3")])
 def test_job_is_requeued(scontrol, tmp_path, environ, name, field):
-    """Requeue also a job whose name or comment looks like other fields."""
+    """Requeue a job even if its name or comment contains text like other fields."""
     shown, log = SHOWN.replace(field, f"{field}café JobState=CANCELLED Requeue=0 "), tmp_path / "log"
     scontrol(f'echo "$*" >>{log}; if [ "$1" = show ]; then echo "{shown}"; fi')
 
@@ -364,7 +364,7 @@ def test_runs_of_a_requeued_program_are_found_in_their_order(tmp_path, monkeypat
         events.begin(Path("runs", name), True, {"job": {"id": job}})
         events.end()
     with Path("runs", "2", events.NAME).open("ab") as file:
-        file.write(b'[1]\n\xff\n{"event": "start", "job": {"id": "12"')  # damaged, and cut off
+        file.write(b'[1]\n\xff\n{"event": "start", "job": {"id": "12"')  # damaged lines and a truncated line
     found = []
     for _ in range(3):
         found.append(start.earlier_attempt(None, World()))

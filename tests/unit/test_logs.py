@@ -1,4 +1,4 @@
-"""Log lines and events.jsonl: their formats, the lines of each rank, and the reason why a run ends."""
+"""Log lines and events.jsonl: their formats, which ranks write what, and the recorded reason why a run ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Restore the logging that `start` changes."""
+    """Restore the logging configuration that `start` changes."""
     root, before = logging.getLogger(), logging.getLogger().handlers[:]
     logging.captureWarnings(False)
     with warnings.catch_warnings():
@@ -56,7 +56,7 @@ def test_control_characters_are_escaped_and_other_text_is_not(capsys):
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines since the last call, without times and levels."""
+    """Return the lines printed since the previous call, without times and levels."""
     return [re.sub(f"^{TIME}[A-Z]+ ", "", line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -71,7 +71,7 @@ def test_collected_warnings_are_printed_if_another_thread_ends_the_process(capsy
     start(rank=1)
     with collected():
         log.warning("disk is slow")
-        make_world(rank=1, size=2).abort(1)  # as a watchdog does
+        make_world(rank=1, size=2).abort(1)  # as the stall watchdog does
         assert shown(capsys) == ["rank 1: disk is slow"]
     assert shown(capsys) == []
 
@@ -92,7 +92,7 @@ def test_warnings_of_a_rank_that_cannot_gather_are_printed_there(capsys):
 
 @pytest.fixture(autouse=True)
 def new_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each test new events: another test's run may have failed."""
+    """Give each test its own event log: the process's log may record the failed run of another test."""
     new = events.Events()
     for name in ("begin", "add", "failed", "end"):
         monkeypatch.setattr(events, name, getattr(new, name))

@@ -1,4 +1,4 @@
-"""The meter: means, rates and times per phase."""
+"""The meter: mean losses, rates, and times per phase."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_bert.monitoring import PHASES
 from hvd_bert.training import meter as module
 from hvd_bert.training.meter import Meter
 
-FINITE = torch.tensor(1.0)  # the norm of a gradient
+FINITE = torch.tensor(1.0)  # a gradient norm
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def equal_ranks(size: int) -> SimpleNamespace:
-    """A world whose ranks all have this rank's sums."""
+    """Make a world in which all ranks have the same values. `waits`: the names passed to `limit_wait`."""
     same = lambda table: table[:1].expand_as(table)  # noqa: E731
     waits: list[list[str]] = []
 
@@ -39,7 +39,7 @@ def batch(num_windows: int, num_tokens: int) -> SimpleNamespace:
 
 
 def read(meter: Meter, step: int) -> dict[str, float]:
-    """End a line after `step` and read it at once."""
+    """End a log line after `step` and read its metrics at once."""
     meter.end_line(step)
     meter.settle()
     return meter.read()
@@ -54,7 +54,7 @@ def test_meter(clock):
 
     def steps(*losses):
         for loss in losses:
-            for _ in range(2):  # a micro-batch's loss is its share of the step's loss
+            for _ in range(2):  # each micro-batch contributes half of the step's loss
                 meter.add(torch.tensor(loss / 2, requires_grad=True), batch(4, 100))
             meter.end_step(FINITE)
             clock.now += 0.5
@@ -63,7 +63,7 @@ def test_meter(clock):
     row = {"windows_per_s": 64, "tokens_per_s": 1600, "padding_share": 0.5, "step_s": 0.5}
     assert without_phases(read(meter, 3)) == pytest.approx({"loss": 4.0, **row})
     with meter.paused():
-        clock.now += 1000.0  # an evaluation
+        clock.now += 1000.0  # an evaluation must not count
     steps(2.0, 1.0)
     assert without_phases(read(meter, 5)) == pytest.approx({"loss": 1.5, **row})
     rates = {"train_samples_per_second": 64, "train_steps_per_second": 2.0, "train_tokens_per_second": 1600}
@@ -73,7 +73,7 @@ def test_meter(clock):
 
 @pytest.mark.parametrize("ends", [True, False], ids=["read late", "lost before"])
 def test_line_that_ended_before_a_later_step(clock, ends):
-    """The line excludes the later step. If Horovod elastic loses a rank before `read`, the next line has all steps."""
+    """The line excludes step 3. If Horovod elastic resumes before `read`, the next line covers all steps."""
     meter, resumed = Meter(equal_ranks(2)), Meter(equal_ranks(2))
 
     def step(meter: Meter, loss: float) -> None:
@@ -112,7 +112,7 @@ def test_waits_for_the_device_are_watched_except_the_first():
 
 
 def test_phases_leave_no_gaps(clock):
-    """A step of two micro-batches, the second of which waits for other ranks, and a checkpoint."""
+    """Time a step of two micro-batches, of which the second waits for other ranks, and a checkpoint."""
     meter = Meter(equal_ranks(1))
 
     def waited_for():
@@ -129,7 +129,7 @@ def test_phases_leave_no_gaps(clock):
             if item == "b":
                 meter.gradients_computed()
                 after(0.25)
-                meter.gradients_computed()  # again, for the last parameter
+                meter.gradients_computed()  # one call per parameter; the final call counts
             after(0.5)
         meter.add(torch.tensor(1.0), batch(1, 1))
     with meter.phase("other"):
@@ -140,7 +140,7 @@ def test_phases_leave_no_gaps(clock):
         after(16.0)
     with meter.phase("exposed_comm"):
         after(32.0)
-    after(64.0)  # counts for the next phase
+    after(64.0)  # time between phases counts for the next phase
     with meter.phase("optimizer"):
         after(128.0)
     row = read(meter, 1)
@@ -150,7 +150,7 @@ def test_phases_leave_no_gaps(clock):
 
 
 def test_phases_have_a_range_over_the_ranks(clock):
-    """Rank 1 waits a second less for data, and then a second for rank 0."""
+    """Rank 1 gets its data a second earlier than rank 0, then waits a second for rank 0."""
     world = equal_ranks(2)
     world.sum = lambda table: torch.stack([table[0], table[0] + torch.tensor([0.0] * 4 + [-1, 0, 1, 0, 0, 0])])
     meter = Meter(world)

@@ -1,4 +1,4 @@
-"""metrics.jsonl and progress lines. Reporters: test_reporters.py."""
+"""metrics.jsonl and progress lines. test_reporters.py tests the reporters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCORES = {"exact_match": 50.0, "f1": 61.25, "total": 8.0, "eval_loss": 1.5}
 
 
 class Clock:
-    """A `time` module whose clock the test sets."""
+    """Replaces the module `time`; tests set the clock, `now`, in seconds."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -32,7 +32,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def console(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log lines without times."""
+    """Set up logging as on a terminal, where lines have no times."""
     with monkeypatch.context() as patch:
         patch.setattr(sys.stdout, "isatty", lambda: True)
         logs.start(rank=0)
@@ -50,11 +50,11 @@ def metrics(step: int) -> dict[str, float]:
 
 
 def run(folder: Path, clock: Clock, enabled: bool = True) -> None:
-    """Log eight steps of 4 s each, with evaluations in the middle and at the end."""
+    """Log eight steps of 4 s each, with evaluations after steps 4 and 8."""
     metrics_logger = MetricsLogger(folder, enabled)
     metrics_logger.begin(8, step=0, steps_per_epoch=4)
     for step in range(1, 9):
-        assert not enabled or len(rows(folder)) == step - 1 + (step > 4)  # on disk at once
+        assert not enabled or len(rows(folder)) == step - 1 + (step > 4)  # written at once
         clock.now += 4.0
         metrics_logger.logged(step, metrics(step))
         if step == 4:
@@ -81,7 +81,7 @@ def test_progress_without_a_terminal(tmp_path, clock, capsys):
     shown = capsys.readouterr()
     assert shown.err == ""
     lines = shown.out.splitlines()
-    # A line at the first and the last step and every ten seconds, here every third step of 4 s.
+    # A line for the first and the final step, and at least ten seconds apart: here every third step.
     assert [line.split(":")[0].split()[1] for line in lines] == ["1/8", "4/8", "4/8", "7/8", "8/8", "8/8"]
     assert lines[0] == "step 1/8 (12%)  loss 4.000  lr 1.00e-04  windows/s 12.0  ETA 00:28"
     assert lines[2] == "step 4/8: EM 50.00  F1 61.25  loss 1.500  on 8 questions"
@@ -94,7 +94,7 @@ def test_progress_on_a_terminal(tmp_path, clock, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     run(tmp_path, clock)
     out = capsys.readouterr().out
-    assert "ETA" not in out  # the bar shows it
+    assert "ETA" not in out  # the progress bar shows the ETA
     assert out.count("EM 50.00") == 2
     bar = terminal.getvalue().split("\r")[-1]
     assert "8/8" in bar and "loss=0.500" in bar and "lr=1.00e-04" in bar

@@ -1,4 +1,4 @@
-"""GPU usage with torch's functions replaced, and recordings of steps."""
+"""GPU usage, with torch's functions replaced, and recordings of steps (--profile, --timeline_steps)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvd_bert.training.meter import Meter
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake figures: cuda:0 is 40 % busy, cuda:1 is a MIG instance, cuda:2 lacks NVML."""
+    """Fake the driver: cuda:0 is 40 % busy, cuda:1 is a MIG instance, and cuda:2 lacks NVML."""
 
     def utilization(gpu: torch.device) -> int:
         if gpu.index == 2:
@@ -39,7 +39,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_usage(folder: Path, rank: int, *gpus: int) -> dict[str, float]:
-    """Read the usage on rank `rank` of two, with these GPUs, after the first sample. The other rank is 90 % busy."""
+    """Sample the GPUs once on rank `rank` of two and read the usage. The other rank's GPU is 90 % busy."""
     devices = [torch.device("cuda", gpu) for gpu in gpus]
     other = [{"device": "cuda:0", "gpu_util_percent": 90.0}]
     world = SimpleNamespace(
@@ -64,7 +64,7 @@ def test_usage_of_all_ranks(tmp_path):
     assert all(line.pop("seconds") >= 0 for line in lines)
     assert lines == [
         {"step": 7, "rank": 0, "host": "a", "device": "cuda:0", **usage},
-        {"step": 7, "rank": 0, "host": "a", "device": "cuda:1", "gpu_memory_gib": 3.0},  # --strategy dp
+        {"step": 7, "rank": 0, "host": "a", "device": "cuda:1", "gpu_memory_gib": 3.0},  # more GPUs: --strategy dp
         {"step": 7, "rank": 0, "host": "a", "device": "cuda:2", "gpu_memory_gib": 3.0},
         {"step": 7, "rank": 1, "host": "a", "device": "cuda:0", "gpu_util_percent": 90.0},
     ]
@@ -95,7 +95,7 @@ def test_trace_of_each_rank(tmp_path):
     meter = Meter(world)
     recording = Recording(parse([*BASE, "--profile", "--timeline_steps", "2:3"]).profiling, 4, meter, world, False)
     (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / "rank-2.json.gz").touch()  # left by an earlier start with more ranks
+    (tmp_path / "trace" / "rank-2.json.gz").touch()  # from an earlier start with more ranks
     for step in range(1, 5):
         recording.before(step)
         for _ in meter.timed("data", [1]):
@@ -104,7 +104,7 @@ def test_trace_of_each_rank(tmp_path):
         recording.after(step, tmp_path)
     assert {path.name for path in (tmp_path / "trace").iterdir()} == {"rank-0.json.gz", "rank-1.json.gz"}
     trace = json.loads(gzip.decompress((tmp_path / "trace" / "rank-0.json.gz").read_bytes()))
-    assert trace["distributedInfo"] == {"rank": 0, "world_size": 2}  # Holistic Trace Analysis needs it
+    assert trace["distributedInfo"] == {"rank": 0, "world_size": 2}  # required by Holistic Trace Analysis
     marks = Counter(event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
     assert marks == {"ProfilerStep#0": 1, "ProfilerStep#1": 1, "data": 4, "compute": 2}
 

@@ -1,4 +1,4 @@
-"""horovodrun, as env/build_horovod.py patches it, passes signals on to mpirun and through it to the ranks."""
+"""horovodrun, as patched by env/build_horovod.py, forwards signals to mpirun, which forwards them to the ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import os, shlex, sys
 from horovod.runner import mpirun_process
 sys.exit(mpirun_process.run(shlex.join(sys.argv[1:]), dict(os.environ)))
 """
-# A rank that prints each signal, and exits with a status after a number of signals.
+# A rank that prints each signal and, after a given number of signals, exits with a given status.
 RANK = """
 import os, signal, sys
 signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
@@ -39,15 +39,15 @@ sys.exit(int(sys.argv[2]))
 
 
 class Started(subprocess.Popen[str]):
-    between: int  # the id of the process between horovodrun and mpirun
+    between: int  # ID of the process between horovodrun and mpirun
 
     def line(self) -> str:
-        """The next line that the rank prints."""
+        """Read the next line that the rank prints."""
         assert self.stdout
         return self.stdout.readline().rstrip()
 
     def lines(self) -> list[str]:
-        """The words that the rank prints until it ends."""
+        """Read the words that the rank prints until it ends."""
         assert self.stdout
         return self.stdout.read().split()
 
@@ -58,10 +58,10 @@ def parent(process_id: int) -> int:
 
 @contextmanager
 def started(signals: int, status: int = EXIT_STOPPED, **streams: int) -> Iterator[Started]:
-    """Start a horovodrun whose only rank exits with `status` after a number of signals."""
+    """Start horovodrun with a single rank that exits with `status` after `signals` signals."""
     rank = [sys.executable, "-c", RANK, str(signals), str(status)]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    options = ["--tag-output", "-mca", "orte_tag_output", "0", "-np", "1"]  # horovodrun's, but without the tags
+    options = ["--tag-output", "-mca", "orte_tag_output", "0", "-np", "1"]  # as horovodrun, without tags
     command = [sys.executable, "-c", HOROVODRUN, "mpirun", *options, *rank]
     with processes.started(
         command, Started, env=os.environ | root, stdout=subprocess.PIPE, text=True, **streams
@@ -90,7 +90,7 @@ def test_ranks_get_a_signal_that_lets_them_save(number: signal.Signals, to_horov
 
 
 def test_signal_is_repeated_after_a_kill() -> None:
-    """mpirun does not forward a signal while it starts the ranks."""
+    """The signal must be repeated because mpirun forwards no signal while it starts the ranks."""
     with started(2) as process:
         process.kill()
         assert process.lines() == ["SIGUSR1", "SIGUSR1"]
@@ -101,8 +101,8 @@ def test_second_request_ends_the_ranks() -> None:
     with started(3) as process:
         process.send_signal(number)
         assert process.line() == "SIGUSR1"
-        process.send_signal(number)  # `timeout` sends each signal twice
-        assert process.line() == "SIGUSR1"  # the first signal again, 2 s later
+        process.send_signal(number)  # a repeated signal does not count, as `timeout` sends each signal twice
+        assert process.line() == "SIGUSR1"  # repeats the first signal after 2 s
         process.send_signal(number)
         assert process.lines() == ["SIGTERM"]
     assert process.returncode != 0
@@ -110,7 +110,7 @@ def test_second_request_ends_the_ranks() -> None:
 
 @pytest.mark.parametrize(("number", "passed", "status"), [("SIGTERM", "SIGUSR1", 0), ("SIGINT", "SIGUSR2", 140)])
 def test_signal_before_the_ranks_save_is_the_status(number: str, passed: str, status: int) -> None:
-    """mpirun ends with 0 if it has not started the ranks, and with 140 if SIGUSR2 ended them."""
+    """mpirun itself would exit with 0 before it has started the ranks, and with 140 if SIGUSR2 ended them."""
     with started(1, status=status) as process:
         process.send_signal(signal.Signals[number])
         assert process.lines() == [passed]

@@ -1,4 +1,4 @@
-"""A run of a sweep or a tuning: all processes end with the run, and a failure has a reason."""
+"""A run of a sweep or a tuning: its processes end with the run, and the reason of a failure is found."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from processes import started
 from hvd_bert.tools.runs import one_run
 from hvd_bert.tools.runs.one_run import Stopped, failure_in, signals, start_and_wait
 
-# A launcher that does not forward signals, like the shell that horovodrun becomes. Prints the rank's process id.
+# A launcher that does not forward signals, like the shell that horovodrun executes. Prints its rank's process ID.
 LAUNCHER = "sleep 600 & echo $!; {}wait"
 
 
@@ -50,7 +50,7 @@ def test_ranks_of_a_launcher_that_was_killed_are_terminated(tmp_path: Path, grou
             start_and_wait(["sh", "-c", f"{group}sleep 600 & echo $!; kill -9 $$"], os.environ, log, 60, lambda: None)
             == -9
         )
-    assert not psutil.pid_exists(int((tmp_path / "log").read_text()))  # before the next run starts
+    assert not psutil.pid_exists(int((tmp_path / "log").read_text()))  # the next run may start
 
 
 def test_earlier_child_processes_are_not_terminated(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_earlier_child_processes_are_not_terminated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["INT", "USR1"])
 def test_repeated_signals_terminate_the_run_and_are_raised(tmp_path: Path, name: str) -> None:
     before, waiting = signal.getsignal(signal.SIGINT), tmp_path / "waiting"
-    # Sent after the fork: an exception in a callback of `logging` during the fork could leave a lock acquired.
+    # The child sends the signals, so after the fork: an exception in logging's fork callbacks could leave a lock held.
     kills = f"until [ -e {waiting} ]; do :; done; for i in 1 2 3 4 5; do kill -{name} {os.getpid()}; done; "
     with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match=f"SIG{name}"), signals() as check:
         command = ["sh", "-c", LAUNCHER.format(kills)]
@@ -74,7 +74,7 @@ def test_repeated_signals_terminate_the_run_and_are_raised(tmp_path: Path, name:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_during_a_finalizer_terminates_the_run(tmp_path: Path) -> None:
-    """Python prints exceptions of finalizers, and of callbacks of a fork, instead of raising them."""
+    """Python only prints an exception that is raised in a finalizer, so the signal must also be remembered."""
 
     class Finalized:
         def __del__(self) -> None:
@@ -83,7 +83,7 @@ def test_a_signal_during_a_finalizer_terminates_the_run(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match="SIGINT"), signals() as check:
         start_and_wait(["sleep", "600"], os.environ, log, 20, watch=lambda: check() or (Finalized() and None))
     with (tmp_path / "log").open("w") as log, signals() as check:
-        assert start_and_wait(["true"], os.environ, log, 60, check) == 0  # the earlier signal does not stop it
+        assert start_and_wait(["true"], os.environ, log, 60, check) == 0  # not stopped by the earlier signal
 
 
 def test_a_run_ends_if_its_sweep_is_killed() -> None:

@@ -1,4 +1,4 @@
-"""Parameter groups, learning rate and its schedule."""
+"""Parameter groups, the learning rate and its schedule."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_optimizer_that_is_not_installed_is_refused(monkeypatch):
         ("none", {}, 8, 1),
         ("linear", {"lr_scaling_limit": math.inf}, 8, 8),
         ("linear", {}, 1024, 4),  # the default limit
-        ("linear", {"global_batch": 32}, 3, 1),  # the rate depends on the global batch only
+        ("linear", {"global_batch": 32}, 3, 1),  # the rate depends on --global_batch, not on devices
         ("sqrt", {"lr_base_batch_size": 32, "gradient_accumulation_steps": 2}, 8, 2),
     ],
 )
@@ -99,7 +99,7 @@ def test_learning_rate_by_the_global_batch(rule, settings, devices, factor):
     [
         (4, {}, ["batch of 32 is 4 times the 8", "5e-05", "--lr_scaling none", "docs/"]),
         (8, {"lr_scaling": "sqrt", "lr_base_batch_size": 16}, ["4 times the 16 of --lr_base_batch_size", "0.0001"]),
-        (4, {"global_batch": 32}, None),  # the base batch
+        (4, {"global_batch": 32}, None),  # set by --global_batch, so it is the base
     ],
 )
 def test_large_batch_is_noted_with_its_rate_and_a_page(devices, settings, named):
@@ -111,7 +111,7 @@ def test_large_batch_is_noted_with_its_rate_and_a_page(devices, settings, named)
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
-        ({}, 11),  # a tenth, rounded up
+        ({}, 11),  # a tenth of the steps, rounded up
         ({"warmup_ratio": 0.0}, 0),
         ({"warmup_steps": 7, "warmup_ratio": 0.1}, 7),
     ],

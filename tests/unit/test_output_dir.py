@@ -1,4 +1,4 @@
-"""The output folder: which folders are refused, and which files a run replaces."""
+"""The output folder: which folders a run refuses, and which files it replaces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvd_bert.training import start
 from hvd_bert.training.meter import Meter
 
 OVERWRITE = "--overwrite_output_dir"
-HELD: output_dir.Locks = {}  # the locks of this process
+HELD: output_dir.Locks = {}  # locks held by this process
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_dated_folders_are_never_shared(tmp_path, monkeypatch):
 
 
 RESUMES, EVALUATES = ["--resume_from_checkpoint", "latest"], ["--no_do_train"]
-EMPTY = ["slurm-7.out", "run.log", ".train_config.yaml.hvd_bert.partial"]  # of a scheduler and of a killed run
+EMPTY = ["slurm-7.out", "run.log", ".train_config.yaml.hvd_bert.partial"]  # written by a scheduler or by a killed run
 FINISHED = ["train_config.yaml", "train_results.json"]
 
 
@@ -72,7 +72,7 @@ FINISHED = ["train_config.yaml", "train_results.json"]
     [
         (EMPTY, [], ""),
         (EMPTY, EVALUATES, ""),
-        (["train_config.yaml"], [], ""),  # unfinished
+        (["train_config.yaml"], [], ""),  # an unfinished run
         (FINISHED, [], "(train_config.yaml, train_results.json)"),
         *((FINISHED, flags, "") for flags in ([OVERWRITE], RESUMES, EVALUATES)),
         (["eval_config.yaml"], [], "(eval_config.yaml)"),
@@ -98,7 +98,7 @@ def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path, path):
 @pytest.mark.parametrize(
     ("flag", "name"),
     [
-        ("--model_name_or_path", ""),  # training starts from it
+        ("--model_name_or_path", ""),  # the folder itself is the model
         ("--train_file", "eval_predictions.json"),
     ],
 )
@@ -125,11 +125,11 @@ def test_settings_that_no_run_wrote_are_named(tmp_path, content, reason):
     file.mkdir() if content is None else file.write_bytes(content)
     with refused(f"--output_dir {tmp_path}", "(train_config.yaml: ", reason, "eval_config.yaml: No such"):
         check(config(tmp_path, OVERWRITE))
-    assert os.listdir(tmp_path) == ["train_config.yaml"]  # not even a lock
+    assert os.listdir(tmp_path) == ["train_config.yaml"]  # the check creates no lock file
 
 
 def make_run(folder: Path, *names: str) -> None:
-    """Write the files of an earlier run."""
+    """Write files and folders like an earlier run's, by name."""
     folder.mkdir(exist_ok=True)
     for name in names:
         if name == "tb" or name.startswith("checkpoint-"):
@@ -150,7 +150,7 @@ def test_only_a_runs_files_are_removed(tmp_path):
     leftovers = [".partial-checkpoint-8", ".replaced-checkpoint-5"]
     mine = ["notes.txt", "slurm-7.out", "checkpoint", "checkpoint-5-copy", "eval_mine.json", ".partial-x"]
     make_run(tmp_path, "train_config.yaml", "README.md")
-    check(config(tmp_path))  # stopped before its first checkpoint
+    check(config(tmp_path))  # the run stopped before its first checkpoint
     begin(config(tmp_path))
     assert names(tmp_path) == {"train_config.yaml", "README.md"}
     HELD.clear()
@@ -193,7 +193,7 @@ def test_evaluation_is_replaced_also_after_a_kill(tmp_path, monkeypatch):
     make_run(tmp_path, "eval_config.yaml", "eval_results.json", "notes.txt")
     wanted = config(tmp_path, OVERWRITE)
     check(wanted)
-    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):  # killed before it writes the settings
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):  # ends before it writes settings
         patched.setattr(output_dir, "_save_settings", lambda *_: 1 / 0)
         begin(wanted)
     HELD.clear()
@@ -229,7 +229,7 @@ def test_next_elastic_world_resumes_only_what_an_earlier_one_began(tmp_path, beg
 
 
 def test_rank_0_of_a_next_elastic_world_replaces_another_runs_folder(tmp_path):
-    """The new rank 0 is on a host that had no rank 0, where the folder of this name belongs to another run."""
+    """Rank 0 moves to another host, where the output folder contains a different run."""
     wanted, world = config(tmp_path, OVERWRITE), make_world(1, 2)
     make_run(tmp_path, "train_config.yaml", "train_results.json", "checkpoint-2")
     world.allgather = lambda mine: [(None, []) if isinstance(mine, tuple) else str(tmp_path), mine]  # type: ignore
@@ -269,10 +269,10 @@ def test_timeline_replaces_only_an_earlier_timeline_of_the_run(tmp_path):
     os.mkfifo(pipe)
     link.symlink_to(file)
     recording(file)
-    assert not file.exists()  # a check creates nothing
+    assert not file.exists()  # a check creates no file
     file.write_text("mine")
     wrong = [(file, False), (pipe, True), (link, True), (tmp_path, True), (file / "t.json", True)]
-    wrong += [(Path("/proc/none/t.json"), True), (Path("/proc/version"), True)]  # where not even root can write
+    wrong += [(Path("/proc/none/t.json"), True), (Path("/proc/version"), True)]  # even root cannot write there
     for path, replaces in wrong:
         with pytest.raises(CollectiveError, match=f"{path} cannot be written: "):
             recording(path, replaces)

@@ -1,4 +1,4 @@
-"""Paths that a user names: existing outputs, pipes and devices, impossible names, hostile content."""
+"""Paths given by the user: existing outputs, pipes and devices, invalid names, hostile content."""
 
 from __future__ import annotations
 

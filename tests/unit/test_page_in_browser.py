@@ -1,4 +1,4 @@
-"""The report's pages in headless Chromium: one browser for all tests of this file."""
+"""The report's pages in headless Chromium. All tests of this file share a browser."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def drawn(browser: Any, page: Path, width: int) -> dict[str, list[dict[str, Any]]]:
-    """Open a page, and scroll to each chart until it is drawn. Returns plotly's traces by title."""
+    """Open a page `width` pixels wide and scroll to each chart until it is drawn. Returns plotly's traces by title."""
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     for log in ("browser", "performance"):
-        browser.get_log(log)  # clears the log of an earlier page
+        browser.get_log(log)  # clears the previous page's log
     browser.get(page.as_uri())
     return browser.execute_async_script(  # type: ignore[no-any-return]
         """
@@ -66,7 +66,7 @@ def drawn(browser: Any, page: Path, width: int) -> dict[str, list[dict[str, Any]
 
 
 def requests(browser: Any) -> list[str]:
-    """Addresses that the page has requested, without the address of the page."""
+    """Return the addresses that the page requested, except the page itself and data: URLs."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
     addresses = [request["request"]["url"] for request in sent if request.get("type") != "Document"]
@@ -88,7 +88,7 @@ def hostile_run(folder: Path) -> Path:
 
 @pytest.mark.parametrize("several", [False, True])
 def test_page_with_hostile_texts(browser: Any, tmp_path: Path, several: bool) -> None:
-    """The page of a run whose texts look like markup, alone or with other runs."""
+    """Texts that look like markup are shown as text, in the page of one run or of several."""
     hostile_run(tmp_path / "runs")
     for seed in range(3 if several else 0):
         make_run(tmp_path / f"runs/none-{seed}", seed=seed, scores=(60.0, 70.0 + seed))
@@ -101,7 +101,7 @@ def test_page_with_hostile_texts(browser: Any, tmp_path: Path, several: bool) ->
         "return [...document.querySelectorAll('.modebar')[0].querySelectorAll('button')].map(b => b.ariaLabel)"
     )
     assert buttons == ["Download plot as a PNG", "Zoom", "Pan", "Reset axes"], "no button uploads the data"
-    # Texts are shown as text, not as markup.
+    # No text has become markup.
     assert browser.title.startswith("Report on 4 runs" if several else "Run ")
     assert run("return document.querySelectorAll('img:not([src^=\"data:\"]), main b').length") == 0
     text = run("return document.body.textContent")

@@ -1,4 +1,4 @@
-"""Span search, compared with a slow but simple reference, and the rules of run_qa one by one."""
+"""Span search, compared with a slow but simple reference, and tests of each of run_qa's rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Case = tuple[list[Question], list[WindowLogits], SpanOptions]
 
 
 def question(num_words: int, id_: str = "q") -> Question:
-    """Context "w0 w1 w2 ...", one token per word."""
+    """Make a question whose context is "w0 w1 w2 ...", one token per word."""
     context = " ".join(f"w{i}" for i in range(num_words))
     return Question(id=id_, title="", context=context, question="?", answer_texts=(), answer_starts=())
 
@@ -30,9 +30,10 @@ def question(num_words: int, id_: str = "q") -> Question:
 def window(
     q: Question, first: int, starts: list[float], ends: list[float], null: Sequence[float] = (0.0, 0.0), index: int = 0
 ) -> WindowLogits:
-    """Make a window of len(starts) words from word `first`, with these logits on the context's tokens.
+    """Make a window of len(starts) words from word `first`, with logits `starts` and `ends` on the context.
 
-    The question's tokens and the final [SEP] get high logits: they must not be part of a span.
+    `null`: start and end logit of [CLS]. `index`: the question's number. The question's tokens and the final [SEP]
+    have high logits, since spans must not contain them.
     """
     words = q.context.split()
     begins = [len(" ".join(words[:i])) + (i > 0) for i in range(first, first + len(starts))]
@@ -48,7 +49,7 @@ def window(
 
 
 def reference(q: Question, windows: list[WindowLogits], options: SpanOptions) -> Answer:
-    """Sort all pairs of all windows, then follow run_qa's last steps."""
+    """Find the answer by sorting all (start, end) pairs of all windows and applying run_qa's final steps."""
     spans: list[tuple[float, int, int, float, float]] = []
     for w in windows:
         for s in range(len(w.char_starts)):
@@ -100,7 +101,7 @@ def assert_same(got: Answer, expected: Answer) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Up to six questions, each with overlapping windows; coarse logits, so that ties are common."""
+    """Draw up to six questions with overlapping windows, and options. Logits are coarse, so that ties are common."""
     grid = st.integers(-4, 4).map(lambda n: n / 2)
     questions, windows = [], []
     for index in range(draw(st.integers(1, 6))):

@@ -1,5 +1,5 @@
-"""Published data sets with their layouts and mistakes: the windows have the right answers."""
-# ruff: noqa: RUF001  # other scripts
+"""Layouts and mistakes of published data sets: the windows get the right answers."""
+# ruff: noqa: RUF001  # texts in other writing systems
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Entry = dict[str, Any]
 
 
 def nested(entries: list[Entry], context: str, **keys: Any) -> Any:
-    """SQuAD's nested layout. `keys`: further keys of a paragraph."""
+    """Make SQuAD's nested layout. `keys`: additional keys of the paragraph."""
     return {"version": "1.1", "data": [{"title": "t", "paragraphs": [{"context": context, "qas": entries, **keys}]}]}
 
 
 def flat(entries: list[Entry], context: str, **keys: Any) -> Any:
-    """The hub's layout, as JSON. `keys`: further columns."""
+    """Make the hub's flat layout, a row per question. `keys`: additional columns."""
     columns = ("text", "answer_start")
     return [
         {**entry, **keys, "context": context, "answers": {key: [a[key] for a in entry["answers"]] for key in columns}}
@@ -34,7 +34,7 @@ def flat(entries: list[Entry], context: str, **keys: Any) -> Any:
 
 
 def off_by(number: int) -> Callable[[Entry], None]:
-    """Shift the start of an answer."""
+    """Return a function that shifts an answer's start by `number` characters."""
 
     def change(answer: Entry) -> None:
         answer["answer_start"] += number
@@ -43,7 +43,7 @@ def off_by(number: int) -> Callable[[Entry], None]:
 
 
 def text(change_text: Callable[[str], str]) -> Callable[[Entry], None]:
-    """Change the text of an answer."""
+    """Return a function that applies `change_text` to an answer's text."""
 
     def change(answer: Entry) -> None:
         answer["text"] = change_text(answer["text"])
@@ -52,10 +52,10 @@ def text(change_text: Callable[[str], str]) -> Callable[[Entry], None]:
 
 
 class Published(NamedTuple):
-    """Two questions in the form of a published data set.
+    """Two questions on `context` in the format of a published data set.
 
-    `answers`: texts per question. `change`: applied to each answer of the second question, which makes it a `mistake`.
-    `answer_keys`, `other_keys`: further keys of the answers, and of the paragraphs or rows.
+    `answers`: answer texts per question. `change`: function that introduces `mistake` into each answer of the second
+    question. `answer_keys`: additional keys of answers. `other_keys`: additional keys of paragraphs or rows.
     """
 
     layout: Callable[..., Any]
@@ -114,7 +114,7 @@ def test_published_data_set(tmp_path, tokenizer, name):
     for purpose in ("training", "evaluation"):
         reading = Reading(bad_examples="skip" if mistakes else "error", purpose=purpose)
         questions, findings = squad.open_file(path, published.v2, reading).load()
-        scored = purpose == "evaluation" and "misplaced answer" in mistakes  # compared by the text
+        scored = purpose == "evaluation" and "misplaced answer" in mistakes  # evaluation needs only the answer's text
         assert [question.id for question in questions] == [*map(str, published.ids)][
             : 2 if scored or not mistakes else 1
         ]

@@ -1,4 +1,4 @@
-"""Memory: --gradient_checkpointing, and --per_device_train_batch_size auto."""
+"""Flags for memory: --gradient_checkpointing, and --per_device_train_batch_size auto."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 def trained(tmp_path, *flags):
-    """Train for a few steps. Returns the losses, the weights with AdamW's state, and the bytes a forward pass saves."""
+    """Train for a few steps. Returns losses, weights with AdamW's state, and bytes that a forward pass saves."""
     words = ["--per_device_train_batch_size=3", "--gradient_accumulation_steps=2", "--steps=2", "--repeats=1", *flags]
     training = small_training(tmp_path, *words, callbacks=[recorder := Recorder()])
     training.run()
@@ -39,12 +39,12 @@ def trained(tmp_path, *flags):
 
 
 def saved_bytes(model, forward):
-    """Bytes of the activations that a forward pass saves for the backward pass."""
+    """Return the bytes of the activations that a forward pass saves for the backward pass."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved = {}
 
     def count(tensor):
-        storage = (tensor.values() if tensor.is_nested else tensor).untyped_storage()  # a jagged tensor has no memory
+        storage = (tensor.values() if tensor.is_nested else tensor).untyped_storage()  # jagged tensors own no memory
         if storage.data_ptr() not in parameters:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -65,8 +65,8 @@ def test_training_is_the_same_to_the_bit_with_less_memory(tmp_path, flags):
 
 
 def test_compiled_layers(tmp_path, monkeypatch):
-    """Under --torch_compile, results differ only by rounding, and recomputation saves as much memory."""
-    compile_in_full = nn.Module.compile  # without the last stage, which is slow and not tested here
+    """With --torch_compile, results differ only by rounding, and recomputation still saves memory."""
+    compile_in_full = nn.Module.compile  # the patch omits the slow code generation
     monkeypatch.setattr(nn.Module, "compile", partialmethod(compile_in_full, backend="aot_eager"))
     losses, state, saved = trained(tmp_path, "--dropout", "0")
     compiled = trained(tmp_path, "--dropout", "0", "--torch_compile", "--gradient_checkpointing")
@@ -84,7 +84,7 @@ MIB = 2**20
 
 
 class Wide(DatasetTask):
-    """A task that needs 48 MiB per window: the output, its gradient, and the gradient's product in `exp`."""
+    """A task that needs 48 MiB per window: 16 each for the output, its gradient, and the input gradient of `exp`."""
 
     def load(self, config: Any) -> None:
         self.model = nn.Linear(1, 1)
@@ -99,7 +99,7 @@ class Wide(DatasetTask):
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, free_mib: int, *flags: str, other_rank: int | None = None) -> int:
-    """Choose the batch of `auto`. `other_rank`: the number of windows that fit on another rank."""
+    """Return the batch size that `auto` chooses. `other_rank`: the number of windows that fit on rank 1, if any."""
     monkeypatch.setattr(machine, "free_memory", lambda: free_mib * MIB)
     config, world = parse([f"--task={task_name(Wide)}", "--per_device_train_batch_size=auto", *flags]), make_world()
     world.set_up_device()
@@ -112,7 +112,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, free_mib: int, *flags: str, other_ra
 
 
 def chosen_alone(free_mib: int) -> int:
-    """Call `chosen` in a new process: the allocator retains memory that other tests have freed."""
+    """Call `chosen` in a new process, whose allocator does not retain memory freed by other tests."""
     code = f"import pytest, test_recomputation as test; print(test.chosen(pytest.MonkeyPatch(), {free_mib}))"
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
@@ -122,7 +122,7 @@ def chosen_alone(free_mib: int) -> int:
 
 
 def test_as_many_windows_as_fit(monkeypatch):
-    found = chosen_alone(2000)  # of which 80 % are used
+    found = chosen_alone(2000)  # `auto` uses 80 % of the free MiB
     assert 0.8 * 0.8 * 2000 < 48 * found < 1.1 * 0.8 * 2000
     assert chosen(monkeypatch, 2000, other_rank=3) == 3
     assert chosen(monkeypatch, 2000, "--global_batch=7") == 7

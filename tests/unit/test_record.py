@@ -1,4 +1,4 @@
-"""Read runs that are unfinished, failed or damaged, and make the page of a run."""
+"""Unfinished, failed and damaged runs are read, and the page of a run is made."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hvd_bert.tools.runs import finding, record
 
 
 def unfinished(folder: Path, *events: dict[str, Any]) -> Path:
-    """Make a run of 40 steps of which 20 are recorded."""
+    """Make the folder of an unfinished run: 20 of 40 steps are recorded. `events`: added to events.jsonl."""
     make_run(folder)
     (folder / "train_results.json").unlink()
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(lines[:20]) + '{"step": 21, "lo')  # being written
+    (folder / "metrics.jsonl").write_text("".join(lines[:20]) + '{"step": 21, "lo')  # a line that is being written
     start = {"event": "start", "train_steps": 40, "unit": "windows", "ranks": [{"rank": 0, "host": "a"}]}
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (start, *events)))
     return folder
 
 
 def page(folder: Path) -> str:
-    """Run the command. Returns the text of the page."""
+    """Run the report command. Returns the text of the page."""
     assert main([str(folder), "--out", str(folder.parent / "page"), "--overwrite"]) == 0
     return text_of(folder.parent / "page" / "report.html")
 
@@ -47,7 +47,7 @@ def test_a_run_in_progress(tmp_path, capsys):
     assert record.read(folder).state == "ended"
 
 
-@pytest.mark.parametrize("other_host", [True, False])  # or a file system without locks
+@pytest.mark.parametrize("other_host", [True, False])  # False: this host, but a file system without locks
 def test_a_run_whose_lock_is_not_visible_here(tmp_path, monkeypatch, other_host):
     def no_locks(path: Path) -> bool:
         raise OSError(95, "not supported")

@@ -1,4 +1,4 @@
-"""Rendezvous of ranks: stores on the loopback, network interfaces, and Slurm's lists of hosts."""
+"""Rendezvous of ranks: stores on the loopback interface, choice of network interfaces, and Slurm's host lists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAUNCHER = Launcher("torchrun", 1, 0)
 
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The environment variables that the modules see."""
+    """Replace the environment variables of both modules by an almost empty dictionary, which is returned."""
     variables = {"PATH": os.environ["PATH"]}
     for module in (rendezvous, horovod_rendezvous):
         monkeypatch.setattr(module, "os", SimpleNamespace(environ=variables))
@@ -32,7 +32,7 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def listening(port: int) -> set[str]:
-    """The addresses at which this process listens on a port."""
+    """Return the addresses at which this process listens on a port."""
     found = psutil.Process().net_connections("tcp")
     return {socket.laddr.ip for socket in found if socket.laddr.port == port and socket.status == psutil.CONN_LISTEN}
 
@@ -58,10 +58,10 @@ def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):
 
 
 def test_rank_0_listens_where_the_other_ranks_connect(environ, monkeypatch):
-    """Rank 0 listens at MASTER_ADDR, or everywhere if MASTER_ADDR is a service's or resolves to the loopback."""
+    """Rank 0 listens at MASTER_ADDR, or at all addresses if MASTER_ADDR is not its own or resolves to 127.0.1.1."""
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolving({"localhost": "127.0.0.1", "here": "127.0.1.1"}))
     with refused(socket.gethostname(), "192.0.2.77"):
-        rendezvous.serve_store("192.0.2.77")  # an address of another host
+        rendezvous.serve_store("192.0.2.77")  # another host's address
     local = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1"}
     for name, address in (local | dict.fromkeys(["192.0.2.77", "service.invalid", "here"], "::")).items():
         store = rendezvous._master_store(0, name, free_port())
@@ -70,7 +70,7 @@ def test_rank_0_listens_where_the_other_ranks_connect(environ, monkeypatch):
 
 
 def resolving(names: dict[str, str]) -> Any:
-    """Make a getaddrinfo that resolves these names."""
+    """Return a getaddrinfo that resolves the given names, and others as usual."""
     real = socket.getaddrinfo
     return lambda host, *arguments, **options: real(names.get(host, host), *arguments, **options)
 
@@ -118,7 +118,7 @@ def test_ranks_of_worlds_of_different_sizes(environ, rank, size):
 
 
 def test_launcher_that_is_gone_is_reported_at_once(environ):
-    assert horovod_rendezvous.join_horovodrun() == {}  # under MPI it has no server
+    assert horovod_rendezvous.join_horovodrun() == {}  # horovodrun over MPI has no server
     port = free_port()
     environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with refused(f"127.0.0.1:{port}", "TORCHELASTIC_RUN_ID"):
@@ -129,7 +129,7 @@ def test_launcher_that_is_gone_is_reported_at_once(environ):
 
 
 def test_under_torchrun_nothing_listens_on_all_interfaces(environ):
-    served = rendezvous.serve_store("127.0.0.1")  # as torchrun's agent does
+    served = rendezvous.serve_store("127.0.0.1")  # in place of torchrun's agent
     environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(served.port))
     found = horovod_rendezvous.serve_horovod(LAUNCHER)
     assert environ["HOROVOD_GLOO_IFACE"] == "lo" and found["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
@@ -137,7 +137,7 @@ def test_under_torchrun_nothing_listens_on_all_interfaces(environ):
 
 
 def test_ranks_that_torchrun_restarts_have_other_keys(environ):
-    served = rendezvous.serve_store("127.0.0.1")  # as torchrun's agent does
+    served = rendezvous.serve_store("127.0.0.1")  # in place of torchrun's agent
     environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(served.port))
     rendezvous._torchrun_store().set("key", "of the first start")
     environ["TORCHELASTIC_RESTART_COUNT"] = "1"
@@ -206,7 +206,7 @@ def test_interface_towards_another_host_is_chosen(monkeypatch):
         environ: dict[str, str] = {}
         interfaces.choose_interface(environ, "GLOO_SOCKET_IFNAME", others)
         assert environ == {"GLOO_SOCKET_IFNAME": name}
-    environ["GLOO_SOCKET_IFNAME"] = "eth7"  # keeps the user's choice
+    environ["GLOO_SOCKET_IFNAME"] = "eth7"  # the user's choice is kept
     interfaces.choose_interface(environ, "GLOO_SOCKET_IFNAME", ["other"])
     assert environ == {"GLOO_SOCKET_IFNAME": "eth7"}
     with refused(socket.gethostname(), "unknown", "HVD_BERT_INTERFACE"):
@@ -217,7 +217,7 @@ def test_host_name_at_which_other_hosts_cannot_reach_gloo(monkeypatch):
     for name, beyond, named in (
         ("localhost", False, None),
         ("localhost", True, "127.0.0.1"),
-        ("192.0.2.77", True, "10.1.0.7 192.0.2.77"),  # an address of another host
+        ("192.0.2.77", True, "10.1.0.7 192.0.2.77"),  # another host's address
     ):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
         with refused(name, named, "/etc/hosts") if named else nullcontext():
@@ -238,14 +238,14 @@ BRIDGES = ["docker0", "br-0123456789ab", "virbr0", "cni-podman0"]
     ("inner", "environ", "site", "excluded"),
     [
         (BRIDGES, {}, "", f"127.0.0.1/8,sppp,{','.join(BRIDGES)}"),
-        (["br0", "br-lan", "dockerless"], {}, "", None),  # perhaps the host's own network
-        (["docker0"], {"OMPI_MCA_btl_tcp_if_include": "eth0"}, "", None),  # horovodrun's
+        (["br0", "br-lan", "dockerless"], {}, "", None),  # may be the host's own network
+        (["docker0"], {"OMPI_MCA_btl_tcp_if_include": "eth0"}, "", None),  # set by horovodrun
         (["docker0"], {}, "btl_tcp_if_include = eth0", None),
-        (["docker0"], {}, None, None),  # another MPI, or no answer: unknown
+        (["docker0"], {}, None, None),  # Open MPI's parameters are unknown
     ],
 )
 def test_open_mpi_avoids_networks_of_containers(inner, environ, site, excluded, tmp_path, monkeypatch):
-    """`site`: Open MPI's parameters in a user's file."""
+    """`site`: content of the user's Open MPI parameter file; None: Open MPI cannot be asked."""
     monkeypatch.setattr(interfaces, "host_addresses", lambda: {**ADDRESSES, **{name: ["172.17.0.1"] for name in inner}})
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".openmpi").mkdir()

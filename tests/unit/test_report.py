@@ -1,4 +1,4 @@
-"""The report: figures computed by hand, refused input, and written files."""
+"""The report: figures compared with results computed by hand, refused input, and written files."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from hvd_bert.tools.runs import finding, record
 
 @pytest.fixture(autouse=True)
 def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no plots in quick tests: a plot takes a second."""
+    """Replace plots by empty files, except in tests marked slow: a plot takes a second."""
     if request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr(plots, "panel", lambda *_: dict.fromkeys(FORMATS, b""))
 
 
 def report(folder: Path, *flags: str) -> list[dict[str, str]]:
-    """Run the command on the runs in `folder`/runs. Returns the rows of report.csv."""
+    """Run the report command on `folder`/runs. Returns the rows of report.csv."""
     assert main([str(folder / "runs"), "--out", str(folder / "out"), "--overwrite", *flags]) == 0
     return read_csv(folder / "out" / "report.csv")
 
@@ -43,7 +43,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def make_repeats(folder: Path, strategy: str, ranks: int, *speeds: float, **facts: Any) -> list[Path]:
-    """Make a run per throughput, each with another seed."""
+    """Make one run per throughput in `speeds` (windows/s), with seeds 0, 1, ..."""
     name = folder / f"runs/{strategy}-{ranks}-"
     return [
         make_run(Path(f"{name}{seed}"), strategy, ranks, windows_per_s=speed, seed=seed, **facts)
@@ -57,7 +57,7 @@ def row(rows: list[dict[str, str]], scaling: str, strategy: str, ranks: int) -> 
 
 
 def page(folder: Path) -> str:
-    """The text of the page written by `report`."""
+    """Return the text of the page that `report` wrote."""
     return text_of(folder / "out/report.html")
 
 
@@ -67,9 +67,9 @@ def test_speedup_efficiency_and_spread_by_hand(tmp_path, capsys):
     rows = report(tmp_path)
     base, hvd = row(rows, "strong", "none", 1), row(rows, "strong", "horovod", 2)
     figures = ("windows_per_s", "speedup", "speedup_least", "speedup_most", "efficiency")
-    # Of the medians of 3 redrawn repeats 26 % are the minimum, so the range reaches the extremes of both sides.
+    # If 3 repeats are resampled, the median is their minimum in 26 % of cases, so the range covers all repeats.
     assert [float(base[name]) for name in figures] == pytest.approx([10.0, 1.0, 9 / 12, 12 / 9, 1.0])
-    # 16 windows at 2/s in warm-up, then 39 steps of 16 windows at 18/s.
+    # 16 windows at 2 windows/s in warm-up, then 39 steps of 16 windows at 18 windows/s.
     runtime = 8 + 39 * 16 / 18
     figures += ("serial_fraction", "train_runtime_s", "total_speedup", "device_hours")
     expected = [18.0, 1.8, 17 / 12, 20 / 9, 0.9, (1 / 1.8 - 1 / 2) / (1 - 1 / 2)]
@@ -79,7 +79,7 @@ def test_speedup_efficiency_and_spread_by_hand(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Strong scaling: global batch 16 (baseline: none, 1 rank)"
     assert " ".join(lines[3].split()) == "horovod 2 2 0.71 1.80 1.42 to 2.22 0.90 18.00 0.0237 3"
-    # All formats have the same figures.
+    # Terminal, page, LaTeX and CSV must have the same figures.
     sentence = "1.80 times as fast on 2 ranks with horovod compared with none, 1 rank (efficiency 90%, 95% range"
     figures = ["horovod", "2", "2", "0.71", "1.80", "1.42 to 2.22", "0.90", "1.65", "0.111", "18.00", "0.0237", "3"]
     assert sentence in page(tmp_path) and f"{' | '.join(figures)}\n" in page(tmp_path)
@@ -90,9 +90,9 @@ def test_strong_and_weak_scaling_are_separated(tmp_path):
     for ranks, speed in ((1, 10.0), (2, 18.0), (4, 30.0)):
         strategy = "horovod" if ranks > 1 else "none"
         make_run(tmp_path / f"runs/strong-{ranks}", strategy, ranks, 16, speed, unit="images")
-        if ranks != 2:  # 2 ranks with 8 images each are in both tables
+        if ranks != 2:  # 2 ranks with 8 images each already exist: they are in both tables
             make_run(tmp_path / f"runs/weak-{ranks}", strategy, ranks, 8 * ranks, 0.9 * speed, unit="images")
-    make_run(tmp_path / "runs/epochs", "ddp", 2, 16, 18, steps=20, seed=7, unit="images")  # the windows of weak-1
+    make_run(tmp_path / "runs/epochs", "ddp", 2, 16, 18, steps=20, seed=7, unit="images")  # as many windows as weak-1
     rows = report(tmp_path)
     sizes = {(r["scaling"], r["size"], r["global_batch"]) for r in rows}
     assert sizes == {("strong", "16", "16"), ("weak", "8", "8"), ("weak", "8", "16"), ("weak", "8", "32")}
@@ -109,10 +109,10 @@ def test_processes_memory_and_scores(tmp_path):
     make_run(tmp_path / "runs/fsdp", "fsdp", 3, windows_per_s=24, scores={"accuracy": 0.75}, exposed_comm_s=None)
     make_run(tmp_path / "runs/dp", "dp", 1, windows_per_s=16, devices_per_rank=4)
     rows = report(tmp_path)
-    assert float(row(rows, "strong", "dp", 1)["efficiency"]) == pytest.approx(0.4)  # of four GPUs
+    assert float(row(rows, "strong", "dp", 1)["efficiency"]) == pytest.approx(0.4)  # one rank with four GPUs
     _, costs = page(tmp_path).split("strategy | ranks | windows/s, min to max")
     cells = {row[0]: row for row in (line.split(" | ") for line in costs.splitlines()[:6])}
-    # Over three ranks, the median of 101 s and the maximum memory of 3 GiB; 0.06 s of a step of 16/24 s are 9 %.
+    # Three ranks: median time 101 s, maximum memory 3 GiB; 0.06 s exposed communication per step of 16/24 s is 9 %.
     assert cells["horovod"][1:8] == ["3", "24.00 to 24.00", "101.0", "90.0", "5.0", "3.00", "9.0%"]
     assert cells["horovod"][-3:] == ["61.00", "71.50", "-"]
     assert cells["fsdp"][7] == "-" and cells["fsdp"][-3:] == ["-", "-", "0.7500"]
@@ -121,7 +121,7 @@ def test_processes_memory_and_scores(tmp_path):
 
 
 def test_runs_that_cannot_be_compared(tmp_path, capsys):
-    for loss in (4.0, 5.0):  # the baseline's own repeats do not agree
+    for loss in (4.0, 5.0):  # the baseline's repeats disagree
         make_run(tmp_path / f"runs/none-{loss}", loss=loss)
     make_run(tmp_path / "runs/ddp", "ddp", 2, windows_per_s=51.2)
     make_run(tmp_path / "runs/other", "ddp", 2, learning_rate=1e-4)
@@ -132,7 +132,7 @@ def test_runs_that_cannot_be_compared(tmp_path, capsys):
 
 
 NOISY = {"work": {"--dropout": None}}
-# Five times as fast under DDP on two GPUs as on one: none of the possible causes may result in a speed-up.
+# DDP on two ranks is implausibly fast, 5.12 times the baseline; with any of the reasons, no speed-up is reported.
 ALONE, TWO = {"batch": 8}, {"batch": 16, "windows_per_s": 51.2}
 
 
@@ -143,13 +143,13 @@ ALONE, TWO = {"batch": 8}, {"batch": 16, "windows_per_s": 51.2}
         (ALONE, TWO | {"steps": 16}, "neither the same steps (16, the baseline's 40) nor the same windows (256"),
         (ALONE, TWO | {"last_loss": 4.9}, "the losses do not agree"),
         (ALONE, TWO | {"threads_per_rank": 2}, "2 thread(s) per rank, the baseline's 1"),
-        ({}, {"loss": 5.004}, ""),  # 0.8e-3 off
-        ({}, {"loss": 5.006}, "at step 1 5.006 in "),  # 1.2e-3 off
-        ({"every": 5}, {"every": 2}, ""),  # means over different steps
-        # The last ten of 40 steps: 5 - 4 * 34.5 / 39 = 1.4615 in the mean.
-        (NOISY, NOISY | {"loss": 5.5, "last_loss": 1.08}, ""),  # 1.5898, 8.8 % more
-        ({}, {"seed": 7, "loss": 5.5, "last_loss": 1.15}, "the mean of the last quarter is 1.652"),  # 13 % more
-        ({"loss": 0.001, "last_loss": 0.001}, {"loss": 0.004, "last_loss": 0.004, "seed": 7}, ""),  # near zero
+        ({}, {"loss": 5.004}, ""),  # 0.8e-3 relative difference
+        ({}, {"loss": 5.006}, "at step 1 5.006 in "),  # 1.2e-3 relative difference
+        ({"every": 5}, {"every": 2}, ""),  # means over different steps are not compared
+        # The baseline's mean loss over the final ten of 40 steps is 5 - 4 * 34.5 / 39 = 1.4615.
+        (NOISY, NOISY | {"loss": 5.5, "last_loss": 1.08}, ""),  # mean 1.5898, 8.8 % higher
+        ({}, {"seed": 7, "loss": 5.5, "last_loss": 1.15}, "the mean of the last quarter is 1.652"),  # 13 % higher
+        ({"loss": 0.001, "last_loss": 0.001}, {"loss": 0.004, "last_loss": 0.004, "seed": 7}, ""),  # both near zero
     ],
 )
 def test_only_the_same_work_with_the_same_losses_has_a_speedup(tmp_path, capsys, base, other, reason):
@@ -165,7 +165,7 @@ def test_only_the_same_work_with_the_same_losses_has_a_speedup(tmp_path, capsys,
 
 
 def test_weak_scaling_compares_losses_on_as_many_devices(tmp_path):
-    # The second run has another batch, so other losses; fsdp has the baseline's losses, but the second run's batch.
+    # Losses depend on the global batch. fsdp is wrong: it has 2 ranks' batch, but the losses of the 1-rank baseline.
     losses = {("none", 1): 5.0, ("horovod", 2): 4.5, ("ddp", 2): 4.5, ("fsdp", 2): 5.0, ("horovod", 4): 1.0}
     for (strategy, ranks), loss in losses.items():
         make_run(tmp_path / f"runs/{strategy}-{ranks}", strategy, ranks, 8 * ranks, loss=loss)
@@ -203,7 +203,7 @@ def test_communication_settings_have_rows_and_two_experiments_have_tables(tmp_pa
         *[("horovod (fp16_allreduce True)", pytest.approx(1.9))] * 2,
         *[("none", 1.0)] * 2,
     ]
-    # Each table has plots of its own.
+    # Each table has its own plots.
     names = [f"scaling_{number}_{panel}.png" for number in (1, 2) for panel in sorted(plots.MEASURES)]
     assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == names
 
@@ -245,7 +245,7 @@ def test_names_of_lines_keep_their_distance():
 def test_refusals(tmp_path, capsys, folder, flags, named):
     checkpoint = make_run(tmp_path / "runs/none") / "checkpoint-5"
     checkpoint.mkdir()
-    (checkpoint / "train_config.yaml").write_text("")  # a checkpoint is no run
+    (checkpoint / "train_config.yaml").write_text("")  # a checkpoint is not a run
     assert finding.find([tmp_path, tmp_path / "runs"]) == [tmp_path / "runs/none"]
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path / folder), "--out", str(tmp_path / "not-made"), *flags]) == 2
@@ -289,7 +289,7 @@ def test_the_page_is_one_file_and_the_plots_are_next_to_it(tmp_path):
     assert all(link.startswith(("data:image/png;base64,", "#")) for link in links)
     assert not any(word in markup for word in ("url(", "@import", "http:", "https:"))
     with Image.open(tmp_path / "out/scaling_1_speedup.png") as image:
-        assert image.size[0] >= 1000 and len(set(image.convert("L").tobytes())) > 20  # something is drawn
+        assert image.size[0] >= 1000 and len(set(image.convert("L").tobytes())) > 20  # the image is not blank
 
 
 @pytest.mark.slow
@@ -326,5 +326,5 @@ def test_range_of_a_speedup_is_within_the_extremes_of_both_sides(tmp_path):
     runs = [make_repeats(tmp_path, "ddp", n, *(low + more for more in range(5))) for n, low in ((1, 8.0), (2, 18.0))]
     base, faster = (Group(tuple(map(record.read, repeats)), "ddp") for repeats in runs)
     minimum, maximum = comparison.speedup_range(base, faster) or (0, 0)
-    # All extremes at once are less likely than 2.5 %: 0.058 squared.
+    # Reaching the extremes of both groups has a probability of 0.058 squared, below 2.5 %, so the range is narrower.
     assert 18 / 12 < minimum < 1.7 and 2.3 < maximum < 22 / 8
