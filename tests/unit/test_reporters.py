@@ -1,4 +1,4 @@
-"""--report_to: metrics, settings and sample answers in the files of TensorBoard and wandb, offline."""
+"""--report_to: metrics, settings and sample answers in the files of TensorBoard and of wandb in offline mode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NASTY = "<script>alert(1)</script> & *bold* _it_ `code` [x](javascript:y) | a\n\
 
 
 def train_and_resume(base: list[str], out: Path, name: str) -> None:  # noqa: F811
-    """Train three steps and evaluate; then resume before the third step with other settings, as after a kill."""
+    """Train three steps and evaluate; then remove checkpoint 3 and resume from step 2 with other settings."""
     flags = ["--output_dir", str(out), "--report_to", name, "--logging_steps", "1", "--save_steps", "1"]
     flags += ["--eval_strategy", "no"]
     train(base, *flags)
@@ -40,7 +40,7 @@ def train_and_resume(base: list[str], out: Path, name: str) -> None:  # noqa: F8
 
 
 def logged(out: Path) -> dict[tuple[int, str], float]:
-    """Values of metrics.jsonl by step and key."""
+    """Return the values in metrics.jsonl by (step, key)."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return {(row["step"], key): value for row in rows for key, value in row.items()}
 
@@ -84,7 +84,7 @@ def test_sample_answers_are_shown_unchanged(tmp_path):
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The package wandb, offline, without settings of other tests."""
+    """Return the package wandb in offline mode, without state from other tests."""
     package = pytest.importorskip("wandb")
     package.teardown()
     for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DISABLE_GIT", "true"), ("X_DISABLE_STATS", "true")):
@@ -101,7 +101,7 @@ def test_wandb(base: list[str], tmp_path, wandb):  # noqa: F811
     run_id = json.loads((out / "tracking.json").read_text())["wandb"]
     files = list((out / "wandb").glob("offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2, "the resumed run is the same run"
-    for file in files:  # protocol buffers
+    for file in files:  # protocol buffers, searched for strings
         content = file.read_bytes()
         for text in ("train/global_step", "train/loss", "eval/f1", str(logged(out)[3, "eval_f1"]), "eval/samples"):
             assert text.encode() in content, text
@@ -153,11 +153,11 @@ def test_wandb_whose_service_hangs(tmp_path, monkeypatch, caplog, wandb):
     finally:
         if service.is_running():
             service.resume()
-    wandb.teardown()  # as at exit
+    wandb.teardown()  # as at the interpreter's exit
 
 
 class Run:
-    """A run of wandb that fails at the second step."""
+    """Replaces a wandb run; logging the second step fails."""
 
     id = "a1"
 

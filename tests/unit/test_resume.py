@@ -1,4 +1,4 @@
-"""The checkpoint that a run resumes from, the settings that must fit it, and the requirements of a start."""
+"""The checkpoint from which a run resumes, the settings that must match it, and the requirements of a start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(folder: Path, step: int, state: dict[str, Any] | None = None) -> Path:
 
 
 def unfinished_run(folder: Path, *steps: int) -> Path:
-    """Make an unfinished run with checkpoints of these steps."""
+    """Make the folder of an unfinished run with checkpoints at the given steps."""
     folder.mkdir()
     (folder / "train_config.yaml").write_text("seed: 1\nresume_from_checkpoint: null\n")
     for step in steps:
@@ -73,7 +73,7 @@ def test_a_run_from_a_named_checkpoint_resumes_from_newer_checkpoints_in_the_run
     named = unfinished_run(tmp_path / "other", 10, 20) / "checkpoint-10"
     run = unfinished_run(tmp_path / "run")
     again = ("--resume_from_checkpoint", named, "--output_dir", run)
-    assert found(*again) == named  # stopped before its first checkpoint
+    assert found(*again) == named  # the run stopped before its first checkpoint
     write(run, 10)
     assert found(*again) == run / "checkpoint-10"
     write(run, 15)
@@ -129,7 +129,7 @@ def point(folder: Path = Path("checkpoint-10"), **state: Any) -> ResumePoint:
 
 
 def check(saved: dict, *flags: str, batch: int = 8) -> None:
-    """Resume a checkpoint of this identity and global batch with these flags."""
+    """Check flags against a checkpoint with the identity `saved` and the global batch `batch`."""
     args = parse(list(flags)).train
     facts = {"identity": identity(*flags), "rank_batch": args.rank_batch, "cpu_kernels": None}
     resume.check(point(identity=saved, global_batch=batch), facts, args, 8, MODEL)
@@ -151,10 +151,10 @@ def test_shape_of_a_model_is_part_of_the_checkpoint_format():
 def test_equal_settings_resume():
     for flags in ([], ["--padding", "longest"], ["--pad_to_max_length"]):
         check(identity(*flags), *flags)
-    check(identity("--padding", "max_length"), "--pad_to_max_length")  # two flags for the same padding
+    check(identity("--padding", "max_length"), "--pad_to_max_length")  # both flags mean the same padding
     # With unchanged per-rank flags, another world size keeps the checkpoint's global batch.
     check(identity(), batch=16)
-    old = identity()  # a checkpoint from before these flags
+    old = identity()  # a checkpoint from a version without these flags
     del old["--padding"], old["--pad_to_max_length"]
     check(old | {"--removed": False})
     with refused("--removed was True"):
@@ -183,7 +183,7 @@ def test_a_model_that_computes_differently_is_refused(tmp_path, key, value, refu
     model = BertModel(BertConfig(vocab_size=5, **size))
     facts = {"identity": resume.in_this_version({}), "rank_batch": 8, "cpu_kernels": None}
     arguments: Any = (point(tmp_path, identity={}), facts, parse([]).train, 8, model)
-    resume.check(*arguments)  # without a configuration
+    resume.check(*arguments)  # the checkpoint has no config.json
     config = json.loads(model.config.to_json_string())
     (tmp_path / "config.json").write_text(json.dumps(config))
     resume.check(*arguments)
@@ -206,7 +206,7 @@ def test_every_difference_is_listed():
         check(identity(), "--padding", "longest", "--per_device_train_batch_size", "4", batch=16)
     with refused("the data was a and is SQuAD"):
         check(identity() | {"the data": "a"})
-    with refused("the global batch was 16 and is 8"):  # --global_batch is no per-rank flag
+    with refused("the global batch was 16 and is 8"):  # unlike per-rank flags, --global_batch is fixed
         check(identity(), "--global_batch", "8", batch=16)
 
 
@@ -256,7 +256,7 @@ def test_elastic_needs_its_launcher(elastic, flags, named):
 
 def test_another_cpu_model_is_warned_of(caplog):
     saved = {"cpu": "AMD", "linear": "torch"}
-    for now in (saved, None, {"cpu": "Intel", "norm": "torch"}):  # a missing name means torch's kernel
+    for now in (saved, None, {"cpu": "Intel", "norm": "torch"}):  # a missing entry means torch's kernel
         assert not caplog.messages
         resume._check_cpu(point(cpu_kernels=saved), now)
     assert "(cpu was AMD and is Intel)" in caplog.text

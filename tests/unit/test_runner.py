@@ -1,4 +1,4 @@
-"""The end of a rank's process, for each outcome of its entry."""
+"""How a rank's process ends: exit status and message for each outcome of its entry point."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT
 def leave(monkeypatch: pytest.MonkeyPatch, world: World, entry) -> int | str | None:
     monkeypatch.setattr(module, "join", lambda strategy, process: world)
     monkeypatch.setattr(world, "set_up_device", lambda: None)
-    monkeypatch.setattr(atexit, "register", lambda *_: None)  # it would end pytest's process, too
+    monkeypatch.setattr(atexit, "register", lambda *_: None)  # it would also end pytest
     monkeypatch.setattr(module.os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit(f"aborted {status}")))
     with pytest.raises(SystemExit) as left:
         run_as_rank(entry)
@@ -41,7 +41,7 @@ def test_without_horovod_other_strategies_are_named(monkeypatch):
 
 
 def test_horovod_without_its_library(monkeypatch):
-    """horovod.torch without its library prints a warning and has no functions."""
+    """If its library is missing, importing horovod.torch only prints a warning and defines no functions."""
     cut = ModuleType("horovod.torch")
     cut.__path__ = []
     monkeypatch.setattr(horovod, "torch", cut)
@@ -67,7 +67,7 @@ SHAPES, CLOSED = "Mismatched allreduce tensor shapes", "Connection closed by pee
     [
         (False, CollectiveError("diverged", status=EXIT_FAILURE), EXIT_FAILURE, "hvd_bert: diverged\n"),
         (False, KeyboardInterrupt(), f"aborted {EXIT_INTERRUPTED}", "hvd_bert: interrupted\n"),
-        (True, HorovodInternalError(SHAPES), f"aborted {EXIT_FAILURE}", SHAPES),  # a defect of this rank
+        (True, HorovodInternalError(SHAPES), f"aborted {EXIT_FAILURE}", SHAPES),  # a bug, not a lost rank
         (False, SystemExit(0), f"aborted {EXIT_FAILURE}", "sys.exit(0)"),
         (False, HorovodInternalError(CLOSED), f"aborted {EXIT_FAILURE}", f"lost another rank: {CLOSED}\n"),
     ],
@@ -86,19 +86,19 @@ def horovodrun(rank: int, local_rank: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("environ", "error", "status", "reports"),
     [
-        (horovodrun(2, 0), UserError("no Horovod"), EXIT_BAD_INPUT, True),  # perhaps on this host only
+        (horovodrun(2, 0), UserError("no Horovod"), EXIT_BAD_INPUT, True),  # may fail on this host only
         (
             horovodrun(3, 1),
             UserError("no Horovod"),
             EXIT_OK,
             False,
-        ),  # else horovodrun would end rank 2 too early
+        ),  # with a failure, horovodrun would end rank 2 before it reports
         (horovodrun(2, 0), LaunchError("no world"), EXIT_OK, False),
         # No launcher ends the other ranks, so that each has its status.
         (TORCH_RANK_1, UserError("no Horovod"), EXIT_BAD_INPUT, True),  # started by hand, perhaps alone on its host
         (TORCH_RANK_1, CollectiveError("no world", mine=False), EXIT_BAD_INPUT, False),
         (TORCH_RANK_1 | {"RANK": "2"}, UserError("RANK=2"), EXIT_BAD_INPUT, True),
-        ({"LOCAL_RANK": "1"}, UserError("no Horovod"), EXIT_BAD_INPUT, True),  # left over: there is no launcher
+        ({"LOCAL_RANK": "1"}, UserError("no Horovod"), EXIT_BAD_INPUT, True),  # a leftover variable, not a launcher's
     ],
 )
 def test_error_before_joining_is_reported_once(monkeypatch, capsys, environ, error, status, reports):
@@ -112,7 +112,7 @@ def test_error_before_joining_is_reported_once(monkeypatch, capsys, environ, err
 
 
 def test_error_of_all_ranks_is_raised_in_a_thread(monkeypatch):
-    """sys.exit in a thread would end only the thread, without a message."""
+    """In a thread the error must be raised: sys.exit would silently end only the thread."""
     error = CollectiveError("all know it")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")

@@ -1,4 +1,4 @@
-"""Sample answers, right and wrong: spread over the questions, equal for any number of ranks."""
+"""Sample answers, right and wrong: spread over the questions, and the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_question_without_an_answer():
         ("", 100.0, []),
         ("red box", 0.0, []),
     ]
-    assert "red box" in str(found[1]["context"])  # around the prediction, as there is no gold answer
+    assert "red box" in str(found[1]["context"])  # without a gold answer, the excerpt is around the prediction
 
 
 @pytest.mark.parametrize(("before", "marks"), [(10, 0), (EXCERPT, 2)])

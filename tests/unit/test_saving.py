@@ -1,4 +1,4 @@
-"""Checkpoints during training with slow and failed writes; the actions due after a step; the saved state."""
+"""Checkpoints written during training (slow and failed writes), actions due after a step, and the saved state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FULL = OSError(28, "No space left on device")
 
 
 class Strategy:
-    """Weights and AdamW's state, one tensor each."""
+    """A strategy whose model and optimizer state are one tensor each."""
 
     def __init__(self) -> None:
         self.weight, self.moment = torch.zeros(2), torch.zeros(3)
@@ -47,7 +47,7 @@ class Strategy:
 
 
 class Disk:
-    """Writes checkpoints once `go` is set, or raises the next of `errors`."""
+    """Replaces `files.write`: waits until `go` is set, then writes, or raises the next error in `errors`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
@@ -70,7 +70,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @pytest.fixture
 def run(tmp_path):
-    """run(*flags) -> Checkpoints of a model with one matrix, without the rest of a training."""
+    """Return `make(*flags)`, which makes the Checkpoints of a small linear model without a training."""
 
     def describe(folder: Path) -> None:
         (folder / "config.json").write_text("{}")
@@ -106,7 +106,7 @@ def test_slow_write_has_the_state_of_its_step(run, disk, tmp_path):
     state = checkpoints.state
     disk.go.clear()
     save(checkpoints, 4)
-    with torch.no_grad():  # training continues
+    with torch.no_grad():  # training changes weights while the disk is slow
         state.strategy.weight.add_(1)
         state.strategy.moment.add_(1)
     state.best.update(4, {"f1": 50.0})
@@ -127,10 +127,10 @@ def test_failed_write_is_a_warning_and_the_next_write_succeeds(run, disk, tmp_pa
     disk.errors = [FULL, FULL]
     with caplog.at_level(logging.WARNING, "hvd_bert"):
         save(checkpoints, 1)
-        while not caplog.messages:  # at one of the next steps
+        while not caplog.messages:  # the failure is reported at a later step
             checkpoints.check_write()
         save(checkpoints, 2)
-        save(checkpoints, 3)  # or at the next save
+        save(checkpoints, 3)  # or the failure is reported at the next save
     assert [("could not be written" in text, "No space left" in text) for text in caplog.messages] == 2 * [(True, True)]
     checkpoints.wait_for_write()
     assert found(tmp_path) == ["checkpoint-3"]
@@ -177,7 +177,7 @@ def test_stop_saves_in_a_new_folder_if_it_was_removed(run, tmp_path):
     written: list[tuple[int, str]] = []
     checkpoints.on_save = lambda step, folder: written.append((step, folder.name))
     save(checkpoints, 7)
-    assert checkpoints._running and checkpoints._running.result()[1] is None  # on disk, but not yet reported
+    assert checkpoints._running and checkpoints._running.result()[1] is None  # written, but on_save is not yet called
     assert not checkpoints.is_output_dir_missing()
     shutil.rmtree(folder)
     assert checkpoints.is_output_dir_missing() and checkpoints.output_dir_missing
@@ -185,7 +185,7 @@ def test_stop_saves_in_a_new_folder_if_it_was_removed(run, tmp_path):
         checkpoints.save_and_stop("a removal")
     assert stopped.value.status == EXIT_STOPPED and written == [(7, "checkpoint-7")] * 2
     assert saved_state(folder / "checkpoint-7")["step"] == 7 and resume.unfinished(folder)
-    shutil.rmtree(folder.parent)  # as if the file system were gone: nothing is written
+    shutil.rmtree(folder.parent)  # as if the file system were unmounted
     with pytest.raises(CollectiveError, match="No such file") as failed:
         checkpoints.save_and_stop("a removal")
     assert failed.value.status == EXIT_FAILURE and not folder.parent.exists()
@@ -212,11 +212,11 @@ EACH = [*range(1, 13)]
 @pytest.mark.parametrize(
     ("flags", "given", "log", "evaluate", "save", "ends"),
     [
-        ("", {}, [1, 4, 8, 10, 12], [4, 8], [12], [12]),  # the final model is evaluated later
+        ("", {}, [1, 4, 8, 10, 12], [4, 8], [12], [12]),  # the final evaluation is separate
         ("", {"evaluates": False}, [1, 10, 12], [], [12], [12]),
         ("--eval_strategy no --save_steps 0", {}, [1, 10, 12], [], [], [12]),
-        ("--eval_steps 5 --eval_strategy no", {}, [1, 10, 12], [], [12], [12]),  # as in run_qa
-        ("--eval_steps 5 --config sample_v2", {}, [1, 5, 10, 12], [5, 10], [12], [12]),  # a preset with no evaluation
+        ("--eval_steps 5 --eval_strategy no", {}, [1, 10, 12], [], [12], [12]),  # run_qa does the same
+        ("--eval_steps 5 --config sample_v2", {}, [1, 5, 10, 12], [5, 10], [12], [12]),  # preset: no evaluations
         ("--eval_strategy steps --logging_steps 5", {}, [1, 5, 10, 12], [5, 10], [12], [12]),
         ("--load_best_model_at_end --save_steps 5", {}, [1, 4, 8, 10, 12], [4, 8, 12], [5, 10, 12], [12]),
         ("--early_stopping_patience 2", {"since": 1}, [1, 4, 8, 10, 12], [4, 8], [12], [12]),
@@ -224,14 +224,14 @@ EACH = [*range(1, 13)]
     ],
 )
 def test_actions_due(flags, given, log, evaluate, save, ends):
-    """Actions after each of 12 steps, in epochs of four steps."""
+    """Compare the actions due after each of 12 steps, in epochs of four steps."""
     found = [due(step, 12, 4, parse(flags.split()), **given) for step in EACH]
     steps = {name: [step for step in EACH if getattr(found[step - 1], name)] for name in vars(found[0])}
     assert steps == {"log": log, "evaluate": evaluate, "save": save, "ends": ends}
 
 
 def draw() -> list[float]:
-    gauss = [random.gauss(0, 1), float(np.random.standard_normal())]  # both generators keep a spare number
+    gauss = [random.gauss(0, 1), float(np.random.standard_normal())]  # both generators cache a second number
     return [*gauss, random.random(), float(np.random.rand()), *torch.rand(3).tolist(), *torch.randn(5).tolist()]
 
 
@@ -240,7 +240,7 @@ def test_random_numbers_continue(drawn_before):
     seed_ranks(5, 0, make_world())
     for _ in range(drawn_before):
         draw()
-    saved = safetensors.torch.load(safetensors.torch.save(state.random_numbers([])))  # as in a checkpoint
+    saved = safetensors.torch.load(safetensors.torch.save(state.random_numbers([])))  # as a checkpoint stores them
     expected = [draw() for _ in range(3)]
     seed_ranks(6, 0, make_world())
     state.set_random_numbers(saved, [])
@@ -253,7 +253,7 @@ def test_seeds_ranks_and_steps_draw_differently():
         seed_ranks(seed, step, make_world(rank, 3))
         drawn.append((random.random(), np.random.random(), torch.rand(()).item()))
     assert [len(set(values)) for values in zip(*drawn, strict=True)] == [27, 27, 27]
-    seed_ranks(42, 0, make_world(1, 2))  # equal in all versions
+    seed_ranks(42, 0, make_world(1, 2))  # pinned: equal in all versions
     drawn = [random.random(), np.random.random(), torch.rand((), dtype=torch.float64).item()]
     assert drawn == [0.20326353038941192, 0.3458528196027807, 0.8636737013983086]
 
@@ -267,7 +267,7 @@ def test_random_numbers_of_all_gpus_of_a_rank_are_restored(monkeypatch):
     saved = state.random_numbers(list(states))
     state.set_random_numbers(saved, list(states))
     assert restored == states
-    del saved["cuda1"], restored[second]  # an older checkpoint
+    del saved["cuda1"], restored[second]  # a checkpoint without cuda:1
     state.set_random_numbers(saved, list(states))
     assert restored.keys() == {first}
 
@@ -294,7 +294,7 @@ def test_average_excludes_skipped_steps():
     average, start = WeightAverage(model, 0.75), model.weight.detach().clone()
     with torch.no_grad():
         model.weight += 1
-        average.update(torch.tensor(math.nan))  # a step that was skipped
+        average.update(torch.tensor(math.nan))  # a skipped step
         with average.applied():
             assert torch.equal(model.weight, start)
         average.update(torch.tensor(2.0))
@@ -304,7 +304,7 @@ def test_average_excludes_skipped_steps():
 
 
 class Launches(TorchDispatchMode):
-    """Counts a GPU's kernels: one for lists of equal shapes, strides and types, else one per tensor."""
+    """Counts the kernels that a GPU would launch: one for lists of equal shape, stride and dtype, else one each."""
 
     total = 0
 

@@ -1,4 +1,4 @@
-"""The settings: properties of the flags, the command line, presets and YAML files, and refused input."""
+"""The settings: flags and their properties, the command line, presets, YAML files, and refused input."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_total_steps(flags, steps):
     assert parse(flags).train.total_steps(steps_per_epoch=10) == steps
 
 
-# YAML files of flags: values that YAML would change, and refused files
+# YAML files of flags: values that YAML would convert, and refused files
 
-pytestmark = pytest.mark.timeout(60)  # a file that blocks must fail its test soon
+pytestmark = pytest.mark.timeout(60)  # in case reading a file blocks forever
 
 
 def write(folder: Path, content: str | bytes) -> str:
@@ -74,7 +74,7 @@ def refusal(name: str) -> str:
         ("bf16: on", "bf16", True),
         ("bf16: 'on'", "bf16", True),
         ("output_dir:", "output_dir", None),
-        ("seed: 1\nbf16: true\nseed: 2", "seed", 2),  # as on the command line
+        ("seed: 1\nbf16: true\nseed: 2", "seed", 2),  # the later value counts, as on the command line
         ("null_score_diff_threshold: -.inf", "null_score_diff_threshold", float("-inf")),
         ("learning_rate: 1e-3\nseed: &a 3\nmax_steps: *a", "max_steps", 3),
     ],
@@ -175,7 +175,7 @@ def test_help_lists_each_flag_of_its_topic_once(capsys, words, names):
         ("--evaluation_strategy 1", ["--evaluation_strategy", "--eval_strategy"]),
         ("--do_predict", ["--do_predict", "hvd-bert predict"]),
         ("--lr=1", ["--lr=1: use --learning_rate."]),
-        ("--num-worker 8", ["Leave it out."]),  # close to the name of another trainer's flag
+        ("--num-worker 8", ["Leave it out."]),  # similar to a flag of transformers' trainer
         ("--label_smoothing=0.1", ["Unknown argument --label_smoothing=0.1."]),
         ("--config", ["--config"]),
         ("--config smaple", ["--config smaple", "squad_v2, sweep"]),
@@ -208,7 +208,7 @@ def test_help_lists_each_flag_of_its_topic_once(capsys, words, names):
 def test_refused_flags(flags, named, capsys):
     with refused(*named):
         parse(flags.split())
-    assert capsys.readouterr() == ("", "")  # the entry point prints it once
+    assert capsys.readouterr() == ("", "")  # only the entry point prints the error
 
 
 TOOLS = (bench, doctor, evaluate, predict, report, sweep, timeline, tune)
@@ -278,7 +278,7 @@ def test_source_on_the_command_line_replaces_the_files(tmp_path, flags, expected
     assert {key: settings[key] for key in expected} == expected
 
 
-# --- flags that are given twice or replaced ---------------------------------------------------------
+# --- flags given twice or overridden ----------------------------------------------------------------
 
 
 def test_the_benchmark_replaces_the_users_length() -> None:

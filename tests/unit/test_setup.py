@@ -1,4 +1,4 @@
-"""env/: the checks and decisions of the set-up, its refusals, and one set-up without a network."""
+"""env/: the set-up's checks, decisions and refusals, and a complete set-up without a network."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make_wheel(
 
 
 def repack(folder: Path, name: str) -> None:
-    """Make a wheel of an installed package, without the programs."""
+    """Make a wheel from an installed package, without its console scripts."""
     package = checks.metadata.distribution(name)
     with zipfile.ZipFile(folder / f"{package.name.lower()}-{package.version}-py3-none-any.whl", "w") as file:
         for path in package.files or ():
@@ -108,7 +108,7 @@ def test_the_parts_of_the_installed_horovod() -> None:
         subprocess.run([sys.executable, ROOT / "env/checks.py", "one_mpi"], check=True)
 
 
-# Decisions of a build of Horovod
+# Decisions when building Horovod
 
 TORCH = toolchain.Torch("2.13.0+cu130", "abc", "13.0", 20, ("70", "80", "90"), None)
 COMPILER = toolchain.Compiler("g++", 20, "g++ 12")
@@ -180,7 +180,7 @@ def test_the_key_of_a_wheel_depends_on_the_build(change: dict) -> None:
     assert PLAN.local_version == f"torch2.13.0.cu130.k{PLAN.key}"
 
 
-# Another source than the release: a tree with only the patched lines
+# --source: a Horovod source tree, here with only the lines that the build patches
 
 REPLACED = [*horovod_source.WITHOUT_NCCL, horovod_source.WITHOUT_CFFI, horovod_source.PASSES_SIGNALS]
 
@@ -274,13 +274,13 @@ HOROVOD_STAND_IN = {
 
 
 def make_torch(folder: Path, metadata_version: str, version: str) -> None:
-    """Make a stand-in for torch. Its version names the build; the version in PyPI's metadata does not."""
+    """Make a stub wheel of torch. `version`: torch.__version__, which includes the build, unlike PyPI's metadata."""
     files = {"torch/__init__.py": TORCH_STAND_IN, "torch/version.py": f"__version__ = '{version}'\n"}
     make_wheel(folder, "torch", metadata_version, files=files)
 
 
 def make_horovod(folder: Path, torch_version: str) -> None:
-    """Make a stand-in for a Horovod that was built for a version of torch."""
+    """Make a stub wheel of Horovod that claims to be built for `torch_version`."""
     version = f"0.28.1+torch{torch_version.replace('+', '.')}.k1"
     program = {f"horovod-{version}.dist-info/entry_points.txt": "[console_scripts]\nhorovodrun = horovod:run\n"}
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -290,7 +290,7 @@ def make_horovod(folder: Path, torch_version: str) -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A clone whose env/build_horovod.sh writes its options to env/calls."""
+    """Make a clone whose env/build_horovod.sh appends its options to env/calls."""
     clone = tmp_path / "clone"
     shutil.copytree(ROOT / "env", clone / "env")
     shutil.copytree(ROOT / "hvd_bert", clone / "hvd_bert", ignore=shutil.ignore_patterns("__pycache__"))
@@ -302,7 +302,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 class StandIns:
-    """Set-ups of `clone` from a folder of wheels with stand-ins for torch and Horovod."""
+    """Runs the set-up of `clone` with a folder of wheels, in which torch and Horovod are stubs."""
 
     def __init__(self, clone: Path, folder: Path, torch: tuple[str, str]) -> None:
         self.clone, self.wheels, self.venv = clone, folder / "its wheels", folder / "venv"
@@ -347,9 +347,9 @@ def test_setup_is_done_once(clone: Path, tmp_path: Path, option: str, torch: tup
 def test_torch_is_replaced_only_together_with_horovod(clone: Path, tmp_path: Path) -> None:
     stand_ins = StandIns(clone, tmp_path, PYPI)
     assert stand_ins.first("cpu").returncode == 0
-    make_torch(stand_ins.wheels, "2.13.0+cpu", "2.13.0+cpu")  # now available, but not requested
+    make_torch(stand_ins.wheels, "2.13.0+cpu", "2.13.0+cpu")  # available, but not requested
     make_torch(stand_ins.wheels, "2.14.1", "2.14.1+cu130")
-    assert stand_ins.again("--torch", "2.14.1").returncode == 1  # Horovod cannot be built for it
+    assert stand_ins.again("--torch", "2.14.1").returncode == 1  # no Horovod can be built for this torch
     assert stand_ins.check("torch_version").stdout.strip() == "2.13.0+cu130"
     assert stand_ins.check("installed", clone).returncode == 0
     (stand_ins.venv / "bin/hvd-bert").unlink()
@@ -365,7 +365,7 @@ def test_torch_is_replaced_only_together_with_horovod(clone: Path, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_an_environment_from_another_python_and_wheels(clone: Path, tmp_path: Path) -> None:
-    """No network: the packages are of this Python, and Horovod is a cached wheel."""
+    """Set up without a network: packages come from this Python environment, and Horovod from a cached wheel."""
     pytest.importorskip("horovod")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert/wheels"
     wheel = next(cache.glob(f"horovod-{checks.metadata.version('horovod')}-*.whl"), None)
@@ -380,7 +380,7 @@ def test_an_environment_from_another_python_and_wheels(clone: Path, tmp_path: Pa
     options = ("--python", sys.executable, "--torch-in-place", "--wheels", wheels)
     shutil.copy(wheel, wheels)
     result = run(*setup, *options, **env)
-    assert result.returncode == 0, result.stderr  # the bounds of pyproject.toml count, not requirements.txt
+    assert result.returncode == 0, result.stderr  # pyproject.toml's bounds apply, not requirements.txt
     code = "import hvd_bert, horovod, torch; print(horovod.__file__, torch.__file__, hvd_bert.__file__, sep='\\n')"
     found = [Path(line) for line in run(venv / "bin/python", "-c", code, **env).stdout.splitlines()]
     assert found[0].is_relative_to(venv) and not found[1].is_relative_to(venv) and found[2].is_relative_to(clone)
@@ -388,7 +388,7 @@ def test_an_environment_from_another_python_and_wheels(clone: Path, tmp_path: Pa
     (venv / "bin/hvd-bert").unlink()
     shutil.rmtree(wheels)
     result = run(*setup, **env)
-    assert result.returncode == 1 and f"--wheels {wheels}: no such folder" in result.stderr  # a recorded option
+    assert result.returncode == 1 and f"--wheels {wheels}: no such folder" in result.stderr  # --wheels was recorded
 
 
 def discover(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:

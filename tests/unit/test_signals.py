@@ -1,4 +1,4 @@
-"""Signals request a stop; a second Ctrl-C or SIGTERM ends the run at once."""
+"""Signals request a stop after the current step; a second Ctrl-C or SIGTERM ends the run at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_signal_asks_to_stop(number):
 
 
 def test_nohup_keeps_a_run_alive():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a fixture of all tests restores it
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # an autouse fixture restores the handler
     requests = StopRequests(make_world())
     with requests.watched():
         os.kill(os.getpid(), signal.SIGHUP)
@@ -46,8 +46,8 @@ def test_nohup_keeps_a_run_alive():
     ("launcher", "received", "ignored"),
     [
         ("mpirun", None, set()),
-        ("mpirun", signal.SIGUSR1, {*SIGNALS} - {signal.SIGINT}),  # a launcher may repeat signals
-        ("srun", None, {signal.SIGUSR1, signal.SIGUSR2}),  # Slurm's warning, in the final evaluation
+        ("mpirun", signal.SIGUSR1, {*SIGNALS} - {signal.SIGINT}),  # the launcher may send more signals
+        ("srun", None, {signal.SIGUSR1, signal.SIGUSR2}),  # Slurm's time limit warning may come late
     ],
 )
 def test_signals_ignored_after_a_run(launcher, received, ignored):
@@ -77,11 +77,11 @@ with StopRequests(World()).watched():
 def test_second_signal_ends_a_long_step_at_once():
     with started([sys.executable, "-c", LONG_STEP], env=ENVIRON, stdout=subprocess.PIPE, text=True) as step:
         assert step.stdout and step.stdout.readline() == "in a step\n"
-        for number in (signal.SIGTERM, signal.SIGINT):  # the first Ctrl-C may come after a scheduler's signal
-            for repeated in (signal.SIGUSR1, signal.SIGUSR1, number, number):  # `timeout` sends a signal twice
+        for number in (signal.SIGTERM, signal.SIGINT):  # a first Ctrl-C after SIGTERM is not yet the second request
+            for repeated in (signal.SIGUSR1, signal.SIGUSR1, number, number):  # `timeout` sends each signal twice
                 step.send_signal(repeated)
             assert step.stdout.readline().endswith(f"{number.name}: stopping after this step; again to quit\n")
-        while step.poll() is None:  # a signal is the second request SAME_S after the first
+        while step.poll() is None:  # only SAME_S after the first request does a signal count as the second
             step.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 step.wait(0.1)
@@ -99,7 +99,7 @@ def test_reason_of_a_stop_for_new_hosts_and_for_the_signal_of_another_rank():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "it may reach this rank later"
 
 
-# A rank whose launcher is killed stops
+# A rank stops when its launcher is killed
 
 RANK = """
 import signal
@@ -116,7 +116,7 @@ print("stopped", flush=True)
 
 
 def test_launcher_is_killed():
-    launcher = ["sh", "-c", f"'{sys.executable}' -c '{RANK}'; exit $?"]  # some shells become their last command
+    launcher = ["sh", "-c", f"'{sys.executable}' -c '{RANK}'; exit $?"]  # exit: a shell may exec its last command
     with started(launcher, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr
         assert process.stdout.readline() == "watches\n"
@@ -127,9 +127,9 @@ def test_launcher_is_killed():
         rank.wait(60)
 
 
-# Ctrl-C in any command, at any moment: one line, status 130, no traceback
+# Ctrl-C in any command, even during imports: a single line, status 130, no traceback
 
-# Interrupts the process at the import of a module.
+# Interrupts the process when it imports the module $INTERRUPTED_AT.
 SITECUSTOMIZE = """
 import os, signal, sys
 
@@ -150,7 +150,7 @@ def interrupting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def interrupted(words: list[str], module: str, interrupting: Path, stderr: Any = subprocess.PIPE) -> tuple[int, str]:
-    """Run a command that is interrupted at the import of a module. Returns its status and standard error."""
+    """Run a Python module and interrupt it at its import of `module`. Returns its status and standard error."""
     path = os.pathsep.join([str(interrupting), *filter(None, sys.path)])
     env, command = {**os.environ, "PYTHONPATH": path, "INTERRUPTED_AT": module}, [sys.executable, "-m", *words]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
@@ -159,14 +159,14 @@ def interrupted(words: list[str], module: str, interrupting: Path, stderr: Any =
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["hvd_bert.training.loop", "hvd_bert.training.api"])  # after joining, and before
+@pytest.mark.parametrize("module", ["hvd_bert.training.loop", "hvd_bert.training.api"])  # after and before joining
 def test_interrupted_command(module, interrupting):
     command = ["hvd_bert.train", "--config", "sample"]
     assert interrupted(command, module, interrupting) == (130, "hvd_bert: interrupted\n")
 
 
 def test_interrupted_without_a_reader(interrupting):
-    """Ctrl-C also ends the `tee` that reads a command's output."""
+    """Ctrl-C also ends a `tee` that reads the command's output, so that nobody reads standard error."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stderr:
@@ -174,6 +174,6 @@ def test_interrupted_without_a_reader(interrupting):
 
 
 def test_ignored_interrupt_stays_ignored(interrupting):
-    """A shell ignores SIGINT in background jobs, for example."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited; a fixture of all tests restores it
+    """A command must not react to SIGINT if its parent ignored it, as shells do for background jobs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the command; an autouse fixture restores the handler
     assert interrupted(["hvd_bert.tools.timeline", "--help"], "numpy", interrupting) == (0, "")

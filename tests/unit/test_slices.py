@@ -1,4 +1,4 @@
-"""Slices of the questions, and comparisons of two models with scipy's tests as reference."""
+"""Slices of the questions, and comparisons of two models, with scipy's tests as the reference."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_question_is_in_one_slice(questions):
 
 
 def scores(model: int, shift: float = 0.0) -> np.ndarray:
-    """F1 in percent of 400 questions; two models differ on every fourth question, by `shift` on average."""
+    """Make a model's F1 per question (percent, 400 questions). Models differ in every fourth, raised by `shift`."""
     common = np.random.default_rng(7).choice([0.0, 40.0, 100 / 3, 100.0], 400)
     differing = np.random.default_rng(model).choice([0.0, 50.0, 200 / 3, 100.0], 400) + shift
     return np.where(np.arange(400) % 4, common, differing)
@@ -64,7 +64,7 @@ def test_interval_equals_scipys():
     stats = pytest.importorskip("scipy.stats")
     difference = scores(1, shift=12.0) - scores(2)
     scipys = stats.bootstrap((difference,), np.mean, method="percentile", n_resamples=RESAMPLES, batch=1000, rng=3)
-    close = pytest.approx(tuple(scipys.confidence_interval), abs=0.08 * scipys.standard_error)  # other random numbers
+    close = pytest.approx(tuple(scipys.confidence_interval), abs=0.08 * scipys.standard_error)  # the samples differ
     assert interval(difference) == interval(difference) == close
 
 
@@ -80,7 +80,7 @@ def test_interval_equals_scipys():
 def test_verdict(difference, found):
     low, high = interval(difference)
     assert verdict(low, high) == found
-    assert interval(-difference) == (-high, -low) and low <= high  # the models are swapped
+    assert interval(-difference) == (-high, -low) and low <= high  # swapped models
 
 
 @given(st.integers(0, 1200), st.integers(0, 1200))

@@ -1,4 +1,4 @@
-"""Questions from SQuAD's layouts, nested and flat, and refused files with the paths of their mistakes."""
+"""Questions from SQuAD's layouts, nested and flat, and refused files: the message locates each mistake."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.storage import reading
 
 
-def write(tmp_path: Path, content: object, name: str = "data.any") -> Path:  # the content decides, not the name
+def write(tmp_path: Path, content: object, name: str = "data.any") -> Path:  # the file name does not matter
     path = tmp_path / name
     if not isinstance(content, bytes):
         content = (content if isinstance(content, str) else json.dumps(content)).encode()
@@ -27,7 +27,7 @@ def write(tmp_path: Path, content: object, name: str = "data.any") -> Path:  # t
 
 
 def check(path: Path, *named: str) -> None:
-    """Expect that the file is refused with a message that begins with its path and has these values."""
+    """Check that the file is refused with a message that begins with its path and contains `named`."""
     with pytest.raises(UserError) as caught:
         squad.open_file(path, False).questions()
     assert str(caught.value).startswith(f"{path}: ")
@@ -43,7 +43,7 @@ def test_nested_and_flat_layouts_give_the_same_questions(tmp_path, make_question
     lines = "\n".join(json.dumps(row) for row in rows) + "\n"
     for content in (to_squad(questions), {"data": rows}, rows, lines):
         assert squad.open_file(write(tmp_path, content), True).questions() == questions
-    single = write(tmp_path, rows[1])  # a single row on one line
+    single = write(tmp_path, rows[1])  # JSON lines with a single row
     assert squad.open_file(single, False).questions() == questions[1:2]
 
 
@@ -71,16 +71,16 @@ def test_digest_depends_on_the_content_and_on_the_reading(tmp_path, make_questio
     others = {squad.open_file(path, v2, reading).digest for reading in readings for v2 in (False, True)}
     assert len(others) == 6 and digest in others
     monkeypatch.setattr(reading, "BLOCK", 7)
-    assert squad.open_file(path, False).questions() == make_questions(3)  # compares the hash of the whole content
+    assert squad.open_file(path, False).questions() == make_questions(3)  # several blocks per file
     source = squad.open_file(path, False)
-    path.write_bytes(path.read_bytes()[:-1] + b" ")  # changes only the last piece
+    path.write_bytes(path.read_bytes()[:-1] + b" ")  # changes only the final block
     assert squad.open_file(path, False).digest != digest
     with refused(path):
         source.questions()
 
 
 def test_digests_are_equal_in_all_versions(tmp_path):
-    """Checkpoints record digests, so a run of an earlier version can be resumed."""
+    """Pin the digests: checkpoints record them, and a run of an earlier version must stay resumable."""
     path = write(tmp_path, "[]")
     for purpose in ("training", "evaluation"):
         assert squad.open_file(path, False, Reading(purpose=purpose)).digest[:12] == "3afc98b77b19"

@@ -1,4 +1,4 @@
-"""EM and F1, compared with the official scripts and with stored values of the scripts (squad_metric_golden.json)."""
+"""EM and F1, compared with the official scripts and with their stored results (squad_metric_golden.json)."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def official_v1(module: ModuleType, questions: list[Question], predictions: dict
 def official_v2(
     module: ModuleType, questions: list[Question], predictions: dict[str, str], odds: Scores | None, threshold: float
 ) -> Scores:
-    # The standalone script has --na-prob-thresh; in this copy, it is a default value.
+    # The standalone script has the flag --na-prob-thresh; the wheel's copy has a default argument instead.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module._apply_no_ans_threshold, "__defaults__", (threshold if odds else 1.0,))
         result = module.evaluate(as_dataset(questions), predictions, odds)
     renamed = {V2_NAMES.get(name, name): value for name, value in result.items() if not name.startswith("pr_")}
-    # Without odds the standalone script reports no best thresholds.
+    # Without odds, the standalone script does not report best thresholds.
     return {name: value for name, value in renamed.items() if odds or not name.startswith("best_")}
 
 
@@ -85,7 +85,7 @@ def test_golden_values_equal_the_official_scripts(official: Official) -> None:
         assert official_v2(official[1], questions, predictions, *args) == pytest.approx(expected, abs=1e-9)
 
 
-# Articles, punctuation, accents in one character and in two, other scripts, blanks.
+# Articles, punctuation, composed and decomposed accents, other writing systems, blanks.
 ENGLISH = "a An the The. cat Cat's cat, theory 10% $5.00 U.S. - a-b x_y"
 OTHERS = "caf\u00e9 cafe\u0301 \u0130stanbul \ufb01sh straße «dog» … …the 北京 \u0391\u03a3"
 WORDS = [*ENGLISH.split(), *OTHERS.split(), "\u00a0", "\t"]
@@ -135,6 +135,6 @@ def test_best_threshold_above_the_used_threshold_needs_the_best_spans() -> None:
 
 @pytest.mark.parametrize(("threshold", "exact"), [({"null_score_diff_threshold": 0.5}, 100.0), ({}, 0.0)])
 def test_odds_must_exceed_the_threshold(threshold: dict[str, float], exact: float) -> None:
-    """The default threshold is 0."""
+    """An answer counts as "no answer" if its odds exceed the threshold, by default 0."""
     scores = score([question("q", ["Ada"])], {"q": "Ada"}, {"q": 0.5}, True, **threshold)
     assert scores["exact_match"] == exact

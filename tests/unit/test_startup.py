@@ -1,4 +1,4 @@
-"""The start of commands: --help must not import large libraries, and only one rank prints it."""
+"""Startup of commands: --help imports no large libraries and is printed by a single rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HELPS += [(words, rank) for words in ("train", "tools.bench", "tools.doctor") fo
 
 
 def run(*words: str, rank: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a command, as a rank of a launcher of two ranks if `rank` is given."""
+    """Run a command, under a launcher of two ranks if `rank` is given."""
     launcher = {"HOROVOD_RANK": rank, "HOROVOD_SIZE": "2"} if rank else {}
     env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), **launcher, **environ}
     return subprocess.run(words, capture_output=True, text=True, env=env, timeout=60, check=False)
@@ -77,12 +77,12 @@ def test_a_command_runs_as_by_its_module() -> None:
         ("trian", " Did you mean train?"),
         ("eval", " Did you mean evaluate?"),
         ("benchmark", " Did you mean bench?"),
-        ("import", ""),  # similar to report, but another word
+        ("import", ""),  # similar to report, but not a typo
     ],
 )
 def test_unknown_command_is_named_by_rank_0(word: str, hint: str) -> None:
     message = f"hvd_bert: unknown command '{word}'.{hint} `hvd-bert --help` lists the commands.\n"
-    by_hand = {"WORLD_SIZE": "2", "RANK": "1"}  # no launcher ends this rank with the status of rank 0
+    by_hand = {"WORLD_SIZE": "2", "RANK": "1"}  # without a launcher, rank 1 needs the failure status, too
     for rank, environ, status, error in (("0", {}, 2, message), ("1", {}, 0, ""), ("", by_hand, 2, "")):
         done = run(HVD_BERT, word, rank=rank, **environ)
         assert (done.returncode, done.stdout, done.stderr) == (status, "", error)

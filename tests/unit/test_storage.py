@@ -1,4 +1,4 @@
-"""File locks, atomic writes, records, and the folder cache: one build per key for any number of processes."""
+"""File locks, atomic writes, records, and the folder cache, which builds each key once for all processes."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def build(folder: Path) -> None:
 def build_with_log(folder: Path) -> None:
     with open(folder.parent / "log", "a") as log:
         log.write(f"{os.getpid()}\n")
-    time.sleep(0.3)  # makes it likely that the others arrive meanwhile; the assertions do not depend on it
+    time.sleep(0.3)  # so that other processes probably arrive meanwhile
     build(folder)
 
 
@@ -246,7 +246,7 @@ def test_failed_build_leaves_nothing_and_can_be_repeated(tmp_path):
 
 
 def test_first_of_two_nodes_wins(tmp_path):
-    """On file systems whose locks do not reach across nodes, two nodes may build."""
+    """Where file locks do not work across nodes, two nodes may build the same entry; the first rename wins."""
     others = cache.entry(tmp_path / "other node", "key", build)
     inode = others.stat().st_ino
 

@@ -1,4 +1,4 @@
-"""Strategies: the table, the requirements, and code that needs no second process."""
+"""Strategies: the table, their requirements, and code that can be tested in a single process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_horovod_without_bf16_is_refused_with_the_command_that_builds_it(monkeyp
     check_bf16(torch.device("cpu"))
 
 
-# A flag -> the strategies that refuse it.
+# Flag -> the strategies that refuse it.
 REFUSED = {
     "--timeline_file t.json": "ddp fsdp deepspeed dp none",
     "--ema_decay 0.5": "fsdp deepspeed",
@@ -83,7 +83,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 def test_strategy_is_known_before_the_world_is_joined(tmp_path):
     (file := tmp_path / "mine.yaml").write_text("strategy: fsdp\n")
     for argv, expected in (
-        (["--strategy", "ddp", "--no_such_flag"], "ddp"),  # the error is reported after the ranks have joined
+        (["--strategy", "ddp", "--no_such_flag"], "ddp"),  # the wrong flag is reported after joining
         (["--strategy", "no_such_strategy"], "horovod"),
         (["--help", "--strategy", "none"], "none"),
         (["--config", str(file), "--strategy", "ddp"], "ddp"),
@@ -92,7 +92,7 @@ def test_strategy_is_known_before_the_world_is_joined(tmp_path):
 
 
 def test_strategies_of_one_process(monkeypatch):
-    world = runner.join("none")  # needs no library
+    world = runner.join("none")  # must work without Horovod
     assert (world.rank, world.size, world.controller, world.devices) == (0, 1, "none", 1)
     assert not world.any_rank_async(False)() and world.any_rank_async(True)()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -113,7 +113,7 @@ LAYER = re.compile(r"\.(\d+)\.")  # a layer's number in a parameter's name
 @pytest.mark.parametrize("family", TRAINED)
 def test_each_group_of_horovod_is_complete_before_the_layers_of_the_next(family):
     config = small(family)
-    config.relative_attention, config.norm_rel_ebd = True, "layer_norm"  # as in pretrained DeBERTa models
+    config.relative_attention, config.norm_rel_ebd = True, "layer_norm"  # as in pretrained DeBERTas
     config.pos_att_type = ["c2p", "p2c"]
     model = model_class(config)(config)
     group_of = {weight: i for i, group in enumerate(backward_groups(model, 3)) for weight in group}
@@ -134,7 +134,7 @@ def test_each_group_of_horovod_is_complete_before_the_layers_of_the_next(family)
     [
         (1, ["11 10 9 8 7 6 5 4 3 2 1 0"]),
         (2, ["11 10 9 8 7 6 5 4", "3 2 1 0"]),
-        (4, ["11 10 9 8", "7 6 5 4", "3 2 1 0", ""]),  # the embeddings are as large as three layers
+        (4, ["11 10 9 8", "7 6 5 4", "3 2 1 0", ""]),  # embeddings: the size of three layers
         (14, ["11", "10", "9", "8", "7", "6", "5", "4", "3", "2", "1", "0", ""]),
     ],
 )
@@ -183,7 +183,7 @@ def test_dp_joins_the_logits():
 
 
 def step_and_state(strategy: Strategy, factor: float) -> tuple[float, dict[str, torch.Tensor]]:
-    """Make a step. Returns the gradient's norm, and copies of the weights and the optimizer state."""
+    """Run a step on the loss times `factor`. Returns the gradient norm, and copies of weights and optimizer state."""
     strategy.backward(strategy.module(torch.ones(4, 3)).square().sum() * factor)
     norm = float(strategy.clip())
     strategy.step()
@@ -193,7 +193,7 @@ def step_and_state(strategy: Strategy, factor: float) -> tuple[float, dict[str, 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9)])
 def test_fused_optimizers_clip_and_skip_like_others(kind: Callable[..., torch.optim.Optimizer]):
-    """If this fails with another torch, compare FusedClip with the GradScaler of that torch."""
+    """If this fails with another torch version, compare FusedClip with that version's GradScaler."""
     options = StrategyOptions(TrainArguments(max_grad_norm=0.5), ParallelArguments(), accumulation=1)
     clipped = []
     for fused in (True, False):
@@ -250,7 +250,7 @@ def test_models_without_a_trained_word_embedding():
     assert word_embedding(model) is model.embeddings.word_embeddings
     model.embeddings.word_embeddings.weight.requires_grad = False
     assert word_embedding(model) is word_embedding(nn.Linear(2, 2)) is None
-    assert word_embedding(BertForMaskedLM(BertConfig(vocab_size=WORDS, **SHAPE))) is None  # tied to the last layer
+    assert word_embedding(BertForMaskedLM(BertConfig(vocab_size=WORDS, **SHAPE))) is None  # tied to the output layer
 
 
 def test_words_whose_weight_has_another_use_stay_dense():
@@ -262,7 +262,7 @@ def test_words_whose_weight_has_another_use_stay_dense():
 
 
 class Waits(World):
-    """A world of one rank that records the watched waits: in `inside` during a wait, in `ended` afterwards."""
+    """A world of one rank that records limited waits: `inside` has those in progress, `ended` the finished ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ def test_watchdog_counts_while_a_step_waits_for_other_ranks(name, forward: list[
     )
     strategy.backward(strategy.module(torch.ones(2, 3)).sum())
     strategy.step()
-    assert world.ended == []  # the first step may compile, so it has no limit
+    assert world.ended == []  # no time limit in the first step, which may compile
     seen: list[list[str]] = []
     strategy.module.register_forward_pre_hook(lambda *_: seen.append(world.inside[:]))
     loss = strategy.module(torch.ones(2, 3)).sum()

@@ -1,4 +1,4 @@
-"""Lost standard streams: a reader that ended, a full disk, a pipe that nobody reads."""
+"""Lost standard streams: a reader that has ended, a full disk, and a pipe that is not read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from hvd_bert.errors import EXIT_BROKEN_PIPE, EXIT_FAILURE
 
-SENT = 3000  # lines of 100 bytes, more than a pipe's 64 KiB
+SENT = 3000  # lines of 100 bytes exceed a pipe's buffer of 64 KiB
 PROGRAM = """
 import sys
 from hvd_bert import streams
@@ -37,7 +37,7 @@ def run(
 
 @pytest.fixture
 def opened() -> Iterator[Callable[[str], IO[str]]]:
-    """opened(how) -> the write end of a stream that is lost."""
+    """Yield `open_one(how)`, which opens a stream that cannot be written: "full disk", "no reader" or "unread"."""
     with ExitStack() as stack:
 
         def open_one(how: str) -> IO[str]:
@@ -64,7 +64,7 @@ def test_nothing_is_lost_while_somebody_reads(unbuffered):
         ("no reader", "Broken pipe", {}, True),
         ("full disk", "No space left on device", {}, False),
         ("unread", "it was not read for 0.2 s", {"patience": 0.2}, False),
-        # A pipe with space for a page is ready, but would keep a longer write waiting.
+        # A pipe with room for one page is reported as writable, but a longer write would block.
         ("unread", "it was not read for 0.2 s", {"patience": 0.2, "sent": 50, "width": 9999}, True),
     ],
 )
@@ -77,7 +77,7 @@ def test_command_continues_with_one_warning(opened, how, reason, size, unbuffere
 def test_command_that_only_prints_ends_quietly(opened, flush):
     done = run("end_when_lost", stdout=opened("no reader"), sent=1, flush=flush)
     assert done.returncode == EXIT_BROKEN_PIPE
-    assert done.stderr == ("" if flush else "done\n")  # the last lines are written at the interpreter's exit
+    assert done.stderr == ("" if flush else "done\n")  # unflushed lines are written at exit
 
 
 def test_command_that_only_prints_names_a_full_disk(opened):
@@ -90,4 +90,4 @@ def test_closed_streams_are_replaced():
     program = PROGRAM.format(policy="keep_running", sent=1, width=99, flush="", patience=60)
     program += "sys.exit(open('/dev/null').fileno())"
     done = subprocess.run(["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, program])
-    assert done.returncode > 2  # no file is opened as number 1
+    assert done.returncode > 2  # no file gets descriptor 0, 1 or 2

@@ -1,4 +1,4 @@
-"""Sweeps: plans, commands, and points that fail, cannot run or are done. No rank is started."""
+"""Sweeps: plans, commands, and points that fail, cannot run or are done. No ranks are started."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plan_of(*words: str) -> SweepPlan:
 
 
 def planned(*words: str) -> dict[SweepPoint, Config]:
-    """Plan a sweep. Returns the points in order, with the settings of each training."""
+    """Plan a sweep with the given flags. Returns its points in order, each with its training's settings."""
     plan = plan_of(*words)
     config, _ = check_flags(plan)
     accumulation = config.train.gradient_accumulation_steps
@@ -50,7 +50,7 @@ def by(choice: str, machine: Machine = TWO_CORES, hosts: str = "", *words: str) 
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The launchers and packages that are pretended to be installed: all, unless a test removes one."""
+    """Fake the installed launchers and packages. Returns their names, from which a test may remove some."""
     there = {"horovodrun", "mpirun", "srun", "horovod", "deepspeed"}
     monkeypatch.setattr(launching, "program_path", lambda name: f"/bin/{name}" if name in there else None)
     monkeypatch.setattr(known, "find_spec", lambda name: name if name in there else None)
@@ -60,7 +60,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_points_of_a_strategy() -> None:
     batch = ("--per_device_train_batch_size=6", "--gradient_accumulation_steps=2")
     strong, weak = {"ddp-1-strong-1": (16, 8, 1), "ddp-4-strong-1": (16, 2, 4)}, {"ddp-1-weak-1": (12, 6, 1)}
-    for words, expected in (  # windows per step, per GPU and micro-batch; processes
+    for words, expected in (  # name: (global batch, micro-batch per GPU, processes)
         (("ddp", "--ranks=4,1", "--scaling=both", *batch), strong | weak | {"ddp-4-weak-1": (48, 6, 4)}),
         (("dp",), {"dp-2-strong-1": (16, 8, 1), "dp-4-strong-1": (16, 4, 1)}),
         (("none,none",), {"none-1-strong-1": (16, 16, 1)}),
@@ -69,11 +69,11 @@ def test_points_of_a_strategy() -> None:
         batches = [(each.global_batch, train.per_device_train_batch_size) for each, train in given.items()]
         found = [(each.name, (*sizes, each.processes)) for each, sizes in zip(given, batches, strict=True)]
         assert found == [*expected.items()]
-        assert {train.lr_scaling for train in given.values()} == {"none"}  # one learning rate, comparable losses
+        assert {train.lr_scaling for train in given.values()} == {"none"}  # equal rates make losses comparable
 
 
 def test_a_run_per_seed_and_world_size_for_a_number_of_epochs(tmp_path: Path) -> None:
-    (file := tmp_path / "mine.yaml").write_text("max_steps: 7\nseed: 5\nglobal_batch: 24\n")  # max_steps is replaced
+    (file := tmp_path / "mine.yaml").write_text("max_steps: 7\nseed: 5\nglobal_batch: 24\n")  # --epochs overrides it
     points = planned(f"--config={file}", "--strategies=horovod", "--ranks=1,2", "--epochs=2.5", "--seeds=7,3")
     order = [(1, 7), (2, 7), (2, 3), (1, 3)]
     assert [each.name for each in points] == [f"horovod-{ranks}-strong-{seed}" for ranks, seed in order]
@@ -94,7 +94,7 @@ def test_a_run_per_seed_and_world_size_for_a_number_of_epochs(tmp_path: Path) ->
         ("--per_device_train_batch_size=4", ["--per_device_train_batch_size", "--global_batch"]),
         ("--train_file=nowhere.json", ["--train_file nowhere.json"]),
         ("--max_step=3", ["--max_step"]),
-        ("--num_groups=-1 --strategies=none", ["--num_groups -1"]),  # also for a strategy that ignores it
+        ("--num_groups=-1 --strategies=none", ["--num_groups -1"]),  # even if no strategy uses the flag
         ("--zero-stage=1", ["--zero_stage", "Add deepspeed to --strategies"]),
         ("--fp16_allreduce --bf16_allreduce", ["--fp16_allreduce", "--bf16_allreduce"]),
         ("--resume-from-checkpoint=latest", ["--resume_from_checkpoint", "from scratch"]),
@@ -116,7 +116,7 @@ def test_a_flag_of_one_strategy_is_passed_to_that_strategy_only(tmp_path: Path) 
         given = planned(*flags, "--strategies=none,horovod,deepspeed", "--ranks=1", "--repeats=1").values()
         passed = [(config.parallel.zero_stage, config.parallel.fp16_allreduce) for config in given]
         assert passed == [(2, False), (2, fp16), (1, False)]
-    _, left_out = check_flags(plan_of("--fp16", "--strategies=none,deepspeed"))  # only deepspeed refuses --fp16
+    _, left_out = check_flags(plan_of("--fp16", "--strategies=none,deepspeed"))  # deepspeed refuses --fp16
     assert left_out.keys() == {"deepspeed"} and "--fp16" in left_out["deepspeed"]
 
 
@@ -124,13 +124,13 @@ PYTHON = Path(sys.executable).name
 
 
 def test_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # where horovodrun can write its cache
+    monkeypatch.setenv("HOME", str(tmp_path))  # horovodrun's cache
     hosts, job = "a100-01:2,a100-02:2", Machine(cores=64, gpus=2, allocation=Allocation(2, 2, 32))
     gloo, slurm = by("horovodrun", TWO_CORES, hosts, "--gloo"), by("auto", job)
     srun = "srun --mpi=pmix --kill-on-bad-exit=1 --wait=60"
     for launch, strategy, ranks, expected in (
         (by("mpirun"), "ddp", 4, f"mpirun -np 4 -H localhost:4 --bind-to none {PYTHON}"),
-        (gloo, "none", 1, f"horovodrun -np 1 -H {hosts} --gloo {PYTHON}"),  # the baseline also runs on the given hosts
+        (gloo, "none", 1, f"horovodrun -np 1 -H {hosts} --gloo {PYTHON}"),  # baseline: same hosts
         (slurm, "none", 1, f"{srun} --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=32 {PYTHON}"),
         (slurm, "horovod", 4, f"{srun} --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=32 {PYTHON}"),
     ):
@@ -173,7 +173,7 @@ def test_obstacles(installed: set[str]) -> None:
     installed.remove("horovodrun")
     job = Machine(8, 1, Allocation(2, 2, 1))
     for launch, where, words in (
-        (by("auto"), Point("ddp", 4), ""),  # slow: only a warning
+        (by("auto"), Point("ddp", 4), ""),  # CPUs are slow, but allowed
         (by("auto", FOUR_GPUS), Point("ddp", 8), "8 ranks, but 4 GPUs"),
         (by("auto", FOUR_GPUS), Point("dp", 4), ""),
         (by("none"), Point("ddp", 2), "--launcher none starts one process only"),
@@ -181,8 +181,8 @@ def test_obstacles(installed: set[str]) -> None:
         (by("auto", job), Point("ddp", 8), "the Slurm job has 4 tasks"),
         *((by(choice, job), Point("ddp", 4), "2 ranks per node, but 1 GPUs") for choice in ("auto", "mpirun")),
         (by("mpirun", Machine(8, 2, job.allocation)), Point("ddp", 4), ""),
-        (by("mpirun", job, "a:1"), Point("ddp", 2), "2 ranks, but -H a:1 has 1 slots"),  # whatever the job has
-        # Only the points of a missing launcher cannot run.
+        (by("mpirun", job, "a:1"), Point("ddp", 2), "2 ranks, but -H a:1 has 1 slots"),  # -H takes precedence
+        # If a launcher is missing, only its points cannot run.
         (by("auto"), Point("horovod", 2), "horovodrun is not on PATH: run `bash env/setup.sh`"),
         (by("auto", TWO_CORES, "a:2"), Point("none", 1), "horovodrun"),
     ):
@@ -201,7 +201,7 @@ def test_ranks_that_share_cores_are_warned_of(capsys: pytest.CaptureFixture[str]
 
 
 class Sweeps(PretendedRuns):
-    """Starts small sweeps into a folder. No rank is started."""
+    """Runs small sweeps in the folder `out` without starting ranks."""
 
     def __init__(self, out: Path) -> None:
         super().__init__(lambda folder, command, environ: folder.name, self._made)
@@ -213,18 +213,18 @@ class Sweeps(PretendedRuns):
         return make_run(folder, given["strategy"], ranks, batch=int(given["per_device_train_batch_size"]) * ranks)
 
     def start(self, *flags: str) -> int:
-        """Run a sweep with an empty `started`. Returns the exit status."""
+        """Clear `started` and run a sweep. Returns the exit status."""
         self.started = []
         defaults = {"--strategies": "none,horovod", "--ranks": "1,2", "--repeats": "2", "--out": str(self.out)}
         return sweep.main([*(f"{name}={value}" for name, value in defaults.items() if name not in flags), *flags])
 
     @property
     def rows(self) -> dict[str, dict[str, Any]]:
-        """The points in sweep.json by name."""
+        """The points of sweep.json by name."""
         return {row["name"]: row for row in json.loads((self.out / "sweep.json").read_text())["points"]}
 
     def names(self, state: str) -> list[str]:
-        """The names of the points in a state."""
+        """Return the names of the points in this state."""
         return [name for name, row in self.rows.items() if row["state"] == state]
 
 
@@ -243,7 +243,7 @@ ORDER += [f"{name[:-2]}-2" for name in reversed(ORDER)]
 
 def test_all_points_are_run_and_recorded(sweeps: Sweeps, tmp_path, monkeypatch, capsys) -> None:
     others: list[int] = []
-    sweeps.during = lambda folder, given: others.append(sweep.main(["--out", str(sweeps.out)]))  # at the same time
+    sweeps.during = lambda folder, given: others.append(sweep.main(["--out", str(sweeps.out)]))  # in parallel
     assert sweeps.start() == 0
     assert sweeps.started == ORDER == [*sweeps.rows] == sweeps.names("done")
     output, errors = capsys.readouterr()
@@ -251,9 +251,9 @@ def test_all_points_are_run_and_recorded(sweeps: Sweeps, tmp_path, monkeypatch, 
     last, by_hand = sweeps.rows["none-1-strong-2"], f"hvd-bert report {sweeps.out}"
     assert last["windows_per_s"] == pytest.approx(10) and "--num_threads=1" in last["command"]
     weights = {path.parent.name for path in sweeps.out.glob("*/model.safetensors")}
-    assert weights == {*ORDER[:3]}  # only the first repeat's models are retained
+    assert weights == {*ORDER[:3]}  # only models of the first repeat are retained
     assert "[6/6] none, 1 rank, strong, repeat 2: 10.0 windows/s" in output and by_hand in output
-    failed = subprocess.CompletedProcess([], 2)  # such as a full disk
+    failed = subprocess.CompletedProcess([], 2)  # the report fails
     monkeypatch.setattr(sweep.subprocess, "run", lambda *args, **options: failed)
     assert sweeps.start("--report", str(tmp_path / "report")) == 1
     assert sweeps.started == [] and by_hand in capsys.readouterr().out
@@ -273,18 +273,18 @@ def test_a_requeue_needs_a_point_that_is_done(sweeps: Sweeps, monkeypatch) -> No
 def test_a_failing_point_is_a_row_and_the_sweep_continues(sweeps: Sweeps, tmp_path, capsys) -> None:
     sweeps.ends = {"horovod-2": 1, "none-1-strong-2": None}
     assert sweeps.start("--repeats", "3") == 1
-    assert [name for name in sweeps.started if name.startswith("horovod-2")] == ORDER[2:4]  # not a third repeat
+    assert [name for name in sweeps.started if name.startswith("horovod-2")] == ORDER[2:4]  # skips repeat 3
     failed = sweeps.rows["horovod-2-strong-1"]
     assert failed["state"] == "failed" and failed["reason"].startswith("bad input (status 1; ")
     assert (sweeps.out / "horovod-2-strong-1" / "run.log").exists()
     assert "--timeout 3600 s" in sweeps.rows["none-1-strong-2"]["reason"]
     assert sweeps.rows["horovod-2-strong-3"]["reason"].startswith("not run")
     sweeps.ends = {}
-    assert sweeps.start("--repeats", "3") == 0  # fixed points are run again
+    assert sweeps.start("--repeats", "3") == 0  # failed points run again
     assert sorted(sweeps.started) == ["horovod-2-strong-1", "horovod-2-strong-2", "horovod-2-strong-3", ORDER[-1]]
-    (sweeps.out / ORDER[0] / "metrics.jsonl").write_text("{")  # the results cannot be read
+    (sweeps.out / ORDER[0] / "metrics.jsonl").write_text("{")  # unreadable results: the point runs again
     assert sweeps.start("--repeats", "3") == 0 and sweeps.started == ORDER[:1]
-    sweeps.ends = {"": 2}  # all points share the baseline's wrong setting
+    sweeps.ends = {"": 2}  # if the baseline's input is bad, so is every point's
     assert sweeps.start("--out", str(tmp_path / "other")) == 2
     assert sweeps.started == ORDER[:1] and capsys.readouterr().err == "hvd_bert: bad input\n"
 
@@ -297,13 +297,13 @@ def test_points_that_cannot_run_here_are_rows_and_a_failure(sweeps: Sweeps, inst
     assert skipped.keys() == {"deepspeed", "dp"} and "2 GPUs" in skipped["dp"]
     output = capsys.readouterr().out
     assert output.count("deepspeed is not installed") == 1 and "deepspeed-1-strong-1 and 3 more" in output
-    assert sweeps.start("--strategies", "none") == 0  # points that an earlier plan skipped do not count
+    assert sweeps.start("--strategies", "none") == 0  # points that only an earlier plan skipped are no failure
 
 
 def test_a_sweep_can_grow_but_not_change(sweeps: Sweeps, capsys) -> None:
     assert sweeps.start("--strategies", "none", "--repeats", "1") == 0
     assert sweeps.start("--scaling", "both") == 0
-    assert len(sweeps.started) == 11  # the finished point is not run again
+    assert len(sweeps.started) == 11  # finished points are not run again
     assert sweeps.start("--strategies", "deepspeed", "--zero_stage", "1", "--repeats", "1") == 0
     assert len(sweeps.names("done")) == 14  # points of earlier plans remain
     for flags, named in (

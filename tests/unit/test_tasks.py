@@ -1,4 +1,4 @@
-"""Task classes by name, and `DatasetTask` by the task of the guide."""
+"""Loading of task classes by name, and `DatasetTask`, tested with the guide's example task."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hvd_bert.tasks.trained import as_trained
 
 @pytest.fixture
 def custom_task(tmp_path, monkeypatch):
-    """The module `digits` of the guide."""
+    """Make the guide's module `digits`, and modules that cannot be imported, importable."""
     (tmp_path / "digits.py").write_text(documented.custom_task())
     (tmp_path / "leaving.py").write_text("import sys\nsys.exit(0)")
     (tmp_path / "syntax.py").write_text("import torch\nclass Digits(\n")
@@ -62,7 +62,7 @@ def test_custom_task_is_evaluated_and_saved(custom_task, tmp_path):
     classes = task.model(pixels).argmax(1)
     assert evaluation.metrics["accuracy"] == pytest.approx(float((classes == labels).double().mean()))
     assert evaluation.files == {"eval_predictions.json": classes.tolist()}
-    task.predictions = lambda classes: {"digit": classes, "first": [*classes[:2]]}  # tensors and arrays become JSON
+    task.predictions = lambda classes: {"digit": classes, "first": [*classes[:2]]}  # converted to JSON
     task.score = lambda classes: {"accuracy": torch.tensor(0.5), "numpy": np.float32(0.5), "number": 1}
     found = task.evaluate(task.model)
     written = json.loads(json.dumps([found.files["eval_predictions.json"], found.metrics]))
@@ -98,7 +98,7 @@ def test_evaluation_takes_the_saved_weights(custom_task, tmp_path):
         evaluating("digits:Digits", tmp_path / "nowhere")
 
 
-# A task whose `load` depends on the settings of the training.
+# A task whose `load` depends on the training's settings.
 MASKED = """
 import torch
 from transformers import AutoTokenizer, BertForMaskedLM
@@ -155,7 +155,7 @@ def test_evaluation_gets_the_settings_of_the_training_and_its_weights(base_model
 
 
 def test_evaluation_of_a_model_from_elsewhere(base_model):
-    """Without the settings of a training, a model of transformers has the weights that `load` gave it."""
+    """Without a training's settings, a transformers model keeps the weights that the task's `load` gave it."""
     task = evaluating("masked:Masked", "base", "--train_file=texts.txt")
     assert task.trained is None and task.settings.model.model_name_or_path == "base"
 
@@ -243,7 +243,7 @@ def test_rows_of_each_format_without_the_index_of_pandas(tmp_path, name):
         rows.to_csv(path, compression="gzip" if "gz" in name else None)
     elif "json" in name:
         rows.to_json(path, orient="records", lines="jsonl" in name)
-    else:  # as GLUE's: without quotes
+    else:  # tab-separated as in GLUE, where quotes are text
         path.write_text('text\tlabel\na "red" box\t10.0\nNA\t9.0\n')
     assert load_rows(parse([f"--train_file={path}"]), "train").to_dict() == {
         "text": ['a "red" box', "NA"],

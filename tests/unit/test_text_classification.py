@@ -1,4 +1,4 @@
-"""The example for text classification, a custom task, and its variations in the guide."""
+"""The text classification example, which is a custom task, and the guide's variations of it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FILES = ("--train_file=train.jsonl", "--validation_file=train.jsonl")
 
 @pytest.fixture
 def workdir(tmp_path, tokenizer, monkeypatch):
-    """A folder with a tiny model, 12 pairs of texts, and the variations of the guide."""
+    """Make a working directory with a tiny model, pairs of texts, and the guide's variations of the task."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(documented.REPOSITORY / "examples")
@@ -64,7 +64,7 @@ def made(*flags, task=TASK, files=FILES, model="--config_name=model"):
 
 
 def saved(task, name="saved"):
-    """Save the task's model as a training does."""
+    """Save the task's model and settings as a training does. Returns `name`, the folder."""
     Path(name).mkdir()
     run_folder.save_model(Path(name), task)
     save(task.config.as_flat(), Path(name) / "train_config.yaml")
@@ -72,7 +72,7 @@ def saved(task, name="saved"):
 
 
 def predicted(run, file, task=TASK):
-    """Run `hvd-bert predict` and read the rows that it writes."""
+    """Run `hvd-bert predict` on `file`. Returns the rows that it writes."""
     words = (run, "--input", file, "--output", "out.parquet", "--overwrite")
     answered(*words, by=lambda flags, world: predict_file(flags, task, world))
     return read_rows(Path("out.parquet"))
@@ -194,7 +194,7 @@ def test_words_that_are_not_text_are_refused(workdir):
 
 
 def test_labels_and_columns_of_csv(workdir):
-    """Numbers, which are texts in CSV, are ordered labels in both notations, and never the texts to classify."""
+    """Numbers in CSV: as labels, 9 and 9.0 are equal and sorted by value; number columns are not taken for text."""
     lines = [f"{n},{n}.5,True,word {n},{label}\n" for n, label in enumerate(("10", "9.0", "9", "10.0", "-1"))]
     Path("t.csv").write_text("".join(["uid,price,ok,note,label\n", *lines]))
     task = made(files=["--train_file=t.csv", "--validation_file=t.csv"])

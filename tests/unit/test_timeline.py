@@ -1,4 +1,4 @@
-"""Timelines: complete and cut files are read, and figures of made timelines are right."""
+"""Timelines: complete and truncated files are read, and the analysis of made-up timelines is right."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EVENT = st.one_of(
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(EVENT, min_size=1, max_size=80), st.integers(64, 2000))
 def test_events_are_read_as_by_json(tmp_path, events, block):
-    keys = ("ph", "name", "ts", "pid", "dur", "s", "args")  # in the order of the writer
+    keys = ("ph", "name", "ts", "pid", "dur", "s", "args")  # in the writer's order
     ordered = [{key: event[key] for key in keys if key in event} for event in events]
     text = START + ",".join(map(json.dumps, ordered)) + "]"
     (tmp_path / "t.json").write_text(text)
@@ -59,14 +59,14 @@ def test_events_are_read_as_by_json(tmp_path, events, block):
 
 
 def test_files_cut_anywhere(tmp_path):
-    """All complete events of a file are read if a kill has cut it at any byte."""
+    """All complete events are read, wherever a kill truncated the file."""
     path, whole = tmp_path / "t.json", training(steps=2).text
     expected = expected_events(whole.removesuffix(",") + "]")
     complete = [match.end() for match in re.finditer(r'\{"ph"[^{}]*(\{[^{}]*\}[^{}]*)?\}', whole)]
     for length in range(whole.index('{"ph"') + 40, len(whole), 61):
         path.write_text(whole[:length])
         rows, cut_short = read_events(path)
-        # An event that lacks only the args is read.
+        # An event that lacks only its args is read, too.
         assert len(rows) - sum(end <= length for end in complete) in (0, 1)
         assert [row[:4] for row in rows] == [row[:4] for row in expected[: len(rows)]] and cut_short
 
@@ -139,10 +139,10 @@ def test_phases_messages_and_steps(tmp_path):
     assert reduce.total_s == pytest.approx(12 * (0.02 - 20e-6 + 0.01))
     assert reduce.share == pytest.approx(reduce.total_s / 2.169)
     assert phases["MEMCPY_IN_FUSION_BUFFER"].total_s == pytest.approx(12 * 10e-6)
-    # a and b together, then c: 2 MiB in 19.98 ms, 1 MiB in 10 ms
+    # Two messages per step: a and b (2 MiB in 19.98 ms), then c (1 MiB in 10 ms).
     assert [(row.up_to, row.messages, row.tensors) for row in seen.sizes] == [(1 << 20, 12, 12), (16 << 20, 12, 24)]
     assert seen.bytes_per_s == pytest.approx(2 * 2**20 / 0.01998)
-    assert seen.wire_bytes_per_s == seen.bytes_per_s  # for 2 ranks; for 4 a ring sends 1.5 times the bytes
+    assert seen.wire_bytes_per_s == seen.bytes_per_s  # 2 ranks; with 4, a ring sends 1.5 times the bytes
     other = found(training(steps=6, ranks=4), tmp_path)
     assert other.wire_bytes_per_s == pytest.approx(1.5 * other.bytes_per_s)
     step = seen.step
@@ -154,10 +154,10 @@ def test_phases_messages_and_steps(tmp_path):
 
 @pytest.mark.parametrize(
     ("library", "second", "took", "shape", "expected"),
-    [  # `second`: the time at which a second tensor is ready; the first is sent from 0 to 40 ms
-        ("MPI_ALLREDUCE", 40_100, 5000, (256, 1024), (0.005, 0.045)),  # noticed after the first tensor is sent
+    [  # `second`: microseconds until a second tensor is ready; the first is sent from 0 to 40 ms
+        ("MPI_ALLREDUCE", 40_100, 5000, (256, 1024), (0.005, 0.045)),  # noticed only after the first was sent
         ("NCCL_ALLREDUCE", 40_100, 5000, (256, 1024), (0.005, 0.005)),  # noticed immediately
-        ("NCCL_ALLREDUCE", 60_000, 100, (), (0.04, 0.04)),  # a loss, which is no gradient
+        ("NCCL_ALLREDUCE", 60_000, 100, (), (0.04, 0.04)),  # a loss, not a gradient
     ],
     ids=["by one thread", "NCCL", "loss"],
 )
@@ -173,9 +173,9 @@ def test_bounds_of_exposed_communication(tmp_path, library, second, took, shape,
 
 
 def test_a_step_with_few_tensors_lengthens_no_other(tmp_path):
-    """A step that sends only a metric is left out, and the end of the step before it is unknown.
+    """A step that sends only a metric is left out, and so is the previous step, whose end is unknown.
 
-    The next step begins with a tensor that the short step lacks.
+    The step after the short one begins with a tensor that the short step lacks.
     """
     made = MadeTimeline()
     for step in range(12):
@@ -224,14 +224,14 @@ def test_ranks_that_come_last(tmp_path):
 def test_json_text_and_page(tmp_path, capsys):
     path = training(steps=12, straggler=1, by=20_000).write(tmp_path / "\x1b]0;title\x07\x9b31m<script>.json")
     assert command.main([str(path), "--json"]) == EXIT_OK
-    assert json.loads(capsys.readouterr().out)["rank_rows"][0]["median_s"] is None  # never late
+    assert json.loads(capsys.readouterr().out)["rank_rows"][0]["median_s"] is None  # rank 0 is never late
     (tmp_path / "link.html").symlink_to("t.html")
     (tmp_path / "t.html").write_text("earlier")
     assert command.main([str(path), "--html", str(tmp_path / "link.html"), "--overwrite"]) == EXIT_OK
     assert (tmp_path / "link.html").is_symlink()
     text, page = capsys.readouterr().out, (tmp_path / "t.html").read_text(encoding="utf-8")
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page) and "url(" not in page
-    for shown in (text, page):  # names are neither commands to the terminal nor markup
+    for shown in (text, page):  # names are shown without terminal commands and markup
         assert "Bandwidth: " in shown and "Rank 1 is a straggler" in shown and "MPI_ALLREDUCE" in shown
         assert "title" in shown and not {"\x1b", "\x07", "\x9b"} & set(shown)
     assert "&lt;script&gt;" in page and "<script" not in page

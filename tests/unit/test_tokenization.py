@@ -1,4 +1,4 @@
-"""The split into windows: labels compared with a slow search, single cases, and unsupported tokenizers."""
+"""Cutting of questions into windows: labels compared with a slow search, single cases, unsupported tokenizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer, cut
 
 
 def to_windows(tokenizer, questions, length=384, stride=128):
-    """Cut questions. Returns the rows of the table, and the counts."""
+    """Cut questions into windows. Returns the table's rows, and the counts of questions and windows."""
     batches, counts = cut(WindowTokenizer(tokenizer, WindowOptions(length, stride)), questions, 0)
     return [row for batch in batches for row in batch.to_pylist()], counts
 
@@ -32,14 +32,14 @@ def spans_of(row) -> list[tuple[int, int]]:
 
 
 def answer_of(question: Question, row) -> str:
-    """The text between the labels of a window."""
+    """Return the text that a window's labels mark in the context."""
     start = row["char_starts"][row["start_position"] - row["context_start"]]
     return question.context[start : row["char_ends"][row["end_position"] - row["context_start"]]]
 
 
 # --- any text --------------------------------------------------------------------------------------
 
-# ASCII, accents in one character and in two, CJK, Hangul (which NFD decomposes), emoji beyond the first plane,
+# ASCII, composed and decomposed accents, CJK, Hangul (which NFD decomposes), emoji outside the BMP,
 # several kinds of blanks, a zero-width joiner and a control character.
 LETTERS = ["the", "red", "boxes", "I", "42", ".", ",", "-", "é", "e\u0301", "ñ", "\ufb01", "İ", "ß"]
 OTHERS = ["東", "京", "한", "글", "🙂", "👩\u200d🚀", "\x07"]
@@ -50,7 +50,7 @@ texts = st.lists(st.sampled_from(PIECES), min_size=1, max_size=80).map("".join).
 
 @st.composite
 def cases(draw):
-    """Draw questions, length and stride. Each context occurs in up to three questions."""
+    """Draw questions, window length and stride. Each context has up to three questions."""
     questions = []
     for context in draw(st.lists(texts, min_size=1, max_size=3)):
         for _ in range(draw(st.integers(1, 3))):
@@ -81,7 +81,7 @@ def test_label_is_exact_in_each_window_with_the_whole_answer(tokenizer, case):
             spans = enumerate(encoding["offset_mapping"])
             expected = [token for token, span in spans if span[0] < end and span[1] > start]
             tokenless += not expected
-        begin = 0  # first token of the window's piece in the context
+        begin = 0  # index in the context of the window's first context token
         for row in (row for row in rows if row["question"] == index):
             size = row["context_end"] - row["context_start"]
             label = row["start_position"], row["end_position"]
@@ -155,7 +155,7 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("pair", UNSUPPORTED.values(), ids=[*UNSUPPORTED])
 def test_unsupported_layouts_are_refused(tokenizer, pair):
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.no_padding()  # other tests may have padded by this tokenizer
+    backend.no_padding()  # another test may have enabled padding
     special = [("[CLS]", 2), ("[SEP]", 3)]
     backend.post_processor = processors.TemplateProcessing(single="[CLS] $A", pair=pair, special_tokens=special)
     other = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]")

@@ -1,4 +1,4 @@
-"""`from hvd_bert import train`: several trainings in a process, whose state is restored after each."""
+"""`from hvd_bert import train`: several trainings in one process; the process's state is restored after each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ exec(documented.custom_task(), PROGRAM)
 
 
 def start(out: Path, at_step_2: Callable[[], object] = lambda: None, **settings: Any) -> tuple[Any, list[Any]]:
-    """Train the guide's task. Returns the run and the calls of a callback: names with steps, and the loss."""
+    """Train the guide's task. Returns the run, and a callback's calls as (method, step or other argument, ...)."""
     calls: list[Any] = []
 
     def called(name: str, first: Any, *others: Any) -> None:
@@ -55,7 +55,7 @@ def process_state() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The calls of the callback in a training without interruption."""
+    """Return the callback's calls in a training without interruption."""
     return start(tmp_path_factory.mktemp("whole") / "run")[1]
 
 
@@ -73,7 +73,7 @@ def test_trainings_in_a_row_are_equal_and_the_process_is_restored(tmp_path: Path
 
 def test_the_callback_for_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    names = ("start_run", "log_params", "log_metrics", "log_artifact", "end_run")  # MLflow is not installed
+    names = ("start_run", "log_params", "log_metrics", "log_artifact", "end_run")  # a stub: MLflow is not installed
     mlflow = SimpleNamespace(**{name: lambda *given, name=name: calls.append((name, *given)) for name in names})
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     from log_to_mlflow import MLflow
@@ -88,8 +88,8 @@ def test_errors_are_raised_and_the_run_resumes(tmp_path: Path, whole: list[Any])
     before = process_state()
     with pytest.raises(ZeroDivisionError) as failed:
         start(tmp_path / "run", lambda: 1 / 0)
-    assert failed.tb  # a notebook retains the traceback, with the world in its frames
-    with pytest.raises(UserError) as stopped:  # requested at step 2; the ranks vote in step 3
+    assert failed.tb  # still referenced, as in a notebook; its frames hold the world
+    with pytest.raises(UserError) as stopped:  # requested in step 2, agreed by all ranks in step 3
         start(tmp_path / "run", lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert stopped.value.status == EXIT_STOPPED
     assert start(tmp_path / "run")[1][1:-1] == whole[8:-1]

@@ -1,4 +1,4 @@
-"""A refused run changes nothing, earlier files stay until training starts, and a full disk does not end a run."""
+"""A refused run changes nothing, earlier files stay until training starts, and a full disk is only a warning."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 
 @pytest.fixture
 def base(tmp_path, tokenizer, make_questions, write_squad) -> list[str]:
-    """Flags of a short training: three steps and an evaluation."""
+    """Return the flags of a short training: three steps and an evaluation."""
     model = tmp_path / "model"
     tokenizer.save_pretrained(model)
     (model / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": len(tokenizer), **SHAPE}))
@@ -73,7 +73,7 @@ def train(base: list[str], *flags: str) -> None:
     try:
         loop.run(parse(override_argv(base, flags)), world)
     finally:
-        world.leave()  # as `runner` does: an exception that is still referenced would keep the folder's lock
+        world.leave()  # as `runner` does: otherwise a referenced exception would keep the folder's lock
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -131,7 +131,7 @@ def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monke
         return action
 
     monkeypatch.setattr(run_folder, "save_model", signalled(save))
-    monkeypatch.setattr(loop.Evaluations, "evaluate", signalled(evaluate))  # a launcher repeats the signal
+    monkeypatch.setattr(loop.Evaluations, "evaluate", signalled(evaluate))  # as a launcher that repeats the signal
     train(base, "--output_dir", str(out), "--eval_strategy", "no")
     assert {"model.safetensors", "train_results.json", "eval_results.json"} <= {path.name for path in out.iterdir()}
 
@@ -258,7 +258,7 @@ def test_metrics_that_cannot_be_written_are_a_warning_per_file(tmp_path, caplog,
     if lost == "folder":
         shutil.rmtree(tmp_path)
     for descriptor in (metrics_logger.jsonl._file, reporter._writer._writer.fileno()) if lost == "space" else ():
-        os.dup2(os.open(FULL, os.O_WRONLY), descriptor)  # neither opens a device itself
+        os.dup2(os.open(FULL, os.O_WRONLY), descriptor)  # their code refuses to open a device
     assert not [thread for thread in threading.enumerate() if "EventLogger" in type(thread).__name__]
     metrics_logger.begin(3, step=0, steps_per_epoch=3)
     with caplog.at_level(logging.WARNING, "hvd_bert"):
@@ -273,7 +273,7 @@ def test_metrics_that_cannot_be_written_are_a_warning_per_file(tmp_path, caplog,
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Context manager: files can grow by five bytes only."""
+    """Context manager: os.write writes five bytes, then fails as on a full disk."""
     write, space = os.write, [5]
 
     def limited(descriptor: int, content: bytes) -> int:
@@ -304,7 +304,7 @@ def test_lines_are_written_once_there_is_space(tmp_path, caplog):
 def test_timeline_that_cannot_be_recorded_is_a_warning(tmp_path, monkeypatch, caplog):
     recorded = recording(tmp_path / "new" / "t.json")
     monkeypatch.setattr(recording_module, "make_folder", raising(errno.ENOSPC))
-    recorded.world.start_timeline = recorded.world.stop_timeline = lambda *_: None  # Horovod prints its own line
+    recorded.world.start_timeline = recorded.world.stop_timeline = lambda *_: None  # avoids Horovod's own log line
     with caplog.at_level(logging.INFO, "hvd_bert"):
         for step in (1, 2, 3):
             recorded.before(step)
@@ -314,7 +314,7 @@ def test_timeline_that_cannot_be_recorded_is_a_warning(tmp_path, monkeypatch, ca
 
 
 class LogsLate(loop.Training):
-    """A training that logs one step late, as on a GPU."""
+    """A training that logs each step one step late, as on a GPU."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -323,7 +323,7 @@ class LogsLate(loop.Training):
 
 @pytest.mark.parametrize("every", ["1", "3"])
 def test_lines_logged_one_step_late_are_equal(base, tmp_path, monkeypatch, every):
-    """Metrics, except times, and the sums in checkpoints are equal, also after a stop."""
+    """Late logging changes neither metrics (except times) nor the sums in checkpoints, even after a stop."""
 
     def written(out: Path) -> list[Any]:
         when = f"--logging_steps {every} --eval_steps 4 --save_steps 5 --max_steps 11"

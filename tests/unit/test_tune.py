@@ -1,4 +1,4 @@
-"""Tuning: the ranges, a search with known scores, the command. No rank is started."""
+"""Tuning: parameter ranges, a search with known scores, and the command. No ranks are started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = [f"--range={text}" for text in RANGES]
 
 
 def f1_of(given: Mapping[str, str]) -> float:
-    """A made-up F1, which is best with a learning rate of 3e-5."""
+    """Return a made-up F1, whose maximum is at a learning rate of 3e-5."""
     return 80 - 10 * abs(math.log(float(given.get("learning_rate", 1e-4)) / 3e-5))
 
 
@@ -35,7 +35,7 @@ def made(folder: Path, given: Mapping[str, str], label: str) -> Path:
 
 
 def after_an_epoch(folder: Path, given: Mapping[str, str]) -> None:
-    """Write the files of a run after its first epoch: F1 is half of the final one."""
+    """Write a run's metrics.jsonl as after its first epoch, with half of the final F1."""
     rows = [{"step": 10, "epoch": 1.0, "eval_f1": f1_of(given) / 2}, {"step": 11, "loss": 1.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 12, "eval_f1')
 
@@ -117,7 +117,7 @@ def test_an_interrupted_tuning_resumes(pretended, start, tmp_path, capsys) -> No
     words, log = (*WORDS, "--trials=4"), tmp_path / "out" / "study.log"
     pretended.during = interrupt
     assert start(*words) == 75
-    log.write_text(log.read_text() + '{"op_code":')  # a kill leaves an incomplete line and optuna's lock
+    log.write_text(log.read_text() + '{"op_code":')  # a kill leaves a partial line and optuna's lock
     log.with_name("study.log.lock").symlink_to("runs/tune/study.log")
     pretended.during, interrupted = None, pretended.started[-1]
     assert start(*words) == 0
@@ -126,7 +126,7 @@ def test_an_interrupted_tuning_resumes(pretended, start, tmp_path, capsys) -> No
     assert start(*words) == 0 and record(tmp_path)["result"] == found and not pretended.started
     assert start(*words, "--seed=7") == 2
     assert "--seed=7" in capsys.readouterr().err
-    for damaged in (b"", log.read_bytes().partition(b"\n")[2], b"[]\n"):  # optuna would begin a new study
+    for damaged in (b"", log.read_bytes().partition(b"\n")[2], b"[]\n"):  # optuna would start a new study
         log.write_bytes(damaged)
         assert start(*words) == 2 and str(log) in capsys.readouterr().err and log.read_bytes() == damaged
 

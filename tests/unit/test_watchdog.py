@@ -1,4 +1,4 @@
-"""Stalls: the time limits of a wait for other ranks, and the reported ranks and tensors."""
+"""Stall watchdog: time limits of waiting for other ranks, and the ranks and tensors it reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # missing in its type stubs
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # missing in torch's type stubs
 
 from hvd_bert.distributed import watchdog
 from hvd_bert.distributed.watchdog import DISABLED, ENDS_AFTER, WARNS_AFTER, Watchdog
@@ -22,13 +22,13 @@ SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one 
     ("given", "times"),
     [
         ({}, (120, 600)),
-        ({WARNS_AFTER: "900"}, (900, 4500)),  # Horovod would ignore an end before the warning
+        ({WARNS_AFTER: "900"}, (900, 4500)),  # Horovod ignores a shutdown time below the warning time
         ({ENDS_AFTER: "60"}, (12, 60)),
         ({ENDS_AFTER: "3"}, (1, 3)),
         ({ENDS_AFTER: "0"}, (120, math.inf)),
         ({WARNS_AFTER: "100", ENDS_AFTER: "50"}, (100, math.inf)),
         ({DISABLED: "1"}, (120, math.inf)),
-        ({WARNS_AFTER: " 30s"}, (30, 600)),  # parsed like strtol
+        ({WARNS_AFTER: " 30s"}, (30, 600)),  # parsed as by strtol
     ],
 )
 def test_limits_are_the_users_or_consistent_with_them(given, times):
@@ -48,7 +48,7 @@ def test_under_elastic_a_stall_is_only_a_warning():
 
 @pytest.fixture
 def end(monkeypatch, capsys) -> Callable[..., str]:
-    """end(rank, *present) -> the report of one of four ranks at the end of a wait that `present` ranks announced."""
+    """Return `wait_for_end(rank, *present)`: `rank`'s report when its wait times out. `present`: ranks that wait."""
 
     def wait_for_end(rank: int, *present: int, store: Any = None, names: list[str]) -> str:
         store, ended = store or HashStore(), threading.Event()
@@ -101,8 +101,8 @@ def test_names_are_reported_after_horovods_stall_inspector(monkeypatch, capsys):
     store, arrived = HashStore(), threading.Event()
     stall_watchdog = Watchdog(0, ["one", "two"], 0.1, store, lambda _: None)
     with pytest.raises(RuntimeError), stall_watchdog.limit_wait(10, lambda: [] if arrived.is_set() else ["a weight"]):
-        store.wait(["wait 1 0"])  # announced, after a tenth of the limit
-        arrived.set()  # Horovod forgets the names
+        store.wait(["wait 1 0"])  # the rank announces its wait after 1 s
+        arrived.set()  # Horovod no longer lists tensor names
         now = watchdog.time.monotonic()
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: now + 9)
         raise RuntimeError("Horovod has been shut down")
@@ -112,7 +112,7 @@ def test_names_are_reported_after_horovods_stall_inspector(monkeypatch, capsys):
 @pytest.mark.parametrize(("ticks", "ends"), [([1] * 5 + [1000] + [1] * 3, False), ([1] * 5 + [1000] + [1] * 4, True)])
 def test_suspended_time_does_not_count(monkeypatch, ticks, ends):
     statuses: list[int] = []
-    with monkeypatch.context() as patched:  # the test calls `_run` with its own clock
+    with monkeypatch.context() as patched:  # the test itself calls `_run`, with its own clock
         patched.setattr(threading.Thread, "start", lambda self: None)
         stall_watchdog = Watchdog(0, ["one", "two"], 10, HashStore(), statuses.append)
     now, remaining = [0.0], [*ticks]

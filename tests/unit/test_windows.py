@@ -1,4 +1,4 @@
-"""The table of windows: its content, its cache, and the ranks that check it."""
+"""The window table: its content, its cache, and which ranks verify it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def source(make_questions):
 
 
 def cached_table(cache: Path) -> tuple[Path, int]:
-    """The path of the cache's only table, and its inode, which changes if it is built again."""
+    """Return the path of the cache's only table, and its inode, which changes when the table is rebuilt."""
     (file,) = cache.glob("*/windows.arrow")
     return file, file.stat().st_ino
 
@@ -78,7 +78,7 @@ def test_one_rank_per_host_reads_the_whole_cache_and_the_others_see_a_truncated_
     with monkeypatch.context() as patch:
         patch.setattr(window_table.cache, "sha256_of", None)
         assert len(prepare(source, tokenizer, SMALL, leader=False))
-    for length in range(0, len(content) - 8, 200):  # 8: marks the end of the stream
+    for length in range(0, len(content) - 8, 200):  # the final 8 bytes only mark the stream's end
         path.write_bytes(content[:length])
         with refused(path.parent, "damaged"):
             prepare(source, tokenizer, SMALL, leader=False)
@@ -93,7 +93,7 @@ def test_cached_table_is_mapped_and_not_read(source, tokenizer, own_cache):
     with pa.OSFile(str(cached_table(own_cache)[0])) as file, pa.ipc.open_stream(file) as stream:
         in_memory = stream.read_all()
     assert len(in_memory) == len(dataset)
-    assert pa.total_allocated_bytes() > before  # reading it allocates memory
+    assert pa.total_allocated_bytes() > before  # reading without a memory map allocates memory
 
 
 def test_windows_of_several_pieces_are_found_by_number(source, tokenizer, own_cache, monkeypatch):
@@ -193,5 +193,5 @@ def test_impossible_options_are_refused_before_any_work(source, tokenizer, own_c
     with refused(*named):
         prepare(source, tokenizer, options)
     assert not own_cache.exists()
-    for length in (133, 512):  # the limits themselves
+    for length in (133, 512):  # the limits are allowed
         check_lengths(WindowOptions(length, 128), tokenizer)

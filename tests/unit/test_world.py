@@ -1,4 +1,4 @@
-"""The world: hosts, devices, and data that differ between ranks."""
+"""The world: hosts, devices, and the check that ranks have equal data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_bert.tasks.question_answering import QuestionAnswering
 
 
 def make_world(rank: int = 0, size: int = 1) -> World:
-    """A world without collectives. For `size` > 1 see `heard`."""
+    """Make a world without collectives. For `size` > 1, `heard` adds an allgather."""
     numbers = {"rank": rank, "size": size, "local_rank": rank, "local_size": size, "cross_rank": 0}
     world = World()
     for name, value in numbers.items():
@@ -27,7 +27,7 @@ def make_world(rank: int = 0, size: int = 1) -> World:
 
 
 def heard(world: World, messages: Sequence[object]) -> World:
-    """Let the other ranks of a world pass `messages` to `allgather`, while this rank passes the real message."""
+    """Replace `world.allgather`: other ranks send their item of `messages`. Returns `world`."""
 
     def allgather(mine):
         return [mine if rank == world.rank else message for rank, message in enumerate(messages)]
@@ -82,4 +82,4 @@ def test_limits_of_the_cgroup_and_its_parents(tmp_path, monkeypatch):
         (folder / "memory.max").write_text(f"{maximum}\n")
         (folder / "memory.current").write_text(f"{used}\n")
         (folder / "memory.stat").write_text(f"anon 9\nactive_file {cached}\ninactive_file {cached}\n")
-    assert (machine.free_memory(), machine.total_memory()) == (800, 1000)  # without the cached files
+    assert (machine.free_memory(), machine.total_memory()) == (800, 1000)  # the page cache counts as free
