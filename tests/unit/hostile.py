@@ -49,7 +49,7 @@ def in_place_of(path: Path, name: str) -> Iterator[None]:
 
 
 def check_message(message: str, *words: str) -> None:
-    """Check that a message contains all `words` and, printed, is one line of less than 1000 printable characters."""
+    """Check that a message contains all `words` and, printed, is a single line of fewer than 1000 characters."""
     for word in words:
         assert word in message, message
     printed = message.encode(errors="backslashreplace").decode()  # commands escape lone surrogates

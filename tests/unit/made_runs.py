@@ -120,8 +120,8 @@ class PretendedRuns:
     """Replaces `one_run.start_and_wait`: writes the files of a run instead of starting ranks.
 
     `label_of`: returns a run's label from its folder, command and environment. `make`: writes a finished run, given
-    its folder, the trainer's flags and the label. `started`: the labels of the runs in their order. `ends`: how runs
-    end whose label contains the key: an exit status, None for a timeout, or an exception; other runs succeed.
+    its folder, the trainer's flags and the label. `started`: the labels of all runs in order. `ends`: maps part of a
+    label to the run's outcome: an exit status, None for a timeout, or an exception to raise; other runs succeed.
     `during`: called with folder and flags while a run is in progress.
     """
 

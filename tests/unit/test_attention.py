@@ -59,7 +59,7 @@ def same_with_gradients(found: torch.Tensor, expected: torch.Tensor, *inputs: to
 @pytest.mark.parametrize("scaling", [None, 0.3])
 def test_each_token_attends_to_its_own_window(kernel, lengths, scaling):
     torch.manual_seed(0)
-    # transformers passes views of [1, N, heads x head size], too.
+    # Views of [1, N, heads * head_size], as transformers passes them.
     query, key, value = (torch.randn(1, 9, 2, 4).transpose(1, 2).requires_grad_() for _ in range(3))
     windows = make_windows(lengths, CPU)
     found, weights = attend_within_windows(torch.nn.Identity(), query, key, value, None, 0.0, scaling, windows)

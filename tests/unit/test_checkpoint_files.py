@@ -45,7 +45,7 @@ def test_written_checkpoint_is_read_back(tmp_path, monkeypatch):
     assert torch.equal(found.tensors["rng"]["rank0.torch"], torch.arange(5))
     assert found.state == {"step": 7, "learning_rate": 0.1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", "latest"]
-    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # the umask's mode for all files
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # all files get the umask's mode
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers requires it
     sums = {

@@ -62,7 +62,7 @@ def test_flags_exist(page: str) -> None:
 
 
 def test_defaults_that_differ_from_run_qas() -> None:
-    """The guide's table lists all flags whose default differs from TrainingArguments', and the text no such flag."""
+    """The guide's table must list each flag whose default differs from TrainingArguments; its text names others."""
     from transformers import TrainingArguments
 
     run_qas = {field.name: field for field in dataclasses.fields(TrainingArguments)}

@@ -103,7 +103,7 @@ def models(name: str, padded: bool = False, pooling: str | None = None, heads=No
     else:
         ours = new_model(configs[0], 0.0, seed=1, padded=padded).eval()
     generator = torch.Generator().manual_seed(1)
-    for weights in ours.parameters():  # initial biases 0 and norms 1 would hide mistakes
+    for weights in ours.parameters():  # the initial biases (0) and norms (1) would hide mistakes
         with torch.no_grad():
             weights += 0.1 * torch.randn(weights.shape, generator=generator)
     kind = heads[type(configs[1])] if heads else model_class(configs[1])
@@ -423,7 +423,7 @@ WINDOWS, LENGTH = 3, 48
 def counted(model) -> int:
     """Count the FLOP of a forward and backward pass over padded windows with torch's counter."""
     tokens = torch.full((WINDOWS, LENGTH), 5)
-    tokens[:, [0, 3, 10, -1]] = torch.tensor([SEP, QUESTION, SEP, SEP])  # Longformer requires a SEP
+    tokens[:, [0, 3, 10, -1]] = torch.tensor([SEP, QUESTION, SEP, SEP])  # Longformer needs SEPs
     with FlopCounterMode(display=False) as counter:
         output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
         (output.start_logits + output.end_logits).sum().backward()

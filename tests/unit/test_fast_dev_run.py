@@ -44,7 +44,7 @@ def test_no_files_are_left_next_to_an_earlier_run(base, tmp_path, how, raised): 
     out = tmp_path / "out"
     train(base, "--output_dir", str(out), "--max_steps", "1")
     (out / "train_results.json").unlink()  # an unfinished run, which a training would resume
-    rehearse(base, "--output_dir", str(tmp_path / "new" / "run"))  # fills the cache
+    rehearse(base, "--output_dir", str(tmp_path / "new" / "run"))  # fills the cache of windows
     assert not (tmp_path / "new").exists()
     before, fails = content(tmp_path), Fails(out, how)
     flags = ["--overwrite_output_dir", "--save_steps", "1", "--report_to", "wandb,tensorboard"]

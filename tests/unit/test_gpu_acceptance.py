@@ -1,4 +1,4 @@
-"""tests/gpu and scripts/gpu_acceptance.sh: failing checks of each kind, the table, time limit and exit status."""
+"""tests/gpu and scripts/gpu_acceptance.sh: failing checks, the table of results, time limit and exit status."""
 
 import json
 import math

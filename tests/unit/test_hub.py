@@ -1,4 +1,4 @@
-"""Questions and images from a hub cache as a download creates it, and the error message without a cache."""
+"""Questions and images are read from the hub's download cache; without a cache, the error says what to do."""
 
 from __future__ import annotations
 

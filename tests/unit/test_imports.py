@@ -39,7 +39,7 @@ def imported_names(node: ast.AST) -> Iterator[str]:
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes below `node` that run at import, so all nodes outside function bodies."""
+    """Yield the nodes below `node` that are executed at import: all except function bodies."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield child

@@ -1,4 +1,4 @@
-"""A run of a sweep or a tuning: its processes end with the run, and the reason of a failure is found."""
+"""A run of a sweep or a tuning: its processes end with the run, and a failed run's reason is found."""
 
 from __future__ import annotations
 

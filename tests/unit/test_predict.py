@@ -1,4 +1,4 @@
-"""The command `predict` in one process."""
+"""The command `predict`, run in this process."""
 
 from __future__ import annotations
 

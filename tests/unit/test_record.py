@@ -1,4 +1,4 @@
-"""Unfinished, failed and damaged runs are read, and the page of a run is made."""
+"""Reading of unfinished, failed and damaged runs, and the page of a run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_failed_run_has_its_reason(tmp_path):
     found, text = record.read(folder), page(folder)
     assert (found.state, found.ended) == ("ended", "The loss is nan at step 20.")
     assert found.ended in text and "last logged step 20 of 40 (50%)" in text and "ranks 1, 2: odd\n" in text
-    with (folder / "events.jsonl").open("a") as file:  # resumed, then killed
+    with (folder / "events.jsonl").open("a") as file:  # as if the run was resumed and then killed
         file.write(json.dumps({"event": "start", "train_steps": 40}) + "\n")
     assert record.read(folder).ended == "" and "nan" not in page(folder)
 

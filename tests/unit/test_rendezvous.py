@@ -24,7 +24,7 @@ LAUNCHER = Launcher("torchrun", 1, 0)
 
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Replace the environment variables of both modules by an almost empty dictionary, which is returned."""
+    """Replace os.environ in both modules by a dictionary that has only PATH. Returns the dictionary."""
     variables = {"PATH": os.environ["PATH"]}
     for module in (rendezvous, horovod_rendezvous):
         monkeypatch.setattr(module, "os", SimpleNamespace(environ=variables))
@@ -241,7 +241,7 @@ BRIDGES = ["docker0", "br-0123456789ab", "virbr0", "cni-podman0"]
         (["br0", "br-lan", "dockerless"], {}, "", None),  # may be the host's own network
         (["docker0"], {"OMPI_MCA_btl_tcp_if_include": "eth0"}, "", None),  # set by horovodrun
         (["docker0"], {}, "btl_tcp_if_include = eth0", None),
-        (["docker0"], {}, None, None),  # Open MPI's parameters are unknown
+        (["docker0"], {}, None, None),  # no Open MPI, so its parameters are unknown
     ],
 )
 def test_open_mpi_avoids_networks_of_containers(inner, environ, site, excluded, tmp_path, monkeypatch):

@@ -206,7 +206,7 @@ def test_every_difference_is_listed():
         check(identity(), "--padding", "longest", "--per_device_train_batch_size", "4", batch=16)
     with refused("the data was a and is SQuAD"):
         check(identity() | {"the data": "a"})
-    with refused("the global batch was 16 and is 8"):  # unlike per-rank flags, --global_batch is fixed
+    with refused("the global batch was 16 and is 8"):  # only per-rank flags keep the checkpoint's batch
         check(identity(), "--global_batch", "8", batch=16)
 
 

@@ -175,7 +175,7 @@ def test_help_lists_each_flag_of_its_topic_once(capsys, words, names):
         ("--evaluation_strategy 1", ["--evaluation_strategy", "--eval_strategy"]),
         ("--do_predict", ["--do_predict", "hvd-bert predict"]),
         ("--lr=1", ["--lr=1: use --learning_rate."]),
-        ("--num-worker 8", ["Leave it out."]),  # similar to a flag of transformers' trainer
+        ("--num-worker 8", ["Leave it out."]),  # a typo of another trainer's flag
         ("--label_smoothing=0.1", ["Unknown argument --label_smoothing=0.1."]),
         ("--config", ["--config"]),
         ("--config smaple", ["--config smaple", "squad_v2, sweep"]),

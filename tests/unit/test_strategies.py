@@ -92,7 +92,7 @@ def test_strategy_is_known_before_the_world_is_joined(tmp_path):
 
 
 def test_strategies_of_one_process(monkeypatch):
-    world = runner.join("none")  # must work without Horovod
+    world = runner.join("none")  # joins without Horovod
     assert (world.rank, world.size, world.controller, world.devices) == (0, 1, "none", 1)
     assert not world.any_rank_async(False)() and world.any_rank_async(True)()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -124,7 +124,7 @@ PYTHON = Path(sys.executable).name
 
 
 def test_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # horovodrun's cache
+    monkeypatch.setenv("HOME", str(tmp_path))  # horovodrun writes its cache here
     hosts, job = "a100-01:2,a100-02:2", Machine(cores=64, gpus=2, allocation=Allocation(2, 2, 32))
     gloo, slurm = by("horovodrun", TWO_CORES, hosts, "--gloo"), by("auto", job)
     srun = "srun --mpi=pmix --kill-on-bad-exit=1 --wait=60"
@@ -173,7 +173,7 @@ def test_obstacles(installed: set[str]) -> None:
     installed.remove("horovodrun")
     job = Machine(8, 1, Allocation(2, 2, 1))
     for launch, where, words in (
-        (by("auto"), Point("ddp", 4), ""),  # CPUs are slow, but allowed
+        (by("auto"), Point("ddp", 4), ""),  # sharing cores is slow but possible
         (by("auto", FOUR_GPUS), Point("ddp", 8), "8 ranks, but 4 GPUs"),
         (by("auto", FOUR_GPUS), Point("dp", 4), ""),
         (by("none"), Point("ddp", 2), "--launcher none starts one process only"),

@@ -194,7 +194,7 @@ def test_words_that_are_not_text_are_refused(workdir):
 
 
 def test_labels_and_columns_of_csv(workdir):
-    """Numbers in CSV: as labels, 9 and 9.0 are equal and sorted by value; number columns are not taken for text."""
+    """Numbers in CSV: labels 9 and 9.0 are equal and sorted by value, and columns of words are preferred as text."""
     lines = [f"{n},{n}.5,True,word {n},{label}\n" for n, label in enumerate(("10", "9.0", "9", "10.0", "-1"))]
     Path("t.csv").write_text("".join(["uid,price,ok,note,label\n", *lines]))
     task = made(files=["--train_file=t.csv", "--validation_file=t.csv"])
