@@ -16,7 +16,7 @@ from processes import started
 from hvd_bert.tools.runs import one_run
 from hvd_bert.tools.runs.one_run import Stopped, failure_in, signals, start_and_wait
 
-# A launcher that does not forward signals, like the shell that horovodrun executes. Prints its rank's process ID.
+# A launcher that does not forward signals, like the shell that replaces horovodrun. Prints the rank's process ID.
 LAUNCHER = "sleep 600 & echo $!; {}wait"
 
 
