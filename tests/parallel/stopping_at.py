@@ -6,7 +6,8 @@ folder `out` to `moved`.
 MOMENT: "start" of the step; "inside" the step, after the first micro-batch; a number of seconds between SIGSTOP and
 SIGCONT; a name in PHASES for SIGKILL at a random moment of that phase; "queued" for the time at which another rank
 waits for an operation that Horovod never finishes.
-In the working directory, each rank records its windows in windows-RANK.jsonl, and creates `signalled` before a signal.
+In the working directory, each rank records its windows in windows-RANK.jsonl, the time of a signal in `signalled`, and
+the time of its first step in another world in `resumed`.
 """
 
 from __future__ import annotations
@@ -62,13 +63,15 @@ def signal_at(
         own_rank = self.rank
         if self not in worlds:
             worlds.append(self)
+            if records and len(worlds) > 1:
+                (records / "resumed").write_text(str(time.time()), encoding="utf-8")
         windows = self.plan.rank_windows(number_of_step, own_rank)
         record = records / f"windows-{own_rank}.jsonl" if records else None
         for index, (ids, batch) in enumerate(zip(windows, original(self, number_of_step), strict=True)):
             here = (number_of_step + 1, index) == (step, 1 if moment == "inside" else 0)
             if here and own_rank in ranks and len(worlds) == 1:
                 if records:
-                    (records / "signalled").touch()
+                    (records / "signalled").write_text(str(time.time()), encoding="utf-8")
                 if name == "hosts":
                     assert notified.wait(90), "Horovod elastic has notified of no other hosts"
                 elif name == "move":
