@@ -1,4 +1,4 @@
-"""Fine-tunes BERT for question answering (SQuAD) over many ranks with Horovod."""
+"""Fine-tune BERT for question answering (SQuAD) on many ranks with Horovod."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: every command imports this file, and torch takes seconds."""
+    """Import a public name on first use: every command imports this file, and importing torch takes seconds."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -33,7 +33,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    """The console script. Returns the exit status, unless it becomes the command."""
+    """Run the console script `hvd-bert`. Replaces this process with the command, or returns the exit status."""
     start_command()
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in COMMANDS:
@@ -53,14 +53,14 @@ def _show(word: str) -> None:
 
 
 def _hint(word: str) -> str:
-    """Suggest a command for an unknown word: one that begins like it ("eval", "benchmark"), or is spelled like it."""
+    """Suggest the command that `word` abbreviates ("eval"), extends ("benchmark") or misspells; "" if there is none."""
     close = [name for name in COMMANDS if len(word) > 2 and (name.startswith(word) or word.startswith(name))]
-    close += difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.8)  # typing errors, not other words
+    close += difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.8)  # 0.8 accepts typing errors, not other words
     return f" Did you mean {close[0]}?" if close else ""
 
 
 def description() -> str:
-    """The text of `hvd-bert --help`."""
+    """Return the text that `hvd-bert --help` prints."""
     lines = ["usage: hvd-bert [-h] [--version] COMMAND ...", "", "commands:"]
     lines += [f"  {name:<8}  {purpose}" for name, purpose in COMMANDS.items()]
     lines += ["", "exit status:", *(f"{status:5}  {meaning}." for status, meaning in STATUSES.items())]

@@ -12,15 +12,15 @@ from pathlib import Path
 
 log = logging.getLogger("hvd_bert")  # one logger for all modules
 MAX_REASON = 400
-# Terminals obey control characters, HTML forbids them, and no file can hold a lone surrogate.
+# Terminals act on control characters, HTML forbids them, and lone surrogates cannot be encoded as UTF-8.
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130  # Ctrl-C, as in a shell
-EXIT_BROKEN_PIPE = 141  # a command that only prints lost its reader: the status of SIGPIPE
-EXIT_TERMINATED = 143  # a second SIGTERM, as in a shell
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in a shell
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE: the reader of a command that only prints has ended
+EXIT_TERMINATED = 143  # 128 + SIGTERM, as in a shell; used for a second SIGTERM
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h
 STATUSES = {
     EXIT_OK: "Done",
@@ -37,7 +37,7 @@ STATUSES = {
 
 
 def visible(text: str) -> str:
-    """Replace control characters and lone surrogates by Python's escapes."""
+    """Replace control characters and lone surrogates with Python's escape sequences."""
     return _INVISIBLE.sub(lambda character: repr(character[0])[1:-1], text)
 
 
@@ -51,24 +51,27 @@ class UserError(ValueError):
     status = EXIT_BAD_INPUT
 
     def __init__(self, message: str) -> None:
-        super().__init__(visible(message))  # it may quote a file
+        super().__init__(visible(message))  # the message may quote a file's content
 
 
-# Errors of a given path, not of its disk; ELOOP, ENAMETOOLONG and EROFS have no class of their own.
+# Errors that a wrong path causes, not a failing disk. ELOOP, ENAMETOOLONG and EROFS have no subclass of OSError.
 _PATH_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 _PATH_CODES = {errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
 _CLONE = Path(__file__).parents[1]
 
 
 def find_user_error(error: BaseException) -> UserError | None:
-    """Convert an exception that a user can fix, such as an unusable path or a missing package; None for others."""
+    """Convert an exception to a UserError if the user can fix its cause, such as a wrong path or a missing package.
+
+    Returns None for other exceptions.
+    """
     if isinstance(error, UserError):
         return error
-    while isinstance(error.__cause__, ImportError):  # transformers and numpy hide the name
+    while isinstance(error.__cause__, ImportError):  # transformers and numpy wrap the error that names the module
         error = error.__cause__
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("hvd_bert"):
         return UserError(f"{error} in the environment of {sys.executable}. {_environment_remedy()}")
-    library = getattr(error, "path", None) or str(error).partition(":")[0]  # ctypes raises OSError with the text only
+    library = getattr(error, "path", None) or str(error).partition(":")[0]  # ctypes's OSError has no path
     if isinstance(error, ImportError | OSError) and library.endswith(".so"):
         remedy = "Load the modules that were loaded at set-up, or reinstall this package."
         return UserError(f"{library} cannot be loaded ({error}). {remedy}")
@@ -88,24 +91,24 @@ def _environment_remedy() -> str:
 
 
 def short_reason(error: BaseException) -> str:
-    """Shorten a library's error to one line of at most 400 characters, which ends with a sentence or with "..."."""
+    """Shorten a library's error to one line of about MAX_REASON characters, cut after a sentence or with "..."."""
     text = " ".join(str(error).split()).removesuffix(".")
     if len(text) > MAX_REASON:
         text = text[:MAX_REASON].rpartition(". ")[0] or text[:MAX_REASON] + "..."
     if text and isinstance(error, (OSError, ValueError)):
         return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__  # "'vocab'" alone says nothing
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__  # a KeyError's text is only the key
 
 
 @contextmanager
 def as_user_error(message: Callable[[str], str]) -> Iterator[None]:
-    """Context manager: turn any error of a library into a UserError with `message(reason)`."""
+    """Context manager: convert a library's exception to a UserError with the text `message(reason)`."""
     try:
         yield
     except UserError:
         raise
     except BaseException as error:
-        # Panics of tokenizers, which is written in Rust, have no other base class.
+        # tokenizers, which is written in Rust, raises PanicException, a direct subclass of BaseException.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise UserError(message(short_reason(error))) from None
         raise

@@ -1,7 +1,7 @@
 """Load data sets, configurations, tokenizers and models from a folder, the Hugging Face cache or the Hugging Face hub.
 
-The hub is contacted only for data that is not cached. Only this module calls `from_pretrained`: its errors become one
-UserError, and no code in a model's folder ever runs.
+The hub is contacted only for data that is not cached. Only this module calls `from_pretrained`, so that every
+error in loading becomes a UserError, and Python code in a model's folder never runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvd_bert.storage.reading import read_json
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# The hub moved these data sets and models to their authors' namespaces; a local cache may have either name.
+# The hub moved these data sets and models to their authors' namespaces; a local cache may use either name.
 _MOVED = """
 rajpurkar/squad rajpurkar/squad_v2 ylecun/mnist nyu-mll/glue google-bert/bert-base-uncased google-bert/bert-base-cased
 google-bert/bert-large-uncased FacebookAI/roberta-base FacebookAI/roberta-large FacebookAI/xlm-roberta-base
@@ -27,14 +27,14 @@ FacebookAI/xlm-roberta-large distilbert/distilbert-base-uncased distilbert/disti
 albert/albert-large-v2 almanach/camembert-base
 """
 _REACH_TIMEOUT_S = 10.0
-LFS_POINTER = "version https://git-lfs.github.com/spec/v1"  # the first line of one
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1"  # the first line of a pointer file
 _WAYS_OUT = (
     "Give local files with --train_file and --validation_file, or train on the bundled sample with --config sample."
 )
 
 
 def hub_names(name: str) -> list[str]:
-    """The names under which a cache may have a data set or model, the given one first."""
+    """Return the names under which a data set or model may be cached, beginning with `name`."""
     pairs = [(moved, moved.partition("/")[2]) for moved in _MOVED.split()]
     return [name, *(other for pair in pairs if name in pair for other in pair if other != name)]
 
@@ -57,19 +57,22 @@ def load_split(
     cache_dir: str | None = None,
     ways_out: str = _WAYS_OUT,
 ) -> Dataset:
-    """Load one split of a data set. Raises UserError with `ways_out` if the split is not available."""
-    import datasets  # slow to import, and not needed for files
+    """Load one split of a data set from the cache or the hub.
+
+    Raises UserError if the split is not available. `ways_out`: the advice at the end of the message.
+    """
+    import datasets  # slow to import, and not needed for local files
 
     flag = f"--dataset_name {dataset_name}"
     if not _may_be_on_hub(dataset_name):
         raise UserError(f"{flag}: not the name of a data set on the hub, such as rajpurkar/squad. {ways_out}")
-    if os.path.isdir(dataset_name):  # `datasets` would read the files in it
+    if os.path.isdir(dataset_name):  # `datasets` would load the folder's files instead
         raise UserError(
             f"{flag}: {dataset_name} is a folder in the working directory. To load the hub's data set, run the command"
             f" in another one. {ways_out}"
         )
     reason: Exception | None = None
-    datasets.disable_progress_bars()  # else every rank would show them
+    datasets.disable_progress_bars()  # every rank would show its own
     datasets.logging.set_verbosity_error()
     for name, cached in [*((name, True) for name in hub_names(dataset_name)), (dataset_name, False)]:
         try:
@@ -90,7 +93,7 @@ def load_split(
 
 
 def _cached(name: str, split: str, config_name: str | None, cache_dir: str | None) -> Dataset:
-    """Load a split from the cache. The offline switch of `datasets` would affect all threads."""
+    """Load a split from the cache only. Setting `datasets` to offline mode instead would affect all threads."""
     from datasets.packaged_modules.cache.cache import Cache
 
     builder = Cache(cache_dir, name.split("/")[-1], config_name, version="auto", hash="auto", repo_id=name)
@@ -99,12 +102,12 @@ def _cached(name: str, split: str, config_name: str | None, cache_dir: str | Non
 
 
 def digest(rows: Dataset) -> str:
-    """Hash the rows by SHA-256; the fingerprint of `datasets` also depends on the path of its cache."""
+    """Return the SHA-256 of the rows. The fingerprint that `datasets` computes also depends on the cache's path."""
     table = rows.data.table.replace_schema_metadata(None)
     sha256 = hashlib.sha256(table.schema.serialize())
     for batch in table.to_batches(max_chunksize=1000):
         sha256.update(batch.serialize())
-    sha256.update(b"\xff\xff\xff\xff\0\0\0\0")  # the end of the stream in Arrow's format
+    sha256.update(b"\xff\xff\xff\xff\0\0\0\0")  # Arrow's end-of-stream marker
     return sha256.hexdigest()
 
 
@@ -112,7 +115,7 @@ def digest(rows: Dataset) -> str:
 
 
 def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
-    """Call `kind.from_pretrained(name, **options)`. Raises UserError."""
+    """Load with `kind.from_pretrained(name, **options)`. Raises UserError if the model cannot be loaded."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()  # every rank would print its warnings; our own checks replace them
@@ -123,7 +126,7 @@ def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
         except pickle.UnpicklingError:
             raise ValueError("its weights are pickled objects, which can run code: save them as safetensors") from None
         except ValueError as error:
-            if "trust_remote_code" in str(error):  # transformers would advise to set it
+            if "trust_remote_code" in str(error):  # transformers' message advises setting it
                 raise ValueError("it has its own Python code, which this trainer never runs") from None
             if lacks_model_type(name):
                 raise UserError(
@@ -156,7 +159,7 @@ def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
 
 
 def reported(name: str) -> contextlib.AbstractContextManager[None]:
-    """Context manager: turn any error into a UserError with the reason why `name` cannot be loaded, and a remedy."""
+    """Context manager: convert an exception to a UserError that states why `name` cannot be loaded, and what to do."""
     return as_user_error(
         lambda reason: (
             f"'{name}' cannot be loaded ({lfs_pointers(name) or reason}). Check the name and the files, name another"
@@ -166,7 +169,7 @@ def reported(name: str) -> contextlib.AbstractContextManager[None]:
 
 
 def lfs_pointers(name: str) -> str:
-    """Name the files of a folder that git-lfs has not downloaded; "" if there are none."""
+    """Describe the files in the folder `name` that git-lfs has not downloaded; "" if there are none."""
     paths = sorted(Path(name).glob("*")) if os.path.isdir(name) else []
     files = (path for path in paths if path.is_file() and os.access(path, os.R_OK))
     found = [path.name for path in files if path.open("rb").read(len(LFS_POINTER)) == LFS_POINTER.encode()]
@@ -174,14 +177,17 @@ def lfs_pointers(name: str) -> str:
 
 
 def lacks_model_type(name: str) -> bool:
-    """Whether `name` is a folder whose config.json does not name the family, as in old models."""
+    """Return whether `name` is a folder whose config.json lacks "model_type", as in old models."""
     path = Path(name) / "config.json"
     with reported(name):
         return path.is_file() and "model_type" not in _json_object(path)
 
 
 def json_file(name: str, file: str, cache_dir: str | None, revision: str) -> dict[str, Any]:
-    """Read a JSON file from a folder or from the hub's cache; {} if there is none. Raises ValueError."""
+    """Read a JSON file of `name`, a folder or a cached hub model. Returns {} if the file does not exist.
+
+    Raises ValueError if it does not contain a JSON object.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(name)
@@ -208,7 +214,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def reach() -> None:
-    """Raise an exception if the hub does not answer within seconds; the libraries' loaders retry for minutes."""
+    """Raise an exception if the hub does not answer within 10 s. The libraries themselves would retry for minutes."""
     import datasets
     import huggingface_hub
 

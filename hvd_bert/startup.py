@@ -1,4 +1,4 @@
-"""First steps of every command: print --help once, import large libraries late and without garbage collection."""
+"""Start-up of every command: print --help once, and import large libraries late and without garbage collection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def start_command() -> None:
-    """End this process without a traceback at SIGINT and at a failed import. Call before the other imports."""
+    """Make SIGINT and a failed import end this process without a traceback. Call before the other imports."""
     end_when_interrupted()
     sys.excepthook = _end_without_package
 
@@ -39,8 +39,8 @@ def _end_without_package(kind: type[BaseException], error: BaseException, traceb
 
 
 def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Config]) -> NoReturn:
-    """Join the world and run `main` on every rank. `parse` reads the command line, and prints --help."""
-    from hvd_bert.config import command_line  # yaml, which the doctor may find missing
+    """Join the world and run `main` on every rank. `parse` parses the command line, and handles --help."""
+    from hvd_bert.config import command_line  # needs yaml, whose absence the doctor reports
 
     take_local_rank()
     argv = [part for word in sys.argv[1:] for part in (word.split("=") if word.startswith("--help=") else [word])]
@@ -58,7 +58,7 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Run a command of one process, report a user's mistake on one rank, and return the exit status."""
+    """Run a single-process command and return its exit status. Under a launcher, one rank prints a UserError."""
     try:
         return command() or EXIT_OK
     except Exception as error:
@@ -72,9 +72,9 @@ def run_command(command: Callable[[], int | None]) -> int:
 
 
 def take_local_rank() -> None:
-    """Remove --local_rank, which deepspeed and torch.distributed.launch add, from this process's command line.
+    """Remove --local_rank, which deepspeed and torch.distributed.launch add, from sys.argv.
 
-    Exits if its value is not the launcher's.
+    Exits with an error if its value differs from the variable LOCAL_RANK.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--local_rank", "--local-rank", nargs="?", const="")
@@ -90,17 +90,17 @@ def take_local_rank() -> None:
 
 
 def print_on_one_rank(argv: Sequence[str]) -> None:
-    """Exit if --help is given, except on one rank."""
+    """If --help is given, exit on all ranks except the one that prints it."""
     if HELP & set(argv) and not speaks_first(os.environ):
         sys.exit(EXIT_OK)
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Context manager: pause the garbage collector around large imports, in a command's entry point only.
+    """Context manager: pause garbage collection during large imports. Use it only in a command's entry point.
 
-    Then freeze the imported objects, so that later collections skip them. For torch and transformers this saves 2 s of
-    CPU time per process, half of it at exit.
+    At the end the imported objects are frozen, so that later collections skip them. For torch and transformers this
+    saves 2 s of CPU time per process, half of it at exit.
     """
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""Lost standard streams and Ctrl-C in commands.
+"""Handle lost standard streams and Ctrl-C in commands.
 
-A stream is lost if its reader ends (`| head`), its disk is full or it is closed (`>&-`). Python would raise an error at
-the next print, and at characters that the locale cannot encode; here \\u20ac is printed. Ctrl-C gives one line and
-status 130, without a traceback.
+A stream is lost if its reader ends (`| head`), its disk is full or it is closed (`>&-`). Python would then raise an
+error at the next print. It would also raise one for a character that the locale cannot encode; here an escape such as
+\\u20ac is printed instead. Ctrl-C prints one line and exits with status 130, without a traceback.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import Any
 
 from hvd_bert.errors import EXIT_BROKEN_PIPE, EXIT_FAILURE, EXIT_INTERRUPTED
 
-PATIENCE_S = 60.0  # horovodrun --gloo keeps its pipe open but stops reading it once its own output is lost
+PATIENCE_S = 60.0  # for a reader: horovodrun --gloo stops reading, with its pipe open, once its output is lost
 INTERRUPTED = "hvd_bert: interrupted"
 
 
 def keep_running() -> None:
-    """From now on, drop output that cannot be printed, with one warning. For commands that do more than print."""
+    """Drop later output that cannot be written, with one warning. For commands that do more than print."""
     _replace_streams(ends=False)
 
 
 def end_when_lost() -> None:
-    """From now on, end this process when standard output is lost. For commands that only print."""
+    """End this process at the next write after standard output is lost. For commands that only print."""
     _replace_streams(ends=True)
 
 
 class _Stream(io.FileIO):
-    """A standard stream. `ends`: whether its loss ends the process; else output that cannot be written is dropped."""
+    """A standard stream. `ends`: whether its loss ends the process. If not, output that it cannot write is dropped."""
 
     ends = lost = False
 
@@ -46,14 +46,14 @@ class _Stream(io.FileIO):
         left = memoryview(data)
         size = left.nbytes
         try:
-            # A pipe that is ready takes this many bytes without waiting for its reader.
+            # A ready pipe accepts PIPE_BUF bytes without waiting for its reader.
             at_once = size if stat.S_ISREG(os.fstat(self.fileno()).st_mode) else select.PIPE_BUF
             patience_s = None if self.ends else 0 if self.lost else PATIENCE_S
             while left:
                 if not select.select([], [self], [], patience_s)[1]:
                     raise OSError(f"it was not read for {PATIENCE_S:g} s")
                 written = super().write(left[:at_once])
-                left = left[written or 0 :]  # None: a non-blocking stream is full
+                left = left[written or 0 :]  # `written` is None if a non-blocking stream is full
         except OSError as error:
             if self.ends:  # an exception would be printed with a traceback, or be ignored at Python's exit
                 if error.errno != errno.EPIPE:
@@ -62,7 +62,7 @@ class _Stream(io.FileIO):
             if not self.lost and self.fileno() == 1:
                 reason = f"standard output cannot be written ({error.strerror or error})"
                 _write_error(f"warning: {reason}: the command continues without it.\n")
-            self.lost = True  # later writes still try: the disk may have space again
+            self.lost = True  # later writes still try, since the disk may have space again
         return size
 
 
@@ -72,18 +72,18 @@ def _write_error(line: str) -> None:
 
 
 def _replace_streams(ends: bool) -> None:
-    """Replace sys.stdout and sys.stderr, unless a program has done so. `ends`: the loss of stdout ends the process."""
-    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:  # else prints would go into the next file that is opened
+    """Replace sys.stdout and sys.stderr, unless the program has. `ends`: whether losing stdout ends the process."""
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next opened file would become stdout or stderr
         pass
     os.close(spare)
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # to the end of the process
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # open until the process ends
         elif _is_standard(stream, number):
             with contextlib.suppress(OSError):
                 stream.flush()
-            through = stream.write_through  # python -u: no buffer
+            through = stream.write_through  # set by `python -u`
             raw = _Stream(number, "w", closefd=False)
             raw.ends = ends and number == 1
             text = io.TextIOWrapper(
@@ -104,28 +104,31 @@ def _is_standard(stream: object, number: int) -> bool:
 
 
 def end_when_interrupted() -> None:
-    """End this command's process at SIGINT, unless it ignores SIGINT (nohup, a shell's `&`).
+    """Make SIGINT end this command's process, unless the process ignores SIGINT (nohup, a shell's `&`).
 
-    A KeyboardInterrupt could be caught by a library that is being imported.
+    The handler does not raise KeyboardInterrupt, which a library that is being imported could catch.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, partial(_end_interrupted, os.getpid()))
 
 
 def _end_interrupted(command: int, number: int, frame: FrameType | None) -> None:
-    if os.getpid() == command:  # not in a process that it forked
-        _write_error(f"{INTERRUPTED}\n")  # Ctrl-C may have ended what reads it, such as `tee`
+    if os.getpid() == command:  # not in a forked child
+        _write_error(f"{INTERRUPTED}\n")  # the reader, such as `tee`, may have ended too
     os._exit(EXIT_INTERRUPTED)
 
 
 def in_main_thread() -> bool:
-    """Whether this thread may set handlers of signals."""
+    """Return whether this is the main thread, the only one that may set signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Context manager: SIGINT raises KeyboardInterrupt in a command, whose code must clean up. Not in a program."""
+    """Context manager: in a command, SIGINT raises KeyboardInterrupt, so that the block can clean up.
+
+    In a program that imports this package, SIGINT is handled as before.
+    """
     before = signal.getsignal(signal.SIGINT)
     if getattr(before, "func", None) is not _end_interrupted:
         yield

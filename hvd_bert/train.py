@@ -5,7 +5,7 @@
     srun --mpi=pmix python -m hvd_bert.train                                 every task of a Slurm job
 
 Exit status: `hvd_bert.errors.STATUSES`. Imports torch late, so that --help and a mistyped flag do not wait for it.
-No module imports this one: that would replace the function `hvd_bert.train`.
+Never import this module: that would replace the function `hvd_bert.train`.
 """
 
 if __name__ == "__main__":  # before the other imports, which take seconds

@@ -1,6 +1,7 @@
-"""File locks with the library filelock: the kernel frees a lock when its holder ends, for whatever reason.
+"""File locks based on the library filelock. The kernel releases a lock when its process ends, even if it is killed.
 
-A symbolic link in place of a lock file is an error. Lock files are never removed: two processes could hold the lock.
+A symbolic link in place of a lock file is an error. Lock files are never removed: a process could then lock a new file
+while another still holds the lock on the removed file.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import filelock
 from hvd_bert.errors import UserError, log
 from hvd_bert.storage.reading import open_regular, read_text
 
-# Errors of file systems that are mounted without locks (some Lustre, some NFS).
+# Error numbers on file systems that are mounted without lock support (some Lustre, some NFS).
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 LOCK = ".lock"  # the name of a folder's lock file
-BRIEFLY_S = 0.2  # `is_held` of another process acquires the lock for a moment
+BRIEFLY_S = 0.2  # seconds to try: `is_held` in another process holds the lock for a moment
 
 
 class InUse(UserError):
@@ -35,14 +36,14 @@ class Lock(filelock.UnixFileLock):
     """A lock held by this process."""
 
     def __enter__(self) -> Lock:
-        return self  # the function `acquire` has locked it, which must not count twice
+        return self  # already locked by the function `acquire`; filelock would count a second time
 
 
 def acquire(path: Path, *, wait: bool) -> Lock:
-    """Lock `path`, which is created if missing. Raises OSError; without `wait`, also InUse.
+    """Lock the file `path`, which is created if missing. Raises OSError.
 
-    If the file system has no locks, a file in the host's temporary folder is locked instead, without `wait` with a
-    warning: a cache, for which processes wait, may be written on several hosts.
+    If another process holds the lock, wait for it or, without `wait`, raise InUse. If the file system does not support
+    locks, lock a file in this host's temporary folder instead and, without `wait`, warn that other hosts do not see it.
     """
     try:
         return _acquire(path, wait)
@@ -61,7 +62,7 @@ def acquire(path: Path, *, wait: bool) -> Lock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the lock now. Raises OSError if the lock file is missing or cannot be locked."""
+    """Return whether a process holds the lock now. Raises OSError if the lock file is missing or cannot be locked."""
     with open_regular(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -71,13 +72,13 @@ def is_held(path: Path) -> bool:
 
 
 def names_another_host(path: Path) -> bool:
-    """Whether the last holder ran on another host: some network file systems do not show its lock here."""
+    """Return whether the last holder ran on another host. Some network file systems do not show its lock here."""
     _, on, host = _holder(path).rpartition(" on ")
     return bool(on) and host != socket.gethostname()
 
 
 def _acquire(path: Path, wait: bool, **options: Any) -> Lock:
-    # One thread may release a lock that another acquired. A soft lock would remain after its holder is killed.
+    # Not thread-local: any thread may release the lock. Not a soft lock, which remains if its process is killed.
     lock = Lock(path, thread_local=False, fallback_to_soft=False, on_acquired=_sign, **options)
     try:
         lock.acquire(timeout=-1 if wait else BRIEFLY_S)
@@ -93,7 +94,7 @@ def _sign(descriptor: int) -> None:
             return
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        os.fsync(descriptor)  # NFS would keep it on this host, and show other hosts an empty file
+        os.fsync(descriptor)  # otherwise NFS may show other hosts an empty file
 
 
 def _holder(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Atomic writes: if the writer is killed, either the old or the new file remains, never a partial one."""
+"""Atomic writes: if the writer is killed, either the old or the new file remains, never a partial file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 from hvd_bert.errors import UserError, log
 from hvd_bert.storage.locks import NO_LOCKS
 
-OWN_PARTIAL = ".hvd_bert.partial"  # no other program makes such files
+OWN_PARTIAL = ".hvd_bert.partial"  # no other program uses this suffix
 
 
 class JsonLines:
-    """A JSON Lines file. If a write fails, it warns once, and the next call writes the missing lines first."""
+    """A JSON Lines file, open for appending. Warns about the first failed write; later writes add the missing lines."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, also if `path` is a symbolic link."""
+        """Open or create the file. Raises OSError, also if `path` is a symbolic link."""
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         self._pending = b""
@@ -34,10 +34,10 @@ class JsonLines:
         self._pending += "".join(json.dumps(value, allow_nan=False) + "\n" for value in values).encode()
         try:
             while self._pending:
-                written = os.write(self._file, self._pending)  # part of it, if the disk is nearly full
+                written = os.write(self._file, self._pending)  # fewer bytes if the disk is nearly full
                 self._pending = self._pending[written:]
         except OSError as error:
-            warned, self._failed = self._failed, True  # before the warning, which is written to such a file, too
+            warned, self._failed = self._failed, True  # set first: the warning is recorded in a JsonLines file, too
             if not warned:
                 log.warning("%s cannot be written: %s. Training continues.", self._path, error.strerror or error)
 
@@ -50,23 +50,23 @@ class JsonLines:
 
 
 def first_existing(folder: Path) -> Path:
-    """The folder or, if it does not exist, the nearest one above it that does."""
+    """Return the folder or, if it does not exist, its nearest existing parent."""
     return next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
 
 
 def check_folder(folder: Path) -> None:
-    """Raise OSError if the folder, or the nearest one above it that exists, is no folder or cannot be written."""
+    """Raise OSError if `folder`, or its nearest existing parent, is not a folder or is not writable."""
     existing = first_existing(folder)
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(bytes(4096))  # fails on a full disk
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(existing)) from None  # not the temporary file's name
+        raise OSError(error.errno, error.strerror, str(existing)) from None  # names the folder, not the temporary file
 
 
 @contextmanager
 def writing_to(flag: str, path: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into a UserError about the output that a flag names."""
+    """Context manager: convert an OSError to a UserError that names the output's flag and path."""
     try:
         yield
     except OSError as error:
@@ -83,15 +83,16 @@ def make_folder(folder: Path) -> None:
 
 
 def partial_path(path: Path) -> Path:
-    """The temporary file of `replacing`."""
+    """Return the path of the temporary file that `replacing` uses."""
     return path.with_name(f".{path.name}{OWN_PARTIAL}")
 
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield the path of a temporary file next to `path`; it replaces `path` unless the block raises.
+    """Context manager: yield the path of a temporary file next to `path`. It replaces `path` unless the block raises.
 
-    Raises OSError if another process is writing `path`. `durable`: the file also survives a power failure.
+    Raises OSError if another process is writing `path`. `durable`: flush to disk, so that the file survives a power
+    failure.
     """
     partial = partial_path(path)
     with _locked(partial):
@@ -110,7 +111,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Create and lock a temporary file. Its name is fixed: a writer replaces the leftover of a killed writer."""
+    """Context manager: create and lock the temporary file, or reuse the file that a killed writer left."""
     if is_special(partial) or not os.access(partial, os.W_OK):
         partial.unlink(missing_ok=True)  # a link, whose target would be written, or a leftover of another user
     in_use = OSError(errno.EBUSY, "another process is writing it")
@@ -132,21 +133,22 @@ def _locked(partial: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON atomically."""
+    """Write a value as indented JSON atomically."""
     write_named(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_named(path: Path, content: str | bytes) -> None:
-    """Write a whole file atomically."""
+    """Write `content` to the file `path` atomically."""
     with replacing(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def check_output(path: Path, overwrite: bool, inputs: Iterable[str | Path] = ()) -> Path:
-    """Raise OSError unless `path`, which a user names, can be written. Returns it or, if it is a link, its target.
+    """Check that a user's output file can be written. Returns `path` or, if it is a link, the link's target.
 
-    Creates nothing. A pipe would be replaced, and opening it could wait for its reader. `inputs`: must not be `path`.
-    Call it again before the write: another process may have created the file meanwhile.
+    Raises OSError if it cannot be written, exists without `overwrite`, or is one of the `inputs`. Pipes and devices are
+    refused, because an atomic write would replace them. Creates nothing. Check again just before writing, since another
+    process may have created the file meanwhile.
     """
     if os.path.realpath(path) in map(os.path.realpath, inputs):
         raise OSError(errno.EINVAL, "it is an input: name another file")
@@ -158,18 +160,18 @@ def check_output(path: Path, overwrite: bool, inputs: Iterable[str | Path] = ())
         raise FileExistsError(errno.EEXIST, "it exists: add --overwrite to replace it, or name another file")
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
     check_folder(target.parent)
-    target.parent.stat()  # raises if it is missing
+    target.parent.stat()  # raises if the folder is missing
     return target
 
 
 def write_output(flag: str, path: Path, content: str, overwrite: bool) -> None:
-    """Write the file that a flag names. Raises UserError."""
+    """Write an output file. `flag`: the flag that names it. Raises UserError if it cannot be written."""
     with writing_to(flag, path):
         write_named(check_output(path, overwrite), content)
 
 
 def is_special(path: Path) -> bool:
-    """Whether `path` is a symbolic link, a pipe or a device, which no run creates."""
+    """Return whether `path` is a symbolic link, a pipe or a device, which no run creates."""
     return os.path.lexists(path) and (path.is_symlink() or not (path.is_file() or path.is_dir()))
 
 
