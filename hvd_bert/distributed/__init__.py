@@ -1,1 +1,1 @@
-"""Ranks: their launcher, the world they join, how their processes start and end."""
+"""Ranks: detecting their launcher, joining a world, and starting and ending their processes."""

@@ -1,4 +1,4 @@
-"""The device and the CPU threads of a rank."""
+"""Choose the device and the number of CPU threads of a rank."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hvd_bert.machine import MAX_THREADS
 
 
 def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
-    """The device of a rank, "cpu" or "cuda:i", from the number of visible GPUs. Raises UserError if there are too few.
+    """Return a rank's device, "cpu" or "cuda:i". `num_devices`: number of visible GPUs.
 
-    A scheduler may make only one GPU visible to each task, as number 0. `check_devices` refuses one that is shared.
+    If one GPU is visible, every rank gets number 0, because a scheduler may give each task a GPU of its own; ranks that
+    share one fail in `check_devices`. Raises UserError if several GPUs are visible, but fewer than ranks on this host.
     """
     if num_devices == 0:
         return "cpu"
@@ -30,10 +31,11 @@ def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
 
 
 def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]], limit: float | None = None) -> int:
-    """Number of threads for a rank that may use the cores `mine`, shared by the ranks with overlapping sets.
+    """Return the number of threads for a rank that may use the cores `mine`: its equal share of these cores.
 
-    `limit`: the cgroup's limit of CPU time for all ranks of this host, in cores. More threads than that would stop
-    each other: with 2 on a limit of 1 a small model trained 4 to 9 times slower than with 1.
+    `on_this_host`: the cores of each rank on this host; ranks whose cores overlap share them. `limit`: the cgroup's CPU
+    limit in cores, for all ranks together. The kernel pauses processes that exceed it: with a limit of 1 core, a small
+    model trained 4 to 9 times slower with 2 threads than with 1.
     """
     sharers = sum(1 for cores in on_this_host if cores & mine)
     share = len(mine) // max(1, sharers)
@@ -43,9 +45,9 @@ def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]], li
 
 
 def choose_threads(environ: Mapping[str, str], share: int) -> int:
-    """Threads per rank: OMP_NUM_THREADS, else its `share` of the cores, at most Slurm's --cpus-per-task.
+    """Return the threads per rank: OMP_NUM_THREADS or, if not set, `share`, limited to Slurm's --cpus-per-task.
 
-    A value that is no number, or above MAX_THREADS, is ignored.
+    A variable is ignored if it is not a number from 1 to MAX_THREADS.
     """
     chosen = _parse_threads(environ.get("OMP_NUM_THREADS", "").split(",")[0])
     allotted = _parse_threads(environ.get("SLURM_CPUS_PER_TASK", ""))
@@ -59,7 +61,7 @@ def _parse_threads(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Host, device and cores of a rank. `device_id`: identifies the GPU in all processes; None on a CPU."""
+    """Host, device and cores of a rank. `device_id`: the GPU's ID, equal in all processes; None on a CPU."""
 
     rank: int
     host: str
@@ -70,14 +72,14 @@ class RankInfo:
 
 
 def physical_id(gpu: Any) -> str:
-    """The UUID of a GPU, from torch's properties; for a MIG instance the PCI address of its GPU."""
-    if "MIG" in gpu.name and hasattr(gpu, "pci_bus_id"):  # older versions of torch lack it
+    """Return a GPU's UUID or, for a MIG instance, its GPU's PCI address. `gpu`: torch's device properties."""
+    if "MIG" in gpu.name and hasattr(gpu, "pci_bus_id"):  # older versions of torch lack pci_bus_id
         return f"PCI {gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
     return str(gpu.uuid)
 
 
 def check_devices(rank_infos: Sequence[RankInfo]) -> None:
-    """Raise UserError if two ranks share a GPU, or only some ranks have one."""
+    """Raise UserError if two ranks share a GPU, or if only some ranks have a GPU."""
     if len({info.device == "cpu" for info in rank_infos}) > 1:
         without = dict.fromkeys(info.host for info in rank_infos if info.device == "cpu")
         raise UserError(

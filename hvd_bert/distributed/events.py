@@ -1,6 +1,6 @@
-"""events.jsonl in a run's folder: each start with its environment, warnings, and the reason of an early end.
+"""The event file events.jsonl in a run's folder: starts with their environment, warnings, and reasons of early ends.
 
-Rank 0 writes it. Another rank that sees the folder adds the reason why it ends.
+Rank 0 writes it. Another rank that ends early adds its reason, if it can access the folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME = "events.jsonl"
 
 
 class Events:
-    """The file of a run. `begin` opens it, and writes the events added before."""
+    """The event file of the current run. `begin` opens it, and writes the events that were added earlier."""
 
     def __init__(self) -> None:
         self._early: deque[dict[str, Any]] = deque(maxlen=100)  # events before `begin`
@@ -28,7 +28,10 @@ class Events:
         self._file: JsonLines | None = None
 
     def begin(self, folder: Path, writes: bool, facts: dict[str, Any]) -> None:
-        """Start a run in its folder. `writes`: whether this rank writes the events. Raises OSError."""
+        """Open the file in a run's folder, and record the start with `facts`. Raises OSError.
+
+        `writes`: whether this rank writes events; other ranks record only why they end early.
+        """
         self.end()
         self._path = folder / NAME
         if writes:
@@ -38,7 +41,7 @@ class Events:
         self._early.clear()  # early events of the other ranks are not recorded
 
     def add(self, event: str, **values: Any) -> None:
-        """Record an event."""
+        """Record an event, if this rank writes events. Before `begin`, the event is kept in memory."""
         line = {"event": event, "time": round(time.time(), 3), **values}
         if self._file is not None:
             self._file.write(line)
@@ -46,15 +49,15 @@ class Events:
             self._early.append(line)
 
     def failed(self, reason: str) -> None:
-        """Record why this rank ends early, if it is in a run."""
+        """Record why this rank ends early, if a run has begun."""
         with suppress(OSError):
-            if self._file is None and self._path is not None and self._path.exists():  # rank 0's
+            if self._file is None and self._path is not None and self._path.exists():  # from rank 0
                 self._file = JsonLines(self._path)
             if self._file is not None:
                 self.add("end", message=reason)
 
     def end(self) -> None:
-        """End the run, and close the file."""
+        """Close the file. Events added from now on belong to the next run."""
         if self._file is not None:
             self._file.close()
         self._file = self._path = None
@@ -65,16 +68,16 @@ begin, add, failed, end = _events.begin, _events.add, _events.failed, _events.en
 
 
 def command() -> str:
-    """The command line of this process."""
+    """Return the command line of this process."""
     return shlex.join(["python", *sys.orig_argv[1:]])
 
 
 def job_commands(folder: Path, job: str) -> list[str]:
-    """The commands with which a Slurm job has started runs in a folder."""
+    """Return the commands that the Slurm job with ID `job` has run in this folder, oldest first."""
     found = []
     with suppress(OSError), open_regular(folder / NAME) as lines:
         for line in lines:
-            with suppress(ValueError, LookupError, TypeError):  # another event, or a line cut off by a kill
+            with suppress(ValueError, LookupError, TypeError):  # another kind of event, or a truncated line
                 event = parse_json(line)
                 if event["job"]["id"] == job:
                     found.append(str(event["command"]))

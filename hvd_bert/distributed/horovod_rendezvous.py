@@ -1,4 +1,4 @@
-"""Rendezvous of Horovod's ranks over Gloo: the server and the variables of horovodrun, also for other launchers."""
+"""Rendezvous of Horovod's ranks over Gloo. Provides horovodrun's server and variables under other launchers, too."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from hvd_bert.errors import UserError
 
 
 class AddressServer:
-    """Serves the addresses of Horovod's ranks to the end of this process, as horovodrun does, but at one address only.
+    """Server for the ranks' addresses, like horovodrun's, but listening at one address only.
 
-    `otherwise`: where to serve if no interface is chosen. `address`: host and port of the server.
+    It runs until the process ends. `otherwise`: the address to listen at if HOROVOD_GLOO_IFACE is not set.
+    `address`: the server's address and port.
     """
 
     def __init__(self, otherwise: str) -> None:
@@ -25,15 +26,18 @@ class AddressServer:
 
         host = interface_address(os.environ.get("HOROVOD_GLOO_IFACE")) or otherwise
         server = RendezvousHTTPServer((host, 0), RendezvousHandler, verbose=0)  # RendezvousServer listens everywhere
-        server.init([])  # it needs no list of ranks
+        server.init([])  # without horovodrun's list of ranks, which it does not need
         threading.Thread(target=server.serve_forever, daemon=True).start()
         self.address = (host, int(server.server_port))
 
 
 def horovod_env(hosts: Sequence[str], rank: int, address: tuple[str, int]) -> dict[str, str]:
-    """The variables that horovodrun --gloo sets for a rank. `hosts`: one per rank. `address`: the server's."""
+    """Return the variables that horovodrun --gloo sets for a rank.
+
+    `hosts`: the host of each rank. `address`: the server's address and port.
+    """
     local_rank = hosts[:rank].count(hosts[rank])
-    across = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank]  # the hosts with this local rank
+    across = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank]  # hosts with this local rank
     values = {
         "CONTROLLER": "gloo",
         "CPU_OPERATIONS": "gloo",
@@ -53,7 +57,7 @@ def _address_env(host: str, port: int | str) -> dict[str, str]:
 
 
 def serve_horovod(launcher: Launcher) -> dict[str, str]:
-    """The variables of horovodrun for a rank of another launcher, which has a store. Rank 0 starts the server."""
+    """Return horovodrun's variables for a rank of another launcher that has a store. Rank 0 starts the server."""
     rank, store = launcher.rank or 0, launcher_store(launcher)
     hosts = meet(store, launcher, "HOROVOD_GLOO_IFACE")
     if rank == 0:
@@ -64,13 +68,14 @@ def serve_horovod(launcher: Launcher) -> dict[str, str]:
 
 
 def join_horovodrun() -> dict[str, str]:
-    """Prepare a rank of horovodrun to rendezvous. Raises UserError if it cannot reach horovodrun: Horovod would abort.
+    """Return the variables that a rank of horovodrun needs in addition to horovodrun's, to join over Gloo.
 
-    Returns the variables of another server for each further world of this process, {} for its first world: horovodrun's
-    server still has the addresses of the first world.
+    They are needed from this process's second world on: horovodrun's server still has the addresses of the first world,
+    so rank 0 starts another one. Otherwise returns {}, as it does over MPI and under Horovod elastic. Raises UserError
+    if horovodrun cannot be reached, since Horovod would abort the process.
     """
     number, horovodrun = next(joins), horovodrun_address(os.environ)
-    if horovodrun is None:  # MPI
+    if horovodrun is None:  # the ranks meet over MPI
         return {}
     try:
         socket.create_connection(horovodrun, gloo_timeout_s(os.environ)).close()
@@ -90,5 +95,5 @@ def join_horovodrun() -> dict[str, str]:
     while True:
         try:
             return _address_env(*read_data_from_kvstore(*key))
-        except RuntimeError:  # rank 0 may be busy with work of the program's own
+        except RuntimeError:  # not set yet: rank 0 may be busy with the program's work
             time.sleep(0.05)

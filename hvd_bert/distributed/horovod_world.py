@@ -1,4 +1,4 @@
-"""The world of Horovod's ranks: of any launcher, of a program's process group, or a single process."""
+"""The world of Horovod's ranks, under any launcher, in a program's process group or in a single process."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from hvd_bert.distributed.rendezvous import world_store
 from hvd_bert.distributed.world import CollectiveError, ProcessState, World
 from hvd_bert.errors import UserError, log
 
-ASK_S = 5.0  # a wait for an operation checks in these intervals whether Horovod's thread runs
-# A run with this error is not repaired: Horovod keeps the operation, which would disturb this process's next world.
+ASK_S = 5.0  # seconds between checks, during a wait for an operation, that Horovod's thread still runs
+# Elastic training ends with this error: Horovod keeps the operation, which would disturb this process's next world.
 QUEUED_TOO_LATE = "Horovod has been shut down while this rank queued an operation"
 
 
 def ready_for_timeline(environ: MutableMapping[str, str]) -> None:
-    """Prepare Horovod, before it starts, for a timeline of some steps. Variables that the user has set stay."""
+    """Set Horovod's variables for a timeline of selected steps, unless the user has. Call before `hvd.init`."""
     environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     # With Horovod's response cache, timelines lack the times at which each rank was ready (docs/guides/profiling.md).
     environ.setdefault("HOROVOD_CACHE_CAPACITY", "0")
@@ -65,16 +65,16 @@ class HorovodWorld(World):
 
     @staticmethod
     def join(group: Launcher | None = None, process: ProcessState | None = None) -> HorovodWorld:
-        """Join the launcher's world, or the program's `group`. Raises UserError if the ranks are not in one world."""
+        """Join the launcher's world, or the program's `group`. Raises UserError if the ranks cannot form one world."""
         process = process or ProcessState()
         launcher = group or checked_launcher(os.environ)
         extend_gloo_timeout(launcher, os.environ)
         if launcher.is_alone:
-            # A single process needs no MPI, which on some clusters only starts inside a job.
+            # A single process does not need MPI, which on some clusters starts only inside a job.
             os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
         with _loading():
             import horovod.torch as hvd
-            import horovod.torch.mpi_ops  # noqa: F401  # horovod.torch hides an error of its library
+            import horovod.torch.mpi_ops  # noqa: F401  # horovod.torch hides why its library fails
         served = launcher.has_store and not launcher.row.by_mpi and not launcher.is_alone
         if served:
             os.environ.update(serve_horovod(launcher))
@@ -89,13 +89,13 @@ class HorovodWorld(World):
         if elastic:
             process.watch_hosts()
         stalled_after_s = watchdog.configure_stall_limits(os.environ, elastic)
-        if not by_mpi and not served:  # else `meet` has checked it
+        if not by_mpi and not served:  # `meet` has checked served ranks
             _check_own_name()
         before = _connections_now() if elastic else set()
         hvd.init()
         if not by_mpi:
             _pause_between_polls(process)
-        if not elastic:  # there the launcher's variables describe the first world
+        if not elastic:  # under elastic, the launcher's size is that of the first world
             mpi.check_size(launcher, hvd.size(), os.environ)
         controller = "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo"
         world = HorovodWorld(hvd, controller, comm, stalled_after_s)
@@ -110,10 +110,10 @@ class HorovodWorld(World):
             self.watch(self._stalled_after_s, self._store())
 
     def _store(self) -> Any:
-        """A key-value store for the watchdog; None if a rank cannot reach it."""
+        """Return a key-value store for the watchdog; None if a rank cannot reach it."""
         try:
             return world_store(self, "HOROVOD_GLOO_IFACE")
-        except CollectiveError as error:  # on all ranks; training works without it
+        except CollectiveError as error:  # raised on all ranks; training works without a store
             if self.rank == 0:
                 log.warning("If a rank stalls, it cannot be named: %s", error)
             return None
@@ -145,7 +145,7 @@ class HorovodWorld(World):
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
             return values
-        # Without a name each call gets a new one, and these fill Horovod's response cache of 1024 names.
+        # Without a name, each call would get a new name and fill Horovod's response cache of 1024 names.
         name = f"hvd_bert.sum.{values.dtype}.{'x'.join(map(str, values.shape))}"
         with self.limit_wait(lambda: ["a sum of measurements"]):
             return torch.as_tensor(self._hvd.allreduce(values, op=self._hvd.Sum, name=name))
@@ -168,7 +168,7 @@ class HorovodWorld(World):
         return count
 
     def _guard_slow_wait(self) -> AbstractContextManager[None]:
-        """Context manager for a wait for work that ranks do independently, such as tokenizing: it may take long."""
+        """Context manager: allow other ranks LONGEST_S to finish independent work, such as tokenizing."""
         return self.limit_wait(lambda: ["the next collective"], watchdog.LONGEST_S)
 
     def start_timeline(self, path: Path) -> None:
@@ -180,7 +180,7 @@ class HorovodWorld(World):
     def close(self) -> None:
         try:
             self.allgather(None)
-        except RuntimeError:  # a rank is lost: under Horovod elastic the others have all done their work
+        except RuntimeError:  # a rank is lost; under Horovod elastic the remaining ranks have finished
             if not self.elastic:
                 raise
         self.leave()
@@ -192,7 +192,7 @@ class HorovodWorld(World):
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """Context manager: turn an error of loading Horovod or MPI into a UserError."""
+    """Context manager: convert an error in loading Horovod or MPI to a UserError."""
     try:
         yield
     except (ImportError, OSError, RuntimeError) as error:
@@ -205,10 +205,10 @@ def _loading() -> Iterator[None]:
 
 
 def disconnect(process: ProcessState) -> None:
-    """Close Gloo's connections under Horovod elastic, so that ranks that wait for this one notice a lost rank.
+    """Close Gloo's connections after a rank is lost, so that ranks that wait for this rank fail at once.
 
-    Horovod 0.28 does not close them before it joins the next world (`ProcessSet::Finalize` does nothing). Those ranks
-    would wait for HOROVOD_GLOO_TIMEOUT_SECONDS.
+    Horovod 0.28 keeps the connections open until it joins the next world (`ProcessSet::Finalize` does nothing). The
+    other ranks would wait for HOROVOD_GLOO_TIMEOUT_SECONDS.
     """
     for descriptor, *_ in process.connections & _connections_now():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -216,12 +216,12 @@ def disconnect(process: ProcessState) -> None:
 
 
 def _connections_now() -> set[tuple[Any, ...]]:
-    """List the TCP connections of this process: descriptor, own address, other address."""
+    """Return this process's TCP connections as tuples: descriptor, local address, remote address."""
     return {(tcp.fd, tcp.laddr, tcp.raddr) for tcp in psutil.Process().net_connections("tcp")}
 
 
 def _check_own_name() -> None:
-    """Raise UserError if Horovod's Gloo cannot listen at this host's own name."""
+    """Raise UserError if Horovod's Gloo cannot listen at the address of this host's own name."""
     where = horovodrun_address(os.environ)
     address = interface_address(os.environ.get("HOROVOD_GLOO_IFACE")) or (where and address_towards(where[0]))
     several = (number(os.environ, "HOROVOD_CROSS_SIZE") or 1) > 1  # perhaps several names of one host
@@ -229,12 +229,12 @@ def _check_own_name() -> None:
 
 
 def _pause_between_polls(process: ProcessState) -> None:
-    """Replace Horovod's function that waits for an operation with one that sleeps between two polls.
+    """Patch Horovod's function that waits for an operation, so that it sleeps between polls.
 
-    At v0.28.1 of github.com/horovod/horovod, `WaitAndClear` in horovod/torch/mpi_ops_v2.cc polls in a loop and has no
-    setting for it; `synchronize` in horovod/torch/mpi_ops.py calls it. On CPUs the loop takes time from Horovod's own
-    thread, which sends the gradients, and from other ranks on the same cores. MPI's thread polls as well, and pauses
-    cost more than they free (tests of four ranks on two cores: Gloo 72 to 41 s, MPI 50 to 63 s).
+    In Horovod 0.28.1, `synchronize` (horovod/torch/mpi_ops.py) calls `WaitAndClear` (horovod/torch/mpi_ops_v2.cc),
+    which polls without pauses and has no setting for them. On CPUs this takes time from Horovod's own thread, which
+    sends the gradients, and from other ranks on the same cores. Apply it under Gloo only: MPI's own thread polls as
+    well, so that sleeping makes steps slower (tests of four ranks on two cores: Gloo 72 to 41 s, MPI 50 to 63 s).
     """
     from horovod.torch.mpi_ops import mpi_lib
 
@@ -253,7 +253,7 @@ def _pause_between_polls(process: ProcessState) -> None:
                     asked, ended = time.monotonic(), not _is_running()
             wait(handle)
         except RuntimeError:
-            # At once: closing this rank's files waits for a checkpoint's write, and other ranks wait for this one.
+            # Not later: closing this rank's files may wait for a checkpoint, and other ranks would wait for this rank.
             disconnect(process)
             raise
 
@@ -261,10 +261,11 @@ def _pause_between_polls(process: ProcessState) -> None:
 
 
 def _is_running() -> bool:
-    """Whether Horovod's thread runs, which ends when a rank is lost.
+    """Return whether Horovod's thread still runs. It ends when a rank is lost.
 
-    If the thread ends between two lines of `EnqueueTensorAllreduces` (horovod/common/operations.cc), the operation
-    stays in the queue for good. `EnqueueTensorAlltoall` checks the thread first, and then refuses these splits.
+    An operation stays in the queue forever if the thread ends while `EnqueueTensorAllreduces` adds it
+    (horovod/common/operations.cc). To find out, this calls alltoall with invalid splits: RuntimeError means that the
+    thread has ended. ValueError means that it runs, since `EnqueueTensorAlltoall` checks the thread before the splits.
     """
     from horovod.torch.mpi_ops import alltoall_async
 

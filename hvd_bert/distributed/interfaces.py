@@ -1,4 +1,4 @@
-"""The network interface of this host through which its ranks communicate."""
+"""Choose the network interface through which the ranks of this host communicate."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import psutil
 from hvd_bert.errors import UserError
 
 SETTING = "HVD_BERT_INTERFACE"
-# The variables of torch's Gloo, Horovod's Gloo, NCCL and Open MPI for the name of the interface
+# Variables for the interface's name: of torch's Gloo, Horovod's Gloo, NCCL and Open MPI
 VARIABLES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
 TCP_INTERFACES = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude")  # Open MPI accepts only one of them
 OMPI_EXCLUDES = "127.0.0.1/8,sppp"  # Open MPI's default
-# Networks of containers and virtual machines: Docker, Podman, libvirt, LXC, Kubernetes
+# Interface names of container and virtual-machine networks: Docker, Podman, libvirt, LXC, Kubernetes
 _INNER = re.compile(
     r"docker\d+|docker_gwbridge|br-[0-9a-f]{12}|podman\d+|virbr\d+|lxcbr\d+|lxdbr\d+|cni\S*|flannel\S*|cali\S*"
 )
 
 
 def apply_setting(environ: MutableMapping[str, str]) -> None:
-    """Set all libraries to this host's interface by HVD_BERT_INTERFACE. Call before they start.
+    """Set VARIABLES to the interface that HVD_BERT_INTERFACE selects on this host. Call before the libraries start.
 
-    It replaces horovodrun's setting, which is one name for all hosts.
+    Overrides horovodrun's setting, which is one name for all hosts. Raises UserError if no interface matches.
     """
     setting = environ.get(SETTING)
     if not setting:
@@ -40,9 +40,9 @@ def apply_setting(environ: MutableMapping[str, str]) -> None:
 
 
 def resolve(setting: str, addresses: Mapping[str, Sequence[str]]) -> str:
-    """The interface of a host with this name, or with an address in this subnet, such as 10.1.0.0/16.
+    """Return the interface that `setting` selects by its name or by a subnet, such as 10.1.0.0/16.
 
-    `addresses`: of each interface of the host. Raises UserError if no interface matches.
+    `addresses`: each interface's addresses. Raises UserError if no interface matches.
     """
     if setting in addresses:
         return setting
@@ -56,16 +56,16 @@ def resolve(setting: str, addresses: Mapping[str, Sequence[str]]) -> str:
 
 
 def interface_named(environ: Mapping[str, str], controller: str) -> str:
-    """The interfaces set for this host's ranks of Horovod, after they have joined; "" if they use all."""
+    """Return the interfaces that Horovod's ranks on this host are set to use; "" means all. Call after joining."""
     return environ.get(TCP_INTERFACES[0] if controller == "mpi" else "HOROVOD_GLOO_IFACE", "")
 
 
 def choose_interface(environ: MutableMapping[str, str], variable: str, others: Sequence[str]) -> None:
     """Set a library's variable, unless it is set, to the interface through which this host reaches other hosts.
 
-    Gloo's default is the interface of the host's own name, which on many systems is the loopback. `others`: names or
-    addresses of other hosts, of which the first with a route counts; empty for the loopback. Raises UserError if there
-    is no route or no loopback.
+    Gloo's default is the interface to which the host's own name resolves, on many systems the loopback. `others`: names
+    or addresses of other hosts, tried in order until one has a route; if empty, the loopback is set. Raises UserError
+    if no host has a route, or if there is no loopback.
     """
     if environ.get(variable):
         return
@@ -79,10 +79,10 @@ def choose_interface(environ: MutableMapping[str, str], variable: str, others: S
 
 
 def avoid_inner_networks(environ: MutableMapping[str, str]) -> None:
-    """Exclude this host's networks of containers from Open MPI, unless the user or the site has set interfaces.
+    """Exclude this host's container networks from Open MPI, unless the user or the site has set interfaces.
 
-    Call before MPI starts. Docker's bridge has the same address on all hosts: Open MPI would connect a rank to its own
-    host, and wait forever.
+    Call before MPI starts. Docker's bridge has the same address on all hosts, so Open MPI would connect a rank to its
+    own host and wait forever.
     """
     addresses = host_addresses()
     inner = [name for name in addresses if _INNER.fullmatch(name)]
@@ -93,7 +93,7 @@ def avoid_inner_networks(environ: MutableMapping[str, str]) -> None:
 
 
 def _is_set_by_site() -> bool:
-    """Whether Open MPI's parameter files (openmpi-mca-params.conf) set interfaces. True if unknown."""
+    """Return whether Open MPI's parameter files (openmpi-mca-params.conf) set interfaces. True if unknown."""
     command = ["ompi_info", "--parsable", "--param", "btl", "tcp", "--level", "9"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60).stdout
@@ -103,16 +103,17 @@ def _is_set_by_site() -> bool:
 
 
 def interface_address(interface: str | None) -> str | None:
-    """An IPv4 address of one of this host's interfaces; None if there is none."""
+    """Return the first IPv4 address of an interface of this host; None if it has none or does not exist."""
     addresses = psutil.net_if_addrs().get(interface or "", [])
     return next((str(address.address) for address in addresses if address.family == socket.AF_INET), None)
 
 
 def check_own_name(address: str | None, beyond_this_host: bool) -> None:
-    """Raise UserError unless this host's own name resolves to one of its addresses that the ranks can reach.
+    """Raise UserError unless this host's own name resolves to one of its addresses that all ranks can reach.
 
-    Horovod 0.28's Gloo listens there, whatever HOROVOD_GLOO_IFACE is (GlooContext::InitializeForProcessSet), and ends
-    the process if it cannot. `address`: the address to suggest for the name; None: the loopback's.
+    Horovod 0.28's Gloo listens at that address, regardless of HOROVOD_GLOO_IFACE
+    (GlooContext::InitializeForProcessSet), and aborts the process if it cannot. `address`: the address that the error
+    message suggests; default: the loopback address. `beyond_this_host`: whether ranks run on other hosts, too.
     """
     name = socket.gethostname()
     found = own_address_at(name)
@@ -127,7 +128,7 @@ def check_own_name(address: str | None, beyond_this_host: bool) -> None:
 
 
 def loopback() -> str:
-    """This host's loopback interface. Raises UserError if it is down."""
+    """Return the name of this host's loopback interface. Raises UserError if it has no address."""
     addresses = host_addresses()
     found = next((name for name, own in addresses.items() if any(map(is_loopback, own))), None)
     if found is None:
@@ -139,40 +140,40 @@ def loopback() -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IP address is a loopback address."""
+    """Return whether an IP address is a loopback address."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def own_address_at(name: str) -> str | None:
-    """The first of this host's addresses to which a name resolves, as Gloo chooses it; None if there is none."""
+    """Return the first address of this host to which `name` resolves, as Gloo does; None if there is none."""
     try:
         found = [str(address[0]) for *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    except (OSError, UnicodeError):  # no resolver accepts some names
+    except (OSError, UnicodeError):  # an unknown or malformed name
         return None
     own = {address.split("%")[0] for addresses in host_addresses().values() for address in addresses}
-    if "127.0.0.1" in own:  # and all of 127.0.0.0/8
+    if "127.0.0.1" in own:  # then all of 127.0.0.0/8 is local
         own |= {address for address in found if address.startswith("127.")}
     return next((address for address in found if address.split("%")[0] in own), None)
 
 
 def address_towards(host: str) -> str | None:
-    """This host's address on the route to `host`, an IPv4 address if possible; None if there is no route."""
+    """Return this host's address on the route to `host`, preferably IPv4; None if there is no route."""
     with suppress(OSError, UnicodeError):
         for family, kind, _, _, address in sorted(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)):
             with suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(address)  # sends no packet, only chooses the route
+                probe.connect(address)  # chooses the route without sending a packet
                 return str(probe.getsockname()[0])
     return None
 
 
 def interface_to(host: str) -> str | None:
-    """This host's interface on the route to `host`; None if there is no route."""
+    """Return this host's interface on the route to `host`; None if there is no route."""
     mine = address_towards(host)
     return next((name for name, own in host_addresses().items() if mine in own), None)
 
 
 def host_addresses() -> dict[str, list[str]]:
-    """The IP addresses of this host, by interface."""
+    """Return the IP addresses of each network interface of this host."""
     families = (socket.AF_INET, socket.AF_INET6)
     return {
         name: [str(address.address) for address in addresses if address.family in families]
